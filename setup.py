@@ -1,0 +1,20 @@
+"""Builds the native kernels; everything else about the package is in pyproject.toml."""
+
+from setuptools import Extension, setup
+
+setup(
+    ext_modules=[
+        Extension(
+            "rayrec.native._kernels",
+            sources=[
+                "src/rayrec/native/module.c",
+                "src/rayrec/native/click_log.c",
+                "src/rayrec/native/vocabulary.c",
+                "src/rayrec/native/format.c",
+            ],
+            depends=["src/rayrec/native/kernels.h"],
+            extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra", "-fno-math-errno"],
+            libraries=["m"],
+        )
+    ]
+)

@@ -1,0 +1,50 @@
+"""Batches: what a loader hands to a model, able to move themselves to a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+
+@dataclass
+class ClickBatch:
+    """One worker's part of one global batch of a click log."""
+
+    dense_features: torch.Tensor
+    """(rows, num_dense) float32, normalised."""
+    sparse_features: KeyedJaggedTensor
+    """One key per sparse column, `rows` bags each."""
+    labels: torch.Tensor
+    """(rows,) float32, 0 or 1."""
+    loss_weight: float
+    """world_size / rows of the global batch: summing row losses times this, then averaging over workers (as DDP
+    does), gives the exact mean over the global batch also when workers hold different numbers of rows."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> ClickBatch:
+        return ClickBatch(
+            dense_features=self.dense_features.to(device, non_blocking=non_blocking),
+            sparse_features=self.sparse_features.to(device, non_blocking=non_blocking),
+            labels=self.labels.to(device, non_blocking=non_blocking),
+            loss_weight=self.loss_weight,
+        )
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        self.dense_features.record_stream(stream)
+        self.sparse_features.record_stream(stream)
+        self.labels.record_stream(stream)
+
+    def pin_memory(self) -> ClickBatch:
+        return ClickBatch(
+            dense_features=self.dense_features.pin_memory(),
+            sparse_features=self.sparse_features.pin_memory(),
+            labels=self.labels.pin_memory(),
+            loss_weight=self.loss_weight,
+        )
+
+    def __len__(self) -> int:
+        return self.labels.numel()

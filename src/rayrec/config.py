@@ -1,0 +1,109 @@
+"""The frozen base of every configuration: checked when built, replaced not changed, printed as YAML, and hashed."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import typing
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Self
+
+
+class InputError(ValueError):
+    """What the user gave cannot be used; the message says what, where and the remedy in one line (exit status 2)."""
+
+
+@lru_cache(maxsize=1024)
+def _field_types(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+@lru_cache(maxsize=1024)
+def _adapter(annotation: Any) -> Any:
+    import pydantic
+
+    return pydantic.TypeAdapter(annotation, config=pydantic.ConfigDict(strict=True, arbitrary_types_allowed=True))
+
+
+def _config_type(annotation: Any) -> type | None:
+    """The Config class an annotation names (also inside `X | None`), or None."""
+    for candidate in (annotation, *typing.get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Config):
+            return candidate
+    return None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Config):
+        return value.to_dict()
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Base of all configurations: frozen dataclasses whose field types are checked when they are built."""
+
+    def __post_init__(self) -> None:
+        import pydantic
+
+        types = _field_types(type(self))
+        for field in dataclasses.fields(self):
+            value, annotation = getattr(self, field.name), types[field.name]
+            nested = _config_type(annotation)
+            if nested is not None:
+                if not (isinstance(value, nested) or (value is None and type(None) in typing.get_args(annotation))):
+                    raise InputError(f"{type(self).__name__}.{field.name}: needs a {nested.__name__}, not {value!r}")
+                continue
+            try:
+                _adapter(annotation).validate_python(value)
+            except pydantic.ValidationError as error:
+                why = error.errors()[0]["msg"]
+                raise InputError(f"{type(self).__name__}.{field.name}: {value!r} does not fit ({why})") from None
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with the given fields changed; a dict changes fields of a nested configuration."""
+        return self.updated(changes)
+
+    def updated(self, changes: Mapping[str, Any], *, where: str = "") -> Self:
+        """A copy with `changes` laid over it, nested mappings reaching into nested configurations.
+
+        Raises InputError for a name that does not exist, with the nearest one that does.
+        """
+        known = {field.name: field for field in dataclasses.fields(self)}
+        new: dict[str, Any] = {}
+        for name, value in changes.items():
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean '{near[0]}'?" if near else f"; it has {', '.join(known)}"
+                raise InputError(f"{where}{name}: {type(self).__name__} has no such field{hint}")
+            current = getattr(self, name)
+            if isinstance(value, Mapping) and isinstance(current, Config):
+                value = current.updated(value, where=f"{where}{name}.")
+            new[name] = _tuples(value)
+        return dataclasses.replace(self, **new)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists and scalars, ready for JSON or YAML."""
+        return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+    def to_yaml(self) -> str:
+        """The whole resolved configuration as YAML, fields in declaration order."""
+        import yaml
+
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+    def config_hash(self) -> str:
+        """The first 16 hex digits of the SHA-256 over the canonical JSON of the configuration."""
+        canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()[:16]

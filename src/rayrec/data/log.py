@@ -1,0 +1,256 @@
+"""A click log as a sequence of segments: byte ranges of whole lines whose good rows are counted once and numbered."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.data.parsing import MAX_LINE_BYTES, PADDING_BYTES, Fault, Faults, RawRows, max_rows_in, parse_into
+from rayrec.native import library
+from rayrec.schema import Schema
+
+GZIP_MAGIC = b"\x1f\x8b"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Whole lines of one file: bytes [start, stop), good rows numbered from first_row on (over the whole log)."""
+
+    path: str
+    start: int
+    stop: int
+    first_row: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class LogIndex:
+    """A click log cut into segments, with every refused line accounted for."""
+
+    segments: tuple[Segment, ...]
+    faults: Faults
+
+    @property
+    def rows(self) -> int:
+        last = self.segments[-1] if self.segments else None
+        return last.first_row + last.rows if last else 0
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(segment.stop - segment.start for segment in self.segments)
+
+    @property
+    def bad_fraction(self) -> float:
+        lines = self.rows + self.faults.total
+        return self.faults.total / lines if lines else 0.0
+
+    def check(self, max_bad_fraction: float, path: str) -> None:
+        """Raises InputError where the log has no rows or more faulty ones than allowed."""
+        if not self.rows:
+            why = self.faults.describe() if self.faults.total else "it is empty"
+            raise InputError(f"{path}: no usable rows; {why}")
+        if self.bad_fraction > max_bad_fraction:
+            raise InputError(
+                f"{path}: {self.bad_fraction:.2%} of its lines are faulty, more than max_bad_fraction {max_bad_fraction:.2%}; "
+                f"{self.faults.describe()}; mend the log or raise --max-bad-fraction"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        paths = sorted({segment.path for segment in self.segments})
+        number = {path: i for i, path in enumerate(paths)}
+        return {
+            "paths": paths,
+            "segments": [[number[s.path], s.start, s.stop, s.rows] for s in self.segments],
+            "faults": {"counts": self.faults.counts, "first": [vars(fault) for fault in self.faults.first]},
+        }
+
+    @classmethod
+    def from_dict(cls, stored: dict[str, Any]) -> LogIndex:
+        faults = Faults(counts=stored["faults"]["counts"], first=[Fault(**fault) for fault in stored["faults"]["first"]])
+        entries = ((stored["paths"][n], start, stop, rows) for n, start, stop, rows in stored["segments"])
+        return cls(numbered(entries), faults)
+
+
+def numbered(entries: Iterable[tuple[str, int, int, int]]) -> tuple[Segment, ...]:
+    """Segments from (path, start, stop, rows) in log order, their rows numbered through."""
+    segments, first_row = [], 0
+    for path, start, stop, rows in entries:
+        segments.append(Segment(path, start, stop, first_row, rows))
+        first_row += rows
+    return tuple(segments)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A byte range of one file, not aligned to lines: the unit of work of one indexing task. The lines that *start* in
+    [start, stop) are its own."""
+
+    path: str
+    start: int
+    stop: int
+    file_size: int
+
+
+def cut(files: Sequence[storage.File], chunk_bytes: int) -> list[Chunk]:
+    return [
+        Chunk(file.path, start, min(start + chunk_bytes, file.size_bytes), file.size_bytes)
+        for file in files
+        for start in range(0, file.size_bytes, chunk_bytes)
+    ]
+
+
+def read_lines(chunk: Chunk) -> tuple[np.ndarray, int, int]:
+    """The chunk's own lines: (padded uint8 text, its length, byte of the file where it starts).
+
+    A line longer than the parser accepts is cut off where the chunk's neighbour begins to look for its own first line.
+    """
+    before = 1 if chunk.start > 0 else 0  # the byte before tells whether a line starts at `start`
+    want = min(chunk.stop + MAX_LINE_BYTES + 1, chunk.file_size) - (chunk.start - before)
+    text = np.zeros(want + PADDING_BYTES, np.uint8)
+    got = storage.read_into(chunk.path, chunk.start - before, text[:want])
+    first = 0
+    if before and text[0] != ord("\n"):
+        found = _find_newline(text, 0, got)
+        if found < 0 or chunk.start - before + found + 1 >= chunk.stop:
+            return text[-PADDING_BYTES:], 0, chunk.stop
+        first = found + 1
+    elif before:
+        first = 1
+    own = chunk.stop - (chunk.start - before)  # lines that start before this offset are ours
+    if own >= got:
+        stop = got
+    else:
+        found = _find_newline(text, own - 1, got)
+        stop = found + 1 if found >= 0 else got
+    text[stop : stop + PADDING_BYTES] = 0
+    return text[first:], stop - first, chunk.start - before + first
+
+
+def _find_newline(text: np.ndarray, start: int, stop: int) -> int:
+    for low in range(start, stop, 4096):
+        found = text[low : min(low + 4096, stop)].tobytes().find(b"\n")
+        if found >= 0:
+            return low + found
+    return -1
+
+
+def index_chunk(chunk: Chunk, schema: Schema, segment_bytes: int) -> tuple[list[tuple[str, int, int, int]], Faults]:
+    """Parses a chunk and cuts it into segments of about `segment_bytes`: ([(path, start, stop, rows)], faults)."""
+    text, length, first_byte = read_lines(chunk)
+    raw = RawRows(schema, max_rows_in(schema, min(length, 2 * segment_bytes + MAX_LINE_BYTES)))
+    entries, faults, start = [], Faults(), 0
+    while start < length:
+        stop = length
+        if length - start > segment_bytes * 3 // 2:
+            stop = start + _last_line_start(text[start:], segment_bytes)
+            if stop == start:  # no newline in a whole segment: the parser refuses that line as too long
+                newline = _find_newline(text, start, length)
+                stop = newline + 1 if newline >= 0 else length
+                raw = RawRows(schema, max(raw.capacity, max_rows_in(schema, stop - start)))
+        raw.rows = 0
+        faults.add(parse_into(raw, text[start:], stop - start, path=chunk.path, first_byte=first_byte + start))
+        entries.append((chunk.path, first_byte + start, first_byte + stop, raw.rows))
+        start = stop
+    return entries, faults
+
+
+def _last_line_start(text: np.ndarray, length: int) -> int:
+    import ctypes
+
+    function = library().rayrec_last_line_start
+    function.restype = ctypes.c_int64
+    return function(ctypes.c_void_p(text.ctypes.data), ctypes.c_int64(length))
+
+
+def read_segments(segments: Sequence[Segment], schema: Schema) -> RawRows:
+    """Reads and parses segments one after the other; their faulty lines, counted before, are passed over.
+
+    Raises InputError where a segment no longer holds the rows it was indexed with.
+    """
+    sizes = [segment.stop - segment.start for segment in segments]
+    raw = RawRows(schema, sum(max_rows_in(schema, size) for size in sizes))
+    for segment, size in zip(segments, sizes, strict=True):
+        text = np.zeros(size + PADDING_BYTES, np.uint8)
+        before = raw.rows
+        got = storage.read_into(segment.path, segment.start, text[:size])
+        if got == size:
+            parse_into(raw, text, size, path=segment.path, first_byte=segment.start)
+        if raw.rows - before != segment.rows:
+            raise InputError(
+                f"{segment.path}: bytes {segment.start}-{segment.stop} hold {raw.rows - before} rows where there were "
+                f"{segment.rows} when the log was indexed; the file changed, start a new run"
+            )
+    return raw
+
+
+def is_gzip(path: str) -> bool:
+    head = np.zeros(2, np.uint8)
+    storage.read_into(path, 0, head)
+    return head.tobytes() == GZIP_MAGIC
+
+
+def unpacked_path(file: storage.File, folder: str) -> str:
+    """Where the plain text of a gzip file is kept: named by the file's path, size and time."""
+    key = hashlib.sha256(f"{file.path}\0{file.size_bytes}\0{file.modified_ns}".encode()).hexdigest()[:16]
+    name = os.path.basename(file.path).removesuffix(".gz")
+    return storage.join(folder, f"{key}-{name}")
+
+
+def unpack(file: storage.File, folder: str, progress: Callable[[int], None] | None = None) -> storage.File:
+    """Unpacks a gzip file once, so that it can be split and reread from any row (gzip itself allows neither).
+
+    The result appears complete or not at all; a second call finds it. Raises InputError for a damaged file.
+    """
+    target = unpacked_path(file, folder)
+    if not storage.exists(target):
+        with storage.writing(target) as local, open(local, "wb") as out:
+            for part in _decompressed(file.path):
+                try:
+                    out.write(part)
+                except OSError as error:
+                    raise InputError(f"{target}: {file.path} cannot be unpacked there ({error.strerror})") from None
+                if progress:
+                    progress(len(part))
+    return storage.list_files(target)[0]
+
+
+def _decompressed(path: str) -> Iterator[bytes]:
+    filesystem, inner = storage.resolve(path)
+    engine = zlib.decompressobj(wbits=31)
+    with filesystem.open_input_stream(inner, compression=None) as stream:
+        while data := stream.read(1 << 20):
+            while data:
+                try:
+                    yield engine.decompress(data)
+                except zlib.error as error:
+                    raise InputError(f"{path}: damaged gzip file ({error}); fetch it again") from None
+                data = engine.unused_data
+                if engine.eof and data:  # several gzip members one after the other
+                    engine = zlib.decompressobj(wbits=31)
+    if not engine.eof:
+        raise InputError(f"{path}: the gzip file ends in the middle; fetch it again")
+
+
+def select(index: LogIndex, start: int, stop: int) -> list[tuple[Segment, int, int]]:
+    """The segments holding rows [start, stop) of the log, each with the range of its own rows that is meant."""
+    parts = []
+    for segment in index.segments:
+        low, high = max(start - segment.first_row, 0), min(stop - segment.first_row, segment.rows)
+        if low < high:
+            parts.append((segment, low, high))
+    return parts
+
+
+def identity(files: Sequence[storage.File], schema: Schema, segment_bytes: int) -> str:
+    """What an index depends on, as 16 hex digits: files with size and time, columns, segment size."""
+    text = repr([dataclasses.astuple(file) for file in files]) + repr(schema.to_dict()) + str(segment_bytes)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,180 @@
+"""Turns the bytes of a click log into raw columns, counting every line that is refused."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rayrec.native import library
+from rayrec.schema import Schema
+
+FAULT_KINDS = (
+    "empty line",
+    "too few columns",
+    "too many columns",
+    "label is not 0 or 1",
+    "not an integer",
+    "not 8 hexadecimal digits",
+    "line too long",
+)
+"""In the order of rayrec_fault_kind in native/kernels.h."""
+
+MAX_LINE_BYTES = 4096
+PADDING_BYTES = 64  # RAYREC_TEXT_PADDING
+
+
+class CLayout(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int32) for name in ("has_label", "num_dense", "num_sparse", "max_line_bytes")]
+
+
+class CRawRows(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("integers", "tokens", "missing", "labels")),
+        ("capacity", ctypes.c_int64),
+    ]
+
+
+_FAULT_DTYPE = np.dtype([("byte", np.int64), ("kind", np.int32), ("column", np.int32)])
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One refused line."""
+
+    path: str
+    byte: int
+    """Where the line starts in the (unpacked) file."""
+    kind: str
+    column: str
+    """Name of the column at fault, empty where the whole line is meant."""
+
+    def __str__(self) -> str:
+        return f"{self.path} at byte {self.byte}: {self.kind}" + (f" in column {self.column}" if self.column else "")
+
+
+@dataclass
+class Faults:
+    """Refused lines of some text: how many of each kind, and the first few of them."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    first: list[Fault] = field(default_factory=list)
+    keep: int = 10
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    def add(self, other: Faults) -> None:
+        """Adds faults found further on in the log."""
+        for kind, count in other.counts.items():
+            self.counts[kind] = self.counts.get(kind, 0) + count
+        self.first = (self.first + other.first)[: self.keep]
+
+    @classmethod
+    def merged(cls, parts: Iterable[Faults]) -> Faults:
+        total = cls()
+        for part in parts:
+            total.add(part)
+        return total
+
+    def describe(self) -> str:
+        """One line: each kind with its count, and where the first one is."""
+        if not self.total:
+            return "no faulty rows"
+        kinds = ", ".join(f"{count:,} x {kind}" for kind, count in sorted(self.counts.items()))
+        return f"{self.total:,} faulty rows ({kinds}); first: {self.first[0]}"
+
+
+class RawRows:
+    """Raw columns of parsed rows: integers int64 (rows, num_dense), tokens uint32 (rows, num_sparse), missing uint64
+    (rows) with a bit a feature column in schema order, labels uint8 (rows)."""
+
+    def __init__(self, schema: Schema, capacity: int) -> None:
+        self.schema = schema
+        self.capacity = capacity
+        self.rows = 0
+        # np.empty: pages that no row reaches are never touched, so a generous capacity costs nothing.
+        self.integers = np.empty((capacity, len(schema.dense)), np.int64)
+        self.tokens = np.empty((capacity, len(schema.sparse)), np.uint32)
+        self.missing = np.empty(capacity, np.uint64)
+        self.labels = np.empty(capacity, np.uint8)
+
+    @property
+    def layout(self) -> CLayout:
+        return CLayout(
+            int(self.schema.label is not None), len(self.schema.dense), len(self.schema.sparse), MAX_LINE_BYTES
+        )
+
+    def c_rows(self, start: int = 0) -> CRawRows:
+        return CRawRows(
+            *(array[start:].ctypes.data for array in (self.integers, self.tokens, self.missing, self.labels)),
+            self.capacity - start,
+        )
+
+
+def max_rows_in(schema: Schema, length: int) -> int:
+    """How many rows `length` bytes can hold at most: a row has a byte a separator and one for its label."""
+    shortest = len(schema.columns) + (1 if schema.label else 0)
+    return length // shortest + 1
+
+
+def padded(text: bytes | bytearray | memoryview | np.ndarray) -> np.ndarray:
+    """A copy of the text with the padding behind it that the parser may read."""
+    source = text if isinstance(text, np.ndarray) else np.frombuffer(text, np.uint8)
+    out = np.zeros(len(source) + PADDING_BYTES, np.uint8)
+    out[: len(source)] = source
+    return out
+
+
+def parse_into(raw: RawRows, text: np.ndarray, length: int, *, path: str = "", first_byte: int = 0) -> Faults:
+    """Appends the rows of text[:length] to `raw` and returns the faults among its lines.
+
+    `text` is uint8 with PADDING_BYTES behind `length`; it starts at a line's start, at `first_byte` of file `path`.
+    """
+    assert text.dtype == np.uint8 and text.flags.c_contiguous and len(text) >= length + PADDING_BYTES
+    counts = np.zeros(len(FAULT_KINDS), np.int64)
+    details = np.zeros(Faults.keep, _FAULT_DTYPE)
+    num_details = ctypes.c_int64()
+    rows = _parse()(
+        text.ctypes.data,
+        length,
+        ctypes.byref(raw.layout),
+        ctypes.byref(raw.c_rows(raw.rows)),
+        counts.ctypes.data,
+        details.ctypes.data,
+        len(details),
+        ctypes.byref(num_details),
+    )
+    assert rows >= 0, "capacity is derived from the shortest possible row"
+    raw.rows += rows
+    names = raw.schema.columns
+    return Faults(
+        counts={kind: int(count) for kind, count in zip(FAULT_KINDS, counts, strict=True) if count},
+        first=[
+            Fault(path, first_byte + int(d["byte"]), FAULT_KINDS[d["kind"]], names[d["column"]] if d["column"] >= 0 else "")
+            for d in details[: num_details.value]
+        ],
+    )
+
+
+def parse(schema: Schema, text: bytes, *, path: str = "") -> tuple[RawRows, Faults]:
+    """Parses a small text held in memory."""
+    raw = RawRows(schema, max_rows_in(schema, len(text)))
+    faults = parse_into(raw, padded(text), len(text), path=path)
+    return raw, faults
+
+
+def _parse() -> ctypes._NamedFuncPointer:
+    function = library().rayrec_parse
+    function.restype = ctypes.c_int64
+    function.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        *[ctypes.c_void_p] * 4,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+    ]
+    return function

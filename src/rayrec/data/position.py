@@ -1,0 +1,182 @@
+"""Where every row of an epoch stands: a pure, deterministic order of blocks, dealt out to any number of workers.
+
+An epoch is a sequence of blocks. A block is made of row ranges of a few segments, drawn from all over the log, whose rows
+are permuted together; so a block can be made again at any time, on any node, from its number alone. Workers receive pieces
+(row ranges of permuted blocks) in turn, evened up so that no worker holds two rows more than another. What remains of an
+epoch after some steps is again a list of pieces, which can be dealt out to another number of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rayrec.data.log import Segment
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows [start, stop) of one segment (good rows, counted from the segment's first)."""
+
+    segment: Segment
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows that are read, parsed and permuted together."""
+
+    parts: tuple[Part, ...]
+    seed: tuple[int, ...] | None
+    """Of the permutation; None keeps the log's order."""
+
+    @property
+    def rows(self) -> int:
+        return sum(part.stop - part.start for part in self.parts)
+
+    def order(self) -> np.ndarray:
+        """int64 (rows): which row of the parsed segments comes at each place of the block."""
+        chosen, base = [], 0
+        for part in self.parts:
+            chosen.append(np.arange(base + part.start, base + part.stop, dtype=np.int64))
+            base += part.segment.rows
+        rows = np.concatenate(chosen)
+        return rows if self.seed is None else np.random.Generator(np.random.Philox(np.random.SeedSequence(self.seed))).permutation(rows)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows [start, stop) of block number `block` of an epoch, in the block's permuted order."""
+
+    block: int
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+
+def blocks_of_epoch(
+    parts: Sequence[Part], *, shuffle: str, seed: int, epoch: int, segments_per_block: int
+) -> list[Block]:
+    """The blocks of one epoch over the chosen rows.
+
+    shuffle: `none` keeps the order of the log; `files` permutes files, keeping the order inside each; `window` permutes
+    segments and then the rows of each block of `segments_per_block` segments.
+    """
+    parts = list(parts)
+    if shuffle == "none":
+        ordered = parts
+    elif shuffle == "files":
+        paths = sorted({part.segment.path for part in parts})
+        rank = {paths[i]: place for place, i in enumerate(_generator(seed, epoch).permutation(len(paths)))}
+        ordered = sorted(parts, key=lambda part: rank[part.segment.path])
+    elif shuffle == "window":
+        ordered = [parts[i] for i in _generator(seed, epoch).permutation(len(parts))]
+    else:
+        raise AssertionError(shuffle)
+    return [
+        Block(tuple(ordered[i : i + segments_per_block]), (seed, epoch, i) if shuffle == "window" else None)
+        for i in range(0, len(ordered), segments_per_block)
+    ]
+
+
+def _generator(seed: int, epoch: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, epoch))))
+
+
+def whole(blocks: Sequence[Block]) -> list[Piece]:
+    """Every row of the epoch."""
+    return [Piece(number, 0, block.rows) for number, block in enumerate(blocks) if block.rows]
+
+
+def deal(pieces: Sequence[Piece], world_size: int) -> list[list[Piece]]:
+    """Deals pieces to workers in turn, then moves rows from the ends of the longer hands to the shorter ones, so that
+    hands differ by at most one row. No row is lost or repeated; the result depends on nothing but the arguments."""
+    hands: list[list[Piece]] = [list(pieces[rank::world_size]) for rank in range(world_size)]
+    total = sum(piece.rows for piece in pieces)
+    targets = [total // world_size + (rank < total % world_size) for rank in range(world_size)]
+    surplus: list[Piece] = []
+    for hand, target in zip(hands, targets, strict=True):
+        excess = sum(piece.rows for piece in hand) - target
+        while excess > 0:
+            last = hand.pop()
+            moved = min(excess, last.rows)
+            surplus.append(Piece(last.block, last.stop - moved, last.stop))
+            if moved < last.rows:
+                hand.append(Piece(last.block, last.start, last.stop - moved))
+            excess -= moved
+    for hand, target in zip(hands, targets, strict=True):
+        lacking = target - sum(piece.rows for piece in hand)
+        while lacking > 0:
+            last = surplus.pop()
+            moved = min(lacking, last.rows)
+            hand.append(Piece(last.block, last.start, last.start + moved))
+            if moved < last.rows:
+                surplus.append(Piece(last.block, last.start + moved, last.stop))
+            lacking -= moved
+    assert not surplus
+    return hands
+
+
+def after(hand: Sequence[Piece], rows: int) -> list[Piece]:
+    """What is left of a hand once its first `rows` rows are used."""
+    left = []
+    for piece in hand:
+        used = min(rows, piece.rows)
+        rows -= used
+        if used < piece.rows:
+            left.append(Piece(piece.block, piece.start + used, piece.stop))
+    return left
+
+
+def steps_in(rows_of_largest_hand: int, batch_size: int) -> int:
+    return -(-rows_of_largest_hand // batch_size)
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where training stands in its data, between two steps. Plain values only; it is part of a checkpoint."""
+
+    epoch: int = 0
+    step_in_deal: int = 0
+    """Steps done since the pieces were dealt."""
+    world_size: int = 0
+    """Workers the pieces were dealt to; 0: not dealt yet."""
+    batch_size: int = 0
+    """Rows a worker takes in a step."""
+    pieces: tuple[Piece, ...] | None = None
+    """What was dealt; None: the whole epoch."""
+
+    def to_dict(self) -> dict[str, Any]:
+        pieces = None if self.pieces is None else [[piece.block, piece.start, piece.stop] for piece in self.pieces]
+        return {**vars(self), "pieces": pieces}
+
+    @classmethod
+    def from_dict(cls, stored: dict[str, Any]) -> Position:
+        pieces = None if stored["pieces"] is None else tuple(Piece(*piece) for piece in stored["pieces"])
+        return cls(**{**stored, "pieces": pieces})
+
+    def for_workers(self, blocks: Sequence[Block], *, world_size: int, batch_size: int) -> Position:
+        """The same place in the data for (another) number of workers or batch size.
+
+        With the same ones the hands stay as they were dealt, so every worker goes on with the very row that was next;
+        otherwise what is left of all hands is dealt anew.
+        """
+        if self.world_size == world_size and self.batch_size == batch_size:
+            return self
+        pieces = self.pieces
+        if self.world_size:
+            taken = self.step_in_deal * self.batch_size
+            left = [piece for hand in self.hands(blocks) for piece in after(hand, taken)]
+            pieces = tuple(sorted(left, key=lambda piece: (piece.block, piece.start)))
+        return Position(self.epoch, 0, world_size, batch_size, pieces)
+
+    def hands(self, blocks: Sequence[Block]) -> list[list[Piece]]:
+        """Each worker's pieces as dealt, including those already used."""
+        return deal(whole(blocks) if self.pieces is None else self.pieces, self.world_size)

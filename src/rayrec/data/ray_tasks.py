@@ -1,0 +1,78 @@
+"""Runs one function over many items as Ray Data read tasks, one block an item, placed and limited as told."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import ray
+import ray.data
+from ray.data import Datasource, ExecutionOptions, ExecutionResources, ReadTask
+from ray.data.block import BlockMetadata
+
+from rayrec.config import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskPlacement(Config):
+    """Where data tasks run and how much of the cluster one pipeline of them may use."""
+
+    num_cpus: float = 1.0
+    """CPUs one task reserves."""
+    max_cpus: float | None = None
+    """CPUs all tasks of this pipeline may hold at once; None leaves it to Ray Data."""
+    max_object_store_bytes: int | None = None
+    """Object-store memory this pipeline may fill ahead of its reader; None leaves it to Ray Data."""
+    label_selector: dict[str, str] | None = None
+    """Ray node labels a task's node must have."""
+
+
+class _Items(Datasource):
+    def __init__(self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], block_bytes: int) -> None:
+        super().__init__()
+        self._name, self._function, self._items, self._block_bytes = name, function, items, block_bytes
+
+    def get_name(self) -> str:
+        return self._name
+
+    def estimate_inmemory_data_size(self) -> int:
+        return self._block_bytes * len(self._items)
+
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
+    ) -> list[ReadTask]:
+        metadata = BlockMetadata(num_rows=None, size_bytes=self._block_bytes, exec_stats=None, input_files=None)
+        return [ReadTask(functools.partial(_run, self._function, item), metadata) for item in self._items]
+
+
+def _run(function: Callable[[Any], pa.Table], item: Any) -> list[pa.Table]:
+    return [function(item)]
+
+
+def tasks_dataset(
+    name: str,
+    function: Callable[[Any], pa.Table],
+    items: Sequence[Any],
+    *,
+    placement: TaskPlacement,
+    block_bytes: int = 16 << 20,
+) -> ray.data.Dataset:
+    """A Dataset with one block an item, in the items' order. `function` runs in data tasks and must be picklable;
+    `block_bytes` is the expected size of a block, which Ray Data plans its memory with."""
+    context = ray.data.DataContext.get_current().copy()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    context.execution_options = ExecutionOptions(
+        preserve_order=True,
+        resource_limits=ExecutionResources(cpu=placement.max_cpus, object_store_memory=placement.max_object_store_bytes),
+    )
+    with ray.data.DataContext.current(context):
+        return ray.data.read_datasource(
+            _Items(name, function, items, block_bytes),
+            override_num_blocks=len(items),
+            num_cpus=placement.num_cpus,
+            label_selector=placement.label_selector,
+        )

@@ -1,0 +1,1 @@
+"""Datasets, one file each: schema, reading and splits."""

@@ -1,0 +1,1 @@
+"""Reaches and describes the machine and the cluster; never imports torch."""

@@ -1,0 +1,235 @@
+/* Parses Criteo-style click logs and encodes raw rows into model inputs. */
+
+#include "kernels.h"
+
+#include <math.h>
+#include <stddef.h>
+#include <string.h>
+
+#define REPEAT8(byte) (0x0101010101010101ULL * (uint64_t)(byte))
+
+/* Eight hexadecimal digits to a number, all eight at once (SWAR); 0 where one of them is no digit.
+ * Needs a little-endian machine. */
+static inline int parse_hexadecimal8(const uint8_t *text, uint32_t *out) {
+    uint64_t v;
+    memcpy(&v, text, 8);
+    const uint64_t high = REPEAT8(0x80);
+    const uint64_t folded = v | REPEAT8(0x20);
+    /* Bytes below 0x80 plus an addend below 0x80 never carry into the next byte. */
+    const uint64_t low7 = v & ~high, folded7 = folded & ~high;
+    const uint64_t digit = (low7 + REPEAT8(0x80 - '0')) & ~(low7 + REPEAT8(0x80 - '9' - 1)) & high;
+    const uint64_t letter = (folded7 + REPEAT8(0x80 - 'a')) & ~(folded7 + REPEAT8(0x80 - 'f' - 1)) & high;
+    if (((digit | letter) & ~v) != high) return 0;
+    uint64_t n = (v & REPEAT8(0x0f)) + 9 * (letter >> 7);
+    n = ((n << 4) | (n >> 8)) & 0x00FF00FF00FF00FFULL;
+    n = ((n << 8) | (n >> 16)) & 0x0000FFFF0000FFFFULL;
+    *out = (uint32_t)((n << 16) | (n >> 32));
+    return 1;
+}
+
+/* What is wrong with a line that did not parse, told apart from how far the parse came. */
+static void record_fault(const uint8_t *line, const uint8_t *line_end, const uint8_t *text, int kind, int column,
+                         int expected_columns, int64_t *counts, rayrec_fault *faults, int64_t max_faults,
+                         int64_t *num_faults) {
+    if (kind != FAULT_LINE_TOO_LONG && kind != FAULT_EMPTY_LINE) {
+        /* A wrong number of columns explains every other fault of the line. */
+        int columns = 1;
+        for (const uint8_t *p = line; p < line_end; p++) columns += *p == '\t';
+        if (columns != expected_columns) {
+            kind = columns < expected_columns ? FAULT_TOO_FEW_COLUMNS : FAULT_TOO_MANY_COLUMNS;
+            column = -1;
+        }
+    }
+    counts[kind]++;
+    if (*num_faults < max_faults) {
+        faults[*num_faults] = (rayrec_fault){.byte = line - text, .kind = kind, .column = column};
+        ++*num_faults;
+    }
+}
+
+/* Parses whole lines of `text` (the last one may lack its newline) and returns the number of rows stored, or -1 when
+ * `out` has no room. At least RAYREC_TEXT_PADDING readable bytes must follow the text. Refused lines are counted in
+ * fault_counts[FAULT_KINDS]; the first max_faults are described in `faults`. */
+int64_t rayrec_parse(const uint8_t *text, int64_t length, const rayrec_layout *layout, const rayrec_raw_rows *out,
+                     int64_t *fault_counts, rayrec_fault *faults, int64_t max_faults, int64_t *num_faults) {
+    const int num_dense = layout->num_dense, num_sparse = layout->num_sparse, has_label = layout->has_label;
+    const int expected_columns = has_label + num_dense + num_sparse;
+    const uint8_t *const end = text + length;
+    const uint8_t *line = text;
+    int64_t row = 0;
+    *num_faults = 0;
+    while (line < end) {
+        if (row >= out->capacity) return -1;
+        const uint8_t *p = line;
+        int64_t *integers = out->integers + row * num_dense;
+        uint32_t *tokens = out->tokens + row * num_sparse;
+        uint64_t missing = 0;
+        int kind = -1, column = 0;
+
+        if (*p == '\n' || (*p == '\r' && p + 1 < end && p[1] == '\n')) {
+            kind = FAULT_EMPTY_LINE;
+            column = -1;
+            goto refused;
+        }
+        if (has_label) {
+            if ((uint8_t)(*p - '0') > 1 || p + 1 >= end || p[1] != '\t') {
+                kind = FAULT_LABEL;
+                goto refused;
+            }
+            out->labels[row] = (uint8_t)(*p - '0');
+            p += 2;
+            column = 1;
+        }
+        for (int d = 0; d < num_dense; d++, column++) {
+            const int last = num_sparse == 0 && d == num_dense - 1;
+            const int negative = *p == '-';
+            const uint8_t *digits = p + negative;
+            const uint8_t *q = digits;
+            uint64_t value = 0;
+            /* No character of the padding is a digit, so this stops inside readable memory. */
+            for (uint8_t c; (c = (uint8_t)(*q - '0')) <= 9; q++) value = value * 10 + c;
+            const int closed = q < end && *q == '\t';
+            const int ended = last && (q >= end || *q == '\n' || (*q == '\r' && q + 1 < end && q[1] == '\n'));
+            if (!(closed && !last) && !ended) {
+                kind = FAULT_NOT_AN_INTEGER;
+                goto refused;
+            }
+            if (q == digits) {
+                if (negative) {
+                    kind = FAULT_NOT_AN_INTEGER;
+                    goto refused;
+                }
+                missing |= 1ULL << d;
+                integers[d] = 0;
+            } else {
+                if (q - digits > 18) { /* 18 digits always fit 63 bits */
+                    kind = FAULT_NOT_AN_INTEGER;
+                    goto refused;
+                }
+                integers[d] = negative ? -(int64_t)value : (int64_t)value;
+            }
+            p = q + !last;
+        }
+        for (int s = 0; s < num_sparse; s++, column++) {
+            const int last = s == num_sparse - 1;
+            const uint8_t first = p < end ? *p : '\n';
+            if (!last && first == '\t') {
+                missing |= 1ULL << (num_dense + s);
+                tokens[s] = 0;
+                p++;
+                continue;
+            }
+            if (last && (first == '\n' || (first == '\r' && p + 1 < end && p[1] == '\n'))) {
+                missing |= 1ULL << (num_dense + s);
+                tokens[s] = 0;
+                continue;
+            }
+            if (end - p < 8 || !parse_hexadecimal8(p, &tokens[s])) {
+                kind = FAULT_NOT_HEXADECIMAL;
+                goto refused;
+            }
+            p += 8;
+            if (!last) {
+                if (p >= end || *p != '\t') {
+                    kind = FAULT_NOT_HEXADECIMAL;
+                    goto refused;
+                }
+                p++;
+            }
+        }
+        if (p < end) {
+            if (*p == '\r' && p + 1 < end && p[1] == '\n') p++;
+            if (*p != '\n') {
+                kind = *p == '\t' ? FAULT_TOO_MANY_COLUMNS : (num_sparse ? FAULT_NOT_HEXADECIMAL : FAULT_NOT_AN_INTEGER);
+                column = expected_columns - 1;
+                goto refused;
+            }
+            p++;
+        }
+        if (p - line > layout->max_line_bytes) {
+            kind = FAULT_LINE_TOO_LONG;
+            column = -1;
+            goto refused;
+        }
+        out->missing[row] = missing;
+        row++;
+        line = p;
+        continue;
+
+    refused:;
+        const uint8_t *newline = memchr(line, '\n', (size_t)(end - line));
+        const uint8_t *line_end = newline ? newline : end;
+        if (line_end - line > layout->max_line_bytes) {
+            kind = FAULT_LINE_TOO_LONG;
+            column = -1;
+        }
+        record_fault(line, line_end, text, kind, column, expected_columns, fault_counts, faults, max_faults, num_faults);
+        line = newline ? newline + 1 : end;
+    }
+    return row;
+}
+
+/* Where the last, possibly unfinished, line of the text starts: the position after the last newline, 0 without one. */
+int64_t rayrec_last_line_start(const uint8_t *text, int64_t length) {
+    while (length > 0 && text[length - 1] != '\n') length--;
+    return length;
+}
+
+static inline double transform(int64_t value, const rayrec_dense_column *column) {
+    const double magnitude = log1p((double)(value < 0 ? -value : value));
+    return ((value < 0 ? -magnitude : magnitude) - column->mean) * column->scale;
+}
+
+void rayrec_transform_dense(const int64_t *values, int64_t count, const rayrec_dense_column *column, float *out) {
+    for (int64_t i = 0; i < count; i++) out[i] = (float)transform(values[i], column);
+}
+
+/* Logarithms of the small integers that make up nearly all values, so that one is a load instead of 10-20 ns. */
+enum { SMALL_FROM = -16, SMALL_COUNT = 2048 };
+
+enum { TILE = 256 }; /* rows encoded together: their tokens, 26 KB, stay in the first-level cache */
+
+/* Encodes raw rows order[0..rows) into dense_out float32 (rows, num_dense), ids_out int32 with column s at
+ * ids_out + s * ids_stride, and labels_out float32 (rows) (NULL where the log has none). */
+void rayrec_encode(const rayrec_raw_rows *raw, const rayrec_layout *layout, const int64_t *order, int64_t rows,
+                   const rayrec_dense_column *dense_columns, const rayrec_sparse_column *sparse_columns,
+                   float *dense_out, int32_t *ids_out, int64_t ids_stride, float *labels_out) {
+    const int num_dense = layout->num_dense, num_sparse = layout->num_sparse;
+    float small[RAYREC_MAX_COLUMNS][SMALL_COUNT];
+    const int use_small = rows > SMALL_COUNT;
+    if (use_small)
+        for (int d = 0; d < num_dense; d++)
+            for (int i = 0; i < SMALL_COUNT; i++) small[d][i] = (float)transform(SMALL_FROM + i, &dense_columns[d]);
+    uint32_t tokens[TILE];
+    uint8_t absent[TILE];
+    for (int64_t base = 0; base < rows; base += TILE) {
+        const int count = (int)(rows - base < TILE ? rows - base : TILE);
+        for (int i = 0; i < count; i++) {
+            const int64_t row = order[base + i];
+            const int64_t *integers = raw->integers + row * num_dense;
+            const uint64_t missing = raw->missing[row];
+            float *out = dense_out + (base + i) * num_dense;
+            for (int d = 0; d < num_dense; d++) {
+                const uint64_t small_index = (uint64_t)(integers[d] - SMALL_FROM);
+                if (missing >> d & 1) out[d] = dense_columns[d].missing_value;
+                else if (use_small && small_index < SMALL_COUNT) out[d] = small[d][small_index];
+                else out[d] = (float)transform(integers[d], &dense_columns[d]);
+            }
+            if (labels_out) labels_out[base + i] = (float)raw->labels[row];
+        }
+        for (int s = 0; s < num_sparse; s++) {
+            const rayrec_sparse_column *column = &sparse_columns[s];
+            int32_t *out = ids_out + s * ids_stride + base;
+            for (int i = 0; i < count; i++) {
+                const int64_t row = order[base + i];
+                tokens[i] = raw->tokens[row * num_sparse + s];
+                absent[i] = (uint8_t)(raw->missing[row] >> (num_dense + s) & 1);
+            }
+            if (column->slots) rayrec_look_up(tokens, count, column, out);
+            else
+                for (int i = 0; i < count; i++) out[i] = column->modulo_base + (int32_t)(tokens[i] % column->modulo);
+            for (int i = 0; i < count; i++)
+                if (absent[i]) out[i] = column->missing_id;
+        }
+    }
+}

@@ -1,0 +1,1 @@
+"""Events of a run and the views of them."""

@@ -1,0 +1,1 @@
+"""Workloads, one file each: what a kind of training supplies to the one loop."""
