@@ -12,7 +12,7 @@ setup(
                 "src/rayrec/native/vocabulary.c",
                 "src/rayrec/native/format.c",
             ],
-            depends=["src/rayrec/native/kernels.h"],
+            depends=["src/rayrec/native/kernels.h", "src/rayrec/native/format.h"],
             extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra", "-fno-math-errno"],
             libraries=["m"],
         )

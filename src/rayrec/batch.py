@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
 
 
 @dataclass
-class ClickBatch:
+class ClickBatch(Pipelineable):
     """One worker's part of one global batch of a click log."""
 
     dense_features: torch.Tensor
@@ -48,3 +46,15 @@ class ClickBatch:
 
     def __len__(self) -> int:
         return self.labels.numel()
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a model's forward pass hands to the loop beside the loss to differentiate; detached."""
+
+    loss: torch.Tensor
+    """Scalar: this worker's loss, without penalties; its mean over workers is the mean over the global batch."""
+    logits: torch.Tensor
+    """(rows,) float32"""
+    labels: torch.Tensor
+    """(rows,) float32"""

@@ -142,6 +142,15 @@ def remove_folder(path: str) -> None:
         filesystem.delete_dir(inner)
 
 
+def copy_files(source: str, target: str) -> None:
+    """Copies all files of a folder into another one, which is made where it is missing."""
+    (source_filesystem, source_inner), (target_filesystem, target_inner) = resolve(source), resolve(target)
+    target_filesystem.create_dir(target_inner, recursive=True)
+    arrow_fs.copy_files(
+        source_inner, target_inner, source_filesystem=source_filesystem, destination_filesystem=target_filesystem
+    )
+
+
 def write_bytes(path: str, data: bytes | memoryview) -> None:
     """Writes a file that appears complete or not at all."""
     with writing(path) as local:
@@ -187,8 +196,7 @@ def writing_folder(path: str) -> Iterator[str]:
     if is_url(path):
         with tempfile.TemporaryDirectory() as folder:
             yield folder
-            filesystem, inner = resolve(path)
-            arrow_fs.copy_files(folder, inner, source_filesystem=arrow_fs.LocalFileSystem(), destination_filesystem=filesystem)
+            copy_files(folder, path)
         return
     target = absolute(path)
     os.makedirs(os.path.dirname(target), exist_ok=True)

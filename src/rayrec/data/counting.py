@@ -16,7 +16,8 @@ from rayrec.data.log import read_segments
 from rayrec.data.parsing import RawRows
 from rayrec.data.position import Part
 from rayrec.data.preprocessor import FIRST_ID, CDenseColumn, DenseColumn, Preprocessor, SparseColumn
-from rayrec.data.ray_tasks import TaskPlacement, tasks_dataset
+from rayrec.data.placement import TaskPlacement
+from rayrec.data.ray_tasks import tasks_dataset
 from rayrec.native import library
 from rayrec.schema import Schema
 

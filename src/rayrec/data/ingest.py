@@ -17,7 +17,8 @@ from rayrec.data.log import Chunk, LogIndex, cut, identity, index_chunk, is_gzip
 from rayrec.data.parsing import Fault, Faults
 from rayrec.data.position import Block, Piece
 from rayrec.data.preprocessor import EncodedRows, Preprocessor
-from rayrec.data.ray_tasks import TaskPlacement, tasks_dataset
+from rayrec.data.placement import TaskPlacement
+from rayrec.data.ray_tasks import tasks_dataset
 from rayrec.schema import Schema
 
 CHUNK_BYTES = 32 << 20
@@ -88,6 +89,29 @@ def index_log(
     if cached:
         storage.write_json(cached, index.to_dict())
     return index
+
+
+def open_log(
+    path: str,
+    schema: Schema,
+    *,
+    segment_bytes: int,
+    placement: TaskPlacement,
+    cache_folder: str,
+    note: Callable[[str], None],
+    progress: Callable[[str, int, int | None], None],
+) -> LogIndex:
+    """The index of whatever `path` names; unpacked gzip files and indices are kept in `cache_folder`."""
+    files = plain_files(path, unpack_folder=storage.join(cache_folder, "unpacked"), placement=placement, note=note)
+    size = sum(file.size_bytes for file in files)
+    return index_log(
+        files,
+        schema,
+        segment_bytes=segment_bytes,
+        placement=placement,
+        cache_folder=cache_folder,
+        progress=lambda done: progress("index (bytes)", done, size),
+    )
 
 
 def share_preprocessor(preprocessor: Preprocessor) -> ray.ObjectRef:

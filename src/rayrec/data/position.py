@@ -90,6 +90,25 @@ def _generator(seed: int, epoch: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, epoch))))
 
 
+@dataclass(frozen=True)
+class EpochOrder:
+    """Which rows an epoch has and in what order they come."""
+
+    parts: tuple[Part, ...]
+    shuffle: str
+    seed: int
+    segments_per_block: int
+
+    def blocks(self, epoch: int) -> list[Block]:
+        return blocks_of_epoch(
+            self.parts, shuffle=self.shuffle, seed=self.seed, epoch=epoch, segments_per_block=self.segments_per_block
+        )
+
+    @property
+    def rows(self) -> int:
+        return sum(part.stop - part.start for part in self.parts)
+
+
 def whole(blocks: Sequence[Block]) -> list[Piece]:
     """Every row of the epoch."""
     return [Piece(number, 0, block.rows) for number, block in enumerate(blocks) if block.rows]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -13,21 +12,7 @@ import ray.data
 from ray.data import Datasource, ExecutionOptions, ExecutionResources, ReadTask
 from ray.data.block import BlockMetadata
 
-from rayrec.config import Config
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskPlacement(Config):
-    """Where data tasks run and how much of the cluster one pipeline of them may use."""
-
-    num_cpus: float = 1.0
-    """CPUs one task reserves."""
-    max_cpus: float | None = None
-    """CPUs all tasks of this pipeline may hold at once; None leaves it to Ray Data."""
-    max_object_store_bytes: int | None = None
-    """Object-store memory this pipeline may fill ahead of its reader; None leaves it to Ray Data."""
-    label_selector: dict[str, str] | None = None
-    """Ray node labels a task's node must have."""
+from rayrec.data.placement import TaskPlacement
 
 
 class _Items(Datasource):

@@ -1,0 +1,186 @@
+"""Click batches of one worker: dealt, streamed and sliced so that every row of an epoch is used exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from rayrec.batch import ClickBatch
+from rayrec.data.ingest import stream
+from rayrec.data.placement import TaskPlacement
+from rayrec.data.position import Block, EpochOrder, Piece, Position, after, steps_in
+from rayrec.data.preprocessor import EncodedRows
+from rayrec.schema import Schema
+
+if TYPE_CHECKING:
+    import ray
+
+
+class ClickLoader:
+    """Batches of one worker from a position to the end of the last epoch. A worker's share of a step may be smaller than
+    its neighbour's, even empty, at the end of an epoch; `loss_weight` makes up for it."""
+
+    def __init__(
+        self,
+        order: EpochOrder,
+        preprocessor: ray.ObjectRef,
+        *,
+        schema: Schema,
+        epochs: int,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        position: Position,
+        placement: TaskPlacement,
+        prefetch_blocks: int,
+        max_steps: int | None = None,
+    ) -> None:
+        self._order, self._preprocessor, self._schema = order, preprocessor, schema
+        self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
+        self._placement, self._prefetch_blocks = placement, prefetch_blocks
+        self._handed_out = 0
+        self.steps_per_epoch = steps_in(-(-order.rows // world_size), batch_size)
+        self._start = position
+        self._first_epoch_steps = 0
+        if position.epoch < epochs:
+            self._start = position.for_workers(order.blocks(position.epoch), world_size=world_size, batch_size=batch_size)
+            self._first_epoch_steps = self._steps_left(self._start, self._hands(self._start))
+        self.steps = self._first_epoch_steps + max(0, epochs - position.epoch - 1) * self.steps_per_epoch
+        if max_steps is not None:
+            self.steps = min(self.steps, max_steps)
+        self._pieces, self._sizes = self._plan()
+        self._rows_until = np.concatenate([[0], np.cumsum([everyone for _, everyone in self._sizes], dtype=np.int64)])
+        self._batches = self._make_batches()
+
+    def __iter__(self) -> Iterator[ClickBatch]:
+        return self
+
+    def __next__(self) -> ClickBatch:
+        batch = next(self._batches)
+        self._handed_out += 1
+        return batch
+
+    def close(self) -> None:
+        """Stops the data tasks."""
+        self._batches.close()
+
+    def rows(self, batches: int) -> int:
+        """Rows of all workers in the first `batches` batches."""
+        return int(self._rows_until[batches])
+
+    def state(self) -> dict[str, Any]:
+        """The position behind the batches handed out so far."""
+        beyond = self._handed_out - self._first_epoch_steps
+        if beyond < 0:
+            return replace(self._start, step_in_deal=self._start.step_in_deal + self._handed_out).to_dict()
+        epoch = self._start.epoch + (1 if self._first_epoch_steps else 0) + beyond // self.steps_per_epoch
+        return self._epoch_start(epoch, beyond % self.steps_per_epoch).to_dict()
+
+    def _hands(self, position: Position) -> list[list[Piece]]:
+        return position.hands(self._order.blocks(position.epoch))
+
+    def _steps_left(self, position: Position, hands: list[list[Piece]]) -> int:
+        largest = max((sum(piece.rows for piece in hand) for hand in hands), default=0)
+        return steps_in(largest, self._batch_size) - position.step_in_deal
+
+    def _epoch_start(self, epoch: int, step: int = 0) -> Position:
+        return Position(epoch, step, self._world_size, self._batch_size, None)
+
+    def _plan(self) -> tuple[list[tuple[Block, Piece]], list[tuple[int, int]]]:
+        """The pieces this worker reads, and (its rows, rows of all workers) of every step."""
+        pieces: list[tuple[Block, Piece]] = []
+        sizes: list[tuple[int, int]] = []
+        start = self._start
+        while len(sizes) < self.steps:
+            blocks = self._order.blocks(start.epoch)
+            hands = start.hands(blocks)
+            pieces += [
+                (blocks[piece.block], piece) for piece in after(hands[self._rank], start.step_in_deal * self._batch_size)
+            ]
+            totals = np.array([sum(piece.rows for piece in hand) for hand in hands])
+            for step in range(start.step_in_deal, start.step_in_deal + self._steps_left(start, hands)):
+                share = np.clip(totals - step * self._batch_size, 0, self._batch_size)
+                sizes.append((int(share[self._rank]), int(share.sum())))
+            start = self._epoch_start(start.epoch + 1)
+        return pieces, sizes[: self.steps]
+
+    def _make_batches(self) -> Iterator[ClickBatch]:
+        wanted = sum(mine for mine, _ in self._sizes)
+        kept, total = [], 0
+        for block, piece in self._pieces:  # no task for rows that no step wants
+            if total >= wanted:
+                break
+            kept.append((block, piece))
+            total += piece.rows
+        rows = stream(
+            kept,
+            self._preprocessor,
+            schema=self._schema,
+            placement=self._placement,
+            prefetch_blocks=self._prefetch_blocks,
+        )
+        slicer = _Slicer(rows, num_dense=len(self._schema.dense), keys=list(self._schema.sparse))
+        for mine, everyone in self._sizes:
+            yield slicer.take(mine, loss_weight=self._world_size / everyone)
+
+
+class _Slicer:
+    """Cuts a stream of encoded rows into batches; one copy a row."""
+
+    def __init__(self, rows: Iterator[EncodedRows], *, num_dense: int, keys: list[str]) -> None:
+        self._rows, self._num_dense, self._keys = rows, num_dense, keys
+        self._current: EncodedRows | None = None
+        self._used = 0
+        self._lengths: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def take(self, count: int, *, loss_weight: float) -> ClickBatch:
+        dense = np.empty((count, self._num_dense), np.float32)
+        ids = np.empty((len(self._keys), count), np.int32)
+        labels = np.empty(count, np.float32)
+        done = 0
+        while done < count:
+            if self._current is None or self._used == len(self._current):
+                self._current, self._used = next(self._rows), 0
+            chunk, start = self._current, self._used
+            size = min(count - done, len(chunk) - start)
+            dense[done : done + size] = chunk.dense[start : start + size]
+            for column, out in zip(chunk.ids, ids, strict=True):
+                out[done : done + size] = column[start : start + size]
+            assert chunk.labels is not None
+            labels[done : done + size] = chunk.labels[start : start + size]
+            done += size
+            self._used += size
+        return ClickBatch(
+            dense_features=torch.from_numpy(dense),
+            sparse_features=one_hot_features(self._keys, ids, self._lengths),
+            labels=torch.from_numpy(labels),
+            loss_weight=loss_weight,
+        )
+
+
+def one_hot_features(
+    keys: Sequence[str], ids: np.ndarray, cache: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
+) -> KeyedJaggedTensor:
+    """A KeyedJaggedTensor of one id a bag: `ids` int32 (num_sparse, rows). `cache` keeps lengths and offsets by rows."""
+    rows = ids.shape[1]
+    cache = {} if cache is None else cache
+    if rows not in cache:
+        cache[rows] = (
+            torch.ones(len(keys) * rows, dtype=torch.int32),
+            torch.arange(len(keys) * rows + 1, dtype=torch.int32),
+        )
+    lengths, offsets = cache[rows]
+    return KeyedJaggedTensor(
+        keys=list(keys),
+        values=torch.from_numpy(ids.reshape(-1)),
+        lengths=lengths,
+        offsets=offsets,
+        stride=rows,
+        length_per_key=[rows] * len(keys),
+        offset_per_key=[rows * i for i in range(len(keys) + 1)],
+    )

@@ -1,0 +1,347 @@
+"""Exact metrics of a binary classifier over any number of rows and processes, since batch means and samples mislead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, final
+
+import numpy as np
+import numpy.typing as npt
+
+from rayrec.config import InputError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+_BLOCK_ROWS: Final = 1 << 20  # float64 temporaries stay below 8 MiB each
+_SAMPLES_PER_RANK: Final = 1024  # splitters then balance the ranks to about 0.1 % of the rows
+
+Floats = npt.NDArray[np.float32]
+Labels = npt.NDArray[np.uint8]
+Keys = npt.NDArray[np.uint32]
+
+
+# One process ---------------------------------------------------------------------------------------------------------
+
+
+def auroc(logits: Any, labels: Any) -> float:
+    """Area under the ROC curve, exact, a tie counting one half: the Mann-Whitney U / (positives * negatives).
+
+    `logits` and `labels` are arrays or tensors of any shape with equally many elements; logits count as float32, labels
+    are 0 or 1. Infinite logits are ordered, NaN raises InputError. With one class only the result is nan.
+    """
+    checked_logits, checked_labels = _checked(logits, labels)
+    negatives, positives = _sorted_keys(checked_logits, checked_labels)
+    return _area(_twice_u(negatives, positives), num_positives=len(positives), num_negatives=len(negatives))
+
+
+def logloss(logits: Any, labels: Any) -> float:
+    """Mean binary cross entropy in nats, from float32 logits without overflow, in float64; nan without rows."""
+    return _local_metrics(logits, labels, with_auroc=False)["logloss"]
+
+
+def normalized_entropy(logits: Any, labels: Any) -> float:
+    """Log loss divided by the entropy of the label rate: below 1 is better than always predicting the rate.
+
+    nan with one class only, whose entropy is 0. From He et al. 2014, "Practical Lessons from Predicting Clicks on Ads
+    at Facebook", section 3.
+    """
+    return _local_metrics(logits, labels, with_auroc=False)["normalized_entropy"]
+
+
+def calibration(logits: Any, labels: Any) -> float:
+    """Sum of predicted probabilities over sum of labels: 1 is calibrated; nan without positives (He et al. 2014)."""
+    return _local_metrics(logits, labels, with_auroc=False)["calibration"]
+
+
+def binary_metrics(logits: Any, labels: Any) -> dict[str, float]:
+    """auroc, logloss, normalized_entropy, calibration, rows and label_rate of the rows at hand.
+
+    Arguments as in `auroc`. What is not defined is nan: auroc and normalized_entropy with one class only, calibration
+    without positives, everything but rows without rows.
+    """
+    return _local_metrics(logits, labels, with_auroc=True)
+
+
+def _local_metrics(logits: Any, labels: Any, *, with_auroc: bool) -> dict[str, float]:
+    checked_logits, checked_labels = _checked(logits, labels)
+    loss_sum, probability_sum = _sums(checked_logits, checked_labels)
+    num_positives = int(np.count_nonzero(checked_labels))
+    return _metrics(
+        rows=len(checked_labels),
+        num_positives=num_positives,
+        loss_sum=loss_sum,
+        probability_sum=probability_sum,
+        twice_u=_twice_u(*_sorted_keys(checked_logits, checked_labels)) if with_auroc else 0,
+    )
+
+
+def _array(values: Any) -> npt.NDArray[Any]:
+    """A flat NumPy array of an array or tensor, not importing torch; a tensor on a device is copied (a device sync)."""
+    if hasattr(values, "detach"):
+        values = values.detach()
+        values = (values.float() if values.is_floating_point() else values).cpu().numpy()  # NumPy has no bfloat16
+    return np.asarray(values).reshape(-1)
+
+
+def _converted(logits: Any, labels: Any) -> tuple[Floats, Labels]:
+    flat_logits, flat_labels = _array(logits), _array(labels)
+    if len(flat_logits) != len(flat_labels):
+        raise InputError(f"{len(flat_logits)} logits and {len(flat_labels)} labels; give one label for each logit")
+    wrong = np.flatnonzero((flat_labels != 0) & (flat_labels != 1))
+    if len(wrong):
+        raise InputError(f"label {flat_labels[wrong[0]]} in row {wrong[0]}; a label must be 0 or 1")
+    return flat_logits.astype(np.float32, copy=False), flat_labels.astype(np.uint8, copy=False)
+
+
+def _checked(logits: Any, labels: Any) -> tuple[Floats, Labels]:
+    flat_logits, flat_labels = _converted(logits, labels)
+    missing = int(np.count_nonzero(np.isnan(flat_logits)))
+    if missing:
+        raise InputError(f"{missing} of {len(flat_logits)} logits are NaN; the model diverged or its inputs hold NaN")
+    return flat_logits, flat_labels
+
+
+def _sums(logits: Floats, labels: Labels) -> tuple[float, float]:
+    """Sums over the rows of the log loss and of the predicted probability, in float64."""
+    losses, probabilities = [], []
+    for start in range(0, len(logits), _BLOCK_ROWS):
+        logit = logits[start : start + _BLOCK_ROWS].astype(np.float64)
+        towards_wrong = np.where(labels[start : start + _BLOCK_ROWS] == 1, -logit, logit)
+        small = np.exp(-np.abs(logit))  # in (0, 1]: never overflows
+        losses.append(float(np.sum(np.maximum(towards_wrong, 0.0) + np.log1p(small))))
+        probabilities.append(float(np.sum(np.where(logit >= 0, 1.0, small) / (1.0 + small))))
+    return math.fsum(losses), math.fsum(probabilities)
+
+
+def _sorted_keys(logits: Floats, labels: Labels) -> tuple[Keys, Keys]:
+    """Sorted unsigned keys, ordered as the logits are, of the negatives and of the positives (4 bytes a row)."""
+    bits = (logits + np.float32(0.0)).view(np.uint32)  # adding 0 makes -0.0 and 0.0 one key
+    # Two's complement to offset binary: flip every bit of a negative number, the sign bit of a positive one.
+    flip = (bits.view(np.int32) >> 31).view(np.uint32)
+    flip |= np.uint32(0x80000000)
+    bits ^= flip
+    del flip
+    is_positive = labels.astype(bool)
+    positives = bits[is_positive]
+    negatives = bits[~is_positive]
+    positives.sort()
+    negatives.sort()
+    return negatives, positives
+
+
+def _twice_u(negatives: Keys, positives: Keys) -> int:
+    """Twice the Mann-Whitney U of the positives: 2 for each negative below a positive, 1 for each tie; exact."""
+    if len(positives) > len(negatives):  # search with the smaller class
+        return 2 * len(positives) * len(negatives) - _twice_u(positives, negatives)
+    total = 0
+    for start in range(0, len(positives), _BLOCK_ROWS):
+        block = positives[start : start + _BLOCK_ROWS]
+        below = np.searchsorted(negatives, block, side="left")
+        below += np.searchsorted(negatives, block, side="right")
+        total += int(below.sum())
+    return total
+
+
+def _area(twice_u: int, *, num_positives: int, num_negatives: int) -> float:
+    # Dividing Python integers rounds once, however large they are.
+    return twice_u / (2 * num_positives * num_negatives) if num_positives and num_negatives else math.nan
+
+
+def _metrics(
+    *, rows: int, num_positives: int, loss_sum: float, probability_sum: float, twice_u: int
+) -> dict[str, float]:
+    rate = num_positives / rows if rows else math.nan
+    mean_loss = loss_sum / rows if rows else math.nan
+    entropy = -(rate * math.log(rate) + (1 - rate) * math.log1p(-rate)) if 0 < rate < 1 else math.nan
+    return {
+        "auroc": _area(twice_u, num_positives=num_positives, num_negatives=rows - num_positives),
+        "logloss": mean_loss,
+        "normalized_entropy": mean_loss / entropy,
+        "calibration": probability_sum / num_positives if num_positives else math.nan,
+        "rows": rows,
+        "label_rate": rate,
+    }
+
+
+# Many processes ------------------------------------------------------------------------------------------------------
+
+
+def distributed_binary_metrics(
+    logits: Any, labels: Any, *, process_group: ProcessGroup | None = None
+) -> dict[str, float]:
+    """`binary_metrics` over the rows of all ranks together: the same numbers, returned on every rank.
+
+    A collective: every rank of the group (default: all) calls it with its own rows, any number, none too. AUROC is
+    exact and bit-equal to one process; the float64 sums agree to about 1e-15 relative. Unusable rows on one rank raise
+    InputError on every rank, so that none waits. Beside the input a rank needs about 12 bytes for each of its share of
+    the rows (more when very many rows tie: equal logits go to one rank). Without torch.distributed it is the local
+    `binary_metrics`.
+
+    Method: sample sort (Frazer & McKellar 1970) of the keys, one key range per rank, then rank sums per range.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(process_group) == 1:
+        return binary_metrics(logits, labels)
+
+    group = _Collectives(process_group)
+    error: InputError | None = None
+    checked_logits, checked_labels = np.empty(0, np.float32), np.empty(0, np.uint8)
+    try:
+        checked_logits, checked_labels = _checked(logits, labels)
+    except InputError as caught:
+        error = caught
+    num_positives = int(np.count_nonzero(checked_labels))
+    own = [float(error is not None), float(len(checked_labels)), float(num_positives)]
+    own += _sums(checked_logits, checked_labels)
+    failed, rows, positives, losses, probabilities = zip(*group.gather_floats(own), strict=True)
+    if any(failed):
+        ranks = ", ".join(str(rank) for rank, flag in enumerate(failed) if flag)
+        raise error or InputError(f"no metrics: the rows of rank {ranks} cannot be used; see its own message")
+
+    total_rows, total_positives = int(sum(rows)), int(sum(positives))
+    twice_u = 0
+    if 0 < total_positives < total_rows:
+        keys = _sorted_keys(checked_logits, checked_labels)
+        del checked_logits, checked_labels
+        twice_u = _distributed_twice_u(keys, group=group, rank_rows=[int(count) for count in rows])
+    return _metrics(
+        rows=total_rows,
+        num_positives=total_positives,
+        loss_sum=math.fsum(losses),
+        probability_sum=math.fsum(probabilities),
+        twice_u=twice_u,
+    )
+
+
+def _distributed_twice_u(keys: tuple[Keys, Keys], *, group: _Collectives, rank_rows: Sequence[int]) -> int:
+    """Twice U over all ranks from each rank's sorted keys (negatives, positives)."""
+    # One sample for equally many rows everywhere, so that ranks weigh as much as they hold.
+    stride = max(1, sum(rank_rows) // (group.num_ranks * _SAMPLES_PER_RANK))
+    samples = np.full(max(rank_rows) // stride + 2, -1, dtype=np.int64)
+    own = np.concatenate([part[stride // 2 :: stride] for part in keys])
+    samples[: len(own)] = own
+    gathered = np.sort(np.concatenate(group.gather_integers(samples)))
+    gathered = gathered[gathered >= 0]
+    splitters = gathered[[rank * len(gathered) // group.num_ranks for rank in range(1, group.num_ranks)]]
+
+    # side="right" gives a splitter and all its ties to the lower rank: one key is never on two ranks.
+    cuts = [
+        np.concatenate([[0], np.searchsorted(part, splitters.astype(np.uint32), side="right"), [len(part)]])
+        for part in keys
+    ]
+    send_counts = np.stack([np.diff(cut) for cut in cuts], axis=1)  # [ranks, 2]
+    receive_counts = group.exchange(send_counts.reshape(-1), [2] * group.num_ranks, [2] * group.num_ranks)
+    receive_counts = receive_counts.reshape(-1, 2)
+    negatives, positives = (
+        np.sort(
+            group.exchange(
+                part.view(np.int32), send_counts[:, column].tolist(), receive_counts[:, column].tolist()
+            ).view(np.uint32)
+        )
+        for column, part in enumerate(keys)
+    )
+
+    high, low = divmod(_twice_u(negatives, positives), 1 << 32)  # two int64 halves: never overflows
+    parts = group.gather_integers(np.array([len(negatives), len(positives), high, low], dtype=np.int64))
+    total = negatives_below = 0
+    for num_negatives, num_positives, rank_high, rank_low in (part.tolist() for part in parts):
+        total += (rank_high << 32) + rank_low + 2 * num_positives * negatives_below
+        negatives_below += num_negatives
+    return total
+
+
+@final
+class _Collectives:
+    """The collectives needed here on NumPy arrays, over the device that the group's backend serves."""
+
+    def __init__(self, process_group: ProcessGroup | None) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self._group = process_group
+        self.num_ranks = dist.get_world_size(process_group)
+        serves_cpu = "cpu:" in str(dist.get_backend_config(process_group))  # as "cpu:gloo,cuda:nccl" or "cuda:nccl"
+        self._device = torch.device("cpu") if serves_cpu else torch.device("cuda", torch.cuda.current_device())
+
+    def _tensor(self, values: npt.NDArray[Any]) -> torch.Tensor:
+        import torch
+
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+
+    def _gather(self, values: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+        import torch
+        import torch.distributed as dist
+
+        own = self._tensor(values)
+        parts = [torch.empty_like(own) for _ in range(self.num_ranks)]
+        dist.all_gather(parts, own, group=self._group)
+        return [part.cpu().numpy() for part in parts]
+
+    def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
+        """Each rank's values, equally many everywhere, in rank order."""
+        return [part.tolist() for part in self._gather(np.array(values, dtype=np.float64))]
+
+    def gather_integers(self, values: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+        """Each rank's array, equally long everywhere, in rank order."""
+        return self._gather(values)
+
+    def exchange(self, values: npt.NDArray[Any], send_counts: list[int], receive_counts: list[int]) -> npt.NDArray[Any]:
+        """All to all: `send_counts[r]` of the values go to rank r; what comes is concatenated in rank order."""
+        import torch
+        import torch.distributed as dist
+
+        own = self._tensor(values)
+        received = torch.empty(sum(receive_counts), dtype=own.dtype, device=self._device)
+        dist.all_to_all_single(received, own, receive_counts, send_counts, group=self._group)
+        return received.cpu().numpy()
+
+
+@final
+class BinaryMetricsAccumulator:
+    """Keeps the logits and labels of an evaluation, 5 bytes a row on the CPU, and computes exact metrics from them."""
+
+    def __init__(self) -> None:
+        self._chunks: list[tuple[Floats, Labels]] = []
+        self._rows = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows kept so far on this rank."""
+        return self._rows
+
+    def update(self, logits: Any, labels: Any) -> None:
+        """Append a batch: arrays or tensors of any shape, labels 0 or 1; copies from a device (a device sync)."""
+        new_logits, new_labels = _converted(logits, labels)
+        taken = 0
+        while taken < len(new_logits):
+            chunk, offset = divmod(self._rows, _BLOCK_ROWS)
+            if chunk == len(self._chunks):
+                self._chunks.append((np.empty(_BLOCK_ROWS, np.float32), np.empty(_BLOCK_ROWS, np.uint8)))
+            count = min(_BLOCK_ROWS - offset, len(new_logits) - taken)
+            kept_logits, kept_labels = self._chunks[chunk]
+            kept_logits[offset : offset + count] = new_logits[taken : taken + count]
+            kept_labels[offset : offset + count] = new_labels[taken : taken + count]
+            taken += count
+            self._rows += count
+
+    def compute(self, *, process_group: ProcessGroup | None = None) -> dict[str, float]:
+        """`distributed_binary_metrics` of what is kept: a collective of the group; local without torch.distributed."""
+        filled = list(self._filled())
+        logits = np.concatenate([np.empty(0, np.float32), *(part for part, _ in filled)])
+        labels = np.concatenate([np.empty(0, np.uint8), *(part for _, part in filled)])
+        return distributed_binary_metrics(logits, labels, process_group=process_group)
+
+    def reset(self) -> None:
+        """Forget all rows; one chunk (5 MiB) stays allocated for the next evaluation."""
+        del self._chunks[1:]
+        self._rows = 0
+
+    def _filled(self) -> Iterator[tuple[Floats, Labels]]:
+        for index, (logits, labels) in enumerate(self._chunks):
+            count = min(_BLOCK_ROWS, self._rows - index * _BLOCK_ROWS)
+            if count > 0:
+                yield logits[:count], labels[:count]

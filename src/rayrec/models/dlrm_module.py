@@ -1,0 +1,97 @@
+"""The DLRM network (Naumov et al., 2019) on TorchRec's tables, with each interaction that `DLRMConfig` names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from rayrec.batch import ClickBatch, StepOutput
+from rayrec.models.dlrm import DLRMConfig
+from rayrec.models.embeddings import build_embeddings, feature_names
+from rayrec.models.interaction import CrossInteraction, DotInteraction, Interaction, ProjectionInteraction
+from rayrec.models.mlp import MLP, Precision
+
+
+class DLRM(nn.Module):
+    """Bottom MLP, embedding tables, interaction and top MLP; DistributedModelParallel shards `embeddings`."""
+
+    def __init__(
+        self,
+        embeddings: EmbeddingBagCollection,
+        *,
+        bottom_mlp: MLP,
+        interaction: Interaction,
+        top_mlp: MLP,
+    ) -> None:
+        super().__init__()
+        self.embeddings = embeddings
+        self.bottom_mlp = bottom_mlp
+        self.interaction = interaction
+        self.top_mlp = top_mlp
+
+    # TorchRec's sparse-dist pipeline traces these two methods: no branches on values here, only in the submodules.
+    def score(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
+        """Logits (rows,), float32, of dense features (rows, num_dense) and one bag per row and sparse feature."""
+        if isinstance(self.embeddings, EmbeddingBagCollection) and not dense_features.shape[0]:
+            return self._score_nothing(dense_features)
+        pooled = self.embeddings(sparse_features)  # sharded: starts the exchange between workers, awaited later
+        dense = self.bottom_mlp(dense_features)
+        return self.top_mlp(self.interaction(dense, pooled)).squeeze(1)
+
+    def _score_nothing(self, dense_features: torch.Tensor) -> torch.Tensor:
+        # An unsharded collection refuses a batch without rows (IndexError in KeyedJaggedTensor.to_dict).
+        features, dim = self.interaction.features, self.interaction.dim
+        pooled = KeyedTensor(
+            keys=features, length_per_key=[dim] * len(features), values=torch.zeros(0, dim * len(features))
+        )
+        return self.top_mlp(self.interaction(self.bottom_mlp(dense_features), pooled)).squeeze(1)
+
+    def forward(self, batch: ClickBatch) -> tuple[torch.Tensor, StepOutput]:
+        """The batch's weighted loss (a scalar, 0 for a batch without rows), and the step's outputs."""
+        logits = self.score(batch.dense_features, batch.sparse_features)
+        row_losses = functional.binary_cross_entropy_with_logits(logits, batch.labels, reduction="sum")
+        loss = row_losses * batch.loss_weight
+        return loss, StepOutput(loss.detach(), logits.detach(), batch.labels)
+
+
+def build_dlrm(
+    config: DLRMConfig,
+    *,
+    num_embeddings: Sequence[int],
+    num_dense: int,
+    precision: Precision,
+    seed: int,
+    embedding_device: str,
+) -> DLRM:
+    """See `DLRMConfig.build`."""
+    features, dim = feature_names(len(num_embeddings)), config.embedding_dim
+    embeddings = build_embeddings(num_embeddings, embedding_dim=dim, seed=seed, device=embedding_device)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        bottom_mlp = MLP(num_dense, config.bottom_mlp, final_activation=True, precision=precision)
+        interaction: Interaction
+        if config.interaction == "dot":
+            interaction = DotInteraction(features, dim=dim)
+        elif config.interaction == "cross":
+            interaction = CrossInteraction(
+                features,
+                dim=dim,
+                num_layers=config.cross_layers,
+                low_rank=config.cross_low_rank,
+                precision=precision,
+            )
+        else:
+            interaction = ProjectionInteraction(
+                features,
+                dim=dim,
+                first_branch=config.projection_first,
+                second_branch=config.projection_second,
+                precision=precision,
+            )
+        top_mlp = MLP(interaction.out_features, config.top_mlp, final_activation=False, precision=precision)
+    return DLRM(embeddings, bottom_mlp=bottom_mlp, interaction=interaction, top_mlp=top_mlp)

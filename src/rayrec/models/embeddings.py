@@ -1,0 +1,121 @@
+"""The embedding tables of a click model, and start values that no sharding plan and no number of workers changes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+from torchrec.distributed.types import ShardedTensor
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from rayrec.config import InputError
+
+# Rows drawn from one seed. Small enough that a shard wastes little at its edges, large enough to cost nothing.
+_BLOCK_ROWS = 65_536
+
+
+def feature_names(num_sparse: int) -> list[str]:
+    """cat_0, cat_1, ...: the names of the sparse features, and of the table that each one has."""
+    return [f"cat_{index}" for index in range(num_sparse)]
+
+
+def _block_seed(seed: int, table: str, block: int) -> int:
+    digest = hashlib.blake2b(f"{seed}/{table}/{block}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1  # torch wants a signed 64-bit seed
+
+
+@torch.no_grad()
+def fill_table_part(
+    part: torch.Tensor,
+    *,
+    seed: int,
+    table: str,
+    num_embeddings: int,
+    embedding_dim: int,
+    row_offset: int = 0,
+    column_offset: int = 0,
+) -> None:
+    """Write the start values of one part of a table into `part`, in place.
+
+    Row r, column c gets the same value from U(-sqrt(1/n), sqrt(1/n)), n = `num_embeddings`, whichever part it lies
+    in: it depends on (seed, table, r, c, shape of the table) alone.
+    """
+    bound = num_embeddings**-0.5
+    rows, columns = part.shape
+    generator = torch.Generator()
+    row = row_offset
+    while row < row_offset + rows:
+        block = row // _BLOCK_ROWS
+        block_start = block * _BLOCK_ROWS
+        block_rows = min(_BLOCK_ROWS, num_embeddings - block_start)
+        stop = min(block_start + block_rows, row_offset + rows)
+        target = part[row - row_offset : stop - row_offset]
+        generator.manual_seed(_block_seed(seed, table, block))
+        whole = target.is_cpu and target.is_contiguous() and target.dtype == torch.float32
+        if whole and target.shape == (block_rows, embedding_dim):
+            target.uniform_(-bound, bound, generator=generator)
+        else:
+            values = torch.empty(block_rows, embedding_dim).uniform_(-bound, bound, generator=generator)
+            target.copy_(values[row - block_start : stop - block_start, column_offset : column_offset + columns])
+        row = stop
+
+
+def _fill_whole(parameter: torch.Tensor, *, seed: int, table: str, num_embeddings: int, embedding_dim: int) -> None:
+    # TorchRec also calls this on row- and column-wise shards, without saying which part they are: those are left to
+    # `initialize_shards`, which must follow.
+    if tuple(parameter.shape) == (num_embeddings, embedding_dim):
+        fill_table_part(
+            parameter.data, seed=seed, table=table, num_embeddings=num_embeddings, embedding_dim=embedding_dim
+        )
+
+
+def build_embeddings(
+    num_embeddings: Sequence[int], *, embedding_dim: int, seed: int, device: str = "meta"
+) -> EmbeddingBagCollection:
+    """One table per sparse feature, sum-pooled, float32; on `meta` until DistributedModelParallel places the shards.
+
+    Raises InputError for a table without rows.
+    """
+    tables = []
+    for name, rows in zip(feature_names(len(num_embeddings)), num_embeddings, strict=True):
+        if rows < 1:
+            raise InputError(f"table {name}: needs at least one row, not {rows}; check num_embeddings")
+        init: Callable[[torch.Tensor], None] = partial(
+            _fill_whole, seed=seed, table=name, num_embeddings=rows, embedding_dim=embedding_dim
+        )
+        tables.append(
+            EmbeddingBagConfig(
+                name=name, feature_names=[name], num_embeddings=rows, embedding_dim=embedding_dim, init_fn=init
+            )
+        )
+    return EmbeddingBagCollection(tables=tables, device=torch.device(device))
+
+
+def initialize_shards(model: nn.Module, *, seed: int) -> None:
+    """Give this worker's row- and column-wise shards their start values; call once after sharding `model`.
+
+    Whole (table-wise) tables have theirs already, from when they were placed, and are not touched.
+    """
+    prefix, suffix = "embedding_bags.", ".weight"
+    for key, value in model.state_dict().items():
+        if not isinstance(value, ShardedTensor) or prefix not in key or not key.endswith(suffix):
+            continue
+        table = key[key.rindex(prefix) + len(prefix) : -len(suffix)]
+        num_embeddings, embedding_dim = value.size()
+        for shard in value.local_shards():
+            if tuple(shard.tensor.shape) == (num_embeddings, embedding_dim):
+                continue
+            row_offset, column_offset = shard.metadata.shard_offsets
+            fill_table_part(
+                shard.tensor,
+                seed=seed,
+                table=table,
+                num_embeddings=num_embeddings,
+                embedding_dim=embedding_dim,
+                row_offset=row_offset,
+                column_offset=column_offset,
+            )

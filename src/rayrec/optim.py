@@ -1,0 +1,213 @@
+"""Optimizers and the learning-rate schedule as configurations, so that a recipe names what learns and how fast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from rayrec.config import Config, InputError
+
+if TYPE_CHECKING:
+    import torch
+    from torchrec.optim.keyed import KeyedOptimizer
+
+LEARNING_RATE_FLOOR: Final = 1e-7  # absolute, as in MLPerf
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRateSchedule(Config):
+    """Linear warm-up, hold, quadratic decay to a floor; all zero is a constant learning rate.
+
+    The policy of MLPerf's DLRM (Mattson et al. 2020; `LRPolicyScheduler` in facebookresearch/dlrm), with its off-by-one
+    mended: there the hold keeps (W-1)/W of the base and warm-up 0 with decay fails.
+    """
+
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly; the last of them has the base learning rate."""
+    decay_start_step: int = 0
+    """First step of the decay; until then the base learning rate holds."""
+    decay_steps: int = 0
+    """Steps of the quadratic decay, after which the learning rate stays at 1e-7; 0 never decays."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_not_negative(self, "warmup_steps", "decay_start_step", "decay_steps")
+        if self.decay_steps and self.decay_start_step < self.warmup_steps:
+            raise InputError(
+                f"decay_start_step {self.decay_start_step} lies inside the warm-up; "
+                f"let the decay start at step {self.warmup_steps} (warmup_steps) or later"
+            )
+
+    def factor(self, step: int) -> float:
+        """Share of the base learning rate in step `step` (from 0), before the floor.
+
+        With W warm-up steps: (step + 1) / W below W; with N decay steps: ((N - k) / N)^2 in the k-th step of the decay.
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if not self.decay_steps or step < self.decay_start_step:
+            return 1.0
+        left = max(0, self.decay_start_step + self.decay_steps - step)
+        return (left / self.decay_steps) ** 2
+
+    def learning_rate(self, step: int, *, base: float) -> float:
+        """Learning rate of step `step` (from 0): the decay stops at 1e-7, or at `base` where that is less."""
+        rate = base * self.factor(step)
+        if self.decay_steps and step >= self.decay_start_step:
+            return max(rate, min(base, LEARNING_RATE_FLOOR))
+        return rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseOptimizerConfig(Config):
+    """Optimizer of the sharded embedding tables, applied by the fused kernel inside the backward pass."""
+
+    kind: Literal["sgd", "adagrad", "rowwise_adagrad"] = "rowwise_adagrad"
+    """Update rule; rowwise_adagrad keeps one float per row, adagrad one per weight."""
+    learning_rate: float = 0.01
+    """Base learning rate, before the schedule."""
+    eps: float = 1e-8
+    """Added to the root of the accumulated squares (adagrad, rowwise_adagrad)."""
+    weight_decay: float = 0.0
+    """L2 penalty on the rows that a step touches (rowwise_adagrad on CUDA only)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_not_negative(self, "learning_rate", "eps", "weight_decay")
+        if self.weight_decay and self.kind != "rowwise_adagrad":
+            raise InputError(
+                f"weight_decay {self.weight_decay} with {self.kind}: fbgemm would ignore it; "
+                "use kind 'rowwise_adagrad' (on CUDA) or weight_decay 0"
+            )
+
+    def build(self, *, device_type: str | None = None) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+        """Class and keyword arguments for `apply_optimizer_in_backward(cls, parameters, kwargs)`.
+
+        The arguments are a new dict in each call, since TorchRec changes it. `device_type` ("cuda" or "cpu", default:
+        cuda if there is any) is where the tables live. Raises InputError for weight decay on the CPU, which the kernel
+        of fbgemm 1.8 ignores in silence. Its Adagrad rules, for the summed gradient g of a touched row, are
+        h += g^2 (adagrad) or h += mean(g^2) (rowwise_adagrad), w -= learning_rate * g / (sqrt(h) + eps).
+        """
+        import torch
+        from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+        if self.kind == "sgd":
+            return torch.optim.SGD, {"lr": self.learning_rate}
+        if self.kind == "adagrad":
+            return torch.optim.Adagrad, {"lr": self.learning_rate, "eps": self.eps}
+        kwargs: dict[str, Any] = {"lr": self.learning_rate, "eps": self.eps}
+        if self.weight_decay:
+            from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
+
+            if (device_type or ("cuda" if torch.cuda.is_available() else "cpu")) == "cpu":
+                raise InputError(
+                    f"weight_decay {self.weight_decay} for embedding tables on the CPU: fbgemm's CPU kernel would "
+                    "ignore it; train on CUDA or use weight_decay 0"
+                )
+            # Without the mode fbgemm ignores weight_decay on CUDA, too.
+            kwargs |= {"weight_decay": self.weight_decay, "weight_decay_mode": WeightDecayMode.L2}
+        return RowWiseAdagrad, kwargs
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseOptimizerConfig(Config):
+    """Optimizer of the replicated parameters, those that the fused kernel does not update."""
+
+    kind: Literal["sgd", "adagrad", "adam", "adamw"] = "adam"
+    """Update rule, as in torch.optim."""
+    learning_rate: float = 0.001
+    """Base learning rate, before the schedule."""
+    eps: float = 1e-8
+    """Added to the denominator (all but sgd)."""
+    weight_decay: float = 0.0
+    """L2 penalty; with adamw decoupled from the gradient."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the running mean and square of the gradient (adam, adamw)."""
+    max_gradient_norm: float | None = None
+    """Clip the gradients of all dense parameters to this joint 2-norm; None never clips."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_not_negative(self, "learning_rate", "eps", "weight_decay")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise InputError(f"betas {self.betas}: both must be at least 0 and below 1")
+        if self.max_gradient_norm is not None and not self.max_gradient_norm > 0:
+            raise InputError(f"max_gradient_norm {self.max_gradient_norm} must be above 0; None never clips")
+
+    def build(self, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """The torch optimizer over the parameters, without clipping (`build_keyed` has it)."""
+        import torch
+
+        parameters = list(params)
+        shared: dict[str, Any] = {
+            "lr": self.learning_rate,
+            "weight_decay": self.weight_decay,
+            "fused": self._fused(parameters),
+        }
+        match self.kind:
+            case "sgd":
+                return torch.optim.SGD(parameters, **shared)
+            case "adagrad":
+                return torch.optim.Adagrad(parameters, eps=self.eps, **shared)
+            case "adam":
+                return torch.optim.Adam(parameters, eps=self.eps, betas=self.betas, **shared)
+            case "adamw":
+                return torch.optim.AdamW(parameters, eps=self.eps, betas=self.betas, **shared)
+
+    def build_keyed(self, named_parameters: Mapping[str, torch.nn.Parameter]) -> KeyedOptimizer:
+        """The optimizer under parameter names, for TorchRec's CombinedOptimizer and checkpoints, with the clipping.
+
+        Clipping takes the norm on this process, which is the norm of the mean gradient when DDP has averaged it;
+        parameters sharded by FSDP need torch's own `clip_grad_norm_`.
+        """
+        from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+        from torchrec.optim.keyed import KeyedOptimizerWrapper
+
+        keyed = KeyedOptimizerWrapper(dict(named_parameters), self.build)
+        if self.max_gradient_norm is None:
+            return keyed
+        return GradientClippingOptimizer(keyed, clipping=GradientClipping.NORM, max_gradient=self.max_gradient_norm)
+
+    def _fused(self, parameters: Sequence[torch.nn.Parameter]) -> bool | None:
+        """One kernel for the whole update: 3-5 times faster on the CPU; None leaves the choice to torch."""
+        import torch
+        from torch.distributed.tensor import DTensor
+
+        device_types = {"cpu"} if self.kind == "adagrad" else {"cpu", "cuda"}  # no fused Adagrad on CUDA is promised
+        usable = bool(parameters) and all(
+            parameter.device.type in device_types
+            and torch.is_floating_point(parameter)
+            and not isinstance(parameter, DTensor)
+            for parameter in parameters
+        )
+        return True if usable else None
+
+
+def set_learning_rates(
+    optimizer: torch.optim.Optimizer | KeyedOptimizer,
+    *,
+    base_rates: Sequence[float],
+    schedule: LearningRateSchedule,
+    step: int,
+) -> None:
+    """Give each parameter group of a torch, keyed or combined optimizer the learning rate of step `step` (from 0).
+
+    `base_rates` has one base learning rate per group, as `learning_rates` reads them from a new optimizer (after a
+    restore the groups hold scheduled ones). Call it before `zero_grad` of the same step: there a fused optimizer hands
+    the learning rate to its kernel, and the update itself happens in the backward pass.
+    """
+    for group, base in zip(optimizer.param_groups, base_rates, strict=True):
+        group["lr"] = schedule.learning_rate(step, base=base)  # type: ignore[index]
+
+
+def learning_rates(optimizer: torch.optim.Optimizer | KeyedOptimizer) -> list[float]:
+    """The learning rate of each parameter group now."""
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def _check_not_negative(config: Config, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not 0 <= value < float("inf"):
+            raise InputError(f"{type(config).__name__}.{name}: {value} must be 0 or more, and finite")

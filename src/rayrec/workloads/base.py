@@ -1,0 +1,278 @@
+"""What every kind of training shares: the configuration of a run, and what a workload supplies to the one loop."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from rayrec.config import Config, InputError
+from rayrec.data.placement import TaskPlacement
+
+if TYPE_CHECKING:
+    import torch
+    from torchrec.distributed.train_pipeline import TrainPipeline
+
+    from rayrec.batch import StepOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Config):
+    """A log to read and how."""
+
+    path: str | None = None
+    """File, glob or folder, local or a URL (s3://...); TSV, plain or gzip."""
+    shuffle: Literal["none", "files", "window"] = "window"
+    """none: order of the log; files: order of files by seed; window: segments by seed, and the rows of every block."""
+    block_bytes: int = 16 << 20
+    """Text one data task reads, parses and hands on; its rows are shuffled together."""
+    segments_per_block: int = 8
+    """Places of the log one block is drawn from; more mix better and read smaller ranges."""
+    prefetch_blocks: int = 2
+    """Blocks held ready for a worker beside the one it uses."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.segments_per_block < 1 or self.prefetch_blocks < 0:
+            raise InputError("data: segments_per_block must be at least 1 and prefetch_blocks at least 0")
+        if self.block_bytes < 1 << 16:
+            raise InputError(f"data.block_bytes: {self.block_bytes} is below 65536; small blocks cost more than their work")
+
+    @property
+    def segment_bytes(self) -> int:
+        return max(self.block_bytes // self.segments_per_block, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingConfig(Config):
+    """Training workers: how many, and what each reserves of the cluster."""
+
+    num_workers: int = 1
+    """Training processes; one per GPU, or a few per machine on CPU."""
+    use_gpu: bool = False
+    """Each worker gets one GPU."""
+    cpus_per_worker: float | None = None
+    """CPUs a worker reserves; None: one with a GPU, else half of its share of the cluster, the rest is for data tasks."""
+    resources_per_worker: dict[str, float] = field(default_factory=dict)
+    """Further Ray resources a worker reserves, such as {"accelerator": 1}."""
+    threads_per_worker: int | None = None
+    """Threads of a worker's CPU operators; None: the machine's cores divided by its workers."""
+    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    """How Ray places workers on nodes."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_workers < 1:
+            raise InputError(f"scaling.num_workers: {self.num_workers} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureConfig(Config):
+    """What the run survives."""
+
+    max_failures: int = 3
+    """Restarts of the workers after a failure; -1: without limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Config):
+    """When to save and what to keep."""
+
+    every: int | None = None
+    """Steps between checkpoints; None: with every evaluation and at the end."""
+    num_to_keep: int = 2
+    """Checkpoints kept: the best by the workload's metric where there is one, and always the newest."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_to_keep < 1 or (self.every is not None and self.every < 1):
+            raise InputError("checkpoint: every and num_to_keep must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyStoppingConfig(Config):
+    """When training has learnt all it can."""
+
+    patience: int = 0
+    """Evaluations without a better metric before training stops; 0: never stops early."""
+    min_improvement: float = 0.0
+    """How much better counts as better."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig(Config):
+    """Which Ray cluster to run on."""
+
+    address: str | None = None
+    """Address of a running cluster, as for RAY_ADDRESS; None: RAY_ADDRESS, else a local Ray of its own."""
+    num_cpus: int | None = None
+    """CPUs of a local Ray; None: all of the machine."""
+    object_store_bytes: int | None = None
+    """Object-store memory of a local Ray; None: Ray's choice."""
+    data_nodes: Literal["auto", "any"] = "auto"
+    """auto: data tasks stay off the nodes that have what training workers reserve, where there are others; any: anywhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Config):
+    """One training run, complete: what a recipe returns."""
+
+    recipe: str
+    """Name of the recipe the run started from."""
+    workload: Workload
+    """What is trained: model, optimizers and how the data becomes batches."""
+    train_data: DataConfig = field(default_factory=DataConfig)
+    """What to train on."""
+    eval_data: DataConfig = field(default_factory=lambda: DataConfig(shuffle="none"))
+    """What to evaluate on; without a path the recipe's own split, by time, of the training data."""
+    steps: int | None = None
+    """Stop after so many steps; None: after `epochs`."""
+    epochs: int = 1
+    """Passes over the training rows."""
+    batch_size: int = 2048
+    """Rows a worker takes in a step; times the number of workers is the global batch."""
+    eval_batch_size: int = 8192
+    """Rows a worker scores at once."""
+    evaluate_every: int | None = None
+    """Steps between evaluations; None: four times an epoch."""
+    log_every: int = 20
+    """Steps between progress events."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Arithmetic of the dense part; weights, optimizers and embeddings are always fp32."""
+    seed: int = 0
+    """Of initial weights and of the order of rows."""
+    max_bad_fraction: float = 0.001
+    """Share of faulty lines above which the run refuses a log."""
+    storage_path: str = "runs"
+    """Where runs are kept, local or a URL; must be reachable from every node."""
+    name: str | None = None
+    """Name of the run; None: the recipe's name and the time. The same name goes on where that run stopped."""
+    scaling: ScalingConfig = field(default_factory=ScalingConfig)
+    """Training workers."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Saving and keeping."""
+    early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
+    """When to stop before the last step."""
+    failure: FailureConfig = field(default_factory=FailureConfig)
+    """What the run survives."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """Where to run."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("epochs", "batch_size", "eval_batch_size", "log_every"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}: {getattr(self, name)} must be at least 1")
+        for name in ("steps", "evaluate_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"{name}: {value} must be at least 1")
+        if not 0 <= self.max_bad_fraction <= 1:
+            raise InputError(f"max_bad_fraction: {self.max_bad_fraction} must lie between 0 and 1")
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What the driver knows when a workload prepares its data."""
+
+    config: TrainConfig
+    folder: str
+    """The run's folder."""
+    placement: TaskPlacement
+    """What data tasks started by the driver may use, while no worker runs."""
+    note: Callable[[str], None]
+    """Tells the user one line."""
+    progress: Callable[[str, int, int | None], None]
+    """Shows a named amount done of an amount in all."""
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """What one worker knows when a workload sets it up."""
+
+    config: TrainConfig
+    rank: int
+    world_size: int
+    device: torch.device
+    placement: TaskPlacement
+    """Of this worker's own data pipeline."""
+
+
+class TrainLoader(Protocol):
+    """The training batches of one worker, from a position on to the end of the last epoch."""
+
+    @property
+    def steps(self) -> int:
+        """Batches from the start position to the end; the same on every worker."""
+        ...
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def __next__(self) -> Any: ...
+
+    def rows(self, batches: int) -> int:
+        """Rows of all workers in the first `batches` batches."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """The position behind the batches handed out so far: plain JSON values, the same on every worker."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Metrics(Protocol):
+    """Gathers outputs of an evaluation; `compute` is collective."""
+
+    def update(self, output: StepOutput) -> None: ...
+
+    def compute(self) -> dict[str, float]: ...
+
+
+@dataclass
+class WorkerSetup:
+    """All the loop needs of a workload on one worker."""
+
+    model: torch.nn.Module
+    optimizer: Any
+    """A KeyedOptimizer or torch optimizer over all parameters that do not update themselves."""
+    make_pipeline: Callable[[], TrainPipeline]
+    """A fresh pipeline over the model, for training or, with the model in eval mode, for evaluation."""
+    set_learning_rate: Callable[[int], None]
+    """Sets the learning rates of a step."""
+    make_loader: Callable[[dict[str, Any] | None, int], TrainLoader]
+    """The training data from a stored position on (None: from the start), `step` steps of the run being done."""
+    eval_batches: dict[str, Callable[[], Iterator[Any]]]
+    """Named evaluation sets; each call gives this worker's share of every row once, the same number on every worker."""
+    make_metrics: Callable[[], Metrics]
+    described: dict[str, Any]
+    """What a reader of the run may want to know: tables, sharding, sizes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload(Config, abc.ABC):
+    """A kind of training. Configuration and recipe of everything specific to it."""
+
+    @property
+    @abc.abstractmethod
+    def best_metric(self) -> str:
+        """The evaluation metric that decides which weights are best; higher is better."""
+
+    @abc.abstractmethod
+    def prepare(self, context: RunContext) -> Any:
+        """On the driver, before workers start: whatever they share, picklable. Raises InputError for unusable input."""
+
+    @abc.abstractmethod
+    def set_up(self, context: WorkerContext, prepared: Any) -> WorkerSetup:
+        """On each worker, after its process group is up."""
+
+    def add_files(self, folder: str, prepared: Any) -> None:
+        """On rank 0: writes into a checkpoint's folder what must travel with the weights."""
+
+    def summarize(self, prepared: Any) -> dict[str, Any]:
+        """What of the preparation belongs into the run's summary."""
+        return {}

@@ -1,0 +1,162 @@
+"""Click models: tables of embeddings sharded over the workers, everything else replicated."""
+
+from __future__ import annotations
+
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.data.counting import VocabularyConfig
+from rayrec.data.log import LogIndex, select
+from rayrec.data.position import EpochOrder, Part
+from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.split import TimeSplit
+from rayrec.models.dlrm import DLRMConfig
+from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
+from rayrec.schema import Schema
+from rayrec.sharding import ShardingConfig
+from rayrec.workloads.base import DataConfig, RunContext, WorkerContext, WorkerSetup, Workload
+
+if TYPE_CHECKING:
+    import ray
+
+PREPROCESSOR_FOLDER = "preprocessor"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the driver found out and every worker needs."""
+
+    preprocessor: ray.ObjectRef
+    """In the object store, shared by all processes of a node."""
+    preprocessor_hash: str
+    schema: Schema
+    num_embeddings: list[int]
+    sets: dict[str, EpochOrder]
+    """`train`, `validation` and, where the split has one, `test`."""
+    bad_rows: int
+    folder: str
+    """Of the stored Preprocessor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClickWorkload(Workload):
+    """Trains a click model on a log of clicks."""
+
+    schema: Schema
+    """Columns of the log."""
+    split: TimeSplit = field(default_factory=TimeSplit)
+    """Which rows train, validate and test, where no evaluation log is given."""
+    preprocessor: str | None = None
+    """Folder of a Preprocessor made by `rayrec vocabulary`; None: made from the training rows."""
+    vocabulary: VocabularyConfig = field(default_factory=VocabularyConfig)
+    """How categories become ids, where no Preprocessor is given."""
+    model: DLRMConfig = field(default_factory=DLRMConfig)
+    """The network."""
+    sparse_optimizer: SparseOptimizerConfig = field(default_factory=SparseOptimizerConfig)
+    """Of the embedding tables."""
+    dense_optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
+    """Of everything else."""
+    schedule: LearningRateSchedule = field(default_factory=LearningRateSchedule)
+    """Learning rate over the steps, for both."""
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    """How tables are spread over workers."""
+
+    @property
+    def best_metric(self) -> str:
+        return "auroc"
+
+    # -- on the driver
+
+    def prepare(self, context: RunContext) -> Prepared:
+        from rayrec.data.ingest import share_preprocessor
+
+        config = context.config
+        assert config.train_data.path is not None
+        index = self._index(config.train_data, context)
+        bad_rows = index.faults.total
+        if config.eval_data.path is None:
+            rows = self.split.rows(index)
+            train = _order(index, rows["train"], config.train_data, config.seed)
+            held_out = {
+                name: _order(index, rows[name], config.eval_data.replace(shuffle="none"), 0) for name in ("validation", "test")
+            }
+        else:
+            train = _order(index, (0, index.rows), config.train_data, config.seed)
+            eval_index = self._index(config.eval_data, context)
+            bad_rows += eval_index.faults.total
+            held_out = {"validation": _order(eval_index, (0, eval_index.rows), config.eval_data.replace(shuffle="none"), 0)}
+        folder = storage.join(context.folder, PREPROCESSOR_FOLDER)
+        preprocessor = self._preprocessor(folder, train, context)
+        if preprocessor.schema != self.schema:
+            raise InputError(f"{self.preprocessor}: made for columns {preprocessor.schema.columns}, the recipe has {self.schema.columns}")
+        return Prepared(
+            preprocessor=share_preprocessor(preprocessor),
+            preprocessor_hash=preprocessor.hash(),
+            schema=self.schema,
+            num_embeddings=preprocessor.num_embeddings,
+            sets={"train": train, **held_out},
+            bad_rows=bad_rows,
+            folder=folder,
+        )
+
+    def _index(self, data: DataConfig, context: RunContext) -> LogIndex:
+        from rayrec.data.ingest import open_log
+
+        assert data.path is not None
+        index = open_log(
+            data.path,
+            self.schema,
+            segment_bytes=data.segment_bytes,
+            placement=context.placement,
+            cache_folder=storage.join(storage.absolute(context.config.storage_path), ".cache"),
+            note=context.note,
+            progress=context.progress,
+        )
+        index.check(context.config.max_bad_fraction, data.path)
+        if index.faults.total:
+            context.note(f"{data.path}: {index.faults.describe()}; they are left out")
+        return index
+
+    def _preprocessor(self, folder: str, train: EpochOrder, context: RunContext) -> Preprocessor:
+        from rayrec.data.counting import count_log, make_preprocessor
+
+        if storage.exists(storage.join(folder, "preprocessor.json")):  # the run goes on
+            return Preprocessor.load(folder)
+        if self.preprocessor is not None:
+            preprocessor = Preprocessor.load(self.preprocessor)
+        else:
+            counts = count_log(
+                self.schema,
+                train.parts,
+                placement=context.placement,
+                parts_per_task=context.config.train_data.segments_per_block,
+                progress=lambda rows: context.progress("vocabulary", rows, train.rows),
+            )
+            preprocessor = make_preprocessor("rayrec", self.schema, counts, self.vocabulary)
+        preprocessor.save(folder)
+        return preprocessor
+
+    def summarize(self, prepared: Prepared) -> dict[str, Any]:
+        return {
+            "bad_rows": prepared.bad_rows,
+            "preprocessor": prepared.preprocessor_hash,
+            "rows_of_sets": {name: order.rows for name, order in prepared.sets.items()},
+        }
+
+    def add_files(self, folder: str, prepared: Prepared) -> None:
+        storage.copy_files(prepared.folder, storage.join(folder, PREPROCESSOR_FOLDER))
+
+    # -- on each worker
+
+    def set_up(self, context: WorkerContext, prepared: Prepared) -> WorkerSetup:
+        from rayrec.workloads.recsys_worker import set_up
+
+        return set_up(self, context, prepared)
+
+
+def _order(index: LogIndex, rows: tuple[int, int], data: DataConfig, seed: int) -> EpochOrder:
+    parts = tuple(Part(segment, start, stop) for segment, start, stop in select(index, *rows))
+    return EpochOrder(parts, data.shuffle, seed, data.segments_per_block)

@@ -1,0 +1,162 @@
+"""The click workload on one worker: the sharded model, its optimizers, its pipeline and its batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.types import ShardingEnv
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from rayrec.batch import StepOutput
+from rayrec.data.loader import ClickLoader
+from rayrec.data.position import EpochOrder, Position
+from rayrec.metrics import BinaryMetricsAccumulator
+from rayrec.models.dlrm import multiply_adds
+from rayrec.optim import learning_rates, set_learning_rates
+from rayrec.sharding import describe, embedding_sharders, placements, plan_sharding
+from rayrec.workloads.base import WorkerContext, WorkerSetup
+
+if TYPE_CHECKING:
+    from rayrec.workloads.recsys import ClickWorkload, Prepared
+
+
+class ClickMetrics:
+    """Gathers logits and labels of an evaluation."""
+
+    def __init__(self) -> None:
+        self._metrics = BinaryMetricsAccumulator()
+
+    def update(self, output: StepOutput) -> None:
+        self._metrics.update(output.logits, output.labels)
+
+    def compute(self) -> dict[str, float]:
+        return self._metrics.compute()
+
+
+def memory_per_worker(context: WorkerContext) -> int:
+    """Bytes a worker may fill: its device's memory, or its share of what the host has free."""
+    if context.device.type == "cuda":
+        return torch.cuda.get_device_properties(context.device).total_memory
+    return available_host_bytes() // local_workers(context)
+
+
+def local_workers(context: WorkerContext) -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", context.world_size))
+
+
+def available_host_bytes() -> int:
+    """MemAvailable of /proc/meminfo."""
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/meminfo has no MemAvailable")
+
+
+def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) -> WorkerSetup:
+    """Everything the loop needs. The plan is made on rank 0 and shared, since free memory differs between ranks."""
+    config, schema = context.config, prepared.schema
+    model = workload.model.build(
+        num_embeddings=prepared.num_embeddings,
+        num_dense=len(schema.dense),
+        precision=config.precision,
+        seed=config.seed,
+    )
+    optimizer_class, optimizer_arguments = workload.sparse_optimizer.build()
+    apply_optimizer_in_backward(optimizer_class, model.embeddings.parameters(), optimizer_arguments)
+    plan = plan_sharding(
+        model,
+        world_size=context.world_size,
+        device="cuda" if context.device.type == "cuda" else "cpu",
+        batch_size=config.batch_size,
+        memory_bytes=agreed(memory_per_worker(context)),
+        local_world_size=local_workers(context),
+        config=workload.sharding,
+    )
+    process_group = torch.distributed.group.WORLD
+    assert process_group is not None
+    sharded = DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(process_group),
+        device=context.device,
+        plan=plan,
+        sharders=embedding_sharders(),
+    )
+    dense = workload.dense_optimizer.build_keyed(dict(in_backward_optimizer_filter(sharded.named_parameters())))
+    optimizer = CombinedOptimizer([sharded.fused_optimizer, dense])
+    base_rates = learning_rates(optimizer)
+
+    def loader(order: EpochOrder, *, epochs: int, batch_size: int, position: Position, max_steps: int | None) -> ClickLoader:
+        return ClickLoader(
+            order,
+            prepared.preprocessor,
+            schema=schema,
+            epochs=epochs,
+            batch_size=batch_size,
+            rank=context.rank,
+            world_size=context.world_size,
+            position=position,
+            placement=context.placement,
+            prefetch_blocks=config.train_data.prefetch_blocks,
+            max_steps=max_steps,
+        )
+
+    def make_loader(state: dict[str, Any] | None, step: int) -> ClickLoader:
+        return loader(
+            prepared.sets["train"],
+            epochs=config.epochs if config.steps is None else epochs_for(config.steps, prepared.sets["train"], context),
+            batch_size=config.batch_size,
+            position=Position() if state is None else Position.from_dict(state),
+            max_steps=None if config.steps is None else max(0, config.steps - step),
+        )
+
+    def eval_batches(name: str) -> Iterator[Any]:
+        return loader(prepared.sets[name], epochs=1, batch_size=config.eval_batch_size, position=Position(), max_steps=None)
+
+    return WorkerSetup(
+        model=sharded,
+        optimizer=optimizer,
+        make_pipeline=lambda: make_pipeline(sharded, optimizer, context.device),
+        set_learning_rate=lambda step: set_learning_rates(
+            optimizer, base_rates=base_rates, schedule=workload.schedule, step=step
+        ),
+        make_loader=make_loader,
+        eval_batches={name: lambda name=name: eval_batches(name) for name in prepared.sets if name != "train"},
+        make_metrics=ClickMetrics,
+        described={
+            "tables": [dataclasses.asdict(placement) for placement in placements(plan, config=workload.sharding)],
+            "plan": describe(plan, config=workload.sharding),
+            "multiply_adds_per_row": multiply_adds(
+                workload.model, num_dense=len(schema.dense), num_sparse=len(schema.sparse)
+            ),
+        },
+    )
+
+
+def agreed(value: int) -> int:
+    """The least value of all workers, so that all make the same plan; collective."""
+    group = torch.distributed.group.WORLD
+    device = "cuda" if torch.distributed.get_backend(group) == "nccl" else "cpu"
+    tensor = torch.tensor([value], dtype=torch.int64, device=device)
+    torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MIN)
+    return int(tensor.item())
+
+
+def epochs_for(steps: int, order: EpochOrder, context: WorkerContext) -> int:
+    """Epochs that hold so many steps; workers that come and go shorten an epoch's last step, hence one more."""
+    per_epoch = max(1, -(-order.rows // (context.world_size * context.config.batch_size)))
+    return -(-steps // per_epoch) + 1
+
+
+def make_pipeline(model: torch.nn.Module, optimizer: Any, device: torch.device) -> Any:
+    """TorchRec's pipeline that exchanges the ids of the next batches while the current one computes."""
+    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+    return TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)

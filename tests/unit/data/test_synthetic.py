@@ -1,0 +1,254 @@
+"""The synthetic click log: format, determinism, the truth it plants, and files that are whole or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.metrics import roc_auc_score
+
+from rayrec.config import InputError
+from rayrec.data import synthetic
+from rayrec.native.formatting import format_rows, max_row_bytes
+
+ROWS = 70_000  # more than one block
+
+
+def all_rows(plan: synthetic.Plant, rows: int, days: int) -> list[synthetic.Rows]:
+    starts = synthetic.day_starts(rows, days)
+    blocks = range(-(-rows // synthetic.BLOCK_ROWS))
+    return [r for b in blocks for _, r in plan.rows(b, spans=synthetic.block_spans(b, starts=starts))]
+
+
+@pytest.fixture(scope="module")
+def kaggle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("kaggle")
+    return out, synthetic.generate(str(out), rows=ROWS, days=3, seed=5, parallelism=2)
+
+
+@pytest.fixture(scope="module")
+def planted() -> tuple[np.ndarray, np.ndarray]:
+    """Logits and labels of the rows of `kaggle`, drawn again without files."""
+    pieces = all_rows(synthetic.plant("kaggle", 5), ROWS, 3)
+    return np.concatenate([p.logits for p in pieces]), np.concatenate([p.labels for p in pieces])
+
+
+def test_same_bytes_whatever_the_parallelism(kaggle: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    out, truth = kaggle
+    assert synthetic.generate(str(tmp_path), rows=ROWS, days=3, seed=5, parallelism=1) == truth
+    for name in ("train.txt", "truth.json"):
+        assert (tmp_path / name).read_bytes() == (out / name).read_bytes()
+
+
+def test_more_rows_continue_the_same_process() -> None:
+    plan = synthetic.plant("terabyte", 1)
+    short, long = all_rows(plan, 5_000, 1), all_rows(plan, 20_000, 1)
+    for name in ("labels", "logits", "missing"):
+        joined = np.concatenate([getattr(piece, name) for piece in long])
+        assert (joined[:5_000] == getattr(short[0], name)).all()
+    assert (np.concatenate([p.tokens for p in long], axis=1)[:, :5_000] == short[0].tokens).all()
+
+
+def test_seeds_differ() -> None:
+    one, other = (all_rows(synthetic.plant("kaggle", seed), 1_000, 1)[0] for seed in (0, 1))
+    both = (one.tokens != 0) & (other.tokens != 0)  # 0 stands where a token is missing
+    assert (one.tokens[both] != other.tokens[both]).mean() > 0.99
+
+
+def test_rows_are_criteo_rows(kaggle: tuple[Path, dict[str, Any]]) -> None:
+    row = re.compile(r"[01](\t(-?\d+)?){13}(\t([0-9a-f]{8})?){26}")
+    lines = (kaggle[0] / "train.txt").read_text().split("\n")
+    assert len(lines) == ROWS + 1
+    assert lines[-1] == ""
+    assert all(row.fullmatch(line) for line in lines[:-1])
+    cells = np.array([line.split("\t") for line in lines[:20_000]])
+    empty = (cells[:, 1:] == "").mean(axis=0)
+    wanted = np.zeros(39)
+    for rate, columns in synthetic.DIALECTS["kaggle"].missing:
+        wanted[list(columns)] = rate
+    assert np.abs(empty - wanted).max() < 0.015
+    assert ((cells[:, 1] == "") == (cells[:, 10] == "")).all()  # int_0 and int_9 are missing together
+    assert (cells[:, 2] == "-1").mean() == pytest.approx(0.1, abs=0.01)
+    assert "-2" in cells[:, 2]
+    assert len(np.unique(cells[:, 14 + 2])) > 5_000  # the heavy tail of cat_2
+    assert len(np.unique(cells[:, 14 + 8])) <= 3
+
+
+@pytest.mark.parametrize(("dialect", "rate"), [("kaggle", 0.256), ("terabyte", 0.03)])
+def test_label_rate_and_auroc_are_the_targets(dialect: str, rate: float) -> None:
+    pieces = all_rows(synthetic.plant(dialect, 2), 100_000, 1)
+    logits, labels = np.concatenate([p.logits for p in pieces]), np.concatenate([p.labels for p in pieces])
+    assert labels.mean() == pytest.approx(rate, rel=0.05)
+    assert synthetic.exact_auroc(logits, labels) == pytest.approx(0.80, abs=0.015)
+
+
+def test_truth_is_that_of_the_rows_in_the_file(
+    kaggle: tuple[Path, dict[str, Any]], planted: tuple[np.ndarray, np.ndarray]
+) -> None:
+    out, truth = kaggle
+    logits, labels = planted
+    written = np.array([line[0] == "1" for line in (out / "train.txt").read_text().splitlines()])
+    assert (written == labels).all()
+    assert json.loads((out / "truth.json").read_text()) == truth
+    assert truth["auroc"] == pytest.approx(roc_auc_score(labels, logits), abs=1e-12)
+    assert truth["label_rate"] == labels.mean()
+    assert truth["logloss"] == pytest.approx(truth["expected_logloss"], rel=0.01)
+    split = truth["split"]
+    assert [split[name]["rows"] for name in ("train", "validation", "test")] == [60_000, 5_000, 5_000]
+    for name, part in (("validation", slice(60_000, 65_000)), ("test", slice(65_000, 70_000))):
+        assert split[name]["auroc"] == pytest.approx(roc_auc_score(labels[part], logits[part]), abs=1e-12)
+        assert split[name]["normalized_entropy"] < 1
+    assert [detail["rows"] for detail in truth["days_detail"]] == [23_334, 23_333, 23_333]
+
+
+@pytest.mark.parametrize("rows", [1, 6, 7, 13, 20, 71])
+def test_split_is_seven_near_equal_parts(rows: int) -> None:
+    sizes = [rows // 7 + (part < rows % 7) for part in range(7)]
+    validation, test = synthetic.split_starts("kaggle", [0, rows])
+    assert validation == sum(sizes[:6])
+    assert (test - validation, rows - test) == (-(-sizes[6] // 2), sizes[6] // 2)
+
+
+def test_auroc_counts_ties_half() -> None:
+    rng = np.random.default_rng(0)
+    scores, labels = rng.integers(-3, 4, 2_000).astype(np.float32), rng.integers(0, 2, 2_000).astype(np.uint8)
+    scores[:10] = -0.0
+    assert synthetic.exact_auroc(scores, labels) == pytest.approx(roc_auc_score(labels, scores), abs=1e-12)
+    assert synthetic.exact_auroc(scores, np.ones(2_000, dtype=np.uint8)) is None
+
+
+def test_terabyte_writes_a_file_a_day(tmp_path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    truth = synthetic.generate(
+        str(tmp_path / "new"), rows=1_001, dialect="terabyte", days=3, progress=lambda *c: calls.append(c)
+    )
+    assert sorted(os.listdir(tmp_path / "new")) == ["day_0", "day_1", "day_2", "truth.json"]
+    lines = [len((tmp_path / "new" / f"day_{day}").read_text().splitlines()) for day in range(3)]
+    assert lines == [detail["rows"] for detail in truth["days_detail"]] == [334, 334, 333]
+    assert [truth["split"][name]["rows"] for name in ("train", "validation", "test")] == [668, 167, 166]
+    assert calls == [(1_001, 1_001)]
+
+
+def test_tokens_drift_and_new_ones_appear() -> None:
+    plan = synthetic.plant("kaggle", 0)
+    first, same, later = (plan._tables(day).tokens[2][:-1] for day in (0, 0, 6))
+    assert (first == same).all()
+    assert len(np.unique(first)) == len(first)  # one-to-one
+    new = ~np.isin(later, first)
+    assert 0.1 < new.mean() < 0.3
+    assert not new[:20].any()  # the popular ones stay
+    moved = np.isin(later, first) & (later != first)
+    assert moved.sum() > 100
+
+
+@pytest.mark.parametrize("parallelism", [1, 2])
+def test_nothing_is_left_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallelism: int) -> None:
+    genuine = synthetic._block_text
+
+    def failing(plan: Any, block: int, *rest: Any) -> Any:
+        if block == 1:
+            raise RuntimeError("a block failed")
+        return genuine(plan, block, *rest)
+
+    monkeypatch.setattr(synthetic, "_block_text", failing)
+    with pytest.raises(RuntimeError, match="a block failed"):
+        synthetic.generate(str(tmp_path), rows=ROWS, days=2, dialect="terabyte", parallelism=parallelism)
+    assert os.listdir(tmp_path) == []
+
+
+def test_nothing_is_left_when_naming_the_files_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    genuine = os.rename
+
+    def failing(source: str, target: str) -> None:
+        if target.endswith("truth.json"):
+            raise OSError("no space")
+        genuine(source, target)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(OSError, match="no space"):
+        synthetic.generate(str(tmp_path), rows=100)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["train.txt", "truth.json"])
+def test_never_overwrites(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(InputError, match=f"already has {name}"):
+        synthetic.generate(str(tmp_path), rows=100)
+    assert os.listdir(tmp_path) == [name]
+    assert (tmp_path / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"rows": 0}, "rows"),
+        ({"rows": 2.5}, "rows"),
+        ({"rows": True}, "rows"),
+        ({"days": 0}, "days"),
+        ({"days": 101}, "at least as many rows"),
+        ({"seed": -1}, "seed"),
+        ({"parallelism": 0}, "parallelism"),
+        ({"dialect": "avazu"}, "kaggle, terabyte"),
+    ],
+)
+def test_bad_arguments_are_told_in_one_line(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        synthetic.generate(str(tmp_path / "out"), **{"rows": 100, **wrong})
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_places_are_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="is a file"):
+        synthetic.generate(str(tmp_path / "file"), rows=100)
+    with pytest.raises(InputError, match="local folder"):
+        synthetic.generate("s3://bucket/log", rows=100)
+
+
+EXTREMES = np.array([[0, 9, 10, 99, 100, -1, -2, 12345, 2**31 - 1, -(2**31)]], dtype=np.int32)
+
+
+def format_extremes(capacity: int) -> bytes:
+    """Ten rows whose integers reach every branch of the kernel, the last row's token missing."""
+    count = EXTREMES.shape[1]
+    out = np.full(capacity + 8, 0xEE, dtype=np.uint8)
+    missing = np.zeros(count, dtype=np.uint64)
+    missing[-1] = 2
+    tokens = np.full((1, count), 0x0A1F9BCD, dtype=np.uint32)
+    labels = np.ones(count, dtype=np.uint8)
+    try:
+        size = format_rows(labels, dense=EXTREMES, tokens=tokens, missing=missing, out=out[:capacity])
+    finally:
+        assert (out[capacity:] == 0xEE).all()
+    return out[:size].tobytes()
+
+
+def test_kernel_formats_every_integer_and_stays_inside_its_buffer() -> None:
+    tokens = [*["0a1f9bcd"] * 9, ""]
+    wanted = "".join(f"1\t{value}\t{token}\n" for value, token in zip(EXTREMES[0], tokens, strict=True)).encode()
+    assert format_extremes(10 * max_row_bytes(1, 1)) == wanted
+    assert format_extremes(len(wanted)) == wanted  # a buffer of just the right size will do
+    for capacity in range(len(wanted)):
+        with pytest.raises(ValueError, match="do not fit"):
+            format_extremes(capacity)
+
+
+def test_kernel_refuses_arrays_that_do_not_fit() -> None:
+    good = {
+        "dense": np.zeros((1, 2), dtype=np.int32),
+        "tokens": np.zeros((1, 2), dtype=np.uint32),
+        "missing": np.zeros(2, dtype=np.uint64),
+        "out": np.zeros(100, dtype=np.uint8),
+    }
+    labels = np.zeros(2, dtype=np.uint8)
+    assert format_rows(labels, **good) == len("0\t0\t00000000\n") * 2
+    for name, array in good.items():
+        with pytest.raises(ValueError, match=f"^{name}:"):
+            format_rows(labels, **{**good, name: array.astype(np.int16)})

@@ -1,0 +1,48 @@
+"""Start values of tables: the same whichever worker holds which part, and within their bound."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rayrec.config import InputError
+from rayrec.models.embeddings import build_embeddings, fill_table_part
+
+TABLE = {"seed": 3, "table": "cat_1", "num_embeddings": 150_000, "embedding_dim": 8}
+
+
+def test_parts_agree_with_the_whole() -> None:
+    whole = torch.empty(150_000, 8)
+    fill_table_part(whole, **TABLE)
+    for row, column, rows, columns in ((0, 0, 10, 8), (65_530, 4, 20, 4), (140_000, 0, 10_000, 8), (1, 2, 149_999, 2)):
+        part = torch.empty(rows, columns)
+        fill_table_part(part, **TABLE, row_offset=row, column_offset=column)
+        assert torch.equal(part, whole[row : row + rows, column : column + columns])
+
+
+def test_values_fill_their_range_and_differ_between_blocks() -> None:
+    whole = torch.empty(150_000, 8)
+    fill_table_part(whole, **TABLE)
+    bound = 150_000**-0.5
+    assert whole.abs().max() <= bound
+    assert whole.std().item() == pytest.approx(bound / 3**0.5, rel=0.01)
+    assert not torch.equal(whole[:100], whole[65_536:65_636])
+
+
+def test_a_table_depends_on_seed_and_name_only() -> None:
+    one = build_embeddings([100, 50], embedding_dim=4, seed=1, device="cpu")
+    torch.manual_seed(99)
+    two = build_embeddings([100, 50, 7], embedding_dim=4, seed=1, device="cpu")
+    other = build_embeddings([100, 50], embedding_dim=4, seed=2, device="cpu")
+    assert torch.equal(one.embedding_bags["cat_1"].weight, two.embedding_bags["cat_1"].weight)
+    assert not torch.equal(one.embedding_bags["cat_1"].weight, other.embedding_bags["cat_1"].weight)
+
+
+def test_tables_wait_on_meta() -> None:
+    tables = build_embeddings([10_000_000], embedding_dim=16, seed=0)
+    assert tables.embedding_bags["cat_0"].weight.is_meta
+
+
+def test_an_empty_table_is_refused() -> None:
+    with pytest.raises(InputError, match="cat_1: needs at least one row, not 0"):
+        build_embeddings([5, 0], embedding_dim=4, seed=0)

@@ -1,0 +1,111 @@
+"""The fused linear stack against nn.Linear: same outputs, same gradients, every time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from rayrec.models.mlp import MLP, linear_stack
+
+
+def reference(mlp: MLP, *, final_activation: bool) -> nn.Sequential:
+    modules: list[nn.Module] = []
+    for index, layer in enumerate(mlp.layers):
+        copy = nn.Linear(layer.in_features, layer.out_features)
+        copy.load_state_dict(layer.state_dict())
+        modules.append(copy)
+        if final_activation or index < len(mlp.layers) - 1:
+            modules.append(nn.ReLU())
+    return nn.Sequential(*modules)
+
+
+def gradients(module: nn.Module, inputs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    inputs = inputs.clone().requires_grad_()
+    module.zero_grad()
+    output = module(inputs)
+    (output.float() * weights).sum().backward()
+    assert inputs.grad is not None
+    return output.detach(), [inputs.grad, *(parameter.grad.clone() for parameter in module.parameters())]
+
+
+@pytest.mark.parametrize("final_activation", [True, False])
+@pytest.mark.parametrize("rows", [1, 3, 257])
+@pytest.mark.parametrize("sizes", [(512, 256, 64, 16), (367, 5, 1), (1,)])
+def test_fp32_equals_linear_layers(sizes: tuple[int, ...], rows: int, final_activation: bool) -> None:
+    torch.manual_seed(0)
+    mlp = MLP(13, sizes, final_activation=final_activation)
+    inputs, weights = torch.randn(rows, 13), torch.randn(rows, sizes[-1])
+    output, got = gradients(mlp, inputs, weights)
+    expected_output, expected = gradients(reference(mlp, final_activation=final_activation), inputs, weights)
+    torch.testing.assert_close(output, expected_output, atol=1e-5, rtol=1e-4)
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("final_activation", [True, False])
+def test_bf16_is_close_and_keeps_float32_gradients(final_activation: bool) -> None:
+    torch.manual_seed(0)
+    mlp = MLP(130, (64, 32, 16), final_activation=final_activation, precision="bf16")
+    inputs, weights = torch.randn(512, 130), torch.randn(512, 16)
+    output, got = gradients(mlp, inputs, weights)
+    expected_output, expected = gradients(reference(mlp, final_activation=final_activation), inputs, weights)
+    assert output.dtype == (torch.bfloat16 if final_activation else torch.float32)
+    assert (output.float() - expected_output).norm() < 0.01 * expected_output.norm()
+    for mine, theirs in zip(got, expected, strict=True):
+        assert mine.dtype == torch.float32
+        assert (mine - theirs).norm() < 0.05 * theirs.norm()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_same_inputs_give_the_same_bits(precision: str) -> None:
+    torch.manual_seed(0)
+    mlp = MLP(40, (96, 1), final_activation=False, precision=precision)
+    inputs, weights = torch.randn(300, 40), torch.randn(300, 1)
+    _, first = gradients(mlp, inputs, weights)
+    _, second = gradients(mlp, inputs, weights)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_no_rows_give_zero_gradients(precision: str) -> None:
+    mlp = MLP(13, (32, 1), final_activation=False, precision=precision)
+    output = mlp(torch.zeros(0, 13))
+    output.sum().backward()
+    assert output.shape == (0, 1)
+    assert all(torch.equal(parameter.grad, torch.zeros_like(parameter)) for parameter in mlp.parameters())
+
+
+def test_the_incoming_gradient_is_not_written_to() -> None:
+    mlp = MLP(13, (32, 16), final_activation=True)
+    output = mlp(torch.randn(8, 13))
+    incoming = torch.ones_like(output)
+    output.backward(incoming)
+    assert torch.equal(incoming, torch.ones_like(output))
+
+
+def test_layers_without_bias_and_without_activation() -> None:
+    torch.manual_seed(0)
+    down, up, bias = torch.randn(24, 100), torch.randn(100, 24), torch.randn(100)
+    inputs = torch.randn(50, 100)
+    got = linear_stack(inputs, (down, None, up, bias), relus=(False, False), dtype=torch.float32)
+    torch.testing.assert_close(got, inputs @ down.t() @ up.t() + bias, atol=1e-3, rtol=1e-4)
+
+
+def test_names_and_start_values() -> None:
+    torch.manual_seed(7)
+    mlp = MLP(400, (600, 200), final_activation=True)
+    assert list(mlp.state_dict()) == ["layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"]
+    assert mlp.layers[0].weight.std().item() == pytest.approx((2 / 1000) ** 0.5, rel=0.02)
+    assert mlp.layers[0].bias.std().item() == pytest.approx((1 / 600) ** 0.5, rel=0.1)
+    torch.manual_seed(7)
+    again = MLP(400, (600, 200), final_activation=True)
+    assert torch.equal(mlp.layers[1].weight, again.layers[1].weight)
+
+
+def test_export_gives_plain_operators() -> None:
+    mlp = MLP(13, (32, 1), final_activation=False).eval()
+    inputs = torch.randn(4, 13)
+    program = torch.export.export(mlp, (inputs,))
+    torch.testing.assert_close(program.module()(inputs), mlp(inputs), atol=1e-5, rtol=1e-4)
+    assert "mkldnn" not in program.graph_module.code

@@ -1,0 +1,278 @@
+"""The event file keeps every line whole, tells what is torn, hides secrets and never stops training."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayrec.config import Config, InputError
+from rayrec.observe.events import EventWriter, follow, read_events
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "events.jsonl"  # the folder does not exist yet
+
+
+def _written(path: Path, **fields: Any) -> dict[str, Any]:
+    with EventWriter(path) as writer:
+        writer.write("test", **fields)
+    assert writer.num_lost == 0
+    return read_events(path)[-1]
+
+
+def test_events_come_back_in_order(path: Path) -> None:
+    before = time.time()
+    with EventWriter(path) as writer:
+        writer.write("start", world_size=2)
+        writer.write("step", step=1, loss=0.5)
+        writer.write("step", step=2, loss=0.25, text="zwei\nZeilen ü")
+    events = read_events(path)
+    assert [event["kind"] for event in events] == ["start", "step", "step"]
+    assert before <= events[0]["time"] <= time.time()
+    assert list(events[1]) == ["time", "kind", "step", "loss"]
+    assert events[2]["text"] == "zwei\nZeilen ü"
+    assert [event["step"] for event in read_events(path, kinds={"step"})] == [1, 2]
+    assert read_events(path, kinds=()) == []
+
+
+def test_a_second_writer_appends(path: Path) -> None:
+    _written(path, step=1)
+    _written(path, step=2)
+    assert [event["step"] for event in read_events(path)] == [1, 2]
+
+
+def test_values_become_plain(path: Path) -> None:
+    event = _written(
+        path,
+        a=np.float32(0.5),
+        b=np.int64(3),
+        c=np.bool_(True),
+        d=np.arange(3),
+        e=Path("x"),
+        f=(1, {"g": None}),
+        h=np.array([1.0, math.nan]),
+    )
+    del event["time"], event["kind"]
+    assert event == {"a": 0.5, "b": 3, "c": True, "d": [0, 1, 2], "e": "x", "f": [1, {"g": None}], "h": [1.0, None]}
+
+
+def test_tensors_become_plain(path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    event = _written(path, a=torch.tensor(0.5, requires_grad=True), b=torch.tensor([1, 2]), c=torch.float32)
+    assert (event["a"], event["b"], event["c"]) == (0.5, [1, 2], "torch.float32")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float32("nan"), np.float64("inf")])
+def test_non_finite_is_null(path: Path, value: float) -> None:
+    assert _written(path, loss=value, nested={"x": [value]})["loss"] is None
+    assert "NaN" not in path.read_text()
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "password",
+        "DB_PASSWORD",
+        "client_secret",
+        "aws_secret_access_key",
+        "access_key",
+        "accessKey",
+        "api-key",
+        "token",
+        "hf_token",
+        "authToken",
+        "access_tokens",
+        "token_file",
+    ],
+)
+def test_secrets_are_hidden(path: Path, key: str) -> None:
+    assert _written(path, **{key: "hush"})[key] == "***"
+    _written(path, config={"storage": [{key: {"inner": "hush"}}]})
+    assert "hush" not in path.read_text()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Login(Config):
+    user: str = "ann"
+    """Who."""
+    password: str = "hush"
+    """Never shown."""
+
+
+def test_secrets_in_a_configuration_are_hidden(path: Path) -> None:
+    assert _written(path, config=_Login())["config"] == {"user": "ann", "password": "***"}
+
+
+def test_counts_of_tokens_are_no_secrets(path: Path) -> None:
+    event = _written(path, tokens_per_s=5.5, num_tokens=np.int64(7), token_count=3, tokenizer="gpt2", password=None)
+    assert (event["tokens_per_s"], event["num_tokens"], event["token_count"]) == (5.5, 7, 3)
+    assert (event["password"], event["tokenizer"]) == (None, "gpt2")
+
+
+def test_incomplete_last_line_is_left_out(path: Path) -> None:
+    _written(path, step=1)
+    with path.open("ab") as file:
+        file.write(b'{"time": 1.0, "kind": "st')
+    assert [event["step"] for event in read_events(path)] == [1]
+
+
+@pytest.mark.parametrize("line", [b'{"time": 1.0, "ki\n', b"7\n", b"{}\n", b"\xff\xfe\n", b"\x00\x00\n"])
+def test_torn_line_elsewhere_is_named(path: Path, line: bytes) -> None:
+    _written(path, step=1)
+    with path.open("ab") as file:
+        file.write(line)
+    with pytest.raises(InputError, match=r"events\.jsonl, line 2: not an event"):
+        read_events(path)
+    with EventWriter(path) as writer:
+        writer.write("step", step=2)  # not the writer's to mend: the line is ended
+    with pytest.raises(InputError, match=r"events\.jsonl, line 2: not an event"):
+        read_events(path)
+
+
+def test_writer_after_a_crash_mends_the_end(path: Path) -> None:
+    _written(path, step=1)
+    with path.open("ab") as file:
+        file.write(b'{"time": 1.0, "kind": "st')
+    _written(path, step=2)
+    assert [event["step"] for event in read_events(path)] == [1, 2]
+    assert path.read_bytes().count(b"torn_line") == 1
+
+
+def test_missing_file_is_named(path: Path) -> None:
+    with pytest.raises(InputError, match="no such event file"):
+        read_events(path)
+
+
+def test_failing_disk_is_counted_and_warned_about_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(descriptor: int, line: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with caplog.at_level(logging.WARNING), EventWriter(path) as writer:
+        writer.write("step", step=1)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "write", full)
+            writer.write("step", step=2)
+            writer.write("step", step=3)
+        writer.write("step", step=4)
+    assert writer.num_lost == 2
+    assert len(caplog.records) == 1
+    assert "No space left" in caplog.text
+    assert [event["step"] for event in read_events(path)] == [1, 4]
+
+
+def test_short_writes_are_mended(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    with EventWriter(path) as writer:
+        writer.write("step", step=1)
+        for length in (10, 25):  # the second cuts the mending itself
+            with monkeypatch.context() as patched:
+                patched.setattr(os, "write", lambda descriptor, line, length=length: write(descriptor, line[:length]))
+                writer.write("step", step=2)
+        writer.write("step", step=3)
+    assert writer.num_lost == 2
+    assert [event["step"] for event in read_events(path)] == [1, 3]
+
+
+def test_unwritable_place_does_not_raise(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    writer = EventWriter(tmp_path / "file" / "events.jsonl")
+    writer.write("step")
+    assert writer.num_lost == 1
+    writer.close()
+
+
+def test_events_after_close_are_lost(path: Path) -> None:
+    writer = EventWriter(path)
+    writer.write("step")
+    writer.close()
+    writer.close()
+    writer.write("step")
+    assert writer.num_lost == 1
+    assert len(read_events(path)) == 1
+
+
+def test_processes_and_threads_never_interleave(path: Path) -> None:
+    code = (
+        "import sys, threading; from rayrec.observe.events import EventWriter\n"
+        "writer = EventWriter(sys.argv[1])\n"
+        "def run(name):\n"
+        "    for step in range(150): writer.write('step', name=name, step=step, text='x' * (step * 37 % 9000))\n"
+        "threads = [threading.Thread(target=run, args=(sys.argv[2] + part,)) for part in 'ab']\n"
+        "[thread.start() for thread in threads]; [thread.join() for thread in threads]\n"
+    )
+    processes = [subprocess.Popen([sys.executable, "-c", code, str(path), name]) for name in "12"]
+    assert [process.wait() for process in processes] == [0, 0]
+    events = read_events(path)
+    for name in ("1a", "1b", "2a", "2b"):
+        assert [event["step"] for event in events if event["name"] == name] == list(range(150))
+
+
+def test_import_loads_no_torch() -> None:
+    code = "import sys, rayrec.observe.events; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Following -----------------------------------------------------------------------------------------------------------
+
+
+def test_follow_sees_a_file_grow(path: Path) -> None:
+    stop, seen = threading.Event(), []
+    thread = threading.Thread(target=lambda: seen.extend(follow(path, stop=stop, poll_s=0.005)))
+    thread.start()
+    time.sleep(0.03)
+    with EventWriter(path) as writer:
+        for step in range(5):
+            writer.write("step", step=step)
+            time.sleep(0.01)
+    half = json.dumps({"time": 1.0, "kind": "step", "step": 5}).encode()
+    with path.open("ab", buffering=0) as file:
+        file.write(half[:20])
+        time.sleep(0.03)
+        file.write(half[20:] + b"\n" + b'{"time": 2')
+    stop.set()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+    assert [event["step"] for event in seen] == [0, 1, 2, 3, 4, 5]
+
+
+def test_follow_yields_before_the_stop(path: Path) -> None:
+    stop = threading.Event()
+    _written(path, step=1)
+    events = follow(path, stop=stop, poll_s=0.005)
+    assert next(events)["step"] == 1
+    _written(path, step=2)
+    assert next(events)["step"] == 2
+    _written(path, step=3)
+    stop.set()
+    assert [event["step"] for event in events] == [3]
+
+
+def test_follow_of_nothing_ends_with_the_stop(path: Path) -> None:
+    stop = threading.Event()
+    stop.set()
+    assert list(follow(path, stop=stop, poll_s=0.005)) == []
+
+
+def test_follow_names_a_torn_line(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_bytes(b'{"kind": "a"}\nrubbish\n{"kind": "b"}\n')
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(InputError, match="line 2"):
+        list(follow(path, stop=stop))

@@ -1,0 +1,214 @@
+"""Metrics agree with scikit-learn on hard cases, and with themselves however the rows are split over processes."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from sklearn.metrics import log_loss, roc_auc_score
+
+from rayrec import metrics
+from rayrec.config import InputError
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    count = draw(st.integers(2, 60))
+    few = st.sampled_from([-3.5, -1.0, -0.0, 0.0, 1e-40, 0.25, 7.0])  # heavy ties
+    many = st.floats(-12, 12, width=32)  # beyond, the probabilities that scikit-learn is given round to 1
+    logits = draw(hnp.arrays(np.float32, count, elements=draw(st.sampled_from([few, many]))))
+    labels = draw(hnp.arrays(np.int64, count, elements=st.integers(0, 1)))
+    labels[0], labels[1] = 0, 1  # both classes
+    return logits, labels
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows())
+def test_agrees_with_scikit_learn(case: tuple[np.ndarray, np.ndarray]) -> None:
+    logits, labels = case
+    result = metrics.binary_metrics(logits, labels)
+    probability = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    rate = labels.mean()
+    loss = log_loss(labels, np.stack([1 - probability, probability], 1))
+    entropy = -rate * math.log(rate) - (1 - rate) * math.log(1 - rate)
+    assert result["auroc"] == pytest.approx(roc_auc_score(labels, logits), abs=1e-12)
+    assert result["logloss"] == pytest.approx(loss, rel=1e-9)
+    assert result["normalized_entropy"] == pytest.approx(loss / entropy, rel=1e-9)
+    assert result["calibration"] == pytest.approx(probability.sum() / labels.sum(), rel=1e-9)
+    assert result["rows"] == len(labels)
+    assert result["label_rate"] == pytest.approx(rate)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows())
+def test_auroc_is_the_share_of_ordered_pairs(case: tuple[np.ndarray, np.ndarray]) -> None:
+    logits, labels = case
+    positives, negatives = logits[labels == 1][:, None], logits[labels == 0][None, :]
+    pairs = int(2 * (positives > negatives).sum() + (positives == negatives).sum())
+    assert metrics.auroc(logits, labels) == pairs / (2 * positives.size * negatives.size)
+
+
+def test_single_functions_equal_the_dictionary() -> None:
+    generator = np.random.default_rng(0)
+    logits, labels = generator.normal(size=100), generator.integers(0, 2, 100)
+    result = metrics.binary_metrics(logits, labels)
+    for name in ("auroc", "logloss", "normalized_entropy", "calibration"):
+        assert getattr(metrics, name)(logits, labels) == result[name]
+
+
+def test_order_of_the_extremes() -> None:
+    values = [-np.inf, -3e38, -1.0, -1e-45, 0.0, 1e-45, 1.0, 3e38, np.inf]
+    for cut in range(1, len(values)):
+        assert metrics.auroc(values, [0] * cut + [1] * (len(values) - cut)) == 1.0
+    assert metrics.auroc([-0.0, 0.0], [1, 0]) == 0.5
+
+
+def test_large_logits_do_not_overflow() -> None:
+    assert metrics.logloss([1e30, -1e30], [1, 0]) == 0.0
+    assert metrics.logloss([1000.0], [0]) == 1000.0
+    assert metrics.logloss([np.inf], [1]) == 0.0
+    assert metrics.logloss([np.inf], [0]) == math.inf
+    assert metrics.logloss([-100.0], [0]) == pytest.approx(math.exp(-100), rel=1e-12)
+
+
+def test_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.default_rng(1)
+    logits, labels = generator.normal(size=1000).round(1), generator.integers(0, 2, 1000)
+    whole = metrics.binary_metrics(logits, labels)
+    monkeypatch.setattr(metrics, "_BLOCK_ROWS", 7)
+    blocks = metrics.binary_metrics(logits, labels)
+    assert blocks["auroc"] == whole["auroc"]
+    assert blocks == pytest.approx(whole, rel=1e-13)
+
+
+def test_what_is_not_defined_is_nan() -> None:
+    negatives = metrics.binary_metrics([1.0, 2.0], [0, 0])
+    assert math.isnan(negatives["auroc"])
+    assert math.isnan(negatives["calibration"])
+    assert math.isnan(negatives["normalized_entropy"])
+    assert negatives["logloss"] > 0
+    positives = metrics.binary_metrics([1.0, 2.0], [1, 1])
+    assert math.isnan(positives["auroc"])
+    assert positives["calibration"] < 1
+    empty = metrics.binary_metrics([], [])
+    assert empty["rows"] == 0
+    assert all(math.isnan(value) for name, value in empty.items() if name != "rows")
+
+
+def test_unusable_rows_are_refused() -> None:
+    with pytest.raises(InputError, match="1 of 2 logits are NaN"):
+        metrics.auroc([math.nan, 0.0], [0, 1])
+    with pytest.raises(InputError, match="label 2 in row 1"):
+        metrics.logloss([0.0, 0.0], [0, 2])
+    with pytest.raises(InputError, match="label nan"):
+        metrics.logloss([0.0], [math.nan])
+    with pytest.raises(InputError, match="one label for each logit"):
+        metrics.auroc([0.0, 0.0], [1])
+
+
+def test_import_loads_no_torch() -> None:
+    code = "import sys, rayrec.metrics; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_accumulator_keeps_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(metrics, "_BLOCK_ROWS", 16)
+    generator = np.random.default_rng(2)
+    logits, labels = generator.normal(size=100).astype(np.float32), generator.integers(0, 2, 100)
+    accumulator = metrics.BinaryMetricsAccumulator()
+    for _ in range(2):  # the second time after a reset
+        for start, stop in [(0, 5), (5, 5), (5, 60), (60, 100)]:
+            part = torch.from_numpy(logits[start:stop]).reshape(-1, 1).requires_grad_()
+            accumulator.update(part, torch.from_numpy(labels[start:stop]).float())
+        assert accumulator.rows == 100
+        assert accumulator.compute() == metrics.binary_metrics(logits, labels)
+        accumulator.reset()
+        assert accumulator.compute()["rows"] == 0
+
+
+def test_accumulator_takes_half_precision() -> None:
+    torch = pytest.importorskip("torch")
+    accumulator = metrics.BinaryMetricsAccumulator()
+    accumulator.update(torch.tensor([0.5, -0.5], dtype=torch.bfloat16), torch.tensor([True, False]))
+    assert accumulator.compute()["auroc"] == 1.0
+
+
+# Many processes ------------------------------------------------------------------------------------------------------
+
+
+def _cases() -> list[tuple[np.ndarray, np.ndarray]]:
+    generator = np.random.default_rng(3)
+    count = 9000
+    labels = (generator.random(count) < 0.3).astype(np.uint8)
+    smooth = (generator.normal(size=count) + labels).astype(np.float32)
+    skewed = np.where(np.arange(count) < 8000, np.float32(-2), smooth).astype(np.float32)  # one key on most rows
+    return [
+        (smooth, labels),
+        (smooth.round(1), labels),
+        (skewed, labels),
+        (np.zeros(count, np.float32), labels),
+        (np.sort(smooth), labels),  # each rank another range
+        (smooth, np.zeros(count, np.uint8)),
+        (smooth[:3], np.array([0, 1, 0], np.uint8)),
+        (smooth[:0], labels[:0]),
+    ]
+
+
+def _bounds(count: int, world_size: int) -> list[list[int]]:
+    if world_size == 2:
+        return [[0, count // 5, count], [0, 0, count]]
+    return [[0, count // 2, count // 2, count], [0, 0, count // 7, count], [0, count, count, count]]
+
+
+def _worker(rank: int, world_size: int, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=world_size)
+    results: list[Any] = []
+    for logits, labels in _cases():
+        for bounds in _bounds(len(labels), world_size):
+            own = slice(bounds[rank], bounds[rank + 1])
+            accumulator = metrics.BinaryMetricsAccumulator()
+            accumulator.update(logits[own], labels[own])
+            results.append(accumulator.compute())
+    refused = 0
+    try:  # NaN on one rank only: all must leave
+        metrics.distributed_binary_metrics([math.nan if rank == 0 else 0.0], [1])
+    except InputError:
+        refused = 1
+    torch.save((refused, results), f"{folder}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_together_equal_one_process(world_size: int, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    multiprocessing = pytest.importorskip("torch.multiprocessing")
+    multiprocessing.spawn(_worker, args=(world_size, str(tmp_path)), nprocs=world_size)
+    loaded = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+    assert all(refused for refused, _ in loaded)
+    results = [result for _, result in loaded]
+    expected = [
+        metrics.binary_metrics(logits, labels) for logits, labels in _cases() for _ in _bounds(len(labels), world_size)
+    ]
+    assert len(expected) == len(results[0])
+    for index, wanted in enumerate(expected):
+        for ranks_result in results:
+            got = ranks_result[index]
+            assert repr(got) == repr(results[0][index])  # the same bits on every rank, nan too
+            for name in ("auroc", "rows", "label_rate"):
+                assert repr(got[name]) == repr(wanted[name])
+            assert got == pytest.approx(wanted, rel=1e-12, nan_ok=True)
