@@ -13,12 +13,14 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import distributed
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -126,7 +128,8 @@ def save(
     if distributed.is_initialized():
         distributed.barrier()
     writer = _Writer(path, state)
-    dcp.save(tensors, storage_writer=writer, no_dist=not distributed.is_initialized())
+    with _unwrapped():
+        dcp.save(tensors, storage_writer=writer, no_dist=not distributed.is_initialized())
     if distributed.is_initialized():
         distributed.barrier()
     return sum(file["bytes"] for file in Checkpoint(path).manifest()["files"].values())
@@ -146,7 +149,19 @@ def restore(checkpoint: Checkpoint, tensors: dict[str, Any]) -> None:
             raise InputError(
                 f"{checkpoint.path}: {name} has shape {stored[name]['shape']}, the model's is {list(tensor.size())}"
             )
-    dcp.load(tensors, storage_reader=_Reader(checkpoint, manifest), no_dist=not distributed.is_initialized())
+    with _unwrapped():
+        dcp.load(tensors, storage_reader=_Reader(checkpoint, manifest), no_dist=not distributed.is_initialized())
+
+
+@contextmanager
+def _unwrapped() -> Iterator[None]:
+    """Raises, on every rank, what failed on the first failing one: torch wraps it in a CheckpointException, which is no
+    Exception and hides the message."""
+    try:
+        yield
+    except CheckpointException as error:
+        failure, _ = error.failures[min(error.failures)]
+        raise failure from None
 
 
 def full_tensors(checkpoint: Checkpoint, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:

@@ -101,7 +101,7 @@ class Config:
         """The whole resolved configuration as YAML, fields in declaration order."""
         import yaml
 
-        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
 
     def config_hash(self) -> str:
         """The first 16 hex digits of the SHA-256 over the canonical JSON of the configuration."""

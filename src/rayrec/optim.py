@@ -29,15 +29,29 @@ class LearningRateSchedule(Config):
     """First step of the decay; until then the base learning rate holds."""
     decay_steps: int = 0
     """Steps of the quadratic decay, after which the learning rate stays at 1e-7; 0 never decays."""
+    decay_fraction: float = 0.0
+    """In place of the two above: the last part of the run's steps, over which it decays; 0 never decays."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_not_negative(self, "warmup_steps", "decay_start_step", "decay_steps")
+        if not 0 <= self.decay_fraction <= 1:
+            raise InputError(f"decay_fraction {self.decay_fraction} must lie between 0 and 1")
+        if self.decay_fraction and self.decay_steps:
+            raise InputError("decay_fraction and decay_steps: give one of the two")
         if self.decay_steps and self.decay_start_step < self.warmup_steps:
             raise InputError(
                 f"decay_start_step {self.decay_start_step} lies inside the warm-up; "
                 f"let the decay start at step {self.warmup_steps} (warmup_steps) or later"
             )
+
+    def for_steps(self, total: int) -> LearningRateSchedule:
+        """The same schedule for a run of `total` steps, with `decay_fraction` turned into steps."""
+        if not self.decay_fraction:
+            return self
+        decay_steps = max(1, round(total * self.decay_fraction))
+        start = max(self.warmup_steps, total - decay_steps)
+        return self.replace(decay_fraction=0.0, decay_start_step=start, decay_steps=decay_steps)
 
     def factor(self, step: int) -> float:
         """Share of the base learning rate in step `step` (from 0), before the floor.
@@ -69,45 +83,26 @@ class SparseOptimizerConfig(Config):
     """Base learning rate, before the schedule."""
     eps: float = 1e-8
     """Added to the root of the accumulated squares (adagrad, rowwise_adagrad)."""
-    weight_decay: float = 0.0
-    """L2 penalty on the rows that a step touches (rowwise_adagrad on CUDA only)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_not_negative(self, "learning_rate", "eps", "weight_decay")
-        if self.weight_decay and self.kind != "rowwise_adagrad":
-            raise InputError(
-                f"weight_decay {self.weight_decay} with {self.kind}: fbgemm would ignore it; "
-                "use kind 'rowwise_adagrad' (on CUDA) or weight_decay 0"
-            )
+        _check_not_negative(self, "learning_rate", "eps")
 
-    def build(self, *, device_type: str | None = None) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    def build(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
         """Class and keyword arguments for `apply_optimizer_in_backward(cls, parameters, kwargs)`.
 
-        The arguments are a new dict in each call, since TorchRec changes it. `device_type` ("cuda" or "cpu", default:
-        cuda if there is any) is where the tables live. Raises InputError for weight decay on the CPU, which the kernel
-        of fbgemm 1.8 ignores in silence. Its Adagrad rules, for the summed gradient g of a touched row, are
-        h += g^2 (adagrad) or h += mean(g^2) (rowwise_adagrad), w -= learning_rate * g / (sqrt(h) + eps).
+        The arguments are a new dict in each call, since TorchRec changes it. fbgemm's Adagrad rules, for the summed
+        gradient g of a touched row, are h += g^2 (adagrad) or h += mean(g^2) (rowwise_adagrad),
+        w -= learning_rate * g / (sqrt(h) + eps). There is no weight decay here: fbgemm 1.8 ignores it on the CPU in
+        silence; penalise embeddings in the model (`embedding_penalty`), which acts the same everywhere.
         """
         import torch
         from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
         if self.kind == "sgd":
             return torch.optim.SGD, {"lr": self.learning_rate}
-        if self.kind == "adagrad":
-            return torch.optim.Adagrad, {"lr": self.learning_rate, "eps": self.eps}
-        kwargs: dict[str, Any] = {"lr": self.learning_rate, "eps": self.eps}
-        if self.weight_decay:
-            from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
-
-            if (device_type or ("cuda" if torch.cuda.is_available() else "cpu")) == "cpu":
-                raise InputError(
-                    f"weight_decay {self.weight_decay} for embedding tables on the CPU: fbgemm's CPU kernel would "
-                    "ignore it; train on CUDA or use weight_decay 0"
-                )
-            # Without the mode fbgemm ignores weight_decay on CUDA, too.
-            kwargs |= {"weight_decay": self.weight_decay, "weight_decay_mode": WeightDecayMode.L2}
-        return RowWiseAdagrad, kwargs
+        rule = torch.optim.Adagrad if self.kind == "adagrad" else RowWiseAdagrad
+        return rule, {"lr": self.learning_rate, "eps": self.eps}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,8 @@ class Schema(Config):
         names = self.columns
         if len(set(names)) != len(names):
             raise InputError(f"schema: column names repeat in {names}")
+        if not self.dense and not self.sparse:
+            raise InputError("schema: no feature columns; name at least one in dense or sparse")
         if len(self.dense) + len(self.sparse) > 64:
             raise InputError(f"schema: {len(self.dense) + len(self.sparse)} feature columns, at most 64 are supported")
 

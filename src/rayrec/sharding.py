@@ -22,7 +22,8 @@ class ShardingConfig(Config):
     """How embedding tables are spread over the workers."""
 
     sharding_types: tuple[ShardingType, ...] = ("table_wise", "row_wise")
-    """Ways a table may be laid out; those a device cannot do are left out (CPU has no row_wise or table_row_wise)."""
+    """Ways a table may be laid out; those a device cannot do are left out (CPU has no row_wise or table_row_wise).
+    With column_wise, row-wise Adagrad keeps one state per row and part: the plan then changes what is learnt."""
     min_column_width: int = 32
     """Narrowest part of a table under column_wise sharding; a multiple of 4."""
     reserved_fraction: float = 0.15
@@ -143,7 +144,8 @@ def placements(plan: ShardingPlan, *, config: ShardingConfig | None = None) -> l
             bytes_of_rank: dict[int, int] = {}
             for shard in shards:
                 rank = shard.placement.rank()
-                size = _table_bytes(*shard.shard_sizes, config)
+                rows, columns = shard.shard_sizes
+                size = _table_bytes(rows, columns, config)
                 bytes_of_rank[rank] = bytes_of_rank.get(rank, 0) + size
             found.append(
                 TablePlacement(
@@ -228,8 +230,8 @@ def _refuse_what_cannot_fit(
         rows, dim = tables[largest]
         raise InputError(
             f"sharding: table {largest} ({rows:,} rows x {dim}) needs {_readable(sizes[largest])} on one worker, "
-            f"which has {_readable(usable_bytes)}; give workers more memory, or allow column_wise (GPUs: row_wise) "
-            "in ShardingConfig.sharding_types"
+            f"which has {_readable(usable_bytes)}; give workers more memory, or allow row_wise (GPUs) or column_wise "
+            "(changes row-wise Adagrad) in ShardingConfig.sharding_types"
         )
 
 

@@ -68,7 +68,8 @@ def _info_file(info: arrow_fs.FileInfo, prefix: str) -> File:
 def list_files(path: str) -> list[File]:
     """The files a path, glob or folder names, sorted with numbers in numeric order (day_2 before day_10).
 
-    Folders are not searched below their first level; names that start with `.` or `_` or end in `.json` are left out.
+    Folders are not searched below their first level; names that start with `.` or `_` or end in `.json` or `.partial`
+    (left behind by a killed writer) are left out.
     Raises InputError where nothing is there.
     """
     filesystem, inner = resolve(path)
@@ -82,7 +83,7 @@ def list_files(path: str) -> list[File]:
         if prefix:
             import fnmatch
 
-            folder = posixpath.dirname(inner.split("*")[0] + "x")
+            folder = posixpath.dirname(_GLOB.split(inner)[0] + "x")
             infos = [
                 found
                 for found in filesystem.get_file_info(arrow_fs.FileSelector(folder, recursive=True, allow_not_found=True))
@@ -97,17 +98,22 @@ def list_files(path: str) -> list[File]:
         for found in infos
         if found.type == arrow_fs.FileType.File
         and not found.base_name.startswith((".", "_"))
-        and not found.base_name.endswith(".json")
+        and not found.base_name.endswith((".json", ".partial"))
     ]
     if not files:
         raise InputError(f"{path}: holds no data files")
-    return sorted(files, key=lambda file: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", file.path)])
+    return sorted(files, key=lambda file: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", file.path)])
 
 
 def read_into(path: str, start: int, buffer: np.ndarray) -> int:
-    """Reads bytes from `start` on into a uint8 array and returns how many there were."""
+    """Reads bytes from `start` on into a uint8 array and returns how many there were. Raises InputError where the file
+    is gone."""
     filesystem, inner = resolve(path)
-    with filesystem.open_input_file(inner) as file:
+    try:
+        opened = filesystem.open_input_file(inner)
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    with opened as file:
         file.seek(start)
         view, done = memoryview(buffer), 0
         while done < len(view):
@@ -128,7 +134,11 @@ def read_bytes(path: str) -> bytes:
 
 
 def read_json(path: str) -> Any:
-    return json.loads(read_bytes(path))
+    data = read_bytes(path)
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise InputError(f"{path}: damaged, not JSON ({error})") from None
 
 
 def make_folder(path: str) -> None:

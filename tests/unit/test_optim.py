@@ -60,6 +60,13 @@ def test_decay_right_after_the_warm_up() -> None:
     assert [schedule.factor(step) for step in range(5)] == [0.5, 1.0, 1.0, 0.25, 0.0]
 
 
+def test_decay_fraction_is_the_end_of_the_run() -> None:
+    schedule = LearningRateSchedule(warmup_steps=2, decay_fraction=0.25)
+    assert schedule.for_steps(100) == LearningRateSchedule(warmup_steps=2, decay_start_step=75, decay_steps=25)
+    assert schedule.for_steps(2).decay_start_step + schedule.for_steps(2).decay_steps >= 2
+    assert LearningRateSchedule(warmup_steps=2).for_steps(100) == LearningRateSchedule(warmup_steps=2)
+
+
 def test_floor_never_raises_the_learning_rate() -> None:
     schedule = LearningRateSchedule(decay_steps=2)
     assert schedule.learning_rate(5, base=0.0) == 0.0
@@ -72,6 +79,8 @@ def test_floor_never_raises_the_learning_rate() -> None:
     [
         ({"warmup_steps": 5, "decay_start_step": 4, "decay_steps": 1}, "inside the warm-up; .* step 5"),
         ({"warmup_steps": -1}, "warmup_steps: -1 must be 0 or more"),
+        ({"decay_fraction": 1.5}, "between 0 and 1"),
+        ({"decay_fraction": 0.5, "decay_steps": 3}, "give one of the two"),
         ({"decay_steps": 0.5}, "does not fit"),
     ],
 )
@@ -86,8 +95,6 @@ def test_impossible_schedules_are_refused(fields: dict[str, Any], message: str) 
 @pytest.mark.parametrize(
     ("config", "fields", "message"),
     [
-        (SparseOptimizerConfig, {"kind": "sgd", "weight_decay": 0.1}, "'rowwise_adagrad'"),
-        (SparseOptimizerConfig, {"kind": "adagrad", "weight_decay": 0.1}, "'rowwise_adagrad'"),
         (SparseOptimizerConfig, {"kind": "adamw"}, "does not fit"),
         (SparseOptimizerConfig, {"learning_rate": -0.1}, "learning_rate: -0.1 must be 0 or more"),
         (DenseOptimizerConfig, {"eps": float("nan")}, "eps: nan must be"),
@@ -198,7 +205,7 @@ def single_rank(torch: Any, tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _sharded(torch: Any, config: SparseOptimizerConfig, *, device_type: str = "cpu") -> tuple[Any, Any]:
+def _sharded(torch: Any, config: SparseOptimizerConfig) -> tuple[Any, Any]:
     """A table of 5 rows by 4, all 1, table-wise on one rank; and its fused kernel."""
     from torch.distributed.optim import _apply_optimizer_in_backward
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
@@ -209,7 +216,7 @@ def _sharded(torch: Any, config: SparseOptimizerConfig, *, device_type: str = "c
 
     table = EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=5, feature_names=["f"])
     collection = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))
-    optimizer_class, kwargs = config.build(device_type=device_type)
+    optimizer_class, kwargs = config.build()
     _apply_optimizer_in_backward(optimizer_class, collection.parameters(), kwargs)
     plan = construct_module_sharding_plan(
         collection,
@@ -275,21 +282,6 @@ def test_schedule_reaches_the_fused_kernel(torch: Any, single_rank: None) -> Non
         _step(torch, model)
         moved = before[3] - _weights(kernel)[3]
         torch.testing.assert_close(moved, torch.full((4,), 0.5 * rate), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_weight_decay_is_passed_on_but_the_cpu_kernel_ignores_it(torch: Any, single_rank: None) -> None:
-    config = SparseOptimizerConfig(learning_rate=0.1, eps=0.25, weight_decay=0.5)
-    with pytest.raises(InputError, match="CPU kernel would ignore it"):
-        config.build(device_type="cpu")
-    model, kernel = _sharded(torch, config, device_type="cuda")
-    arguments = kernel.optimizer_args
-    assert (arguments.weight_decay, arguments.weight_decay_mode, arguments.eps) == (0.5, 1, 0.25)  # 1: L2
-    plain_model, plain_kernel = _sharded(torch, config.replace(weight_decay=0.0))
-    _step(torch, model)
-    _step(torch, plain_model)
-    # Why the refusal above: should this fail, fbgemm has learnt weight decay on the CPU, and the refusal can go.
-    assert torch.equal(_weights(kernel), _weights(plain_kernel))
 
 
 def test_build_gives_a_new_dict(torch: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -115,11 +116,12 @@ class Counts:
     rows: int
     tokens: list[TokenCounter]
     dense_moments: np.ndarray
-    """float64 (num_dense, 3): present values, sum and sum of squares of sign(x) ln(1 + |x|)"""
+    """int64 (num_dense, 4): present values, sum of q, and of q * q its upper and lower part (see _LOW_BITS), where
+    q = sign(x) ln(1 + |x|) in units of 1 / _UNITS. Integer sums come out the same in any grouping and order."""
 
     @classmethod
     def empty(cls, schema: Schema) -> Counts:
-        return cls(0, [TokenCounter() for _ in schema.sparse], np.zeros((len(schema.dense), 3)))
+        return cls(0, [TokenCounter() for _ in schema.sparse], np.zeros((len(schema.dense), 4), np.int64))
 
     def to_table(self) -> pa.Table:
         """One row of binary columns: compact, and read back without a copy."""
@@ -134,7 +136,7 @@ class Counts:
         return pa.table({name: pa.array([value.tobytes()], pa.large_binary()) for name, value in row.items()})
 
     def add(self, table: pa.Table) -> None:
-        """Adds what another pass found; passes must be added in the order of the log (sums are floats)."""
+        """Adds what another pass found."""
         value = {name: np.frombuffer(table.column(name)[0].as_buffer(), dtype) for name, dtype in _TABLE_DTYPES.items()}
         self.rows += int(value["rows"][0])
         self.dense_moments += value["dense"].reshape(self.dense_moments.shape)
@@ -143,7 +145,7 @@ class Counts:
             counter.merge(value["tokens"][end - size : end], value["counts"][end - size : end])
 
 
-_TABLE_DTYPES = {"rows": np.int64, "sizes": np.int64, "tokens": np.uint32, "counts": np.int64, "dense": np.float64}
+_TABLE_DTYPES = {"rows": np.int64, "sizes": np.int64, "tokens": np.uint32, "counts": np.int64, "dense": np.int64}
 
 
 def count_parts(parts: Sequence[Part], *, schema: Schema) -> pa.Table:
@@ -162,9 +164,14 @@ def count_parts(parts: Sequence[Part], *, schema: Schema) -> pa.Table:
     return counts.to_table()
 
 
+_UNITS = 1 << 20
+_LOW_BITS = 26
+"""|q| is below 2^26 (ln 10^18 = 41.4), so each sum has room for 2^37 rows."""
+
+
 def _dense_moments(raw: RawRows) -> np.ndarray:
     plain = CDenseColumn(0.0, 1.0, 0.0, 0.0)
-    moments = np.zeros((raw.integers.shape[1], 3))
+    moments = np.zeros((raw.integers.shape[1], 4), np.int64)
     for column in range(len(moments)):
         present = (raw.missing[: raw.rows] >> np.uint64(column)) & np.uint64(1) == 0
         values = np.ascontiguousarray(raw.integers[: raw.rows, column][present])
@@ -175,8 +182,9 @@ def _dense_moments(raw: RawRows) -> np.ndarray:
             ctypes.byref(plain),
             ctypes.c_void_p(transformed.ctypes.data),
         )
-        wide = transformed.astype(np.float64)
-        moments[column] = len(wide), wide.sum(), (wide * wide).sum()
+        fixed = np.rint(transformed.astype(np.float64) * _UNITS).astype(np.int64)
+        squares = fixed * fixed
+        moments[column] = len(fixed), fixed.sum(), (squares >> _LOW_BITS).sum(), (squares & ((1 << _LOW_BITS) - 1)).sum()
     return moments
 
 
@@ -214,10 +222,16 @@ def make_preprocessor(profile: str, schema: Schema, counts: Counts, config: Voca
         sparse.append(SparseColumn(size, len(tokens)))
         kept.append(tokens[np.lexsort((tokens, -amounts))])
     dense = []
-    for present, total, squares in counts.dense_moments:
-        mean = total / present if present else 0.0
-        variance = squares / present - mean * mean if present else 0.0
-        dense.append(DenseColumn(mean=float(mean), scale=float(1.0 / np.sqrt(variance)) if variance > 1e-12 else 1.0))
+    for present, total, high, low in counts.dense_moments.tolist():
+        if not present:
+            dense.append(DenseColumn(mean=0.0, scale=1.0))
+            continue
+        mean = total / (present * _UNITS)
+        squares = (high << _LOW_BITS) + low
+        variance = (present * squares - total * total) / (present * _UNITS) ** 2  # exact up to the division
+        scale = 1.0 / math.sqrt(variance) if variance > 1e-12 else 1.0
+        # A missing count is taken for none, as every Criteo pipeline does: the same input as 0.
+        dense.append(DenseColumn(mean=mean, scale=scale, missing_value=float(np.float32(-mean * scale))))
     return Preprocessor.build(
         profile=profile,
         schema=schema,

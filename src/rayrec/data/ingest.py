@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import ray
 
@@ -136,8 +137,11 @@ def _encode_task(item: tuple[Block, int, int], *, preprocessor: ray.ObjectRef, l
 
 
 def to_arrow(rows: EncodedRows) -> pa.Table:
-    """Columnar and zero-copy both ways: `dense` fixed-size list of float, `id_s` int32 a sparse column, `label`."""
-    arrays = {"dense": pa.FixedSizeListArray.from_arrays(pa.array(rows.dense.reshape(-1)), rows.dense.shape[1])}
+    """Columnar and zero-copy both ways: `dense` fixed-size list of float (absent without dense columns, as Arrow has no
+    list of nothing), `id_s` int32 a sparse column, `label`."""
+    arrays = {}
+    if rows.dense.shape[1]:
+        arrays["dense"] = pa.FixedSizeListArray.from_arrays(pa.array(rows.dense.reshape(-1)), rows.dense.shape[1])
     arrays.update((f"id_{s}", pa.array(ids)) for s, ids in enumerate(rows.ids))
     if rows.labels is not None:
         arrays["label"] = pa.array(rows.labels)
@@ -153,9 +157,10 @@ def from_arrow(table: pa.Table) -> list[EncodedRows]:
 
 
 def _from_batch(batch: pa.RecordBatch) -> EncodedRows:
-    dense_list = batch.column("dense")
-    width = dense_list.type.list_size
-    dense = dense_list.flatten().to_numpy(zero_copy_only=True).reshape(-1, width)
+    dense = np.empty((batch.num_rows, 0), np.float32)
+    if "dense" in batch.schema.names:
+        dense_list = batch.column("dense")
+        dense = dense_list.flatten().to_numpy(zero_copy_only=True).reshape(-1, dense_list.type.list_size)
     names = [name for name in batch.schema.names if name.startswith("id_")]
     ids = [batch.column(name).to_numpy(zero_copy_only=True) for name in names]
     labels = batch.column("label").to_numpy(zero_copy_only=True) if "label" in batch.schema.names else None

@@ -46,8 +46,10 @@ class ClickLoader:
         self._handed_out = 0
         self.steps_per_epoch = steps_in(-(-order.rows // world_size), batch_size)
         self._start = position
+        self._next_epoch = position.epoch  # the first one begun from its start
         self._first_epoch_steps = 0
         if position.epoch < epochs:
+            self._next_epoch += 1
             self._start = position.for_workers(order.blocks(position.epoch), world_size=world_size, batch_size=batch_size)
             self._first_epoch_steps = self._steps_left(self._start, self._hands(self._start))
         self.steps = self._first_epoch_steps + max(0, epochs - position.epoch - 1) * self.steps_per_epoch
@@ -78,8 +80,8 @@ class ClickLoader:
         beyond = self._handed_out - self._first_epoch_steps
         if beyond < 0:
             return replace(self._start, step_in_deal=self._start.step_in_deal + self._handed_out).to_dict()
-        epoch = self._start.epoch + (1 if self._first_epoch_steps else 0) + beyond // self.steps_per_epoch
-        return self._epoch_start(epoch, beyond % self.steps_per_epoch).to_dict()
+        epochs, step = divmod(beyond, self.steps_per_epoch)
+        return self._epoch_start(self._next_epoch + epochs, step).to_dict()
 
     def _hands(self, position: Position) -> list[list[Piece]]:
         return position.hands(self._order.blocks(position.epoch))

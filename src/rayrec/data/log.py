@@ -234,7 +234,9 @@ def _decompressed(path: str) -> Iterator[bytes]:
                 except zlib.error as error:
                     raise InputError(f"{path}: damaged gzip file ({error}); fetch it again") from None
                 data = engine.unused_data
-                if engine.eof and data:  # several gzip members one after the other
+                if engine.eof:
+                    data = data.lstrip(b"\0")  # padding behind the last member, which gzip passes over too
+                if data:  # several gzip members one after the other
                     engine = zlib.decompressobj(wbits=31)
     if not engine.eof:
         raise InputError(f"{path}: the gzip file ends in the middle; fetch it again")

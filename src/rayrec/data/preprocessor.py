@@ -186,15 +186,19 @@ class Preprocessor:
         stored = storage.read_json(path)
         if stored.get("version") != VERSION:
             raise InputError(f"{path}: version {stored.get('version')}, this rayrec reads version {VERSION}; build it anew")
-        schema = stored["schema"]
-        self = cls.build(
-            profile=stored["profile"],
-            schema=Schema(label=schema["label"], dense=tuple(schema["dense"]), sparse=tuple(schema["sparse"])),
-            dense=[DenseColumn(**column) for column in stored["dense"]],
-            sparse=[SparseColumn(**column) for column in stored["sparse"]],
-            tokens=np.load(io.BytesIO(storage.read_bytes(storage.join(folder, "tokens.npy"))), allow_pickle=False),
-            constants=stored["constants"],
-        )
+        packed = storage.read_bytes(storage.join(folder, "tokens.npy"))
+        try:
+            schema = stored["schema"]
+            self = cls.build(
+                profile=stored["profile"],
+                schema=Schema(label=schema["label"], dense=tuple(schema["dense"]), sparse=tuple(schema["sparse"])),
+                dense=[DenseColumn(**column) for column in stored["dense"]],
+                sparse=[SparseColumn(**column) for column in stored["sparse"]],
+                tokens=np.load(io.BytesIO(packed), allow_pickle=False),
+                constants=stored["constants"],
+            )
+        except (KeyError, TypeError, ValueError, EOFError) as error:
+            raise InputError(f"{folder}: the preprocessor's files are damaged ({error}); build it anew") from None
         if self.hash() != stored["hash"]:
             raise InputError(f"{folder}: its hash is {self.hash()}, not {stored['hash']} as written; the files are damaged")
         return self

@@ -59,6 +59,12 @@ def connect(address: str | None, *, num_cpus: int | None, object_store_bytes: in
     return ray.get_runtime_context().gcs_address
 
 
+def connect_for_data(address: str | None) -> TaskPlacement:
+    """Connects to Ray for work that has no training beside it; returns where its data tasks may run."""
+    connect(address, num_cpus=None, object_store_bytes=None, log_to_driver=False)
+    return TaskPlacement(num_cpus=1.0)
+
+
 def alive_nodes() -> list[Node]:
     import ray
 

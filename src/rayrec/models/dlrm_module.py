@@ -46,9 +46,8 @@ class DLRM(nn.Module):
     def _score_nothing(self, dense_features: torch.Tensor) -> torch.Tensor:
         # An unsharded collection refuses a batch without rows (IndexError in KeyedJaggedTensor.to_dict).
         features, dim = self.interaction.features, self.interaction.dim
-        pooled = KeyedTensor(
-            keys=features, length_per_key=[dim] * len(features), values=torch.zeros(0, dim * len(features))
-        )
+        nothing = torch.zeros(0, dim * len(features), device=dense_features.device)
+        pooled = KeyedTensor(keys=features, length_per_key=[dim] * len(features), values=nothing)
         return self.top_mlp(self.interaction(self.bottom_mlp(dense_features), pooled)).squeeze(1)
 
     def forward(self, batch: ClickBatch) -> tuple[torch.Tensor, StepOutput]:
@@ -70,8 +69,9 @@ def build_dlrm(
 ) -> DLRM:
     """See `DLRMConfig.build`."""
     features, dim = feature_names(len(num_embeddings)), config.embedding_dim
-    embeddings = build_embeddings(num_embeddings, embedding_dim=dim, seed=seed, device=embedding_device)
     with torch.random.fork_rng(devices=[]):
+        # Inside: constructing tables on "cpu" also draws from the global generator, before our own values go in.
+        embeddings = build_embeddings(num_embeddings, embedding_dim=dim, seed=seed, device=embedding_device)
         torch.manual_seed(seed)
         bottom_mlp = MLP(num_dense, config.bottom_mlp, final_activation=True, precision=precision)
         interaction: Interaction

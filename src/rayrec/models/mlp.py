@@ -168,7 +168,7 @@ class MLP(nn.Module):
         self._dtype = compute_dtype(precision)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        parameters = [tensor for layer in self.layers for tensor in (layer.weight, layer.bias)]
+        parameters: list[Any] = [tensor for layer in self.layers for tensor in (layer.weight, layer.bias)]
         return linear_stack(
             inputs, parameters, relus=self._relus, dtype=self._dtype, float_last=self._float_last
         )

@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 
+from rayrec.config import InputError
 from rayrec.recipes.criteo import criteo_demo, criteo_kaggle
 from rayrec.workloads.base import TrainConfig
 
-__all__ = ["ALL", "criteo_demo", "criteo_kaggle"]
+__all__ = ["ALL", "criteo_demo", "criteo_kaggle", "load_config"]
 
 ALL: dict[str, Callable[[], TrainConfig]] = {recipe.__name__: recipe for recipe in (criteo_demo, criteo_kaggle)}
 """Every recipe by its name."""
+
+
+def load_config(text: str) -> TrainConfig:
+    """The configuration that YAML text holds, as `TrainConfig.to_yaml` wrote it or a part of it.
+
+    The recipe it names supplies every class and whatever the text leaves out; the text supplies plain values only.
+    Raises InputError for text that is no such YAML, an unknown recipe, and unknown or unfit fields.
+    """
+    import yaml
+
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InputError(f"config: not YAML ({' '.join(str(error).split())}); `rayrec config RECIPE` prints one") from None
+    if not isinstance(values, dict) or "recipe" not in values:
+        raise InputError(f"config: names no recipe; add a line `recipe: NAME` with one of {', '.join(ALL)}")
+    name = values["recipe"]
+    if name not in ALL:
+        near = difflib.get_close_matches(str(name), ALL, n=1)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        raise InputError(f"config: no recipe {name!r}; {hint}there are {', '.join(ALL)}")
+    for field in values:
+        if not isinstance(field, str):
+            raise InputError(f"config: {field!r} is no field's name")
+    return ALL[name]().updated(values)

@@ -98,7 +98,7 @@ def run(
         losses: list[torch.Tensor] = []
         start_s = time.perf_counter()
         while progress.step < stop:
-            setup.set_learning_rate(progress.step)
+            setup.set_learning_rate(progress.step, total)
             losses.append(pipeline.progress(batches).loss)
             progress.step += 1
             if progress.step % config.log_every and progress.step < stop:

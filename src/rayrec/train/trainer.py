@@ -81,7 +81,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
                 context = RunContext(config, folder, shares.driver, console.note, console.progress)
                 prepared = config.workload.prepare(context)
             prepared_s = time.monotonic() - started_s
-            events.write("prepared", seconds=prepared_s, **config.workload.summarize(prepared))
+            events.write("prepared", seconds=prepared_s, **config.workload.summarize(prepared, {}))
             with console.training(lambda stop: follow(storage.join(folder, "events.jsonl"), stop=stop)):
                 _fit(config, root, folder, prepared, shares)
             return _summarize(config, folder, prepared, wall_s=time.monotonic() - started_s, events=events)
@@ -180,7 +180,7 @@ def _summarize(config: TrainConfig, folder: str, prepared: Any, *, wall_s: float
         "checkpoint": finish["checkpoint"],
         "restarts": len(starts) - 1,
         "weights_sha256": weights_sha256(Checkpoint(finish["checkpoint"])),
-        **config.workload.summarize(prepared),
+        **config.workload.summarize(prepared, finish["metrics"]),
         "versions": versions(),
     }
     storage.write_json(storage.join(folder, "summary.json"), summary)

@@ -11,10 +11,12 @@ from rayrec.config import Config, InputError
 from rayrec.data.placement import TaskPlacement
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from torchrec.distributed.train_pipeline import TrainPipeline
 
     from rayrec.batch import StepOutput
+    from rayrec.data.preprocessor import EncodedRows, Preprocessor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +235,14 @@ class Metrics(Protocol):
     def compute(self) -> dict[str, float]: ...
 
 
+class Scorer(Protocol):
+    """A trained model, whole, in one process."""
+
+    def score(self, rows: EncodedRows) -> np.ndarray:
+        """float32 (rows,): the logits."""
+        ...
+
+
 @dataclass
 class WorkerSetup:
     """All the loop needs of a workload on one worker."""
@@ -242,8 +252,8 @@ class WorkerSetup:
     """A KeyedOptimizer or torch optimizer over all parameters that do not update themselves."""
     make_pipeline: Callable[[], TrainPipeline]
     """A fresh pipeline over the model, for training or, with the model in eval mode, for evaluation."""
-    set_learning_rate: Callable[[int], None]
-    """Sets the learning rates of a step."""
+    set_learning_rate: Callable[[int, int], None]
+    """Sets the learning rates of a step (from 0) of a run of so many steps."""
     make_loader: Callable[[dict[str, Any] | None, int], TrainLoader]
     """The training data from a stored position on (None: from the start), `step` steps of the run being done."""
     eval_batches: dict[str, Callable[[], Iterator[Any]]]
@@ -273,6 +283,13 @@ class Workload(Config, abc.ABC):
     def add_files(self, folder: str, prepared: Any) -> None:
         """On rank 0: writes into a checkpoint's folder what must travel with the weights."""
 
-    def summarize(self, prepared: Any) -> dict[str, Any]:
-        """What of the preparation belongs into the run's summary."""
+    def load_scorer(
+        self, config: TrainConfig, *, checkpoint: str, preprocessor: Preprocessor, device: str
+    ) -> Scorer:
+        """The model of a checkpoint's folder, ready to score. Raises InputError for damaged or foreign weights, and in
+        workloads whose models score no click log."""
+        raise InputError(f"{checkpoint}: recipe {config.recipe} trains no click model; there is nothing to score rows with")
+
+    def summarize(self, prepared: Any, metrics: dict[str, float]) -> dict[str, Any]:
+        """What of the preparation, and of it in the light of the final metrics, belongs into the run's summary."""
         return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,10 +18,12 @@ from rayrec.models.dlrm import DLRMConfig
 from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.schema import Schema
 from rayrec.sharding import ShardingConfig
-from rayrec.workloads.base import DataConfig, RunContext, WorkerContext, WorkerSetup, Workload
+from rayrec.workloads.base import DataConfig, RunContext, TrainConfig, WorkerContext, WorkerSetup, Workload
 
 if TYPE_CHECKING:
     import ray
+
+    from rayrec.workloads.recsys_scorer import ClickScorer
 
 PREPROCESSOR_FOLDER = "preprocessor"
 
@@ -39,6 +42,8 @@ class Prepared:
     bad_rows: int
     folder: str
     """Of the stored Preprocessor."""
+    best_auroc: float | None
+    """The best any model could reach on the test rows; known for a synthetic log."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +105,7 @@ class ClickWorkload(Workload):
             sets={"train": train, **held_out},
             bad_rows=bad_rows,
             folder=folder,
+            best_auroc=_best_auroc(config.train_data.path, index) if config.eval_data.path is None else None,
         )
 
     def _index(self, data: DataConfig, context: RunContext) -> LogIndex:
@@ -139,12 +145,16 @@ class ClickWorkload(Workload):
         preprocessor.save(folder)
         return preprocessor
 
-    def summarize(self, prepared: Prepared) -> dict[str, Any]:
-        return {
+    def summarize(self, prepared: Prepared, metrics: dict[str, float]) -> dict[str, Any]:
+        summary: dict[str, Any] = {
             "bad_rows": prepared.bad_rows,
             "preprocessor": prepared.preprocessor_hash,
             "rows_of_sets": {name: order.rows for name, order in prepared.sets.items()},
         }
+        if prepared.best_auroc is not None and "auroc" in metrics:
+            summary["best_auroc"] = prepared.best_auroc
+            summary["share_of_best_auroc"] = (metrics["auroc"] - 0.5) / (prepared.best_auroc - 0.5)
+        return summary
 
     def add_files(self, folder: str, prepared: Prepared) -> None:
         storage.copy_files(prepared.folder, storage.join(folder, PREPROCESSOR_FOLDER))
@@ -156,7 +166,26 @@ class ClickWorkload(Workload):
 
         return set_up(self, context, prepared)
 
+    # -- for scoring
+
+    def load_scorer(
+        self, config: TrainConfig, *, checkpoint: str, preprocessor: Preprocessor, device: str
+    ) -> ClickScorer:
+        from rayrec.workloads.recsys_scorer import load_scorer
+
+        return load_scorer(self, config, checkpoint=checkpoint, preprocessor=preprocessor, device=device)
+
 
 def _order(index: LogIndex, rows: tuple[int, int], data: DataConfig, seed: int) -> EpochOrder:
     parts = tuple(Part(segment, start, stop) for segment, start, stop in select(index, *rows))
     return EpochOrder(parts, data.shuffle, seed, data.segments_per_block)
+
+
+def _best_auroc(path: str, index: LogIndex) -> float | None:
+    """Of the test rows, from the truth.json beside a generated log; None where there is none or the rows are not its."""
+    for folder in (path, posixpath.dirname(path)):
+        place = storage.join(folder, "truth.json")
+        if storage.exists(place):
+            truth = storage.read_json(place)
+            return truth["split"]["test"]["auroc"] if truth["rows"] == index.rows else None
+    return None

@@ -124,8 +124,8 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
         model=sharded,
         optimizer=optimizer,
         make_pipeline=lambda: make_pipeline(sharded, optimizer, context.device),
-        set_learning_rate=lambda step: set_learning_rates(
-            optimizer, base_rates=base_rates, schedule=workload.schedule, step=step
+        set_learning_rate=lambda step, total: set_learning_rates(
+            optimizer, base_rates=base_rates, schedule=workload.schedule.for_steps(total), step=step
         ),
         make_loader=make_loader,
         eval_batches={name: lambda name=name: eval_batches(name) for name in prepared.sets if name != "train"},

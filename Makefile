@@ -1,0 +1,85 @@
+# Everything to do with a checkout; `make` alone lists it. Nothing is installed outside .venv.
+
+SHELL := /bin/sh
+.SHELLFLAGS := -ec
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+VENV := .venv
+RUN := $(VENV)/bin
+PIP := $(RUN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps
+
+SHIM := packaging/fbgemm-gpu-cpu
+NATIVE := $(wildcard src/rayrec/native/*.c src/rayrec/native/*.h)
+DEMO_LOG := demo/log
+DEMO_ROWS := 1500000
+export DATA # the shell, not make, puts it into commands, so that it may hold spaces
+
+.PHONY: help setup demo test check lint format types layers spelling docs bench clean
+
+help: ## what there is to make
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.rayrec-installed ## the environment in .venv, from requirements.lock (CPU; docs/install.md for CUDA)
+
+$(VENV)/.locked-installed: requirements.lock $(SHIM)/pyproject.toml
+	@test -n "$(PYTHON)" && "$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || { \
+	  echo "make setup: needs Python 3.11 or 3.12, found '$(PYTHON)'; name one: make setup PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@test -x $(RUN)/pip || { echo "setup: $(VENV) with $$("$(PYTHON)" --version)"; "$(PYTHON)" -m venv $(VENV); }
+	@echo "setup: $$(grep -c '==' requirements.lock) distributions of requirements.lock"
+	@$(PIP) -r requirements.lock
+	@$(PIP) --no-build-isolation --force-reinstall ./$(SHIM)
+	@$(RUN)/python -c 'import torch' || { \
+	  echo "make setup: the torch that pip found does not import (above); on Linux pip must be told of PyTorch's CPU wheels," \
+	       "in PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS: see docs/install.md" >&2; \
+	  $(RUN)/python -m pip uninstall --quiet --yes torch; exit 2; }
+	@touch $@
+
+$(VENV)/.rayrec-installed: $(VENV)/.locked-installed pyproject.toml setup.py $(NATIVE)
+	@echo "setup: rayrec and its kernels"
+	@$(PIP) --no-build-isolation --editable .
+	@touch $@
+	@echo "setup: done; $(RUN)/rayrec --help"
+
+demo: setup ## trains on a synthetic log made once, or on DATA=path/to/train.txt
+	@if [ -z "$$DATA" ]; then \
+	  DATA=$(DEMO_LOG)/train.txt; \
+	  test -e $(DEMO_LOG)/truth.json || { \
+	    echo "demo: a synthetic click log of $(DEMO_ROWS) rows in $(DEMO_LOG)"; \
+	    $(RUN)/rayrec generate $(DEMO_LOG) --rows $(DEMO_ROWS) --seed 0 >/dev/null; }; \
+	fi; \
+	name="demo-$$(date +%Y%m%d-%H%M%S)"; \
+	echo "demo: criteo_demo on $$DATA, run demo/runs/$$name"; \
+	$(RUN)/rayrec train criteo_demo --train-data.path "$$DATA" --storage-path demo/runs --name "$$name"
+
+test: setup ## all tests
+	@$(RUN)/python -m pytest
+
+check: lint format types layers spelling ## lint, types, layers, spelling (make -k check: all of them, failed or not)
+
+lint: setup
+	@echo "check: ruff check"; $(RUN)/ruff check --quiet .
+
+format: setup
+	@echo "check: ruff format"; $(RUN)/ruff format --quiet --diff .
+
+types: setup
+	@echo "check: mypy"; $(RUN)/mypy --no-error-summary
+
+layers: setup
+	@echo "check: import-linter"; out=$$($(RUN)/lint-imports 2>&1) || { echo "$$out"; exit 1; }
+
+spelling: setup
+	@echo "check: codespell"; $(RUN)/codespell
+
+docs: setup ## runs every example of the documentation
+	@if [ -e tests/test_docs.py ]; then $(RUN)/python -m pytest tests/test_docs.py; else echo "docs: no tests/test_docs.py"; fi
+
+bench: setup ## benchmarks: ingest, train, vocabulary; one JSON object a row
+	@for name in ingest train vocabulary; do echo "bench: $$name" >&2; $(RUN)/rayrec benchmark $$name; done
+
+clean: ## removes the environment and everything made here, the demo's log and runs too
+	@rm -rf $(VENV) build demo src/rayrec.egg-info $(SHIM)/build $(SHIM)/*.egg-info .*_cache .hypothesis
+	@rm -f src/rayrec/native/*.so
+	@find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,132 @@
+"""Raw TSV to training batches with a null trainer: ours through Ray Data, the same kernels without Ray, and the notebook's
+pipeline."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import ray
+from logs import synthetic_log
+from peers.notebook_ingest import batches as notebook_batches
+from peers.notebook_ingest import vocabularies_of
+from rows import emit, interleaved, say, timed
+
+from rayrec.data.counting import VocabularyConfig, count_log, make_preprocessor
+from rayrec.data.ingest import encode_block, open_log, share_preprocessor
+from rayrec.data.loader import ClickLoader
+from rayrec.data.log import select
+from rayrec.data.placement import TaskPlacement
+from rayrec.data.position import EpochOrder, Part, Position
+from rayrec.datasets.criteo import SCHEMA
+from rayrec.launch import cluster
+
+BATCH_SIZE = 2048
+
+
+def resident_bytes() -> int:
+    """Memory of this process and all it started, shared pages counted once a process (so an upper bound)."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = 0
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/cmdline", "rb") as file:
+                command = file.read()
+            with open(f"/proc/{name}/statm") as file:
+                resident, shared = (int(field) for field in file.read().split()[1:3])
+        except OSError:
+            continue
+        if b"ray" in command:
+            total += (resident - shared) * page
+    return total
+
+
+class Peak:
+    """Highest private memory of Ray's processes while it is entered, beside the object store."""
+
+    def __enter__(self) -> Peak:
+        self.bytes, self._stop = 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.1):
+            self.bytes = max(self.bytes, resident_bytes())
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def prepare(rows: int) -> tuple[EpochOrder, ray.ObjectRef, object]:
+    path = synthetic_log(rows)
+    placement = TaskPlacement()
+    index = open_log(path, SCHEMA, segment_bytes=2 << 20, placement=placement, cache_folder=os.path.dirname(path) + "/.cache",
+                     note=say, progress=lambda *_: None)
+    parts = tuple(Part(segment, start, stop) for segment, start, stop in select(index, 0, index.rows))
+    counts = count_log(SCHEMA, parts, placement=placement, parts_per_task=8)
+    preprocessor = make_preprocessor("rayrec", SCHEMA, counts, VocabularyConfig(min_count=5))
+    return EpochOrder(parts, "window", 0, 8), share_preprocessor(preprocessor), preprocessor
+
+
+def through_ray(order: EpochOrder, preprocessor: ray.ObjectRef) -> float:
+    """Rows/s of one worker's loader that has all cores for its data tasks."""
+
+    def read() -> int:
+        loader = ClickLoader(order, preprocessor, schema=SCHEMA, epochs=1, batch_size=BATCH_SIZE, rank=0, world_size=1,
+                             position=Position(), placement=TaskPlacement(), prefetch_blocks=2)
+        return sum(len(batch) for batch in loader)
+
+    rows, seconds = timed(read)
+    assert rows == order.rows
+    return rows / seconds
+
+
+def without_ray(order: EpochOrder, preprocessor: object) -> float:
+    """Rows/s of the same reading, parsing, mapping and shuffling on one core, without Ray."""
+    blocks = order.blocks(0)
+    blocks = blocks[: max(1, len(blocks) // 2)]
+    rows, seconds = timed(lambda: sum(len(encode_block(block, 0, block.rows, preprocessor)) for block in blocks))
+    return rows / seconds
+
+
+def main(*, quick: bool) -> None:
+    cluster.connect(None, num_cpus=2, object_store_bytes=2 << 30, log_to_driver=False)
+    rows = 500_000 if quick else 3_000_000
+    peer_rows = 50_000 if quick else 200_000
+    order, shared, preprocessor = prepare(rows)
+    peer_path = synthetic_log(peer_rows)
+    vocabularies = vocabularies_of(peer_path, peer_rows)
+
+    def notebook() -> float:
+        read, seconds = timed(lambda: sum(len(b["labels"]) for b in notebook_batches(peer_path, vocabularies, BATCH_SIZE)))
+        assert read == peer_rows
+        return read / seconds
+
+    through_ray(order, shared)  # starts Ray's workers
+    repeats = 2 if quick else 5
+    rates = interleaved(
+        repeats,
+        ours=lambda: through_ray(order, shared),
+        kernels=lambda: without_ray(order, preprocessor),
+        notebook=notebook,
+    )
+    workload = f"criteo kaggle TSV -> shuffled batches of {BATCH_SIZE}, 2 CPUs"
+    emit("ingest", peer="Ray DLRM notebook's pipeline", workload=workload, value=rates["ours"],
+         ratio=rates["ours"] / rates["notebook"], repeats=repeats, peer_rows_per_s=round(rates["notebook"]))
+    emit("ingest", peer="the same kernels on one core without Ray, times 2", workload=workload, value=rates["ours"],
+         ratio=rates["ours"] / (2 * rates["kernels"]), repeats=repeats, peer_rows_per_s=round(2 * rates["kernels"]))
+    peaks = {}
+    for size in (rows // 4, rows):
+        small, small_shared, _ = prepare(size)
+        time.sleep(1)
+        with Peak() as peak:
+            through_ray(small, small_shared)
+        peaks[size] = peak.bytes
+    emit("ingest", peer="a quarter of the log", workload="peak private memory of all Ray processes", unit="bytes",
+         value=float(peaks[rows]), ratio=peaks[rows] / peaks[rows // 4], repeats=1, rows=rows)
+    ray.shutdown()

@@ -1,0 +1,28 @@
+"""`rayrec benchmark NAME`: runs one benchmark, or all; results on standard output, a JSON object a row."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+NAMES = ("ingest", "vocabulary", "train")
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(f"usage: rayrec benchmark NAME [--quick]; NAME: {', '.join((*NAMES, 'all'))}")
+        return 0 if arguments else 2
+    wanted = NAMES if arguments[0] == "all" else (arguments[0],)
+    if not set(wanted) <= set(NAMES):
+        print(f"rayrec benchmark: no benchmark '{arguments[0]}'; there are {', '.join((*NAMES, 'all'))}", file=sys.stderr)
+        return 2
+    for name in wanted:
+        importlib.import_module(f"{name}_benchmark").main(quick="--quick" in arguments)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

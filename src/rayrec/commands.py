@@ -1,0 +1,222 @@
+"""Each command: its flags, the public function it calls, and what it prints (results to standard output, as JSON)."""
+
+import difflib
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from rayrec import api, recipes, storage
+from rayrec.cli import COMMANDS
+from rayrec.config import InputError
+from rayrec.observe.console import Console
+from rayrec.workloads.base import TrainConfig
+
+Text = tyro.conf.Positional[str]
+
+
+def _print_json(value: Any) -> None:
+    json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
+    print()
+
+
+def _flags(verb: str, function: Any, arguments: list[str]) -> Any:
+    return tyro.cli(function, args=arguments, prog=f"rayrec {verb}")
+
+
+def _no_arguments(verb: str, arguments: list[str]) -> None:
+    if any(argument in ("-h", "--help") for argument in arguments):
+        print(f"usage: rayrec {verb} {COMMANDS[verb][0]}\n\n{COMMANDS[verb][1]}")
+        raise SystemExit(0)
+    if arguments:
+        raise InputError(f"takes no argument '{arguments[0]}'")
+
+
+def parse_config(verb: str, arguments: list[str]) -> tuple[TrainConfig, set[str]]:
+    """A recipe's name, or --config FILE, then flags laid over it. Returns the configuration and the switches -v and -q."""
+    switches = {argument for argument in arguments if argument in ("-v", "-q")}
+    arguments = [argument for argument in arguments if argument not in switches]
+    if "--config" in arguments:
+        place = arguments.index("--config")
+        if place + 1 == len(arguments):
+            raise InputError("--config needs a file")
+        default = recipes.load_config(storage.read_bytes(arguments[place + 1]).decode())
+        flags = arguments[:place] + arguments[place + 2 :]
+    elif arguments and not arguments[0].startswith("-"):
+        name, flags = arguments[0], arguments[1:]
+        if name not in recipes.ALL:
+            near = difflib.get_close_matches(name, recipes.ALL, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(recipes.ALL)}"
+            raise InputError(f"no recipe '{name}'; {hint}")
+        default = recipes.ALL[name]()
+    elif any(argument in ("-h", "--help") for argument in arguments):
+        print(f"usage: rayrec {verb} {COMMANDS[verb][0]}\n\n{COMMANDS[verb][1]}\n")
+        print(f"Recipes: {', '.join(recipes.ALL)}. `rayrec {verb} RECIPE --help` shows every flag with its meaning.")
+        raise SystemExit(0)
+    else:
+        raise InputError(f"which recipe? rayrec {verb} RECIPE; there are {', '.join(recipes.ALL)}")
+    config = tyro.cli(type(default), default=default, args=flags, prog=f"rayrec {verb} {default.recipe}")
+    return config, switches
+
+
+def recipes_(arguments: list[str]) -> None:
+    _no_arguments("recipes", arguments)
+    for name, recipe in recipes.ALL.items():
+        print(f"{name:16} {(recipe.__doc__ or '').strip().splitlines()[0]}")
+
+
+def config(arguments: list[str]) -> None:
+    resolved, _ = parse_config("config", arguments)
+    print(resolved.to_yaml(), end="")
+
+
+def _generate(
+    out: Text,
+    rows: int,
+    dialect: Literal["kaggle", "terabyte"] = "kaggle",
+    days: int = 7,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Write a synthetic click log whose best reachable AUROC and logloss are known.
+
+    Args:
+        out: Folder to write to.
+        rows: Rows to write.
+        dialect: Columns like those of Criteo Kaggle (one file) or Criteo 1TB (a file a day).
+        days: Days the rows are spread over.
+        seed: The same seed gives the same bytes.
+    """
+    console = Console()
+    with console.preparing():
+        return api.generate(out, rows=rows, dialect=dialect, days=days, seed=seed, console=console)
+
+
+def generate(arguments: list[str]) -> None:
+    _print_json(_flags("generate", _generate, arguments))
+
+
+def _vocabulary(
+    path: Text,
+    out: str,
+    profile: Literal["rayrec"] = "rayrec",
+    engine: Literal["ray"] = "ray",
+    min_count: int = 2,
+    max_num_embeddings: int | None = None,
+    max_bad_fraction: float = 0.001,
+    address: Annotated[str | None, tyro.conf.arg(name="cluster.address")] = None,
+) -> dict[str, Any]:
+    """Count the categories of a click log in one pass and write the Preprocessor.
+
+    Args:
+        path: File, glob or folder.
+        out: Folder to write to.
+        profile: How missing values, integers and categories are treated.
+        engine: What counts.
+        min_count: Categories seen less often share the out-of-vocabulary id.
+        max_num_embeddings: Columns that need more rows than this map tokens modulo this size.
+        max_bad_fraction: Share of faulty lines above which the log is refused.
+        address: Address of a running Ray cluster; default RAY_ADDRESS, else a local Ray.
+    """
+    return api.vocabulary(
+        path,
+        out=out,
+        profile=profile,
+        engine=engine,
+        min_count=min_count,
+        max_num_embeddings=max_num_embeddings,
+        max_bad_fraction=max_bad_fraction,
+        cluster_address=address,
+    )
+
+
+def vocabulary(arguments: list[str]) -> None:
+    _print_json(_flags("vocabulary", _vocabulary, arguments))
+
+
+def plan(arguments: list[str]) -> None:
+    resolved, _ = parse_config("plan", arguments)
+    print(api.plan(resolved))
+
+
+def train(arguments: list[str]) -> None:
+    resolved, switches = parse_config("train", arguments)
+    console = Console(verbose="-v" in switches, quiet="-q" in switches)
+    result = api.train(resolved, console=console)
+    console.table(f"{resolved.recipe}: finished", summary_rows(result.summary, folder=result.folder))
+    _print_json(result.summary)
+
+
+def summary_rows(summary: dict[str, Any], *, folder: str) -> list[tuple[str, str]]:
+    """The short table a finished run ends with."""
+    metrics = summary["metrics"]
+    rows = [(name, f"{value:.4f}") for name, value in metrics.items() if isinstance(value, float) and name != "label_rate"]
+    if "share_of_best_auroc" in summary:
+        reached = f"{summary['share_of_best_auroc']:.1%} of the way from 0.5 to the best possible {summary['best_auroc']:.4f}"
+        rows.append(("auroc reached", reached))
+    return [
+        *rows,
+        ("rows/s in training", f"{summary['rows_per_s']:,.0f}"),
+        ("blocked on data", f"{summary['blocked_fraction']:.1%}"),
+        ("rows trained", f"{summary['rows']:,} in {summary['steps']:,} steps; {summary['wall_s']:.0f} s with preparation"),
+        ("faulty rows left out", f"{summary.get('bad_rows', 0):,}"),
+        ("checkpoint", summary["checkpoint"]),
+        ("run", folder),
+    ]
+
+
+def _evaluate(checkpoint: Text, path: Text, max_bad_fraction: float | None = None) -> dict[str, Any]:
+    """Score every row of a labelled log exactly once.
+
+    Args:
+        checkpoint: Folder of a checkpoint, or of a run, whose newest one is taken.
+        path: Labelled log: file, glob or folder.
+        max_bad_fraction: Share of faulty lines above which the log is refused; default as in training.
+    """
+    return api.evaluate(checkpoint, path, max_bad_fraction=max_bad_fraction)
+
+
+def evaluate(arguments: list[str]) -> None:
+    _print_json(_flags("evaluate", _evaluate, arguments))
+
+
+def _predict(checkpoint: Text, path: Text, out: str, max_bad_fraction: float | None = None) -> dict[str, Any]:
+    """Score a log, labelled or not.
+
+    Args:
+        checkpoint: Folder of a checkpoint, or of a run, whose newest one is taken.
+        path: Log: file, glob or folder.
+        out: Folder for the Parquet files (columns row, score, logit).
+        max_bad_fraction: Share of faulty lines above which the log is refused; default as in training.
+    """
+    return api.predict_to(checkpoint, path, out=out, max_bad_fraction=max_bad_fraction)
+
+
+def predict(arguments: list[str]) -> None:
+    _print_json(_flags("predict", _predict, arguments))
+
+
+def benchmark(arguments: list[str]) -> None:
+    # Benchmarks live beside the package in the source tree, with the peers they measure against.
+    script = Path(__file__).parents[2] / "benchmarks" / "run.py"
+    if not script.exists():
+        raise InputError("benchmarks are part of the source tree; run them from a checkout installed with `pip install -e .`")
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def doctor(arguments: list[str]) -> int:
+    if arguments != ["--json"]:
+        _no_arguments("doctor", arguments)
+    report = api.doctor()
+    if arguments:
+        _print_json(report.to_dict())
+    else:
+        print("\n".join(report.lines()))
+    return 0 if report.ok else 2
+
+
+ALL = {verb: globals()[f"{verb}_" if verb == "recipes" else verb] for verb in COMMANDS}
+"""Every command's function by its verb."""

@@ -1,0 +1,86 @@
+"""Where every good row stands among all lines of a log, the faulty ones too, so that scores can be joined to the input."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from rayrec import storage
+from rayrec.data.log import LogIndex, Segment
+from rayrec.data.parsing import PADDING_BYTES, Faults, RawRows, max_rows_in, parse_into
+from rayrec.data.placement import TaskPlacement
+from rayrec.data.ray_tasks import tasks_dataset
+from rayrec.schema import Schema
+
+
+def first_lines(index: LogIndex, *, segments_per_task: int, placement: TaskPlacement) -> dict[Segment, int]:
+    """The position of each segment's first line in the whole log. Reads the log once more, if it has faulty lines."""
+    if not index.faults.total:
+        return {segment: segment.first_row for segment in index.segments}
+    groups = [
+        index.segments[i : i + segments_per_task] for i in range(0, len(index.segments), segments_per_task)
+    ]
+    dataset = tasks_dataset("count lines", _count_lines, groups, placement=placement, block_bytes=1 << 12)
+    lines = [
+        count
+        for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow")
+        for count in table.column("lines").to_pylist()
+    ]
+    starts = np.concatenate([[0], np.cumsum(lines, dtype=np.int64)])
+    assert int(starts[-1]) == index.rows + index.faults.total
+    return {segment: int(start) for segment, start in zip(index.segments, starts[:-1], strict=True)}
+
+
+def _count_lines(segments: Sequence[Segment]) -> pa.Table:
+    return pa.table({"lines": [len(line_starts(read_text(segment), _length(segment))) for segment in segments]})
+
+
+def _length(segment: Segment) -> int:
+    return segment.stop - segment.start
+
+
+def read_text(segment: Segment) -> np.ndarray:
+    """The segment's bytes, uint8, with the padding the parser needs behind them."""
+    text = np.zeros(_length(segment) + PADDING_BYTES, np.uint8)
+    storage.read_into(segment.path, segment.start, text[: _length(segment)])
+    return text
+
+
+def line_starts(text: np.ndarray, length: int) -> np.ndarray:
+    """int64: where each line of text[:length] starts. A line cut off by the segment's end counts: it starts here."""
+    if not length:
+        return np.empty(0, np.int64)
+    newlines = np.flatnonzero(text[: length - 1] == ord("\n"))
+    return np.concatenate([[0], newlines + 1])
+
+
+def good_lines(segment: Segment, schema: Schema) -> np.ndarray:
+    """int64 (segment.rows): the place of each good row among the segment's lines, from 0 on."""
+    text, length = read_text(segment), _length(segment)
+    starts = line_starts(text, length)
+    if len(starts) == segment.rows:
+        return np.arange(segment.rows, dtype=np.int64)
+    bounds = np.append(starts, length)
+    scratch = RawRows(schema, max_rows_in(schema, length))
+    bad = _bad_lines(text, bounds, 0, len(starts), scratch=scratch)
+    good = np.delete(np.arange(len(starts), dtype=np.int64), bad)
+    assert len(good) == segment.rows
+    return good
+
+
+def _bad_lines(text: np.ndarray, bounds: np.ndarray, low: int, high: int, *, scratch: RawRows) -> list[int]:
+    """The faulty ones among lines [low, high), ascending: the parser names only the first few of a text, so a text with
+    more is halved."""
+    start, stop = int(bounds[low]), int(bounds[high])
+    scratch.rows = 0
+    faults = parse_into(scratch, text[start:], stop - start, first_byte=start)
+    if faults.total == high - low:
+        return list(range(low, high))
+    if faults.total <= Faults.keep:
+        return [int(line) for line in np.searchsorted(bounds, [fault.byte for fault in faults.first])]
+    middle = (low + high) // 2
+    find = functools.partial(_bad_lines, text, bounds, scratch=scratch)
+    return find(low, middle) + find(middle, high)

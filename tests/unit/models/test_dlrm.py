@@ -1,0 +1,159 @@
+"""The whole network against torchrec's, its loss over uneven batches, and what its settings refuse and cost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn import functional
+from torchrec.models.dlrm import DLRM as TorchRecDLRM
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from rayrec.batch import ClickBatch
+from rayrec.config import InputError
+from rayrec.models.dlrm import DLRMConfig, multiply_adds
+from rayrec.models.dlrm_module import DLRM
+
+SIZES = [50, 3, 700, 20]
+SMALL = DLRMConfig(
+    interaction="dot",
+    embedding_dim=8,
+    bottom_mlp=(32, 8),
+    top_mlp=(32, 16, 1),
+    cross_layers=2,
+    cross_low_rank=6,
+    projection_first=(24, 16),
+    projection_second=(24, 24),
+)
+
+
+def batch(rows: int, *, seed: int = 0, loss_weight: float = 1.0) -> ClickBatch:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.cat([torch.randint(0, size, (rows,), generator=generator) for size in SIZES])
+    return ClickBatch(
+        dense_features=torch.randn(rows, 13, generator=generator),
+        sparse_features=KeyedJaggedTensor(
+            keys=[f"cat_{index}" for index in range(len(SIZES))],
+            values=ids,
+            lengths=torch.ones(len(SIZES) * rows, dtype=torch.int32),
+            stride=rows,
+        ),
+        labels=torch.randint(0, 2, (rows,), generator=generator).float(),
+        loss_weight=loss_weight,
+    )
+
+
+def build(config: DLRMConfig = SMALL, **settings: object) -> DLRM:
+    return config.build(num_embeddings=SIZES, num_dense=13, embedding_device="cpu", **settings)
+
+
+def test_kaggle_multiply_adds() -> None:
+    kaggle = DLRMConfig(interaction="dot", embedding_dim=16, bottom_mlp=(512, 256, 64, 16), top_mlp=(512, 256, 1))
+    assert multiply_adds(kaggle) == 486_032
+
+
+@pytest.mark.parametrize("interaction", ["dot", "cross", "projection"])
+def test_multiply_adds_counts_the_built_layers(interaction: str) -> None:
+    config = SMALL.replace(interaction=interaction)
+    model = build(config)
+    weights = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "embedding_bags" not in n)
+    products = {"dot": 5 * 5 * 8, "cross": 0, "projection": 2 * 3 * 8}[interaction]
+    assert multiply_adds(config, num_dense=13, num_sparse=4) == weights + products
+
+
+def test_logits_equal_torchrec() -> None:
+    model, rows = build(), batch(40)
+    twin = TorchRecDLRM(
+        embedding_bag_collection=model.embeddings,
+        dense_in_features=13,
+        dense_arch_layer_sizes=[32, 8],
+        over_arch_layer_sizes=[32, 16, 1],
+    )
+    dense_parts = [p for n, p in model.named_parameters() if "embedding_bags" not in n]
+    twin_parts = [p for n, p in twin.named_parameters() if "embedding_bags" not in n]
+    with torch.no_grad():
+        for mine, theirs in zip(dense_parts, twin_parts, strict=True):
+            theirs.copy_(mine)
+    expected = twin(rows.dense_features, rows.sparse_features).squeeze(1)
+    torch.testing.assert_close(
+        model.score(rows.dense_features, rows.sparse_features), expected, atol=1e-5, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("interaction", ["dot", "cross", "projection"])
+def test_every_parameter_learns(interaction: str, precision: str) -> None:
+    model = build(SMALL.replace(interaction=interaction), precision=precision)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
+    rows = batch(64, loss_weight=1 / 64)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss, output = model(rows)
+        loss.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        optimizer.step()
+        losses.append(loss.item())
+    assert output.logits.dtype == torch.float32
+    assert not output.logits.requires_grad
+    assert output.labels is rows.labels
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_uneven_workers_average_to_the_global_mean() -> None:
+    model, whole = build(), batch(48)
+    logits = model.score(whole.dense_features, whole.sparse_features)
+    expected = functional.binary_cross_entropy_with_logits(logits, whole.labels)
+    parts = []
+    for start, stop in ((0, 31), (31, 48)):
+        ids = whole.sparse_features.values().view(len(SIZES), 48)[:, start:stop].reshape(-1)
+        part = batch(stop - start, loss_weight=2 / 48)
+        part.dense_features, part.labels = whole.dense_features[start:stop], whole.labels[start:stop]
+        part.sparse_features = KeyedJaggedTensor(
+            keys=part.sparse_features.keys(), values=ids, lengths=part.sparse_features.lengths(), stride=stop - start
+        )
+        parts.append(model(part)[0])
+    torch.testing.assert_close((parts[0] + parts[1]) / 2, expected)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_batch_without_rows_has_zero_loss_and_a_graph(precision: str) -> None:
+    model = build(precision=precision)
+    loss, output = model(batch(0))
+    loss.backward()
+    assert loss.item() == 0
+    assert output.logits.shape == (0,)
+    assert torch.count_nonzero(model.top_mlp.layers[0].weight.grad) == 0
+
+
+def test_seed_alone_decides_the_start() -> None:
+    torch.manual_seed(5)
+    one = build(seed=1).state_dict()
+    state = torch.get_rng_state()
+    two = build(seed=1).state_dict()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not torch.equal(one["top_mlp.layers.0.weight"], build(seed=2).state_dict()["top_mlp.layers.0.weight"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bottom_mlp": (32, 4)}, "must end with embedding_dim 8"),
+        ({"top_mlp": (32, 2)}, "must end with 1, the logit"),
+        ({"top_mlp": ()}, "needs one or more sizes"),
+        ({"interaction": "projection", "projection_first": (24, 12)}, "multiple of embedding_dim 8"),
+        ({"interaction": "concat"}, "does not fit"),
+        ({"cross_layers": 0}, "must be at least 1"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        SMALL.replace(**changes)
+
+
+def test_settings_load_no_torch() -> None:
+    code = "import sys, rayrec.models.dlrm, rayrec.sharding as s; s.ShardingConfig(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,129 @@
+"""Sharding plans: never data-parallel, balanced, the same every time, readable, and refused when they do not fit."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+import pytest
+from torch import nn
+
+from rayrec.config import InputError
+from rayrec.models.embeddings import build_embeddings
+from rayrec.sharding import ShardingConfig, describe, embedding_sharders, placements, plan_sharding
+
+SIZES = [1460, 583, 1_000_000, 900_000, 305, 24, 12_517, 633, 3, 93_145, 5683, 800_000, 3194, 27, 14_992, 700_000]
+GIB = 1 << 30
+
+
+class Model(nn.Module):
+    def __init__(self, sizes: list[int], dim: int = 16) -> None:
+        super().__init__()
+        self.embeddings = build_embeddings(sizes, embedding_dim=dim, seed=0)
+
+
+def plan(world_size: int = 2, device: Literal["cpu", "cuda"] = "cpu", memory_bytes: int = GIB, **settings: Any) -> Any:
+    return plan_sharding(
+        Model(SIZES), world_size=world_size, device=device, batch_size=2048, memory_bytes=memory_bytes, **settings
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_every_table_is_fused_and_none_data_parallel(world_size: int, device: Literal["cpu", "cuda"]) -> None:
+    made = plan(world_size, device)
+    rows = placements(made)
+    assert [(row.table, row.num_embeddings, row.embedding_dim) for row in rows] == [
+        (f"cat_{index}", size, 16) for index, size in enumerate(SIZES)
+    ]
+    assert {row.sharding_type for row in rows} <= {"table_wise", "row_wise"}
+    kernels = {sharding.compute_kernel for module in made.plan.values() for sharding in module.values()}
+    assert kernels == {"fused"}
+    assert {rank for row in rows for rank in row.bytes_of_rank} == set(range(world_size))
+    assert sum(row.total_bytes for row in rows) == sum(SIZES) * 17 * 4
+
+
+def test_workers_share_the_lookups() -> None:
+    counts = [0, 0]
+    for row in placements(plan()):
+        for rank in row.bytes_of_rank:
+            counts[rank] += 1
+    assert abs(counts[0] - counts[1]) <= 2
+
+
+def test_the_same_model_gives_the_same_plan_quickly() -> None:
+    first = describe(plan())
+    start = time.monotonic()
+    assert describe(plan()) == first
+    assert time.monotonic() - start < 1
+
+
+def test_description_reads_as_a_table() -> None:
+    lines = describe(plan()).splitlines()
+    assert lines[0].split() == ["table", "rows", "dim", "sharding", "ranks", "weights", "+", "optimizer"]
+    assert lines[3].split()[:4] == ["cat_2", "1,000,000", "16", "table_wise"]
+    assert lines[3].endswith("64.8 MiB")
+    assert lines[-2].startswith("worker 0: ")
+    assert lines[-1].startswith("worker 1: ")
+
+
+def test_column_wise_splits_one_table_over_workers() -> None:
+    made = plan_sharding(
+        Model([1_000_000], dim=64),
+        world_size=2,
+        device="cpu",
+        batch_size=128,
+        memory_bytes=240 << 20,
+        config=ShardingConfig(sharding_types=("column_wise",), min_column_width=32),
+    )
+    (row,) = placements(made)
+    assert row.sharding_type == "column_wise"
+    assert (row.num_embeddings, row.embedding_dim) == (1_000_000, 64)
+    assert set(row.bytes_of_rank) == {0, 1}
+
+
+def test_too_little_memory_in_all_is_refused() -> None:
+    with pytest.raises(InputError, match=r"16 tables need .* MiB .* but 2 workers have .* use at least 6 workers"):
+        plan(memory_bytes=50 << 20)
+
+
+def test_a_table_larger_than_a_worker_is_refused() -> None:
+    with pytest.raises(InputError, match=r"table cat_2 \(1,000,000 rows x 16\) needs 64.8 MiB on one worker"):
+        plan(8, memory_bytes=60 << 20)
+
+
+def test_the_planner_refusal_is_explained() -> None:
+    three_for_two = Model([600_000] * 3)  # 39 MiB each: two do not fit one worker's 62 MiB, though all fit the sum
+    with pytest.raises(InputError, match="no plan puts 3 tables"):
+        plan_sharding(
+            three_for_two,
+            world_size=2,
+            device="cpu",
+            batch_size=128,
+            memory_bytes=62 << 20,
+            config=ShardingConfig(reserved_fraction=0.0),
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sharding_types": ()}, "give at least one"),
+        ({"sharding_types": ("data_parallel",)}, "does not fit"),
+        ({"reserved_fraction": 1.0}, r"must be in \[0, 1\)"),
+        ({"min_column_width": 6}, "multiple of 4"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        ShardingConfig(**settings)
+
+
+def test_row_wise_alone_is_refused_on_cpu() -> None:
+    with pytest.raises(InputError, match="none of row_wise runs on cpu; add table_wise"):
+        plan(config=ShardingConfig(sharding_types=("row_wise",)))
+
+
+def test_sharders_know_our_tables() -> None:
+    model = Model([10])
+    assert any(type(model.embeddings) is sharder.module_type for sharder in embedding_sharders())
