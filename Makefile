@@ -5,7 +5,9 @@ SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+FITS := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
+PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
+  $$python -c '$(FITS)' 2>/dev/null && { command -v $$python; break; }; done)
 VENV := .venv
 RUN := $(VENV)/bin
 PIP := $(RUN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps
@@ -24,12 +26,15 @@ help: ## what there is to make
 setup: $(VENV)/.rayrec-installed ## the environment in .venv, from requirements.lock (CPU; docs/install.md for CUDA)
 
 $(VENV)/.locked-installed: requirements.lock $(SHIM)/pyproject.toml
-	@test -n "$(PYTHON)" && "$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || { \
-	  echo "make setup: needs Python 3.11 or 3.12, found '$(PYTHON)'; name one: make setup PYTHON=/path/to/python3.11" >&2; exit 2; }
-	@test -x $(RUN)/pip || { echo "setup: $(VENV) with $$("$(PYTHON)" --version)"; "$(PYTHON)" -m venv $(VENV); }
-	@echo "setup: $$(grep -c '==' requirements.lock) distributions of requirements.lock"
+	@test -x $(RUN)/pip || { \
+	  python="$(PYTHON)"; \
+	  "$${python:-python3}" -c '$(FITS)' 2>/dev/null || { \
+	    echo "make setup: needs Python 3.11 or 3.12; name one: make setup PYTHON=/path/to/python3.11" >&2; exit 2; }; \
+	  echo "setup: $(VENV) with $$("$$python" --version)"; \
+	  "$$python" -m venv $(VENV); }
+	@echo "setup: $$(grep -c '^[a-z]' requirements.lock) distributions of requirements.lock"
 	@$(PIP) -r requirements.lock
-	@$(PIP) --no-build-isolation --force-reinstall ./$(SHIM)
+	@$(PIP) --no-build-isolation ./$(SHIM)
 	@$(RUN)/python -c 'import torch' || { \
 	  echo "make setup: the torch that pip found does not import (above); on Linux pip must be told of PyTorch's CPU wheels," \
 	       "in PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS: see docs/install.md" >&2; \

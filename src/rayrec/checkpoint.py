@@ -28,7 +28,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -212,6 +219,8 @@ def _read_chunk(folder: str, name: str, entry: dict[str, Any], chunk: dict[str, 
             data = np.empty(0, np.uint8)
     if got != chunk["bytes"]:
         raise InputError(f"{path}: {'missing' if got < 0 else 'cut short'} ({name}); use an earlier checkpoint")
+    if not chunk["bytes"]:
+        return torch.empty(chunk["sizes"], dtype=_TORCH_DTYPES[entry["dtype"]])
     if verify and hashlib.sha256(data).hexdigest() != chunk["sha256"]:
         raise InputError(f"{path}: damaged, the checksum of {name} does not fit; use an earlier checkpoint")
     flat = torch.from_numpy(data.view(np.ndarray)) if data.flags.writeable else _read_only(data)
@@ -335,13 +344,17 @@ class _Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        verified: set[tuple[str, int]] = set()
         for item in plan.items:
             assert item.type == LoadItemType.TENSOR
             name = item.storage_index.fqn
             entry = self._tensors[name]
             offset = item.storage_index.offset
             chunk = next(c for c in entry["chunks"] if offset is None or c["offsets"] == list(offset))
-            source = _read_chunk(self._path, name, entry, chunk, verify=list(item.lengths) == chunk["sizes"])
+            # Also where only a part is wanted (another world size): a rank then reads whole what it needs a part of.
+            place = (chunk["file"], chunk["start"])
+            source = _read_chunk(self._path, name, entry, chunk, verify=place not in verified)
+            verified.add(place)
             for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 source = source.narrow(dimension, start, length)
             target = planner.resolve_tensor(item).detach()

@@ -15,10 +15,10 @@ import pyarrow as pa
 from rayrec.config import Config, InputError
 from rayrec.data.log import read_segments
 from rayrec.data.parsing import RawRows
+from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import Part
 from rayrec.data.preprocessor import FIRST_ID, CDenseColumn, DenseColumn, Preprocessor, SparseColumn
-from rayrec.data.placement import TaskPlacement
-from rayrec.data.ray_tasks import tasks_dataset
+from rayrec.data.ray_tasks import tables, tasks_dataset
 from rayrec.native import library
 from rayrec.schema import Schema
 
@@ -184,7 +184,8 @@ def _dense_moments(raw: RawRows) -> np.ndarray:
         )
         fixed = np.rint(transformed.astype(np.float64) * _UNITS).astype(np.int64)
         squares = fixed * fixed
-        moments[column] = len(fixed), fixed.sum(), (squares >> _LOW_BITS).sum(), (squares & ((1 << _LOW_BITS) - 1)).sum()
+        low = squares & ((1 << _LOW_BITS) - 1)
+        moments[column] = len(fixed), fixed.sum(), (squares >> _LOW_BITS).sum(), low.sum()
     return moments
 
 
@@ -200,7 +201,7 @@ def count_log(
     tasks = [parts[i : i + parts_per_task] for i in range(0, len(parts), parts_per_task)]
     dataset = tasks_dataset("count", functools.partial(count_parts, schema=schema), tasks, placement=placement)
     total = Counts.empty(schema)
-    for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1):
+    for table in tables(dataset):
         for row in range(len(table)):
             total.add(table.slice(row, 1))
             if progress:

@@ -13,13 +13,12 @@ import pyarrow as pa
 import ray
 
 from rayrec import storage
-from rayrec.config import InputError
 from rayrec.data.log import Chunk, LogIndex, cut, identity, index_chunk, is_gzip, numbered, read_segments, unpack
 from rayrec.data.parsing import Fault, Faults
+from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import Block, Piece
 from rayrec.data.preprocessor import EncodedRows, Preprocessor
-from rayrec.data.placement import TaskPlacement
-from rayrec.data.ray_tasks import tasks_dataset
+from rayrec.data.ray_tasks import raise_input_error, tables, tasks_dataset
 from rayrec.schema import Schema
 
 CHUNK_BYTES = 32 << 20
@@ -45,8 +44,7 @@ def _get(references: Sequence[ray.ObjectRef]) -> list[Any]:
     try:
         return ray.get(list(references))
     except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, InputError):
-            raise InputError(str(error.cause)) from None
+        raise_input_error(error)
         raise
 
 
@@ -78,7 +76,7 @@ def index_log(
     if chunks:
         function = functools.partial(_index_table, schema=schema, segment_bytes=segment_bytes)
         dataset = tasks_dataset("index", function, chunks, placement=placement, block_bytes=1 << 16)
-        for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1):
+        for table in tables(dataset):
             for text in table.column("index").to_pylist():
                 result = json.loads(text)
                 entries.extend((path, start, stop, rows) for path, start, stop, rows in result["entries"])
@@ -189,5 +187,5 @@ def stream(
         placement=placement,
         block_bytes=block_bytes,
     )
-    for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=prefetch_blocks):
+    for table in tables(dataset, prefetch_blocks=prefetch_blocks):
         yield from from_arrow(table)

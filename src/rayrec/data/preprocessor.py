@@ -199,8 +199,8 @@ class Preprocessor:
             )
         except (KeyError, TypeError, ValueError, EOFError) as error:
             raise InputError(f"{folder}: the preprocessor's files are damaged ({error}); build it anew") from None
-        if self.hash() != stored["hash"]:
-            raise InputError(f"{folder}: its hash is {self.hash()}, not {stored['hash']} as written; the files are damaged")
+        if self.hash() != stored.get("hash"):
+            raise InputError(f"{folder}: its hash is {self.hash()}, not {stored.get('hash')} as written; the files are damaged")
         return self
 
     def c_sparse_columns(self) -> ctypes.Array[CSparseColumn]:

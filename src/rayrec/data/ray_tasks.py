@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -12,6 +12,7 @@ import ray.data
 from ray.data import Datasource, ExecutionOptions, ExecutionResources, ReadTask
 from ray.data.block import BlockMetadata
 
+from rayrec.config import InputError
 from rayrec.data.placement import TaskPlacement
 
 
@@ -61,3 +62,18 @@ def tasks_dataset(
             num_cpus=placement.num_cpus,
             label_selector=placement.label_selector,
         )
+
+
+def tables(dataset: ray.data.Dataset, *, prefetch_blocks: int = 1) -> Iterator[pa.Table]:
+    """The blocks of a Dataset, in order. An InputError of a task comes out as it was raised there, in one line."""
+    try:
+        yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=prefetch_blocks)
+    except ray.exceptions.RayTaskError as error:
+        raise_input_error(error)
+        raise
+
+
+def raise_input_error(error: ray.exceptions.RayTaskError) -> None:
+    """Raises the InputError behind a failed task, if that is what it was, without Ray's traceback."""
+    if isinstance(error.cause, InputError):
+        raise InputError(str(error.cause).partition("\n")[0]) from None  # Ray Data adds lines of its own advice

@@ -31,6 +31,8 @@ class DLRMConfig(Config):
     """Rank of each cross layer's weight (interaction "cross")."""
     projection_first: tuple[int, ...] = (2048, 2048)
     """Layer sizes of the first branch, the last a multiple of embedding_dim (interaction "projection")."""
+    embedding_penalty: float = 0.0
+    """L2 penalty on the embeddings of every row trained, on top of its loss; holds rare categories back."""
     projection_second: tuple[int, ...] = (2048, 2048)
     """Layer sizes of the second branch, the last a multiple of embedding_dim (interaction "projection")."""
 
@@ -66,11 +68,12 @@ class DLRMConfig(Config):
         precision: Literal["fp32", "bf16"] = "fp32",
         seed: int = 0,
         embedding_device: str = "meta",
+        features: Sequence[str] | None = None,
     ) -> DLRM:
         """The network with its dense part on CPU and its tables on `embedding_device`.
 
         Tables on "meta" hold no values until they are sharded; "cpu" gives a whole model in one process. All start
-        values depend on `seed` alone.
+        values depend on `seed` alone. `features` names the sparse features (default cat_0, cat_1, ...).
         """
         from rayrec.models.dlrm_module import build_dlrm
 
@@ -81,6 +84,7 @@ class DLRMConfig(Config):
             precision=precision,
             seed=seed,
             embedding_device=embedding_device,
+            features=features,
         )
 
 

@@ -27,21 +27,28 @@ class DLRM(nn.Module):
         bottom_mlp: MLP,
         interaction: Interaction,
         top_mlp: MLP,
+        embedding_penalty: float = 0.0,
     ) -> None:
         super().__init__()
+        self.embedding_penalty = embedding_penalty
         self.embeddings = embeddings
         self.bottom_mlp = bottom_mlp
         self.interaction = interaction
         self.top_mlp = top_mlp
 
     # TorchRec's sparse-dist pipeline traces these two methods: no branches on values here, only in the submodules.
-    def score(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
-        """Logits (rows,), float32, of dense features (rows, num_dense) and one bag per row and sparse feature."""
+    def score(
+        self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor, penalty: float = 0.0
+    ) -> torch.Tensor:
+        """Logits (rows,), float32, of dense features (rows, num_dense) and one bag per row and sparse feature.
+
+        `penalty` times every pooled embedding is added to its gradient.
+        """
         if isinstance(self.embeddings, EmbeddingBagCollection) and not dense_features.shape[0]:
             return self._score_nothing(dense_features)
         pooled = self.embeddings(sparse_features)  # sharded: starts the exchange between workers, awaited later
         dense = self.bottom_mlp(dense_features)
-        return self.top_mlp(self.interaction(dense, pooled)).squeeze(1)
+        return self.top_mlp(self.interaction(dense, pooled, penalty)).squeeze(1)
 
     def _score_nothing(self, dense_features: torch.Tensor) -> torch.Tensor:
         # An unsharded collection refuses a batch without rows (IndexError in KeyedJaggedTensor.to_dict).
@@ -52,7 +59,8 @@ class DLRM(nn.Module):
 
     def forward(self, batch: ClickBatch) -> tuple[torch.Tensor, StepOutput]:
         """The batch's weighted loss (a scalar, 0 for a batch without rows), and the step's outputs."""
-        logits = self.score(batch.dense_features, batch.sparse_features)
+        penalty = batch.loss_weight * self.embedding_penalty
+        logits = self.score(batch.dense_features, batch.sparse_features, penalty)
         row_losses = functional.binary_cross_entropy_with_logits(logits, batch.labels, reduction="sum")
         loss = row_losses * batch.loss_weight
         return loss, StepOutput(loss.detach(), logits.detach(), batch.labels)
@@ -66,12 +74,15 @@ def build_dlrm(
     precision: Precision,
     seed: int,
     embedding_device: str,
+    features: Sequence[str] | None,
 ) -> DLRM:
     """See `DLRMConfig.build`."""
-    features, dim = feature_names(len(num_embeddings)), config.embedding_dim
+    features, dim = list(features or feature_names(len(num_embeddings))), config.embedding_dim
     with torch.random.fork_rng(devices=[]):
         # Inside: constructing tables on "cpu" also draws from the global generator, before our own values go in.
-        embeddings = build_embeddings(num_embeddings, embedding_dim=dim, seed=seed, device=embedding_device)
+        embeddings = build_embeddings(
+            num_embeddings, embedding_dim=dim, seed=seed, device=embedding_device, features=features
+        )
         torch.manual_seed(seed)
         bottom_mlp = MLP(num_dense, config.bottom_mlp, final_activation=True, precision=precision)
         interaction: Interaction
@@ -94,4 +105,10 @@ def build_dlrm(
                 precision=precision,
             )
         top_mlp = MLP(interaction.out_features, config.top_mlp, final_activation=False, precision=precision)
-    return DLRM(embeddings, bottom_mlp=bottom_mlp, interaction=interaction, top_mlp=top_mlp)
+    return DLRM(
+        embeddings,
+        bottom_mlp=bottom_mlp,
+        interaction=interaction,
+        top_mlp=top_mlp,
+        embedding_penalty=config.embedding_penalty,
+    )

@@ -74,14 +74,19 @@ def _fill_whole(parameter: torch.Tensor, *, seed: int, table: str, num_embedding
 
 
 def build_embeddings(
-    num_embeddings: Sequence[int], *, embedding_dim: int, seed: int, device: str = "meta"
+    num_embeddings: Sequence[int],
+    *,
+    embedding_dim: int,
+    seed: int,
+    device: str = "meta",
+    features: Sequence[str] | None = None,
 ) -> EmbeddingBagCollection:
     """One table per sparse feature, sum-pooled, float32; on `meta` until DistributedModelParallel places the shards.
 
     Raises InputError for a table without rows.
     """
     tables = []
-    for name, rows in zip(feature_names(len(num_embeddings)), num_embeddings, strict=True):
+    for name, rows in zip(features or feature_names(len(num_embeddings)), num_embeddings, strict=True):
         if rows < 1:
             raise InputError(f"table {name}: needs at least one row, not {rows}; check num_embeddings")
         init: Callable[[torch.Tensor], None] = partial(

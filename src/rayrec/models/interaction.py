@@ -59,6 +59,21 @@ class _PairwiseDots(torch.autograd.Function):
         return dense_gradient, sparse_gradient, None, None
 
 
+class _Penalised(torch.autograd.Function):
+    """Passes values on; adds `weight` times them to their gradient, as a loss of weight / 2 * |values|^2 would."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, weight: float) -> torch.Tensor:
+        ctx.save_for_backward(values)
+        ctx.weight = weight
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (values,) = ctx.saved_tensors
+        return gradient.add(values, alpha=ctx.weight), None
+
+
 class Interaction(nn.Module, ABC):
     """(rows, dim) dense and the pooled embeddings of `features` to (rows, out_features)."""
 
@@ -71,11 +86,14 @@ class Interaction(nn.Module, ABC):
         self._keys = list(features)
         self._order: Order = tuple(range(len(features)))
 
-    def forward(self, dense: torch.Tensor, pooled: KeyedTensor) -> torch.Tensor:
+    def forward(self, dense: torch.Tensor, pooled: KeyedTensor, penalty: float = 0.0) -> torch.Tensor:
         keys = pooled.keys()  # sharded: waits for the exchange between workers
         if keys != self._keys:
             self._keys, self._order = list(keys), tuple(self._feature[key] for key in keys)
-        return self.combine(dense, pooled.values(), self._order)
+        values = pooled.values()
+        if penalty and torch.is_grad_enabled():
+            values = _Penalised.apply(values, penalty)
+        return self.combine(dense, values, self._order)
 
     @abstractmethod
     def combine(self, dense: torch.Tensor, sparse: torch.Tensor, order: Order) -> torch.Tensor:

@@ -113,6 +113,8 @@ class Console:
     def table(self, title: str, rows: list[tuple[str, str]]) -> None:
         """Two columns."""
         table = Table(title=title, title_justify="left", show_header=False)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
         for row in rows:
             table.add_row(*row)
         self._out.print(table)

@@ -26,11 +26,12 @@ def load_config(text: str) -> TrainConfig:
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise InputError(f"config: not YAML ({' '.join(str(error).split())}); `rayrec config RECIPE` prints one") from None
+        why = " ".join(str(error).split())
+        raise InputError(f"config: not YAML ({why}); `rayrec config RECIPE` prints one") from None
     if not isinstance(values, dict) or "recipe" not in values:
         raise InputError(f"config: names no recipe; add a line `recipe: NAME` with one of {', '.join(ALL)}")
     name = values["recipe"]
-    if name not in ALL:
+    if not isinstance(name, str) or name not in ALL:
         near = difflib.get_close_matches(str(name), ALL, n=1)
         hint = f"did you mean '{near[0]}'? " if near else ""
         raise InputError(f"config: no recipe {name!r}; {hint}there are {', '.join(ALL)}")

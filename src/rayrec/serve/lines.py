@@ -1,4 +1,4 @@
-"""Where every good row stands among all lines of a log, the faulty ones too, so that scores can be joined to the input."""
+"""Where good rows stand among all lines of a log, the faulty ones too, so that scores can be joined to the input."""
 
 from __future__ import annotations
 
@@ -20,15 +20,12 @@ def first_lines(index: LogIndex, *, segments_per_task: int, placement: TaskPlace
     """The position of each segment's first line in the whole log. Reads the log once more, if it has faulty lines."""
     if not index.faults.total:
         return {segment: segment.first_row for segment in index.segments}
-    groups = [
-        index.segments[i : i + segments_per_task] for i in range(0, len(index.segments), segments_per_task)
-    ]
+    groups = [index.segments[i : i + segments_per_task] for i in range(0, len(index.segments), segments_per_task)]
     dataset = tasks_dataset("count lines", _count_lines, groups, placement=placement, block_bytes=1 << 12)
-    lines = [
-        count
-        for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow")
-        for count in table.column("lines").to_pylist()
-    ]
+    lines: list[int] = []
+    for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
+        assert isinstance(table, pa.Table)
+        lines.extend(table.column("lines").to_pylist())
     starts = np.concatenate([[0], np.cumsum(lines, dtype=np.int64)])
     assert int(starts[-1]) == index.rows + index.faults.total
     return {segment: int(start) for segment, start in zip(index.segments, starts[:-1], strict=True)}

@@ -89,7 +89,7 @@ def run(
     first_step, rows_before = progress.step, progress.rows
     total = first_step + loader.steps
     evaluate_every = config.evaluate_every or max(1, math.ceil(loader.steps_per_epoch / 4))
-    pipeline = setup.make_pipeline()
+    pipeline = setup.pipeline
     setup.model.train()
     for stop, evaluate_now, save_now in boundaries(
         first_step, total, evaluate_every=evaluate_every, save_every=config.checkpoint.every
@@ -159,12 +159,12 @@ def drain(pipeline: Any, batches: Iterator[Any]) -> None:
 def evaluate(setup: WorkerSetup, name: str) -> dict[str, float]:
     """Scores every row of an evaluation set once; collective."""
     setup.model.eval()
-    pipeline, metrics = setup.make_pipeline(), setup.make_metrics()
-    batches = setup.eval_batches[name]()
+    metrics, batches = setup.make_metrics(), setup.eval_batches[name]()
     while True:
         try:
-            metrics.update(pipeline.progress(batches))
+            metrics.update(setup.pipeline.progress(batches))
         except StopIteration:
+            setup.pipeline.reset()
             return metrics.compute()
 
 

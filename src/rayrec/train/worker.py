@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import logging
 import os
@@ -20,6 +21,8 @@ from rayrec.train import loop
 from rayrec.train.loop import Progress
 from rayrec.train.state import all_tensors, make_state, model_tensors
 from rayrec.workloads.base import TrainConfig, WorkerContext, WorkerSetup
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +45,7 @@ def train_worker(arguments: dict[str, Assignment]) -> None:
     context = ray.train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()
     quiet_logs(storage.join(folder, "logs", f"worker_{rank}.log"))
+    keep_freed_memory()
     device = ray.train.torch.get_device() if config.scaling.use_gpu else torch.device("cpu")
     if device.type == "cpu":
         cores = os.cpu_count() or 1
@@ -123,6 +127,18 @@ def _finish(assignment: Assignment, setup: WorkerSetup, progress: Progress, log:
             "validation": progress.metrics,
         },
     )
+
+
+def keep_freed_memory() -> None:
+    """Lets glibc keep and reuse what tensors of some megabytes free, instead of returning it to the kernel and faulting
+    every page in again in the next step. Worth a third of the speed of training on CPU; other C libraries have no
+    `mallopt` and are left alone."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:
+        return
+    for parameter, value in ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 1 << 30), (_M_TOP_PAD, 64 << 20)):
+        mallopt(ctypes.c_int(parameter), ctypes.c_int(value))
 
 
 def quiet_logs(path: str) -> None:

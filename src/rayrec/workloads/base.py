@@ -134,6 +134,8 @@ class TrainConfig(Config):
     """Passes over the training rows."""
     batch_size: int = 2048
     """Rows a worker takes in a step; times the number of workers is the global batch."""
+    min_steps_per_epoch: int = 1
+    """Where the data is so small that an epoch would have fewer steps than this, batches are made smaller."""
     eval_batch_size: int = 8192
     """Rows a worker scores at once."""
     evaluate_every: int | None = None
@@ -163,7 +165,7 @@ class TrainConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("epochs", "batch_size", "eval_batch_size", "log_every"):
+        for name in ("epochs", "batch_size", "min_steps_per_epoch", "eval_batch_size", "log_every"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}: {getattr(self, name)} must be at least 1")
         for name in ("steps", "evaluate_every"):
@@ -172,6 +174,11 @@ class TrainConfig(Config):
                 raise InputError(f"{name}: {value} must be at least 1")
         if not 0 <= self.max_bad_fraction <= 1:
             raise InputError(f"max_bad_fraction: {self.max_bad_fraction} must lie between 0 and 1")
+
+
+def effective_batch_size(config: TrainConfig, rows: int) -> int:
+    """Rows a worker takes in a step, given the rows of an epoch. Pure."""
+    return max(1, min(config.batch_size, rows // (config.scaling.num_workers * config.min_steps_per_epoch)))
 
 
 @dataclass(frozen=True)
@@ -250,8 +257,8 @@ class WorkerSetup:
     model: torch.nn.Module
     optimizer: Any
     """A KeyedOptimizer or torch optimizer over all parameters that do not update themselves."""
-    make_pipeline: Callable[[], TrainPipeline]
-    """A fresh pipeline over the model, for training or, with the model in eval mode, for evaluation."""
+    pipeline: TrainPipeline
+    """Over the model: trains it, or, while it is in eval mode, scores with it."""
     set_learning_rate: Callable[[int, int], None]
     """Sets the learning rates of a step (from 0) of a run of so many steps."""
     make_loader: Callable[[dict[str, Any] | None, int], TrainLoader]

@@ -1,4 +1,4 @@
-"""The click model whole in one process, for scoring: plain tables instead of sharded ones, no optimizer, no gradients."""
+"""The click model whole in one process, for scoring: plain tables instead of sharded ones, no optimizer."""
 
 from __future__ import annotations
 

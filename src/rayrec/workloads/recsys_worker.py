@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.model_parallel import DataParallelWrapper
+from torchrec.distributed.train_pipeline import TrainPipeline, TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer
@@ -19,9 +21,10 @@ from rayrec.data.loader import ClickLoader
 from rayrec.data.position import EpochOrder, Position
 from rayrec.metrics import BinaryMetricsAccumulator
 from rayrec.models.dlrm import multiply_adds
+from rayrec.models.embeddings import initialize_shards
 from rayrec.optim import learning_rates, set_learning_rates
 from rayrec.sharding import describe, embedding_sharders, placements, plan_sharding
-from rayrec.workloads.base import WorkerContext, WorkerSetup
+from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_size
 
 if TYPE_CHECKING:
     from rayrec.workloads.recsys import ClickWorkload, Prepared
@@ -63,11 +66,13 @@ def available_host_bytes() -> int:
 def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) -> WorkerSetup:
     """Everything the loop needs. The plan is made on rank 0 and shared, since free memory differs between ranks."""
     config, schema = context.config, prepared.schema
+    batch_size = effective_batch_size(config, prepared.sets["train"].rows)
     model = workload.model.build(
         num_embeddings=prepared.num_embeddings,
         num_dense=len(schema.dense),
         precision=config.precision,
         seed=config.seed,
+        features=schema.sparse,
     )
     optimizer_class, optimizer_arguments = workload.sparse_optimizer.build()
     apply_optimizer_in_backward(optimizer_class, model.embeddings.parameters(), optimizer_arguments)
@@ -75,7 +80,7 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
         model,
         world_size=context.world_size,
         device="cuda" if context.device.type == "cuda" else "cpu",
-        batch_size=config.batch_size,
+        batch_size=batch_size,
         memory_bytes=agreed(memory_per_worker(context)),
         local_world_size=local_workers(context),
         config=workload.sharding,
@@ -88,7 +93,9 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
         device=context.device,
         plan=plan,
         sharders=embedding_sharders(),
+        data_parallel_wrapper=None if context.world_size > 1 else Unwrapped(),
     )
+    initialize_shards(sharded, seed=config.seed)
     dense = workload.dense_optimizer.build_keyed(dict(in_backward_optimizer_filter(sharded.named_parameters())))
     optimizer = CombinedOptimizer([sharded.fused_optimizer, dense])
     base_rates = learning_rates(optimizer)
@@ -111,8 +118,8 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
     def make_loader(state: dict[str, Any] | None, step: int) -> ClickLoader:
         return loader(
             prepared.sets["train"],
-            epochs=config.epochs if config.steps is None else epochs_for(config.steps, prepared.sets["train"], context),
-            batch_size=config.batch_size,
+            epochs=config.epochs if config.steps is None else epochs_for(config.steps, prepared.sets["train"].rows, context),
+            batch_size=batch_size,
             position=Position() if state is None else Position.from_dict(state),
             max_steps=None if config.steps is None else max(0, config.steps - step),
         )
@@ -123,7 +130,7 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
     return WorkerSetup(
         model=sharded,
         optimizer=optimizer,
-        make_pipeline=lambda: make_pipeline(sharded, optimizer, context.device),
+        pipeline=make_pipeline(sharded, optimizer, context),
         set_learning_rate=lambda step, total: set_learning_rates(
             optimizer, base_rates=base_rates, schedule=workload.schedule.for_steps(total), step=step
         ),
@@ -133,6 +140,7 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
         described={
             "tables": [dataclasses.asdict(placement) for placement in placements(plan, config=workload.sharding)],
             "plan": describe(plan, config=workload.sharding),
+            "batch_size": batch_size,
             "multiply_adds_per_row": multiply_adds(
                 workload.model, num_dense=len(schema.dense), num_sparse=len(schema.sparse)
             ),
@@ -149,14 +157,22 @@ def agreed(value: int) -> int:
     return int(tensor.item())
 
 
-def epochs_for(steps: int, order: EpochOrder, context: WorkerContext) -> int:
+def epochs_for(steps: int, rows: int, context: WorkerContext) -> int:
     """Epochs that hold so many steps; workers that come and go shorten an epoch's last step, hence one more."""
-    per_epoch = max(1, -(-order.rows // (context.world_size * context.config.batch_size)))
+    per_epoch = max(1, -(-rows // (context.world_size * effective_batch_size(context.config, rows))))
     return -(-steps // per_epoch) + 1
 
 
-def make_pipeline(model: torch.nn.Module, optimizer: Any, device: torch.device) -> Any:
-    """TorchRec's pipeline that exchanges the ids of the next batches while the current one computes."""
-    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+class Unwrapped(DataParallelWrapper):
+    """Leaves the replicated part as it is: one worker has nobody to average gradients with."""
 
-    return TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        pass
+
+
+def make_pipeline(model: torch.nn.Module, optimizer: Any, context: WorkerContext) -> TrainPipeline:
+    """Several workers, or a GPU: the pipeline that exchanges ids and copies the next batch while the current one computes.
+    One worker on CPU has neither to hide, and its own look-ahead would only cost time."""
+    if context.world_size == 1 and context.device.type == "cpu":
+        return TrainPipelineBase(model, optimizer, context.device)
+    return TrainPipelineSparseDist(model, optimizer, context.device, execute_all_batches=True)

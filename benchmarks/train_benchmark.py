@@ -1,0 +1,216 @@
+"""Training speed of criteo_kaggle's network: from raw TSV through Ray, from ready-made batches without Ray, TorchRec's own
+DLRM, and the machine's matrix-product peak. Every candidate runs in a process of its own, all in turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from logs import synthetic_log
+from rows import emit, interleaved, say
+
+MULTIPLY_ADDS = 486_032
+FLOP_PER_ROW = 6 * MULTIPLY_ADDS - 2 * 13 * 512  # backward costs twice the forward pass, less the gradient of the input
+HERE = Path(__file__).parent
+
+
+def child(task: str, **arguments: Any) -> float:
+    """Runs `task` in a fresh process and returns the number it prints last."""
+    command = [sys.executable, __file__, task, json.dumps(arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, check=False, timeout=900)
+    if done.returncode:
+        raise RuntimeError(f"{task} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return float(done.stdout.strip().splitlines()[-1])
+
+
+def recipe(path: str, *, precision: str, batch_size: int, workers: int, steps: int, storage: str) -> Any:
+    from rayrec.recipes import criteo_kaggle
+
+    return criteo_kaggle(path).replace(
+        precision=precision,
+        batch_size=batch_size,
+        steps=steps,
+        evaluate_every=10**9,
+        log_every=10,
+        storage_path=storage,
+        scaling={"num_workers": workers},
+        cluster={"num_cpus": 2},
+    )
+
+
+def from_raw(*, path: str, precision: str, batch_size: int, workers: int, steps: int) -> float:
+    """Rows/s from raw TSV, on the fly, under Ray Train and Ray Data, once the first fifth of the steps is over."""
+    from rayrec.observe.console import Console
+    from rayrec.observe.events import read_events
+    from rayrec.train.trainer import train
+
+    with tempfile.TemporaryDirectory() as storage:
+        cache = os.path.join(os.path.dirname(path), ".cache")
+        os.makedirs(cache, exist_ok=True)
+        os.symlink(cache, os.path.join(storage, ".cache"))
+        config = recipe(path, precision=precision, batch_size=batch_size, workers=workers, steps=steps, storage=storage)
+        result = train(config, console=Console(quiet=True))
+        events = read_events(os.path.join(result.folder, "events.jsonl"), kinds={"step"})
+    late = [event for event in events if event["step"] > steps // 5]
+    rows = late[-1]["rows"] - late[0]["rows"]
+    seconds = sum((b["rows"] - a["rows"]) / b["rows_per_s"] for a, b in zip(late, late[1:], strict=False))
+    blocked = sum(event["blocked_fraction"] for event in late) / len(late)
+    print(f"blocked on data {blocked:.1%}", file=sys.stderr)
+    return rows / seconds
+
+
+def _table_sizes(path: str) -> list[int]:
+    from rayrec.data.counting import Counts, VocabularyConfig, make_preprocessor
+    from rayrec.data.parsing import RawRows, max_rows_in, padded, parse_into
+    from rayrec.datasets.criteo import SCHEMA
+
+    with open(path, "rb") as file:
+        text = file.read()
+    raw = RawRows(SCHEMA, max_rows_in(SCHEMA, len(text)))
+    parse_into(raw, padded(text), len(text))
+    counts = Counts.empty(SCHEMA)
+    for column, counter in enumerate(counts.tokens):
+        counter.count(raw, column)
+    counts.rows = raw.rows
+    return make_preprocessor("rayrec", SCHEMA, counts, VocabularyConfig(min_count=10)).num_embeddings
+
+
+def _ready_batches(sizes: list[int], batch_size: int, number: int = 24) -> list[Any]:
+    """Batches of skewed random ids, like those of a log whose ids are ordered by frequency."""
+    import numpy as np
+    import torch
+
+    from rayrec.batch import ClickBatch
+    from rayrec.data.loader import one_hot_features
+
+    random = np.random.default_rng(0)
+    batches = []
+    for _ in range(number):
+        skewed = random.random((len(sizes), batch_size)) ** 4
+        ids = (skewed * np.array(sizes)[:, None]).astype(np.int32)
+        batches.append(
+            ClickBatch(
+                torch.from_numpy(random.standard_normal((batch_size, 13), dtype=np.float32)),
+                one_hot_features([f"cat_{i}" for i in range(26)], ids),
+                torch.from_numpy((random.random(batch_size) < 0.26).astype(np.float32)),
+                1 / batch_size,
+            )
+        )
+    return batches
+
+
+def _one_process() -> None:
+    import torch
+
+    folder = tempfile.mkdtemp()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/init", rank=0, world_size=1)
+
+
+def _rate(pipeline: Any, batches: list[Any], steps: int, before_step: Any = None) -> float:
+    """Rows/s of `steps` steps, after a fifth as many to warm up."""
+    from itertools import cycle, islice
+
+    warm = max(5, steps // 5)
+    source = islice(cycle(batches), warm + steps + 8)
+    for step in range(warm + steps):
+        if step == warm:
+            start = time.perf_counter()
+        if before_step:
+            before_step(step, steps)
+        pipeline.progress(source)
+    return steps * len(batches[0].labels) / (time.perf_counter() - start)
+
+
+def from_ready(*, path: str, precision: str, batch_size: int, steps: int) -> float:
+    """Rows/s of the same training code on batches that lie ready in memory, without Ray."""
+    import torch
+
+    from rayrec.data.log import Segment
+    from rayrec.data.placement import TaskPlacement
+    from rayrec.data.position import EpochOrder, Part
+    from rayrec.datasets.criteo import SCHEMA
+    from rayrec.train.worker import keep_freed_memory
+    from rayrec.workloads.base import WorkerContext
+    from rayrec.workloads.recsys import Prepared
+
+    keep_freed_memory()
+    torch.set_num_threads(os.cpu_count() or 1)
+    _one_process()
+    config = recipe(path, precision=precision, batch_size=batch_size, workers=1, steps=steps, storage="")
+    sizes = _table_sizes(path)
+    order = EpochOrder((Part(Segment("", 0, 1, 0, 10**9), 0, 10**9),), "none", 0, 1)
+    prepared = Prepared(None, "", SCHEMA, sizes, {"train": order}, 0, "", None)  # type: ignore[arg-type]
+    setup = config.workload.set_up(WorkerContext(config, 0, 1, torch.device("cpu"), TaskPlacement()), prepared)
+    setup.model.train()
+    return _rate(setup.pipeline, _ready_batches(sizes, batch_size), steps, setup.set_learning_rate)
+
+
+def torchrec_dlrm(*, path: str, precision: str, batch_size: int, steps: int) -> float:
+    """Rows/s of TorchRec's own DLRM, planned, sharded and pipelined by TorchRec, on ready-made batches, without Ray."""
+    import torch
+    from peers.torchrec_dlrm import build
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    _one_process()
+    sizes = _table_sizes(path)
+    pipeline = build(sizes, precision=precision)
+    return _rate(pipeline, _ready_batches(sizes, batch_size), steps)
+
+
+def matrix_peak(*, precision: str, engine: str) -> float:
+    """FLOP/s of a 2048 x 512 x 512 product through MKL (torch's default for float32 here) or oneDNN, all cores."""
+    import torch
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    x, w, b = torch.randn(2048, 512).to(dtype), torch.randn(512, 512).to(dtype), torch.zeros(512, dtype=dtype)
+    if engine == "default":
+        product = lambda: torch.nn.functional.linear(x, w, b)  # noqa: E731
+    else:
+        product = lambda: torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], "")  # noqa: E731
+    best = 0.0
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(20):
+            product()
+        best = max(best, 20 * 2 * 2048 * 512 * 512 / (time.perf_counter() - start))
+    return best
+
+
+def main(*, quick: bool) -> None:
+    rows = 500_000 if quick else 4_000_000
+    path = synthetic_log(rows)
+    repeats = 1 if quick else 3
+    for precision in ("fp32", "bf16"):
+        peak = child("matrix_peak", precision=precision, engine="onednn")
+        default_peak = child("matrix_peak", precision=precision, engine="default")
+        for batch_size in (2048, 8192):
+            steps = (60 if quick else 600) * 2048 // batch_size
+            common = {"path": path, "precision": precision, "batch_size": batch_size, "steps": steps}
+            say(f"{precision}, batch {batch_size}:")
+            rates = interleaved(
+                repeats,
+                raw=lambda common=common: child("from_raw", workers=1, **common),
+                ready=lambda common=common: child("from_ready", **common),
+                torchrec=lambda common=common: child("torchrec_dlrm", **common),
+            )
+            workload = f"criteo_kaggle network, {precision}, batch {batch_size}, 1 worker, from raw TSV"
+            limit = peak / FLOP_PER_ROW
+            for peer, rate in (
+                ("ready-made batches, the same code without Ray", rates["ready"]),
+                ("TorchRec's own DLRM on ready-made batches", rates["torchrec"]),
+                (f"matrix-product peak {peak / 1e9:.0f} GFLOP/s (torch's default engine {default_peak / 1e9:.0f})", limit),
+            ):
+                emit("train", peer=peer, workload=workload, value=rates["raw"], ratio=rates["raw"] / rate, repeats=repeats,
+                     peer_rows_per_s=round(rate))
+
+
+if __name__ == "__main__":
+    tasks = {task.__name__: task for task in (from_raw, from_ready, torchrec_dlrm, matrix_peak)}
+    print(tasks[sys.argv[1]](**json.loads(sys.argv[2])))

@@ -1,0 +1,347 @@
+"""Judges an installation: what fits together, what does not, and the command that mends it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rayrec.config import InputError
+from rayrec.launch.installation import (
+    FBGEMM,
+    PROBED,
+    Installed,
+    Machine,
+    Probe,
+    installed_distributions,
+    kernels_fault,
+    probe_all,
+    this_machine,
+)
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+_RAY_MEMORY_SHARE, _RAY_SHM_BYTES = 0.3, 10**10
+"""Ray's object store by default: this part of free memory; it reports slowness where /dev/shm gives it less than this
+(ray._private.utils.resolve_object_store_memory)."""
+_MIN_MEMORY_BYTES = 2 << 30
+"""Below this, Ray and two training workers (0.7 GB each with TorchRec imported) do not fit."""
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that does not fit, and what to do."""
+
+    kind: Literal["problem", "note"]
+    """A problem keeps rayrec from working; a note does not."""
+    text: str
+    remedy: tuple[str, ...] = ()
+    """Commands, in order."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The whole examination."""
+
+    machine: Machine
+    installed: dict[str, str]
+    """Versions by distribution, of those that rayrec names itself."""
+    probes: dict[str, Probe]
+    """What came of importing, by module."""
+    kernels: str | None
+    """Why the compiled kernels do not load; None where they do."""
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing keeps rayrec from working."""
+        return not any(finding.kind == "problem" for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return {"ok": self.ok, **asdict(self)}
+
+    def lines(self) -> list[str]:
+        """A table for people, then what does not fit."""
+        machine = self.machine
+        shm = "none" if machine.shm_bytes is None else f"{_gib(machine.shm_bytes)} free"
+        rows = [
+            ("python", f"{machine.python}, {machine.platform}"),
+            ("CPU cores", str(machine.cpu_cores)),
+            ("memory", f"{_gib(machine.free_memory_bytes)} free of {_gib(machine.memory_bytes)}"),
+            ("/dev/shm", f"{shm}; Ray's object store takes {_gib(_object_store_bytes(machine))}"),
+            ("CUDA", ", ".join(machine.cuda_devices) or "no device"),
+            ("kernels", "compiled" if self.kernels is None else f"FAIL: {self.kernels}"),
+        ]
+        rows += [(f"import {name}", _probe_text(probe)) for name, probe in self.probes.items()]
+        rows += list(self.installed.items())
+        width = max(len(name) for name, _ in rows) + 2
+        lines = [f"{name:{width}}{value}" for name, value in rows]
+        for finding in self.findings:
+            lines += ["", f"{finding.kind}: {finding.text}", *(f"    {command}" for command in finding.remedy)]
+        count = sum(finding.kind == "problem" for finding in self.findings)
+        return [*lines, "", "all fits together" if self.ok else f"{count} problem{'s' * (count > 1)}"]
+
+
+def doctor(
+    *,
+    installed: Mapping[str, Installed] | None = None,
+    probes: Mapping[str, Probe] | None = None,
+    machine: Machine | None = None,
+    pip: str | None = None,
+) -> Report:
+    """Examines this interpreter's installation and this machine; takes some 15 s, for it imports torch elsewhere.
+
+    Each argument stands for what would else be found out; `pip` is how the user calls this environment's pip. Raises
+    InputError where not even `packaging`, which reads versions, is installed.
+    """
+    pip = pip or _pip()
+    try:
+        import packaging.requirements  # noqa: F401
+    except ModuleNotFoundError:
+        raise InputError(
+            f"rayrec is installed without what it needs; {pip} install packaging, then ask again"
+        ) from None
+    installed = installed_distributions() if installed is None else installed
+    probes = probe_all(PROBED) if probes is None else probes
+    machine = this_machine() if machine is None else machine
+    kernels = kernels_fault()
+    named = dict.fromkeys(["rayrec", *sorted(map(_name, _own_requirements(installed))), "torchrec", *FBGEMM])
+    return Report(
+        machine=machine,
+        installed={name: _version_text(name, installed[name]) for name in named if name in installed},
+        probes=dict(probes),
+        kernels=kernels,
+        findings=tuple(diagnose(installed, probes, machine, kernels=kernels, pip=pip)),
+    )
+
+
+def diagnose(
+    installed: Mapping[str, Installed],
+    probes: Mapping[str, Probe],
+    machine: Machine,
+    *,
+    kernels: str | None = None,
+    pip: str = "pip",
+) -> list[Finding]:
+    """What does not fit together, problems first. Pure."""
+    findings = [
+        *_rayrec_findings(installed, machine, kernels, pip),
+        *_fbgemm_findings(installed, probes, machine, pip),
+        *_requirement_findings(installed, pip),
+        *_import_findings(installed, probes, machine, pip),
+        *_machine_findings(machine),
+    ]
+    return sorted(findings, key=lambda finding: finding.kind == "note")
+
+
+def closure(roots: Iterable[Requirement], installed: Mapping[str, Installed]) -> Iterator[tuple[str, Requirement]]:
+    """Every requirement reached from `roots`, with the name of who asks for it ("" for the roots). Pure.
+
+    What is not installed is named, but not followed. Markers are judged for this interpreter.
+    """
+    from packaging.requirements import Requirement
+
+    waiting = [("", requirement) for requirement in roots]
+    seen = set()
+    while waiting:
+        asker, requirement = waiting.pop()
+        if (asker, str(requirement)) in seen:
+            continue
+        seen.add((asker, str(requirement)))
+        yield asker, requirement
+        name = _name(requirement)
+        for text in installed[name].requires if name in installed else ():
+            inner = Requirement(text)
+            if any(_applies(inner, extra) for extra in ("", *requirement.extras)):
+                waiting.append((name, inner))
+
+
+def _rayrec_findings(
+    installed: Mapping[str, Installed], machine: Machine, kernels: str | None, pip: str
+) -> Iterator[Finding]:
+    install = f"{pip} install --no-deps -e .   # in a checkout"
+    if "rayrec" not in installed:
+        yield Finding("problem", "rayrec itself is not installed, only found on the path", (install,))
+    else:
+        wanted = installed["rayrec"].requires_python
+        if not _fits(machine.python, wanted):
+            yield Finding(
+                "problem", f"Python is {machine.python}, rayrec needs {wanted}: make an environment with such a Python"
+            )
+    if kernels is not None:
+        yield Finding("problem", f"the compiled kernels do not load: {kernels}", (install,))
+
+
+def _fbgemm_findings(
+    installed: Mapping[str, Installed], probes: Mapping[str, Probe], machine: Machine, pip: str
+) -> Iterator[Finding]:
+    """TorchRec, and fbgemm with its two builds that own one module."""
+    torchrec, cuda, cpu = _tested_versions(installed)
+    has_cuda = bool(machine.cuda_devices)
+    holders = [name for name in FBGEMM if name in installed and installed[name].holds_fbgemm]
+    is_cuda_build = holders == ["fbgemm-gpu"] and not installed["fbgemm-gpu"].version.endswith("+cpu")
+    anew = (f"{pip} uninstall -y {' '.join(FBGEMM)}", f"{pip} install --no-deps {cuda if has_cuda else cpu}")
+    missing = [] if "torchrec" in installed else [torchrec]
+    if not holders:
+        missing.append(cuda if has_cuda else cpu)
+    fails = _imports(probes, "torch") and not _imports(probes, "fbgemm_gpu")
+    if len(holders) > 1:
+        both = "fbgemm-gpu and fbgemm-gpu-cpu are both installed and have overwritten each other's module fbgemm_gpu"
+        yield Finding("problem", both, anew)
+    elif is_cuda_build and not has_cuda:
+        yield Finding("problem", "fbgemm-gpu is the CUDA build, which does not import without a CUDA device", anew)
+    elif holders and fails:
+        yield Finding("problem", f"fbgemm_gpu does not import: {probes['fbgemm_gpu'].error}", anew)
+    elif holders and has_cuda and not is_cuda_build:
+        cpu_only = f"{holders[0]} is the CPU build: training works, but tables cannot be on this machine's CUDA devices"
+        yield Finding("note", cpu_only, anew)
+    if missing:
+        names = " and ".join(text.split("==")[0] for text in missing)
+        in_name_only = [name for name in FBGEMM if name in installed and not holders]
+        first = (f"{pip} uninstall -y {' '.join(in_name_only)}",) if in_name_only else ()
+        yield Finding("problem", f"not installed: {names}", (*first, f"{pip} install --no-deps {' '.join(missing)}"))
+    if holders == ["fbgemm-gpu-cpu"] and "torchrec" in installed and "fbgemm-gpu" not in installed:
+        yield Finding(
+            "note",
+            "torchrec's metadata asks for fbgemm-gpu: `pip check` says so, and a later `pip install` may fetch that "
+            "CUDA build over this one; packaging/fbgemm-gpu-cpu in rayrec's source tree answers for the name",
+            (f"{pip} install --no-deps ./packaging/fbgemm-gpu-cpu   # in a checkout",),
+        )
+    for name, pin in (("torchrec", torchrec), ("fbgemm-gpu", cuda), ("fbgemm-gpu-cpu", cpu)):
+        if name in installed and len(holders) < 2 and not _fits(installed[name].version, pin.removeprefix(name)):
+            text = f"{name} is {installed[name].version}, rayrec is tested with {pin}"
+            yield Finding("problem", text, (f"{pip} install --no-deps {pin}",))
+
+
+def _requirement_findings(installed: Mapping[str, Installed], pip: str) -> Iterator[Finding]:
+    """Everything else that rayrec and TorchRec need, directly or through others: missing, or of another version."""
+    from packaging.requirements import Requirement
+
+    roots = [*_own_requirements(installed), Requirement("torchrec")]
+    asked: dict[str, set[tuple[str, str]]] = {}
+    for asker, requirement in closure(roots, installed):
+        name, specifier = _name(requirement), str(requirement.specifier)
+        if (
+            name != "torchrec"
+            and name not in FBGEMM
+            and not (name in installed and _fits(installed[name].version, specifier))
+        ):
+            asked.setdefault(name, set()).add((asker or "rayrec", specifier))
+    for name, askers in sorted(asked.items()):
+        have = f"{name} is {installed[name].version}" if name in installed else f"not installed: {name}"
+        needs = ", ".join(f"{asker} needs {name}{specifier}" for asker, specifier in sorted(askers))
+        wanted = name + ",".join(sorted({specifier for _, specifier in askers if specifier}))
+        yield Finding("problem", f"{have}; {needs}", (f"{pip} install {shlex.quote(wanted)}",))
+
+
+def _import_findings(
+    installed: Mapping[str, Installed], probes: Mapping[str, Probe], machine: Machine, pip: str
+) -> Iterator[Finding]:
+    """What is installed and does not import, though what it stands on does."""
+    torch = probes.get("torch")
+    pin = next((str(each) for each in _own_requirements(installed) if _name(each) == "torch"), "torch")
+    if torch is not None and not torch.ok and "torch" in installed:
+        why = f"torch does not import: {torch.error}"
+        if re.search(r"libcu|libnv|libnccl|CUDA", torch.error) and not machine.cuda_devices:
+            why += ". This is its CUDA build without the CUDA libraries; name PyTorch's CPU wheel index to pip"
+            why += " (PIP_EXTRA_INDEX_URL, or PIP_FIND_LINKS for a folder), then"
+            yield Finding("problem", why, (f"{pip} uninstall -y torch", f"{pip} install --no-deps {pin}"))
+        else:
+            yield Finding("problem", why, (f"{pip} uninstall -y torch", f"{pip} install {pin}"))
+    elif torch is not None and torch.ok and machine.cuda_devices and not torch.cuda_devices:
+        build = f"is built for CUDA {torch.cuda_build}" if torch.cuda_build else "is a CPU build"
+        yield Finding(
+            "note", f"torch {build} and sees none of this machine's CUDA devices ({len(machine.cuda_devices)})"
+        )
+    for name, needs in (("torchrec", ("torch", "fbgemm_gpu")), ("ray", ())):
+        if name in installed and all(_imports(probes, each) for each in needs) and not _imports(probes, name):
+            remedy = f"{pip} install --force-reinstall --no-deps {name}=={installed[name].version}"
+            yield Finding("problem", f"{name} does not import: {probes[name].error}", (remedy,))
+
+
+def _machine_findings(machine: Machine) -> Iterator[Finding]:
+    if machine.free_memory_bytes < _MIN_MEMORY_BYTES:
+        need = _gib(_MIN_MEMORY_BYTES)
+        yield Finding("note", f"{_gib(machine.free_memory_bytes)} of memory are free; Ray and two workers need {need}")
+    need_bytes = min(_object_store_bytes(machine), _RAY_SHM_BYTES)
+    if machine.shm_bytes is not None and machine.shm_bytes < need_bytes:
+        size = f"{need_bytes / _GIB:.1f}g"
+        yield Finding(
+            "note",
+            f"/dev/shm has {_gib(machine.shm_bytes)} free, Ray's object store wants {_gib(need_bytes)} there: the rest "
+            "goes through the disk, slowly. In a container, and on a machine as root",
+            (f"docker run --shm-size={size} …", f"mount -o remount,size={size} /dev/shm"),
+        )
+
+
+# -- words and versions
+
+
+def _tested_versions(installed: Mapping[str, Installed]) -> tuple[str, str, str]:
+    """`torchrec`, `fbgemm-gpu` and `fbgemm-gpu-cpu` with the versions that rayrec's extra `cuda` names."""
+    from packaging.requirements import Requirement
+
+    texts = installed["rayrec"].requires if "rayrec" in installed else ()
+    extra = [each for each in map(Requirement, texts) if each.marker is not None and _applies(each, "cuda")]
+    pins = {_name(each): str(each.specifier) for each in extra}
+    fbgemm = pins.get("fbgemm-gpu", "")
+    return f"torchrec{pins.get('torchrec', '')}", f"fbgemm-gpu{fbgemm}", f"fbgemm-gpu-cpu{fbgemm}"
+
+
+def _own_requirements(installed: Mapping[str, Installed]) -> list[Requirement]:
+    """What rayrec needs without any extra."""
+    from packaging.requirements import Requirement
+
+    texts = installed["rayrec"].requires if "rayrec" in installed else ()
+    return [each for each in map(Requirement, texts) if _applies(each, "")]
+
+
+def _applies(requirement: Requirement, extra: str) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+
+
+def _name(requirement: Requirement) -> str:
+    from packaging.utils import canonicalize_name
+
+    return canonicalize_name(requirement.name)
+
+
+def _fits(version: str, specifier: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(specifier).contains(version, prereleases=True)
+
+
+def _imports(probes: Mapping[str, Probe], module: str) -> bool:
+    return module not in probes or probes[module].ok
+
+
+def _object_store_bytes(machine: Machine) -> int:
+    return int(machine.free_memory_bytes * _RAY_MEMORY_SHARE)
+
+
+def _gib(count: float) -> str:
+    return f"{count / _GIB:.1f} GiB"
+
+
+def _probe_text(probe: Probe) -> str:
+    return f"works, {probe.import_s:.1f} s" if probe.ok else f"FAILS: {probe.error}"
+
+
+def _version_text(name: str, installed: Installed) -> str:
+    return installed.version + (" (in name only)" if name == "fbgemm-gpu" and not installed.holds_fbgemm else "")
+
+
+def _pip() -> str:
+    """How the user calls the pip of this interpreter."""
+    on_path = shutil.which("pip")
+    mine = on_path is not None and Path(on_path).parent == Path(sys.executable).parent
+    return "pip" if mine else f"{shlex.quote(sys.executable)} -m pip"

@@ -1,0 +1,269 @@
+"""From log files through Ray Data to batches, as a training run does it, on a local Ray."""
+
+from __future__ import annotations
+
+import gzip
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from rayrec import storage
+from rayrec.batch import ClickBatch
+from rayrec.config import InputError
+from rayrec.data.counting import VocabularyConfig, count_log, make_preprocessor
+from rayrec.data.ingest import index_log, open_log, share_preprocessor, stream
+from rayrec.data.loader import ClickLoader
+from rayrec.data.log import LogIndex, read_segments, select
+from rayrec.data.parsing import parse
+from rayrec.data.placement import TaskPlacement
+from rayrec.data.position import EpochOrder, Part, Piece, Position
+from rayrec.data.preprocessor import Preprocessor
+from rayrec.datasets.criteo import SCHEMA
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
+
+PLACEMENT = TaskPlacement(max_object_store_bytes=50_000_000)
+SEGMENT_BYTES = 1 << 17
+Row = tuple[bytes, ...]
+
+
+def open_here(path: str | Path, folder: Path, notes: list[str] | None = None) -> LogIndex:
+    return open_log(
+        str(path),
+        SCHEMA,
+        segment_bytes=SEGMENT_BYTES,
+        placement=PLACEMENT,
+        cache_folder=str(folder / "cache"),
+        note=(notes if notes is not None else []).append,
+        progress=lambda *_: None,
+    )
+
+
+def parts_of(index: LogIndex) -> tuple[Part, ...]:
+    return tuple(Part(*part) for part in select(index, 0, index.rows))
+
+
+@pytest.fixture(scope="module")
+def index(click_log: Path, tmp_path_factory: pytest.TempPathFactory, local_ray: None) -> LogIndex:
+    return open_here(click_log / "train.txt", tmp_path_factory.mktemp("index"))
+
+
+@pytest.fixture(scope="module")
+def preprocessor(index: LogIndex) -> Preprocessor:
+    counts = count_log(SCHEMA, parts_of(index), placement=PLACEMENT, parts_per_task=4)
+    return make_preprocessor("p", SCHEMA, counts, VocabularyConfig())
+
+
+@pytest.fixture(scope="module")
+def shared(preprocessor: Preprocessor) -> ray.ObjectRef:
+    return share_preprocessor(preprocessor)
+
+
+@pytest.fixture(scope="module")
+def make_loader(index: LogIndex, shared: ray.ObjectRef) -> Callable[..., ClickLoader]:
+    def make(**changes: Any) -> ClickLoader:
+        arguments: dict[str, Any] = {
+            "schema": SCHEMA,
+            "epochs": 1,
+            "batch_size": 777,
+            "rank": 0,
+            "world_size": 1,
+            "position": Position(),
+            "placement": PLACEMENT,
+            "prefetch_blocks": 2,
+            **changes,
+        }
+        return ClickLoader(EpochOrder(parts_of(index), "window", 5, 4), shared, **arguments)
+
+    return make
+
+
+def rows_of(batch: ClickBatch) -> list[Row]:
+    ids = batch.sparse_features.values().reshape(len(SCHEMA.sparse), -1).numpy().T
+    return [
+        (d.tobytes(), i.tobytes(), bytes([int(y)]))
+        for d, i, y in zip(batch.dense_features.numpy(), ids, batch.labels, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(click_log: Path, preprocessor: Preprocessor) -> Counter[Row]:
+    raw, faults = parse(SCHEMA, (click_log / "train.txt").read_bytes())
+    assert (raw.rows, faults.total) == (20_000, 0)
+    encoded = preprocessor.encode(raw)
+    assert encoded.labels is not None
+    ids = np.ascontiguousarray(encoded.ids.T)
+    return Counter(
+        (d.tobytes(), i.tobytes(), bytes([int(y)])) for d, i, y in zip(encoded.dense, ids, encoded.labels, strict=True)
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_row_once_over_the_workers(
+    make_loader: Callable[..., ClickLoader], expected: Counter[Row], world_size: int
+) -> None:
+    batches = [list(make_loader(rank=rank, world_size=world_size)) for rank in range(world_size)]
+    assert len({len(mine) for mine in batches}) == 1
+    for of_step in zip(*batches, strict=True):
+        assert sum(batch.loss_weight * len(batch) / world_size for batch in of_step) == pytest.approx(1)
+    assert Counter(row for mine in batches for batch in mine for row in rows_of(batch)) == expected
+
+
+def test_a_run_goes_on_with_the_very_same_batches(make_loader: Callable[..., ClickLoader]) -> None:
+    settings = {"epochs": 2, "batch_size": 1500, "rank": 1, "world_size": 2, "max_steps": 10}
+    first = make_loader(**settings)
+    whole, states = [], [first.state()]
+    for batch in first:
+        whole.append(rows_of(batch))
+        states.append(first.state())
+    assert len(whole) == 10
+    for step in (3, 7, 8):  # in the first epoch, at its end, in the second
+        again = make_loader(**{**settings, "max_steps": 10 - step}, position=Position.from_dict(states[step]))
+        assert [rows_of(batch) for batch in again] == whole[step:]
+    assert states[7]["epoch"] == 1
+
+
+def test_closing_early_stops_and_lets_others_go_on(make_loader: Callable[..., ClickLoader]) -> None:
+    loader = make_loader()
+    first = rows_of(next(loader))
+    loader.close()
+    other = make_loader()
+    assert rows_of(next(other)) == first
+    other.close()
+
+
+def test_the_index_numbers_every_row_and_is_kept(click_log: Path, tmp_path: Path) -> None:
+    files = storage.list_files(str(click_log / "train.txt"))
+    done: list[int] = []
+    arguments: dict[str, Any] = {"segment_bytes": SEGMENT_BYTES, "placement": PLACEMENT, "cache_folder": str(tmp_path)}
+    made = index_log(files, SCHEMA, **arguments, progress=done.append)
+    assert made.rows == 20_000
+    assert done[-1] == made.size_bytes == files[0].size_bytes
+    done.clear()
+    assert index_log(files, SCHEMA, **arguments, progress=done.append) == made
+    assert not done  # read back
+    assert len(os.listdir(tmp_path)) == 1
+
+
+def test_several_files_and_chunks(click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Days in numeric order, each in several chunks: the same rows as in one piece."""
+    monkeypatch.setattr("rayrec.data.ingest.CHUNK_BYTES", 400_000)
+    lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)[:9000]
+    for day, name in enumerate(("day_2", "day_10", "day_11.gz")):
+        text = b"".join(lines[day * 3000 : day * 3000 + 3000])
+        (tmp_path / name).write_bytes(gzip.compress(text, 1) if name.endswith("gz") else text)
+    notes: list[str] = []
+    index = open_here(tmp_path, tmp_path / "elsewhere", notes)
+    assert len(notes) == 1
+    assert "gzip cannot be split: unpacking" in notes[0]
+    whole, _ = parse(SCHEMA, b"".join(lines))
+    read = read_segments(index.segments, SCHEMA)
+    assert index.rows == read.rows == whole.rows == 9000
+    for name in ("integers", "tokens", "missing", "labels"):
+        assert np.array_equal(getattr(read, name)[:9000], getattr(whole, name)[:9000])
+    assert len({segment.path for segment in index.segments}) == 3
+
+
+def test_bad_rows_are_counted_over_files_and_located(click_log: Path, tmp_path: Path) -> None:
+    good = (click_log / "train.txt").read_bytes().splitlines(keepends=True)[:50]
+    header = b"\t".join(name.encode() for name in SCHEMA.columns) + b"\r\n"
+    first = b"".join([header, *good[:10], b"\r\n", *good[10:20], good[20].rstrip(b"\n")[:-3]])  # ends in the middle
+    second = b"".join(
+        [*good[:30], b"\x89PNG\r\n\x1a\n", b"7" * 5000 + b"\n", *(line[:-1] + b"\r\n" for line in good[30:])]
+    )
+    (tmp_path / "day_0").write_bytes(first)
+    (tmp_path / "day_1.gz").write_bytes(gzip.compress(second))
+    (tmp_path / "day_2").write_bytes(b"")
+    index = open_here(tmp_path, tmp_path / "elsewhere")
+    assert index.rows == 20 + 50
+    # The PNG's eight bytes hold two newlines.
+    assert index.faults.counts == {
+        "label is not 0 or 1": 1,
+        "empty line": 1,
+        "not 8 hexadecimal digits": 1,
+        "too few columns": 2,
+        "line too long": 1,
+    }
+    found = {fault.kind: (fault.path, fault.byte) for fault in index.faults.first}
+    plain = str(tmp_path / "day_0")
+    assert found["label is not 0 or 1"] == (plain, 0)
+    assert found["empty line"] == (plain, first.index(b"\n\r\n") + 1)
+    assert found["not 8 hexadecimal digits"] == (plain, first.rindex(b"\n") + 1)
+    assert found["line too long"][0].endswith("-day_1")
+    assert found["line too long"][1] == second.index(b"7" * 5000)
+    with pytest.raises(InputError, match=r"7\.89% of its lines are faulty.*day_0 at byte 0: label is not 0 or 1"):
+        index.check(0.05, str(tmp_path))
+    index.check(0.08, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("empty", b"", "empty: no usable rows; it is empty"),
+        ("empty.gz", gzip.compress(b""), "no usable rows; it is empty"),
+        ("binary", bytes(range(256)) * 50, "no usable rows; .*binary at byte 0"),
+        ("cut.gz", gzip.compress(b"1" * 1000)[:-9], r"cut\.gz: the gzip file ends in the middle; fetch it again"),
+        ("noise.gz", b"\x1f\x8b" + b"\xff" * 50, r"noise\.gz: damaged gzip file"),
+        (None, b"", "no such file or folder"),
+    ],
+)
+def test_unusable_files_are_refused_in_one_line(tmp_path: Path, name: str | None, data: bytes, message: str) -> None:
+    path = tmp_path / (name or "missing")
+    if name:
+        path.write_bytes(data)
+    with pytest.raises(InputError, match=message) as caught:
+        open_here(path, tmp_path).check(0.5, str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_counting_does_not_depend_on_the_tasks(index: LogIndex, preprocessor: Preprocessor) -> None:
+    for parts_per_task in (1, 100):
+        rows: list[int] = []
+        counts = count_log(
+            SCHEMA, parts_of(index), placement=PLACEMENT, parts_per_task=parts_per_task, progress=rows.append
+        )
+        assert rows[-1] == counts.rows == 20_000
+        assert make_preprocessor("p", SCHEMA, counts, VocabularyConfig()).hash() == preprocessor.hash()
+
+
+def test_streamed_pieces_come_in_order(index: LogIndex, preprocessor: Preprocessor, shared: ray.ObjectRef) -> None:
+    (block, *_) = EpochOrder(parts_of(index), "none", 0, 3).blocks(0)
+    pieces = [(block, Piece(0, start, start + 100)) for start in (500, 0, 300, 1)]
+    encoded = preprocessor.encode(read_segments([part.segment for part in block.parts], SCHEMA))
+    got = list(stream(pieces, shared, schema=SCHEMA, placement=PLACEMENT))
+    for (_, piece), rows in zip(pieces, got, strict=True):
+        assert (rows.dense == encoded.dense[piece.start : piece.stop]).all()
+        assert (np.stack(rows.ids) == encoded.ids[:, piece.start : piece.stop]).all()
+    assert list(stream([], shared, schema=SCHEMA, placement=PLACEMENT)) == []
+
+
+def test_a_log_changed_under_a_run_stops_it(click_log: Path, tmp_path: Path, preprocessor: Preprocessor) -> None:
+    path = tmp_path / "log.txt"
+    text = b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:1000])
+    path.write_bytes(text)
+    index = open_here(path, tmp_path)
+    path.write_bytes(text[:-5000])
+    loader = ClickLoader(
+        EpochOrder(parts_of(index), "none", 0, 4),
+        share_preprocessor(preprocessor),
+        schema=SCHEMA,
+        epochs=1,
+        batch_size=100,
+        rank=0,
+        world_size=1,
+        position=Position(),
+        placement=PLACEMENT,
+        prefetch_blocks=1,
+    )
+    with pytest.raises(InputError, match=r"log\.txt: bytes .* the file changed, start a new run$") as caught:
+        list(loader)
+    assert type(caught.value) is InputError
+    assert "\n" not in str(caught.value)
+    with pytest.raises(InputError, match=r"^[^\n]*log\.txt: bytes [^\n]* start a new run$"):
+        count_log(SCHEMA, parts_of(index), placement=PLACEMENT, parts_per_task=1)

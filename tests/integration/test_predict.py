@@ -1,0 +1,189 @@
+"""A trained run's scores, from the log to Parquet: in order, each row once, and the same as while training."""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from rayrec import recipes
+from rayrec.config import InputError
+from rayrec.metrics import binary_metrics
+from rayrec.observe.console import Console
+from rayrec.serve import predict as serving
+
+if TYPE_CHECKING:
+    from rayrec.train.trainer import Result
+    from rayrec.workloads.base import TrainConfig
+
+pytestmark = pytest.mark.ray
+
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture(scope="module")
+def result(local_ray: None, click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    from rayrec.train.trainer import train
+
+    model = {"embedding_dim": 4, "bottom_mlp": (16, 4), "top_mlp": (16, 1)}
+    config = recipes.criteo_demo(path=str(click_log / "train.txt")).replace(
+        workload={"model": model},
+        steps=5,
+        batch_size=256,
+        name="tiny",
+        storage_path=str(tmp_path_factory.mktemp("runs")),
+        scaling={"num_workers": 1},
+        cluster={"num_cpus": 2},
+    )
+    return train(config, console=QUIET)
+
+
+@pytest.fixture(scope="module")
+def config(result: Result) -> TrainConfig:
+    """As the checkpoint has it, but for small blocks, so that a small log has many."""
+    text = Path(result.checkpoint, "config.yaml").read_text()
+    return recipes.load_config(text).replace(eval_data={"block_bytes": 1 << 18, "segments_per_block": 2})
+
+
+@pytest.fixture(scope="module")
+def lines(click_log: Path) -> list[bytes]:
+    return (click_log / "train.txt").read_bytes().splitlines(keepends=True)
+
+
+def _unlabelled(lines: list[bytes]) -> bytes:
+    return b"".join(line.split(b"\t", 1)[1] for line in lines)
+
+
+def _columns(checkpoint: str, path: Path, config: TrainConfig) -> dict[str, np.ndarray]:
+    dataset = serving.predict(checkpoint, str(path), config=config, batch_rows=1000, console=QUIET)
+    batches = list(dataset.iter_batches(batch_size=None))
+    return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+
+
+@pytest.fixture(scope="module")
+def whole(result: Result, click_log: Path, config: TrainConfig) -> dict[str, np.ndarray]:
+    """The predictions of the whole log."""
+    return _columns(result.checkpoint, click_log / "train.txt", config)
+
+
+def test_evaluate_gives_the_metrics_of_training(
+    result: Result, config: TrainConfig, lines: list[bytes], tmp_path: Path
+) -> None:
+    rows = result.summary["rows_of_sets"]["test"]
+    (tmp_path / "test.tsv").write_bytes(b"".join(lines[-rows:]))
+    metrics = serving.evaluate(result.checkpoint, str(tmp_path / "test.tsv"), config=config, console=QUIET)
+    assert metrics["rows"] == rows
+    for name, value in result.metrics.items():
+        assert metrics[name] == pytest.approx(value, abs=1e-6), name
+    assert metrics["bad_rows"] == 0
+    assert metrics["checkpoint"] == result.checkpoint
+    assert metrics["preprocessor"] == result.summary["preprocessor"]
+
+
+def test_predictions_are_in_order(
+    whole: dict[str, np.ndarray], lines: list[bytes], result: Result, config: TrainConfig, click_log: Path
+) -> None:
+    assert list(whole) == ["row", "score", "logit", "label"]
+    assert [whole[name].dtype for name in whole] == [np.int64, np.float32, np.float32, np.float32]
+    assert whole["row"].tolist() == list(range(len(lines)))
+    assert whole["label"].tolist() == [float(line[:1]) for line in lines]
+    np.testing.assert_allclose(whole["score"], 1 / (1 + np.exp(-whole["logit"].astype(float))), rtol=1e-6)
+    assert len(np.unique(whole["logit"])) > 10_000
+    metrics = serving.evaluate(result.checkpoint, str(click_log), config=config, console=QUIET)
+    by_hand = binary_metrics(whole["logit"], whole["label"])
+    assert {name: metrics[name] for name in by_hand} == pytest.approx(by_hand, abs=1e-6)
+
+
+def test_scores_do_not_depend_on_labels_packing_or_neighbours(
+    whole: dict[str, np.ndarray], lines: list[bytes], result: Result, config: TrainConfig, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    log.mkdir()
+    (log / "part_2.txt.gz").write_bytes(gzip.compress(_unlabelled(lines[:700])))
+    (log / "part_10.txt.gz").write_bytes(gzip.compress(_unlabelled(lines[700:1500])))
+    got = _columns(result.checkpoint, log, config)
+    assert list(got) == ["row", "score", "logit"]
+    assert got["row"].tolist() == list(range(1500))
+    np.testing.assert_allclose(got["logit"], whole["logit"][:1500], atol=1e-6)
+    (tmp_path / "single.txt").write_bytes(lines[3].rstrip(b"\n"))
+    single = _columns(result.checkpoint, tmp_path / "single.txt", config)
+    assert single["row"].tolist() == [0]
+    np.testing.assert_allclose(single["logit"], whole["logit"][3:4], atol=1e-6)
+
+
+def test_faulty_lines_keep_their_place(
+    whole: dict[str, np.ndarray], lines: list[bytes], result: Result, config: TrainConfig, tmp_path: Path
+) -> None:
+    count = 6000  # several blocks, one of them all good
+    faulty = [place for place in range(count) if place % 7 == 0 and place < 2500] + [count - 1]
+    text = [lines[place] if place not in set(faulty) else b"nonsense\n" for place in range(count)]
+    (tmp_path / "faulty.txt").write_bytes(b"".join(text))
+    with pytest.raises(InputError, match=r"faulty, more than max_bad_fraction.*too few columns"):
+        _columns(result.checkpoint, tmp_path / "faulty.txt", config)
+    lenient = config.replace(max_bad_fraction=0.5)
+    got = _columns(result.checkpoint, tmp_path / "faulty.txt", lenient)
+    expected = np.delete(np.arange(count), faulty)
+    np.testing.assert_array_equal(got["row"], expected)
+    np.testing.assert_allclose(got["logit"], whole["logit"][expected], atol=1e-6)
+    metrics = serving.evaluate(result.checkpoint, str(tmp_path / "faulty.txt"), config=lenient, console=QUIET)
+    assert (metrics["rows"], metrics["bad_rows"]) == (len(expected), len(faulty))
+
+
+def test_parquet(
+    whole: dict[str, np.ndarray],
+    result: Result,
+    config: TrainConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serving, "_PART_ROWS", 7000)
+
+    def predict_to(out: Path) -> dict[str, Any]:
+        path = config.train_data.path
+        assert path is not None
+        return serving.predict_to(result.folder, path, str(out), config=config, batch_rows=1000, console=QUIET)
+
+    out = tmp_path / "scores"
+    done = predict_to(out)  # of the run's folder: its newest checkpoint
+    assert (done["rows"], done["bad_rows"], done["out"]) == (20_000, 0, str(out))
+    assert done["rows_per_s"] > 0
+    parts = sorted(out.iterdir())
+    assert [part.name for part in parts] == [f"part-0000{number}.parquet" for number in range(3)]
+    assert [pq.read_metadata(part).num_rows for part in parts] == [7000, 7000, 6000]
+    table = pq.read_table(out)
+    for name, values in whole.items():
+        np.testing.assert_array_equal(table.column(name).to_numpy(), values, name)
+    with pytest.raises(InputError, match="exists already"):
+        predict_to(out)
+
+
+def test_refusals(result: Result, config: TrainConfig, lines: list[bytes], tmp_path: Path) -> None:
+    labelled, unlabelled = tmp_path / "labelled.txt", tmp_path / "unlabelled.txt"
+    labelled.write_bytes(b"".join(lines[:100]))
+    unlabelled.write_bytes(_unlabelled(lines[:100]))
+    with pytest.raises(InputError, match="holds no labels"):
+        serving.evaluate(result.checkpoint, str(unlabelled), config=config, console=QUIET)
+    with pytest.raises(InputError, match="holds no complete checkpoint"):
+        serving.evaluate(str(tmp_path / "none"), str(labelled), config=config, console=QUIET)
+    with pytest.raises(InputError, match="no such file"):
+        serving.evaluate(result.checkpoint, str(tmp_path / "none.txt"), config=config, console=QUIET)
+    mixed = tmp_path / "mixed.txt"
+    mixed.write_bytes(_unlabelled(lines[:2]) + lines[2])
+    with pytest.raises(InputError, match=r"too many columns"):
+        serving.predict(result.checkpoint, str(mixed), config=config, console=QUIET)
+
+    damaged = Path(shutil.copytree(result.checkpoint, tmp_path / "step_00000005"))
+    weights = damaged / "data_00000.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2 : len(content) // 2 + 256] = bytes(256)
+    weights.write_bytes(content)
+    out = tmp_path / "scores"
+    with pytest.raises(InputError, match="damaged, the checksum"):
+        serving.predict_to(str(damaged), str(labelled), str(out), config=config, console=QUIET)
+    assert not out.exists()
+    assert not list(tmp_path.glob("scores*"))

@@ -1,0 +1,269 @@
+"""Batches of all workers together hold every row of an epoch once; any step can be gone on from exactly."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rayrec import storage
+from rayrec.batch import ClickBatch
+from rayrec.data import loader as loader_module
+from rayrec.data.counting import Counts, VocabularyConfig, count_parts, make_preprocessor
+from rayrec.data.ingest import encode_block, from_arrow, to_arrow
+from rayrec.data.loader import ClickLoader, one_hot_features
+from rayrec.data.log import LogIndex, cut, index_chunk, numbered, read_segments, select
+from rayrec.data.parsing import Faults, parse
+from rayrec.data.placement import TaskPlacement
+from rayrec.data.position import Block, EpochOrder, Part, Piece, Position
+from rayrec.data.preprocessor import EncodedRows, Preprocessor
+from rayrec.datasets.criteo import SCHEMA
+
+ROWS = 700
+
+
+def local_stream(pieces: Sequence[tuple[Block, Piece]], preprocessor: Preprocessor, **_: Any) -> Iterator[EncodedRows]:
+    """What ingest.stream does with data tasks, in this process."""
+    for block, piece in pieces:
+        yield from from_arrow(to_arrow(encode_block(block, piece.start, piece.stop, preprocessor)))
+
+
+@pytest.fixture(autouse=True)
+def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader_module, "stream", local_stream)
+
+
+@pytest.fixture(scope="module")
+def prepared(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[LogIndex, Preprocessor]:
+    lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)[:ROWS]
+    lines[100:100] = [b"a bad line\n"]
+    path = tmp_path_factory.mktemp("loader") / "log.txt"
+    path.write_bytes(b"".join(lines))
+    (chunk,) = cut(storage.list_files(str(path)), 1 << 20)
+    entries, faults = index_chunk(chunk, SCHEMA, 9_000)
+    index = LogIndex(numbered(entries), faults)
+    assert (index.rows, index.faults.total) == (ROWS, 1)
+    counts = Counts.empty(SCHEMA)
+    counts.add(count_parts([Part(s, 0, s.rows) for s in index.segments], schema=SCHEMA))
+    return index, make_preprocessor("p", SCHEMA, counts, VocabularyConfig())
+
+
+def order_of(index: LogIndex, start: int = 0, stop: int = ROWS, shuffle: str = "window") -> EpochOrder:
+    return EpochOrder(tuple(Part(*part) for part in select(index, start, stop)), shuffle, 3, 3)
+
+
+def loader(prepared: tuple[LogIndex, Preprocessor], order: EpochOrder | None = None, **changes: Any) -> ClickLoader:
+    arguments: dict[str, Any] = {
+        "schema": SCHEMA,
+        "epochs": 1,
+        "batch_size": 64,
+        "rank": 0,
+        "world_size": 1,
+        "position": Position(),
+        "placement": TaskPlacement(),
+        "prefetch_blocks": 1,
+        **changes,
+    }
+    return ClickLoader(order or order_of(prepared[0]), prepared[1], **arguments)  # type: ignore[arg-type]
+
+
+def rows_of(batch: ClickBatch) -> list[tuple[bytes, ...]]:
+    ids = batch.sparse_features.values().reshape(len(SCHEMA.sparse), -1).numpy().T
+    return [
+        (dense.tobytes(), row.tobytes(), label.tobytes())
+        for dense, row, label in zip(batch.dense_features.numpy(), ids, batch.labels.numpy(), strict=True)
+    ]
+
+
+def log_rows(prepared: tuple[LogIndex, Preprocessor], start: int = 0, stop: int = ROWS) -> list[tuple[bytes, ...]]:
+    encoded = prepared[1].encode(read_segments(prepared[0].segments, SCHEMA), np.arange(start, stop))
+    assert encoded.labels is not None
+    return [
+        (dense.tobytes(), ids.tobytes(), label.tobytes())
+        for dense, ids, label in zip(encoded.dense, np.ascontiguousarray(encoded.ids.T), encoded.labels, strict=True)
+    ]
+
+
+def same(one: ClickBatch, other: ClickBatch) -> bool:
+    return rows_of(one) == rows_of(other) and one.loss_weight == other.loss_weight
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+@pytest.mark.parametrize("batch_size", [1, 33, 64, 350, 1000])
+def test_every_row_of_an_epoch_once(prepared: tuple[LogIndex, Preprocessor], world_size: int, batch_size: int) -> None:
+    if batch_size == 1 and world_size < 3:
+        pytest.skip("slow and like the others")
+    loaders = [loader(prepared, batch_size=batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
+    batches = [list(each) for each in loaders]
+    assert {len(mine) for mine in batches} == {loaders[0].steps}
+    assert loaders[0].steps == loaders[0].steps_per_epoch == math.ceil(math.ceil(ROWS / world_size) / batch_size)
+    assert Counter(row for mine in batches for batch in mine for row in rows_of(batch)) == Counter(log_rows(prepared))
+    done = 0
+    for step, of_step in enumerate(zip(*batches, strict=True)):
+        assert sum(batch.loss_weight * len(batch) / world_size for batch in of_step) == pytest.approx(1)
+        done += sum(len(batch) for batch in of_step)
+        assert loaders[0].rows(step + 1) == done
+        if step + 1 < loaders[0].steps:
+            assert {len(batch) for batch in of_step} == {batch_size}
+    assert done == ROWS
+
+
+def test_without_shuffling_one_worker_reads_the_log_in_order(prepared: tuple[LogIndex, Preprocessor]) -> None:
+    order = order_of(prepared[0], 90, 611, "none")
+    rows = [row for batch in loader(prepared, order, epochs=2) for row in rows_of(batch)]
+    assert rows == 2 * log_rows(prepared, 90, 611)
+
+
+def test_a_worker_may_have_an_empty_batch(prepared: tuple[LogIndex, Preprocessor]) -> None:
+    order = order_of(prepared[0], 0, 5)
+    last = [list(loader(prepared, order, batch_size=1, rank=rank, world_size=4))[-1] for rank in range(4)]
+    assert [len(batch) for batch in last] == [1, 0, 0, 0]
+    assert last[3].sparse_features.stride() == 0
+    assert last[3].sparse_features["cat_3"].values().numel() == 0
+    assert {batch.loss_weight for batch in last} == {4.0}
+
+
+def test_epochs_differ_in_order_only(prepared: tuple[LogIndex, Preprocessor]) -> None:
+    loading = loader(prepared, epochs=2)
+    rows = [row for batch in loading for row in rows_of(batch)]
+    assert loading.steps == 2 * loading.steps_per_epoch
+    assert rows[:ROWS] != rows[ROWS:]
+    assert sorted(rows[:ROWS]) == sorted(rows[ROWS:]) == sorted(log_rows(prepared))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_any_step_can_be_gone_on_from(prepared: tuple[LogIndex, Preprocessor], world_size: int) -> None:
+    for rank in range(world_size):
+        settings = {"epochs": 3, "batch_size": 100, "rank": rank, "world_size": world_size}
+        first = loader(prepared, **settings)
+        states = [first.state()]
+        whole = []
+        for batch in first:
+            whole.append(batch)
+            states.append(first.state())
+        for step in range(len(whole) + 1):
+            again = loader(prepared, **settings, position=Position.from_dict(json.loads(json.dumps(states[step]))))
+            assert again.steps == len(whole) - step
+            assert again.state() == states[step]
+            rest = list(again)
+            assert len(rest) == again.steps
+            assert all(same(one, other) for one, other in zip(rest, whole[step:], strict=True))
+            assert again.state() == states[-1]
+    assert states[-1] == {"epoch": 3, "step_in_deal": 0, "world_size": world_size, "batch_size": 100, "pieces": None}
+
+
+def test_ranks_agree_on_the_state(prepared: tuple[LogIndex, Preprocessor]) -> None:
+    loaders = [loader(prepared, epochs=2, rank=rank, world_size=3) for rank in range(3)]
+    for _ in range(loaders[0].steps):
+        assert len({json.dumps(each.state()) for each in loaders}) == 1
+        for each in loaders:
+            next(each)
+    assert all(next(each, None) is None for each in loaders)
+
+
+@pytest.mark.parametrize(
+    "moves", [[(3, 2, 40), (2, 1, 40), (5, 1, 30), (1, 3, 64)], [(2, 5, 64), (2, 3, 50), (4, 0, 50), (3, 4, 9)]]
+)
+def test_workers_may_come_and_go(prepared: tuple[LogIndex, Preprocessor], moves: list[tuple[int, int, int]]) -> None:
+    """Every row once an epoch and one loader's count of steps left on all ranks, whatever the workers were."""
+    used: Counter[tuple[bytes, ...]] = Counter()
+    state: dict[str, Any] = Position().to_dict()
+    for number, (world_size, steps, batch_size) in enumerate([*moves, (2, 10_000, 64)]):
+        loaders = [
+            loader(
+                prepared,
+                epochs=2,
+                position=Position.from_dict(state),
+                rank=r,
+                world_size=world_size,
+                batch_size=batch_size,
+            )
+            for r in range(world_size)
+        ]
+        assert len({each.steps for each in loaders}) == 1
+        for _ in range(min(steps, loaders[0].steps)):
+            of_step = [next(each) for each in loaders]
+            assert sum(batch.loss_weight * len(batch) / world_size for batch in of_step) == pytest.approx(1)
+            used.update(row for batch in of_step for row in rows_of(batch))
+        assert len({json.dumps(each.state()) for each in loaders}) == 1, number
+        state = loaders[0].state()
+    assert used == Counter({row: 2 * count for row, count in Counter(log_rows(prepared)).items()})
+    assert state["epoch"] == 2
+
+
+def test_max_steps_cuts_the_batches_short(prepared: tuple[LogIndex, Preprocessor]) -> None:
+    whole = list(loader(prepared, epochs=2))
+    for max_steps in (0, 1, 5, 12, 1000):
+        short = loader(prepared, epochs=2, max_steps=max_steps)
+        batches = list(short)
+        assert len(batches) == short.steps == min(max_steps, len(whole))
+        assert all(same(one, other) for one, other in zip(batches, whole, strict=False))
+        assert short.rows(short.steps) == sum(len(batch) for batch in batches)
+
+
+def test_only_the_rows_that_are_wanted_are_asked_for(
+    prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def counting(pieces: Sequence[tuple[Block, Piece]], preprocessor: Preprocessor, **_: Any) -> Iterator[EncodedRows]:
+        asked.extend(piece.rows for _, piece in pieces)
+        return local_stream(pieces, preprocessor)
+
+    monkeypatch.setattr(loader_module, "stream", counting)
+    assert len(list(loader(prepared, max_steps=1))) == 1
+    assert len(asked) == 1
+
+
+def test_a_finished_run_has_nothing_left(prepared: tuple[LogIndex, Preprocessor]) -> None:
+    done = loader(prepared, epochs=2, position=Position(2, 0, 1, 64, None))
+    assert (done.steps, list(done), done.state()["epoch"]) == (0, [], 2)
+
+
+def test_the_end_of_an_epoch_is_the_start_of_the_next(prepared: tuple[LogIndex, Preprocessor]) -> None:
+    """Also where the position says so with a step number, as no loader does."""
+    end = loader(prepared, epochs=2, position=Position(0, 11, 1, 64, None))
+    assert end.steps == 11
+    assert end.state() == {"epoch": 1, "step_in_deal": 0, "world_size": 1, "batch_size": 64, "pieces": None}
+    assert all(same(one, other) for one, other in zip(end, list(loader(prepared, epochs=2))[11:], strict=True))
+
+
+def test_closing_early(prepared: tuple[LogIndex, Preprocessor]) -> None:
+    loading = loader(prepared)
+    next(loading)
+    loading.close()
+    assert list(loading) == []
+
+
+def test_one_hot_features() -> None:
+    ids = np.array([[1, 2, 2**31 - 1], [4, 5, 6]], np.int32)
+    features = one_hot_features(["a", "b"], ids)
+    assert features["a"].values().tolist() == [1, 2, 2**31 - 1]
+    assert features["b"].to_dense()[2].tolist() == [6]
+    assert features.values().dtype == torch.int32
+
+
+def test_arrow_carries_columns_of_one_kind_only() -> None:
+    ids = np.array([[1, 2**25 + 1]], np.int32)
+    (back,) = from_arrow(to_arrow(EncodedRows(np.empty((2, 0), np.float32), ids, None)))
+    assert (back.dense.shape, back.ids[0].tolist(), back.labels) == ((2, 0), [1, 2**25 + 1], None)
+    dense = np.arange(6, dtype=np.float32).reshape(2, 3)
+    (back,) = from_arrow(to_arrow(EncodedRows(dense, np.empty((0, 2), np.int32), np.ones(2, np.float32))))
+    assert (back.dense == dense).all()
+    assert (list(back.ids), len(back)) == ([], 2)
+    assert from_arrow(to_arrow(EncodedRows(dense[:0], np.empty((1, 0), np.int32), None))) == []
+    sliced = to_arrow(EncodedRows(dense, np.array([[7, 8]], np.int32), None)).slice(1)
+    assert from_arrow(sliced)[0].dense.tolist() == [[3, 4, 5]]
+
+
+def test_faults_do_not_move_rows(prepared: tuple[LogIndex, Preprocessor]) -> None:
+    text = Path(prepared[0].segments[0].path).read_bytes()
+    assert parse(SCHEMA, text)[1].counts == {"too few columns": 1}
+    assert isinstance(prepared[0].faults, Faults)

@@ -1,0 +1,275 @@
+"""However a log is cut, every line is read once, in order; changed, damaged and faulty files are refused by name."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.data import log
+from rayrec.data.log import LogIndex, Segment, cut, index_chunk, numbered, read_lines, read_segments, select, unpack
+from rayrec.data.parsing import MAX_LINE_BYTES, Fault, Faults, RawRows, parse
+from rayrec.schema import Schema
+
+SCHEMA = Schema(label="y", dense=("a",), sparse=("b",))
+LINES = [b"1\t5\tdeadbeef", b"0\t-3\t00000001", b"1\t\t", b"1\t123456789\t12345678"]
+BAD_LINES = [b"", b"junk", b"1\tx\tdeadbeef", b"2\t5\tdeadbeef", b"1\t5\t6\t7", b"\0\xff"]
+
+
+def write(folder: Path, text: bytes, name: str = "log.txt") -> storage.File:
+    (folder / name).write_bytes(text)
+    return storage.File(str(folder / name), len(text), 0)
+
+
+def index(file: storage.File, chunk_bytes: int, segment_bytes: int) -> LogIndex:
+    entries, faults = [], Faults()
+    for chunk in cut([file], chunk_bytes):
+        more, found = index_chunk(chunk, SCHEMA, segment_bytes)
+        entries += more
+        faults.add(found)
+    return LogIndex(numbered(entries), faults)
+
+
+def same_rows(one: RawRows, other: RawRows) -> bool:
+    assert one.rows == other.rows
+    return all(
+        np.array_equal(getattr(one, name)[: one.rows], getattr(other, name)[: one.rows])
+        for name in ("integers", "tokens", "missing", "labels")
+    )
+
+
+def check_cutting(folder: Path, text: bytes, chunk_bytes: int, segment_bytes: int) -> None:
+    file = write(folder, text)
+    expected, faults = parse(SCHEMA, text, path=file.path)
+    made = index(file, chunk_bytes, segment_bytes)
+    assert made.rows == expected.rows
+    assert made.faults.counts == faults.counts
+    assert made.faults.first == faults.first
+    assert same_rows(read_segments(made.segments, SCHEMA), expected)
+    row = 0
+    for segment in made.segments:  # each also alone
+        assert segment.first_row == row
+        row += read_segments([segment], SCHEMA).rows
+    end = 0
+    for segment in [*made.segments, Segment(file.path, len(text), len(text), 0, 0)]:
+        gap = text[end : segment.start]
+        assert segment.start >= end
+        # Only the rest of a line that is too long anyway is left out.
+        assert not gap or (
+            b"\n" not in gap[:-1] and len(text[: segment.start].rstrip(b"\n").rsplit(b"\n")[-1]) > MAX_LINE_BYTES
+        )
+        end = segment.stop
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cutting")
+
+
+lines = st.lists(st.sampled_from(LINES + LINES + BAD_LINES), max_size=12)
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    lines=lines,
+    ending=st.sampled_from([b"\n", b"\r\n"]),
+    last=st.booleans(),
+    chunk_bytes=st.integers(1, 300),
+    segment_bytes=st.integers(1, 300),
+)
+def test_any_chunk_and_segment_size(
+    *, folder: Path, lines: list[bytes], ending: bytes, last: bool, chunk_bytes: int, segment_bytes: int
+) -> None:
+    check_cutting(folder, ending.join(lines) + (ending if last else b""), chunk_bytes, segment_bytes)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    lines=st.lists(
+        st.sampled_from(LINES)
+        | st.integers(4085, 4100).map(lambda n: b"1" * n)
+        | st.integers(1, 20_000).map(lambda n: b"x" * n),
+        max_size=8,
+    ),
+    last=st.booleans(),
+    chunk_bytes=st.integers(600, 12_000),
+    segment_bytes=st.integers(1, 9000),
+)
+def test_very_long_lines(folder: Path, lines: list[bytes], last: bool, chunk_bytes: int, segment_bytes: int) -> None:
+    check_cutting(folder, b"\n".join(lines) + (b"\n" if last else b""), chunk_bytes, segment_bytes)
+
+
+@pytest.mark.parametrize("text", [b"", b"\n", b"\n\n\n", b"1", b"1\t5\tdeadbeef", b"\r\n", b"\r", b"1" * 50_000])
+@pytest.mark.parametrize("chunk_bytes", [1, 2, 13, 1 << 20])
+def test_odd_files(tmp_path: Path, text: bytes, chunk_bytes: int) -> None:
+    if len(text) > 1000:
+        chunk_bytes *= 1000
+    check_cutting(tmp_path, text, chunk_bytes, 10)
+
+
+def test_chunks_cover_files_in_order() -> None:
+    files = [storage.File("a", 10, 0), storage.File("empty", 0, 0), storage.File("b", 4, 0)]
+    assert [(c.path, c.start, c.stop, c.file_size) for c in cut(files, 4)] == [
+        ("a", 0, 4, 10),
+        ("a", 4, 8, 10),
+        ("a", 8, 10, 10),
+        ("b", 0, 4, 4),
+    ]
+
+
+def test_a_chunk_s_text_is_its_own_lines(tmp_path: Path) -> None:
+    file = write(tmp_path, b"aa\nbbbb\ncc\n")
+    expected = {0: b"aa\n", 1: b"", 3: b"bbbb\n", 4: b"", 8: b"cc\n", 9: b""}
+    for start, own in expected.items():
+        (chunk,) = [c for c in cut([file], 1) if c.start == start]
+        text, length, byte = read_lines(chunk)
+        assert text[:length].tobytes() == own
+        assert not own or byte == start
+        assert not text[length : length + 64].any()
+
+
+def test_segments_have_about_the_size_asked_for(tmp_path: Path) -> None:
+    file = write(tmp_path, b"\n".join(LINES * 500))
+    sizes = [s.stop - s.start for s in index(file, 1 << 20, 1000).segments]
+    assert all(900 <= size <= 1000 for size in sizes[:-1])
+    assert sizes[-1] <= 1500
+
+
+def test_an_index_comes_back_from_json(tmp_path: Path) -> None:
+    made = index(write(tmp_path, b"\n".join((LINES + BAD_LINES) * 5)), 100, 50)
+    path = str(tmp_path / "index.json")
+    storage.write_json(path, made.to_dict())
+    again = LogIndex.from_dict(storage.read_json(path))
+    assert again == made
+    assert again.rows == 20
+    assert again.size_bytes == made.size_bytes
+
+
+def test_select_finds_every_row_range(tmp_path: Path) -> None:
+    made = index(write(tmp_path, b"\n".join((LINES + BAD_LINES) * 5)), 100, 50)
+    whole = read_segments(made.segments, SCHEMA)
+    for start in range(made.rows + 1):
+        for stop in range(start, made.rows + 1):
+            rows = [s.first_row + row for s, low, high in select(made, start, stop) for row in range(low, high)]
+            assert rows == list(range(start, stop))
+    assert whole.rows == made.rows
+
+
+def test_a_changed_file_is_noticed(tmp_path: Path) -> None:
+    text = b"\n".join(LINES * 20) + b"\n"
+    file = write(tmp_path, text)
+    segments = index(file, 1 << 20, 200).segments
+    for changed in (text[:-1][:-30], b"", text[5:], text.replace(b"deadbeef", b"deadbee")):
+        write(tmp_path, changed)
+        with pytest.raises(InputError, match=r"log\.txt: bytes \d+-\d+ hold \d+ rows where there were \d+"):
+            read_segments(segments, SCHEMA)
+    os.remove(file.path)
+    with pytest.raises(InputError, match=r"log\.txt: no such file"):
+        read_segments(segments, SCHEMA)
+
+
+def test_too_many_bad_rows_are_refused_with_the_first(tmp_path: Path) -> None:
+    file = write(tmp_path, b"\n".join([*LINES, b"junk", *LINES]))
+    made = index(file, 10, 10)
+    made.check(0.12, file.path)
+    with pytest.raises(
+        InputError, match=r"11\.11%.*1 x too few columns.*first: .*log\.txt at byte 52.*--max-bad-fraction"
+    ):
+        made.check(0.11, file.path)
+    for text in (b"", b"junk\n"):
+        with pytest.raises(InputError, match="no usable rows"):
+            index(write(tmp_path, text), 10, 10).check(1.0, file.path)
+
+
+def test_the_identity_follows_files_columns_and_segments() -> None:
+    file = storage.File("a", 1, 2)
+    seen = {
+        log.identity(files, schema, size)
+        for files, schema, size in [
+            ([file], SCHEMA, 5),
+            ([file, file], SCHEMA, 5),
+            ([storage.File("b", 1, 2)], SCHEMA, 5),
+            ([storage.File("a", 2, 2)], SCHEMA, 5),
+            ([storage.File("a", 1, 3)], SCHEMA, 5),
+            ([file], SCHEMA.unlabelled(), 5),
+            ([file], SCHEMA, 6),
+        ]
+    }
+    assert len(seen) == 7
+    assert log.identity([file], SCHEMA, 5) in seen
+
+
+# gzip ----------------------------------------------------------------------------------------------------------------
+
+
+def stored_member(size: int) -> bytes:
+    """A gzip member of exactly `size` bytes."""
+    engine = zlib.compressobj(0, wbits=31)
+    low = size - 200
+    while len(packed := (engine := zlib.compressobj(0, wbits=31)).compress(b"a" * low) + engine.flush()) < size:
+        low += size - len(packed)
+    assert len(packed) == size
+    return packed
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        gzip.compress(b"hello\n" * 1000),
+        gzip.compress(b"one\n") + gzip.compress(b"") + gzip.compress(b"two\n"),
+        gzip.compress(b"one\n") + b"\0" * 100,
+        gzip.compress(b"one\n") + b"\0" * 512 + gzip.compress(b"two\n"),
+        gzip.compress(b""),
+        stored_member(1 << 20) + gzip.compress(b"behind the first read\n"),
+        stored_member((1 << 20) - 1) + gzip.compress(b"header across two reads\n"),
+    ],
+    ids=["one", "several", "padded", "padded between", "empty", "read boundary", "across reads"],
+)
+def test_gzip_is_unpacked_once(tmp_path: Path, packed: bytes) -> None:
+    file = write(tmp_path, packed, "day_0.gz")
+    done: list[int] = []
+    unpacked = unpack(file, str(tmp_path / "plain"), done.append)
+    assert log.is_gzip(file.path)
+    assert Path(unpacked.path).read_bytes() == gzip.decompress(packed)
+    assert unpacked.path.endswith("-day_0")
+    assert sum(done) == unpacked.size_bytes
+    done.clear()
+    assert unpack(file, str(tmp_path / "plain"), done.append) == unpacked
+    assert not done
+    newer = storage.File(file.path, file.size_bytes, file.modified_ns + 1)
+    assert unpack(newer, str(tmp_path / "plain")).path != unpacked.path
+
+
+def test_damaged_gzip_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    packed = gzip.compress(np.random.default_rng(0).integers(0, 256, 5000, np.uint8).tobytes())
+    flipped = bytearray(packed)
+    flipped[-6] ^= 1  # of the CRC
+    for damaged, why in [
+        (packed[:-20], "ends in the middle"),
+        (packed[:5], "ends in the middle"),
+        (packed + packed[:50], "ends in the middle"),
+        (bytes(flipped), "damaged"),
+        (b"\x1f\x8b" + b"\xff" * 100, "damaged"),
+        (packed + b"garbage behind it", "damaged"),
+    ]:
+        file = write(tmp_path, damaged, "day_0.gz")
+        with pytest.raises(InputError, match=rf"day_0\.gz: .*{why}.*fetch it again"):
+            unpack(file, str(tmp_path / "plain"))
+        assert os.listdir(tmp_path / "plain") == []
+
+
+def test_plain_files_are_no_gzip(tmp_path: Path) -> None:
+    for text in (b"", b"\x1f", b"1\t2"):
+        assert not log.is_gzip(write(tmp_path, text).path)
+
+
+def test_faults_are_json() -> None:
+    assert Fault(**vars(Fault("p", 1, "empty line", ""))) == Fault("p", 1, "empty line", "")

@@ -1,0 +1,297 @@
+"""The parser against a slow, obvious one; a catalogue of bad lines: each is counted and located, none is a row."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayrec.data.parsing import MAX_LINE_BYTES, Faults, RawRows, max_rows_in, padded, parse, parse_into
+from rayrec.datasets.criteo import SCHEMA
+from rayrec.schema import Schema
+
+
+def columns(letter: str, count: int) -> tuple[str, ...]:
+    return tuple(f"{letter}{i}" for i in range(count))
+
+
+SCHEMAS = [
+    SCHEMA,
+    SCHEMA.unlabelled(),
+    Schema(label="y", dense=(), sparse=columns("s", 3)),
+    Schema(label="y", dense=columns("d", 3), sparse=()),
+    Schema(label=None, dense=columns("d", 1), sparse=()),
+    Schema(label=None, dense=(), sparse=columns("s", 1)),
+    Schema(label=None, dense=columns("d", 2), sparse=columns("s", 62)),
+]
+
+Row = tuple[int | None, list[int], list[int], int]
+
+
+def reference(schema: Schema, text: bytes) -> tuple[list[Row], list[tuple[int, str, str]]]:
+    """Rows as (label, integers, tokens, missing) and faults as (byte, kind, column)."""
+    rows: list[Row] = []
+    faults: list[tuple[int, str, str]] = []
+    byte = 0
+    for line in re.findall(rb"[^\n]*\n|[^\n]+$", text):
+        kind_or_row = reference_line(schema, line)
+        if isinstance(kind_or_row[0], str):
+            faults.append((byte, *kind_or_row))  # type: ignore[arg-type]
+        else:
+            rows.append(kind_or_row)  # type: ignore[arg-type]
+        byte += len(line)
+    return rows, faults
+
+
+def reference_line(schema: Schema, line: bytes) -> Row | tuple[str, str]:
+    if len(line.removesuffix(b"\n")) > MAX_LINE_BYTES:
+        return "line too long", ""
+    if line.endswith(b"\r\n"):
+        line = line[:-2]
+    line = line.removesuffix(b"\n")
+    if not line:
+        return "empty line", ""
+    fields = line.split(b"\t")
+    if len(fields) != len(schema.columns):
+        return ("too few columns" if len(fields) < len(schema.columns) else "too many columns"), ""
+    label = None
+    if schema.label:
+        if fields[0] not in (b"0", b"1"):
+            return "label is not 0 or 1", schema.label
+        label = int(fields.pop(0))
+    integers, tokens, missing = [], [], 0
+    for i, (name, field) in enumerate(zip(schema.dense + schema.sparse, fields, strict=True)):
+        dense = i < len(schema.dense)
+        if field and not re.fullmatch(rb"-?[0-9]{1,18}" if dense else rb"[0-9a-fA-F]{8}", field):
+            return ("not an integer" if dense else "not 8 hexadecimal digits"), name
+        missing |= (not field) << i
+        (integers if dense else tokens).append(int(field or b"0", 10 if dense else 16))
+    return label, integers, tokens, missing
+
+
+def rows_of(raw: RawRows) -> list[Row]:
+    assert (raw.labels[: raw.rows] <= 1).all() or raw.schema.label is None
+    return [
+        (
+            int(raw.labels[i]) if raw.schema.label else None,
+            raw.integers[i].tolist(),
+            raw.tokens[i].tolist(),
+            int(raw.missing[i]),
+        )
+        for i in range(raw.rows)
+    ]
+
+
+def check(schema: Schema, text: bytes) -> None:
+    rows, faults = reference(schema, text)
+    raw, found = parse(schema, text)
+    assert rows_of(raw) == rows
+    assert [(fault.byte, fault.kind, fault.column) for fault in found.first] == faults[: Faults.keep]
+    counts: dict[str, int] = {}
+    for _, kind, _ in faults:
+        counts[kind] = counts.get(kind, 0) + 1
+    assert found.counts == counts
+    assert found.total == len(faults)
+
+
+def valid_row(schema: Schema, rng: random.Random, missing: float = 0.2) -> bytes:
+    fields = [rng.choice([b"0", b"1"])] if schema.label else []
+    for _ in schema.dense:
+        value = rng.choice([0, 1, rng.randrange(100), -rng.randrange(4), rng.randrange(10**6), 10**18 - 1, 1 - 10**18])
+        fields.append(b"" if rng.random() < missing else str(value).encode())
+    for _ in schema.sparse:
+        token = rng.choice([b"%08x", b"%08X"]) % rng.getrandbits(32)
+        fields.append(b"" if rng.random() < missing else token)
+    return b"\t".join(fields)
+
+
+PIECES = [bytes([byte]) for byte in b"\t\n\r\0-+ 019afgAFGxX.,/:@`\x80\xff\xb0"]
+PIECES += [
+    b"\r\n",
+    b"\t\t",
+    b"\n\n",
+    b"\xc3\xa4",
+    b"9" * 17,
+    b"9" * 19,
+    b"0" * 30,
+    b"abcdef0",
+    b"abcdef012",
+    b"1" * 4090,
+]
+mutations = st.lists(
+    st.tuples(
+        st.sampled_from(["insert", "delete", "replace", "cut"]), st.integers(0, 1 << 20), st.sampled_from(PIECES)
+    ),
+    max_size=6,
+)
+
+
+@settings(max_examples=800, deadline=None)
+@given(
+    schema=st.sampled_from(SCHEMAS),
+    seed=st.integers(0, 1 << 30),
+    num_rows=st.integers(0, 5),
+    ending=st.sampled_from([b"\n", b"\r\n"]),
+    last_ending=st.booleans(),
+    changes=mutations,
+)
+def test_mutated_rows(
+    *, schema: Schema, seed: int, num_rows: int, ending: bytes, last_ending: bool, changes: list[tuple[str, int, bytes]]
+) -> None:
+    rng = random.Random(seed)
+    text = ending.join(valid_row(schema, rng) for _ in range(num_rows)) + (ending if last_ending and num_rows else b"")
+    for kind, where, piece in changes:
+        at = where % (len(text) + 1)
+        if kind == "cut" and where % 5 == 0:
+            text = text[:at]
+        else:
+            text = text[:at] + (b"" if kind == "delete" else piece) + text[at + (kind != "insert") :]
+    check(schema, text)
+
+
+@settings(max_examples=200, deadline=None)
+@given(schema=st.sampled_from(SCHEMAS), text=st.binary(max_size=300))
+def test_any_bytes(schema: Schema, text: bytes) -> None:
+    check(schema, text)
+
+
+@settings(max_examples=200, deadline=None)
+@given(schema=st.sampled_from(SCHEMAS[2:6]), text=st.text("01-\t\n\rafF", max_size=60))
+def test_short_lines_of_the_right_letters(schema: Schema, text: str) -> None:
+    check(schema, text.encode())
+
+
+def test_every_byte_at_every_place_of_a_token() -> None:
+    schema = Schema(label=None, dense=(), sparse=("s",))
+    for place in range(8):
+        check(schema, b"".join(b"12cdEF9a"[:place] + bytes([b]) + b"12cdEF9a"[place + 1 :] + b"\n" for b in range(256)))
+
+
+def test_every_byte_as_label_and_integer() -> None:
+    schema = Schema(label="y", dense=("d",), sparse=())
+    check(schema, b"".join(bytes([b]) + b"\t5\n" for b in range(256)))
+    check(schema, b"".join(b"1\t" + bytes([b]) + b"\n" for b in range(256)))
+    check(schema, b"".join(b"1\t3" + bytes([b]) + b"4\n" for b in range(256)))
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_rows_with_nothing_in_them_fit_the_capacity(schema: Schema) -> None:
+    line = (b"1" if schema.label else b"") + b"\t" * (len(schema.columns) - 1)
+    if len(schema.columns) == 1:
+        line = b"1" if schema.dense else b"00000000"
+    for text in (b"\n".join([line] * 50), b"\n".join([line] * 50) + b"\n", b"\n".join([line] * 50) + b"\n\n"):
+        check(schema, text)
+
+
+def test_the_text_may_be_followed_by_more_of_it() -> None:
+    """A segment in the middle of a buffer: nothing behind its end is used, not even digits."""
+    rng = random.Random(3)
+    rows = [valid_row(SCHEMA, rng) + b"\n" for _ in range(20)]
+    text = b"".join(rows)
+    for cut in range(len(rows[0]) + 1, len(rows[0]) + len(rows[1])):  # in the middle of the second row
+        raw = RawRows(SCHEMA, max_rows_in(SCHEMA, cut))
+        faults = parse_into(raw, padded(text), cut)
+        expected, expected_faults = reference(SCHEMA, text[:cut])
+        assert rows_of(raw) == expected
+        assert [(fault.byte, fault.kind) for fault in faults.first] == [f[:2] for f in expected_faults]
+
+
+def test_rows_are_appended_and_positions_counted_from_the_file_s_start() -> None:
+    schema = Schema(label="y", dense=("d",), sparse=())
+    raw = RawRows(schema, 10)
+    parse_into(raw, padded(b"1\t5\n"), 4, path="p", first_byte=0)
+    faults = parse_into(raw, padded(b"0\t6\n1\tx\n"), 8, path="p", first_byte=1000)
+    assert rows_of(raw) == [(1, [5], [], 0), (0, [6], [], 0)]
+    assert str(faults.first[0]) == "p at byte 1004: not an integer in column d"
+
+
+GOOD = b"1" + b"\t3" * 13 + b"\tdeadbeef" * 26
+BAD_LINES = {
+    "too few columns": [GOOD.rsplit(b"\t", 1)[0], b"a header line", b"1", b"\t" * 38, GOOD.replace(b"\t", b",")],
+    "too many columns": [GOOD + b"\t", GOOD + b"\tdeadbeef", b"\t" * 40, GOOD + GOOD],
+    "label is not 0 or 1": [
+        GOOD.replace(b"1", b"2", 1),
+        GOOD[1:],
+        b"-1" + GOOD[1:],
+        b" 1" + GOOD[1:],
+        b"\xef\xbb\xbf" + GOOD,
+        b"\t".join(SCHEMA.columns[i].encode() for i in range(40)),
+    ],
+    "not an integer": [
+        GOOD.replace(b"\t3", b"\t" + value, 1)
+        for value in (
+            b"x",
+            b"3.0",
+            b"+3",
+            b"-",
+            b"--3",
+            b"3-",
+            b" 3",
+            b"3 ",
+            b"1" * 19,
+            b"NaN",
+            b"0x3",
+            b"3\0",
+            b"\xd9\xa3",
+        )
+    ],
+    "not 8 hexadecimal digits": [
+        GOOD.replace(b"deadbeef", value, 1)
+        for value in (
+            b"deadbee",
+            b"deadbeef0",
+            b"deadbeeg",
+            b"dead eef",
+            b"-eadbeef",
+            b"0xadbeef",
+            b"deadbee\0",
+            b"\xffeadbeef"[:8],
+        )
+    ]
+    + [GOOD[:-1], GOOD + b" ", GOOD + b"\r\r"],
+    "empty line": [b""],
+    "line too long": [b"x" * 4097, b"\t" * 4097, GOOD + b"0" * 4096, b"1" * 100_000],
+}
+
+
+@pytest.mark.parametrize(("kind", "line"), [(kind, line) for kind, lines in BAD_LINES.items() for line in lines])
+@pytest.mark.parametrize("ending", [b"\n", b"\r\n"])
+def test_bad_lines(kind: str, line: bytes, ending: bytes) -> None:
+    text = GOOD + ending + line + ending + GOOD + ending
+    raw, faults = parse(SCHEMA, text, path="log")
+    assert raw.rows == 2
+    assert faults.counts == {kind: 1}
+    (fault,) = faults.first
+    assert (fault.path, fault.byte, fault.kind) == ("log", len(GOOD + ending), kind)
+    assert kind in faults.describe()
+    check(SCHEMA, text)
+
+
+@pytest.mark.parametrize("cut", range(1, len(GOOD)))
+def test_a_truncated_last_line_is_a_fault(cut: int) -> None:
+    raw, faults = parse(SCHEMA, GOOD + b"\n" + GOOD[:cut])
+    last_column_empty = cut == len(GOOD) - 8  # cannot be told from a missing category
+    assert (raw.rows, faults.total) == ((2, 0) if last_column_empty else (1, 1))
+
+
+def test_only_the_first_faults_are_described() -> None:
+    raw, faults = parse(SCHEMA, b"x\n" * 25)
+    assert raw.rows == 0
+    assert faults.total == 25
+    assert [fault.byte for fault in faults.first] == list(range(0, 20, 2))
+    more = Faults.merged([faults, faults])
+    assert (more.total, len(more.first)) == (50, 10)
+    assert "50 x too few columns" in more.describe()
+    assert Faults().describe() == "no faulty rows"
+
+
+def test_a_binary_file_gives_no_rows() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, 200_000, np.uint8).tobytes()
+    raw, faults = parse(SCHEMA, noise)
+    assert raw.rows == 0
+    assert faults.total == noise.count(b"\n") + (not noise.endswith(b"\n"))
+    check(SCHEMA, noise)

@@ -1,0 +1,295 @@
+"""Encoding against plain Python, and a Preprocessor that is loaded as it was saved or not at all."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayrec.config import InputError
+from rayrec.data.parsing import RawRows, parse
+from rayrec.data.preprocessor import (
+    FIRST_ID,
+    MISSING_ID,
+    UNKNOWN_ID,
+    CSparseColumn,
+    DenseColumn,
+    Preprocessor,
+    SparseColumn,
+    num_slots,
+)
+from rayrec.native import library
+from rayrec.schema import Schema
+
+SCHEMA = Schema(label="y", dense=("a", "b"), sparse=("s", "t", "u"))
+TOKENS = {"s": [5, 0, 0xFFFFFFFF, 7], "t": list(range(1000, 6000))}
+LARGE = 40_000_000
+
+
+def make(schema: Schema = SCHEMA) -> Preprocessor:
+    return Preprocessor.build(
+        profile="test",
+        schema=schema,
+        dense=[DenseColumn(0.5, 2.0, -7.5), DenseColumn(-0.25, 0.3)],
+        sparse=[SparseColumn(6, 4), SparseColumn(5002, 5000), SparseColumn(LARGE, None)],
+        tokens=np.array(TOKENS["s"] + TOKENS["t"], np.uint32),
+        constants={"min_count": 2},
+    )
+
+
+def reference_dense(column: DenseColumn, value: int) -> float:
+    return (math.copysign(math.log1p(abs(value)), value) - column.mean) * column.scale
+
+
+def reference_id(column: int, token: int) -> int:
+    if column == 2:
+        return FIRST_ID + token % (LARGE - FIRST_ID)
+    known = TOKENS["st"[column]]
+    return FIRST_ID + known.index(token) if token in known else UNKNOWN_ID
+
+
+def text_of(rows: list[tuple[int, list[int | None], list[int | None]]]) -> bytes:
+    return b"".join(
+        "\t".join(
+            [
+                str(label),
+                *("" if x is None else str(x) for x in dense),
+                *("" if x is None else f"{x:08x}" for x in sparse),
+            ]
+        ).encode()
+        + b"\n"
+        for label, dense, sparse in rows
+    )
+
+
+def check(rows: list[tuple[int, list[int | None], list[int | None]]], order: list[int] | None = None) -> None:
+    preprocessor = make()
+    raw, faults = parse(SCHEMA, text_of(rows))
+    assert not faults.total
+    encoded = preprocessor.encode(raw, None if order is None else np.array(order, np.int64))
+    assert (encoded.dense.dtype, encoded.ids.dtype, encoded.labels.dtype) == (np.float32, np.int32, np.float32)
+    rows = rows if order is None else [rows[i] for i in order]
+    assert len(encoded) == len(rows)
+    assert encoded.labels.tolist() == [label for label, _, _ in rows]
+    dense = [
+        [c.missing_value if x is None else reference_dense(c, x) for c, x in zip(preprocessor.dense, row, strict=True)]
+        for _, row, _ in rows
+    ]
+    np.testing.assert_array_almost_equal_nulp(encoded.dense, np.array(dense, np.float32).reshape(len(rows), 2), 1)
+    ids = [[MISSING_ID if x is None else reference_id(c, x) for c, x in enumerate(row)] for _, _, row in rows]
+    assert encoded.ids.T.tolist() == ids
+
+
+integers = st.none() | st.integers(-20, 20) | st.integers(2000, 2100) | st.integers(1 - 10**18, 10**18 - 1)
+tokens = (
+    st.none()
+    | st.sampled_from([0, 5, 7, 8, 0xFFFFFFFF, 999, 1000, 5999, 6000, LARGE - 3, LARGE - 2])
+    | st.integers(0, 2**32 - 1)
+)
+rows_strategy = st.lists(
+    st.tuples(st.integers(0, 1), st.lists(integers, min_size=2, max_size=2), st.lists(tokens, min_size=3, max_size=3)),
+    max_size=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows_strategy, st.randoms(use_true_random=False))
+def test_encode(rows: list, rng: random.Random) -> None:
+    check(rows)
+    check(rows, [rng.randrange(len(rows)) for _ in range(rng.randrange(6))] if rows else [])
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 255, 256, 257, 3000])
+def test_encode_many_rows(num_rows: int) -> None:
+    """More rows than a tile and, with 3,000, than the table of small logarithms pays for."""
+    rng = random.Random(num_rows)
+    rows = [
+        (
+            rng.randrange(2),
+            [rng.choice([None, rng.randrange(-30, 3000), rng.randrange(10**9)]) for _ in range(2)],
+            [rng.choice([None, 5, rng.randrange(900, 6100), rng.getrandbits(32)]) for _ in range(3)],
+        )
+        for _ in range(num_rows)
+    ]
+    check(rows)
+    check(rows, rng.sample(range(num_rows), num_rows))
+
+
+def test_the_small_table_gives_the_very_same_numbers() -> None:
+    """A row is encoded alike alone (as when serving) and among thousands (as when training)."""
+    raw, _ = parse(SCHEMA, text_of([(0, [x, -x], [None] * 3) for x in range(-20, 3000)]))
+    many = make().encode(raw).dense
+    alone = np.concatenate([make().encode(raw, np.array([i])).dense for i in range(raw.rows)])
+    assert (many == alone).all()
+
+
+def test_ids_above_2_to_the_24_survive() -> None:
+    token = LARGE - FIRST_ID - 1
+    raw, _ = parse(SCHEMA, text_of([(1, [1, 1], [5, 1000, token]), (1, [1, 1], [5, 1000, token - 1])]))
+    ids = make().encode(raw).ids[2]
+    assert ids.tolist() == [LARGE - 1, LARGE - 2]
+    first_id = 2**31 - 10
+    slots, known = np.zeros(16, np.uint64), np.arange(3, dtype=np.uint32)
+    library().rayrec_build_slots(
+        ctypes.c_void_p(known.ctypes.data),
+        ctypes.c_int64(3),
+        ctypes.c_int32(first_id),
+        ctypes.c_void_p(slots.ctypes.data),
+        ctypes.c_int64(16),
+    )
+    column = CSparseColumn(slots.ctypes.data, 15, 28, MISSING_ID, UNKNOWN_ID, 0, 1, 0)
+    asked, out = np.array([2, 3, 0], np.uint32), np.zeros(3, np.int32)
+    library().rayrec_look_up(
+        ctypes.c_void_p(asked.ctypes.data), ctypes.c_int64(3), ctypes.byref(column), ctypes.c_void_p(out.ctypes.data)
+    )
+    assert out.tolist() == [first_id + 2, UNKNOWN_ID, first_id]
+
+
+def test_tables_stay_two_thirds_full_at_most() -> None:
+    for count in [*range(200), 10_000, 1 << 20]:
+        slots = num_slots(count)
+        assert slots & (slots - 1) == 0
+        assert slots * 2 >= count * 3
+        assert slots == 16 or slots < count * 3
+
+
+def test_unlabelled_rows_have_no_labels() -> None:
+    raw, _ = parse(SCHEMA.unlabelled(), b"1\t2\t00000005\t\t\n")
+    encoded = make().encode(raw)
+    assert encoded.labels is None
+    assert encoded.ids.ravel().tolist() == [FIRST_ID, MISSING_ID, MISSING_ID]
+
+
+def test_columns_of_one_kind_only() -> None:
+    schema = Schema(label=None, dense=(), sparse=("s",))
+    preprocessor = Preprocessor.build(
+        profile="", schema=schema, dense=[], sparse=[SparseColumn(3, 1)], tokens=np.array([9], np.uint32), constants={}
+    )
+    encoded = preprocessor.encode(parse(schema, b"00000009\n00000008\n")[0])
+    assert (encoded.dense.shape, encoded.ids.tolist()) == ((2, 0), [[2, 0]])
+    schema = Schema(label=None, dense=("d",), sparse=())
+    preprocessor = Preprocessor.build(
+        profile="", schema=schema, dense=[DenseColumn(0, 1)], sparse=[], tokens=np.zeros(0, np.uint32), constants={}
+    )
+    encoded = preprocessor.encode(parse(schema, b"0\n-0\n")[0])
+    assert (encoded.dense.tolist(), encoded.ids.shape) == ([[0.0], [0.0]], (0, 2))
+
+
+def test_a_vocabulary_that_knows_nothing() -> None:
+    schema = Schema(label=None, dense=(), sparse=("s", "t"))
+    preprocessor = Preprocessor.build(
+        profile="",
+        schema=schema,
+        dense=[],
+        sparse=[SparseColumn(2, 0)] * 2,
+        tokens=np.zeros(0, np.uint32),
+        constants={},
+    )
+    raw: RawRows = parse(schema, b"00000000\t\n")[0]
+    assert preprocessor.encode(raw).ids.ravel().tolist() == [UNKNOWN_ID, MISSING_ID]
+
+
+# Saved and loaded ----------------------------------------------------------------------------------------------------
+
+
+def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
+    preprocessor = make()
+    preprocessor.save(str(tmp_path))
+    again = Preprocessor.load(str(tmp_path))
+    assert again.hash() == preprocessor.hash()
+    assert again.describe() == preprocessor.describe()
+    assert (again.tokens == preprocessor.tokens).all()
+    assert again.tokens.dtype == np.uint32
+    assert (again.slots == preprocessor.slots).all()
+    assert again.num_embeddings == [6, 5002, LARGE]
+    assert sorted(os.listdir(tmp_path)) == ["preprocessor.json", "tokens.npy"]
+
+
+def test_the_hash_follows_everything() -> None:
+    base = {**vars(make())}
+    base.pop("slots")
+    hashes = {make().hash()}
+    other = base["tokens"].copy()
+    other[-1] += 1
+    for change in (
+        {"profile": "other"},
+        {"constants": {"min_count": 3}},
+        {"dense": [DenseColumn(0.5, 2.0, -7.5), DenseColumn(-0.25, np.nextafter(0.3, 1))]},
+        {"tokens": other},
+        {"schema": SCHEMA.replace(label="z")},
+    ):
+        hashes.add(Preprocessor.build(**{**base, **change}).hash())
+    assert len(hashes) == 6
+
+
+def damage_tokens(folder: Path, how: str) -> None:
+    path = folder / "tokens.npy"
+    data = bytearray(path.read_bytes())
+    tokens = np.load(path)
+    if how == "flip":
+        data[-1] ^= 1
+    elif how == "cut":
+        data = data[:-3]
+    elif how == "cut in the header":
+        data = data[:20]
+    elif how == "empty":
+        data = bytearray()
+    elif how == "noise":
+        data = bytearray(b"\x93NUMPY" + os.urandom(50))
+    path.write_bytes(data)
+    if how == "twice":
+        tokens[1] = tokens[0]
+        np.save(path, tokens)
+    elif how == "shorter":
+        np.save(path, tokens[:-1])
+    elif how == "longer":
+        np.save(path, np.append(tokens, np.uint32(1)))
+    elif how == "pickle":
+        np.save(path, np.array([{"a": 1}], object), allow_pickle=True)
+    elif how == "gone":
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    "how", ["flip", "cut", "cut in the header", "empty", "noise", "twice", "shorter", "longer", "pickle", "gone"]
+)
+def test_damaged_tokens_are_refused(tmp_path: Path, how: str) -> None:
+    make().save(str(tmp_path))
+    damage_tokens(tmp_path, how)
+    with pytest.raises(InputError, match=str(tmp_path)):
+        Preprocessor.load(str(tmp_path))
+
+
+def test_a_damaged_description_is_refused(tmp_path: Path) -> None:
+    make().save(str(tmp_path))
+    path = tmp_path / "preprocessor.json"
+    stored = json.loads(path.read_text())
+    for changed in (
+        {**stored, "profile": "x"},
+        {**stored, "dense": stored["dense"][:1]},
+        {**stored, "sparse": stored["sparse"][:2]},
+        {**stored, "sparse": [{"num_embeddings": 3}] * 3},
+        {**stored, "schema": {"label": "y"}},
+        {key: value for key, value in stored.items() if key != "constants"},
+        {key: value for key, value in stored.items() if key != "hash"},
+    ):
+        path.write_text(json.dumps(changed))
+        with pytest.raises(InputError, match=str(tmp_path)):
+            Preprocessor.load(str(tmp_path))
+    path.write_text(json.dumps({**stored, "version": 99}))
+    with pytest.raises(InputError, match="version 99, this rayrec reads version 1"):
+        Preprocessor.load(str(tmp_path))
+    path.write_text("{")
+    with pytest.raises(InputError, match=r"preprocessor\.json: damaged"):
+        Preprocessor.load(str(tmp_path))
+    path.unlink()
+    with pytest.raises(InputError, match=r"holds no preprocessor\.json"):
+        Preprocessor.load(str(tmp_path))

@@ -1,0 +1,343 @@
+"""The doctor names what does not fit and the command that mends it, and survives imports that end the process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from rayrec.config import InputError
+from rayrec.launch import installation
+from rayrec.launch.doctor import Finding, Report, closure, diagnose, doctor
+from rayrec.launch.installation import Installed, Machine, Probe, installed_distributions, probe_all, this_machine
+
+GIB = 1 << 30
+MACHINE = Machine(
+    python="3.11.9",
+    platform="Linux x86_64",
+    cpu_cores=8,
+    memory_bytes=32 * GIB,
+    free_memory_bytes=20 * GIB,
+    shm_bytes=16 * GIB,
+    cuda_devices=(),
+)
+GPU_MACHINE = replace(MACHINE, cuda_devices=("NVIDIA H200",))
+RAYREC = Installed(
+    "0.1.0",
+    requires=(
+        "torch==2.13.0",
+        "ray[data]==2.60.0",
+        "packaging>=24",
+        'torchrec==1.8.0; extra == "cuda"',
+        'fbgemm-gpu==1.8.0; extra == "cuda"',
+        'pytest>=8; extra == "test"',
+    ),
+    requires_python=">=3.11,<3.13",
+)
+CPU = {
+    "rayrec": RAYREC,
+    "torch": Installed("2.13.0+cpu", requires=("sympy>=1.13",)),
+    "sympy": Installed("1.14.0"),
+    "ray": Installed("2.60.0", requires=("click>=7", 'pyarrow>=9; extra == "data"', 'fastapi; extra == "serve"')),
+    "click": Installed("8.1"),
+    "pyarrow": Installed("21.0"),
+    "packaging": Installed("25.0"),
+    "torchrec": Installed("1.8.0", requires=("fbgemm-gpu", "tqdm")),
+    "tqdm": Installed("4.0"),
+    "fbgemm-gpu-cpu": Installed("1.8.0", requires=("numpy",), holds_fbgemm=True),
+    "fbgemm-gpu": Installed("1.8.0+cpu", requires=("fbgemm-gpu-cpu==1.8.0",)),
+    "numpy": Installed("2.1.0"),
+}
+CUDA = {
+    **{name: installed for name, installed in CPU.items() if name != "fbgemm-gpu-cpu"},
+    "torch": Installed("2.13.0", requires=("sympy>=1.13",)),
+    "fbgemm-gpu": Installed("1.8.0", requires=("numpy",), holds_fbgemm=True),
+}
+WORKS = {name: Probe(ok=True, version="1", import_s=0.5) for name in ("torch", "fbgemm_gpu", "torchrec", "ray")}
+WORKS_ON_CUDA = {**WORKS, "torch": replace(WORKS["torch"], cuda_build="13.0", cuda_devices=1)}
+ANEW = "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu"
+
+
+def _without(installed: dict[str, Installed], *names: str) -> dict[str, Installed]:
+    return {name: each for name, each in installed.items() if name not in names}
+
+
+def _only(findings: list[Finding]) -> Finding:
+    assert len(findings) == 1, findings
+    return findings[0]
+
+
+def test_what_fits_has_no_findings() -> None:
+    assert diagnose(CPU, WORKS, MACHINE) == []
+    assert diagnose(CUDA, WORKS_ON_CUDA, GPU_MACHINE) == []
+
+
+def test_pytorch_s_own_cpu_build_of_fbgemm_gpu_fits() -> None:
+    installed = {**_without(CPU, "fbgemm-gpu-cpu"), "fbgemm-gpu": Installed("1.8.0+cpu", holds_fbgemm=True)}
+    assert diagnose(installed, WORKS, MACHINE) == []
+
+
+@pytest.mark.parametrize(
+    ("gone", "machine", "commands"),
+    [
+        (
+            ("torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu"),
+            MACHINE,
+            ("pip install --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0",),
+        ),
+        (("torchrec",), MACHINE, ("pip install --no-deps torchrec==1.8.0",)),
+        (("fbgemm-gpu-cpu", "fbgemm-gpu"), MACHINE, ("pip install --no-deps fbgemm-gpu-cpu==1.8.0",)),
+        (
+            ("torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu"),
+            GPU_MACHINE,
+            ("pip install --no-deps torchrec==1.8.0 fbgemm-gpu==1.8.0",),
+        ),
+        # The distribution that only bears the name would satisfy pip, so it goes first.
+        (
+            ("fbgemm-gpu-cpu",),
+            GPU_MACHINE,
+            ("pip uninstall -y fbgemm-gpu", "pip install --no-deps fbgemm-gpu==1.8.0"),
+        ),
+    ],
+)
+def test_missing_torchrec_or_fbgemm(gone: tuple[str, ...], machine: Machine, commands: tuple[str, ...]) -> None:
+    absent = Probe(ok=False, error="ModuleNotFoundError: No module named 'fbgemm_gpu'")
+    probes = {**(WORKS_ON_CUDA if machine.cuda_devices else WORKS), "torchrec": absent}
+    if "fbgemm-gpu-cpu" in gone:
+        probes["fbgemm_gpu"] = absent
+    finding = _only(diagnose(_without(CPU, *gone), probes, machine))
+    assert finding.kind == "problem"
+    assert finding.text.startswith("not installed: ")
+    assert finding.remedy == commands
+
+
+@pytest.mark.parametrize(("machine", "build"), [(MACHINE, "fbgemm-gpu-cpu==1.8.0"), (GPU_MACHINE, "fbgemm-gpu==1.8.0")])
+def test_both_builds_of_fbgemm_collide(machine: Machine, build: str) -> None:
+    installed = {**CUDA, "fbgemm-gpu-cpu": CPU["fbgemm-gpu-cpu"]}
+    finding = _only(diagnose(installed, WORKS_ON_CUDA, machine))
+    assert finding.kind == "problem"
+    assert "overwritten" in finding.text
+    assert finding.remedy == (ANEW, f"pip install --no-deps {build}")
+
+
+def test_cuda_build_of_fbgemm_without_cuda() -> None:
+    fails = Probe(ok=False, error="OSError: libcuda.so.1: cannot open shared object file")
+    findings = diagnose(CUDA, {**WORKS, "fbgemm_gpu": fails, "torchrec": fails}, MACHINE)
+    finding = _only(findings)
+    assert finding.kind == "problem"
+    assert finding.remedy == (ANEW, "pip install --no-deps fbgemm-gpu-cpu==1.8.0")
+
+
+def test_cpu_builds_on_a_machine_with_cuda_are_only_noted() -> None:
+    fbgemm, torch = diagnose(CPU, WORKS, GPU_MACHINE)
+    assert (fbgemm.kind, torch.kind) == ("note", "note")
+    assert "CPU build" in fbgemm.text
+    assert fbgemm.remedy == (ANEW, "pip install --no-deps fbgemm-gpu==1.8.0")
+    assert torch.text.startswith("torch is a CPU build and sees none")
+    built_for = replace(WORKS["torch"], cuda_build="13.0")
+    assert "built for CUDA 13.0" in diagnose(CUDA, {**WORKS, "torch": built_for}, GPU_MACHINE)[0].text
+
+
+def test_fbgemm_that_does_not_import() -> None:
+    probes = {name: Probe(ok=False, error="the process died of SIGILL") for name in ("fbgemm_gpu", "torchrec")}
+    finding = _only(diagnose(CPU, {**WORKS, **probes}, MACHINE))
+    assert finding.text == "fbgemm_gpu does not import: the process died of SIGILL"
+    assert finding.remedy == (ANEW, "pip install --no-deps fbgemm-gpu-cpu==1.8.0")
+
+
+def test_torch_without_its_cuda_libraries_asks_for_the_cpu_index() -> None:
+    error = "ImportError: libcudart.so.13: cannot open shared object file: No such file or directory"
+    probes = {**{name: Probe(ok=False, error=error) for name in WORKS}, "ray": WORKS["ray"]}
+    finding = _only(diagnose(CPU, probes, MACHINE))  # one cause, one finding
+    assert finding.kind == "problem"
+    assert error in finding.text
+    assert "PIP_EXTRA_INDEX_URL" in finding.text
+    assert "PIP_FIND_LINKS" in finding.text
+    assert finding.remedy == ("pip uninstall -y torch", "pip install --no-deps torch==2.13.0")
+    on_gpu = _only(diagnose(CUDA, probes, GPU_MACHINE))
+    assert on_gpu.remedy == ("pip uninstall -y torch", "pip install torch==2.13.0")
+    assert "CPU" not in on_gpu.text
+
+
+@pytest.mark.parametrize("name", ["torchrec", "ray"])
+def test_others_that_do_not_import(name: str) -> None:
+    finding = _only(diagnose(CPU, {**WORKS, name: Probe(ok=False, error="ValueError: 3")}, MACHINE))
+    assert finding.text == f"{name} does not import: ValueError: 3"
+    assert finding.remedy == (f"pip install --force-reinstall --no-deps {name}=={CPU[name].version}",)
+
+
+def test_torchrec_s_metadata_is_noted_where_nothing_answers_for_fbgemm_gpu() -> None:
+    finding = _only(diagnose(_without(CPU, "fbgemm-gpu"), WORKS, MACHINE))
+    assert finding.kind == "note"
+    assert "packaging/fbgemm-gpu-cpu" in finding.remedy[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "text", "command"),
+    [
+        ("torch", "2.14.0", "torch is 2.14.0; rayrec needs torch==2.13.0", "pip install torch==2.13.0"),
+        ("packaging", "23.1", "packaging is 23.1; rayrec needs packaging>=24", "pip install 'packaging>=24'"),
+        ("pyarrow", "8.0", "pyarrow is 8.0; ray needs pyarrow>=9", "pip install 'pyarrow>=9'"),
+        (
+            "torchrec",
+            "1.9.0",
+            "torchrec is 1.9.0, rayrec is tested with torchrec==1.8.0",
+            "pip install --no-deps torchrec==1.8.0",
+        ),
+        (
+            "fbgemm-gpu-cpu",
+            "1.7.0",
+            "fbgemm-gpu-cpu is 1.7.0, rayrec is tested with fbgemm-gpu-cpu==1.8.0",
+            "pip install --no-deps fbgemm-gpu-cpu==1.8.0",
+        ),
+    ],
+)
+def test_other_versions(name: str, version: str, text: str, command: str) -> None:
+    finding = _only(diagnose({**CPU, name: replace(CPU[name], version=version)}, WORKS, MACHINE))
+    assert finding == Finding("problem", text, (command,))
+
+
+def test_what_requirements_require_is_missed_too() -> None:
+    findings = diagnose(_without(CPU, "click", "tqdm", "pyarrow"), WORKS, MACHINE)
+    assert [finding.text for finding in findings] == [
+        "not installed: click; ray needs click>=7",
+        "not installed: pyarrow; ray needs pyarrow>=9",  # by ray[data]; fastapi, of another extra, is not asked for
+        "not installed: tqdm; torchrec needs tqdm",
+    ]
+
+
+def test_closure_ends_where_requirements_go_round() -> None:
+    installed = {"a": Installed("1", requires=("b",)), "b": Installed("1", requires=("a", "c[x]")), "c": Installed("1")}
+    asked = [(asker, str(requirement)) for asker, requirement in closure([Requirement("a")], installed)]
+    assert sorted(asked) == [("", "a"), ("a", "b"), ("b", "a"), ("b", "c[x]")]
+
+
+def test_python_kernels_and_rayrec_itself() -> None:
+    assert "needs >=3.11,<3.13" in _only(diagnose(CPU, WORKS, replace(MACHINE, python="3.13.0"))).text
+    finding = _only(diagnose(CPU, WORKS, MACHINE, kernels="no such file"))
+    assert (finding.kind, finding.text) == ("problem", "the compiled kernels do not load: no such file")
+    assert "only found on the path" in diagnose(_without(CPU, "rayrec"), WORKS, MACHINE)[0].text
+
+
+def test_little_memory_and_little_shm_are_noted() -> None:
+    memory = _only(diagnose(CPU, WORKS, replace(MACHINE, free_memory_bytes=GIB)))
+    assert (memory.kind, memory.text) == ("note", "1.0 GiB of memory are free; Ray and two workers need 2.0 GiB")
+    shm = _only(diagnose(CPU, WORKS, replace(MACHINE, shm_bytes=64 << 20)))
+    assert shm.kind == "note"
+    assert shm.remedy[0] == "docker run --shm-size=6.0g …"
+    large = replace(MACHINE, free_memory_bytes=500 * GIB, memory_bytes=512 * GIB)
+    assert diagnose(CPU, WORKS, large) == []  # 16 GiB of /dev/shm are enough for Ray
+    assert diagnose(CPU, WORKS, replace(MACHINE, shm_bytes=None)) == []
+
+
+def test_problems_come_before_notes() -> None:
+    machine = replace(MACHINE, shm_bytes=0, python="3.10.1")
+    assert [finding.kind for finding in diagnose(CPU, WORKS, machine)] == ["problem", "note"]
+
+
+def test_report_is_readable_and_plain() -> None:
+    good = doctor(installed=CPU, probes=WORKS, machine=MACHINE, pip="pip")
+    assert good.ok
+    lines = good.lines()
+    assert lines[-1] == "all fits together"
+    assert any(line.split() == ["fbgemm-gpu", "1.8.0+cpu", "(in", "name", "only)"] for line in lines)
+    assert any(line.split() == ["import", "torch", "works,", "0.5", "s"] for line in lines)
+    bad = doctor(installed=_without(CPU, "torchrec"), probes=WORKS, machine=MACHINE, pip="/x/python -m pip")
+    assert not bad.ok
+    assert bad.lines()[-4:] == [
+        "problem: not installed: torchrec",
+        "    /x/python -m pip install --no-deps torchrec==1.8.0",
+        "",
+        "1 problem",
+    ]
+    plain = json.loads(json.dumps(bad.to_dict()))
+    assert plain["ok"] is False
+    assert plain["findings"][0]["kind"] == "problem"
+    assert plain["machine"]["cpu_cores"] == 8
+    noted = doctor(installed=_without(CPU, "fbgemm-gpu"), probes=WORKS, machine=MACHINE)
+    assert isinstance(noted, Report)
+    assert noted.ok
+    assert any(line.startswith("note: ") for line in noted.lines())
+
+
+def test_no_packaging_is_said_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "packaging.requirements", None)
+    with pytest.raises(InputError, match="install packaging"):
+        doctor(installed=CPU, probes=WORKS, machine=MACHINE)
+
+
+# -- what is really here
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Modules that import, raise, end the process, and never end."""
+    sources = {
+        "fine": "__version__ = '1.2'\nprint('noise')",
+        "chatty": "import sys; print('{\"module\": ', file=sys.stderr)",
+        "raises": "import sys\nsys.stderr.write('before\\n')\nraise ImportError('libcudart.so.13: cannot open')",
+        "crashes": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+        "leaves": "import os; os._exit(7)",
+        "hangs": "import time; time.sleep(60)",
+    }
+    for name, source in sources.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("modules")
+def test_a_crash_spoils_only_its_own_probe() -> None:
+    probes = probe_all(["fine", "raises", "chatty", "crashes", "leaves", "no_such_module"])
+    assert [name for name, probe in probes.items() if probe.ok] == ["fine", "chatty"]
+    assert probes["fine"].version == "1.2"
+    assert probes["raises"].error == "ImportError: libcudart.so.13: cannot open"
+    assert probes["crashes"].error == "the process died of SIGSEGV"
+    assert probes["leaves"].error == "the process ended with status 7"
+    assert probes["no_such_module"].error == "ModuleNotFoundError: No module named 'no_such_module'"
+
+
+@pytest.mark.usefixtures("modules")
+def test_an_import_that_hangs_is_ended() -> None:
+    probes = probe_all(["fine", "hangs"], timeout_s=1.0)
+    assert probes["fine"].ok
+    assert probes["hangs"] == Probe(ok=False, error="did not finish within 1 s")
+
+
+def test_this_machine_is_seen() -> None:
+    machine = this_machine()
+    assert machine.python == ".".join(map(str, sys.version_info[:3]))
+    assert machine.cpu_cores >= 1
+    assert 0 < machine.free_memory_bytes <= machine.memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "expected"),
+    [
+        ("max", "1", (8 << 20, 6 << 20)),
+        (str(4 << 20), str(1 << 20), (4 << 20, 3 << 20)),
+        (str(1 << 20), str(2 << 20), (1 << 20, 0)),
+    ],
+)
+def test_memory_keeps_to_the_container_s_limit(
+    tmp_path: Path, limit: str, used: str, expected: tuple[int, int]
+) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal:  8192 kB\nMemAvailable:  6144 kB\nHugePages_Total: 0\n")
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text(limit + "\n")
+    (group / "memory.current").write_text(used + "\n")
+    assert installation._memory_bytes(tmp_path) == expected
+
+
+def test_this_interpreter_s_distributions_are_seen() -> None:
+    installed = installed_distributions()
+    assert installed["rayrec"].requires_python == "<3.13,>=3.11"
+    assert any(requirement.startswith("torch==") for requirement in installed["rayrec"].requires)
+    holders = [name for name, each in installed.items() if each.holds_fbgemm]
+    assert holders in (["fbgemm-gpu-cpu"], ["fbgemm-gpu"])

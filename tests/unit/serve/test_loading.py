@@ -1,0 +1,221 @@
+"""Loading a checkpoint: the same scores as the model it came from, and a clear refusal of everything else."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rayrec import checkpoint as checkpoints
+from rayrec import recipes
+from rayrec.config import InputError
+from rayrec.data.loader import one_hot_features
+from rayrec.data.parsing import parse
+from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
+from rayrec.models.dlrm import DLRMConfig
+from rayrec.serve.loading import load_model, open_for_scoring, weight_bytes
+from rayrec.workloads.base import TrainConfig
+
+NUM_EMBEDDINGS = [5 + column for column in range(26)]
+
+
+@pytest.fixture(scope="module")
+def config() -> TrainConfig:
+    config = recipes.criteo_demo()
+    model = DLRMConfig(interaction="dot", embedding_dim=4, bottom_mlp=(8, 4), top_mlp=(8, 1))
+    return config.replace(workload=config.workload.replace(model=model), name="small")
+
+
+@pytest.fixture(scope="module")
+def preprocessor(config: TrainConfig) -> Preprocessor:
+    return Preprocessor.build(
+        profile="rayrec",
+        schema=config.workload.schema,  # type: ignore[attr-defined]
+        dense=[DenseColumn(mean=1.0, scale=0.5)] * 13,
+        sparse=[SparseColumn(num_embeddings=rows, num_tokens=None) for rows in NUM_EMBEDDINGS],
+        tokens=np.empty(0, np.uint32),
+        constants={},
+    )
+
+
+def _build(config: TrainConfig, seed: int) -> torch.nn.Module:
+    return config.workload.model.build(  # type: ignore[attr-defined]
+        num_embeddings=NUM_EMBEDDINGS, num_dense=13, seed=seed, embedding_device="cpu"
+    )
+
+
+@pytest.fixture(scope="module")
+def run(config: TrainConfig, preprocessor: Preprocessor, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder with two checkpoints: step 1 of a model of seed 1, step 2 of seed 2."""
+    folder = tmp_path_factory.mktemp("run")
+
+    def extra_files(target: str) -> None:
+        Path(target, "config.yaml").write_text("# rayrec 0, config hash 0\n" + config.to_yaml())
+        preprocessor.save(f"{target}/preprocessor")
+
+    for step in (1, 2):
+        weights = {f"model.{name}": tensor for name, tensor in _build(config, step).state_dict().items()}
+        others = {"optimizer.top_mlp.layers.0.weight.exp_avg": torch.zeros(8, 4)}
+        checkpoints.save(
+            checkpoints.folder_of(str(folder), step), {**weights, **others}, state={}, extra_files=extra_files
+        )
+    return folder
+
+
+@pytest.fixture
+def copied(run: Path, tmp_path: Path) -> Path:
+    """A checkpoint to spoil."""
+    return Path(shutil.copytree(run / "checkpoints" / "step_00000002", tmp_path / "step_00000002"))
+
+
+def _text(rows: int, *, labelled: bool) -> bytes:
+    rng = np.random.default_rng(0)
+    lines = []
+    for row in range(rows):
+        columns = [str(row % 2)] if labelled else []
+        values = rng.integers(-2, 5000, 13)
+        columns += ["" if value % 7 == 0 else str(value) for value in values]
+        columns += ["" if token % 5 == 0 else f"{token:08x}" for token in rng.integers(0, 1 << 32, 26)]
+        lines.append("\t".join(columns))
+    return ("\n".join(lines) + "\n").encode()
+
+
+def test_scores_are_those_of_the_saved_model(run: Path, config: TrainConfig, preprocessor: Preprocessor) -> None:
+    raw, faults = parse(preprocessor.schema, _text(100, labelled=True))
+    assert not faults.total
+    rows = preprocessor.encode(raw)
+    model = _build(config, 2).eval()
+    with torch.no_grad():
+        expected = model.score(
+            torch.from_numpy(rows.dense), one_hot_features(preprocessor.schema.sparse, rows.ids)
+        ).numpy()
+
+    loaded = load_model(str(run), config=config)  # the newest of the run
+    assert loaded.checkpoint.step == 2
+    assert loaded.preprocessor_hash == preprocessor.hash()
+    scores = loaded.score(raw)
+    assert scores.dtype == np.float32
+    np.testing.assert_array_equal(scores, expected)
+
+    unlabelled, faults = parse(preprocessor.schema.unlabelled(), _text(100, labelled=False))
+    assert not faults.total
+    np.testing.assert_array_equal(loaded.score(unlabelled), scores)
+    single, _ = parse(preprocessor.schema, _text(1, labelled=True))
+    np.testing.assert_allclose(loaded.score(single), scores[:1], atol=1e-6)
+
+    older = load_model(str(run / "checkpoints" / "step_00000001"), config=config)
+    assert not np.allclose(older.score(raw), scores)
+
+
+def test_weight_bytes_leave_the_optimizer_out(run: Path, config: TrainConfig) -> None:
+    expected = sum(parameter.numel() * 4 for parameter in _build(config, 0).parameters())
+    assert weight_bytes(open_for_scoring(str(run))) == expected
+
+
+@pytest.mark.parametrize("name", ["absent", "empty"])
+def test_no_checkpoint(tmp_path: Path, config: TrainConfig, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"holds no complete checkpoint.*step_00001000"):
+        load_model(str(tmp_path / name), config=config)
+
+
+def test_damaged_weights(copied: Path, config: TrainConfig) -> None:
+    data = copied / "data_00000.safetensors"
+    content = bytearray(data.read_bytes())
+    chunk = checkpoints.Checkpoint(str(copied)).manifest()["tensors"]["model.top_mlp.layers.0.weight"]["chunks"][0]
+    content[chunk["start"]] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(InputError, match="damaged, the checksum"):
+        load_model(str(copied), config=config)
+    data.write_bytes(content[: chunk["start"] + 4])
+    with pytest.raises(InputError, match="cut short"):
+        load_model(str(copied), config=config)
+    data.unlink()
+    with pytest.raises(InputError, match="missing"):
+        load_model(str(copied), config=config)
+
+
+def test_changed_preprocessor(copied: Path, config: TrainConfig) -> None:
+    stored = copied / "preprocessor" / "preprocessor.json"
+    stored.write_text(stored.read_text().replace('"mean": 1.0', '"mean": 2.0', 1))
+    with pytest.raises(InputError, match="its hash is"):
+        load_model(str(copied), config=config)
+    shutil.rmtree(copied / "preprocessor")
+    with pytest.raises(InputError, match="only a click model's checkpoint scores rows"):
+        load_model(str(copied), config=config)
+
+
+def test_another_model_or_version(copied: Path, config: TrainConfig) -> None:
+    wider = DLRMConfig(interaction="dot", embedding_dim=8, bottom_mlp=(8, 8), top_mlp=(8, 1))
+    other = config.replace(workload=config.workload.replace(model=wider))
+    with pytest.raises(InputError, match=r"has shape .* asks for"):
+        load_model(str(copied), config=other)
+    deeper = DLRMConfig(interaction="dot", embedding_dim=4, bottom_mlp=(8, 8, 4), top_mlp=(8, 1))
+    with pytest.raises(InputError, match=r"bottom_mlp.* has shape"):
+        load_model(str(copied), config=config.replace(workload=config.workload.replace(model=deeper)))
+    manifest = copied / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 99', 1))
+    with pytest.raises(InputError, match="format version 99"):
+        load_model(str(copied), config=config)
+
+
+class _Trap:
+    """Leaves a mark when it is unpickled."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return open, (self._mark, "w")
+
+
+def test_nothing_is_unpickled(copied: Path, config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = copied / "sprung"
+    trap = pickle.dumps(_Trap(str(mark)))
+    for name in ("model.pt", "data.pkl", ".metadata", "__0_0.distcp", "preprocessor/preprocessor.pkl"):
+        (copied / name).write_bytes(trap)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("unpickled")
+
+    for module, function in ((pickle, "load"), (pickle, "loads"), (torch, "load")):
+        monkeypatch.setattr(module, function, refuse)
+    load_model(str(copied), config=config)
+    tokens = copied / "preprocessor" / "tokens.npy"
+    np.save(tokens, np.array([_Trap(str(mark))], object), allow_pickle=True)
+    with pytest.raises(ValueError, match="allow_pickle"):
+        load_model(str(copied), config=config)
+    assert not mark.exists()
+
+
+def test_config_text_gives_the_same_config(config: TrainConfig) -> None:
+    assert recipes.load_config("# a comment\n" + config.to_yaml()) == config
+    kaggle = recipes.criteo_kaggle(path="x.tsv").replace(scaling={"resources_per_worker": {"accelerator": 1.0}})
+    assert recipes.load_config(kaggle.to_yaml()) == kaggle
+    partial = recipes.load_config("recipe: criteo_demo\nsteps: 7\nworkload:\n  model:\n    top_mlp: [32, 1]\n")
+    assert partial == recipes.criteo_demo().replace(steps=7, workload={"model": {"top_mlp": (32, 1)}})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "names no recipe.*criteo_demo"),
+        ("- 1\n", "names no recipe"),
+        ("steps: 3\n", "names no recipe"),
+        ("recipe: criteo_dem\n", "no recipe 'criteo_dem'; did you mean 'criteo_demo'.*criteo_kaggle"),
+        ("recipe: [1]\n", "no recipe"),
+        ("recipe: criteo_demo\nstepps: 3\n", "stepps: TrainConfig has no such field; did you mean 'steps'"),
+        ("recipe: criteo_demo\nworkload: {model: {embeding_dim: 3}}\n", "workload.model.embeding_dim"),
+        ("recipe: criteo_demo\nsteps: many\n", "TrainConfig.steps: 'many' does not fit"),
+        ("recipe: criteo_demo\n3: 4\n", "3 is no field's name"),
+        ("recipe: {a\n", "not YAML"),
+        ("recipe: !!python/object/apply:os.getcwd []\n", "not YAML"),
+    ],
+)
+def test_unusable_config_text(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        recipes.load_config(text)

@@ -1,0 +1,118 @@
+"""Configurations are checked when built, changed by name only, and come back from YAML as they were."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any, Literal
+
+import pytest
+import yaml
+
+from rayrec.config import Config, InputError
+from rayrec.schema import Schema
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inner(Config):
+    rate: float = 0.1
+    sizes: tuple[int, ...] = (1, 2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outer(Config):
+    name: str = "a"
+    steps: int = 3
+    limit: int | None = None
+    kind: Literal["x", "y"] = "x"
+    labels: dict[str, str] | None = None
+    inner: Inner = Inner()
+    other: Inner | None = None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"steps": "3"},
+        {"steps": 3.0},
+        {"steps": True},
+        {"steps": None},
+        {"name": 3},
+        {"limit": "none"},
+        {"kind": "z"},
+        {"labels": {"a": 1}},
+        {"inner": 3},
+        {"inner": None},
+        {"other": 4},
+        {"inner": {"rate": "fast"}},
+        {"inner": {"sizes": [1, "2"]}},
+    ],
+)
+def test_wrong_types_are_refused_with_the_field_s_name(changes: dict[str, Any]) -> None:
+    field = next(iter(changes))
+    with pytest.raises(InputError) as caught:
+        Outer().replace(**changes)
+    inside = changes[field]
+    assert (f"Outer.{field}" in str(caught.value)) != isinstance(inside, dict) or field == "labels"
+    if field == "inner" and isinstance(inside, dict):
+        assert f"Inner.{next(iter(inside))}" in str(caught.value)
+
+
+def test_an_int_is_a_float_and_a_list_a_tuple() -> None:
+    changed = Outer().replace(inner={"rate": 1, "sizes": [4, 5]}, limit=7)
+    assert (changed.inner.rate, changed.inner.sizes, changed.limit) == (1, (4, 5), 7)
+
+
+def test_unknown_fields_suggest_the_nearest() -> None:
+    with pytest.raises(InputError, match=r"step: Outer has no such field; did you mean 'steps'"):
+        Outer().replace(step=1)
+    with pytest.raises(InputError, match=r"inner\.ratee: Inner has no such field; did you mean 'rate'"):
+        Outer().replace(inner={"ratee": 1.0})
+    with pytest.raises(InputError, match=r"qqq: Outer has no such field; it has name, steps"):
+        Outer().replace(qqq=1)
+
+
+def test_a_nested_dict_changes_only_what_it_names() -> None:
+    before = Outer(inner=Inner(rate=0.5))
+    after = before.replace(inner={"sizes": (9,)}, name="b")
+    assert (after.inner.rate, after.inner.sizes, after.name) == (0.5, (9,), "b")
+    assert (before.inner.sizes, before.name) == ((1, 2), "a")
+    assert before.replace(inner=Inner(rate=0.7)).inner.rate == 0.7
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        before.name = "c"  # type: ignore[misc]
+
+
+def test_yaml_comes_back_and_keeps_the_hash() -> None:
+    config = Outer(name="ä: #1", limit=5, labels={"zone": "a"}, inner=Inner(rate=1e-7, sizes=()), other=Inner())
+    stored = yaml.safe_load(config.to_yaml())
+    assert list(stored) == [field.name for field in dataclasses.fields(Outer)]
+    again = Outer(other=Inner(rate=3.0)).updated(stored)
+    assert again == config
+    assert again.config_hash() == config.config_hash()
+    assert again.to_yaml() == config.to_yaml()
+
+
+def test_the_hash_follows_every_field_and_nothing_else() -> None:
+    base = Outer()
+    assert base.config_hash() == Outer().config_hash()
+    changes: list[dict[str, Any]] = [{"steps": 4}, {"limit": 1}, {"inner": {"rate": 0.2}}, {"other": Inner()}]
+    hashes = {base.config_hash(), *(base.replace(**change).config_hash() for change in changes)}
+    assert len(hashes) == 5
+    code = (
+        "from rayrec.schema import Schema\nprint(Schema(label='y', dense=('a',), sparse=('b',)).config_hash(), end='')"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output == Schema(label="y", dense=("a",), sparse=("b",)).config_hash()
+
+
+def test_schemas_are_checked() -> None:
+    with pytest.raises(InputError, match="repeat"):
+        Schema(label="a", dense=("a",), sparse=())
+    with pytest.raises(InputError, match="65 feature columns"):
+        Schema(label=None, dense=tuple(f"d{i}" for i in range(65)), sparse=())
+    with pytest.raises(InputError, match="no feature columns"):
+        Schema(label="y", dense=(), sparse=())
+    schema = Schema(label="y", dense=("a",), sparse=("b",))
+    assert schema.columns == ("y", "a", "b")
+    assert schema.unlabelled().columns == ("a", "b")
