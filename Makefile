@@ -26,6 +26,8 @@ help: ## what there is to make
 setup: $(VENV)/.rayrec-installed ## the environment in .venv, from requirements.lock (CPU; docs/install.md for CUDA)
 
 $(VENV)/.locked-installed: requirements.lock $(SHIM)/pyproject.toml
+	@case "$$PWD" in *' '*) \
+	  echo "make setup: Ray starts no workers from a path that holds a space: $$PWD; move this folder" >&2; exit 2;; esac
 	@test -x $(RUN)/pip || { \
 	  python="$(PYTHON)"; \
 	  "$${python:-python3}" -c '$(FITS)' 2>/dev/null || { \

@@ -105,13 +105,19 @@ def latest(run_folder: str) -> Checkpoint | None:
 
 
 def open_checkpoint(path: str) -> Checkpoint:
-    """A checkpoint by its folder, or the newest of a run's folder. Raises InputError where there is none."""
+    """A checkpoint by its folder; of a run's folder the one its summary names, else the newest.
+
+    Raises InputError where there is none.
+    """
     if storage.exists(storage.join(path, MANIFEST)):
         return Checkpoint(storage.absolute(path))
-    newest = latest(path)
-    if newest is None:
-        raise InputError(f"{path}: holds no complete checkpoint (no {MANIFEST}); give a folder such as RUN/checkpoints/step_00001000")
-    return Checkpoint(storage.absolute(newest.path))
+    summary = storage.join(path, "summary.json")
+    chosen = Checkpoint(storage.read_json(summary)["checkpoint"]) if storage.exists(summary) else latest(path)
+    if chosen is None:
+        raise InputError(
+            f"{path}: holds no complete checkpoint (no {MANIFEST}); give a folder such as RUN/checkpoints/step_00001000"
+        )
+    return Checkpoint(storage.absolute(chosen.path))
 
 
 def save(

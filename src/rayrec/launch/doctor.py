@@ -176,6 +176,10 @@ def _rayrec_findings(
             yield Finding(
                 "problem", f"Python is {machine.python}, rayrec needs {wanted}: make an environment with such a Python"
             )
+    if shlex.quote(machine.interpreter) != machine.interpreter:
+        # ray._private.runtime_env.context hands it to a shell as it is.
+        why = "a shell reads its path otherwise (a space?), and so does Ray, whose workers then never start"
+        yield Finding("problem", f"{machine.interpreter}: {why}; make the environment in another folder")
     if kernels is not None:
         yield Finding("problem", f"the compiled kernels do not load: {kernels}", (install,))
 

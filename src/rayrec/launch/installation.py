@@ -66,6 +66,8 @@ class Machine:
     """What Ray and training will have."""
 
     python: str
+    interpreter: str
+    """Its path."""
     platform: str
     cpu_cores: int
     """That this process may run on."""
@@ -139,6 +141,7 @@ def this_machine() -> Machine:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Machine(
         python=platform.python_version(),
+        interpreter=sys.executable,
         platform=f"{platform.system()} {platform.machine()}",
         cpu_cores=cores,
         memory_bytes=total,

@@ -287,6 +287,10 @@ class Workload(Config, abc.ABC):
     def set_up(self, context: WorkerContext, prepared: Any) -> WorkerSetup:
         """On each worker, after its process group is up."""
 
+    def plan(self, config: TrainConfig) -> str:
+        """How the model is spread over the workers, readable; nothing is started. Raises InputError where it won't fit."""
+        raise InputError(f"{type(self).__name__} is not sharded; every worker holds the whole model")
+
     def add_files(self, folder: str, prepared: Any) -> None:
         """On rank 0: writes into a checkpoint's folder what must travel with the weights."""
 

@@ -159,6 +159,16 @@ class ClickWorkload(Workload):
     def add_files(self, folder: str, prepared: Prepared) -> None:
         storage.copy_files(prepared.folder, storage.join(folder, PREPROCESSOR_FOLDER))
 
+    def plan(self, config: TrainConfig) -> str:
+        from rayrec.workloads.recsys_plan import plan
+
+        if self.preprocessor is None:
+            raise InputError(
+                "plan: the sizes of the tables come from a Preprocessor; make one with `rayrec vocabulary PATH --out DIR` "
+                "and pass --workload.preprocessor DIR"
+            )
+        return plan(self, config, Preprocessor.load(self.preprocessor).num_embeddings)
+
     # -- on each worker
 
     def set_up(self, context: WorkerContext, prepared: Prepared) -> WorkerSetup:

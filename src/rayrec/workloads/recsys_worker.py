@@ -25,6 +25,7 @@ from rayrec.models.embeddings import initialize_shards
 from rayrec.optim import learning_rates, set_learning_rates
 from rayrec.sharding import describe, embedding_sharders, placements, plan_sharding
 from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_size
+from rayrec.workloads.recsys_plan import available_host_bytes
 
 if TYPE_CHECKING:
     from rayrec.workloads.recsys import ClickWorkload, Prepared
@@ -52,15 +53,6 @@ def memory_per_worker(context: WorkerContext) -> int:
 
 def local_workers(context: WorkerContext) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", context.world_size))
-
-
-def available_host_bytes() -> int:
-    """MemAvailable of /proc/meminfo."""
-    with open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/meminfo has no MemAvailable")
 
 
 def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) -> WorkerSetup:

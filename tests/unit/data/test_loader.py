@@ -98,8 +98,6 @@ def same(one: ClickBatch, other: ClickBatch) -> bool:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 @pytest.mark.parametrize("batch_size", [1, 33, 64, 350, 1000])
 def test_every_row_of_an_epoch_once(prepared: tuple[LogIndex, Preprocessor], world_size: int, batch_size: int) -> None:
-    if batch_size == 1 and world_size < 3:
-        pytest.skip("slow and like the others")
     loaders = [loader(prepared, batch_size=batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
     batches = [list(each) for each in loaders]
     assert {len(mine) for mine in batches} == {loaders[0].steps}

@@ -18,6 +18,7 @@ from rayrec.launch.installation import Installed, Machine, Probe, installed_dist
 GIB = 1 << 30
 MACHINE = Machine(
     python="3.11.9",
+    interpreter="/x/.venv/bin/python",
     platform="Linux x86_64",
     cpu_cores=8,
     memory_bytes=32 * GIB,
@@ -221,6 +222,12 @@ def test_python_kernels_and_rayrec_itself() -> None:
     finding = _only(diagnose(CPU, WORKS, MACHINE, kernels="no such file"))
     assert (finding.kind, finding.text) == ("problem", "the compiled kernels do not load: no such file")
     assert "only found on the path" in diagnose(_without(CPU, "rayrec"), WORKS, MACHINE)[0].text
+
+
+def test_an_interpreter_that_ray_cannot_start() -> None:
+    finding = _only(diagnose(CPU, WORKS, replace(MACHINE, interpreter="/my work/.venv/bin/python")))
+    assert finding.kind == "problem"
+    assert finding.text.startswith("/my work/.venv/bin/python: ")
 
 
 def test_little_memory_and_little_shm_are_noted() -> None:
