@@ -65,8 +65,15 @@ class Peak:
 def prepare(rows: int) -> tuple[EpochOrder, ray.ObjectRef, object]:
     path = synthetic_log(rows)
     placement = TaskPlacement()
-    index = open_log(path, SCHEMA, segment_bytes=2 << 20, placement=placement, cache_folder=os.path.dirname(path) + "/.cache",
-                     note=say, progress=lambda *_: None)
+    index = open_log(
+        path,
+        SCHEMA,
+        segment_bytes=2 << 20,
+        placement=placement,
+        cache_folder=os.path.dirname(path) + "/.cache",
+        note=say,
+        progress=lambda *_: None,
+    )
     parts = tuple(Part(segment, start, stop) for segment, start, stop in select(index, 0, index.rows))
     counts = count_log(SCHEMA, parts, placement=placement, parts_per_task=8)
     preprocessor = make_preprocessor("rayrec", SCHEMA, counts, VocabularyConfig(min_count=5))
@@ -77,8 +84,18 @@ def through_ray(order: EpochOrder, preprocessor: ray.ObjectRef) -> float:
     """Rows/s of one worker's loader that has all cores for its data tasks."""
 
     def read() -> int:
-        loader = ClickLoader(order, preprocessor, schema=SCHEMA, epochs=1, batch_size=BATCH_SIZE, rank=0, world_size=1,
-                             position=Position(), placement=TaskPlacement(), prefetch_blocks=2)
+        loader = ClickLoader(
+            order,
+            preprocessor,
+            schema=SCHEMA,
+            epochs=1,
+            batch_size=BATCH_SIZE,
+            rank=0,
+            world_size=1,
+            position=Position(),
+            placement=TaskPlacement(),
+            prefetch_blocks=2,
+        )
         return sum(len(batch) for batch in loader)
 
     rows, seconds = timed(read)
@@ -103,7 +120,9 @@ def main(*, quick: bool) -> None:
     vocabularies = vocabularies_of(peer_path, peer_rows)
 
     def notebook() -> float:
-        read, seconds = timed(lambda: sum(len(b["labels"]) for b in notebook_batches(peer_path, vocabularies, BATCH_SIZE)))
+        read, seconds = timed(
+            lambda: sum(len(b["labels"]) for b in notebook_batches(peer_path, vocabularies, BATCH_SIZE))
+        )
         assert read == peer_rows
         return read / seconds
 
@@ -116,10 +135,24 @@ def main(*, quick: bool) -> None:
         notebook=notebook,
     )
     workload = f"criteo kaggle TSV -> shuffled batches of {BATCH_SIZE}, 2 CPUs"
-    emit("ingest", peer="Ray DLRM notebook's pipeline", workload=workload, value=rates["ours"],
-         ratio=rates["ours"] / rates["notebook"], repeats=repeats, peer_rows_per_s=round(rates["notebook"]))
-    emit("ingest", peer="the same kernels on one core without Ray, times 2", workload=workload, value=rates["ours"],
-         ratio=rates["ours"] / (2 * rates["kernels"]), repeats=repeats, peer_rows_per_s=round(2 * rates["kernels"]))
+    emit(
+        "ingest",
+        peer="Ray DLRM notebook's pipeline",
+        workload=workload,
+        value=rates["ours"],
+        ratio=rates["ours"] / rates["notebook"],
+        repeats=repeats,
+        peer_rows_per_s=round(rates["notebook"]),
+    )
+    emit(
+        "ingest",
+        peer="the same kernels on one core without Ray, times 2",
+        workload=workload,
+        value=rates["ours"],
+        ratio=rates["ours"] / (2 * rates["kernels"]),
+        repeats=repeats,
+        peer_rows_per_s=round(2 * rates["kernels"]),
+    )
     peaks = {}
     for size in (rows // 4, rows):
         small, small_shared, _ = prepare(size)
@@ -127,6 +160,14 @@ def main(*, quick: bool) -> None:
         with Peak() as peak:
             through_ray(small, small_shared)
         peaks[size] = peak.bytes
-    emit("ingest", peer="a quarter of the log", workload="peak private memory of all Ray processes", unit="bytes",
-         value=float(peaks[rows]), ratio=peaks[rows] / peaks[rows // 4], repeats=1, rows=rows)
+    emit(
+        "ingest",
+        peer="a quarter of the log",
+        workload="peak private memory of all Ray processes",
+        unit="bytes",
+        value=float(peaks[rows]),
+        ratio=peaks[rows] / peaks[rows // 4],
+        repeats=1,
+        rows=rows,
+    )
     ray.shutdown()

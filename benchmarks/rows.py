@@ -25,8 +25,18 @@ def hardware() -> str:
     return f"{model}, {os.cpu_count()} cores"
 
 
-def emit(name: str, *, peer: str | None, workload: str, unit: str = "rows_per_s", value: float, ratio: float | None,
-         repeats: int, config_hash: str = "", **more: Any) -> None:
+def emit(
+    name: str,
+    *,
+    peer: str | None,
+    workload: str,
+    unit: str = "rows_per_s",
+    value: float,
+    ratio: float | None,
+    repeats: int,
+    config_hash: str = "",
+    **more: Any,
+) -> None:
     """Prints one row on standard output. `ratio`: ours / the peer's, measured in the same run."""
     row = {
         "name": name,

@@ -17,7 +17,9 @@ def main(arguments: list[str]) -> int:
         return 0 if arguments else 2
     wanted = NAMES if arguments[0] == "all" else (arguments[0],)
     if not set(wanted) <= set(NAMES):
-        print(f"rayrec benchmark: no benchmark '{arguments[0]}'; there are {', '.join((*NAMES, 'all'))}", file=sys.stderr)
+        print(
+            f"rayrec benchmark: no benchmark '{arguments[0]}'; there are {', '.join((*NAMES, 'all'))}", file=sys.stderr
+        )
         return 2
     for name in wanted:
         importlib.import_module(f"{name}_benchmark").main(quick="--quick" in arguments)

@@ -135,7 +135,7 @@ def from_ready(*, path: str, precision: str, batch_size: int, steps: int) -> flo
     from rayrec.data.placement import TaskPlacement
     from rayrec.data.position import EpochOrder, Part
     from rayrec.datasets.criteo import SCHEMA
-    from rayrec.train.worker import keep_freed_memory
+    from rayrec.native import keep_freed_memory
     from rayrec.workloads.base import WorkerContext
     from rayrec.workloads.recsys import Prepared
 
@@ -205,10 +205,20 @@ def main(*, quick: bool) -> None:
             for peer, rate in (
                 ("ready-made batches, the same code without Ray", rates["ready"]),
                 ("TorchRec's own DLRM on ready-made batches", rates["torchrec"]),
-                (f"matrix-product peak {peak / 1e9:.0f} GFLOP/s (torch's default engine {default_peak / 1e9:.0f})", limit),
+                (
+                    f"matrix-product peak {peak / 1e9:.0f} GFLOP/s (torch's default engine {default_peak / 1e9:.0f})",
+                    limit,
+                ),
             ):
-                emit("train", peer=peer, workload=workload, value=rates["raw"], ratio=rates["raw"] / rate, repeats=repeats,
-                     peer_rows_per_s=round(rate))
+                emit(
+                    "train",
+                    peer=peer,
+                    workload=workload,
+                    value=rates["raw"],
+                    ratio=rates["raw"] / rate,
+                    repeats=repeats,
+                    peer_rows_per_s=round(rate),
+                )
 
 
 if __name__ == "__main__":

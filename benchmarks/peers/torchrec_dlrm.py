@@ -35,7 +35,8 @@ def build(sizes: list[int], *, precision: str) -> TrainPipelineSparseDist:
     plan = plan_sharding(train, world_size=1, device="cpu", batch_size=2048, memory_bytes=8 << 30)
     sharded = DistributedModelParallel(train, device=device, plan=plan, sharders=embedding_sharders())
     dense = KeyedOptimizerWrapper(
-        dict(in_backward_optimizer_filter(sharded.named_parameters())), lambda params: torch.optim.Adam(params, lr=0.001)
+        dict(in_backward_optimizer_filter(sharded.named_parameters())),
+        lambda params: torch.optim.Adam(params, lr=0.001),
     )
     if precision == "bf16":
         forward = sharded.forward

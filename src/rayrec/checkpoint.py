@@ -289,7 +289,12 @@ class _Writer(StorageWriter):
                     file.write(view)
             base = 8 + len(encoded)
             for (item, view), start in zip(views, starts, strict=True):
-                where = {"file": name, "start": base + start, "bytes": len(view), "sha256": hashlib.sha256(view).hexdigest()}
+                where = {
+                    "file": name,
+                    "start": base + start,
+                    "bytes": len(view),
+                    "sha256": hashlib.sha256(view).hexdigest(),
+                }
                 results.append(WriteResult(index=item.index, size_in_bytes=len(view), storage_data=where))
         done.set_result(results)
         return done

@@ -152,15 +152,22 @@ def train(arguments: list[str]) -> None:
 def summary_rows(summary: dict[str, Any], *, folder: str) -> list[tuple[str, str]]:
     """The short table a finished run ends with."""
     metrics = summary["metrics"]
-    rows = [(name, f"{value:.4f}") for name, value in metrics.items() if isinstance(value, float) and name != "label_rate"]
+    rows = [
+        (name, f"{value:.4f}") for name, value in metrics.items() if isinstance(value, float) and name != "label_rate"
+    ]
     if "share_of_best_auroc" in summary:
-        reached = f"{summary['share_of_best_auroc']:.1%} of the way from 0.5 to the best possible {summary['best_auroc']:.4f}"
+        reached = (
+            f"{summary['share_of_best_auroc']:.1%} of the way from 0.5 to the best possible {summary['best_auroc']:.4f}"
+        )
         rows.append(("auroc reached", reached))
     return [
         *rows,
         ("rows/s in training", f"{summary['rows_per_s']:,.0f}"),
         ("blocked on data", f"{summary['blocked_fraction']:.1%}"),
-        ("rows trained", f"{summary['rows']:,} in {summary['steps']:,} steps; {summary['wall_s']:.0f} s with preparation"),
+        (
+            "rows trained",
+            f"{summary['rows']:,} in {summary['steps']:,} steps; {summary['wall_s']:.0f} s with preparation",
+        ),
         ("faulty rows left out", f"{summary.get('bad_rows', 0):,}"),
         ("checkpoint", summary["checkpoint"]),
         ("run", folder),
@@ -202,7 +209,9 @@ def benchmark(arguments: list[str]) -> None:
     # Benchmarks live beside the package in the source tree, with the peers they measure against.
     script = Path(__file__).parents[2] / "benchmarks" / "run.py"
     if not script.exists():
-        raise InputError("benchmarks are part of the source tree; run them from a checkout installed with `pip install -e .`")
+        raise InputError(
+            "benchmarks are part of the source tree; run them from a checkout installed with `pip install -e .`"
+        )
     sys.argv = [str(script), *arguments]
     runpy.run_path(str(script), run_name="__main__")
 

@@ -49,7 +49,9 @@ def resolve(path: str) -> tuple[arrow_fs.FileSystem, str]:
     try:
         return arrow_fs.FileSystem.from_uri(path)
     except (ValueError, OSError) as error:
-        raise InputError(f"{path}: cannot be opened ({error}); give a local path or a URL such as s3://bucket/key") from None
+        raise InputError(
+            f"{path}: cannot be opened ({error}); give a local path or a URL such as s3://bucket/key"
+        ) from None
 
 
 def join(folder: str, *names: str) -> str:
@@ -86,7 +88,9 @@ def list_files(path: str) -> list[File]:
             folder = posixpath.dirname(_GLOB.split(inner)[0] + "x")
             infos = [
                 found
-                for found in filesystem.get_file_info(arrow_fs.FileSelector(folder, recursive=True, allow_not_found=True))
+                for found in filesystem.get_file_info(
+                    arrow_fs.FileSelector(folder, recursive=True, allow_not_found=True)
+                )
                 if fnmatch.fnmatch(found.path, inner)
             ]
         else:
@@ -102,7 +106,9 @@ def list_files(path: str) -> list[File]:
     ]
     if not files:
         raise InputError(f"{path}: holds no data files")
-    return sorted(files, key=lambda file: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", file.path)])
+    return sorted(
+        files, key=lambda file: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", file.path)]
+    )
 
 
 def read_into(path: str, start: int, buffer: np.ndarray) -> int:
@@ -163,9 +169,8 @@ def copy_files(source: str, target: str) -> None:
 
 def write_bytes(path: str, data: bytes | memoryview) -> None:
     """Writes a file that appears complete or not at all."""
-    with writing(path) as local:
-        with open(local, "wb") as file:
-            file.write(data)
+    with writing(path) as local, open(local, "wb") as file:
+        file.write(data)
 
 
 def write_json(path: str, value: Any) -> None:
@@ -180,7 +185,9 @@ def writing(path: str) -> Iterator[str]:
             local = os.path.join(folder, "file")
             yield local
             filesystem, inner = resolve(path)
-            arrow_fs.copy_files(local, inner, source_filesystem=arrow_fs.LocalFileSystem(), destination_filesystem=filesystem)
+            arrow_fs.copy_files(
+                local, inner, source_filesystem=arrow_fs.LocalFileSystem(), destination_filesystem=filesystem
+            )
         return
     target = absolute(path)
     os.makedirs(os.path.dirname(target), exist_ok=True)

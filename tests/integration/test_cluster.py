@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-SCRIPT = '''
+SCRIPT = """
 import sys
 import pyarrow as pa
 import ray
@@ -56,7 +56,7 @@ except InputError as error:
 else:
     raise AssertionError("five workers were accepted")
 print("mixed cluster: ok")
-'''
+"""
 
 
 def test_training_and_data_tasks_go_to_their_nodes(click_log: Path, tmp_path: Path) -> None:

@@ -118,7 +118,9 @@ def _command(config: TrainConfig, folder: Path) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "RAYREC_CACHE": str(folder)}
     environment.pop("RAY_ADDRESS", None)
     command = [sys.executable, "-m", "rayrec", "train", "--config", str(path), "--cluster.num-cpus", "2"]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
 
 
 def test_killed_run_goes_on_to_the_same_weights(finished: tuple[TrainConfig, Result], tmp_path: Path) -> None:
@@ -241,7 +243,10 @@ def test_useless_logs_are_refused(local_ray: None, tmp_path: Path, content: byte
 def test_missing_path_exits_with_2(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rayrec", "train", "criteo_demo", "--train-data.path", str(tmp_path / "none.txt")]
     done = subprocess.run(
-        [*command, "--storage-path", str(tmp_path), "--cluster.num-cpus", "2"], capture_output=True, text=True, check=False
+        [*command, "--storage-path", str(tmp_path), "--cluster.num-cpus", "2"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1] == f"rayrec train: {tmp_path / 'none.txt'}: no such file or folder"
@@ -265,6 +270,11 @@ def test_every_recipe_builds_and_trains_two_steps(local_ray: None, click_log: Pa
 @pytest.mark.parametrize("interaction", ["cross", "projection"])
 def test_every_interaction_trains(local_ray: None, click_log: Path, tmp_path: Path, interaction: str) -> None:
     config = small(click_log, tmp_path, steps=4, evaluate_every=4)
-    model = {"interaction": interaction, "projection_first": (64, 32), "projection_second": (64, 32), "cross_low_rank": 8}
+    model = {
+        "interaction": interaction,
+        "projection_first": (64, 32),
+        "projection_second": (64, 32),
+        "cross_low_rank": 8,
+    }
     curve = losses(train(config.replace(workload={"model": model})).folder)
     assert 0.3 < curve[-1] < 1.5

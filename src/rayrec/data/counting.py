@@ -19,7 +19,7 @@ from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import Part
 from rayrec.data.preprocessor import FIRST_ID, CDenseColumn, DenseColumn, Preprocessor, SparseColumn
 from rayrec.data.ray_tasks import tables, tasks_dataset
-from rayrec.native import library
+from rayrec.native import keep_freed_memory, library
 from rayrec.schema import Schema
 
 
@@ -150,6 +150,7 @@ _TABLE_DTYPES = {"rows": np.int64, "sizes": np.int64, "tokens": np.uint32, "coun
 
 def count_parts(parts: Sequence[Part], *, schema: Schema) -> pa.Table:
     """Counts the rows of some segments; runs in a data task."""
+    keep_freed_memory()
     counts = Counts.empty(schema)
     for part in parts:
         raw = read_segments([part.segment], schema)
@@ -241,5 +242,3 @@ def make_preprocessor(profile: str, schema: Schema, counts: Counts, config: Voca
         tokens=np.concatenate(kept) if kept else np.zeros(0, np.uint32),
         constants={"min_count": config.min_count, "max_num_embeddings": config.max_num_embeddings, "rows": counts.rows},
     )
-
-

@@ -19,13 +19,16 @@ from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import Block, Piece
 from rayrec.data.preprocessor import EncodedRows, Preprocessor
 from rayrec.data.ray_tasks import raise_input_error, tables, tasks_dataset
+from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
 
 CHUNK_BYTES = 32 << 20
 """Text one indexing task reads."""
 
 
-def plain_files(path: str, *, unpack_folder: str, placement: TaskPlacement, note: Callable[[str], None]) -> list[storage.File]:
+def plain_files(
+    path: str, *, unpack_folder: str, placement: TaskPlacement, note: Callable[[str], None]
+) -> list[storage.File]:
     """The files of a log as text that can be split; gzip files are unpacked once, in parallel, into `unpack_folder`."""
     files = storage.list_files(path)
     packed = [file for file in files if is_gzip(file.path)]
@@ -67,7 +70,9 @@ def index_log(
 
     With `cache_folder`, an index of the very same files is read back from there instead. `progress` gets bytes done.
     """
-    cached = storage.join(cache_folder, f"index-{identity(files, schema, segment_bytes)}.json") if cache_folder else None
+    cached = (
+        storage.join(cache_folder, f"index-{identity(files, schema, segment_bytes)}.json") if cache_folder else None
+    )
     if cached and storage.exists(cached):
         return LogIndex.from_dict(storage.read_json(cached))
     chunks = cut(files, max(CHUNK_BYTES, segment_bytes))
@@ -123,7 +128,9 @@ def _shared(reference: ray.ObjectRef) -> Preprocessor:
     return ray.get(reference)
 
 
-def encode_block(block: Block, start: int, stop: int, preprocessor: Preprocessor, *, labelled: bool = True) -> EncodedRows:
+def encode_block(
+    block: Block, start: int, stop: int, preprocessor: Preprocessor, *, labelled: bool = True
+) -> EncodedRows:
     """Reads, parses, permutes and encodes rows [start, stop) of a block."""
     schema = preprocessor.schema if labelled else preprocessor.schema.unlabelled()
     raw = read_segments([part.segment for part in block.parts], schema)
@@ -131,6 +138,7 @@ def encode_block(block: Block, start: int, stop: int, preprocessor: Preprocessor
 
 
 def _encode_task(item: tuple[Block, int, int], *, preprocessor: ray.ObjectRef, labelled: bool) -> pa.Table:
+    keep_freed_memory()
     return to_arrow(encode_block(*item, _shared(preprocessor), labelled=labelled))
 
 

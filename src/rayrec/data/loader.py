@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,9 @@ class ClickLoader:
         self._first_epoch_steps = 0
         if position.epoch < epochs:
             self._next_epoch += 1
-            self._start = position.for_workers(order.blocks(position.epoch), world_size=world_size, batch_size=batch_size)
+            self._start = position.for_workers(
+                order.blocks(position.epoch), world_size=world_size, batch_size=batch_size
+            )
             self._first_epoch_steps = self._steps_left(self._start, self._hands(self._start))
         self.steps = self._first_epoch_steps + max(0, epochs - position.epoch - 1) * self.steps_per_epoch
         if max_steps is not None:
@@ -58,17 +61,28 @@ class ClickLoader:
         self._pieces, self._sizes = self._plan()
         self._rows_until = np.concatenate([[0], np.cumsum([everyone for _, everyone in self._sizes], dtype=np.int64)])
         self._batches = self._make_batches()
+        self._first: Future[ClickBatch] | None = None
+
+    def start(self) -> None:
+        """Lets data tasks begin: the first batch is made in a thread, and waits there for the first `next`."""
+        if self.steps and not self._handed_out and self._first is None:
+            thread = ThreadPoolExecutor(1, thread_name_prefix="first-batch")
+            self._first = thread.submit(next, self._batches)
+            thread.shutdown(wait=False)
 
     def __iter__(self) -> Iterator[ClickBatch]:
         return self
 
     def __next__(self) -> ClickBatch:
-        batch = next(self._batches)
+        first, self._first = self._first, None
+        batch = next(self._batches) if first is None else first.result()
         self._handed_out += 1
         return batch
 
     def close(self) -> None:
         """Stops the data tasks."""
+        if self._first is not None:
+            self._first.exception()  # waits: a generator cannot be closed while it runs
         self._batches.close()
 
     def rows(self, batches: int) -> int:
@@ -102,7 +116,8 @@ class ClickLoader:
             blocks = self._order.blocks(start.epoch)
             hands = start.hands(blocks)
             pieces += [
-                (blocks[piece.block], piece) for piece in after(hands[self._rank], start.step_in_deal * self._batch_size)
+                (blocks[piece.block], piece)
+                for piece in after(hands[self._rank], start.step_in_deal * self._batch_size)
             ]
             totals = np.array([sum(piece.rows for piece in hand) for hand in hands])
             for step in range(start.step_in_deal, start.step_in_deal + self._steps_left(start, hands)):

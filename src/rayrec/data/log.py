@@ -75,7 +75,9 @@ class LogIndex:
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> LogIndex:
-        faults = Faults(counts=stored["faults"]["counts"], first=[Fault(**fault) for fault in stored["faults"]["first"]])
+        faults = Faults(
+            counts=stored["faults"]["counts"], first=[Fault(**fault) for fault in stored["faults"]["first"]]
+        )
         entries = ((stored["paths"][n], start, stop, rows) for n, start, stop, rows in stored["segments"])
         return cls(numbered(entries), faults)
 

@@ -154,7 +154,12 @@ def parse_into(raw: RawRows, text: np.ndarray, length: int, *, path: str = "", f
     return Faults(
         counts={kind: int(count) for kind, count in zip(FAULT_KINDS, counts, strict=True) if count},
         first=[
-            Fault(path, first_byte + int(d["byte"]), FAULT_KINDS[d["kind"]], names[d["column"]] if d["column"] >= 0 else "")
+            Fault(
+                path,
+                first_byte + int(d["byte"]),
+                FAULT_KINDS[d["kind"]],
+                names[d["column"]] if d["column"] >= 0 else "",
+            )
             for d in details[: num_details.value]
         ],
     )

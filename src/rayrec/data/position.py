@@ -45,7 +45,11 @@ class Block:
             chosen.append(np.arange(base + part.start, base + part.stop, dtype=np.int64))
             base += part.segment.rows
         rows = np.concatenate(chosen)
-        return rows if self.seed is None else np.random.Generator(np.random.Philox(np.random.SeedSequence(self.seed))).permutation(rows)
+        return (
+            rows
+            if self.seed is None
+            else np.random.Generator(np.random.Philox(np.random.SeedSequence(self.seed))).permutation(rows)
+        )
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,9 @@ class Preprocessor:
                 ctypes.c_int64(count),
             )
             if failed:
-                raise InputError(f"preprocessor: column {name} holds a token twice; build it anew with `rayrec vocabulary`")
+                raise InputError(
+                    f"preprocessor: column {name} holds a token twice; build it anew with `rayrec vocabulary`"
+                )
             first_token += column.num_tokens
             first_slot += count
         return cls(
@@ -182,10 +184,14 @@ class Preprocessor:
 
         path = storage.join(folder, "preprocessor.json")
         if not storage.exists(path):
-            raise InputError(f"{folder}: holds no preprocessor.json; build one with `rayrec vocabulary PATH --out {folder}`")
+            raise InputError(
+                f"{folder}: holds no preprocessor.json; build one with `rayrec vocabulary PATH --out {folder}`"
+            )
         stored = storage.read_json(path)
         if stored.get("version") != VERSION:
-            raise InputError(f"{path}: version {stored.get('version')}, this rayrec reads version {VERSION}; build it anew")
+            raise InputError(
+                f"{path}: version {stored.get('version')}, this rayrec reads version {VERSION}; build it anew"
+            )
         packed = storage.read_bytes(storage.join(folder, "tokens.npy"))
         try:
             schema = stored["schema"]
@@ -200,7 +206,9 @@ class Preprocessor:
         except (KeyError, TypeError, ValueError, EOFError) as error:
             raise InputError(f"{folder}: the preprocessor's files are damaged ({error}); build it anew") from None
         if self.hash() != stored.get("hash"):
-            raise InputError(f"{folder}: its hash is {self.hash()}, not {stored.get('hash')} as written; the files are damaged")
+            raise InputError(
+                f"{folder}: its hash is {self.hash()}, not {stored.get('hash')} as written; the files are damaged"
+            )
         return self
 
     def c_sparse_columns(self) -> ctypes.Array[CSparseColumn]:
@@ -242,5 +250,3 @@ class Preprocessor:
             ctypes.c_void_p(labels.ctypes.data if labels is not None else None),
         )
         return EncodedRows(dense, ids, labels)
-
-

@@ -53,7 +53,9 @@ def tasks_dataset(
     context.print_on_execution_start = False
     context.execution_options = ExecutionOptions(
         preserve_order=True,
-        resource_limits=ExecutionResources(cpu=placement.max_cpus, object_store_memory=placement.max_object_store_bytes),
+        resource_limits=ExecutionResources(
+            cpu=placement.max_cpus, object_store_memory=placement.max_object_store_bytes
+        ),
     )
     with ray.data.DataContext.current(context):
         return ray.data.read_datasource(

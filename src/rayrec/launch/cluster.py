@@ -50,7 +50,9 @@ def connect(address: str | None, *, num_cpus: int | None, object_store_bytes: in
             ray.init(address=address, log_to_driver=log_to_driver, logging_level=logging.ERROR)
         except (ConnectionError, ValueError, RuntimeError) as error:
             why = str(error).strip().splitlines()[0]
-            raise InputError(f"{address}: no Ray cluster answers there ({why}); start one or leave the address out") from None
+            raise InputError(
+                f"{address}: no Ray cluster answers there ({why}); start one or leave the address out"
+            ) from None
     else:
         ray.init(address="local", num_cpus=num_cpus, object_store_memory=object_store_bytes, **common)
     import ray.data  # sets up its own logger, which is then quietened
@@ -92,7 +94,9 @@ def layout(
     training = [node for node in nodes if all(node.resources.get(name, 0) >= wanted[name] for name in special)]
     if not training:
         have = {name: sum(node.resources.get(name, 0) for node in nodes) for name in sorted(special)}
-        raise InputError(f"scaling: a worker needs {wanted}, but the cluster has {have}; change scaling.use_gpu or resources_per_worker")
+        raise InputError(
+            f"scaling: a worker needs {wanted}, but the cluster has {have}; change scaling.use_gpu or resources_per_worker"
+        )
     others = [node for node in nodes if node not in training] if special else []
     apart = bool(others) and keep_data_off_workers and sum(node.resources.get("CPU", 0) for node in others) > 0
     training_cpus = sum(node.resources.get("CPU", 0) for node in training)

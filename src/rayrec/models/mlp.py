@@ -169,6 +169,4 @@ class MLP(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         parameters: list[Any] = [tensor for layer in self.layers for tensor in (layer.weight, layer.bias)]
-        return linear_stack(
-            inputs, parameters, relus=self._relus, dtype=self._dtype, float_last=self._float_last
-        )
+        return linear_stack(inputs, parameters, relus=self._relus, dtype=self._dtype, float_last=self._float_last)

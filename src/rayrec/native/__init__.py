@@ -12,5 +12,23 @@ def library() -> ctypes.CDLL:
     """The shared library holding every kernel of kernels.h."""
     spec = importlib.util.find_spec("rayrec.native._kernels")
     if spec is None or spec.origin is None:
-        raise ImportError("rayrec's compiled kernels are missing: install rayrec with pip (`pip install .` or `pip install -e .`)")
+        raise ImportError(
+            "rayrec's compiled kernels are missing: install rayrec with pip (`pip install .` or `pip install -e .`)"
+        )
     return ctypes.CDLL(spec.origin)
+
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h
+
+
+@lru_cache(maxsize=1)
+def keep_freed_memory() -> None:
+    """Lets glibc keep and reuse what arrays of some megabytes free, instead of returning it to the kernel and faulting
+    every page in again for the next one. Worth a third of the speed of training on CPU; other C libraries have no
+    `mallopt` and are left alone. Acts on this process, for good."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:
+        return
+    for parameter, value in ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 1 << 30), (_M_TOP_PAD, 64 << 20)):
+        mallopt(ctypes.c_int(parameter), ctypes.c_int(value))

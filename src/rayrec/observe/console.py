@@ -101,7 +101,9 @@ class Console:
             )
             self.progress("train", event["step"], event["steps"], note)
         elif kind == "evaluate":
-            values = "  ".join(f"{name} {_number(event[name])}" for name in ("auroc", "logloss", "accuracy") if name in event)
+            values = "  ".join(
+                f"{name} {_number(event[name])}" for name in ("auroc", "logloss", "accuracy") if name in event
+            )
             self.note(f"step {event['step']:,}  {event['set']}  {values}")
         elif kind == "start" and event["step"]:
             self.note(f"goes on from step {event['step']:,} with {event['world_size']} workers")

@@ -56,7 +56,9 @@ class TimedIterator:
             self.blocked_s += time.perf_counter() - start
 
 
-def boundaries(start: int, stop: int, *, evaluate_every: int, save_every: int | None) -> Iterator[tuple[int, bool, bool]]:
+def boundaries(
+    start: int, stop: int, *, evaluate_every: int, save_every: int | None
+) -> Iterator[tuple[int, bool, bool]]:
     """(step, evaluate there, save there) of every segment's end from `start` to `stop`. Pure.
 
     Saves coincide with evaluations where no interval is given; the end is always evaluated and saved.

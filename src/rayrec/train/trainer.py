@@ -43,7 +43,9 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
     """
     console = console or Console()
     if config.train_data.path is None:
-        raise InputError("train_data.path: no training log given; pass --train-data.path PATH (rayrec generate makes one)")
+        raise InputError(
+            "train_data.path: no training log given; pass --train-data.path PATH (rayrec generate makes one)"
+        )
     name = config.name or f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     if not re.fullmatch(r"[\w.-]+", name):
         raise InputError(f"name: {name!r} may hold letters, digits, '.', '_' and '-' only")
@@ -205,5 +207,3 @@ def _signals() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import ray.train
@@ -16,13 +16,12 @@ from ray.train import CheckpointUploadMode
 from rayrec import storage
 from rayrec.checkpoint import Checkpoint, folder_of, latest, restore, save
 from rayrec.data.placement import TaskPlacement
+from rayrec.native import keep_freed_memory
 from rayrec.observe.events import EventWriter
 from rayrec.train import loop
 from rayrec.train.loop import Progress
 from rayrec.train.state import all_tensors, make_state, model_tensors
 from rayrec.workloads.base import TrainConfig, WorkerContext, WorkerSetup
-
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +57,21 @@ def train_worker(arguments: dict[str, Assignment]) -> None:
             events.write(kind, **fields)
 
     worker = WorkerContext(config, rank, world_size, device, assignment.placement)
+    checkpoint = latest(folder)
+    state = checkpoint.manifest()["state"] if checkpoint else None
+    progress = Progress(**state["progress"]) if state else Progress()
+    loader = config.workload.make_loader(
+        worker, assignment.prepared, state=state["loader"] if state else None, step=progress.step
+    )
+    loader.start()  # data tasks get going while the model is built
     setup = config.workload.set_up(worker, assignment.prepared)
-    progress, loader_state = _resume(folder, setup)
-    loader = setup.make_loader(loader_state, progress.step)
-    log("start", {"step": progress.step, "steps": progress.step + loader.steps, "world_size": world_size, **setup.described})
+    if checkpoint:
+        make_state(setup.optimizer)
+        restore(checkpoint, all_tensors(setup.model, setup.optimizer))
+    log(
+        "start",
+        {"step": progress.step, "steps": progress.step + loader.steps, "world_size": world_size, **setup.described},
+    )
 
     def save_checkpoint(progress: Progress, loader_state: dict[str, Any]) -> None:
         path = folder_of(folder, progress.step)
@@ -84,18 +94,8 @@ def train_worker(arguments: dict[str, Assignment]) -> None:
         )
     finally:
         loader.close()
-    _finish(assignment, setup, progress, log)
-
-
-def _resume(folder: str, setup: WorkerSetup) -> tuple[Progress, dict[str, Any] | None]:
-    """Restores the newest complete checkpoint of the run, if there is one; every worker finds the same."""
-    checkpoint = latest(folder)
-    if checkpoint is None:
-        return Progress(), None
-    make_state(setup.optimizer)
-    restore(checkpoint, all_tensors(setup.model, setup.optimizer))
-    state = checkpoint.manifest()["state"]
-    return Progress(**state["progress"]), state["loader"]
+    expected_rows = config.workload.make_loader(worker, assignment.prepared, state=None, step=0).rows(progress.step)
+    _finish(assignment, setup, progress, expected_rows, log)
 
 
 def _extra_files(target: str, assignment: Assignment) -> None:
@@ -103,7 +103,13 @@ def _extra_files(target: str, assignment: Assignment) -> None:
     assignment.config.workload.add_files(target, assignment.prepared)
 
 
-def _finish(assignment: Assignment, setup: WorkerSetup, progress: Progress, log: Any) -> None:
+def _finish(
+    assignment: Assignment,
+    setup: WorkerSetup,
+    progress: Progress,
+    expected_rows: int,
+    log: Callable[[str, dict[str, Any]], None],
+) -> None:
     """Scores the final test with the weights that are to be used, and says so."""
     config = assignment.config
     step = progress.step
@@ -118,7 +124,7 @@ def _finish(assignment: Assignment, setup: WorkerSetup, progress: Progress, log:
         {
             "step": progress.step,
             "rows": progress.rows,
-            "expected_rows": setup.make_loader(None, 0).rows(progress.step),
+            "expected_rows": expected_rows,
             "train_s": progress.train_s,
             "blocked_fraction": progress.blocked_fraction(),
             "chosen_step": step,
@@ -127,18 +133,6 @@ def _finish(assignment: Assignment, setup: WorkerSetup, progress: Progress, log:
             "validation": progress.metrics,
         },
     )
-
-
-def keep_freed_memory() -> None:
-    """Lets glibc keep and reuse what tensors of some megabytes free, instead of returning it to the kernel and faulting
-    every page in again in the next step. Worth a third of the speed of training on CPU; other C libraries have no
-    `mallopt` and are left alone."""
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except AttributeError:
-        return
-    for parameter, value in ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 1 << 30), (_M_TOP_PAD, 64 << 20)):
-        mallopt(ctypes.c_int(parameter), ctypes.c_int(value))
 
 
 def quiet_logs(path: str) -> None:

@@ -39,7 +39,9 @@ class DataConfig(Config):
         if self.segments_per_block < 1 or self.prefetch_blocks < 0:
             raise InputError("data: segments_per_block must be at least 1 and prefetch_blocks at least 0")
         if self.block_bytes < 1 << 16:
-            raise InputError(f"data.block_bytes: {self.block_bytes} is below 65536; small blocks cost more than their work")
+            raise InputError(
+                f"data.block_bytes: {self.block_bytes} is below 65536; small blocks cost more than their work"
+            )
 
     @property
     def segment_bytes(self) -> int:
@@ -219,6 +221,10 @@ class TrainLoader(Protocol):
     @property
     def steps_per_epoch(self) -> int: ...
 
+    def start(self) -> None:
+        """Lets data tasks begin; what they make waits for the first `next`."""
+        ...
+
     def __iter__(self) -> Iterator[Any]: ...
 
     def __next__(self) -> Any: ...
@@ -261,8 +267,6 @@ class WorkerSetup:
     """Over the model: trains it, or, while it is in eval mode, scores with it."""
     set_learning_rate: Callable[[int, int], None]
     """Sets the learning rates of a step (from 0) of a run of so many steps."""
-    make_loader: Callable[[dict[str, Any] | None, int], TrainLoader]
-    """The training data from a stored position on (None: from the start), `step` steps of the run being done."""
     eval_batches: dict[str, Callable[[], Iterator[Any]]]
     """Named evaluation sets; each call gives this worker's share of every row once, the same number on every worker."""
     make_metrics: Callable[[], Metrics]
@@ -284,6 +288,12 @@ class Workload(Config, abc.ABC):
         """On the driver, before workers start: whatever they share, picklable. Raises InputError for unusable input."""
 
     @abc.abstractmethod
+    def make_loader(
+        self, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int
+    ) -> TrainLoader:
+        """On each worker: the training data from a stored position on (None: the start), `step` steps being done."""
+
+    @abc.abstractmethod
     def set_up(self, context: WorkerContext, prepared: Any) -> WorkerSetup:
         """On each worker, after its process group is up."""
 
@@ -294,12 +304,12 @@ class Workload(Config, abc.ABC):
     def add_files(self, folder: str, prepared: Any) -> None:
         """On rank 0: writes into a checkpoint's folder what must travel with the weights."""
 
-    def load_scorer(
-        self, config: TrainConfig, *, checkpoint: str, preprocessor: Preprocessor, device: str
-    ) -> Scorer:
+    def load_scorer(self, config: TrainConfig, *, checkpoint: str, preprocessor: Preprocessor, device: str) -> Scorer:
         """The model of a checkpoint's folder, ready to score. Raises InputError for damaged or foreign weights, and in
         workloads whose models score no click log."""
-        raise InputError(f"{checkpoint}: recipe {config.recipe} trains no click model; there is nothing to score rows with")
+        raise InputError(
+            f"{checkpoint}: recipe {config.recipe} trains no click model; there is nothing to score rows with"
+        )
 
     def summarize(self, prepared: Any, metrics: dict[str, float]) -> dict[str, Any]:
         """What of the preparation, and of it in the light of the final metrics, belongs into the run's summary."""

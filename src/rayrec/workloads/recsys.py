@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import posixpath
-
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from rayrec.workloads.base import DataConfig, RunContext, TrainConfig, WorkerCon
 if TYPE_CHECKING:
     import ray
 
+    from rayrec.data.loader import ClickLoader
     from rayrec.workloads.recsys_scorer import ClickScorer
 
 PREPROCESSOR_FOLDER = "preprocessor"
@@ -86,17 +86,22 @@ class ClickWorkload(Workload):
             rows = self.split.rows(index)
             train = _order(index, rows["train"], config.train_data, config.seed)
             held_out = {
-                name: _order(index, rows[name], config.eval_data.replace(shuffle="none"), 0) for name in ("validation", "test")
+                name: _order(index, rows[name], config.eval_data.replace(shuffle="none"), 0)
+                for name in ("validation", "test")
             }
         else:
             train = _order(index, (0, index.rows), config.train_data, config.seed)
             eval_index = self._index(config.eval_data, context)
             bad_rows += eval_index.faults.total
-            held_out = {"validation": _order(eval_index, (0, eval_index.rows), config.eval_data.replace(shuffle="none"), 0)}
+            held_out = {
+                "validation": _order(eval_index, (0, eval_index.rows), config.eval_data.replace(shuffle="none"), 0)
+            }
         folder = storage.join(context.folder, PREPROCESSOR_FOLDER)
         preprocessor = self._preprocessor(folder, train, context)
         if preprocessor.schema != self.schema:
-            raise InputError(f"{self.preprocessor}: made for columns {preprocessor.schema.columns}, the recipe has {self.schema.columns}")
+            raise InputError(
+                f"{self.preprocessor}: made for columns {preprocessor.schema.columns}, the recipe has {self.schema.columns}"
+            )
         return Prepared(
             preprocessor=share_preprocessor(preprocessor),
             preprocessor_hash=preprocessor.hash(),
@@ -170,6 +175,13 @@ class ClickWorkload(Workload):
         return plan(self, config, Preprocessor.load(self.preprocessor).num_embeddings)
 
     # -- on each worker
+
+    def make_loader(
+        self, context: WorkerContext, prepared: Prepared, *, state: dict[str, Any] | None, step: int
+    ) -> ClickLoader:
+        from rayrec.workloads.recsys_worker import train_loader
+
+        return train_loader(context, prepared, state=state, step=step)
 
     def set_up(self, context: WorkerContext, prepared: Prepared) -> WorkerSetup:
         from rayrec.workloads.recsys_worker import set_up

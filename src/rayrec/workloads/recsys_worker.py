@@ -18,7 +18,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from rayrec.batch import StepOutput
 from rayrec.data.loader import ClickLoader
-from rayrec.data.position import EpochOrder, Position
+from rayrec.data.position import Position
 from rayrec.metrics import BinaryMetricsAccumulator
 from rayrec.models.dlrm import multiply_adds
 from rayrec.models.embeddings import initialize_shards
@@ -92,32 +92,10 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
     optimizer = CombinedOptimizer([sharded.fused_optimizer, dense])
     base_rates = learning_rates(optimizer)
 
-    def loader(order: EpochOrder, *, epochs: int, batch_size: int, position: Position, max_steps: int | None) -> ClickLoader:
-        return ClickLoader(
-            order,
-            prepared.preprocessor,
-            schema=schema,
-            epochs=epochs,
-            batch_size=batch_size,
-            rank=context.rank,
-            world_size=context.world_size,
-            position=position,
-            placement=context.placement,
-            prefetch_blocks=config.train_data.prefetch_blocks,
-            max_steps=max_steps,
-        )
-
-    def make_loader(state: dict[str, Any] | None, step: int) -> ClickLoader:
-        return loader(
-            prepared.sets["train"],
-            epochs=config.epochs if config.steps is None else epochs_for(config.steps, prepared.sets["train"].rows, context),
-            batch_size=batch_size,
-            position=Position() if state is None else Position.from_dict(state),
-            max_steps=None if config.steps is None else max(0, config.steps - step),
-        )
-
     def eval_batches(name: str) -> Iterator[Any]:
-        return loader(prepared.sets[name], epochs=1, batch_size=config.eval_batch_size, position=Position(), max_steps=None)
+        return _loader(
+            context, prepared, name, epochs=1, batch_size=config.eval_batch_size, position=Position(), max_steps=None
+        )
 
     return WorkerSetup(
         model=sharded,
@@ -126,7 +104,6 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
         set_learning_rate=lambda step, total: set_learning_rates(
             optimizer, base_rates=base_rates, schedule=workload.schedule.for_steps(total), step=step
         ),
-        make_loader=make_loader,
         eval_batches={name: lambda name=name: eval_batches(name) for name in prepared.sets if name != "train"},
         make_metrics=ClickMetrics,
         described={
@@ -137,6 +114,45 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
                 workload.model, num_dense=len(schema.dense), num_sparse=len(schema.sparse)
             ),
         },
+    )
+
+
+def train_loader(context: WorkerContext, prepared: Prepared, *, state: dict[str, Any] | None, step: int) -> ClickLoader:
+    """The training batches from a stored position on."""
+    config, rows = context.config, prepared.sets["train"].rows
+    return _loader(
+        context,
+        prepared,
+        "train",
+        epochs=config.epochs if config.steps is None else epochs_for(config.steps, rows, context),
+        batch_size=effective_batch_size(config, rows),
+        position=Position() if state is None else Position.from_dict(state),
+        max_steps=None if config.steps is None else max(0, config.steps - step),
+    )
+
+
+def _loader(
+    context: WorkerContext,
+    prepared: Prepared,
+    name: str,
+    *,
+    epochs: int,
+    batch_size: int,
+    position: Position,
+    max_steps: int | None,
+) -> ClickLoader:
+    return ClickLoader(
+        prepared.sets[name],
+        prepared.preprocessor,
+        schema=prepared.schema,
+        epochs=epochs,
+        batch_size=batch_size,
+        rank=context.rank,
+        world_size=context.world_size,
+        position=position,
+        placement=context.placement,
+        prefetch_blocks=context.config.train_data.prefetch_blocks,
+        max_steps=max_steps,
     )
 
 

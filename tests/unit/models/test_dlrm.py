@@ -77,9 +77,7 @@ def test_logits_equal_torchrec() -> None:
         for mine, theirs in zip(dense_parts, twin_parts, strict=True):
             theirs.copy_(mine)
     expected = twin(rows.dense_features, rows.sparse_features).squeeze(1)
-    torch.testing.assert_close(
-        model.score(rows.dense_features, rows.sparse_features), expected, atol=1e-5, rtol=1e-4
-    )
+    torch.testing.assert_close(model.score(rows.dense_features, rows.sparse_features), expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -1,0 +1,224 @@
+"""The documentation tells the truth: its commands and code run, its links lead somewhere, its flags exist.
+
+In README.md, docs/*.md and the notebooks of examples/:
+- blocks fenced as `python` are run, those of one page in one process and namespace, in order;
+- in blocks fenced as `bash`, lines that begin with `rayrec` are run, in order with the page's Python; of other lines only
+  the targets of `make` are looked up;
+- blocks fenced as `yaml` must load as a configuration; `text` and others are only read.
+
+A page finds what docs/quickstart.md leaves behind (log/, runs/), unless it generates its own log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from rayrec.cli import COMMANDS
+from rayrec.recipes import load_config
+
+ROOT = Path(__file__).parents[1]
+QUICKSTART = ROOT / "docs" / "quickstart.md"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+LIMIT_S = 900  # of one page; some ten seconds on a quiet machine
+
+# Runs the blocks of a page, given as JSON, in its own namespace; a line of a traceback is a line of the page.
+DRIVER = """
+import json, subprocess, sys
+page, blocks = json.loads(sys.argv[1])
+namespace = {"__name__": "__main__"}
+for kind, line, text in blocks:
+    print(f"-- {page}, line {line}", flush=True)
+    if kind == "python":
+        exec(compile("\\n" * line + text, page, "exec"), namespace)
+    else:
+        subprocess.run(["sh", "-c", text], check=True)
+print("-- done", flush=True)
+"""
+
+
+class Block(NamedTuple):
+    kind: str
+    line: int
+    """Of the opening fence, counted from 1."""
+    text: str
+
+
+def _name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page."""
+    if not page.exists():
+        return []
+    found: list[Block] = []
+    opened: tuple[str, int, list[str]] | None = None
+    for number, line in enumerate(page.read_text().splitlines(), start=1):
+        fence = re.match(r"^```(\w*)\s*$", line)
+        if opened is None and fence:
+            opened = fence[1], number, []
+        elif opened is not None and fence:
+            found.append(Block(opened[0], opened[1], "\n".join(opened[2]) + "\n"))
+            opened = None
+        elif opened is not None:
+            opened[2].append(line)
+    assert opened is None, f"{page}: the block of line {opened[1]} has no end"
+    return found
+
+
+def _commands(block: Block) -> list[str]:
+    """The lines of a bash block, continued ones joined."""
+    return [line.strip() for line in block.text.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+def runnable(page: Path) -> list[Block]:
+    found = []
+    for block in blocks(page):
+        if block.kind == "python":
+            found.append(block)
+        elif block.kind == "bash":
+            ours = [line for line in _commands(block) if line.startswith("rayrec ")]
+            found += [Block("bash", block.line, line) for line in ours]
+    return found
+
+
+RUNNABLE = [page for page in PAGES if runnable(page) and page != QUICKSTART]
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """The command `rayrec` is this interpreter's; nothing is kept outside the folder; no cluster but a local one."""
+    programs = folder / ".bin"
+    programs.mkdir(exist_ok=True)
+    script = programs / "rayrec"
+    script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m rayrec "$@"\n')
+    script.chmod(0o755)
+    environment = {**os.environ, "RAYREC_CACHE": str(folder / ".cache"), "PYTHONUNBUFFERED": "1"}
+    environment.pop("RAY_ADDRESS", None)
+    environment["PATH"] = f"{programs}{os.pathsep}{environment.get('PATH', os.defpath)}"
+    return environment
+
+
+def run_blocks(name: str, wanted: list[Block], folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, json.dumps([name, wanted])],
+        cwd=folder,
+        env=_environment(folder),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, f"{name}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    assert done.stdout.endswith("-- done\n")
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which docs/quickstart.md has been followed."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    run_blocks(_name(QUICKSTART), runnable(QUICKSTART), folder)
+    return folder
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_the_quickstart_runs(world: Path) -> None:
+    assert (world / "log" / "truth.json").exists()
+    assert (world / "runs" / "demo" / "summary.json").exists()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("page", RUNNABLE, ids=_name)
+def test_a_page_runs(page: Path, world: Path, tmp_path: Path) -> None:
+    if "rayrec generate log " not in page.read_text():
+        for name in ("log", "runs"):
+            shutil.copytree(world / name, tmp_path / name)
+    run_blocks(_name(page), runnable(page), tmp_path)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=_name)
+def test_a_notebook_runs(notebook: Path, tmp_path: Path) -> None:
+    cells = json.loads(notebook.read_text())["cells"]
+    assert not any(cell.get("outputs") for cell in cells), "a notebook is kept without outputs"
+    code = [Block("python", number, "".join(cell["source"])) for number, cell in enumerate(cells) if cell["cell_type"] == "code"]
+    run_blocks(_name(notebook), code, tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_configurations_load(page: Path) -> None:
+    for block in blocks(page):
+        if block.kind == "yaml":
+            load_config(block.text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_commands_and_targets_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    text = page.read_text()
+    lines = [line for block in blocks(page) if block.kind == "bash" for line in _commands(block)]
+    code = [*re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)), *lines]
+    for line in code:
+        words = line.split()
+        if words[:1] == ["make"]:
+            unknown = [word for word in words[1:] if re.fullmatch(r"[a-z]+", word) and word not in targets]
+            assert not unknown, line
+        if words[:1] == ["rayrec"] and len(words) > 1 and re.fullmatch(r"[a-z]+", words[1]):
+            assert words[1] in COMMANDS, line
+
+
+def _slug(heading: str) -> str:
+    """The anchor GitHub gives a heading."""
+    plain = re.sub(r"[^\w\- ]", "", re.sub(r"[`*]", "", heading).strip().lower())
+    return plain.replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        place, _, anchor = target.partition("#")
+        file = page if not place else (page.parent / place).resolve()
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", file.read_text(), flags=re.DOTALL), re.MULTILINE)
+            assert anchor in {_slug(heading) for heading in headings}, target
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    missing = [page.name for page in PAGES[1:] if page.name != "index.md" and f"]({page.name})" not in index]
+    assert not missing
+
+
+@pytest.fixture(scope="module")
+def train_flags() -> set[str]:
+    command = [sys.executable, "-m", "rayrec", "train", "criteo_demo", "--help"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "200"}, timeout=LIMIT_S
+    )
+    return set(re.findall(r"--[a-z][\w.-]*", done.stdout)) | {"--config"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_flags_exist(page: Path, train_flags: set[str]) -> None:
+    text = page.read_text().replace("\\\n", " ")
+    named = set(re.findall(r"--[a-z][a-z0-9-]*\.[a-z0-9.-]*[a-z0-9]", text))  # of a configuration within the configuration
+    for line in re.findall(r"rayrec (?:train|config|plan) [^`\n]*", text):
+        named |= set(re.findall(r"--[a-z][\w.-]*", line))
+    assert named <= train_flags, named - train_flags
