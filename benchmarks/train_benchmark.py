@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def from_raw(*, path: str, precision: str, batch_size: int, workers: int, steps:
         events = read_events(os.path.join(result.folder, "events.jsonl"), kinds={"step"})
     late = [event for event in events if event["step"] > steps // 5]
     rows = late[-1]["rows"] - late[0]["rows"]
-    seconds = sum((b["rows"] - a["rows"]) / b["rows_per_s"] for a, b in zip(late, late[1:], strict=False))
+    seconds = sum((b["rows"] - a["rows"]) / b["rows_per_s"] for a, b in pairwise(late))
     blocked = sum(event["blocked_fraction"] for event in late) / len(late)
     print(f"blocked on data {blocked:.1%}", file=sys.stderr)
     return rows / seconds

@@ -154,7 +154,11 @@ def test_a_page_runs(page: Path, world: Path, tmp_path: Path) -> None:
 def test_a_notebook_runs(notebook: Path, tmp_path: Path) -> None:
     cells = json.loads(notebook.read_text())["cells"]
     assert not any(cell.get("outputs") for cell in cells), "a notebook is kept without outputs"
-    code = [Block("python", number, "".join(cell["source"])) for number, cell in enumerate(cells) if cell["cell_type"] == "code"]
+    code = [
+        Block("python", number, "".join(cell["source"]))
+        for number, cell in enumerate(cells)
+        if cell["cell_type"] == "code"
+    ]
     run_blocks(_name(notebook), code, tmp_path)
 
 
@@ -196,7 +200,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         file = page if not place else (page.parent / place).resolve()
         assert file.exists(), target
         if anchor:
-            headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", file.read_text(), flags=re.DOTALL), re.MULTILINE)
+            headings = re.findall(
+                r"^#+ (.+)$", re.sub(r"```.*?```", "", file.read_text(), flags=re.DOTALL), re.MULTILINE
+            )
             assert anchor in {_slug(heading) for heading in headings}, target
 
 
@@ -218,7 +224,9 @@ def train_flags() -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_flags_exist(page: Path, train_flags: set[str]) -> None:
     text = page.read_text().replace("\\\n", " ")
-    named = set(re.findall(r"--[a-z][a-z0-9-]*\.[a-z0-9.-]*[a-z0-9]", text))  # of a configuration within the configuration
+    named = set(
+        re.findall(r"--[a-z][a-z0-9-]*\.[a-z0-9.-]*[a-z0-9]", text)
+    )  # of a configuration within the configuration
     for line in re.findall(r"rayrec (?:train|config|plan) [^`\n]*", text):
         named |= set(re.findall(r"--[a-z][\w.-]*", line))
     assert named <= train_flags, named - train_flags

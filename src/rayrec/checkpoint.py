@@ -1,9 +1,9 @@
 """Checkpoints free of plan and world size: tensors by name in safetensors files, a JSON manifest written last.
 
 A checkpoint folder holds `data_RANK.safetensors` (each rank writes its shards, in parallel), what belongs with the
-weights (`config.yaml`, the workload's own files), and `manifest.json`, which says where every part of every tensor lies, with checksums, and
-holds the run's plain state. A folder without a manifest is not a checkpoint. Nothing in it is ever unpickled.
-torch.distributed.checkpoint plans who writes and who reads what; its own storage is not used, since it pickles.
+weights (`config.yaml`, the workload's own files), and `manifest.json`, which says where every part of every tensor
+lies, with checksums, and holds the run's plain state. A folder without a manifest is not a checkpoint. Nothing in it is
+ever unpickled. torch.distributed.checkpoint plans who writes and who reads what; its own storage is not used, since it pickles.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner import (
     LoadPlanner,
     SavePlan,
     SavePlanner,
+    WriteItem,
     WriteItemType,
 )
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
@@ -204,7 +205,13 @@ def weights_sha256(checkpoint: Checkpoint, prefix: str = "model.") -> str:
 
 def _as_bytes(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def _tensor_bytes(planner: SavePlanner, item: WriteItem) -> memoryview:
+    data = planner.resolve_data(item)
+    assert isinstance(data, torch.Tensor)
+    return _as_bytes(data)
 
 
 def _read_chunk(folder: str, name: str, entry: dict[str, Any], chunk: dict[str, Any], *, verify: bool) -> torch.Tensor:
@@ -227,7 +234,7 @@ def _read_chunk(folder: str, name: str, entry: dict[str, Any], chunk: dict[str, 
         raise InputError(f"{path}: {'missing' if got < 0 else 'cut short'} ({name}); use an earlier checkpoint")
     if not chunk["bytes"]:
         return torch.empty(chunk["sizes"], dtype=_TORCH_DTYPES[entry["dtype"]])
-    if verify and hashlib.sha256(data).hexdigest() != chunk["sha256"]:
+    if verify and hashlib.sha256(data.data).hexdigest() != chunk["sha256"]:
         raise InputError(f"{path}: damaged, the checksum of {name} does not fit; use an earlier checkpoint")
     flat = torch.from_numpy(data.view(np.ndarray)) if data.flags.writeable else _read_only(data)
     return flat.view(_TORCH_DTYPES[entry["dtype"]]).reshape(chunk["sizes"])
@@ -268,7 +275,7 @@ class _Writer(StorageWriter):
         results: list[WriteResult] = []
         done: Future[list[WriteResult]] = Future()
         if plan.items:
-            views = [(item, _as_bytes(planner.resolve_data(item))) for item in plan.items]
+            views = [(item, _tensor_bytes(planner, item)) for item in plan.items]
             header, starts, position = {}, [], 0
             for item, view in views:
                 assert item.tensor_data is not None
@@ -285,7 +292,7 @@ class _Writer(StorageWriter):
             with storage.writing(storage.join(self._path, name)) as local, open(local, "wb") as file:
                 file.write(len(encoded).to_bytes(8, "little"))
                 file.write(encoded)
-                for item, view in views:
+                for _, view in views:
                     file.write(view)
             base = 8 + len(encoded)
             for (item, view), start in zip(views, starts, strict=True):
@@ -301,7 +308,7 @@ class _Writer(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         where = {result.index: result.storage_data for part in results for result in part}
-        tensors = {}
+        tensors: dict[str, dict[str, Any]] = {}
         for name, entry in metadata.state_dict_metadata.items():
             assert isinstance(entry, TensorStorageMetadata)
             chunks = []
@@ -311,8 +318,8 @@ class _Writer(StorageWriter):
                 chunks.append({"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), **place})
             tensors[name] = {"dtype": _DTYPES[entry.properties.dtype], "shape": list(entry.size), "chunks": chunks}
         files: dict[str, dict[str, int]] = {}
-        for entry in tensors.values():
-            for chunk in entry["chunks"]:
+        for tensor in tensors.values():
+            for chunk in tensor["chunks"]:
                 files.setdefault(chunk["file"], {"bytes": 0})["bytes"] += chunk["bytes"]
         manifest = {"version": VERSION, "state": self._state, "files": files, "tensors": tensors}
         storage.write_json(storage.join(self._path, MANIFEST), manifest)

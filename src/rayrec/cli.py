@@ -8,20 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from rayrec.config import InputError
-
-COMMANDS = {
-    "recipes": ("", "lists the recipes, a line each"),
-    "config": ("RECIPE [--flags]", "prints the resolved configuration as YAML"),
-    "generate": ("OUT --rows N", "writes a synthetic click log with a planted truth, and truth.json beside it"),
-    "vocabulary": ("PATH --out DIR", "one pass over a click log -> the Preprocessor (schema, constants, vocabularies)"),
-    "plan": ("RECIPE [--flags]", "shows how a recipe's tables are spread over its workers, and whether they fit"),
-    "train": ("RECIPE [--flags] [-v|-q]", "trains; the same storage and name again goes on where the run stopped"),
-    "evaluate": ("CHECKPOINT PATH", "scores every row of a log exactly once -> metrics as JSON"),
-    "predict": ("CHECKPOINT PATH --out DIR", "writes scores as Parquet, in input order, with the row's number"),
-    "benchmark": ("NAME", "measures, as ratios against a peer or a ceiling in the same run"),
-    "doctor": ("[--json]", "what is installed, what fits together, what does not and how to mend it"),
-}
-
+from rayrec.verbs import VERBS
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs one command. Exit status: 0 done, 2 the user can mend it, 130 interrupted, 143 terminated, 1 anything else."""
@@ -39,10 +26,12 @@ def run(arguments: list[str]) -> int:
         print(rayrec.__version__)
         return 0
     verb, rest = arguments[0], arguments[1:]
-    if verb not in COMMANDS:
-        near = difflib.get_close_matches(verb, COMMANDS, n=1)
+    if verb not in VERBS:
+        near = difflib.get_close_matches(verb, VERBS, n=1)
         return _fail(f"rayrec: no command '{verb}'; " + (f"did you mean '{near[0]}'?" if near else "see rayrec --help"))
     try:
+        if verb == "doctor":  # must also run where what the other commands import is missing
+            return _doctor(rest)
         from rayrec import commands
 
         return commands.ALL[verb](rest) or 0
@@ -61,6 +50,19 @@ def run(arguments: list[str]) -> int:
         return 130
 
 
+def _doctor(arguments: list[str]) -> int:
+    import json
+
+    from rayrec.launch.doctor import doctor
+
+    if arguments not in ([], ["--json"]):
+        print(f"usage: rayrec doctor {VERBS['doctor'][0]}\n\n{VERBS['doctor'][1]}")
+        return 0 if arguments in (["-h"], ["--help"]) else 2
+    report = doctor()
+    print(json.dumps(report.to_dict(), indent=2) if arguments else "\n".join(report.lines()))
+    return 0 if report.ok else 2
+
+
 def _fail(message: str) -> int:
     print(" ".join(message.split()), file=sys.stderr)
     return 2
@@ -68,6 +70,6 @@ def _fail(message: str) -> int:
 
 def help_text() -> str:
     lines = ["usage: rayrec COMMAND ...", "", "From raw logs to a served model on Ray.", ""]
-    lines += [f"  {f'{verb} {arguments}':35} {text}" for verb, (arguments, text) in COMMANDS.items()]
+    lines += [f"  {f'{verb} {arguments}':35} {text}" for verb, (arguments, text) in VERBS.items()]
     lines += ["", "rayrec COMMAND --help shows each flag; --config FILE.yaml may stand wherever a RECIPE does."]
     return "\n".join(lines)

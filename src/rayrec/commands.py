@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from rayrec import api, recipes, storage
-from rayrec.cli import COMMANDS
 from rayrec.config import InputError
 from rayrec.observe.console import Console
+from rayrec.verbs import VERBS
 from rayrec.workloads.base import TrainConfig
 
 Text = tyro.conf.Positional[str]
@@ -29,7 +29,7 @@ def _flags(verb: str, function: Any, arguments: list[str]) -> Any:
 
 def _no_arguments(verb: str, arguments: list[str]) -> None:
     if any(argument in ("-h", "--help") for argument in arguments):
-        print(f"usage: rayrec {verb} {COMMANDS[verb][0]}\n\n{COMMANDS[verb][1]}")
+        print(f"usage: rayrec {verb} {VERBS[verb][0]}\n\n{VERBS[verb][1]}")
         raise SystemExit(0)
     if arguments:
         raise InputError(f"takes no argument '{arguments[0]}'")
@@ -53,7 +53,7 @@ def parse_config(verb: str, arguments: list[str]) -> tuple[TrainConfig, set[str]
             raise InputError(f"no recipe '{name}'; {hint}")
         default = recipes.ALL[name]()
     elif any(argument in ("-h", "--help") for argument in arguments):
-        print(f"usage: rayrec {verb} {COMMANDS[verb][0]}\n\n{COMMANDS[verb][1]}\n")
+        print(f"usage: rayrec {verb} {VERBS[verb][0]}\n\n{VERBS[verb][1]}\n")
         print(f"Recipes: {', '.join(recipes.ALL)}. `rayrec {verb} RECIPE --help` shows every flag with its meaning.")
         raise SystemExit(0)
     else:
@@ -216,16 +216,5 @@ def benchmark(arguments: list[str]) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
-def doctor(arguments: list[str]) -> int:
-    if arguments != ["--json"]:
-        _no_arguments("doctor", arguments)
-    report = api.doctor()
-    if arguments:
-        _print_json(report.to_dict())
-    else:
-        print("\n".join(report.lines()))
-    return 0 if report.ok else 2
-
-
-ALL = {verb: globals()[f"{verb}_" if verb == "recipes" else verb] for verb in COMMANDS}
+ALL = {verb: globals()[f"{verb}_" if verb == "recipes" else verb] for verb in VERBS if verb != "doctor"}
 """Every command's function by its verb."""

@@ -17,7 +17,7 @@ class InputError(ValueError):
 
 
 @lru_cache(maxsize=1024)
-def _field_types(cls: type) -> dict[str, Any]:
+def _field_types(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
@@ -57,7 +57,7 @@ class Config:
     def __post_init__(self) -> None:
         import pydantic
 
-        types = _field_types(type(self))
+        types = _field_types(type(self))  # type: ignore[arg-type]
         for field in dataclasses.fields(self):
             value, annotation = getattr(self, field.name), types[field.name]
             nested = _config_type(annotation)
@@ -88,9 +88,8 @@ class Config:
                 hint = f"; did you mean '{near[0]}'?" if near else f"; it has {', '.join(known)}"
                 raise InputError(f"{where}{name}: {type(self).__name__} has no such field{hint}")
             current = getattr(self, name)
-            if isinstance(value, Mapping) and isinstance(current, Config):
-                value = current.updated(value, where=f"{where}{name}.")
-            new[name] = _tuples(value)
+            nested = isinstance(value, Mapping) and isinstance(current, Config)
+            new[name] = current.updated(value, where=f"{where}{name}.") if nested else _tuples(value)
         return dataclasses.replace(self, **new)
 
     def to_dict(self) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def read_into(path: str, start: int, buffer: np.ndarray) -> int:
         raise InputError(f"{path}: no such file") from None
     with opened as file:
         file.seek(start)
-        view, done = memoryview(buffer), 0
+        view, done = memoryview(buffer.data), 0
         while done < len(view):
             count = file.readinto(view[done:])
             if not count:

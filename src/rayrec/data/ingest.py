@@ -13,7 +13,18 @@ import pyarrow as pa
 import ray
 
 from rayrec import storage
-from rayrec.data.log import Chunk, LogIndex, cut, identity, index_chunk, is_gzip, numbered, read_segments, unpack
+from rayrec.data.log import (
+    Chunk,
+    LogIndex,
+    cut,
+    identity,
+    index_chunk,
+    is_gzip,
+    numbered,
+    read_segments,
+    unpack,
+    unpacked_path,
+)
 from rayrec.data.parsing import Fault, Faults
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import Block, Piece
@@ -34,9 +45,11 @@ def plain_files(
     packed = [file for file in files if is_gzip(file.path)]
     if not packed:
         return files
-    names = ", ".join(file.path for file in packed[:3]) + (f" and {len(packed) - 3} more" if len(packed) > 3 else "")
-    note(f"gzip cannot be split: unpacking {names} to {unpack_folder} (once; give plain files to skip this)")
-    task = ray.remote(num_cpus=placement.num_cpus, label_selector=placement.label_selector)(unpack)
+    new = [file.path for file in packed if not storage.exists(unpacked_path(file, unpack_folder))]
+    if new:
+        names = ", ".join(new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
+        note(f"gzip cannot be split: unpacking {names} to {unpack_folder} (once; give plain files to skip this)")
+    task = ray.remote(num_cpus=placement.num_cpus, label_selector=placement.label_selector or {})(unpack)
     unpacked = dict(
         zip(packed, _get([task.remote(file, storage.absolute(unpack_folder)) for file in packed]), strict=True)
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -126,7 +126,7 @@ class ClickLoader:
             start = self._epoch_start(start.epoch + 1)
         return pieces, sizes[: self.steps]
 
-    def _make_batches(self) -> Iterator[ClickBatch]:
+    def _make_batches(self) -> Generator[ClickBatch, None, None]:
         wanted = sum(mine for mine, _ in self._sizes)
         kept, total = [], 0
         for block, piece in self._pieces:  # no task for rows that no step wants

@@ -134,7 +134,9 @@ def parse_into(raw: RawRows, text: np.ndarray, length: int, *, path: str = "", f
 
     `text` is uint8 with PADDING_BYTES behind `length`; it starts at a line's start, at `first_byte` of file `path`.
     """
-    assert text.dtype == np.uint8 and text.flags.c_contiguous and len(text) >= length + PADDING_BYTES
+    assert text.dtype == np.uint8
+    assert text.flags.c_contiguous
+    assert len(text) >= length + PADDING_BYTES
     counts = np.zeros(len(FAULT_KINDS), np.int64)
     details = np.zeros(Faults.keep, _FAULT_DTYPE)
     num_details = ctypes.c_int64()

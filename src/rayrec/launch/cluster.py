@@ -43,7 +43,6 @@ def connect(address: str | None, *, num_cpus: int | None, object_store_bytes: in
     if ray.is_initialized():
         return ray.get_runtime_context().gcs_address
     address = address or os.environ.get("RAY_ADDRESS")
-    common = {"log_to_driver": log_to_driver, "logging_level": logging.ERROR, "include_dashboard": False}
     logging.getLogger("ray").setLevel(logging.ERROR)
     if address and address != "local":
         try:
@@ -54,7 +53,14 @@ def connect(address: str | None, *, num_cpus: int | None, object_store_bytes: in
                 f"{address}: no Ray cluster answers there ({why}); start one or leave the address out"
             ) from None
     else:
-        ray.init(address="local", num_cpus=num_cpus, object_store_memory=object_store_bytes, **common)
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            object_store_memory=object_store_bytes,
+            log_to_driver=log_to_driver,
+            logging_level=logging.ERROR,
+            include_dashboard=False,
+        )
     import ray.data  # sets up its own logger, which is then quietened
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)

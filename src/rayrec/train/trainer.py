@@ -123,7 +123,7 @@ def _fit(config: TrainConfig, root: str, folder: str, prepared: Any, shares: clu
             resources_per_worker=shares.worker_resources,
             placement_strategy=config.scaling.placement_strategy,
         ),
-        run_config=ray.train.RunConfig(
+        run_config=ray.train.RunConfig(  # type: ignore[call-arg]  # typed as Train V1's
             name=config.name,
             storage_path=root,
             failure_config=ray.train.FailureConfig(max_failures=config.failure.max_failures),

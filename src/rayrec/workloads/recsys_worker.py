@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,7 +105,7 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
         set_learning_rate=lambda step, total: set_learning_rates(
             optimizer, base_rates=base_rates, schedule=workload.schedule.for_steps(total), step=step
         ),
-        eval_batches={name: lambda name=name: eval_batches(name) for name in prepared.sets if name != "train"},
+        eval_batches={name: partial(eval_batches, name) for name in prepared.sets if name != "train"},
         make_metrics=ClickMetrics,
         described={
             "tables": [dataclasses.asdict(placement) for placement in placements(plan, config=workload.sharding)],

@@ -1,0 +1,14 @@
+"""The commands: their arguments and what each does, a line each."""
+
+VERBS = {
+    "recipes": ("", "lists the recipes, a line each"),
+    "config": ("RECIPE [--flags]", "prints the resolved configuration as YAML"),
+    "generate": ("OUT --rows N", "writes a synthetic click log with a planted truth, and truth.json beside it"),
+    "vocabulary": ("PATH --out DIR", "one pass over a click log -> the Preprocessor (schema, constants, vocabularies)"),
+    "plan": ("RECIPE [--flags]", "shows how a recipe's tables are spread over its workers, and whether they fit"),
+    "train": ("RECIPE [--flags] [-v|-q]", "trains; the same storage and name again goes on where the run stopped"),
+    "evaluate": ("CHECKPOINT PATH", "scores every row of a log exactly once -> metrics as JSON"),
+    "predict": ("CHECKPOINT PATH --out DIR", "writes scores as Parquet, in input order, with the row's number"),
+    "benchmark": ("NAME", "measures, as ratios against a peer or a ceiling in the same run"),
+    "doctor": ("[--json]", "what is installed, what fits together, what does not and how to mend it"),
+}
