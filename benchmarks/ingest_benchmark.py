@@ -77,7 +77,7 @@ def prepare(rows: int) -> tuple[EpochOrder, ray.ObjectRef, object]:
     parts = tuple(Part(segment, start, stop) for segment, start, stop in select(index, 0, index.rows))
     counts = count_log(SCHEMA, parts, placement=placement, parts_per_task=8)
     preprocessor = make_preprocessor("rayrec", SCHEMA, counts, VocabularyConfig(min_count=5))
-    return EpochOrder(parts, "window", 0, 8), share_preprocessor(preprocessor), preprocessor
+    return EpochOrder(parts, "window", 0, 16), share_preprocessor(preprocessor), preprocessor
 
 
 def through_ray(order: EpochOrder, preprocessor: ray.ObjectRef) -> float:

@@ -115,25 +115,31 @@ def plan(config: TrainConfig) -> str:
     return config.workload.plan(config)
 
 
-def evaluate(checkpoint: str, path: str, *, max_bad_fraction: float | None = None) -> dict[str, Any]:
+def evaluate(
+    checkpoint: str, path: str, *, max_bad_fraction: float | None = None, cluster_address: str | None = None
+) -> dict[str, Any]:
     """Scores every row of a labelled log exactly once -> auroc, logloss, normalized_entropy, calibration, rows."""
     from rayrec.serve import predict as serving
 
-    return serving.evaluate(checkpoint, path, config=_config_of(checkpoint, max_bad_fraction))
+    return serving.evaluate(checkpoint, path, config=_config_of(checkpoint, max_bad_fraction, cluster_address))
 
 
-def predict(checkpoint: str, path: str, *, max_bad_fraction: float | None = None) -> ray.data.Dataset:
+def predict(
+    checkpoint: str, path: str, *, max_bad_fraction: float | None = None, cluster_address: str | None = None
+) -> ray.data.Dataset:
     """Scores of a log, in input order: a Dataset of `row`, `score`, `logit` and, where there is one, `label`."""
     from rayrec.serve import predict as serving
 
-    return serving.predict(checkpoint, path, config=_config_of(checkpoint, max_bad_fraction))
+    return serving.predict(checkpoint, path, config=_config_of(checkpoint, max_bad_fraction, cluster_address))
 
 
-def predict_to(checkpoint: str, path: str, *, out: str, max_bad_fraction: float | None = None) -> dict[str, Any]:
+def predict_to(
+    checkpoint: str, path: str, *, out: str, max_bad_fraction: float | None = None, cluster_address: str | None = None
+) -> dict[str, Any]:
     """Writes what `predict` gives as Parquet files into folder `out`, which appears complete or not at all."""
     from rayrec.serve import predict as serving
 
-    return serving.predict_to(checkpoint, path, out, config=_config_of(checkpoint, max_bad_fraction))
+    return serving.predict_to(checkpoint, path, out, config=_config_of(checkpoint, max_bad_fraction, cluster_address))
 
 
 def doctor() -> Report:
@@ -143,13 +149,15 @@ def doctor() -> Report:
     return examine()
 
 
-def _config_of(checkpoint: str, max_bad_fraction: float | None) -> TrainConfig:
-    """The configuration a checkpoint was trained with."""
+def _config_of(checkpoint: str, max_bad_fraction: float | None, cluster_address: str | None) -> TrainConfig:
+    """The configuration a checkpoint was trained with, but for the cluster, which is the caller's."""
     from rayrec.checkpoint import open_checkpoint
     from rayrec.recipes import load_config
+    from rayrec.workloads.base import ClusterConfig
 
     folder = open_checkpoint(checkpoint).path
     config = load_config(storage.read_bytes(storage.join(folder, "config.yaml")).decode())
+    config = config.replace(cluster=ClusterConfig(address=cluster_address))
     return config if max_bad_fraction is None else config.replace(max_bad_fraction=max_bad_fraction)
 
 

@@ -113,7 +113,9 @@ def open_checkpoint(path: str) -> Checkpoint:
     if storage.exists(storage.join(path, MANIFEST)):
         return Checkpoint(storage.absolute(path))
     summary = storage.join(path, "summary.json")
-    chosen = Checkpoint(storage.read_json(summary)["checkpoint"]) if storage.exists(summary) else latest(path)
+    chosen = latest(path)
+    if storage.exists(summary):
+        chosen = Checkpoint(folder_of(path, storage.read_json(summary)["chosen_step"]))
     if chosen is None:
         raise InputError(
             f"{path}: holds no complete checkpoint (no {MANIFEST}); give a folder such as RUN/checkpoints/step_00001000"

@@ -10,6 +10,7 @@ from typing import NoReturn
 from rayrec.config import InputError
 from rayrec.verbs import VERBS
 
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs one command. Exit status: 0 done, 2 the user can mend it, 130 interrupted, 143 terminated, 1 anything else."""
     sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))

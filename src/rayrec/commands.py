@@ -15,7 +15,10 @@ from rayrec.observe.console import Console
 from rayrec.verbs import VERBS
 from rayrec.workloads.base import TrainConfig
 
-Text = tyro.conf.Positional[str]
+Checkpoint = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
+Path_ = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
+Out = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+Address = Annotated[str | None, tyro.conf.arg(name="cluster.address")]
 
 
 def _print_json(value: Any) -> None:
@@ -74,7 +77,7 @@ def config(arguments: list[str]) -> None:
 
 
 def _generate(
-    out: Text,
+    out: Out,
     rows: int,
     dialect: Literal["kaggle", "terabyte"] = "kaggle",
     days: int = 7,
@@ -99,14 +102,14 @@ def generate(arguments: list[str]) -> None:
 
 
 def _vocabulary(
-    path: Text,
+    path: Path_,
     out: str,
     profile: Literal["rayrec"] = "rayrec",
     engine: Literal["ray"] = "ray",
     min_count: int = 2,
     max_num_embeddings: int | None = None,
     max_bad_fraction: float = 0.001,
-    address: Annotated[str | None, tyro.conf.arg(name="cluster.address")] = None,
+    address: Address = None,
 ) -> dict[str, Any]:
     """Count the categories of a click log in one pass and write the Preprocessor.
 
@@ -174,31 +177,37 @@ def summary_rows(summary: dict[str, Any], *, folder: str) -> list[tuple[str, str
     ]
 
 
-def _evaluate(checkpoint: Text, path: Text, max_bad_fraction: float | None = None) -> dict[str, Any]:
+def _evaluate(
+    checkpoint: Checkpoint, path: Path_, max_bad_fraction: float | None = None, address: Address = None
+) -> dict[str, Any]:
     """Score every row of a labelled log exactly once.
 
     Args:
-        checkpoint: Folder of a checkpoint, or of a run, whose newest one is taken.
+        checkpoint: Folder of a checkpoint, or of a run (then the one its summary names, else the newest).
         path: Labelled log: file, glob or folder.
         max_bad_fraction: Share of faulty lines above which the log is refused; default as in training.
+        address: Address of a running Ray cluster; default RAY_ADDRESS, else a local Ray.
     """
-    return api.evaluate(checkpoint, path, max_bad_fraction=max_bad_fraction)
+    return api.evaluate(checkpoint, path, max_bad_fraction=max_bad_fraction, cluster_address=address)
 
 
 def evaluate(arguments: list[str]) -> None:
     _print_json(_flags("evaluate", _evaluate, arguments))
 
 
-def _predict(checkpoint: Text, path: Text, out: str, max_bad_fraction: float | None = None) -> dict[str, Any]:
+def _predict(
+    checkpoint: Checkpoint, path: Path_, out: str, max_bad_fraction: float | None = None, address: Address = None
+) -> dict[str, Any]:
     """Score a log, labelled or not.
 
     Args:
-        checkpoint: Folder of a checkpoint, or of a run, whose newest one is taken.
+        checkpoint: Folder of a checkpoint, or of a run (then the one its summary names, else the newest).
         path: Log: file, glob or folder.
         out: Folder for the Parquet files (columns row, score, logit).
         max_bad_fraction: Share of faulty lines above which the log is refused; default as in training.
+        address: Address of a running Ray cluster; default RAY_ADDRESS, else a local Ray.
     """
-    return api.predict_to(checkpoint, path, out=out, max_bad_fraction=max_bad_fraction)
+    return api.predict_to(checkpoint, path, out=out, max_bad_fraction=max_bad_fraction, cluster_address=address)
 
 
 def predict(arguments: list[str]) -> None:

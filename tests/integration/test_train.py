@@ -88,6 +88,8 @@ def test_a_finished_run_is_not_trained_again(finished: tuple[TrainConfig, Result
     assert len(read_events(os.path.join(result.folder, "events.jsonl"))) == before
     with pytest.raises(InputError, match="finished with another configuration"):
         train(config.replace(steps=21))
+    with pytest.raises(InputError, match="only logs may be URLs"):
+        train(config.replace(storage_path="s3://bucket/runs"))
 
 
 def test_same_config_gives_the_same_weights(finished: tuple[TrainConfig, Result], tmp_path: Path) -> None:
@@ -251,6 +253,59 @@ def test_missing_path_exits_with_2(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1] == f"rayrec train: {tmp_path / 'none.txt'}: no such file or folder"
     assert "Traceback" not in done.stderr
+
+
+def test_saves_apart_from_evaluations_keep_the_best(local_ray: None, click_log: Path, tmp_path: Path) -> None:
+    """A save before the first evaluation, saves between evaluations, and early stopping on top."""
+    config = small(click_log, tmp_path, evaluate_every=5, checkpoint={"every": 4}, early_stopping={"patience": 1}, steps=18)
+    summary = train(config).summary
+    evaluations = read_events(str(tmp_path / "run" / "events.jsonl"), kinds={"evaluate"})
+    best = max(evaluations, key=lambda event: (event["auroc"], event["step"]))
+    assert summary["chosen_step"] == best["step"]
+    assert Checkpoint(summary["checkpoint"]).manifest()["state"]["progress"]["step"] == best["step"]
+
+
+def test_validation_of_one_class_is_judged_by_logloss(local_ray: None, click_log: Path, tmp_path: Path) -> None:
+    lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)
+    clicks = [line for line in lines if line.startswith(b"1")][:300]
+    (tmp_path / "only_clicks.txt").write_bytes(b"".join(clicks))
+    config = small(
+        click_log,
+        tmp_path,
+        steps=8,
+        evaluate_every=4,
+        eval_data={"path": str(tmp_path / "only_clicks.txt")},
+        early_stopping={"patience": 2},
+    )
+    summary = train(config).summary
+    assert summary["metrics"]["label_rate"] == 1.0
+    assert Path(summary["checkpoint"], "manifest.json").exists()
+
+
+def test_another_number_of_workers_goes_on_without_loss(local_ray: None, click_log: Path, tmp_path: Path) -> None:
+    """Two workers train to a checkpoint, one finishes the epoch: every row counted once."""
+    config = small(click_log, tmp_path, steps=None, epochs=1, evaluate_every=60, batch_size=96)
+    killed: list[int] = []
+
+    def stop_after_first() -> None:
+        while not committed(str(tmp_path / "run")):
+            time.sleep(0.02)
+        killed.append(committed(str(tmp_path / "run"))[-1].step)
+        done.kill()
+
+    import threading
+
+    done = _command(config, tmp_path)
+    thread = threading.Thread(target=stop_after_first, daemon=True)
+    thread.start()
+    done.wait(timeout=120)
+    thread.join(timeout=10)
+    _kill_strays(done.pid)
+    if os.path.exists(tmp_path / "run" / "summary.json"):
+        pytest.skip("the run was over before it could be killed")
+    summary = train(config.replace(scaling={"num_workers": 1})).summary
+    assert killed
+    assert (summary["rows"], summary["rows_lost"], summary["rows_repeated"]) == (summary["rows_of_sets"]["train"], 0, 0)
 
 
 @pytest.mark.parametrize("name", sorted(recipes.ALL))

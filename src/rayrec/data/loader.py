@@ -89,13 +89,26 @@ class ClickLoader:
         """Rows of all workers in the first `batches` batches."""
         return int(self._rows_until[batches])
 
-    def state(self) -> dict[str, Any]:
+    def position(self) -> Position:
         """The position behind the batches handed out so far."""
         beyond = self._handed_out - self._first_epoch_steps
         if beyond < 0:
-            return replace(self._start, step_in_deal=self._start.step_in_deal + self._handed_out).to_dict()
+            return replace(self._start, step_in_deal=self._start.step_in_deal + self._handed_out)
         epochs, step = divmod(beyond, self.steps_per_epoch)
-        return self._epoch_start(self._next_epoch + epochs, step).to_dict()
+        return self._epoch_start(self._next_epoch + epochs, step)
+
+    def state(self) -> dict[str, Any]:
+        return self.position().to_dict()
+
+    def rows_behind(self) -> int:
+        """Rows of the whole run that lie behind the present position, whatever number of workers trained on them."""
+        position = self.position()
+        rows = position.epoch * self._order.rows
+        if position.world_size:
+            used = position.step_in_deal * position.batch_size
+            left = sum(piece.rows for hand in self._hands(position) for piece in after(hand, used))
+            rows += self._order.rows - left
+        return rows
 
     def _hands(self, position: Position) -> list[list[Piece]]:
         return position.hands(self._order.blocks(position.epoch))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -277,15 +278,21 @@ def input_errors() -> Iterator[None]:
     logger = logging.getLogger("ray.data")
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # it logs what it then raises
+    message = ""
     try:
         yield
     except ray.exceptions.RayError as error:
         found = re.findall(r"^rayrec\.config\.InputError: (.+)$", str(error), re.MULTILINE)
-        if found:
-            raise InputError(found[-1]) from None
-        raise
+        if not found:
+            raise
+        message = found[-1]
     finally:
         logger.setLevel(level)
+    if message:
+        # Raised here, without the failure as its context: that would keep the failed pipeline, its actors and their
+        # CPUs alive as long as anybody holds this exception.
+        gc.collect()
+        raise InputError(message)
 
 
 class _Parts:

@@ -27,7 +27,7 @@ class Progress:
     blocked_s: float = 0.0
     """Of it, waiting for data (mean over workers)."""
     best: float | None = None
-    """Best value of the workload's metric."""
+    """Best score of an evaluation."""
     best_step: int | None = None
     since_best: int = 0
     """Evaluations since the best one."""
@@ -80,14 +80,16 @@ def run(
     loader: TrainLoader,
     progress: Progress,
     *,
-    best_metric: str,
     log: Callable[[str, dict[str, Any]], None],
-    save: Callable[[Progress, dict[str, Any]], None],
+    save: Callable[[Progress, dict[str, Any], float | None], None],
 ) -> None:
     """Trains from `progress` on until the loader ends, the step limit, or early stopping.
 
-    `log(kind, fields)` is called on every worker with the same values; `save(progress, loader_state)` is collective.
+    `log(kind, fields)` is called on every worker with the same values; `save(progress, loader_state, score)` is
+    collective, its score None where these weights were not evaluated.
     """
+    if 0 < config.early_stopping.patience <= progress.since_best:
+        return  # it had stopped before
     first_step, rows_before = progress.step, progress.rows
     total = first_step + loader.steps
     evaluate_every = config.evaluate_every or max(1, math.ceil(loader.steps_per_epoch / 4))
@@ -125,26 +127,31 @@ def run(
                 raise FloatingPointError(f"the loss is {loss} at step {progress.step}; lower the learning rates")
             losses, start_s, batches.blocked_s = [], now_s, 0.0
         drain(pipeline, batches)
-        stopping = False
+        score = None
         if evaluate_now:
             progress.metrics = evaluate(setup, "validation")
-            stopping = judge(progress, progress.metrics[best_metric], config)
+            score = config.workload.score(progress.metrics)
+            judge(progress, score, min_improvement=config.early_stopping.min_improvement)
             log("evaluate", {"step": progress.step, "set": "validation", **progress.metrics})
             setup.model.train()
-        if save_now or stopping:
-            save(progress, loader.state())
+        patience = config.early_stopping.patience
+        stopping = 0 < patience <= progress.since_best
+        # With early stopping the best weights are the ones to use, so they are always saved.
+        if save_now or stopping or (patience and progress.best_step == progress.step):
+            save(progress, loader.state(), score)
         if stopping:
-            log("early_stop", {"step": progress.step, "best_step": progress.best_step, best_metric: progress.best})
+            log("early_stop", {"step": progress.step, "best_step": progress.best_step, "best_score": progress.best})
             return
 
 
-def judge(progress: Progress, value: float, config: TrainConfig) -> bool:
-    """Notes an evaluation's value; returns whether training should stop. Pure but for `progress`."""
-    if progress.best is None or value > progress.best + config.early_stopping.min_improvement:
-        progress.best, progress.best_step, progress.since_best = value, progress.step, 0
+def judge(progress: Progress, score: float, *, min_improvement: float) -> None:
+    """Notes the score of an evaluation. Of equal ones the later counts as best, as it does for what is kept."""
+    if progress.best is None or score > progress.best + min_improvement:
+        progress.since_best = 0
     else:
         progress.since_best += 1
-    return 0 < config.early_stopping.patience <= progress.since_best
+    if progress.best is None or score >= progress.best:
+        progress.best, progress.best_step = score, progress.step
 
 
 def drain(pipeline: Any, batches: Iterator[Any]) -> None:

@@ -50,6 +50,10 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
     if not re.fullmatch(r"[\w.-]+", name):
         raise InputError(f"name: {name!r} may hold letters, digits, '.', '_' and '-' only")
     config = config.replace(name=name)
+    if storage.is_url(config.storage_path):
+        raise InputError(
+            f"storage_path: {config.storage_path}: runs are kept in a folder, local or shared by all nodes; only logs may be URLs"
+        )
     root = storage.absolute(config.storage_path)
     folder = storage.join(root, name)
     finished = _finished(folder, config)
@@ -129,7 +133,7 @@ def _fit(config: TrainConfig, root: str, folder: str, prepared: Any, shares: clu
             failure_config=ray.train.FailureConfig(max_failures=config.failure.max_failures),
             checkpoint_config=ray.train.CheckpointConfig(
                 num_to_keep=config.checkpoint.num_to_keep,
-                checkpoint_score_attribute=config.workload.best_metric,
+                checkpoint_score_attribute="score",
                 checkpoint_score_order="max",
             ),
             logging_config=ray.train.LoggingConfig(log_level="ERROR"),

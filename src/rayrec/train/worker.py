@@ -23,6 +23,9 @@ from rayrec.train.loop import Progress
 from rayrec.train.state import all_tensors, make_state, model_tensors
 from rayrec.workloads.base import TrainConfig, WorkerContext, WorkerSetup
 
+NOT_EVALUATED = -1e30
+"""Score of a checkpoint whose weights were not evaluated."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
@@ -73,7 +76,7 @@ def train_worker(arguments: dict[str, Assignment]) -> None:
         {"step": progress.step, "steps": progress.step + loader.steps, "world_size": world_size, **setup.described},
     )
 
-    def save_checkpoint(progress: Progress, loader_state: dict[str, Any]) -> None:
+    def save_checkpoint(progress: Progress, loader_state: dict[str, Any], score: float | None) -> None:
         path = folder_of(folder, progress.step)
         state = {"progress": dataclasses.asdict(progress), "loader": loader_state, "recipe": config.recipe}
         size = save(
@@ -82,20 +85,18 @@ def train_worker(arguments: dict[str, Assignment]) -> None:
             state=state,
             extra_files=lambda target: _extra_files(target, assignment),
         )
-        report = {config.workload.best_metric: progress.best, "step": progress.step, **progress.metrics}
+        # Weights that were not evaluated must not push out those that were.
+        report = {"score": NOT_EVALUATED if score is None else score, "step": progress.step}
         ray.train.report(
             report, checkpoint=ray.train.Checkpoint(path), checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD
         )
         log("checkpoint", {"step": progress.step, "path": path, "bytes": size})
 
     try:
-        loop.run(
-            config, setup, loader, progress, best_metric=config.workload.best_metric, log=log, save=save_checkpoint
-        )
+        loop.run(config, setup, loader, progress, log=log, save=save_checkpoint)
     finally:
         loader.close()
-    expected_rows = config.workload.make_loader(worker, assignment.prepared, state=None, step=0).rows(progress.step)
-    _finish(assignment, setup, progress, expected_rows, log)
+    _finish(assignment, setup, progress, loader.rows_behind(), log)
 
 
 def _extra_files(target: str, assignment: Assignment) -> None:

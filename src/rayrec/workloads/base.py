@@ -27,9 +27,9 @@ class DataConfig(Config):
     """File, glob or folder, local or a URL (s3://...); TSV, plain or gzip."""
     shuffle: Literal["none", "files", "window"] = "window"
     """none: order of the log; files: order of files by seed; window: segments by seed, and the rows of every block."""
-    block_bytes: int = 16 << 20
+    block_bytes: int = 32 << 20
     """Text one data task reads, parses and hands on; its rows are shuffled together."""
-    segments_per_block: int = 8
+    segments_per_block: int = 16
     """Places of the log one block is drawn from; more mix better and read smaller ranges."""
     prefetch_blocks: int = 2
     """Blocks held ready for a worker beside the one it uses."""
@@ -86,7 +86,7 @@ class CheckpointConfig(Config):
     every: int | None = None
     """Steps between checkpoints; None: with every evaluation and at the end."""
     num_to_keep: int = 2
-    """Checkpoints kept: the best by the workload's metric where there is one, and always the newest."""
+    """Checkpoints kept: those with the best validation score, and always the newest."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -174,6 +174,10 @@ class TrainConfig(Config):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name}: {value} must be at least 1")
+        if self.eval_data.shuffle != "none":
+            raise InputError(
+                f"eval_data.shuffle: {self.eval_data.shuffle!r}; evaluation reads in the log's order, 'none'"
+            )
         if not 0 <= self.max_bad_fraction <= 1:
             raise InputError(f"max_bad_fraction: {self.max_bad_fraction} must lie between 0 and 1")
 
@@ -233,6 +237,10 @@ class TrainLoader(Protocol):
         """Rows of all workers in the first `batches` batches."""
         ...
 
+    def rows_behind(self) -> int:
+        """Rows of the whole run that lie behind the present position, whatever number of workers trained on them."""
+        ...
+
     def state(self) -> dict[str, Any]:
         """The position behind the batches handed out so far: plain JSON values, the same on every worker."""
         ...
@@ -278,10 +286,9 @@ class WorkerSetup:
 class Workload(Config, abc.ABC):
     """A kind of training. Configuration and recipe of everything specific to it."""
 
-    @property
     @abc.abstractmethod
-    def best_metric(self) -> str:
-        """The evaluation metric that decides which weights are best; higher is better."""
+    def score(self, metrics: dict[str, float]) -> float:
+        """A finite number that says how good the weights are that gave these metrics; higher is better."""
 
     @abc.abstractmethod
     def prepare(self, context: RunContext) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import posixpath
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -69,9 +70,9 @@ class ClickWorkload(Workload):
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     """How tables are spread over workers."""
 
-    @property
-    def best_metric(self) -> str:
-        return "auroc"
+    def score(self, metrics: dict[str, float]) -> float:
+        """AUROC; where the validation rows are all of one class and have none, the negative logloss."""
+        return metrics["auroc"] if math.isfinite(metrics["auroc"]) else -metrics["logloss"]
 
     # -- on the driver
 

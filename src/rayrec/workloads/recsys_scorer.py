@@ -48,6 +48,7 @@ def load_scorer(
         num_dense=len(preprocessor.schema.dense),
         precision=config.precision,
         seed=config.seed,
+        features=preprocessor.schema.sparse,
     )
     weights = {name.removeprefix(_PREFIX): tensor for name, tensor in full_tensors(Checkpoint(checkpoint), _PREFIX)}
     wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
