@@ -192,7 +192,7 @@ def main(*, quick: bool) -> None:
         peak = child("matrix_peak", precision=precision, engine="onednn")
         default_peak = child("matrix_peak", precision=precision, engine="default")
         for batch_size in (2048, 8192):
-            steps = (60 if quick else 600) * 2048 // batch_size
+            steps = (60 if quick else 450) * 2048 // batch_size
             common = {"path": path, "precision": precision, "batch_size": batch_size, "steps": steps}
             say(f"{precision}, batch {batch_size}:")
             rates = interleaved(
