@@ -58,7 +58,7 @@ demo: setup ## trains on a synthetic log made once, or on DATA=path/to/train.txt
 	fi; \
 	name="demo-$$(date +%Y%m%d-%H%M%S)"; \
 	echo "demo: criteo_demo on $$DATA, run demo/runs/$$name"; \
-	$(RUN)/rayrec train criteo_demo --train-data.path "$$DATA" --storage-path demo/runs --name "$$name"
+	$(RUN)/rayrec train criteo_demo --train-data.path "$$DATA" --storage-path demo/runs --name "$$name" >/dev/null
 
 test: setup ## all tests
 	@$(RUN)/python -m pytest

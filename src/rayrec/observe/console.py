@@ -70,7 +70,7 @@ class Console:
             self._said[what] = now
             left = f", {(total - done) / rate:.0f} s left" if total and rate and done < total else ""
             share = f" of {_count(total)}" if total else ""
-            self.note(f"{what}: {_count(done)}{share} {note}{left}")
+            self.note(f"{what}: {_count(done)}{share}, {note}{left}")
 
     @contextmanager
     def training(self, follow: Callable[[threading.Event], Iterator[dict[str, Any]]]) -> Iterator[None]:
@@ -96,7 +96,7 @@ class Console:
         kind = event["kind"]
         if kind == "step":
             note = (
-                f"step {event['step']:,}/{event['steps']:,}  loss {_number(event['loss'])}  "
+                f"loss {_number(event['loss'])}  "
                 f"{_count(event['rows_per_s'])} rows/s  blocked {event['blocked_fraction'] or 0:.1%}"
             )
             self.progress("train", event["step"], event["steps"], note)

@@ -33,6 +33,8 @@ class Progress:
     """Evaluations since the best one."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the last evaluation."""
+    best_metrics: dict[str, float] = field(default_factory=dict)
+    """Of the best one."""
 
     def blocked_fraction(self) -> float:
         return self.blocked_s / self.train_s if self.train_s else 0.0
@@ -151,7 +153,7 @@ def judge(progress: Progress, score: float, *, min_improvement: float) -> None:
     else:
         progress.since_best += 1
     if progress.best is None or score >= progress.best:
-        progress.best, progress.best_step = score, progress.step
+        progress.best, progress.best_step, progress.best_metrics = score, progress.step, progress.metrics
 
 
 def drain(pipeline: Any, batches: Iterator[Any]) -> None:

@@ -131,7 +131,7 @@ def _finish(
             "chosen_step": step,
             "checkpoint": chosen.path,
             "metrics": metrics.get("test", progress.metrics),
-            "validation": progress.metrics,
+            "validation": progress.metrics if step == progress.step else progress.best_metrics,
         },
     )
 

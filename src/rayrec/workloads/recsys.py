@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import posixpath
 from dataclasses import dataclass, field
@@ -79,6 +80,8 @@ class ClickWorkload(Workload):
     def prepare(self, context: RunContext) -> Prepared:
         from rayrec.data.ingest import share_preprocessor
 
+        if importlib.util.find_spec("torchrec") is None:
+            raise InputError("torchrec is not installed, which click models need; `rayrec doctor` says how to mend it")
         config = context.config
         assert config.train_data.path is not None
         index = self._index(config.train_data, context)

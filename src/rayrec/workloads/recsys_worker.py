@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,6 +92,7 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
     dense = workload.dense_optimizer.build_keyed(dict(in_backward_optimizer_filter(sharded.named_parameters())))
     optimizer = CombinedOptimizer([sharded.fused_optimizer, dense])
     base_rates = learning_rates(optimizer)
+    schedule_for = lru_cache(maxsize=1)(workload.schedule.for_steps)
 
     def eval_batches(name: str) -> Iterator[Any]:
         return _loader(
@@ -103,7 +104,7 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
         optimizer=optimizer,
         pipeline=make_pipeline(sharded, optimizer, context),
         set_learning_rate=lambda step, total: set_learning_rates(
-            optimizer, base_rates=base_rates, schedule=workload.schedule.for_steps(total), step=step
+            optimizer, base_rates=base_rates, schedule=schedule_for(total), step=step
         ),
         eval_batches={name: partial(eval_batches, name) for name in prepared.sets if name != "train"},
         make_metrics=ClickMetrics,
