@@ -196,6 +196,12 @@ def full_tensors(checkpoint: Checkpoint, prefix: str = "") -> Iterator[tuple[str
         yield name, whole
 
 
+def verify(checkpoint: Checkpoint, prefix: str = "") -> None:
+    """Reads every tensor whose name starts with `prefix`. Raises InputError for what is missing or damaged."""
+    for _ in full_tensors(checkpoint, prefix):
+        pass
+
+
 def weights_sha256(checkpoint: Checkpoint, prefix: str = "model.") -> str:
     """SHA-256 over name, dtype, shape and bytes of every weight, by name: free of world size and sharding plan."""
     digest = hashlib.sha256()

@@ -20,6 +20,7 @@ import ray
 import ray.exceptions
 
 from rayrec import storage
+from rayrec.checkpoint import verify
 from rayrec.config import InputError
 from rayrec.data.ingest import open_log, share_preprocessor
 from rayrec.data.log import GZIP_MAGIC, select
@@ -171,6 +172,9 @@ def _prepare(
     if batch_rows < 1:
         raise InputError(f"batch_rows: {batch_rows} must be at least 1")
     opened = open_for_scoring(checkpoint)
+    # Here, not in the actors: a pipeline of Ray Data 2.60 that fails at its first block leaves its actors, and the CPUs they
+    # hold, behind.
+    verify(opened, "model.")
     preprocessor = load_preprocessor(opened)
     labelled = has_labels(path, preprocessor.schema)
     if needs_labels and not labelled:
