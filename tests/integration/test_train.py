@@ -257,7 +257,9 @@ def test_missing_path_exits_with_2(tmp_path: Path) -> None:
 
 def test_saves_apart_from_evaluations_keep_the_best(local_ray: None, click_log: Path, tmp_path: Path) -> None:
     """A save before the first evaluation, saves between evaluations, and early stopping on top."""
-    config = small(click_log, tmp_path, evaluate_every=5, checkpoint={"every": 4}, early_stopping={"patience": 1}, steps=18)
+    config = small(
+        click_log, tmp_path, evaluate_every=5, checkpoint={"every": 4}, early_stopping={"patience": 1}, steps=18
+    )
     summary = train(config).summary
     evaluations = read_events(str(tmp_path / "run" / "events.jsonl"), kinds={"evaluate"})
     best = max(evaluations, key=lambda event: (event["auroc"], event["step"]))
