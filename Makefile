@@ -60,8 +60,8 @@ demo: setup ## trains on a synthetic log made once, or on DATA=path/to/train.txt
 	echo "demo: criteo_demo on $$DATA, run demo/runs/$$name"; \
 	$(RUN)/rayrec train criteo_demo --train-data.path "$$DATA" --storage-path demo/runs --name "$$name" >/dev/null
 
-test: setup ## all tests
-	@$(RUN)/python -m pytest
+test: setup ## all tests but those of the documentation, which `make docs` runs
+	@$(RUN)/python -m pytest --ignore tests/test_docs.py
 
 check: lint format types layers spelling ## lint, types, layers, spelling (make -k check: all of them, failed or not)
 
