@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,6 +37,3 @@ class TimeSplit(Config):
                 f"{' and '.join(empty)}; give more data, or an evaluation log with --eval-data.path"
             )
         return split
-
-
-SPLIT_NAMES: Sequence[str] = ("train", "validation", "test")

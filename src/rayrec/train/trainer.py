@@ -104,7 +104,6 @@ def _set_environment() -> None:
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # how soon a checkpoint is registered and a dead worker seen
         "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        "TOKENIZERS_PARALLELISM": "false",
     }
     for key, value in defaults.items():
         os.environ.setdefault(key, value)
