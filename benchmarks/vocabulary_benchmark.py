@@ -1,8 +1,11 @@
-"""Counting categories through Ray: ours, Ray Data's own groupby, and plain pyarrow in one process; and what a lookup costs."""
+"""Counting categories through Ray: ours, Ray Data's own groupby, and plain pyarrow in one process; in how much memory it
+can be done; and what a lookup costs."""
 
 from __future__ import annotations
 
 import ctypes
+import os
+import threading
 import time
 
 import numpy as np
@@ -13,34 +16,59 @@ from logs import synthetic_log
 from peers.ray_groupby import DENSE, SPARSE, distinct_tokens
 from rows import emit, interleaved, say, timed
 
-from rayrec.data.counting import count_log
-from rayrec.data.ingest import open_log
-from rayrec.data.log import select
+from rayrec import storage
+from rayrec.data.counting import CountingJob, count_log, index_and_count
+from rayrec.data.ingest import CHUNK_BYTES, index_log
+from rayrec.data.log import LogIndex, cut, index_chunk, numbered, read_segments
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import Part
 from rayrec.data.preprocessor import Preprocessor, SparseColumn
+from rayrec.data.ray_tasks import RayEngine
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.launch import cluster
-from rayrec.native import library
+from rayrec.native import keep_freed_memory, library
 from rayrec.schema import Schema
 
+SEGMENT_BYTES = 2 << 20
+ENGINE = RayEngine(TaskPlacement())
 
-def counting_rate(path: str) -> float:
-    """Rows/s of the counting pass, index included."""
-    placement = TaskPlacement()
+
+def parts_of(index: LogIndex) -> list[Part]:
+    return [Part(segment, 0, segment.rows) for segment in index.segments]
+
+
+def one_pass_rate(path: str) -> float:
+    """Rows/s of indexing and counting in one pass."""
+    files = storage.list_files(path)
+    (index, _), seconds = timed(lambda: index_and_count(files, SCHEMA, segment_bytes=SEGMENT_BYTES, engine=ENGINE))
+    return index.rows / seconds
+
+
+def two_passes_rate(path: str) -> float:
+    """Rows/s of the index pass and the counting pass, which is how a part of a log is counted."""
 
     def count() -> int:
-        index = open_log(
-            path,
-            SCHEMA,
-            segment_bytes=2 << 20,
-            placement=placement,
-            cache_folder=f"{path}-{time.time_ns()}.cache",  # a new one: the index pass belongs to the figure
-            note=say,
-            progress=lambda *_: None,
-        )
-        parts = [Part(segment, start, stop) for segment, start, stop in select(index, 0, index.rows)]
-        return count_log(SCHEMA, parts, placement=placement, parts_per_task=8).rows
+        index = index_log(storage.list_files(path), SCHEMA, segment_bytes=SEGMENT_BYTES, engine=ENGINE)
+        return count_log(SCHEMA, parts_of(index), engine=ENGINE).rows
+
+    rows, seconds = timed(count)
+    return rows / seconds
+
+
+def kernels_rate(path: str) -> float:
+    """Rows/s of reading, parsing and counting on one core, without Ray: what a core can do."""
+    keep_freed_memory()
+    entries = []
+    for chunk in cut(storage.list_files(path), CHUNK_BYTES)[:8]:
+        entries += index_chunk(chunk, SCHEMA, SEGMENT_BYTES)[0]
+    segments, counts = numbered(entries), CountingJob(SCHEMA).empty()
+
+    def count() -> int:
+        for segment in segments:
+            raw = read_segments([segment], SCHEMA)
+            counts.count_source(raw, segment.path)
+            counts.count(raw, segment.first_row)
+        return counts.rows
 
     rows, seconds = timed(count)
     return rows / seconds
@@ -73,12 +101,11 @@ def lookup_ns(entries: int) -> float:
     random = np.random.default_rng(0)
     tokens = (random.permutation(entries).astype(np.uint64) * 2654435761 % (1 << 32)).astype(np.uint32)
     tokens = np.unique(tokens)
-    schema = Schema(label=None, dense=(), sparse=("token",))
-    preprocessor = Preprocessor.build(
+    preprocessor = Preprocessor(
         profile="benchmark",
-        schema=schema,
-        dense=[],
-        sparse=[SparseColumn(len(tokens) + 2, len(tokens))],
+        schema=Schema(label=None, dense=(), sparse=("token",)),
+        dense=(),
+        sparse=(SparseColumn(len(tokens) + 2, len(tokens), 2, 0, 1),),
         tokens=tokens,
         constants={},
     )
@@ -98,20 +125,107 @@ def lookup_ns(entries: int) -> float:
     return best / len(wanted) * 1e9
 
 
+WIDE = Schema(label=None, dense=(), sparse=("token",))
+
+
+def wide_log(distinct: int) -> str:
+    """Path of a log of one column: every token once, every other one a second time; made once per machine."""
+    path = synthetic_log(1000).replace("kaggle-1000/train.txt", f"wide-{distinct}.txt")
+    if not os.path.exists(path):
+        order = np.random.default_rng(0).permutation(distinct + distinct // 2) % distinct
+        tokens = order.astype(np.uint32) * np.uint32(2654435761)
+        digits = np.frombuffer(b"0123456789abcdef", np.uint8)
+        with storage.writing(path) as local, open(local, "wb") as file:
+            for start in range(0, len(tokens), 1 << 20):
+                part = tokens[start : start + (1 << 20), None] >> np.arange(28, -4, -4, dtype=np.uint32)
+                lines = np.full((len(part), 9), ord("\n"), np.uint8)
+                lines[:, :8] = digits[part & 15]
+                file.write(lines.tobytes())
+    return path
+
+
+class PeakMemory:
+    """Peak of this process's own memory (not what it shares with the object store) over what it had at the start."""
+
+    def __enter__(self) -> PeakMemory:
+        self._stop = threading.Event()
+        self.start_bytes = self.peak_bytes = self._now()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    @property
+    def bytes(self) -> int:
+        return self.peak_bytes - self.start_bytes
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.002):
+            self.peak_bytes = max(self.peak_bytes, self._now())
+
+    @staticmethod
+    def _now() -> int:
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon"))
+
+
+def bounded_counting(distinct: int, memory_bytes: int) -> None:
+    """Counts more distinct tokens than memory is given for, and again without a bound."""
+    index = index_log(storage.list_files(wide_log(distinct)), WIDE, segment_bytes=SEGMENT_BYTES, engine=ENGINE)
+    parts = parts_of(index)
+    kept: dict[str, np.ndarray] = {}
+    for min_count in (2, 3):
+        for name, bound in (("bounded", memory_bytes), ("unbounded", None)):
+            start = time.perf_counter()
+            with PeakMemory() as peak, count_log(WIDE, parts, engine=ENGINE, memory_bytes=bound) as counts:
+                tokens, amounts, _ = counts.kept(0, min_count)
+                num_distinct, spill = counts.num_distinct(0), counts.spill
+            seconds = time.perf_counter() - start
+            order = np.argsort(tokens)
+            kept[name] = np.stack([tokens[order], amounts[order]])
+            del counts, tokens, amounts, order
+            assert num_distinct == distinct
+            if bound is None:
+                assert (kept["bounded"] == kept["unbounded"]).all()
+            emit(
+                "vocabulary",
+                peer=None,
+                workload=f"{distinct:,} distinct tokens of one column, kept from count {min_count} on, {name}",
+                unit="peak_driver_mb",
+                value=peak.bytes / 2**20,
+                ratio=None,
+                repeats=1,
+                memory_mb=None if bound is None else bound / 2**20,
+                kept=kept[name].shape[1],
+                spilled_mb=round(spill.written_bytes / 2**20) if spill else 0,
+                rows_per_s=round(index.rows / seconds),
+            )
+
+
 def main(*, quick: bool) -> None:
     cluster.connect(None, num_cpus=2, object_store_bytes=2 << 30, log_to_driver=False)
     rows = 200_000 if quick else 800_000
     path = synthetic_log(rows)
     repeats = 1 if quick else 3
-    counting_rate(path)  # starts Ray's workers
+    one_pass_rate(path)  # starts Ray's workers
     rates = interleaved(
         repeats,
-        ours=lambda: counting_rate(path),
+        ours=lambda: one_pass_rate(path),
+        two_passes=lambda: two_passes_rate(path),
+        kernels=lambda: 2 * kernels_rate(path),
         groupby=lambda: groupby_rate(path, rows),
         arrow=lambda: arrow_rate(path, rows),
     )
     workload = f"index and count 26 columns of {rows:,} Criteo rows, 2 CPUs"
-    for peer, name in (("Ray Data groupby", "groupby"), ("pyarrow on one core, without Ray", "arrow")):
+    for peer, name in (
+        ("Ray Data groupby", "groupby"),
+        ("pyarrow on one core, without Ray", "arrow"),
+        ("ours in two passes", "two_passes"),
+        ("our kernels without Ray: read, parse, count, one core, times two", "kernels"),
+    ):
         emit(
             "vocabulary",
             peer=peer,
@@ -121,6 +235,19 @@ def main(*, quick: bool) -> None:
             repeats=repeats,
             peer_rows_per_s=round(rates[name]),
         )
+    if not quick:
+        path = synthetic_log(5_000_000)
+        rates = interleaved(repeats, ours=lambda: one_pass_rate(path), kernels=lambda: 2 * kernels_rate(path))
+        emit(
+            "vocabulary",
+            peer="our kernels without Ray: read, parse, count, one core, times two",
+            workload="index and count 26 columns of 5,000,000 Criteo rows, 2 CPUs",
+            value=rates["ours"],
+            ratio=rates["ours"] / rates["kernels"],
+            repeats=repeats,
+            peer_rows_per_s=round(rates["kernels"]),
+        )
+    bounded_counting(1_000_000 if quick else 8_000_000, 32 << 20)
     for entries in (40_000,) if quick else (40_000, 40_000_000):
         nanoseconds = lookup_ns(entries)
         emit(

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from rayrec.launch.doctor import Report
     from rayrec.observe.console import Console
+    from rayrec.prepare.config import PreparationConfig
+    from rayrec.prepare.validate import Gates, Report
     from rayrec.train.trainer import Result
     from rayrec.workloads.base import TrainConfig
 
@@ -37,73 +39,101 @@ def generate(
     return synthetic.generate(out, rows=rows, dialect=dialect, days=days, seed=seed, progress=progress)
 
 
-def vocabulary(
+def vocabulary(path: str, *, out: str, console: Console | None = None, **options: Any) -> dict[str, Any]:
+    """One pass over a click log -> the Preprocessor (schema, constants, vocabularies) in folder `out`.
+
+    `options` are the fields of `rayrec.PreparationConfig`: profile, min_count, engine, split, and so on. Returns the hash,
+    the rows counted, and the rows each embedding table needs. Without `split` all rows are counted: keep what you evaluate
+    on out of the log then. Raises InputError for an unusable log or where `out` exists.
+    """
+    from rayrec.prepare.vocabulary import vocabulary as run
+
+    return run(path, out=out, config=_preparation(options), console=_console(console))
+
+
+def preprocess(
     path: str,
     *,
     out: str,
-    profile: Literal["rayrec"] = "rayrec",
-    engine: Literal["ray"] = "ray",
-    min_count: int = 2,
-    max_num_embeddings: int | None = None,
-    max_bad_fraction: float = 0.001,
-    cluster_address: str | None = None,
+    format: Literal["parquet", "npy", "binary", "npz"],
+    preprocessor: str | None = None,
+    shuffle: Literal["none", "full"] = "none",
+    seed: int = 0,
     console: Console | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
-    """One pass over a click log -> the Preprocessor (schema, constants, vocabularies) in folder `out`.
+    """The log in a ready-made format in folder `out`, which appears complete or not at all; an interrupted call made again
+    goes on where it stopped. `options` are the fields of `rayrec.PreparationConfig`.
 
-    Returns its hash, rows, and the rows each embedding table needs. All rows of the log are counted: keep what you
-    evaluate on out of it. Raises InputError for an unusable log or where `out` exists.
+    Without a `preprocessor` folder the categories are counted first. shuffle "full" puts the training rows into an order
+    that is random over the whole log. Raises InputError for an unusable log, a format that cannot hold it, or where `out`
+    exists.
     """
-    from rayrec.data.counting import VocabularyConfig, count_log, make_preprocessor
-    from rayrec.data.ingest import open_log
-    from rayrec.data.log import select
-    from rayrec.data.position import Part
-    from rayrec.datasets.criteo import SCHEMA
-    from rayrec.launch import cluster
+    from rayrec.prepare.preprocess import preprocess as run
 
-    assert profile == "rayrec"
-    assert engine == "ray"
-    config = VocabularyConfig(min_count=min_count, max_num_embeddings=max_num_embeddings)
-    if storage.exists(out):
-        raise InputError(f"{out}: exists already; remove it or choose another --out")
+    return run(
+        path,
+        out=out,
+        format=format,
+        preprocessor=preprocessor,
+        shuffle=shuffle,
+        seed=seed,
+        config=_preparation(options),
+        console=_console(console),
+    )
+
+
+def validate(
+    path: str, *, preprocessor: str | None = None, gates: Gates | None = None, console: Console | None = None, **options: Any
+) -> Report:
+    """A report on a log's faults, missing values, label rates, categories and drift. `options` are the fields of
+    `rayrec.PreparationConfig`; what its `failures` name does not pass `gates`. Raises InputError where there is no log."""
+    from rayrec.prepare.validate import Gates as DefaultGates
+    from rayrec.prepare.validate import validate as run
+
+    return run(
+        path,
+        config=_preparation(options),
+        gates=gates or DefaultGates(),
+        preprocessor=preprocessor,
+        console=_console(console),
+    )
+
+
+def fetch(
+    name: str, *, out: str, base_url: str | None = None, verify: bool = False, console: Console | None = None
+) -> list[dict[str, Any]]:
+    """Downloads a published data set into folder `out`, resuming and checking each file; see rayrec.datasets.fetch."""
+    from rayrec.datasets.fetch import fetch as run
+    from rayrec.datasets.published import files_of
+
     console = _console(console)
-    placement = cluster.connect_for_data(cluster_address)
     with console.preparing():
-        index = open_log(
-            path,
-            SCHEMA,
-            segment_bytes=8 << 20,
-            placement=placement,
-            cache_folder=_cache_folder(),
-            note=console.note,
-            progress=console.progress,
+        return run(
+            files_of(name), out, base_url=base_url, verify=verify, note=console.note, progress=console.progress
         )
-        index.check(max_bad_fraction, path)
-        parts = [Part(segment, start, stop) for segment, start, stop in select(index, 0, index.rows)]
-        counts = count_log(
-            SCHEMA,
-            parts,
-            placement=placement,
-            parts_per_task=4,
-            progress=lambda rows: console.progress("vocabulary (rows)", rows, index.rows),
-        )
-    preprocessor = make_preprocessor(profile, SCHEMA, counts, config)
-    with storage.writing_folder(out) as folder:
-        preprocessor.save(folder)
-    return {
-        "out": storage.absolute(out),
-        "hash": preprocessor.hash(),
-        "rows": index.rows,
-        "bad_rows": index.faults.total,
-        "num_embeddings": dict(zip(SCHEMA.sparse, preprocessor.num_embeddings, strict=True)),
-    }
 
 
 def train(config: TrainConfig, *, console: Console | None = None) -> Result:
     """Trains a recipe; see `rayrec.train.trainer.train`."""
     from rayrec.train.trainer import train as run
 
+    require_files(config)
     return run(config, console=console)
+
+
+def require_files(config: TrainConfig) -> None:
+    """Raises InputError where a recipe of published files is given a folder that lacks some: which, how large they are
+    and where they are published."""
+    from rayrec.data.ready import is_ready
+    from rayrec.datasets import published
+
+    path = config.train_data.path
+    names = {"criteo_small": "criteo_small", "criteo_full": "criteo_full"}
+    names |= {"mlperf_dlrm": "criteo_full", "mlperf_dcnv2": "criteo_full"}
+    wanted = {file.name.removesuffix(".gz") for file in published.files_of(names.get(config.recipe, "criteo_full"))}
+    if config.recipe in names and path and os.path.isdir(path) and not is_ready(path) and wanted == set(config.train_data.files):
+        published.require(path, names[config.recipe])
 
 
 def plan(config: TrainConfig) -> str:
@@ -167,6 +197,7 @@ def _console(console: Console | None) -> Console:
     return console or Console()
 
 
-def _cache_folder() -> str:
-    """Where unpacked files and indices are kept outside a run: $RAYREC_CACHE, else ~/.cache/rayrec."""
-    return os.environ.get("RAYREC_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "rayrec")
+def _preparation(options: dict[str, Any]) -> PreparationConfig:
+    from rayrec.prepare.config import PreparationConfig
+
+    return PreparationConfig().updated(options)

@@ -22,6 +22,8 @@ class ClickBatch(Pipelineable):
     loss_weight: float
     """world_size / rows of the global batch: summing row losses times this, then averaging over workers (as DDP
     does), gives the exact mean over the global batch also when workers hold different numbers of rows."""
+    weights: torch.Tensor | None = None
+    """(rows,) float32: what each row's loss is multiplied by; None: 1 each."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> ClickBatch:
         return ClickBatch(
@@ -29,12 +31,15 @@ class ClickBatch(Pipelineable):
             sparse_features=self.sparse_features.to(device, non_blocking=non_blocking),
             labels=self.labels.to(device, non_blocking=non_blocking),
             loss_weight=self.loss_weight,
+            weights=None if self.weights is None else self.weights.to(device, non_blocking=non_blocking),
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
         self.dense_features.record_stream(stream)
         self.sparse_features.record_stream(stream)
         self.labels.record_stream(stream)
+        if self.weights is not None:
+            self.weights.record_stream(stream)
 
     def pin_memory(self) -> ClickBatch:
         return ClickBatch(
@@ -42,6 +47,7 @@ class ClickBatch(Pipelineable):
             sparse_features=self.sparse_features.pin_memory(),
             labels=self.labels.pin_memory(),
             loss_weight=self.loss_weight,
+            weights=None if self.weights is None else self.weights.pin_memory(),
         )
 
     def __len__(self) -> int:

@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -67,13 +67,34 @@ def _info_file(info: arrow_fs.FileInfo, prefix: str) -> File:
     return File(prefix + info.path, info.size or 0, info.mtime_ns or 0)
 
 
-def list_files(path: str) -> list[File]:
-    """The files a path, glob or folder names, sorted with numbers in numeric order (day_2 before day_10).
+def list_files(path: str, *, names: Sequence[str] = ()) -> list[File]:
+    """The files a path, glob or folder names, sorted with numbers in numeric order (day_2 before day_10), or those of
+    `names` in that order where the path is a folder, each as it is or with an ending such as .gz or .parquet.
 
     Folders are not searched below their first level; names that start with `.` or `_` or end in `.json` or `.partial`
     (left behind by a killed writer) are left out.
-    Raises InputError where nothing is there.
+    Raises InputError where nothing is there, where a name is not, and where one is there twice.
     """
+    files = _list_files(path)
+    filesystem, inner = resolve(path)
+    if not names or filesystem.get_file_info(inner).type != arrow_fs.FileType.Directory:
+        return files
+    chosen = []
+    for name in names:
+        matching = [file for file in files if _is_named(posixpath.basename(file.path), name)]
+        if len(matching) != 1:
+            found = " and ".join(posixpath.basename(file.path) for file in matching)
+            what = f"holds {found}; keep one of them" if matching else f"holds no {name}, nor {name}.gz or {name}.parquet"
+            raise InputError(f"{path}: {what}")
+        chosen += matching
+    return chosen
+
+
+def _is_named(base_name: str, name: str) -> bool:
+    return base_name == name or re.fullmatch(re.escape(name) + r"(\.(txt|tsv|csv|parquet))?(\.gz)?", base_name) is not None
+
+
+def _list_files(path: str) -> list[File]:
     filesystem, inner = resolve(path)
     prefix = path[: path.index("://") + 3] if is_url(path) else ""
     info = filesystem.get_file_info(inner)

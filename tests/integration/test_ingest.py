@@ -16,7 +16,7 @@ import ray
 from rayrec import storage
 from rayrec.batch import ClickBatch
 from rayrec.config import InputError
-from rayrec.data.counting import VocabularyConfig, count_log, make_preprocessor
+from rayrec.data.counting import count_log
 from rayrec.data.ingest import index_log, open_log, share_preprocessor, stream
 from rayrec.data.loader import ClickLoader
 from rayrec.data.log import LogIndex, read_segments, select
@@ -24,6 +24,8 @@ from rayrec.data.parsing import parse
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import EpochOrder, Part, Piece, Position
 from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.profiles import RAYREC, make_preprocessor
+from rayrec.data.ray_tasks import RayEngine
 from rayrec.datasets.criteo import SCHEMA
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
@@ -38,7 +40,7 @@ def open_here(path: str | Path, folder: Path, notes: list[str] | None = None) ->
         str(path),
         SCHEMA,
         segment_bytes=SEGMENT_BYTES,
-        placement=PLACEMENT,
+        engine=RayEngine(PLACEMENT),
         cache_folder=str(folder / "cache"),
         note=(notes if notes is not None else []).append,
         progress=lambda *_: None,
@@ -56,8 +58,8 @@ def index(click_log: Path, tmp_path_factory: pytest.TempPathFactory, local_ray: 
 
 @pytest.fixture(scope="module")
 def preprocessor(index: LogIndex) -> Preprocessor:
-    counts = count_log(SCHEMA, parts_of(index), placement=PLACEMENT, parts_per_task=4)
-    return make_preprocessor("p", SCHEMA, counts, VocabularyConfig())
+    counts = count_log(RAYREC.counting(SCHEMA), parts_of(index), engine=RayEngine(PLACEMENT))
+    return make_preprocessor(RAYREC, SCHEMA, counts)
 
 
 @pytest.fixture(scope="module")
@@ -223,13 +225,17 @@ def test_unusable_files_are_refused_in_one_line(tmp_path: Path, name: str | None
 
 
 def test_counting_does_not_depend_on_the_tasks(index: LogIndex, preprocessor: Preprocessor) -> None:
-    for parts_per_task in (1, 100):
+    for task_bytes in (1, 1 << 30):
         rows: list[int] = []
         counts = count_log(
-            SCHEMA, parts_of(index), placement=PLACEMENT, parts_per_task=parts_per_task, progress=rows.append
+            RAYREC.counting(SCHEMA),
+            parts_of(index),
+            engine=RayEngine(PLACEMENT),
+            task_bytes=task_bytes,
+            progress=rows.append,
         )
         assert rows[-1] == counts.rows == 20_000
-        assert make_preprocessor("p", SCHEMA, counts, VocabularyConfig()).hash() == preprocessor.hash()
+        assert make_preprocessor(RAYREC, SCHEMA, counts).hash() == preprocessor.hash()
 
 
 def test_streamed_pieces_come_in_order(index: LogIndex, preprocessor: Preprocessor, shared: ray.ObjectRef) -> None:
@@ -266,4 +272,4 @@ def test_a_log_changed_under_a_run_stops_it(click_log: Path, tmp_path: Path, pre
     assert type(caught.value) is InputError
     assert "\n" not in str(caught.value)
     with pytest.raises(InputError, match=r"^[^\n]*log\.txt: bytes [^\n]* start a new run$"):
-        count_log(SCHEMA, parts_of(index), placement=PLACEMENT, parts_per_task=1)
+        count_log(RAYREC.counting(SCHEMA), parts_of(index), engine=RayEngine(PLACEMENT))

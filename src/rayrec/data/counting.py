@@ -1,244 +1,425 @@
-"""Counts every category and the dense columns' moments in one distributed pass, and makes a Preprocessor of them."""
+"""Counts every category and the dense columns' moments in one distributed pass, in bounded memory."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 
-from rayrec.config import Config, InputError
-from rayrec.data.log import read_segments
-from rayrec.data.parsing import RawRows
-from rayrec.data.placement import TaskPlacement
+from rayrec import storage
+from rayrec.data.engine import Engine
+from rayrec.data.ingest import CHUNK_BYTES
+from rayrec.data.log import Chunk, Entry, LogIndex, cut, identity, numbered, read_lines, read_segments
+from rayrec.data.parsing import MAX_LINE_BYTES, Fault, Faults, RawRows, max_rows_in, parse_into
 from rayrec.data.position import Part
-from rayrec.data.preprocessor import FIRST_ID, CDenseColumn, DenseColumn, Preprocessor, SparseColumn
-from rayrec.data.ray_tasks import tables, tasks_dataset
+from rayrec.data.preprocessor import file_key
+from rayrec.data.profiles import DENSE_LOW_BITS, DENSE_UNITS
+from rayrec.data.token_counter import (
+    NO_ROW,
+    Items,
+    Spill,
+    TokenCounter,
+    count_columns,
+    kernel,
+    narrow,
+    pointer,
+)
 from rayrec.native import keep_freed_memory, library
 from rayrec.schema import Schema
 
+TokenType = Literal["uint32", "uint64"]
 
-@dataclass(frozen=True, kw_only=True)
-class VocabularyConfig(Config):
-    """How categories become ids."""
-
-    min_count: int = 2
-    """Categories seen less often than this share the out-of-vocabulary id."""
-    max_num_embeddings: int | None = None
-    """A column needing more rows than this gives up its vocabulary and maps tokens modulo this size; None: no cap."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.min_count < 1:
-            raise InputError(f"min_count: {self.min_count} must be at least 1")
-        if self.max_num_embeddings is not None and self.max_num_embeddings <= FIRST_ID:
-            raise InputError(f"max_num_embeddings: {self.max_num_embeddings} must be above {FIRST_ID}")
+TASK_BYTES = 128 << 20
+"""Text one task counts at most: the more, the fewer tables are left to be merged."""
+_TASK_TABLE_BYTES = 128 << 20
+"""Tables of a task that grow beyond this are packed and begun anew."""
 
 
-class TokenCounter:
-    """Counts of one column's tokens in a growing open-addressing table."""
+@dataclass(frozen=True)
+class CountingJob:
+    """What is counted; travels to the tasks."""
 
-    def __init__(self, slots: int = 1024) -> None:
-        self.used = 0
-        self._keys = np.zeros(slots, np.uint32)
-        self._counts = np.zeros(slots, np.int64)
+    schema: Schema
+    prepare: Callable[[RawRows], RawRows] | None = None
+    """Makes the columns that are counted of those that were read (also of no rows at all); None: counts these."""
+    dtype: TokenType = "uint32"
+    """Of the tokens."""
+    first_rows: bool = False
+    """Whether to note the first row of every token."""
 
-    def count(self, raw: RawRows, column: int) -> None:
-        """Adds the present tokens of sparse column number `column`."""
-        tokens, done = raw.tokens, 0
-        num_sparse, bit = tokens.shape[1], len(raw.schema.dense) + column
-        while True:
-            result = _kernel("rayrec_count_column")(
-                ctypes.c_void_p(tokens[done:].ctypes.data + 4 * column),
-                ctypes.c_void_p(raw.missing[done:].ctypes.data),
-                ctypes.c_int64(raw.rows - done),
-                ctypes.c_int64(num_sparse),
-                ctypes.c_int32(bit),
-                *self._table(),
-            )
-            if result >= 0:
-                self.used = result
-                return
-            done += -result - 1
-            self._grow()
+    def empty(self, *, spill: Spill | None = None) -> Counts:
+        raw = self.prepared(RawRows(self.schema, 0))
+        num_dense, num_sparse = len(raw.schema.dense), len(raw.schema.sparse)
+        return Counts.empty(num_dense, num_sparse, dtype=self.dtype, first_rows=self.first_rows, spill=spill)
 
-    def merge(self, tokens: np.ndarray, amounts: np.ndarray) -> None:
-        """Adds tokens (uint32) with their counts (int64)."""
-        done = 0
-        while True:
-            result = _kernel("rayrec_count_merge")(
-                ctypes.c_void_p(tokens[done:].ctypes.data),
-                ctypes.c_void_p(amounts[done:].ctypes.data),
-                ctypes.c_int64(len(tokens) - done),
-                *self._table(),
-            )
-            if result >= 0:
-                self.used = result
-                return
-            done += -result - 1
-            self._grow()
-
-    def items(self) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens uint32, counts int64), in no particular order."""
-        used = np.flatnonzero(self._counts)
-        return self._keys[used], self._counts[used]
-
-    def _table(self) -> tuple[Any, ...]:
-        return (
-            ctypes.c_void_p(self._keys.ctypes.data),
-            ctypes.c_void_p(self._counts.ctypes.data),
-            ctypes.c_int64(len(self._keys)),
-            ctypes.c_int64(self.used),
-        )
-
-    def _grow(self) -> None:
-        tokens, counts = self.items()
-        slots = len(self._keys) * 4
-        self._keys, self._counts, self.used = np.zeros(slots, np.uint32), np.zeros(slots, np.int64), 0
-        self.merge(tokens, counts)
-
-
-def _kernel(name: str) -> Any:
-    function = getattr(library(), name)
-    function.restype = ctypes.c_int64
-    return function
+    def prepared(self, raw: RawRows) -> RawRows:
+        return self.prepare(raw) if self.prepare else raw
 
 
 @dataclass
 class Counts:
-    """What one pass over some rows found."""
+    """What one pass over some rows found; the same in whatever order and grouping they come."""
 
     rows: int
     tokens: list[TokenCounter]
+    """A counter a sparse column. Once counts were spilled, these are only the latest ones: use `kept`."""
+    missing: np.ndarray
+    """int64 (num_sparse, 2): rows that have no value, and the first such row (2^63 - 1 where there is none)."""
     dense_moments: np.ndarray
-    """int64 (num_dense, 4): present values, sum of q, and of q * q its upper and lower part (see _LOW_BITS), where
-    q = sign(x) ln(1 + |x|) in units of 1 / _UNITS. Integer sums come out the same in any grouping and order."""
+    """int64 (num_dense, 4): present values, sum of q, and sums of the upper and of the lower DENSE_LOW_BITS bits of q * q,
+    where q = sign(x) ln(1 + |x|) in units of 1 / DENSE_UNITS. |q| is below 2^26 (ln 10^18 = 41.4), so each sum has room
+    for 2^37 rows. Integer sums come out the same in any grouping and order."""
+    file_minimum: dict[str, int]
+    """Name of a file (see `file_key`) -> least integer over all its dense columns, a missing one counted as 0."""
+    labels: np.ndarray
+    """int64 (2): rows with label 0 and with label 1."""
+    spill: Spill | None = None
+    """Where tables go that outgrow memory; None: they may grow without limit."""
+    _distinct: dict[int, int] = field(default_factory=dict)
 
     @classmethod
-    def empty(cls, schema: Schema) -> Counts:
-        return cls(0, [TokenCounter() for _ in schema.sparse], np.zeros((len(schema.dense), 4), np.int64))
+    def empty(
+        cls,
+        num_dense: int,
+        num_sparse: int,
+        *,
+        dtype: Any = np.uint32,
+        first_rows: bool = False,
+        spill: Spill | None = None,
+    ) -> Counts:
+        # Tables that are filled from other ones piece by piece need another hash function than theirs.
+        family = 0 if spill is None else 1
+        return cls(
+            rows=0,
+            tokens=[TokenCounter(dtype=dtype, first_rows=first_rows, family=family) for _ in range(num_sparse)],
+            missing=np.array([[0, NO_ROW]] * num_sparse, np.int64).reshape(-1, 2),
+            dense_moments=np.zeros((num_dense, 4), np.int64),
+            file_minimum={},
+            labels=np.zeros(2, np.int64),
+            spill=spill,
+        )
+
+    def kept(self, column: int, min_count: int = 1) -> Items:
+        """(tokens, counts int64, first rows int64 or None) of a sparse column's tokens counted at least `min_count` times,
+        in no particular order. Where counts were spilled they are read back by the part, so that only those that are kept
+        are ever in memory together."""
+        if self.spill is None or not self.spill.begun:
+            return self.tokens[column].items(min_count)
+        self.spill.write(self.tokens)
+        items, self._distinct[column] = self.spill.merged(column, self.tokens[column], min_count)
+        return items
+
+    def num_distinct(self, column: int) -> int:
+        """Distinct tokens of a sparse column; after `kept` of the same column it costs nothing."""
+        if self.spill is None or not self.spill.begun:
+            return self.tokens[column].used
+        if column not in self._distinct:
+            self.kept(column, NO_ROW)
+        return self._distinct[column]
+
+    def close(self) -> None:
+        """Frees what was spilled; `kept` is not to be called any more."""
+        if self.spill is not None:
+            self.spill.close()
+
+    def __enter__(self) -> Counts:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def table_bytes(self) -> int:
+        return sum(counter.num_bytes for counter in self.tokens)
+
+    def count(self, raw: RawRows, first_row: int) -> None:
+        """Adds the columns of raw rows; row r is number first_row + r of the log. Labels and files are counted apart."""
+        self.rows += raw.rows
+        count_columns(self.tokens, raw, first_row, self.missing)
+        if len(self.dense_moments):
+            library().rayrec_dense_moments(
+                pointer(raw.integers),
+                pointer(raw.missing),
+                ctypes.c_int64(raw.rows),
+                ctypes.c_int32(len(self.dense_moments)),
+                ctypes.c_double(DENSE_UNITS),
+                ctypes.c_int32(DENSE_LOW_BITS),
+                pointer(_small_logs()),
+                pointer(self.dense_moments),
+            )
+
+    def count_source(self, raw: RawRows, path: str) -> None:
+        """Adds the labels of rows as they were read from a file, and the file's least integer."""
+        if raw.schema.label is not None:
+            clicks = int(np.count_nonzero(raw.labels[: raw.rows]))
+            self.labels += raw.rows - clicks, clicks
+        if raw.rows and raw.schema.dense:
+            self._lower(file_key(path), int(raw.integers[: raw.rows].min()))  # the parser stores 0 for a missing one
+
+    def _lower(self, name: str, value: int) -> None:
+        self.file_minimum[name] = min(value, self.file_minimum.get(name, value))
 
     def to_table(self) -> pa.Table:
-        """One row of binary columns: compact, and read back without a copy."""
+        """One row of binary columns: compact, and read back without a copy. Of counts in memory only."""
+        assert self.spill is None
         items = [counter.items() for counter in self.tokens]
         row = {
             "rows": np.array([self.rows], np.int64),
-            "sizes": np.array([len(tokens) for tokens, _ in items], np.int64),
-            "tokens": np.concatenate([tokens for tokens, _ in items]) if items else np.zeros(0, np.uint32),
-            "counts": np.concatenate([counts for _, counts in items]) if items else np.zeros(0, np.int64),
+            "missing": self.missing,
             "dense": self.dense_moments,
+            "labels": self.labels,
+            "file_minimum": np.frombuffer(json.dumps(self.file_minimum).encode(), np.uint8),
+            "sizes": np.array([len(tokens) for tokens, _, _ in items], np.int64),
+            "tokens": _joined([tokens for tokens, _, _ in items], np.uint32),
+            "counts": narrow(_joined([counts for _, counts, _ in items], np.int64)),
+            "first_rows": _joined([rows for _, _, rows in items if rows is not None], np.int64),
         }
         return pa.table({name: pa.array([value.tobytes()], pa.large_binary()) for name, value in row.items()})
 
-    def add(self, table: pa.Table) -> None:
-        """Adds what another pass found."""
-        value = {name: np.frombuffer(table.column(name)[0].as_buffer(), dtype) for name, dtype in _TABLE_DTYPES.items()}
-        self.rows += int(value["rows"][0])
-        self.dense_moments += value["dense"].reshape(self.dense_moments.shape)
-        ends = np.cumsum(value["sizes"])
-        for counter, size, end in zip(self.tokens, value["sizes"], ends, strict=True):
-            counter.merge(value["tokens"][end - size : end], value["counts"][end - size : end])
+    def add(self, table: pa.Table, *, first_row: int = 0) -> None:
+        """Adds what other passes found, one a row of the table; their row numbers count from `first_row`."""
+        for number in range(len(table)):
+            self._add_row({name: table.column(name)[number].as_buffer() for name in table.column_names}, first_row)
+
+    def _add_row(self, buffers: dict[str, pa.Buffer], first_row: int) -> None:
+        def read(name: str, dtype: Any = np.int64) -> np.ndarray:
+            return np.frombuffer(buffers[name], dtype)
+
+        self.rows += int(read("rows")[0])
+        self.dense_moments += read("dense").reshape(-1, 4)
+        self.labels += read("labels")
+        missing = read("missing").reshape(-1, 2)
+        self.missing[:, 0] += missing[:, 0]
+        present = missing[:, 0] > 0
+        self.missing[present, 1] = np.minimum(self.missing[present, 1], missing[present, 1] + first_row)
+        for name, value in json.loads(bytes(buffers["file_minimum"])).items():
+            self._lower(name, value)
+        sizes = read("sizes")
+        if not sizes.sum():
+            return
+        tokens = read("tokens", self.tokens[0].dtype)
+        counts = read("counts", np.uint32 if len(buffers["counts"]) == 4 * len(tokens) else np.int64)
+        rows = read("first_rows") if self.tokens[0].first_rows else None
+        for column, (size, stop) in enumerate(zip(sizes.tolist(), np.cumsum(sizes).tolist(), strict=True)):
+            for part in self._fitting(column, stop - size, stop):
+                self.tokens[column].merge(
+                    tokens[part], counts[part], None if rows is None else rows[part], shift_rows=first_row
+                )
+
+    def _fitting(self, column: int, start: int, stop: int) -> Iterator[slice]:
+        """Pieces of [start, stop) that a column's table can take one after the other, tables being spilled in between."""
+        if self.spill is None:
+            yield slice(start, stop)
+            return
+        counter = self.tokens[column]
+        longest = max(self.spill.table_bytes // 128, 1024)
+        for low in range(start, stop, longest):
+            high = min(low + longest, stop)
+            grown = counter.num_bytes_with(high - low)
+            # While a table grows, the old one is there too.
+            if grown > counter.num_bytes and self.table_bytes + grown > self.spill.table_bytes:
+                self.spill.write(self.tokens)
+                self._distinct.clear()
+            yield slice(low, high)
 
 
-_TABLE_DTYPES = {"rows": np.int64, "sizes": np.int64, "tokens": np.uint32, "counts": np.int64, "dense": np.int64}
+def _joined(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
 
 
-def count_parts(parts: Sequence[Part], *, schema: Schema) -> pa.Table:
-    """Counts the rows of some segments; runs in a data task."""
+@lru_cache(maxsize=1)
+def _small_logs() -> np.ndarray:
+    table = np.empty(kernel("rayrec_num_small_logs")(), np.int32)
+    library().rayrec_small_logs(ctypes.c_double(DENSE_UNITS), pointer(table))
+    return table
+
+
+class _Packer:
+    """A data task's counts, packed whenever their tables grow large."""
+
+    def __init__(self, counting: CountingJob) -> None:
+        self._counting = counting
+        self._counts = counting.empty()
+        self._packed: list[pa.Table] = []
+
+    def count(self, raw: RawRows, path: str, first_row: int) -> None:
+        self._counts.count_source(raw, path)
+        self._counts.count(self._counting.prepared(raw), first_row)
+        if self._counts.table_bytes > _TASK_TABLE_BYTES:
+            self._packed.append(self._counts.to_table())
+            self._counts = self._counting.empty()
+
+    def table(self) -> pa.Table:
+        return pa.concat_tables([*self._packed, self._counts.to_table()])
+
+
+def count_parts(parts: Sequence[Part], *, counting: CountingJob) -> pa.Table:
+    """Counts the rows of some segments; runs in a data task. One row of `Counts.to_table`, more where tables grow large."""
     keep_freed_memory()
-    counts = Counts.empty(schema)
+    packer = _Packer(counting)
     for part in parts:
-        raw = read_segments([part.segment], schema)
+        raw = read_segments([part.segment], counting.schema)
         if (part.start, part.stop) != (0, part.segment.rows):
             keep = slice(part.start, part.stop)
             raw.rows = part.stop - part.start
             raw.integers, raw.tokens, raw.missing = raw.integers[keep], raw.tokens[keep], raw.missing[keep]
-        counts.rows += raw.rows
-        for column, counter in enumerate(counts.tokens):
-            counter.count(raw, column)
-        counts.dense_moments += _dense_moments(raw)
-    return counts.to_table()
-
-
-_UNITS = 1 << 20
-_LOW_BITS = 26
-"""|q| is below 2^26 (ln 10^18 = 41.4), so each sum has room for 2^37 rows."""
-
-
-def _dense_moments(raw: RawRows) -> np.ndarray:
-    plain = CDenseColumn(0.0, 1.0, 0.0, 0.0)
-    moments = np.zeros((raw.integers.shape[1], 4), np.int64)
-    for column in range(len(moments)):
-        present = (raw.missing[: raw.rows] >> np.uint64(column)) & np.uint64(1) == 0
-        values = np.ascontiguousarray(raw.integers[: raw.rows, column][present])
-        transformed = np.empty(len(values), np.float32)
-        library().rayrec_transform_dense(
-            ctypes.c_void_p(values.ctypes.data),
-            ctypes.c_int64(len(values)),
-            ctypes.byref(plain),
-            ctypes.c_void_p(transformed.ctypes.data),
-        )
-        fixed = np.rint(transformed.astype(np.float64) * _UNITS).astype(np.int64)
-        squares = fixed * fixed
-        low = squares & ((1 << _LOW_BITS) - 1)
-        moments[column] = len(fixed), fixed.sum(), (squares >> _LOW_BITS).sum(), low.sum()
-    return moments
+            raw.labels = raw.labels[keep]
+        packer.count(raw, part.segment.path, part.segment.first_row + part.start)
+    return packer.table()
 
 
 def count_log(
     schema: Schema,
     parts: Sequence[Part],
     *,
-    placement: TaskPlacement,
-    parts_per_task: int,
+    engine: Engine,
+    prepare: Callable[[RawRows], RawRows] | None = None,
+    dtype: TokenType = "uint32",
+    first_rows: bool = False,
+    memory_bytes: int | None = None,
+    spill_folder: str | None = None,
+    parts_per_task: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Counts:
-    """Counts the chosen rows in one pass of Ray Data tasks, each pre-aggregating its own; `progress` gets rows done."""
-    tasks = [parts[i : i + parts_per_task] for i in range(0, len(parts), parts_per_task)]
-    dataset = tasks_dataset("count", functools.partial(count_parts, schema=schema), tasks, placement=placement)
-    total = Counts.empty(schema)
-    for table in tables(dataset):
-        for row in range(len(table)):
-            total.add(table.slice(row, 1))
+    """Counts the chosen rows in one pass of data tasks, each pre-aggregating its own; `progress` gets rows done.
+
+    For `prepare`, `dtype` and `first_rows` see CountingJob. Tables that together outgrow `memory_bytes` (None: no limit)
+    move to a file in `spill_folder` (None: that for temporary files) and are only read back by `Counts.kept`; the result is
+    the same. Close the Counts to free that file. Raises InputError where a segment no longer holds its rows, or where
+    the disk is full.
+    """
+    counting = CountingJob(schema, prepare, dtype, first_rows)
+    tasks = (
+        _tasks(parts, [part.segment.stop - part.segment.start for part in parts])
+        if parts_per_task is None
+        else [parts[i : i + parts_per_task] for i in range(0, len(parts), parts_per_task)]
+    )
+    total = counting.empty(spill=None if memory_bytes is None else Spill(spill_folder, memory_bytes))
+    try:
+        for table in engine.run("count", functools.partial(count_parts, counting=counting), tasks):
+            total.add(table)
             if progress:
                 progress(total.rows)
+    except BaseException:
+        total.close()
+        raise
     return total
 
 
-def make_preprocessor(profile: str, schema: Schema, counts: Counts, config: VocabularyConfig) -> Preprocessor:
-    """Turns counts into a Preprocessor: ids by falling count then rising token, so they depend on the rows alone."""
-    sparse, kept = [], []
-    for counter in counts.tokens:
-        tokens, amounts = counter.items()
-        frequent = amounts >= config.min_count
-        tokens, amounts = tokens[frequent], amounts[frequent]
-        size = FIRST_ID + len(tokens)
-        if config.max_num_embeddings is not None and size > config.max_num_embeddings:
-            sparse.append(SparseColumn(config.max_num_embeddings, None))
-            continue
-        sparse.append(SparseColumn(size, len(tokens)))
-        kept.append(tokens[np.lexsort((tokens, -amounts))])
-    dense = []
-    for present, total, high, low in counts.dense_moments.tolist():
-        if not present:
-            dense.append(DenseColumn(mean=0.0, scale=1.0))
-            continue
-        mean = total / (present * _UNITS)
-        squares = (high << _LOW_BITS) + low
-        variance = (present * squares - total * total) / (present * _UNITS) ** 2  # exact up to the division
-        scale = 1.0 / math.sqrt(variance) if variance > 1e-12 else 1.0
-        # A missing count is taken for none, as every Criteo pipeline does: the same input as 0.
-        dense.append(DenseColumn(mean=mean, scale=scale, missing_value=float(np.float32(-mean * scale))))
-    return Preprocessor.build(
-        profile=profile,
-        schema=schema,
-        dense=dense,
-        sparse=sparse,
-        tokens=np.concatenate(kept) if kept else np.zeros(0, np.uint32),
-        constants={"min_count": config.min_count, "max_num_embeddings": config.max_num_embeddings, "rows": counts.rows},
+_LEAST_TASKS = 8
+"""A short log is cut finer, so that all cores have their share."""
+
+
+def _tasks(items: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
+    """Neighbouring items of so many bytes, put together into tasks."""
+    limit = min(TASK_BYTES, sum(sizes) // _LEAST_TASKS)
+    tasks: list[list[Any]] = []
+    room = 0
+    for item, size in zip(items, sizes, strict=True):
+        if room <= 0:
+            tasks.append([])
+            room = limit
+        tasks[-1].append(item)
+        room -= size
+    return tasks
+
+
+def _parsed_segments(chunk: Chunk, schema: Schema, segment_bytes: int) -> Iterator[tuple[Entry, Faults, RawRows]]:
+    """As index_chunk, with the rows of each segment; they are overwritten by those of the next."""
+    text, length, first_byte = read_lines(chunk)
+    raw = RawRows(schema, max_rows_in(schema, min(length, 2 * segment_bytes + MAX_LINE_BYTES)))
+    start = 0
+    while start < length:
+        stop = length
+        if length - start > segment_bytes * 3 // 2:
+            stop = start + kernel("rayrec_last_line_start")(pointer(text[start:]), ctypes.c_int64(segment_bytes))
+            if stop == start:  # no newline in a whole segment: the parser refuses that line as too long
+                newline = text[start:length].tobytes().find(b"\n")
+                stop = start + newline + 1 if newline >= 0 else length
+                raw = RawRows(schema, max(raw.capacity, max_rows_in(schema, stop - start)))
+        raw.rows = 0
+        faults = parse_into(raw, text[start:], stop - start, path=chunk.path, first_byte=first_byte + start)
+        yield (chunk.path, first_byte + start, first_byte + stop, raw.rows), faults, raw
+        start = stop
+
+
+def _index_and_count(chunks: Sequence[Chunk], *, counting: CountingJob, segment_bytes: int) -> pa.Table:
+    """Runs in a data task. Rows are numbered from the first of the task on."""
+    keep_freed_memory()
+    packer, entries, total, rows = _Packer(counting), [], Faults(), 0
+    for chunk in chunks:
+        for entry, faults, raw in _parsed_segments(chunk, counting.schema, segment_bytes):
+            entries.append(entry)
+            total.add(faults)
+            packer.count(raw, chunk.path, rows)
+            rows += raw.rows
+    table = packer.table()
+    found = {"entries": entries, "counts": total.counts, "first": [vars(fault) for fault in total.first]}
+    return table.append_column("index", pa.array([json.dumps(found), *[""] * (len(table) - 1)]))
+
+
+def index_and_count(
+    files: Sequence[storage.File],
+    schema: Schema,
+    *,
+    segment_bytes: int,
+    engine: Engine,
+    prepare: Callable[[RawRows], RawRows] | None = None,
+    dtype: TokenType = "uint32",
+    first_rows: bool = False,
+    memory_bytes: int | None = None,
+    spill_folder: str | None = None,
+    cache_folder: str | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[LogIndex, Counts]:
+    """`index_log` and `count_log` of all rows in one pass, which reads and parses every line once instead of twice.
+
+    An index of the very same files in `cache_folder` is used, and otherwise put there. `progress` gets bytes done. Check
+    the index before using the counts.
+    """
+    cached = (
+        storage.join(cache_folder, f"index-{identity(files, schema, segment_bytes)}.json") if cache_folder else None
     )
+    if cached and storage.exists(cached):
+        index = LogIndex.from_dict(storage.read_json(cached))
+        counts = count_log(
+            schema,
+            [Part(segment, 0, segment.rows) for segment in index.segments],
+            engine=engine,
+            prepare=prepare,
+            dtype=dtype,
+            first_rows=first_rows,
+            memory_bytes=memory_bytes,
+            spill_folder=spill_folder,
+        )
+        return index, counts
+    counting = CountingJob(schema, prepare, dtype, first_rows)
+    chunks = cut(files, max(CHUNK_BYTES, segment_bytes))
+    tasks = _tasks(chunks, [chunk.stop - chunk.start for chunk in chunks])
+    function = functools.partial(_index_and_count, counting=counting, segment_bytes=segment_bytes)
+    entries: list[Entry] = []
+    faults, done = Faults(), 0
+    total = counting.empty(spill=None if memory_bytes is None else Spill(spill_folder, memory_bytes))
+    try:
+        for table in engine.run("index and count", function, tasks):
+            total.add(table, first_row=total.rows)
+            found = json.loads(table.column("index")[0].as_py())
+            entries.extend((path, start, stop, rows) for path, start, stop, rows in found["entries"])
+            faults.add(Faults(found["counts"], [Fault(**fault) for fault in found["first"]]))
+            done += sum(stop - start for _, start, stop, _ in found["entries"])
+            if progress:
+                progress(done)
+    except BaseException:
+        total.close()
+        raise
+    index = LogIndex(numbered(entries), faults)
+    if cached:
+        storage.write_json(cached, index.to_dict())
+    return index, total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -12,14 +13,17 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rayrec.batch import ClickBatch
+from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.ingest import stream
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import Block, EpochOrder, Piece, Position, after, steps_in
-from rayrec.data.preprocessor import EncodedRows
+from rayrec.data.ready import stream_ready
 from rayrec.schema import Schema
 
 if TYPE_CHECKING:
     import ray
+
+    from rayrec.data.preprocessor import Preprocessor
 
 
 class ClickLoader:
@@ -40,10 +44,15 @@ class ClickLoader:
         placement: TaskPlacement,
         prefetch_blocks: int,
         max_steps: int | None = None,
+        mapped: Preprocessor | None = None,
+        in_memory: bool = False,
     ) -> None:
+        """`schema` is that of the model's inputs. `mapped`: the rows are ready-made files of this machine, which the worker
+        reads itself, with `in_memory` all of them first; else data tasks make the rows."""
         self._order, self._preprocessor, self._schema = order, preprocessor, schema
         self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
         self._placement, self._prefetch_blocks = placement, prefetch_blocks
+        self._mapped, self._in_memory = mapped, in_memory
         self._handed_out = 0
         self.steps_per_epoch = steps_in(-(-order.rows // world_size), batch_size)
         self._start = position
@@ -147,14 +156,19 @@ class ClickLoader:
                 break
             kept.append((block, piece))
             total += piece.rows
-        rows = stream(
-            kept,
-            self._preprocessor,
-            schema=self._schema,
-            placement=self._placement,
-            prefetch_blocks=self._prefetch_blocks,
-        )
-        slicer = _Slicer(rows, num_dense=len(self._schema.dense), keys=list(self._schema.sparse))
+        if self._mapped is not None:
+            rows = stream_ready(
+                kept, self._mapped, in_memory=self._in_memory, prefetch_blocks=max(1, self._prefetch_blocks)
+            )
+        else:
+            rows = stream(
+                kept,
+                self._preprocessor,
+                schema=self._schema,
+                placement=self._placement,
+                prefetch_blocks=self._prefetch_blocks,
+            )
+        slicer = _Slicer(rows, num_dense=len(self._schema.dense), keys=self._schema.sparse)
         for mine, everyone in self._sizes:
             yield slicer.take(mine, loss_weight=self._world_size / everyone)
 
@@ -162,55 +176,136 @@ class ClickLoader:
 class _Slicer:
     """Cuts a stream of encoded rows into batches; one copy a row."""
 
-    def __init__(self, rows: Iterator[EncodedRows], *, num_dense: int, keys: list[str]) -> None:
+    def __init__(self, rows: Iterator[EncodedRows], *, num_dense: int, keys: Sequence[str]) -> None:
         self._rows, self._num_dense, self._keys = rows, num_dense, keys
         self._current: EncodedRows | None = None
+        self._offsets: list[np.ndarray | None] = []
         self._used = 0
-        self._lengths: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._constant: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def take(self, count: int, *, loss_weight: float) -> ClickBatch:
-        dense = np.empty((count, self._num_dense), np.float32)
-        ids = np.empty((len(self._keys), count), np.int32)
-        labels = np.empty(count, np.float32)
+        slices: list[tuple[EncodedRows, list[np.ndarray | None], int, int]] = []
         done = 0
         while done < count:
             if self._current is None or self._used == len(self._current):
                 self._current, self._used = next(self._rows), 0
-            chunk, start = self._current, self._used
-            size = min(count - done, len(chunk) - start)
-            dense[done : done + size] = chunk.dense[start : start + size]
-            for column, out in zip(chunk.ids, ids, strict=True):
-                out[done : done + size] = column[start : start + size]
-            assert chunk.labels is not None
-            labels[done : done + size] = chunk.labels[start : start + size]
+                self._offsets = [ids.offsets() if isinstance(ids, Bags) else None for ids in self._current.ids]
+            size = min(count - done, len(self._current) - self._used)
+            slices.append((self._current, self._offsets, self._used, self._used + size))
             done += size
             self._used += size
+        dense = np.empty((count, self._num_dense), np.float32)
+        labels = np.empty(count, np.float32)
+        weighted = bool(slices) and slices[0][0].weights is not None
+        weights = np.empty(count, np.float32) if weighted else None
+        done = 0
+        for rows, _, start, stop in slices:
+            size = stop - start
+            dense[done : done + size] = rows.dense[start:stop]
+            assert rows.labels is not None
+            labels[done : done + size] = rows.labels[start:stop]
+            if weights is not None:
+                assert rows.weights is not None
+                weights[done : done + size] = rows.weights[start:stop]
+            done += size
         return ClickBatch(
             dense_features=torch.from_numpy(dense),
-            sparse_features=one_hot_features(self._keys, ids, self._lengths),
+            sparse_features=sparse_features(self._keys, self._ids(slices, count), count, self._constant),
             labels=torch.from_numpy(labels),
             loss_weight=loss_weight,
+            weights=None if weights is None else torch.from_numpy(weights),
         )
 
+    def _ids(
+        self, slices: list[tuple[EncodedRows, list[np.ndarray | None], int, int]], count: int
+    ) -> Sequence[np.ndarray | Bags]:
+        """The ids of the slices' rows; columns of so many ids a row lie in one array, one after the other."""
+        first = slices[0][0].ids if slices else [np.empty(0, np.int32)] * len(self._keys)
+        if any(isinstance(column, Bags) for column in first):
+            return [
+                _joined([_part(rows.ids[c], offsets[c], start, stop) for rows, offsets, start, stop in slices])
+                for c in range(len(self._keys))
+            ]
+        shapes = [(count, *column.shape[1:]) for column in first if isinstance(column, np.ndarray)]
+        sizes = [math.prod(shape) for shape in shapes]
+        values = np.empty(sum(sizes), first[0].dtype if first else np.int32)  # type: ignore[union-attr]
+        columns, begin = [], 0
+        for c, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
+            out, done = values[begin : begin + size].reshape(shape), 0
+            for rows, _, start, stop in slices:
+                out[done : done + stop - start] = rows.ids[c][start:stop]  # type: ignore[index]
+                done += stop - start
+            columns.append(out)
+            begin += size
+        return OneArray(values, columns)
 
-def one_hot_features(
-    keys: Sequence[str], ids: np.ndarray, cache: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
+
+class OneArray(list[np.ndarray]):
+    """Columns that are views of one array, in which they follow each other."""
+
+    def __init__(self, values: np.ndarray, columns: Sequence[np.ndarray]) -> None:
+        super().__init__(columns)
+        self.values = values
+
+
+def _part(ids: Ids, offsets: np.ndarray | None, start: int, stop: int) -> Ids:
+    if isinstance(ids, Bags):
+        assert offsets is not None
+        return ids.take(start, stop, offsets)
+    return ids[start:stop]
+
+
+def _joined(parts: Sequence[Ids]) -> Ids:
+    if isinstance(parts[0], Bags):
+        bags = [part for part in parts if isinstance(part, Bags)]
+        return Bags(np.concatenate([bag.values for bag in bags]), np.concatenate([bag.lengths for bag in bags]))
+    return np.concatenate([part for part in parts if isinstance(part, np.ndarray)])
+
+
+def sparse_features(
+    keys: Sequence[str],
+    columns: Sequence[Ids],
+    rows: int,
+    constant: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> KeyedJaggedTensor:
-    """A KeyedJaggedTensor of one id a bag: `ids` int32 (num_sparse, rows). `cache` keeps lengths and offsets by rows."""
-    rows = ids.shape[1]
-    cache = {} if cache is None else cache
-    if rows not in cache:
-        cache[rows] = (
-            torch.ones(len(keys) * rows, dtype=torch.int32),
-            torch.arange(len(keys) * rows + 1, dtype=torch.int32),
+    """A KeyedJaggedTensor of `rows` rows. `constant` keeps, by the number of rows, lengths and offsets of columns that have
+    the same number of ids in every row."""
+    sizes = [
+        len(column.values) if isinstance(column, Bags) else column.size
+        for column in columns
+    ]
+    if isinstance(columns, OneArray):
+        values = columns.values
+    elif isinstance(columns, np.ndarray):
+        values = columns.reshape(-1)
+    else:
+        flat = [column.values if isinstance(column, Bags) else column.reshape(-1) for column in columns]
+        values = np.concatenate(flat) if flat else np.empty(0, np.int32)
+    lengths = offsets = None
+    varying = any(isinstance(column, Bags) for column in columns)
+    constant = {} if constant is None else constant
+    if not varying and rows in constant:
+        lengths, offsets = constant[rows]
+    if lengths is None or offsets is None:
+        lengths = torch.from_numpy(
+            np.concatenate([_lengths(column, rows) for column in columns]) if columns is not None and len(columns) else np.empty(0, np.int32)
         )
-    lengths, offsets = cache[rows]
+        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32 if len(values) < 2**31 else torch.int64)
+        torch.cumsum(lengths, 0, out=offsets[1:])
+        if not varying:
+            constant[rows] = lengths, offsets
     return KeyedJaggedTensor(
         keys=list(keys),
-        values=torch.from_numpy(ids.reshape(-1)),
+        values=torch.from_numpy(values),
         lengths=lengths,
         offsets=offsets,
         stride=rows,
-        length_per_key=[rows] * len(keys),
-        offset_per_key=[rows * i for i in range(len(keys) + 1)],
+        length_per_key=sizes,
+        offset_per_key=[0, *np.cumsum(sizes, dtype=np.int64).tolist()],
     )
+
+
+def _lengths(ids: Ids, rows: int) -> np.ndarray:
+    if isinstance(ids, Bags):
+        return ids.lengths
+    return np.full(rows, ids.shape[1] if ids.ndim == 2 else 1, np.int32)

@@ -8,7 +8,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,16 +20,23 @@ from rayrec.schema import Schema
 
 GZIP_MAGIC = b"\x1f\x8b"
 
+Format = Literal["text", "table", "binary", "npy", "npz", "parquet"]
+"""text: lines of a raw log; table: a raw log in Parquet or CSV; the others are ready-made model inputs (data/ready.py)."""
+Entry = tuple[str, int, int, int]
+"""(path, start, stop, good rows) of a segment not numbered yet."""
+
 
 @dataclass(frozen=True)
 class Segment:
-    """Whole lines of one file: bytes [start, stop), good rows numbered from first_row on (over the whole log)."""
+    """A stretch of one file, its good rows numbered from first_row on (over the whole log)."""
 
     path: str
     start: int
     stop: int
+    """[start, stop): bytes holding whole lines of text; in other formats, rows of the file."""
     first_row: int
     rows: int
+    format: Format = "text"
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,12 @@ class LogIndex:
 
     @property
     def size_bytes(self) -> int:
+        """Of a log of text."""
         return sum(segment.stop - segment.start for segment in self.segments)
+
+    @property
+    def format(self) -> Format:
+        return self.segments[0].format if self.segments else "text"
 
     @property
     def bad_fraction(self) -> float:
@@ -69,6 +81,7 @@ class LogIndex:
         number = {path: i for i, path in enumerate(paths)}
         return {
             "paths": paths,
+            "format": self.format,
             "segments": [[number[s.path], s.start, s.stop, s.rows] for s in self.segments],
             "faults": {"counts": self.faults.counts, "first": [vars(fault) for fault in self.faults.first]},
         }
@@ -79,14 +92,14 @@ class LogIndex:
             counts=stored["faults"]["counts"], first=[Fault(**fault) for fault in stored["faults"]["first"]]
         )
         entries = ((stored["paths"][n], start, stop, rows) for n, start, stop, rows in stored["segments"])
-        return cls(numbered(entries), faults)
+        return cls(numbered(entries, stored["format"]), faults)
 
 
-def numbered(entries: Iterable[tuple[str, int, int, int]]) -> tuple[Segment, ...]:
-    """Segments from (path, start, stop, rows) in log order, their rows numbered through."""
+def numbered(entries: Iterable[Entry], format: Format = "text") -> tuple[Segment, ...]:
+    """Segments in log order, their rows numbered through."""
     segments, first_row = [], 0
     for path, start, stop, rows in entries:
-        segments.append(Segment(path, start, stop, first_row, rows))
+        segments.append(Segment(path, start, stop, first_row, rows, format))
         first_row += rows
     return tuple(segments)
 
@@ -145,7 +158,7 @@ def _find_newline(text: np.ndarray, start: int, stop: int) -> int:
     return -1
 
 
-def index_chunk(chunk: Chunk, schema: Schema, segment_bytes: int) -> tuple[list[tuple[str, int, int, int]], Faults]:
+def index_chunk(chunk: Chunk, schema: Schema, segment_bytes: int) -> tuple[list[Entry], Faults]:
     """Parses a chunk and cuts it into segments of about `segment_bytes`: ([(path, start, stop, rows)], faults)."""
     text, length, first_byte = read_lines(chunk)
     raw = RawRows(schema, max_rows_in(schema, min(length, 2 * segment_bytes + MAX_LINE_BYTES)))
@@ -183,6 +196,7 @@ def read_segments(segments: Sequence[Segment], schema: Schema) -> RawRows:
     for segment, size in zip(segments, sizes, strict=True):
         text = np.zeros(size + PADDING_BYTES, np.uint8)
         before = raw.rows
+        raw.begin_file(segment.path)
         got = storage.read_into(segment.path, segment.start, text[:size])
         if got == size:
             parse_into(raw, text, size, path=segment.path, first_byte=segment.start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -42,17 +43,20 @@ _FAULT_DTYPE = np.dtype([("byte", np.int64), ("kind", np.int32), ("column", np.i
 
 @dataclass(frozen=True)
 class Fault:
-    """One refused line."""
+    """One refused line of text, or row of a table."""
 
     path: str
-    byte: int
-    """Where the line starts in the (unpacked) file."""
+    byte: int | None
+    """Where the line starts in the (unpacked) file; None in a table."""
     kind: str
     column: str
     """Name of the column at fault, empty where the whole line is meant."""
+    row: int | None = None
+    """Of a table, the first being 0."""
 
     def __str__(self) -> str:
-        return f"{self.path} at byte {self.byte}: {self.kind}" + (f" in column {self.column}" if self.column else "")
+        where = f"byte {self.byte}" if self.row is None else f"row {self.row}"
+        return f"{self.path} at {where}: {self.kind}" + (f" in column {self.column}" if self.column else "")
 
 
 @dataclass
@@ -101,6 +105,25 @@ class RawRows:
         self.tokens = np.empty((capacity, len(schema.sparse)), np.uint32)
         self.missing = np.empty(capacity, np.uint64)
         self.labels = np.empty(capacity, np.uint8)
+        self._files: list[tuple[str, int]] = []
+
+    def begin_file(self, path: str) -> None:
+        """The rows that follow are of this file."""
+        self._files.append((path, self.rows))
+
+    def files(self) -> list[tuple[str, int, int]]:
+        """(path, first row, row behind the last) of each run of rows of one file; path "" where none was named."""
+        begun = self._files or [("", 0)]
+        stops = [start for _, start in begun[1:]] + [self.rows]
+        return [(path, start, stop) for (path, start), stop in zip(begun, stops, strict=True)]
+
+    def with_columns(self, schema: Schema, **arrays: np.ndarray) -> RawRows:
+        """The same rows with other columns; arrays that are not given are shared with these rows."""
+        other = copy.copy(self)
+        other.schema, other.capacity = schema, self.rows
+        for name, array in arrays.items():
+            setattr(other, name, array)
+        return other
 
     @property
     def layout(self) -> CLayout:

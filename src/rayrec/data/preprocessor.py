@@ -4,43 +4,49 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import io
 import json
+import posixpath
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.encoded import EncodedRows, Ids
+from rayrec.data.multi_hot import MultiHot
 from rayrec.data.parsing import RawRows
 from rayrec.native import library
 from rayrec.schema import Schema
 
-VERSION = 1
-UNKNOWN_ID = 0
-"""Id of categories that the vocabulary does not hold: unseen, or seen less often than min_count."""
-MISSING_ID = 1
-"""Id of an empty field."""
-FIRST_ID = 2
-"""Id of the most frequent category; the others follow by falling count, then by token."""
+VERSION = 2
+LOWEST_INTEGER = -(2**62)
+"""Of a dense column that raises no value."""
+_DENSE_KINDS = ("signed_log", "log", "identity")  # in the order of rayrec_dense_kind in native/kernels.h
 
 
 class CSparseColumn(ctypes.Structure):
     _fields_ = [
         ("slots", ctypes.c_void_p),
         ("mask", ctypes.c_uint64),
+        ("modulo", ctypes.c_uint64),
+        ("base", ctypes.c_int64),
+        ("missing_id", ctypes.c_int64),
+        ("unknown_id", ctypes.c_int64),
+        ("murmur3", ctypes.c_int64),
+        ("token_modulo", ctypes.c_uint32),
         ("shift", ctypes.c_int32),
-        ("missing_id", ctypes.c_int32),
-        ("unknown_id", ctypes.c_int32),
-        ("modulo_base", ctypes.c_int32),
-        ("modulo", ctypes.c_uint32),
-        ("padding", ctypes.c_int32),
     ]
 
 
 class CDenseColumn(ctypes.Structure):
     _fields_ = [
+        ("kind", ctypes.c_int64),
+        ("lowest", ctypes.c_int64),
+        ("shift", ctypes.c_double),
         ("mean", ctypes.c_double),
         ("scale", ctypes.c_double),
         ("missing_value", ctypes.c_float),
@@ -50,35 +56,64 @@ class CDenseColumn(ctypes.Structure):
 
 @dataclass(frozen=True)
 class DenseColumn:
-    """x -> (sign(x) ln(1 + |x|) - mean) * scale; missing -> missing_value."""
+    """x -> (f(x) - mean) * scale as float32, computed in float64; a missing value -> missing_value."""
 
-    mean: float
-    scale: float
+    kind: Literal["signed_log", "log", "identity"] = "signed_log"
+    """f(x) = sign(x) ln(1 + |x|), ln(max(x, lowest) + shift), or max(x, lowest)."""
+    shift: float = 1.0
+    lowest: int = LOWEST_INTEGER
+    mean: float = 0.0
+    scale: float = 1.0
     missing_value: float = 0.0
+
+    def c_column(self) -> CDenseColumn:
+        kind = _DENSE_KINDS.index(self.kind)
+        return CDenseColumn(kind, self.lowest, self.shift, self.mean, self.scale, self.missing_value, 0.0)
+
+    def apply(self, values: np.ndarray) -> np.ndarray:
+        """float32: the transform of present numbers of any dtype. A logarithm of nothing or less gives -inf or NaN."""
+        x = np.asarray(values, np.float64)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            if self.kind == "signed_log":
+                transformed = np.copysign(np.log1p(np.abs(x)), x)
+            else:
+                raised = np.maximum(x, self.lowest)
+                transformed = np.log(raised + self.shift) if self.kind == "log" else raised
+        return ((transformed - self.mean) * self.scale).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class SparseColumn:
-    """How a category becomes an id: by vocabulary (`num_tokens` known ones), or, with `num_tokens` None, by
-    FIRST_ID + token mod (num_embeddings - FIRST_ID)."""
+    """How a category becomes an id, below num_embeddings.
+
+    With a vocabulary of `num_tokens` known tokens, token number i gets first_id + i, one more from `gap` on, and of that
+    the remainder by num_embeddings. Without one (`num_tokens` None) a token gets first_id + token mod
+    (num_embeddings - first_id).
+    """
 
     num_embeddings: int
+    """Rows the column's embedding table needs."""
     num_tokens: int | None
+    """Tokens in the vocabulary; None: hashed."""
+    first_id: int = 2
+    unknown_id: int = 0
+    """Id of tokens that the vocabulary does not hold: never seen, or too seldom."""
+    missing_id: int = 1
+    """Id of an empty field."""
+    gap: int | None = None
+    """An id in the middle of the vocabulary's that no token has, since the empty field has it."""
+    token_modulo: int | None = None
+    """Tokens are taken modulo this before they are looked up."""
+    murmur3: bool = False
+    """Where hashed: the token's murmur3 hash stands for it."""
 
-
-@dataclass(frozen=True)
-class EncodedRows:
-    """Model inputs of some rows."""
-
-    dense: np.ndarray
-    """float32 (rows, num_dense)"""
-    ids: np.ndarray
-    """int32 (num_sparse, rows)"""
-    labels: np.ndarray | None
-    """float32 (rows), None for an unlabelled log"""
-
-    def __len__(self) -> int:
-        return len(self.dense)
+    def ids(self) -> np.ndarray:
+        """int32 (num_tokens): the id of every token of the vocabulary."""
+        assert self.num_tokens is not None
+        ids = np.arange(self.first_id, self.first_id + self.num_tokens, dtype=np.int64)
+        if self.gap is not None:
+            ids[max(0, self.gap - self.first_id) :] += 1
+        return (ids % self.num_embeddings).astype(np.int32)
 
 
 def num_slots(num_tokens: int) -> int:
@@ -95,64 +130,84 @@ class Preprocessor:
 
     profile: str
     schema: Schema
-    """Of the labelled log."""
+    """Of the labelled raw log."""
     dense: tuple[DenseColumn, ...]
+    """A column each of `inputs.dense`."""
     sparse: tuple[SparseColumn, ...]
+    """A column each of `inputs.sparse`."""
     tokens: np.ndarray
-    """uint32: the tokens of every vocabulary column, one column after the other, in id order"""
-    slots: np.ndarray
-    """uint64: the open-addressing tables of every vocabulary column, one after the other"""
+    """uint32 (uint64 for a schema of any tokens): the tokens of every vocabulary column, one column after the other, in id
+    order"""
+    integer_buckets: bool = False
+    """The log's integers are categories too: floor(ln(x)^2) above 2, else x; they come before the sparse columns."""
+    file_minimum: dict[str, int] | None = None
+    """Where each file's least integer is subtracted from its integers: by the file's base name, without `.gz`; "" for others."""
+    multi_hot: MultiHot | None = None
+    """Where each id becomes a bag of several."""
     constants: dict[str, Any] = field(default_factory=dict)
-    """What the profile used: min_count, rows counted, and the like."""
+    """What the profile used: its rules, the rows counted, and the like."""
 
-    @classmethod
-    def build(
-        cls,
-        *,
-        profile: str,
-        schema: Schema,
-        dense: Sequence[DenseColumn],
-        sparse: Sequence[SparseColumn],
-        tokens: np.ndarray,
-        constants: dict[str, Any],
-    ) -> Preprocessor:
-        """Builds the lookup tables. Costs about 20 ns a token."""
-        total = sum(num_slots(column.num_tokens) for column in sparse if column.num_tokens is not None)
-        slots = np.zeros(total, np.uint64)
-        first_token = first_slot = 0
-        for name, column in zip(schema.sparse, sparse, strict=True):
-            if column.num_tokens is None:
-                continue
-            mine = np.ascontiguousarray(tokens[first_token : first_token + column.num_tokens], np.uint32)
-            count = num_slots(column.num_tokens)
-            out = slots[first_slot : first_slot + count]
-            failed = library().rayrec_build_slots(
-                ctypes.c_void_p(mine.ctypes.data),
-                ctypes.c_int64(len(mine)),
-                ctypes.c_int32(FIRST_ID),
-                ctypes.c_void_p(out.ctypes.data),
-                ctypes.c_int64(count),
-            )
-            if failed:
-                raise InputError(
-                    f"preprocessor: column {name} holds a token twice; build it anew with `rayrec vocabulary`"
-                )
-            first_token += column.num_tokens
-            first_slot += count
-        return cls(
-            profile=profile,
-            schema=schema,
-            dense=tuple(dense),
-            sparse=tuple(sparse),
-            tokens=tokens,
-            slots=slots,
-            constants=constants,
-        )
+    def __post_init__(self) -> None:
+        known = sum(column.num_tokens or 0 for column in self.sparse)
+        if (len(self.dense), len(self.sparse)) != (len(self.inputs.dense), len(self.inputs.sparse)):
+            raise InputError("preprocessor: its columns are not those of its schema; build it anew")
+        if known != len(self.tokens):
+            raise InputError(f"preprocessor: {len(self.tokens)} tokens where its columns have {known}; build it anew")
 
-    @property
+    @cached_property
+    def inputs(self) -> Schema:
+        """What the model gets: the raw log's columns, its integers among the sparse ones where they are categories."""
+        if not self.integer_buckets:
+            return self.schema
+        return self.schema.replace(dense=(), sparse=self.schema.dense + self.schema.sparse)
+
+    @cached_property
     def num_embeddings(self) -> list[int]:
         """Rows of each sparse column's embedding table."""
         return [column.num_embeddings for column in self.sparse]
+
+    @property
+    def hotness(self) -> list[int | None]:
+        """Ids a row has in each sparse column; None: any number."""
+        if self.multi_hot:
+            return list(self.multi_hot.sizes)
+        return [None if name in self.inputs.lists else 1 for name in self.inputs.sparse]
+
+    @cached_property
+    def id_dtype(self) -> np.dtype:
+        """int32, or int64 where a table has more rows than that can count."""
+        return np.dtype(np.int32 if max(self.num_embeddings, default=0) <= 2**31 else np.int64)
+
+    @cached_property
+    def slots(self) -> np.ndarray:
+        """uint64: the open-addressing tables of every vocabulary column, one after the other; costs about 20 ns a token.
+
+        Raises InputError where a column holds a token twice.
+        """
+        from rayrec.data.wide_tokens import build_slots as build_wide_slots
+
+        known = [column.num_tokens for column in self.sparse if column.num_tokens is not None]
+        wide = self.tokens.dtype == np.uint64
+        slots = np.zeros((sum(map(num_slots, known)), 2) if wide else sum(map(num_slots, known)), np.uint64)
+        first_token = first_slot = 0
+        for name, column in zip(self.inputs.sparse, self.sparse, strict=True):
+            if column.num_tokens is None:
+                continue
+            tokens = np.ascontiguousarray(self.tokens[first_token : first_token + column.num_tokens])
+            out = slots[first_slot : first_slot + num_slots(column.num_tokens)]
+            build = build_wide_slots if wide else _build_slots
+            if not build(tokens, column.ids(), out):
+                raise InputError(f"preprocessor: column {name} holds a token twice; build it anew with `rayrec vocabulary`")
+            first_token += column.num_tokens
+            first_slot += len(out)
+        return slots
+
+    def slots_of(self, column: int) -> np.ndarray | None:
+        """The part of `slots` that belongs to a sparse column; None where it is hashed."""
+        if self.sparse[column].num_tokens is None:
+            return None
+        before = sum(num_slots(c.num_tokens) for c in self.sparse[:column] if c.num_tokens is not None)
+        return self.slots[before : before + num_slots(self.sparse[column].num_tokens or 0)]
 
     def describe(self) -> dict[str, Any]:
         """Everything but the tokens, as plain JSON values."""
@@ -162,6 +217,9 @@ class Preprocessor:
             "schema": self.schema.to_dict(),
             "dense": [vars(column) for column in self.dense],
             "sparse": [vars(column) for column in self.sparse],
+            "integer_buckets": self.integer_buckets,
+            "file_minimum": self.file_minimum,
+            "multi_hot": self.multi_hot.to_dict() if self.multi_hot else None,
             "constants": self.constants,
         }
 
@@ -180,8 +238,6 @@ class Preprocessor:
     @classmethod
     def load(cls, folder: str) -> Preprocessor:
         """Reads what `save` wrote. Raises InputError where it is absent, of another version, or damaged."""
-        import io
-
         path = storage.join(folder, "preprocessor.json")
         if not storage.exists(path):
             raise InputError(
@@ -194,13 +250,15 @@ class Preprocessor:
             )
         packed = storage.read_bytes(storage.join(folder, "tokens.npy"))
         try:
-            schema = stored["schema"]
-            self = cls.build(
+            self = cls(
                 profile=stored["profile"],
-                schema=Schema(label=schema["label"], dense=tuple(schema["dense"]), sparse=tuple(schema["sparse"])),
-                dense=[DenseColumn(**column) for column in stored["dense"]],
-                sparse=[SparseColumn(**column) for column in stored["sparse"]],
+                schema=Schema(label=None, dense=("-",)).updated(stored["schema"]),
+                dense=tuple(DenseColumn(**column) for column in stored["dense"]),
+                sparse=tuple(SparseColumn(**column) for column in stored["sparse"]),
                 tokens=np.load(io.BytesIO(packed), allow_pickle=False),
+                integer_buckets=stored["integer_buckets"],
+                file_minimum=stored["file_minimum"],
+                multi_hot=MultiHot().updated(stored["multi_hot"]) if stored["multi_hot"] else None,
                 constants=stored["constants"],
             )
         except (KeyError, TypeError, ValueError, EOFError) as error:
@@ -209,44 +267,105 @@ class Preprocessor:
             raise InputError(
                 f"{folder}: its hash is {self.hash()}, not {stored.get('hash')} as written; the files are damaged"
             )
+        _ = self.slots  # built here, so that whoever is given this object finds them there
         return self
 
     def c_sparse_columns(self) -> ctypes.Array[CSparseColumn]:
-        """Descriptors for the kernels; they point into `slots`, which must outlive them."""
+        """Descriptors for the kernels of 32-bit tokens; they point into `slots`, which must outlive them."""
         columns = (CSparseColumn * len(self.sparse))()
-        first_slot = 0
-        for column, out in zip(self.sparse, columns, strict=True):
-            out.missing_id, out.unknown_id, out.modulo_base = MISSING_ID, UNKNOWN_ID, FIRST_ID
-            if column.num_tokens is None:
-                out.slots, out.modulo = None, column.num_embeddings - FIRST_ID
+        for number, (column, out) in enumerate(zip(self.sparse, columns, strict=True)):
+            out.missing_id, out.unknown_id, out.base = column.missing_id, column.unknown_id, column.first_id
+            out.token_modulo, out.murmur3 = column.token_modulo or 0, column.murmur3
+            slots = self.slots_of(number)
+            if slots is None:
+                out.slots, out.modulo = None, column.num_embeddings - column.first_id
                 continue
-            count = num_slots(column.num_tokens)
-            out.slots = self.slots[first_slot:].ctypes.data
-            out.mask, out.shift, out.modulo = count - 1, 32 - (count.bit_length() - 1), 1
-            first_slot += count
+            out.slots, out.modulo = slots.ctypes.data, 1
+            out.mask, out.shift = len(slots) - 1, 32 - (len(slots).bit_length() - 1)
         return columns
 
     def encode(self, raw: RawRows, order: np.ndarray | None = None) -> EncodedRows:
         """Encodes rows `order` (int64, default all in order) of `raw`. About 0.5 microseconds a Criteo row."""
         order = np.arange(raw.rows, dtype=np.int64) if order is None else np.ascontiguousarray(order, np.int64)
+        raw = adapt(raw, integer_buckets=self.integer_buckets, file_minimum=self.file_minimum)
         rows, labelled = len(order), raw.schema.label is not None
         dense = np.empty((rows, len(self.dense)), np.float32)
-        ids = np.empty((len(self.sparse), rows), np.int32)
+        ids = np.empty((len(self.sparse), rows), self.id_dtype)
         labels = np.empty(rows, np.float32) if labelled else None
-        dense_columns = (CDenseColumn * len(self.dense))(
-            *(CDenseColumn(column.mean, column.scale, column.missing_value, 0.0) for column in self.dense)
-        )
-        sparse_columns = self.c_sparse_columns()
         library().rayrec_encode(
             ctypes.byref(raw.c_rows()),
             ctypes.byref(raw.layout),
             ctypes.c_void_p(order.ctypes.data),
             ctypes.c_int64(rows),
-            dense_columns,
-            sparse_columns,
+            (CDenseColumn * len(self.dense))(*(column.c_column() for column in self.dense)),
+            self.c_sparse_columns(),
             ctypes.c_void_p(dense.ctypes.data),
             ctypes.c_void_p(ids.ctypes.data),
+            ctypes.c_int64(ids.itemsize),
             ctypes.c_int64(rows),
             ctypes.c_void_p(labels.ctypes.data if labels is not None else None),
         )
-        return EncodedRows(dense, ids, labels)
+        bags: Sequence[Ids] = ids if self.multi_hot is None else self.multi_hot.expand(ids, self.num_embeddings)
+        return EncodedRows(dense, bags, labels)
+
+
+def _build_slots(tokens: np.ndarray, ids: np.ndarray, out: np.ndarray) -> bool:
+    failed = library().rayrec_build_slots(
+        ctypes.c_void_p(tokens.ctypes.data),
+        ctypes.c_void_p(ids.ctypes.data),
+        ctypes.c_int64(len(tokens)),
+        ctypes.c_void_p(out.ctypes.data),
+        ctypes.c_int64(len(out)),
+    )
+    return not failed
+
+
+def murmur3(token: int) -> int:
+    """murmur3_x86_32 (Appleby) of the token's four bytes, seed 0, plus 0x9E3779B9 as cuDF adds when it hashes a row."""
+    function = library().rayrec_murmur3
+    function.restype = ctypes.c_uint32
+    return function(ctypes.c_uint32(token))
+
+
+def file_key(path: str) -> str:
+    """The name by which constants of a file are kept, wherever the file lies and whether or not it is packed."""
+    return posixpath.basename(path).removesuffix(".gz").removesuffix(".parquet")
+
+
+def adapt(raw: RawRows, *, integer_buckets: bool, file_minimum: dict[str, int] | None) -> RawRows:
+    """The raw rows as a Preprocessor's columns are made of them: with integers counted from their file's least one (a
+    missing one being 0), or turned into categories; the same rows where neither is wanted."""
+    if file_minimum is not None:
+        raw = _from_file_minimum(raw, file_minimum)
+    return bucket_integers(raw) if integer_buckets else raw
+
+
+def _from_file_minimum(raw: RawRows, file_minimum: dict[str, int]) -> RawRows:
+    out = raw.with_columns(raw.schema, integers=raw.integers[: raw.rows].copy(), missing=raw.missing[: raw.rows].copy())
+    num_dense = len(raw.schema.dense)
+    for path, start, stop in raw.files():
+        least = file_minimum.get(file_key(path), file_minimum[""])
+        out.integers[start:stop] -= least  # the parser stores 0 for a missing integer
+    out.missing &= ~np.uint64((1 << num_dense) - 1)
+    return out
+
+
+def bucket_integers(raw: RawRows) -> RawRows:
+    """Integers as further categories, before the others: floor(ln(x)^2) for x > 2, else x, plus 2^31 so that tokens sort as
+    the numbers do. 0 is no category (the rule of FuxiCTR on Criteo_x4)."""
+    num_dense, num_sparse = len(raw.schema.dense), len(raw.schema.sparse)
+    tokens = np.empty((raw.rows, num_dense + num_sparse), np.uint32)
+    library().rayrec_bucket_integers(
+        ctypes.c_void_p(raw.integers.ctypes.data),
+        ctypes.c_int64(raw.rows),
+        ctypes.c_void_p(tokens.ctypes.data),
+        ctypes.c_int64(num_dense),
+        ctypes.c_int64(num_dense + num_sparse),
+    )
+    tokens[:, num_dense:] = raw.tokens[: raw.rows]
+    missing = raw.missing[: raw.rows].copy()
+    for column in range(num_dense):  # 0 is no category; the parser stores it where a number is missing
+        missing |= (raw.integers[: raw.rows, column] == 0).astype(np.uint64) << np.uint64(column)
+    schema = raw.schema.replace(dense=(), sparse=raw.schema.dense + raw.schema.sparse)
+    # The bits of a row's mask keep their places: dense columns come before sparse ones there too.
+    return raw.with_columns(schema, integers=np.empty((raw.rows, 0), np.int64), tokens=tokens, missing=missing)

@@ -1,9 +1,10 @@
-"""Runs one function over many items as Ray Data read tasks, one block an item, placed and limited as told."""
+"""The default engine: one function over many items as Ray Data read tasks, one block an item, placed and limited as told."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -64,6 +65,19 @@ def tasks_dataset(
             num_cpus=placement.num_cpus,
             label_selector=placement.label_selector,
         )
+
+
+@dataclass(frozen=True)
+class RayEngine:
+    """Runs data tasks on the connected Ray cluster; see `Engine`."""
+
+    placement: TaskPlacement
+
+    def run(
+        self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 16 << 20
+    ) -> Iterator[pa.Table]:
+        if items:
+            yield from tables(tasks_dataset(name, function, items, placement=self.placement, block_bytes=block_bytes))
 
 
 def tables(dataset: ray.data.Dataset, *, prefetch_blocks: int = 1) -> Iterator[pa.Table]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rayrec.data.split import TimeSplit
+from rayrec.data.split import Split
+from rayrec.datasets.remote import RemoteFile
 from rayrec.schema import Schema
 
 SCHEMA = Schema(
@@ -12,8 +13,94 @@ SCHEMA = Schema(
 )
 """Label, 13 integers, 26 categories of 8 hexadecimal digits; any feature may be empty."""
 
-KAGGLE_SPLIT = TimeSplit(kind="sevenths")
+KAGGLE_SPLIT = Split(kind="sevenths")
 """train.txt holds seven days in order of time."""
 
-TERABYTE_SPLIT = TimeSplit(kind="last_file")
+TERABYTE_SPLIT = Split(kind="last_file")
 """day_0 to day_23; the last day is held out."""
+
+_TERMS = "Criteo publishes its click logs under CC BY-NC-SA 4.0: not for commercial use; see https://ailab.criteo.com"
+
+# Size: Content-Length of go.criteo.net and figshare article 5732310, which gives the md5 too.
+_KAGGLE_ARCHIVE = RemoteFile(
+    name="criteo-research-kaggle-display-advertising-challenge-dataset.tar.gz",
+    urls=(
+        "https://go.criteo.net/criteo-research-kaggle-display-advertising-challenge-dataset.tar.gz",
+        "https://criteostorage.blob.core.windows.net/criteo-research-datasets/"
+        "kaggle-display-advertising-challenge-dataset.tar.gz",
+        "https://ndownloader.figshare.com/files/10082655",
+        "https://huggingface.co/datasets/Recommenders/criteo/resolve/main/dac.tar.gz",
+    ),
+    page="https://ailab.criteo.com/ressources/",
+    terms=_TERMS,
+    size_bytes=4_576_820_670,
+    md5="df9b1b3766d9ff91d5ca3eb3d23bed27",
+)
+
+# md5 of the members: the instructions of the challenge's winners (kaggle-2014-criteo). Sizes are known to 0.01 GiB only.
+KAGGLE_FILES = (
+    RemoteFile(
+        name="train.txt",
+        about_bytes=round(10.38 * 2**30),
+        md5="4dcfe6c4b7783585d4ae3c714994f26a",
+        rows=45_840_617,
+        archive=_KAGGLE_ARCHIVE,
+    ),
+    RemoteFile(
+        name="test.txt",
+        about_bytes=round(1.35 * 2**30),
+        md5="94ccf2787a67fd3d6e78a62129af0ed9",
+        rows=6_042_135,
+        archive=_KAGGLE_ARCHIVE,
+    ),
+)
+"""train.txt, and test.txt, which has no labels (39 columns)."""
+
+# Rows: mlcommons/training recommendation_v2 (TorchRec's ROWS_PER_DAY). KiB on disk (`du`) and md5, of the .gz and of what
+# it holds: mlcommons/inference recommendation/dlrm/pytorch/README.md, measured in 2020 on a copy Criteo has moved since.
+_DAYS = (
+    # rows, KiB of day_N.gz, its md5, KiB of day_N, its md5
+    (195_841_983, 15927304, "6cef23542552c3195e9e6e2bdbc4c235", 48603344, "331703bf14b9a699324d589efd676962"),
+    (199_563_535, 16292832, "94b73908ee8f912c175420376c8952db", 49518248, "1df068493bb19edce48c09a1ce1a7fca"),
+    (196_792_019, 16022296, "c3c0272c26cfaa03d932b2856a751ff5", 48820460, "a5dec1724865504895e03508d6308046"),
+    (181_115_208, 14779644, "b727ecfaaf482507bb998248833aa4c2", 44863556, "c6de260d9eb835a2a1866b9931f4c474"),
+    (152_115_810, 12514396, "b99eaa6e324e49d9df4e6f840e76b6d9", 37583076, "9a41d00282b6b87db890518a86ab001f"),
+    (172_548_507, 14169436, "1294d0a56a90294aebf80133078d9879", 42691840, "170cba5a53f2b7cea8b75e19f10e152e"),
+    (204_846_845, 16753584, "68586521483313e13aefb29e7b767fdb", 50857184, "a47640af3fdffdec69c7a61f74e8b4f6"),
+    (200_801_003, 16465452, "a2c1c4bfec20fc88b0b504175a16b644", 49874324, "b0ff0428ce74fcb3f690f5330b7803d7"),
+    (193_772_492, 15845316, "faabf247fd56140a76effa6a3da63253", 48082108, "89113bd1eed24775ff1e757feb80447a"),
+    (198_424_372, 16195668, "ee3347a28c1dd2fb2c92094e643c132b", 49252856, "730903c294a98261beefc5d8c1634fc9"),
+    (185_778_055, 15201768, "d043c2ec0346eb4c71aaae935416688e", 46029928, "994fb3a9a43c0ebef0e28357a3b34068"),
+    (153_588_700, 12698432, "8d4ba32f0c4f654a3860b6f2ae1a8ea7", 37983540, "a62384802da42c8e0a82aa0a26e5f99e"),
+    (169_003_364, 14029428, "908480917ed39be2a2ad2e1c339c40b4", 41832600, "3f4dc3fca55231e7e9cff5a696325a28"),
+    (194_216_520, 15953380, "567d6bfa672dd10a0cf76feaec0cf92b", 48109928, "2ad1cddf9a1b93a6315ba29ceb31124c"),
+    (194_081_279, 15882872, "ed377357aecaccc5f93c754c4819fd8d", 48059080, "969bf0ec8cc212fe1816c153161df367"),
+    (187_154_596, 15382724, "8e91f2a8d3d95202dfc3b22b88064c12", 46383644, "fb44b44d68237d694b56f85f603f52cb"),
+    (177_984_934, 14606256, "387269870bf8ec7d285cf0e8ce82e92e", 44094432, "866d4b3ef3381fec2c77afee58dcb987"),
+    (163_382_602, 13483480, "48d3538fcf04807e0be4d72072dbda0b", 40374712, "89e82426b5bc49e93b40d9dbd1bbf7a4"),
+    (142_061_091, 11796984, "f26e23b6ef242f40b0e3fd92c986170c", 35039044, "294f2d46c8653d36c12c163d9f91b5ac"),
+    (156_534_237, 13059032, "3f6f36657b0ff1258428356451eea6c8", 38662560, "74bc0f7b0b6dd324ecc029445c875ea3"),
+    (193_627_464, 16022492, "db7ff2b830817d3b10960f02bfb68547", 47981304, "5b02f47b002cd374613d8e27f2daa7ce"),
+    (192_215_183, 15707044, "f1a4ba7f7a555cb4a7e724a082479f4a", 47650792, "70dfaf349be746e3ea1a7affe97f40b8"),
+    (189_747_893, 15463520, "848ae20c4eab730ae487acc8ddaf52ba", 47037532, "c9abe6cbae0b93f6702af27cda53d229"),
+    (178_274_637, 14591792, "a2748bdbc67dd544b3ac470c4f1a52df", 44152268, "08e251af4f3d1e8771ea15e405f39600"),
+)
+
+FULL_DAYS = tuple(
+    RemoteFile(
+        name=f"day_{day}.gz",
+        urls=(f"https://storage.googleapis.com/criteo-cail-datasets/day_{day}.gz",),
+        page="https://ailab.criteo.com/download-criteo-1tb-click-logs-dataset",
+        terms=_TERMS,
+        about_bytes=kib << 10,
+        md5=md5,
+        unpacked_md5=unpacked_md5,
+        unpacked_about_bytes=unpacked_kib << 10,
+        rows=rows,
+    )
+    for day, (rows, kib, md5, unpacked_kib, unpacked_md5) in enumerate(_DAYS)
+)
+"""The 1TB click logs: 24 days, of which the first 23 are usually for training."""
+
+SMALL_DAYS = (*FULL_DAYS[:4], FULL_DAYS[23])
+"""Four days for training, and the same last day (Intel e2eAIOK's `criteo_small`)."""

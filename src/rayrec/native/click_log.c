@@ -176,24 +176,82 @@ int64_t rayrec_last_line_start(const uint8_t *text, int64_t length) {
 }
 
 static inline double transform(int64_t value, const rayrec_dense_column *column) {
-    const double magnitude = log1p((double)(value < 0 ? -value : value));
-    return ((value < 0 ? -magnitude : magnitude) - column->mean) * column->scale;
+    double transformed;
+    if (column->kind == DENSE_SIGNED_LOG) {
+        const double magnitude = log1p((double)(value < 0 ? -value : value));
+        transformed = value < 0 ? -magnitude : magnitude;
+    } else {
+        if (value < column->lowest) value = column->lowest;
+        transformed = column->kind == DENSE_LOG ? log((double)value + column->shift) : (double)value;
+    }
+    return (transformed - column->mean) * column->scale;
 }
 
 void rayrec_transform_dense(const int64_t *values, int64_t count, const rayrec_dense_column *column, float *out) {
     for (int64_t i = 0; i < count; i++) out[i] = (float)transform(values[i], column);
 }
 
-/* Logarithms of the small integers that make up nearly all values, so that one is a load instead of 10-20 ns. */
+/* Integers as categories: floor(ln(x)^2) for x > 2, smaller ones as they are (the rule of FuxiCTR's Criteo_x4). Writes
+ * the result plus 2^31 into the first `columns` of each row of `out`. */
+void rayrec_bucket_integers(const int64_t *integers, int64_t rows, uint32_t *out, int64_t columns, int64_t out_columns) {
+    enum { SMALL = 2048 };
+    uint32_t small[SMALL];
+    for (int64_t x = 0; x < SMALL; x++) {
+        const double logarithm = x > 2 ? log((double)x) : 0;
+        small[x] = x > 2 ? (uint32_t)(int32_t)floor(logarithm * logarithm) : (uint32_t)x;
+    }
+    for (int64_t row = 0; row < rows; row++) {
+        for (int64_t d = 0; d < columns; d++) {
+            const int64_t x = integers[row * columns + d];
+            uint32_t bucket;
+            if ((uint64_t)x < SMALL) bucket = small[x];
+            else if (x < 0) bucket = (uint32_t)(int32_t)(x < INT32_MIN ? INT32_MIN : x);
+            else bucket = (uint32_t)(int32_t)floor(log((double)x) * log((double)x));
+            out[row * out_columns + d] = bucket ^ 0x80000000U; /* sorts as the signed number does */
+        }
+    }
+}
+
+/* Results for the small integers that make up nearly all values, so that one is a load instead of 10-20 ns. */
 enum { SMALL_FROM = -16, SMALL_COUNT = 2048 };
 
 enum { TILE = 256, AHEAD = 16 }; /* rows encoded together: their tokens, 26 KB, stay in the first-level cache */
 
-/* Encodes raw rows order[0..rows) into dense_out float32 (rows, num_dense), ids_out int32 with column s at
- * ids_out + s * ids_stride, and labels_out float32 (rows) (NULL where the log has none). */
+/* murmur3_x86_32 (Appleby) of four little-endian bytes with seed 0, plus what cuDF adds where it hashes a row of one column. */
+uint32_t rayrec_murmur3(uint32_t token) {
+    uint32_t k = token * 0xcc9e2d51U;
+    k = k << 15 | k >> 17;
+    uint32_t h = k * 0x1b873593U;
+    h = h << 13 | h >> 19;
+    h = h * 5 + 0xe6546b64U;
+    h ^= 4;
+    h ^= h >> 16;
+    h *= 0x85ebca6bU;
+    h ^= h >> 13;
+    h *= 0xc2b2ae35U;
+    h ^= h >> 16;
+    return h + 0x9e3779b9U;
+}
+
+/* Ids of a tile's tokens of one column; those of absent ones are of no account. */
+static inline void ids_of_tile(uint32_t *tokens, int count, const rayrec_sparse_column *column, int32_t *ids) {
+    if (column->slots) {
+        const uint32_t modulo = column->token_modulo;
+        if (modulo)
+            for (int i = 0; i < count; i++) tokens[i] %= modulo;
+        rayrec_look_up(tokens, count, column, ids);
+    } else {
+        if (column->murmur3)
+            for (int i = 0; i < count; i++) tokens[i] = rayrec_murmur3(tokens[i]);
+        for (int i = 0; i < count; i++) ids[i] = (int32_t)(column->base + (int64_t)(tokens[i] % column->modulo));
+    }
+}
+
+/* Encodes raw rows order[0..rows) into dense_out float32 (rows, num_dense), ids_out int32 or int64 (`id_bytes` 4 or 8) with
+ * column s at ids_out + s * ids_stride, and labels_out float32 (rows) (NULL where the log has none). */
 void rayrec_encode(const rayrec_raw_rows *raw, const rayrec_layout *layout, const int64_t *order, int64_t rows,
                    const rayrec_dense_column *dense_columns, const rayrec_sparse_column *sparse_columns,
-                   float *dense_out, int32_t *ids_out, int64_t ids_stride, float *labels_out) {
+                   float *dense_out, void *ids_out, int64_t id_bytes, int64_t ids_stride, float *labels_out) {
     const int num_dense = layout->num_dense, num_sparse = layout->num_sparse;
     float small[RAYREC_MAX_COLUMNS][SMALL_COUNT];
     const int use_small = rows > SMALL_COUNT;
@@ -202,6 +260,7 @@ void rayrec_encode(const rayrec_raw_rows *raw, const rayrec_layout *layout, cons
             for (int i = 0; i < SMALL_COUNT; i++) small[d][i] = (float)transform(SMALL_FROM + i, &dense_columns[d]);
     uint32_t tokens[TILE];
     uint8_t absent[TILE];
+    int32_t narrow[TILE];
     for (int64_t base = 0; base < rows; base += TILE) {
         const int count = (int)(rows - base < TILE ? rows - base : TILE);
         for (int i = 0; i < count; i++) {
@@ -226,15 +285,27 @@ void rayrec_encode(const rayrec_raw_rows *raw, const rayrec_layout *layout, cons
         }
         for (int s = 0; s < num_sparse; s++) {
             const rayrec_sparse_column *column = &sparse_columns[s];
-            int32_t *out = ids_out + s * ids_stride + base;
             for (int i = 0; i < count; i++) {
                 const int64_t row = order[base + i];
                 tokens[i] = raw->tokens[row * num_sparse + s];
                 absent[i] = (uint8_t)(raw->missing[row] >> (num_dense + s) & 1);
             }
-            if (column->slots) rayrec_look_up(tokens, count, column, out);
-            else
-                for (int i = 0; i < count; i++) out[i] = column->modulo_base + (int32_t)(tokens[i] % column->modulo);
+            if (id_bytes == 4) {
+                int32_t *out = (int32_t *)ids_out + s * ids_stride + base;
+                ids_of_tile(tokens, count, column, out);
+                for (int i = 0; i < count; i++)
+                    if (absent[i]) out[i] = (int32_t)column->missing_id;
+                continue;
+            }
+            int64_t *out = (int64_t *)ids_out + s * ids_stride + base;
+            if (column->slots) {
+                ids_of_tile(tokens, count, column, narrow);
+                for (int i = 0; i < count; i++) out[i] = narrow[i];
+            } else {
+                if (column->murmur3)
+                    for (int i = 0; i < count; i++) tokens[i] = rayrec_murmur3(tokens[i]);
+                for (int i = 0; i < count; i++) out[i] = column->base + (int64_t)(tokens[i] % column->modulo);
+            }
             for (int i = 0; i < count; i++)
                 if (absent[i]) out[i] = column->missing_id;
         }

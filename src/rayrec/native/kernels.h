@@ -45,23 +45,47 @@ typedef struct {
 
 /* How one sparse column turns a token into an id. */
 typedef struct {
-    const uint64_t *slots; /* open addressing: token << 32 | id + 1, 0 where free; NULL: the modulo rule */
-    uint64_t mask;         /* number of slots - 1 */
-    int32_t shift;         /* 32 - log2(number of slots) */
-    int32_t missing_id;
-    int32_t unknown_id;
-    int32_t modulo_base; /* id = modulo_base + token % modulo */
-    uint32_t modulo;
-    int32_t padding;
+    const uint64_t *slots;  /* open addressing: token << 32 | id + 1, 0 where free; NULL: hashed, id = base + token % modulo */
+    uint64_t mask;          /* number of slots - 1 */
+    uint64_t modulo;        /* where hashed */
+    int64_t base;           /* where hashed */
+    int64_t missing_id;
+    int64_t unknown_id;
+    int64_t murmur3;        /* where hashed: tokens are replaced by their murmur3 hash first */
+    uint32_t token_modulo;  /* tokens are taken modulo this before they are looked up; 0: as they are */
+    int32_t shift;          /* 32 - log2(number of slots) */
 } rayrec_sparse_column;
 
-/* How one dense column turns an integer x into (sign(x) ln(1 + |x|) - mean) * scale. */
+enum rayrec_dense_kind { DENSE_SIGNED_LOG, DENSE_LOG, DENSE_IDENTITY };
+
+/* How one dense column turns an integer x into (f(x) - mean) * scale, with f(x) = sign(x) ln(1 + |x|),
+ * ln(max(x, lowest) + shift) or max(x, lowest). */
 typedef struct {
+    int64_t kind;
+    int64_t lowest;
+    double shift;
     double mean;
     double scale;
     float missing_value;
     float padding;
 } rayrec_dense_column;
+
+/* An open-addressing table of one column's tokens. */
+typedef struct {
+    uint64_t *slots; /* `words` numbers each: token, count (0 where free) and, where words is 3, the first row */
+    int64_t size;    /* slots: a power of two of at least 2 */
+    int64_t used;
+    uint64_t factor; /* of the hash function; odd */
+    int32_t shift;   /* 64 - log2(size) */
+    int32_t words;   /* 2 or 3 */
+} rayrec_counter;
+
+/* Stretches of row-major matrices, one after the other. */
+typedef struct {
+    const uint8_t *const *rows; /* where each one's first row lies */
+    const int64_t *starts;      /* its number, counted from the first one's first row; rising */
+    int64_t count;
+} rayrec_runs;
 
 int64_t rayrec_parse(const uint8_t *text, int64_t length, const rayrec_layout *layout, const rayrec_raw_rows *out,
                      int64_t *fault_counts, rayrec_fault *faults, int64_t max_faults, int64_t *num_faults);
@@ -69,14 +93,59 @@ int64_t rayrec_last_line_start(const uint8_t *text, int64_t length);
 
 void rayrec_encode(const rayrec_raw_rows *raw, const rayrec_layout *layout, const int64_t *order, int64_t rows,
                    const rayrec_dense_column *dense_columns, const rayrec_sparse_column *sparse_columns,
-                   float *dense_out, int32_t *ids_out, int64_t ids_stride, float *labels_out);
+                   float *dense_out, void *ids_out, int64_t id_bytes, int64_t ids_stride, float *labels_out);
+uint32_t rayrec_murmur3(uint32_t token);
+void rayrec_bucket_integers(const int64_t *integers, int64_t count, uint32_t *out, int64_t columns, int64_t out_columns);
 void rayrec_transform_dense(const int64_t *values, int64_t count, const rayrec_dense_column *column, float *out);
 
-int64_t rayrec_count_column(const uint32_t *tokens, const uint64_t *missing, int64_t rows, int64_t stride, int32_t bit,
-                            uint32_t *keys, int64_t *counts, int64_t slots, int64_t used);
-int64_t rayrec_count_merge(const uint32_t *tokens, const int64_t *amounts, int64_t count, uint32_t *keys,
-                           int64_t *counts, int64_t slots, int64_t used);
-int32_t rayrec_build_slots(const uint32_t *tokens, int64_t count, int32_t first_id, uint64_t *out, int64_t slots);
+int64_t rayrec_count_rows(const void *tokens, int32_t token_bytes, const uint64_t *missing, int64_t rows, int64_t stride,
+                          int32_t first_bit, int32_t columns, int64_t first_row, rayrec_counter *const *counters,
+                          int64_t *absences);
+int64_t rayrec_count_values(const void *tokens, int32_t token_bytes, const int64_t *amounts, const int64_t *rows,
+                            int64_t shift_rows, int64_t count, rayrec_counter *counter);
+void rayrec_count_move(const rayrec_counter *from, rayrec_counter *to);
+int64_t rayrec_count_items(const rayrec_counter *counter, int64_t min_count, int32_t token_bytes, int32_t partition_bits,
+                           int64_t *offsets, void *tokens, int64_t *counts, int64_t *rows);
+int64_t rayrec_select_partition(void *tokens, int32_t token_bytes, int64_t *counts, int64_t *rows, int64_t count,
+                                int32_t partition_bits, int64_t partition);
+int64_t rayrec_num_small_logs(void);
+void rayrec_small_logs(double units, int32_t *out);
+void rayrec_dense_moments(const int64_t *integers, const uint64_t *missing, int64_t rows, int32_t columns, double units,
+                          int32_t low_bits, const int32_t *small, int64_t *moments);
+
+int32_t rayrec_build_slots(const uint32_t *tokens, const int32_t *ids, int64_t count, uint64_t *out, int64_t slots);
 void rayrec_look_up(const uint32_t *tokens, int64_t count, const rayrec_sparse_column *column, int32_t *out);
+
+void rayrec_expand_bags(const void *ids, int64_t rows, int64_t id_bytes, int64_t size, int64_t num_embeddings,
+                        uint64_t seed, int64_t column, int32_t pareto, void *out);
+
+void rayrec_gather_rows(const rayrec_runs *runs, const int64_t *order, int64_t rows, int64_t columns, int64_t item_bytes,
+                        int32_t transposed, void *out);
+void rayrec_unpack_rows(const rayrec_runs *runs, const int64_t *order, int64_t rows, int32_t num_dense, int32_t num_sparse,
+                        const rayrec_dense_column *columns, float *dense, int32_t *ids, float *labels);
+int64_t rayrec_pack_rows(const int64_t *integers, const int64_t *lowest, const void *ids, int64_t id_bytes,
+                         const float *labels, int64_t rows, int32_t num_dense, int32_t num_sparse, int32_t *out);
+
+/* What became of one value of a column of text. Such a column has its values at data[offsets[i], offsets[i + 1]), those
+ * where null[i] is set being empty too (`null` may be NULL). */
+enum rayrec_text_status { TEXT_VALUE, TEXT_EMPTY, TEXT_REFUSED };
+
+void rayrec_text_tokens(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint64_t *out,
+                        uint8_t *status);
+int32_t rayrec_build_wide_slots(const uint64_t *tokens, const int32_t *ids, int64_t count, uint64_t *out, int64_t slots);
+void rayrec_look_up_wide(const uint64_t *tokens, int64_t count, const uint64_t *table, int64_t slots, int32_t unknown_id,
+                         int32_t *out);
+
+int64_t rayrec_split_csv(uint8_t *text, int64_t length, int32_t final, uint8_t delimiter, int32_t columns,
+                         const int32_t *places, int32_t kept, int64_t capacity, int64_t first_number, int64_t *starts,
+                         int64_t *lengths, int64_t *numbers, int64_t *fault_counts, int64_t *faults, int64_t max_faults,
+                         int64_t *result);
+void rayrec_gather_text(const uint8_t *text, const int64_t *starts, const int64_t *lengths, int64_t rows, int32_t kept,
+                        int32_t place, int64_t *offsets, uint8_t *data);
+void rayrec_check_numbers(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint8_t *status);
+void rayrec_text_integers(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, int64_t *out,
+                          uint8_t *status);
+void rayrec_text_hexadecimal(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint32_t *out,
+                             uint8_t *status);
 
 #endif

@@ -6,12 +6,26 @@ import difflib
 from collections.abc import Callable
 
 from rayrec.config import InputError
-from rayrec.recipes.criteo import criteo_demo, criteo_kaggle
+from rayrec.recipes.clicks import clicks
+from rayrec.recipes.criteo import criteo_demo, criteo_full, criteo_kaggle, criteo_small, mlperf_dcnv2, mlperf_dlrm
 from rayrec.workloads.base import TrainConfig
 
-__all__ = ["ALL", "criteo_demo", "criteo_kaggle", "load_config"]
+__all__ = [
+    "ALL",
+    "clicks",
+    "criteo_demo",
+    "criteo_full",
+    "criteo_kaggle",
+    "criteo_small",
+    "load_config",
+    "mlperf_dcnv2",
+    "mlperf_dlrm",
+]
 
-ALL: dict[str, Callable[[], TrainConfig]] = {recipe.__name__: recipe for recipe in (criteo_demo, criteo_kaggle)}
+ALL: dict[str, Callable[[], TrainConfig]] = {
+    recipe.__name__: recipe
+    for recipe in (criteo_demo, criteo_kaggle, criteo_small, criteo_full, mlperf_dlrm, mlperf_dcnv2, clicks)
+}
 """Every recipe by its name."""
 
 

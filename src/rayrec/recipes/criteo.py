@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from rayrec.data.counting import VocabularyConfig
-from rayrec.datasets.criteo import KAGGLE_SPLIT, SCHEMA
+from rayrec.data.multi_hot import MultiHot
+from rayrec.data.profiles import MLPERF_V1, RAYREC, TORCHREC_2024
+from rayrec.datasets.criteo import FULL_DAYS, KAGGLE_SPLIT, SCHEMA, SMALL_DAYS, TERABYTE_SPLIT
+from rayrec.datasets.remote import RemoteFile
 from rayrec.models.dlrm import DLRMConfig
 from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.workloads.base import DataConfig, EarlyStoppingConfig, ScalingConfig, TrainConfig
@@ -16,8 +18,7 @@ def criteo_demo(path: str | None = None) -> TrainConfig:
         recipe="criteo_demo",
         workload=ClickWorkload(
             schema=SCHEMA,
-            split=KAGGLE_SPLIT,
-            vocabulary=VocabularyConfig(min_count=2),
+            profile=RAYREC.replace(split=KAGGLE_SPLIT, min_count=2),
             model=DLRMConfig(
                 interaction="dot",
                 embedding_dim=16,
@@ -44,16 +45,94 @@ def criteo_kaggle(path: str | None = None) -> TrainConfig:
         recipe="criteo_kaggle",
         workload=ClickWorkload(
             schema=SCHEMA,
-            split=KAGGLE_SPLIT,
-            vocabulary=VocabularyConfig(min_count=10),
+            profile=RAYREC.replace(split=KAGGLE_SPLIT, min_count=10),
             model=DLRMConfig(interaction="dot", embedding_dim=16, bottom_mlp=(512, 256, 64, 16), top_mlp=(512, 256, 1)),
             sparse_optimizer=SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.02),
             dense_optimizer=DenseOptimizerConfig(kind="adam", learning_rate=0.001),
             schedule=LearningRateSchedule(decay_fraction=0.8),
         ),
-        train_data=DataConfig(path=path),
+        train_data=DataConfig(path=path, files=("train",)),
         epochs=1,
         batch_size=2048,
         scaling=ScalingConfig(num_workers=2),
         early_stopping=EarlyStoppingConfig(patience=3),
+    )
+
+
+def criteo_small(path: str | None = None) -> TrainConfig:
+    """DLRM on five days of Criteo 1TB: days 0 to 3 for training, day 23 held out; dimension 64, dot."""
+    return _terabyte("criteo_small", path, days=SMALL_DAYS, num_workers=4)
+
+
+def criteo_full(path: str | None = None) -> TrainConfig:
+    """DLRM on all 24 days of Criteo 1TB: days 0 to 22 for training, day 23 held out; dimension 64, dot."""
+    return _terabyte("criteo_full", path, days=FULL_DAYS, num_workers=8)
+
+
+def _names(days: tuple[RemoteFile, ...]) -> tuple[str, ...]:
+    return tuple(day.name.removesuffix(".gz") for day in days)
+
+
+def _terabyte(recipe: str, path: str | None, *, days: tuple[RemoteFile, ...], num_workers: int) -> TrainConfig:
+    return TrainConfig(
+        recipe=recipe,
+        workload=ClickWorkload(
+            schema=SCHEMA,
+            profile=RAYREC.replace(split=TERABYTE_SPLIT, min_count=10, max_num_embeddings=40_000_000),
+            model=DLRMConfig(
+                interaction="dot", embedding_dim=64, bottom_mlp=(512, 256, 64), top_mlp=(512, 512, 256, 1)
+            ),
+            sparse_optimizer=SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.02),
+            dense_optimizer=DenseOptimizerConfig(kind="adam", learning_rate=0.001),
+            schedule=LearningRateSchedule(decay_fraction=0.8),
+        ),
+        train_data=DataConfig(path=path, files=_names(days)),
+        epochs=1,
+        batch_size=4096,
+        scaling=ScalingConfig(num_workers=num_workers, use_gpu=True),
+        early_stopping=EarlyStoppingConfig(patience=3),
+    )
+
+
+def mlperf_dlrm(path: str | None = None) -> TrainConfig:
+    """MLPerf's first DLRM: mlperf-v1 profile with ids modulo 40 million, dimension 128, dot, SGD 1.0, global batch 2048."""
+    return TrainConfig(
+        recipe="mlperf_dlrm",
+        workload=ClickWorkload(
+            schema=SCHEMA,
+            profile=MLPERF_V1.replace(split=TERABYTE_SPLIT.replace(test_first=True), token_modulo=40_000_000),
+            model=DLRMConfig(
+                interaction="dot", embedding_dim=128, bottom_mlp=(512, 256, 128), top_mlp=(1024, 1024, 512, 256, 1)
+            ),
+            sparse_optimizer=SparseOptimizerConfig(kind="sgd", learning_rate=1.0),
+            dense_optimizer=DenseOptimizerConfig(kind="sgd", learning_rate=1.0),
+        ),
+        train_data=DataConfig(path=path, files=_names(FULL_DAYS)),
+        epochs=1,
+        batch_size=256,
+        evaluate_every=102_400,
+        scaling=ScalingConfig(num_workers=8, use_gpu=True),
+    )
+
+
+def mlperf_dcnv2(path: str | None = None) -> TrainConfig:
+    """MLPerf's DLRM-DCNv2: ids modulo 40 million as synthetic bags of 214 ids a row, crosses, Adagrad 0.005, batch 65536."""
+    return TrainConfig(
+        recipe="mlperf_dcnv2",
+        workload=ClickWorkload(
+            schema=SCHEMA,
+            profile=TORCHREC_2024.replace(
+                split=TERABYTE_SPLIT, min_count=1, max_num_embeddings=40_000_000, multi_hot=MultiHot()
+            ),
+            model=DLRMConfig(
+                interaction="cross", embedding_dim=128, bottom_mlp=(512, 256, 128), top_mlp=(1024, 1024, 512, 256, 1)
+            ),
+            sparse_optimizer=SparseOptimizerConfig(kind="adagrad", learning_rate=0.005),
+            dense_optimizer=DenseOptimizerConfig(kind="adagrad", learning_rate=0.005),
+        ),
+        train_data=DataConfig(path=path, files=_names(FULL_DAYS)),
+        epochs=1,
+        batch_size=8192,
+        evaluate_every=3_200,
+        scaling=ScalingConfig(num_workers=8, use_gpu=True),
     )

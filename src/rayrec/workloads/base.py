@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from torchrec.distributed.train_pipeline import TrainPipeline
 
     from rayrec.batch import StepOutput
-    from rayrec.data.preprocessor import EncodedRows, Preprocessor
+    from rayrec.data.encoded import EncodedRows
+    from rayrec.data.preprocessor import Preprocessor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +25,14 @@ class DataConfig(Config):
     """A log to read and how."""
 
     path: str | None = None
-    """File, glob or folder, local or a URL (s3://...); TSV, plain or gzip."""
+    """File, glob or folder, local or a URL (s3://...): text, plain or gzip, Parquet, or what `rayrec preprocess` made."""
+    files: tuple[str, ...] = ()
+    """Where path is a folder: names of its files to read, in this order, each plain, .gz or .parquet; empty: all."""
     shuffle: Literal["none", "files", "window"] = "window"
-    """none: order of the log; files: order of files by seed; window: segments by seed, and the rows of every block."""
+    """none: order of the log; files: order of files by seed; window: segments by seed, and the rows of every block. (A full
+    shuffle is made ahead, by `rayrec preprocess --shuffle full`.)"""
+    in_memory: bool = False
+    """Ready-made data of this machine is read into memory whole, instead of mapped."""
     block_bytes: int = 32 << 20
     """Text one data task reads, parses and hands on; its rows are shuffled together."""
     segments_per_block: int = 16

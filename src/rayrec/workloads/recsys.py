@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.counting import VocabularyConfig
+from rayrec.data import ready
 from rayrec.data.log import LogIndex, select
 from rayrec.data.position import EpochOrder, Part
 from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.split import TimeSplit
+from rayrec.data.profiles import Profile
 from rayrec.models.dlrm import DLRMConfig
 from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.schema import Schema
@@ -37,7 +37,8 @@ class Prepared:
     preprocessor: ray.ObjectRef
     """In the object store, shared by all processes of a node."""
     preprocessor_hash: str
-    schema: Schema
+    inputs: Schema
+    """Columns the model gets."""
     num_embeddings: list[int]
     sets: dict[str, EpochOrder]
     """`train`, `validation` and, where the split has one, `test`."""
@@ -54,12 +55,13 @@ class ClickWorkload(Workload):
 
     schema: Schema
     """Columns of the log."""
-    split: TimeSplit = field(default_factory=TimeSplit)
-    """Which rows train, validate and test, where no evaluation log is given."""
+    profile: Profile = field(default_factory=Profile)
+    """How raw columns become model inputs, where no Preprocessor is given, and how the log is split."""
     preprocessor: str | None = None
-    """Folder of a Preprocessor made by `rayrec vocabulary`; None: made from the training rows."""
-    vocabulary: VocabularyConfig = field(default_factory=VocabularyConfig)
-    """How categories become ids, where no Preprocessor is given."""
+    """Folder of a Preprocessor made by `rayrec vocabulary`; None: that of ready-made data, else made from the rows that
+    the profile counts."""
+    vocabulary_memory_bytes: int | None = None
+    """Memory for counts of categories; beyond it they are spilled to the disk; None: no limit."""
     model: DLRMConfig = field(default_factory=DLRMConfig)
     """The network."""
     sparse_optimizer: SparseOptimizerConfig = field(default_factory=SparseOptimizerConfig)
@@ -87,7 +89,7 @@ class ClickWorkload(Workload):
         index = self._index(config.train_data, context)
         bad_rows = index.faults.total
         if config.eval_data.path is None:
-            rows = self.split.rows(index)
+            rows = self._split(config.train_data.path, index)
             train = _order(index, rows["train"], config.train_data, config.seed)
             held_out = {
                 name: _order(index, rows[name], config.eval_data.replace(shuffle="none"), 0)
@@ -101,15 +103,18 @@ class ClickWorkload(Workload):
                 "validation": _order(eval_index, (0, eval_index.rows), config.eval_data.replace(shuffle="none"), 0)
             }
         folder = storage.join(context.folder, PREPROCESSOR_FOLDER)
-        preprocessor = self._preprocessor(folder, train, context)
+        counted = train
+        if self.profile.counted == "all":
+            counted = _order(index, (0, index.rows), config.train_data.replace(shuffle="none"), 0)
+        preprocessor = self._preprocessor(folder, counted, context)
         if preprocessor.schema != self.schema:
             raise InputError(
-                f"{self.preprocessor}: made for columns {preprocessor.schema.columns}, the recipe has {self.schema.columns}"
+                f"the Preprocessor was made for columns {preprocessor.schema.columns}, the recipe has {self.schema.columns}"
             )
         return Prepared(
             preprocessor=share_preprocessor(preprocessor),
             preprocessor_hash=preprocessor.hash(),
-            schema=self.schema,
+            inputs=preprocessor.inputs,
             num_embeddings=preprocessor.num_embeddings,
             sets={"train": train, **held_out},
             bad_rows=bad_rows,
@@ -119,13 +124,15 @@ class ClickWorkload(Workload):
 
     def _index(self, data: DataConfig, context: RunContext) -> LogIndex:
         from rayrec.data.ingest import open_log
+        from rayrec.data.ray_tasks import RayEngine
 
         assert data.path is not None
         index = open_log(
             data.path,
             self.schema,
+            files=data.files,
             segment_bytes=data.segment_bytes,
-            placement=context.placement,
+            engine=RayEngine(context.placement),
             cache_folder=storage.join(storage.absolute(context.config.storage_path), ".cache"),
             note=context.note,
             progress=context.progress,
@@ -135,22 +142,38 @@ class ClickWorkload(Workload):
             context.note(f"{data.path}: {index.faults.describe()}; they are left out")
         return index
 
-    def _preprocessor(self, folder: str, train: EpochOrder, context: RunContext) -> Preprocessor:
-        from rayrec.data.counting import count_log, make_preprocessor
+    def _split(self, path: str, index: LogIndex) -> dict[str, tuple[int, int]]:
+        """Row ranges of the sets; ready-made data knows them already."""
+        sets = ready.open_ready(path).sets if ready.is_ready(path) else None
+        return sets or self.profile.split.rows(index)
 
+    def _preprocessor(self, folder: str, counted: EpochOrder, context: RunContext) -> Preprocessor:
+        from rayrec.data.counting import count_log
+        from rayrec.data.profiles import make_preprocessor
+        from rayrec.data.ray_tasks import RayEngine
+
+        path = context.config.train_data.path
+        assert path is not None
         if storage.exists(storage.join(folder, "preprocessor.json")):  # the run goes on
             return Preprocessor.load(folder)
-        if self.preprocessor is not None:
+        if ready.is_ready(path):
+            preprocessor = Preprocessor.load(ready.open_ready(path).preprocessor)
+            if self.preprocessor is not None and Preprocessor.load(self.preprocessor).hash() != preprocessor.hash():
+                raise InputError(
+                    f"{path}: was made with Preprocessor {preprocessor.hash()}, another one than {self.preprocessor}; leave "
+                    "--workload.preprocessor out, or preprocess the log again"
+                )
+        elif self.preprocessor is not None:
             preprocessor = Preprocessor.load(self.preprocessor)
         else:
-            counts = count_log(
-                self.schema,
-                train.parts,
-                placement=context.placement,
-                parts_per_task=context.config.train_data.segments_per_block,
-                progress=lambda rows: context.progress("vocabulary", rows, train.rows),
-            )
-            preprocessor = make_preprocessor("rayrec", self.schema, counts, self.vocabulary)
+            with count_log(
+                self.profile.counting(self.schema),
+                counted.parts,
+                engine=RayEngine(context.placement),
+                memory_bytes=self.vocabulary_memory_bytes,
+                progress=lambda rows: context.progress("vocabulary", rows, counted.rows),
+            ) as counts:
+                preprocessor = make_preprocessor(self.profile, self.schema, counts)
         preprocessor.save(folder)
         return preprocessor
 

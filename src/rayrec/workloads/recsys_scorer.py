@@ -9,8 +9,9 @@ import torch
 
 from rayrec.checkpoint import Checkpoint, full_tensors
 from rayrec.config import InputError
-from rayrec.data.loader import one_hot_features
-from rayrec.data.preprocessor import EncodedRows, Preprocessor
+from rayrec.data.encoded import EncodedRows
+from rayrec.data.loader import sparse_features
+from rayrec.data.preprocessor import Preprocessor
 from rayrec.models.dlrm_module import DLRM
 from rayrec.workloads.base import TrainConfig
 
@@ -32,7 +33,7 @@ class ClickScorer:
         """float32 (rows,): the logits."""
         if len(rows) != self._last_rows[0]:  # batches of one size follow each other: keep what depends on it alone
             self._last_rows = (len(rows), {})
-        features = one_hot_features(self._keys, rows.ids, self._last_rows[1])
+        features = sparse_features(self._keys, rows.ids, len(rows), self._last_rows[1])
         with torch.inference_mode():
             dense = torch.from_numpy(rows.dense).to(self._device)
             logits = self._model.score(dense, features.to(self._device))
@@ -45,10 +46,10 @@ def load_scorer(
     """See `Workload.load_scorer`. Memory: the weights once, they are read straight into the tensors that are used."""
     model = workload.model.build(
         num_embeddings=preprocessor.num_embeddings,
-        num_dense=len(preprocessor.schema.dense),
+        num_dense=len(preprocessor.inputs.dense),
         precision=config.precision,
         seed=config.seed,
-        features=preprocessor.schema.sparse,
+        features=preprocessor.inputs.sparse,
     )
     weights = {name.removeprefix(_PREFIX): tensor for name, tensor in full_tensors(Checkpoint(checkpoint), _PREFIX)}
     wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -61,4 +62,4 @@ def load_scorer(
             )
     model.load_state_dict(weights, assign=True)  # the tables, on `meta` till now, become the tensors read
     model.requires_grad_(requires_grad=False)
-    return ClickScorer(model.eval().to(device), keys=preprocessor.schema.sparse, device=torch.device(device))
+    return ClickScorer(model.eval().to(device), keys=preprocessor.inputs.sparse, device=torch.device(device))

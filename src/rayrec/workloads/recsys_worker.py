@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
+import ray
 import torch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.model_parallel import DataParallelWrapper
@@ -17,9 +18,11 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from rayrec import storage
 from rayrec.batch import StepOutput
+from rayrec.data import ready
 from rayrec.data.loader import ClickLoader
-from rayrec.data.position import Position
+from rayrec.data.position import EpochOrder, Position
 from rayrec.metrics import BinaryMetricsAccumulator
 from rayrec.models.dlrm import multiply_adds
 from rayrec.models.embeddings import initialize_shards
@@ -58,14 +61,14 @@ def local_workers(context: WorkerContext) -> int:
 
 def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) -> WorkerSetup:
     """Everything the loop needs. The plan is made on rank 0 and shared, since free memory differs between ranks."""
-    config, schema = context.config, prepared.schema
+    config, inputs = context.config, prepared.inputs
     batch_size = effective_batch_size(config, prepared.sets["train"].rows)
     model = workload.model.build(
         num_embeddings=prepared.num_embeddings,
-        num_dense=len(schema.dense),
+        num_dense=len(inputs.dense),
         precision=config.precision,
         seed=config.seed,
-        features=schema.sparse,
+        features=inputs.sparse,
     )
     optimizer_class, optimizer_arguments = workload.sparse_optimizer.build()
     apply_optimizer_in_backward(optimizer_class, model.embeddings.parameters(), optimizer_arguments)
@@ -113,7 +116,7 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
             "plan": describe(plan, config=workload.sharding),
             "batch_size": batch_size,
             "multiply_adds_per_row": multiply_adds(
-                workload.model, num_dense=len(schema.dense), num_sparse=len(schema.sparse)
+                workload.model, num_dense=len(inputs.dense), num_sparse=len(inputs.sparse)
             ),
         },
     )
@@ -143,10 +146,12 @@ def _loader(
     position: Position,
     max_steps: int | None,
 ) -> ClickLoader:
+    data = context.config.train_data if name == "train" else context.config.eval_data
+    order = prepared.sets[name]
     return ClickLoader(
-        prepared.sets[name],
+        order,
         prepared.preprocessor,
-        schema=prepared.schema,
+        schema=prepared.inputs,
         epochs=epochs,
         batch_size=batch_size,
         rank=context.rank,
@@ -155,7 +160,15 @@ def _loader(
         placement=context.placement,
         prefetch_blocks=context.config.train_data.prefetch_blocks,
         max_steps=max_steps,
+        mapped=ray.get(prepared.preprocessor) if is_mapped(order) else None,
+        in_memory=data.in_memory,
     )
+
+
+def is_mapped(order: EpochOrder) -> bool:
+    """Whether the rows lie ready-made on a file system of this machine, so that a worker reads them itself."""
+    first = order.parts[0].segment if order.parts else None
+    return first is not None and first.format in ready.MAPPED and not storage.is_url(first.path)
 
 
 def agreed(value: int) -> int:

@@ -1,90 +1,76 @@
-"""Counts against collections.Counter; ids and constants depend on the rows alone, not on how they were divided."""
+"""Counts against collections.Counter; they depend on the rows alone, not on how these were divided or spilled."""
 
 from __future__ import annotations
 
-import math
+import gc
+import os
 import random
+import resource
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.counting import Counts, TokenCounter, VocabularyConfig, count_parts, make_preprocessor
+from rayrec.data import counting
+from rayrec.data.counting import NO_ROW, CountingJob, Counts, count_log, count_parts, index_and_count
+from rayrec.data.ingest import index_log
 from rayrec.data.log import LogIndex, cut, index_chunk, numbered, read_segments, select
-from rayrec.data.parsing import Faults, parse
+from rayrec.data.parsing import Faults, RawRows, parse
 from rayrec.data.position import Part
-from rayrec.data.preprocessor import FIRST_ID, Preprocessor
+from rayrec.data.profiles import DENSE_LOW_BITS, DENSE_UNITS
+from rayrec.data.token_counter import Spill, TokenCounter
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.schema import Schema
 
 SCHEMA = Schema(label=None, dense=("d",), sparse=("s", "t"))
 
 
+class HereEngine:
+    """Runs the tasks in this process."""
+
+    def run(
+        self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 0
+    ) -> Iterator[pa.Table]:
+        yield from map(function, items)
+
+
+HERE = HereEngine()
+
+Found = dict[int, tuple[int, int | None]]
+"""Token -> its count and its first row."""
+
+
+def found(items: tuple[np.ndarray, np.ndarray, np.ndarray | None]) -> Found:
+    tokens, counts, rows = items
+    assert len(set(tokens.tolist())) == len(tokens)
+    first = [None] * len(tokens) if rows is None else rows.tolist()
+    return dict(zip(tokens.tolist(), zip(counts.tolist(), first, strict=True), strict=True))
+
+
+def expected(values: Sequence[int | None], first_row: int | None) -> Found:
+    counts = Counter(value for value in values if value is not None)
+    return {
+        token: (count, None if first_row is None else first_row + values.index(token))
+        for token, count in counts.items()
+    }
+
+
 def counted(counter: TokenCounter) -> dict[int, int]:
-    tokens, amounts = counter.items()
-    assert len(tokens) == counter.used
-    return dict(zip(tokens.tolist(), amounts.tolist(), strict=True))
+    assert len(counter.items()[0]) == counter.used
+    return {token: count for token, (count, _) in found(counter.items()).items()}
 
 
 def text_of(columns: list[list[int | None]]) -> bytes:
     rows = zip(*columns, strict=True)
     return b"".join(b"\t" + b"\t".join(b"" if x is None else b"%08x" % x for x in row) + b"\n" for row in rows)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.none() | st.integers(0, 30) | st.integers(0, 2**32 - 1), max_size=60), st.sampled_from([2, 4, 16]))
-def test_present_tokens_are_counted(tokens: list[int | None], slots: int) -> None:
-    raw, _ = parse(SCHEMA, text_of([tokens, tokens[::-1]]))
-    for column, values in enumerate((tokens, tokens[::-1])):
-        counter = TokenCounter(slots)
-        counter.count(raw, column)
-        counter.count(raw, column)
-        expected = Counter(token for token in values if token is not None)
-        assert counted(counter) == {token: 2 * count for token, count in expected.items()}
-
-
-def test_a_table_grows() -> None:
-    rng = random.Random(0)
-    tokens: list[int | None] = [int(rng.paretovariate(0.3)) % 2**32 for _ in range(30_000)]
-    raw, _ = parse(SCHEMA, text_of([tokens, tokens]))
-    counter = TokenCounter()
-    counter.count(raw, 1)
-    assert counted(counter) == Counter(tokens)
-    assert counter.used > 4 * 1024
-    other = TokenCounter(2)
-    other.merge(*counter.items())
-    assert counted(other) == Counter(tokens)
-
-
-def test_tables_of_counts_add_up() -> None:
-    whole = Counts.empty(SCHEMA)
-    for part in ([1, 1, None], [2, 1, 7], [None, None, None], []):
-        raw, _ = parse(SCHEMA, text_of([part, part]))
-        counts = Counts.empty(SCHEMA)
-        counts.rows = raw.rows
-        for column, counter in enumerate(counts.tokens):
-            counter.count(raw, column)
-        whole.add(counts.to_table())
-    assert whole.rows == 9
-    assert [counted(counter) for counter in whole.tokens] == [{1: 3, 2: 1, 7: 1}] * 2
-
-
-def test_one_kind_of_column_only(tmp_path: Path) -> None:
-    for schema, text in (
-        (Schema(label=None, dense=(), sparse=("s",)), b"00000001\n00000001\n"),
-        (Schema(label=None, dense=("d",), sparse=()), b"1\n1\n"),
-    ):
-        parts = parts_of(tmp_path, schema, text)
-        counts = Counts.empty(schema)
-        counts.add(count_parts(parts, schema=schema))
-        made = make_preprocessor("p", schema, counts, VocabularyConfig())
-        assert made.num_embeddings == [3] * len(schema.sparse)
-        assert len(made.dense) == len(schema.dense)
 
 
 def parts_of(folder: Path, schema: Schema, text: bytes, segment_bytes: int = 5000) -> list[Part]:
@@ -96,69 +82,165 @@ def parts_of(folder: Path, schema: Schema, text: bytes, segment_bytes: int = 500
     return [Part(segment, 0, segment.rows) for segment in numbered(entries)]
 
 
-def preprocessor_of(parts: list[Part], parts_per_task: int, schema: Schema, config: VocabularyConfig) -> Preprocessor:
-    """As count_log does it, without Ray."""
-    total = Counts.empty(schema)
-    for i in range(0, len(parts), parts_per_task):
-        total.add(count_parts(parts[i : i + parts_per_task], schema=schema))
-    return make_preprocessor("p", schema, total, config)
+def everything(counts: Counts, min_count: int = 1) -> dict[str, Any]:
+    return {
+        "rows": counts.rows,
+        "tokens": [found(counts.kept(column, min_count)) for column in range(len(counts.tokens))],
+        "distinct": [counts.num_distinct(column) for column in range(len(counts.tokens))],
+        "missing": counts.missing.tolist(),
+        "dense": counts.dense_moments.tolist(),
+        "labels": counts.labels.tolist(),
+        "files": counts.file_minimum,
+    }
 
 
-@pytest.mark.parametrize("config", [VocabularyConfig(), VocabularyConfig(min_count=1, max_num_embeddings=500)])
-def test_it_does_not_matter_how_the_log_is_divided(click_log: Path, tmp_path: Path, config: VocabularyConfig) -> None:
-    text = (click_log / "train.txt").read_bytes()[: 1 << 20]
-    text = text[: text.rindex(b"\n") + 1]
-    whole = preprocessor_of(parts_of(tmp_path, CRITEO, text, 1 << 21), 1, CRITEO, config)
-    for segment_bytes in (20_000, 77_777):
-        parts = parts_of(tmp_path, CRITEO, text, segment_bytes)
-        assert len(parts) > 10
-        for parts_per_task in (1, 2, 7, 1000):
-            made = preprocessor_of(parts, parts_per_task, CRITEO, config)
-            assert made.dense == whole.dense
-            assert (made.tokens == whole.tokens).all()
-            assert made.hash() == whole.hash()
-        assert preprocessor_of(parts[::-1], 3, CRITEO, config).hash() == whole.hash()
+TOKENS = st.lists(st.none() | st.integers(0, 30) | st.integers(0, 2**32 - 1), max_size=60)
 
 
-def test_constants_and_ids_of_a_real_log(click_log: Path, tmp_path: Path) -> None:
-    text = b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:2000])
-    raw, _ = parse(CRITEO, text)
-    made = preprocessor_of(parts_of(tmp_path, CRITEO, text, 50_000), 2, CRITEO, VocabularyConfig(min_count=3))
-    for d, column in enumerate(made.dense):
-        values = [int(raw.integers[i, d]) for i in range(raw.rows) if not int(raw.missing[i]) >> d & 1]
-        logs = np.array([math.copysign(math.log1p(abs(value)), value) for value in values])
-        assert column.mean == pytest.approx(logs.mean(), abs=1e-6)
-        assert column.scale == pytest.approx(1 / logs.std(), rel=1e-5)
-        assert column.missing_value == pytest.approx(-column.mean * column.scale, rel=1e-6)  # as 0
-    first = 0
-    for s, column in enumerate(made.sparse):
-        counts = Counter(int(raw.tokens[i, s]) for i in range(raw.rows) if not int(raw.missing[i]) >> (13 + s) & 1)
-        expected = sorted((token for token, count in counts.items() if count >= 3), key=lambda t: (-counts[t], t))
-        assert column.num_tokens == len(expected)
-        assert column.num_embeddings == FIRST_ID + len(expected)
-        assert made.tokens[first : first + len(expected)].tolist() == expected
-        first += len(expected)
-    assert made.constants == {"min_count": 3, "max_num_embeddings": None, "rows": 2000}
+@settings(max_examples=60, deadline=None)
+@given(TOKENS, st.sampled_from([2, 4, 16]), st.booleans(), st.sampled_from([np.uint32, np.uint64]))
+def test_present_tokens_are_counted(tokens: list[int | None], slots: int, first_rows: bool, dtype: Any) -> None:
+    raw, _ = parse(SCHEMA, text_of([tokens, tokens[::-1]]))
+    for column, values in enumerate((tokens, tokens[::-1])):
+        counter = TokenCounter(slots, dtype=dtype, first_rows=first_rows)
+        counter.count(raw, column, 1000)
+        assert found(counter.items()) == expected(values, 1000 if first_rows else None)
+        counter.count(raw, column, 2000)
+        assert counted(counter) == {t: 2 * n for t, (n, _) in expected(values, None).items()}
+        counter.count(raw, column, 7)
+        assert found(counter.items()) == {
+            t: (3 * n, row) for t, (n, row) in expected(values, 7 if first_rows else None).items()
+        }
+        assert counter.items()[0].dtype == dtype
 
 
-def test_ties_are_broken_by_token_and_rare_ones_left_out() -> None:
-    counts = Counts.empty(SCHEMA)
-    counts.tokens[0].merge(np.array([9, 3, 2**32 - 1, 7, 1], np.uint32), np.array([2, 2, 5, 2, 1]))
-    made = make_preprocessor("p", SCHEMA, counts, VocabularyConfig(min_count=2))
-    assert made.tokens.tolist() == [2**32 - 1, 3, 7, 9]
-    assert made.num_embeddings == [6, 2]
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 5) | st.integers(0, 2**64 - 1), max_size=400), st.booleans(), st.integers(0, 400))
+def test_values_of_64_bits(values: list[int], first_rows: bool, at: int) -> None:
+    tokens, rows = np.array(values, np.uint64), np.arange(10, 10 + len(values))
+    counter = TokenCounter(2, dtype=np.uint64, first_rows=first_rows)
+    counter.count_values(tokens[at:], rows[at:])
+    counter.count_values(tokens[:at], rows[:at])
+    wanted = expected(values, 10 if first_rows else None)
+    assert found(counter.items()) == wanted
+    other = TokenCounter(2, dtype=np.uint64, first_rows=first_rows, family=1)
+    other.merge(*counter.items())
+    other.merge(*counter.items(), shift_rows=5)
+    assert found(other.items()) == {token: (2 * count, row) for token, (count, row) in wanted.items()}
+    assert found(other.items(4)) == {token: (2 * count, row) for token, (count, row) in wanted.items() if count > 1}
 
 
-def test_a_column_that_needs_more_rows_than_allowed_is_taken_modulo() -> None:
-    counts = Counts.empty(SCHEMA)
-    counts.tokens[0].merge(np.arange(8, dtype=np.uint32), np.full(8, 2))
-    counts.tokens[1].merge(np.arange(9, dtype=np.uint32), np.full(9, 2))
-    made = make_preprocessor("p", SCHEMA, counts, VocabularyConfig(max_num_embeddings=10))
-    assert made.num_embeddings == [10, 10]
-    assert [column.num_tokens for column in made.sparse] == [8, None]
-    assert made.tokens.tolist() == list(range(8))
-    ids = made.encode(parse(SCHEMA, b"\t00000007\t00000011\n")[0]).ids.ravel().tolist()
-    assert ids == [FIRST_ID + 7, FIRST_ID + 0x11 % 8]
+def test_a_table_grows() -> None:
+    rng = random.Random(0)
+    tokens: list[int | None] = [int(rng.paretovariate(0.3)) % 2**32 for _ in range(30_000)]
+    raw, _ = parse(SCHEMA, text_of([tokens, tokens]))
+    counter = TokenCounter(first_rows=True)
+    counter.count(raw, 1, 0)
+    assert counted(counter) == Counter(tokens)
+    assert counter.used > 4 * 1024
+    other = TokenCounter(2)
+    other.merge(*counter.items())
+    assert counted(other) == Counter(tokens)
+
+
+def test_counts_beyond_32_bits() -> None:
+    counter = TokenCounter()
+    for _ in range(3):
+        counter.merge(np.array([7, 8], np.uint32), np.array([2**32 - 1, 1]))
+    whole = Counts.empty(0, 1)
+    counts = Counts.empty(0, 1)
+    counts.tokens[0] = counter
+    whole.add(counts.to_table())
+    assert counted(whole.tokens[0]) == {7: 3 * (2**32 - 1), 8: 3}
+
+
+@pytest.mark.parametrize("first_rows", [False, True])
+def test_tables_of_counts_add_up(first_rows: bool) -> None:
+    job = CountingJob(SCHEMA, first_rows=first_rows)
+    whole, row = job.empty(), 100
+    for part in ([1, 1, None], [2, 1, 7], [None, None, None], []):
+        raw, _ = parse(SCHEMA, text_of([part, part]))
+        counts = job.empty()
+        counts.count(raw, 0)
+        whole.add(counts.to_table(), first_row=row)
+        row += raw.rows
+    assert whole.rows == 9
+    first = [100, 103, 105] if first_rows else [None] * 3
+    assert [found(whole.kept(column)) for column in range(2)] == [
+        {1: (3, first[0]), 2: (1, first[1]), 7: (1, first[2])}
+    ] * 2
+    assert whole.missing.tolist() == [[4, 102]] * 2
+
+
+@pytest.mark.parametrize("first_rows", [False, True])
+def test_columns_without_values(first_rows: bool, tmp_path: Path) -> None:
+    parts = parts_of(tmp_path, SCHEMA, b"\t\t00000001\n" * 1000, 300)
+    counts = count_log(SCHEMA, parts[5:], engine=HERE, first_rows=first_rows)
+    first = parts[5].segment.first_row
+    assert counts.rows == 1000 - first
+    assert counts.missing.tolist() == [[counts.rows, first], [0, NO_ROW]]
+    assert found(counts.kept(0)) == {}
+    assert found(counts.kept(1)) == {1: (counts.rows, first if first_rows else None)}
+    assert counts.dense_moments.tolist() == [[0, 0, 0, 0]]
+    assert counts.file_minimum == {"log.txt": 0}
+
+
+def test_no_rows_at_all() -> None:
+    counts = count_log(SCHEMA, [], engine=HERE)
+    assert everything(counts)["tokens"] == [{}, {}]
+    assert counts.file_minimum == {}
+
+
+def test_one_kind_of_column_only(tmp_path: Path) -> None:
+    for schema, text in (
+        (Schema(label=None, dense=(), sparse=("s",)), b"00000001\n00000001\n"),
+        (Schema(label=None, dense=("d",), sparse=()), b"1\n1\n"),
+    ):
+        counts = count_log(schema, parts_of(tmp_path, schema, text), engine=HERE)
+        assert [counted(counter) for counter in counts.tokens] == [{1: 2}] * len(schema.sparse)
+        assert counts.dense_moments[:, 0].tolist() == [2] * len(schema.dense)
+        assert counts.file_minimum == ({"log.txt": 1} if schema.dense else {})
+
+
+def moments(values: Sequence[int]) -> list[int]:
+    logs = np.copysign(np.log1p(np.abs(np.array(values, np.float64))), values).astype(np.float32).astype(np.float64)
+    fixed = [int(q) for q in np.rint(logs * DENSE_UNITS)]
+    squares = [q * q for q in fixed]
+    low = sum(q & ((1 << DENSE_LOW_BITS) - 1) for q in squares)
+    return [len(fixed), sum(fixed), sum(q >> DENSE_LOW_BITS for q in squares), low]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.none() | st.integers(-20, 20) | st.integers(16300, 16400) | st.integers(-(10**18) + 1, 10**18 - 1)))
+def test_moments_are_the_exact_integer_sums(values: list[int | None]) -> None:
+    schema = Schema(label=None, dense=("d", "e"), sparse=("s",))
+    raw, _ = parse(schema, b"".join(b"%s\t3\t\n" % (b"" if v is None else b"%d" % v) for v in values))
+    counts = CountingJob(schema).empty()
+    counts.count(raw, 0)
+    there = [value for value in values if value is not None]
+    got = counts.dense_moments.tolist()
+    assert got[1] == moments([3] * len(values))
+    wanted = moments(there)
+    assert got[0][0] == wanted[0]
+    assert got[0][1] == pytest.approx(wanted[1], abs=len(there))  # NumPy's log1p may differ in the last bit
+
+
+def test_labels_and_the_least_integer_of_each_file(tmp_path: Path) -> None:
+    schema = Schema(label="l", dense=("d", "e"), sparse=("s",))
+    texts = {"b.txt": b"1\t5\t3\t\n0\t9\t4\t\n", "a.txt": b"1\t5\t\t\n", "c.txt": b"1\t7\t-2\t\n1\t\t8\t\n0\t7\t7\t\n"}
+    entries = []
+    for name, text in texts.items():
+        (tmp_path / name).write_bytes(text)
+        for chunk in cut([storage.File(str(tmp_path / name), len(text), 0)], 1 << 20):
+            entries += index_chunk(chunk, schema, 1 << 20)[0]
+    parts = [Part(segment, 0, segment.rows) for segment in numbered(entries)]
+    counts = count_log(schema, parts, engine=HERE)
+    assert counts.file_minimum == {"a.txt": 0, "b.txt": 3, "c.txt": -2}
+    assert counts.labels.tolist() == [2, 4]
+    chosen = [Part(parts[2].segment, 1, 3)]
+    counts = count_log(schema, chosen, engine=HERE)
+    assert counts.file_minimum == {"c.txt": 0}
+    assert counts.labels.tolist() == [1, 1]
 
 
 def test_only_the_chosen_rows_of_a_segment_count(tmp_path: Path) -> None:
@@ -166,29 +248,193 @@ def test_only_the_chosen_rows_of_a_segment_count(tmp_path: Path) -> None:
     parts = parts_of(tmp_path, SCHEMA, text, 200)
     index = LogIndex(tuple(part.segment for part in parts), Faults())
     chosen = [Part(*part) for part in select(index, 13, 77)]
-    counts = Counts.empty(SCHEMA)
-    counts.add(count_parts(chosen, schema=SCHEMA))
+    counts = CountingJob(SCHEMA, first_rows=True).empty()
+    counts.add(count_parts(chosen, counting=CountingJob(SCHEMA, first_rows=True)))
     assert counts.rows == 64
-    assert counted(counts.tokens[0]) == dict.fromkeys(range(13, 77), 1)
+    assert found(counts.kept(0)) == {i: (1, i) for i in range(13, 77)}
     assert counts.dense_moments[0, 0] == 64
+    assert counts.missing.tolist() == [[0, NO_ROW], [64, 13]]
     assert read_segments([p.segment for p in parts], SCHEMA).rows == 100
 
 
-@pytest.mark.parametrize("value", [0, 1, 3, -3, 10**18 - 1])
-def test_a_constant_column_is_centred_and_not_scaled(tmp_path: Path, value: int) -> None:
-    parts = parts_of(tmp_path, SCHEMA, b"%d\t\t\n" % value * 1000, 300)
-    column = preprocessor_of(parts, 3, SCHEMA, VocabularyConfig()).dense[0]
-    assert column.scale == 1.0
-    assert column.mean == pytest.approx(math.copysign(math.log1p(abs(value)), value), rel=1e-6)
+def doubled(raw: RawRows) -> RawRows:
+    """Integers as a further token column, and no dense one."""
+    schema = Schema(label=None, dense=(), sparse=("d", "s", "t"))
+    tokens = np.concatenate([raw.integers[: raw.rows].astype(np.uint32), raw.tokens[: raw.rows]], axis=1)
+    return raw.with_columns(schema, integers=np.empty((raw.rows, 0), np.int64), tokens=tokens)
 
 
-def test_a_column_that_is_never_there(tmp_path: Path) -> None:
-    column = preprocessor_of(parts_of(tmp_path, SCHEMA, b"\t\t00000001\n" * 10), 1, SCHEMA, VocabularyConfig()).dense[0]
-    assert (column.mean, column.scale, column.missing_value) == (0.0, 1.0, 0.0)
+def test_rows_may_be_prepared_before(tmp_path: Path) -> None:
+    text = b"".join(b"%d\t%08x\t\n" % (i % 3, i) if i % 4 else b"\t%08x\t\n" % i for i in range(100))
+    counts = count_log(SCHEMA, parts_of(tmp_path, SCHEMA, text, 200), engine=HERE, prepare=doubled)
+    assert counted(counts.tokens[0]) == Counter(i % 3 for i in range(100) if i % 4)
+    assert counted(counts.tokens[1]) == dict.fromkeys(range(100), 1)
+    assert counts.missing.tolist() == [[25, 0], [0, NO_ROW], [100, 0]]
+    assert counts.dense_moments.shape == (0, 4)
+    assert counts.file_minimum == {"log.txt": 0}
 
 
-def test_settings_are_checked() -> None:
-    with pytest.raises(InputError, match="min_count: 0"):
-        VocabularyConfig(min_count=0)
-    with pytest.raises(InputError, match="max_num_embeddings: 2 must be above 2"):
-        VocabularyConfig(max_num_embeddings=2)
+@pytest.mark.parametrize("first_rows", [False, True])
+def test_it_does_not_matter_how_the_log_is_divided(click_log: Path, tmp_path: Path, first_rows: bool) -> None:
+    text = (click_log / "train.txt").read_bytes()[: 1 << 20]
+    text = text[: text.rindex(b"\n") + 1]
+
+    def count(parts: list[Part], **settings: Any) -> Counts:
+        return count_log(CRITEO, parts, engine=HERE, first_rows=first_rows, **settings)
+
+    whole = everything(count(parts_of(tmp_path, CRITEO, text, 1 << 21)))
+    rows = [line.split(b"\t") for line in text.splitlines()]
+    for column in (0, 2, 25):
+        values = [int(row[14 + column], 16) if row[14 + column] else None for row in rows]
+        assert whole["tokens"][column] == expected(values, 0 if first_rows else None)
+        absent = [i for i, value in enumerate(values) if value is None]
+        assert whole["missing"][column] == [len(absent), absent[0] if absent else NO_ROW]
+    for segment_bytes in (20_000, 77_777):
+        parts = parts_of(tmp_path, CRITEO, text, segment_bytes)
+        assert len(parts) > 10
+        for parts_per_task in (None, 1, 2, 1000):
+            for order in (parts, parts[::-1]):
+                assert everything(count(order, parts_per_task=parts_per_task)) == whole
+        for memory_bytes in (1, 300_000, 1 << 30):
+            with count(parts, memory_bytes=memory_bytes, spill_folder=str(tmp_path)) as counts:
+                assert counts.spill is not None
+                assert counts.spill.begun == (memory_bytes < 1 << 30)
+                assert everything(counts) == whole
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 50) | st.integers(0, 2**64 - 1), max_size=60), max_size=8),
+    st.booleans(),
+    st.integers(1, 4),
+    st.sampled_from([1, 50_000, 1 << 30]),
+)
+def test_spilled_counts_are_those_of_memory(
+    runs: list[list[int]], first_rows: bool, min_count: int, memory_bytes: int
+) -> None:
+    both = [
+        Counts.empty(0, 2, dtype=np.uint64, first_rows=first_rows, spill=s) for s in (None, Spill(None, memory_bytes))
+    ]
+    for number, run in enumerate(runs):
+        part = Counts.empty(0, 2, dtype=np.uint64, first_rows=first_rows)
+        part.tokens[number % 2].count_values(np.array(run, np.uint64), np.arange(len(run)))
+        for counts in both:
+            counts.add(part.to_table(), first_row=100 * number)
+    assert everything(both[1], min_count) == everything(both[0], min_count)
+    both[1].close()
+
+
+@pytest.mark.parametrize("dtype", [np.uint32, np.uint64])
+def test_many_distinct_tokens_in_little_memory(dtype: Any, tmp_path: Path) -> None:
+    """Also where one partition alone outgrows memory, and tokens that a weak hash function would crowd together."""
+    rng = np.random.default_rng(0)
+    shift = np.uint64(0 if dtype == np.uint32 else 40)
+    whole, spilled = (
+        Counts.empty(0, 1, dtype=dtype, first_rows=True, spill=spill) for spill in (None, Spill(str(tmp_path), 1 << 16))
+    )
+    for number in range(4):
+        part = Counts.empty(0, 1, dtype=dtype, first_rows=True)
+        tokens = (rng.integers(0, 100_000, 60_000).astype(np.uint64) << shift).astype(dtype)
+        part.tokens[0].count_values(tokens, np.arange(number * 60_000, (number + 1) * 60_000))
+        for counts in (whole, spilled):
+            counts.add(part.to_table())
+            assert counts is whole or counts.table_bytes <= 1 << 17
+    assert spilled.num_distinct(0) == whole.num_distinct(0)
+    for min_count in (1, 3):
+        for got, want in zip(spilled.kept(0, min_count), whole.kept(0, min_count), strict=True):
+            assert got is not None
+            assert want is not None
+            assert (np.sort(got) == np.sort(want)).all()
+        assert found(spilled.kept(0, min_count)) == found(whole.kept(0, min_count))
+
+
+def open_spill_files(folder: Path) -> int:
+    gc.collect()
+    links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    return sum(str(folder) in os.readlink(link) for link in links if os.path.islink(link))
+
+
+def test_spill_files_leave_nothing_behind(click_log: Path, tmp_path: Path) -> None:
+    index = index_of(click_log / "train.txt", 1 << 20)
+    parts = [Part(segment, 0, segment.rows) for segment in index.segments]
+    folder = tmp_path / "spill"
+
+    def counted_log(parts: list[Part] = parts) -> Counts:
+        return count_log(CRITEO, parts, engine=HERE, memory_bytes=1 << 20, spill_folder=str(folder))
+
+    with counted_log() as counts:
+        assert counts.spill is not None
+        assert counts.spill.written_bytes > 100_000
+        assert list(folder.iterdir()) == []  # it has no name, so even a killed process leaves nothing
+        assert open_spill_files(folder) == 1
+    assert open_spill_files(folder) == 0
+    counts = counted_log()
+    del counts
+    assert open_spill_files(folder) == 0
+    broken = Part(parts[-1].segment.__class__(**{**vars(parts[-1].segment), "rows": 1}), 0, 1)
+    with pytest.raises(InputError, match="the file changed"):
+        counted_log([*parts, broken])
+    assert open_spill_files(folder) == 0
+
+
+def test_a_full_disk_is_told(click_log: Path, tmp_path: Path) -> None:
+    index = index_of(click_log / "train.txt", 1 << 20)
+    parts = [Part(segment, 0, segment.rows) for segment in index.segments]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # a disk as small as that
+    try:
+        with pytest.raises(InputError, match=r"cannot be written there .*File too large.*spill_folder"):
+            count_log(CRITEO, parts, engine=HERE, memory_bytes=1 << 20, spill_folder=str(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert open_spill_files(tmp_path) == 0
+
+
+def test_a_spill_folder_is_local_and_can_be_made(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="local folder"):
+        Spill("s3://bucket/x", 1)
+    (tmp_path / "file").write_bytes(b"")
+    spill = Spill(str(tmp_path / "file" / "folder"), 1)
+    with pytest.raises(InputError, match="Not a directory"):
+        spill.write([])
+
+
+def index_of(path: Path, segment_bytes: int) -> LogIndex:
+    entries, faults = [], Faults()
+    for chunk in cut(storage.list_files(str(path)), 32 << 20):
+        found_entries, found_faults = index_chunk(chunk, CRITEO, segment_bytes)
+        entries += found_entries
+        faults.add(found_faults)
+    return LogIndex(numbered(entries), faults)
+
+
+@pytest.mark.parametrize("first_rows", [False, True])
+def test_index_and_count_in_one_pass(
+    click_log: Path, tmp_path: Path, first_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)
+    (tmp_path / "log").mkdir()
+    for number in range(3):
+        text = b"".join(lines[number * 1000 : (number + 1) * 1000]) + b"not a row\n" * number
+        (tmp_path / "log" / f"day_{number}").write_bytes(text)
+    files = storage.list_files(str(tmp_path / "log"))
+    for task_bytes in (1, 1 << 30):
+        monkeypatch.setattr(counting, "TASK_BYTES", task_bytes)
+        cache = str(tmp_path / f"cache-{task_bytes}")
+
+        def both(cache: str = cache) -> tuple[LogIndex, Counts]:
+            return index_and_count(
+                files, CRITEO, segment_bytes=20_000, engine=HERE, first_rows=first_rows, cache_folder=cache
+            )
+
+        index, counts = both()
+        assert index.rows == 3000
+        assert index.faults.total == 3
+        assert index == index_log(files, CRITEO, segment_bytes=20_000, engine=HERE)
+        parts = [Part(segment, 0, segment.rows) for segment in index.segments]
+        apart = everything(count_log(CRITEO, parts, engine=HERE, first_rows=first_rows))
+        assert everything(counts) == apart
+        assert index == index_log(files, CRITEO, segment_bytes=20_000, engine=HERE, cache_folder=cache)
+        again, counts = both()
+        assert again == index
+        assert everything(counts) == apart

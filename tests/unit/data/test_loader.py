@@ -16,14 +16,16 @@ import torch
 from rayrec import storage
 from rayrec.batch import ClickBatch
 from rayrec.data import loader as loader_module
-from rayrec.data.counting import Counts, VocabularyConfig, count_parts, make_preprocessor
-from rayrec.data.ingest import encode_block, from_arrow, to_arrow
-from rayrec.data.loader import ClickLoader, one_hot_features
+from rayrec.data.counting import count_parts
+from rayrec.data.encoded import Bags, EncodedRows, from_arrow, to_arrow
+from rayrec.data.ingest import encode_block
+from rayrec.data.loader import ClickLoader, sparse_features
 from rayrec.data.log import LogIndex, cut, index_chunk, numbered, read_segments, select
 from rayrec.data.parsing import Faults, parse
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import Block, EpochOrder, Part, Piece, Position
-from rayrec.data.preprocessor import EncodedRows, Preprocessor
+from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.profiles import RAYREC, make_preprocessor
 from rayrec.datasets.criteo import SCHEMA
 
 ROWS = 700
@@ -50,9 +52,10 @@ def prepared(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     entries, faults = index_chunk(chunk, SCHEMA, 9_000)
     index = LogIndex(numbered(entries), faults)
     assert (index.rows, index.faults.total) == (ROWS, 1)
-    counts = Counts.empty(SCHEMA)
-    counts.add(count_parts([Part(s, 0, s.rows) for s in index.segments], schema=SCHEMA))
-    return index, make_preprocessor("p", SCHEMA, counts, VocabularyConfig())
+    counting = RAYREC.counting(SCHEMA)
+    counts = counting.empty()
+    counts.add(count_parts([Part(s, 0, s.rows) for s in index.segments], counting=counting))
+    return index, make_preprocessor(RAYREC, SCHEMA, counts)
 
 
 def order_of(index: LogIndex, start: int = 0, stop: int = ROWS, shuffle: str = "window") -> EpochOrder:
@@ -240,12 +243,58 @@ def test_closing_early(prepared: tuple[LogIndex, Preprocessor]) -> None:
     assert list(loading) == []
 
 
-def test_one_hot_features() -> None:
+def test_sparse_features() -> None:
     ids = np.array([[1, 2, 2**31 - 1], [4, 5, 6]], np.int32)
-    features = one_hot_features(["a", "b"], ids)
+    features = sparse_features(["a", "b"], ids, 3)
     assert features["a"].values().tolist() == [1, 2, 2**31 - 1]
     assert features["b"].to_dense()[2].tolist() == [6]
     assert features.values().dtype == torch.int32
+
+
+def bags_of(lists: list[list[int]]) -> Bags:
+    return Bags(np.array(sum(lists, []), np.int64), np.array([len(one) for one in lists], np.int32))
+
+
+def test_batches_hold_any_number_of_ids_a_row() -> None:
+    """One id, two ids and any number of them, through Arrow, cut into batches across what the tasks made."""
+    rng = np.random.default_rng(0)
+    lists = [rng.integers(0, 2**40, rng.integers(0, 4)).tolist() for _ in range(50)]
+    one, two = rng.integers(0, 2**40, 50), rng.integers(0, 2**40, (50, 2))
+    weights = rng.random(50, np.float32)
+    parts = []
+    for start, stop in ((0, 7), (7, 8), (8, 50)):
+        rows = EncodedRows(
+            np.zeros((stop - start, 1), np.float32),
+            [one[start:stop], bags_of(lists[start:stop]), two[start:stop]],
+            np.zeros(stop - start, np.float32),
+            weights[start:stop],
+        )
+        parts += from_arrow(to_arrow(rows))
+    slicer = loader_module._Slicer(iter(parts), num_dense=1, keys=("one", "list", "two"))
+    done = 0
+    for count in (3, 0, 20, 27):
+        batch = slicer.take(count, loss_weight=1.0)
+        features, chosen = batch.sparse_features, slice(done, done + count)
+        assert features.stride() == count
+        assert features["one"].values().tolist() == one[chosen].tolist()
+        assert features["two"].values().tolist() == two[chosen].reshape(-1).tolist()
+        assert [bag.tolist() for bag in features["list"].to_dense()] == lists[chosen]
+        assert batch.weights is None if not count else batch.weights.tolist() == weights[chosen].tolist()
+        done += count
+
+
+def test_columns_of_several_ids_share_one_array() -> None:
+    rows = EncodedRows(
+        np.zeros((4, 0), np.float32),
+        [np.arange(4, dtype=np.int32), np.arange(8, dtype=np.int32).reshape(4, 2)],
+        np.zeros(4, np.float32),
+    )
+    slicer = loader_module._Slicer(iter(from_arrow(to_arrow(rows))), num_dense=0, keys=("a", "b"))
+    for expected in ([0, 1, 0, 1, 2, 3], [2, 3, 4, 5, 6, 7]):
+        features = slicer.take(2, loss_weight=1.0).sparse_features
+        assert features.values().tolist() == expected
+        assert features.lengths().tolist() == [1, 1, 2, 2]
+        assert features.offsets().tolist() == [0, 1, 2, 4, 6]
 
 
 def test_arrow_carries_columns_of_one_kind_only() -> None:

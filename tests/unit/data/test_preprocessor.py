@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import json
 import math
 import os
@@ -17,9 +18,6 @@ from hypothesis import strategies as st
 from rayrec.config import InputError
 from rayrec.data.parsing import RawRows, parse
 from rayrec.data.preprocessor import (
-    FIRST_ID,
-    MISSING_ID,
-    UNKNOWN_ID,
     CSparseColumn,
     DenseColumn,
     Preprocessor,
@@ -32,14 +30,15 @@ from rayrec.schema import Schema
 SCHEMA = Schema(label="y", dense=("a", "b"), sparse=("s", "t", "u"))
 TOKENS = {"s": [5, 0, 0xFFFFFFFF, 7], "t": list(range(1000, 6000))}
 LARGE = 40_000_000
+UNKNOWN_ID, MISSING_ID, FIRST_ID = 0, 1, 2
 
 
 def make(schema: Schema = SCHEMA) -> Preprocessor:
-    return Preprocessor.build(
+    return Preprocessor(
         profile="test",
         schema=schema,
-        dense=[DenseColumn(0.5, 2.0, -7.5), DenseColumn(-0.25, 0.3)],
-        sparse=[SparseColumn(6, 4), SparseColumn(5002, 5000), SparseColumn(LARGE, None)],
+        dense=(DenseColumn(mean=0.5, scale=2.0, missing_value=-7.5), DenseColumn(mean=-0.25, scale=0.3)),
+        sparse=(SparseColumn(6, 4), SparseColumn(5002, 5000), SparseColumn(LARGE, None)),
         tokens=np.array(TOKENS["s"] + TOKENS["t"], np.uint32),
         constants={"min_count": 2},
     )
@@ -138,14 +137,15 @@ def test_ids_above_2_to_the_24_survive() -> None:
     assert ids.tolist() == [LARGE - 1, LARGE - 2]
     first_id = 2**31 - 10
     slots, known = np.zeros(16, np.uint64), np.arange(3, dtype=np.uint32)
+    known_ids = (first_id + known).astype(np.int32)
     library().rayrec_build_slots(
         ctypes.c_void_p(known.ctypes.data),
+        ctypes.c_void_p(known_ids.ctypes.data),
         ctypes.c_int64(3),
-        ctypes.c_int32(first_id),
         ctypes.c_void_p(slots.ctypes.data),
         ctypes.c_int64(16),
     )
-    column = CSparseColumn(slots.ctypes.data, 15, 28, MISSING_ID, UNKNOWN_ID, 0, 1, 0)
+    column = CSparseColumn(slots.ctypes.data, 15, 1, 0, MISSING_ID, UNKNOWN_ID, 0, 0, 28)
     asked, out = np.array([2, 3, 0], np.uint32), np.zeros(3, np.int32)
     library().rayrec_look_up(
         ctypes.c_void_p(asked.ctypes.data), ctypes.c_int64(3), ctypes.byref(column), ctypes.c_void_p(out.ctypes.data)
@@ -170,14 +170,14 @@ def test_unlabelled_rows_have_no_labels() -> None:
 
 def test_columns_of_one_kind_only() -> None:
     schema = Schema(label=None, dense=(), sparse=("s",))
-    preprocessor = Preprocessor.build(
+    preprocessor = Preprocessor(
         profile="", schema=schema, dense=[], sparse=[SparseColumn(3, 1)], tokens=np.array([9], np.uint32), constants={}
     )
     encoded = preprocessor.encode(parse(schema, b"00000009\n00000008\n")[0])
     assert (encoded.dense.shape, encoded.ids.tolist()) == ((2, 0), [[2, 0]])
     schema = Schema(label=None, dense=("d",), sparse=())
-    preprocessor = Preprocessor.build(
-        profile="", schema=schema, dense=[DenseColumn(0, 1)], sparse=[], tokens=np.zeros(0, np.uint32), constants={}
+    preprocessor = Preprocessor(
+        profile="", schema=schema, dense=[DenseColumn()], sparse=[], tokens=np.zeros(0, np.uint32), constants={}
     )
     encoded = preprocessor.encode(parse(schema, b"0\n-0\n")[0])
     assert (encoded.dense.tolist(), encoded.ids.shape) == ([[0.0], [0.0]], (0, 2))
@@ -185,7 +185,7 @@ def test_columns_of_one_kind_only() -> None:
 
 def test_a_vocabulary_that_knows_nothing() -> None:
     schema = Schema(label=None, dense=(), sparse=("s", "t"))
-    preprocessor = Preprocessor.build(
+    preprocessor = Preprocessor(
         profile="",
         schema=schema,
         dense=[],
@@ -214,19 +214,18 @@ def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_the_hash_follows_everything() -> None:
-    base = {**vars(make())}
-    base.pop("slots")
+    base = {field.name: getattr(make(), field.name) for field in dataclasses.fields(Preprocessor)}
     hashes = {make().hash()}
     other = base["tokens"].copy()
     other[-1] += 1
     for change in (
         {"profile": "other"},
         {"constants": {"min_count": 3}},
-        {"dense": [DenseColumn(0.5, 2.0, -7.5), DenseColumn(-0.25, np.nextafter(0.3, 1))]},
+        {"dense": (base["dense"][0], DenseColumn(mean=-0.25, scale=float(np.nextafter(0.3, 1))))},
         {"tokens": other},
         {"schema": SCHEMA.replace(label="z")},
     ):
-        hashes.add(Preprocessor.build(**{**base, **change}).hash())
+        hashes.add(Preprocessor(**{**base, **change}).hash())
     assert len(hashes) == 6
 
 
@@ -285,7 +284,7 @@ def test_a_damaged_description_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=str(tmp_path)):
             Preprocessor.load(str(tmp_path))
     path.write_text(json.dumps({**stored, "version": 99}))
-    with pytest.raises(InputError, match="version 99, this rayrec reads version 1"):
+    with pytest.raises(InputError, match="version 99, this rayrec reads version 2"):
         Preprocessor.load(str(tmp_path))
     path.write_text("{")
     with pytest.raises(InputError, match=r"preprocessor\.json: damaged"):

@@ -1,0 +1,291 @@
+"""Arrow tables as raw columns: numbers, categories and lists of many types, every faulty row counted and left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import types
+
+from rayrec.config import InputError
+from rayrec.data.columns import RawColumns, RawSparse
+from rayrec.data.parsing import Fault, Faults, RawRows
+from rayrec.data.wide_tokens import EMPTY, REFUSED, VALUE, Text, integer_tokens, text_tokens
+from rayrec.schema import Schema
+
+LIMIT = 10**18
+"""Numbers beyond it are refused."""
+_KINDS = (
+    "label is missing",
+    "label is not 0 or 1",
+    "weight is not a number of 0 or more",
+    "not a finite number",
+    "beyond 10^18",
+    "not an integer",
+    "not 8 hexadecimal digits",
+    "not UTF-8",
+)
+NO_LABEL, LABEL, WEIGHT, NOT_FINITE, BEYOND, NOT_AN_INTEGER, NOT_HEXADECIMAL, NOT_UTF8 = range(len(_KINDS))
+
+
+class _Refused:
+    """What is wrong with each row: its first fault, in the order of the schema's columns."""
+
+    def __init__(self, rows: int) -> None:
+        self.kinds = np.full(rows, -1, np.int8)
+        self.columns = np.zeros(rows, np.int16)
+
+    def add(self, bad: np.ndarray, kind: int, column: int) -> None:
+        """`bad` bool (rows)."""
+        if bad.any():
+            new = bad & (self.kinds < 0)
+            self.kinds[new], self.columns[new] = kind, column
+
+    def faults(self, schema: Schema, path: str, rows: np.ndarray | None) -> Faults:
+        """`rows` int64: the number each row has in the file."""
+        found = np.flatnonzero(self.kinds >= 0)
+        counts = np.bincount(self.kinds[found], minlength=len(_KINDS)).tolist()
+        first = [
+            Fault(
+                path,
+                None,
+                _KINDS[self.kinds[i]],
+                schema.columns[self.columns[i]],
+                int(i if rows is None else rows[i]),
+            )
+            for i in found[: Faults.keep].tolist()
+        ]
+        return Faults({kind: count for kind, count in zip(_KINDS, counts, strict=True) if count}, first)
+
+
+def check_types(table_schema: pa.Schema, schema: Schema, *, path: str) -> None:
+    """Raises InputError for a column whose type cannot be what the schema says; the columns must be there."""
+    parse_table(table_schema.empty_table().select(list(schema.columns)), schema, path=path)
+
+
+def parse_table(
+    table: pa.Table, schema: Schema, *, path: str = "", rows: np.ndarray | None = None
+) -> tuple[RawRows | RawColumns, Faults]:
+    """The good rows of a table that has the schema's columns, and its faulty ones, named by their numbers `rows` (int64,
+    default counted from 0). Null and empty text are missing values; of a list, such items are left out. Raises InputError
+    for a column of an unusable type."""
+    refused = _Refused(table.num_rows)
+    arrays = {name: _plain(table.column(name)) for name in schema.columns}
+    place = {name: number for number, name in enumerate(schema.columns)}
+
+    def refuse_type(name: str, remedy: str) -> InputError:
+        return InputError(f"{path}: column {name} is of type {table.schema.field(name).type}; {remedy}")
+
+    labels = weights = None
+    if schema.label is not None:
+        values, status = _numbers(arrays[schema.label], schema.label, refuse_type)
+        refused.add(status == EMPTY, NO_LABEL, place[schema.label])
+        refused.add((status != VALUE) | ((values != 0) & (values != 1)), LABEL, place[schema.label])
+        labels = (values == 1).astype(np.uint8)
+    if schema.weight is not None:
+        values, status = _numbers(arrays[schema.weight], schema.weight, refuse_type)
+        good = (status == VALUE) & (values >= 0) & (values <= LIMIT)
+        refused.add(~good, WEIGHT, place[schema.weight])
+        weights = np.where(good, values, 0).astype(np.float32)
+    make = _raw_rows if schema.tokens == "hexadecimal" else _raw_columns
+    return make(schema, arrays, labels, weights, refused, refuse_type), refused.faults(schema, path, rows)
+
+
+RefuseType = Callable[[str, str], InputError]
+
+
+def _raw_rows(
+    schema: Schema,
+    arrays: dict[str, pa.Array],
+    labels: np.ndarray | None,
+    weights: np.ndarray | None,
+    refused: _Refused,
+    refuse_type: RefuseType,
+) -> RawRows:
+    assert weights is None
+    first = len(schema.columns) - len(schema.dense) - len(schema.sparse)
+    columns, absent = [], []
+    for number, name in enumerate((*schema.dense, *schema.sparse)):
+        dense = number < len(schema.dense)
+        values, status = (_integers if dense else _hexadecimal)(arrays[name], name, refuse_type)
+        refused.add(status == REFUSED, NOT_AN_INTEGER if dense else NOT_HEXADECIMAL, first + number)
+        columns.append(values)
+        absent.append(status == EMPTY)
+    keep = refused.kinds < 0
+    raw = RawRows(schema, int(keep.sum()))
+    raw.rows = raw.capacity
+    raw.missing[:] = 0
+    if labels is not None:
+        raw.labels[:] = labels[keep]
+    for number, (values, missing) in enumerate(zip(columns, absent, strict=True)):
+        raw.missing |= missing[keep].astype(np.uint64) << np.uint64(number)
+        if number < len(schema.dense):
+            raw.integers[:, number] = values[keep]
+        else:
+            raw.tokens[:, number - len(schema.dense)] = values[keep]
+    return raw
+
+
+def _raw_columns(
+    schema: Schema,
+    arrays: dict[str, pa.Array],
+    labels: np.ndarray | None,
+    weights: np.ndarray | None,
+    refused: _Refused,
+    refuse_type: RefuseType,
+) -> RawColumns:
+    first = len(schema.columns) - len(schema.dense) - len(schema.sparse)
+    dense, absent, sparse = [], [], []
+    for number, name in enumerate(schema.dense, first):
+        values, status = _numbers(arrays[name], name, refuse_type)
+        finite = np.isfinite(values)
+        refused.add((status == REFUSED) | ~finite, NOT_FINITE, number)
+        refused.add(np.abs(values) > LIMIT, BEYOND, number)
+        dense.append(np.where(finite & (status == VALUE), values, 0.0))
+        absent.append(status == EMPTY)
+    for number, name in enumerate(schema.sparse, first + len(schema.dense)):
+        if name in schema.lists:
+            column, bad = _lists(arrays[name], name, schema.list_delimiter, refuse_type)
+        else:
+            if _is_list(arrays[name].type):
+                raise refuse_type(name, "name it in the schema's lists, or leave it out")
+            tokens, status = _tokens(arrays[name], name, refuse_type)
+            column, bad = RawSparse(tokens, status == EMPTY), status == REFUSED
+        refused.add(bad, NOT_UTF8, number)
+        sparse.append(column)
+    rows = len(refused.kinds)
+    raw = RawColumns(schema, rows, tuple(dense), tuple(absent), tuple(sparse), labels, weights)
+    keep = np.flatnonzero(refused.kinds < 0)
+    return raw if len(keep) == rows else raw.take(keep)
+
+
+def _plain(column: pa.ChunkedArray) -> pa.Array:
+    """One array, its dictionaries resolved."""
+    if types.is_string(column.type) or types.is_binary(column.type):
+        column = column.cast(pa.large_binary())  # offsets of 32 bits may not reach across all chunks
+    array = column.combine_chunks()
+    if isinstance(array, pa.ChunkedArray):
+        array = pa.array([], column.type) if not array.num_chunks else pa.concat_arrays(array.chunks)
+    return _resolved(array)
+
+
+def _resolved(array: pa.Array) -> pa.Array:
+    if isinstance(array, pa.ExtensionArray):
+        array = array.storage
+    return array.dictionary_decode() if types.is_dictionary(array.type) else array
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return any(
+        is_kind(kind)
+        for is_kind in (
+            types.is_string,
+            types.is_large_string,
+            types.is_string_view,
+            types.is_binary,
+            types.is_large_binary,
+            types.is_binary_view,
+        )
+    )
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return any(
+        is_kind(kind)
+        for is_kind in (
+            types.is_list,
+            types.is_large_list,
+            types.is_fixed_size_list,
+            types.is_list_view,
+            types.is_large_list_view,
+        )
+    )
+
+
+def _nothing(array: pa.Array, dtype: type) -> tuple[np.ndarray, np.ndarray]:
+    return np.zeros(len(array), dtype), np.full(len(array), EMPTY, np.uint8)
+
+
+def _empty(array: pa.Array) -> np.ndarray:
+    """uint8: EMPTY where null, else VALUE."""
+    return array.is_null().to_numpy(zero_copy_only=False).astype(np.uint8)
+
+
+def _numbers(array: pa.Array, name: str, refuse_type: RefuseType) -> tuple[np.ndarray, np.ndarray]:
+    """(float64, status): 0 where missing or refused; may hold NaN and infinities."""
+    if types.is_null(array.type):
+        return _nothing(array, np.float64)
+    if _is_text(array.type):
+        status = Text.of(array).call("rayrec_check_numbers")
+        text = pc.if_else(pa.array(status == VALUE), pc.cast(array, pa.large_binary()), pa.scalar(None, pa.large_binary()))
+        values = pc.cast(pc.cast(text, pa.large_string()), pa.float64())
+        return pc.fill_null(values, 0.0).to_numpy(zero_copy_only=False), status
+    if types.is_boolean(array.type):
+        array = pc.cast(array, pa.uint8())
+    if not (types.is_integer(array.type) or types.is_floating(array.type) or types.is_decimal(array.type)):
+        raise refuse_type(name, "numbers are needed; convert it, or leave it out of the schema")
+    values = pc.cast(array, pa.float64(), safe=False)  # integers above 2^53 are rounded
+    return pc.fill_null(values, 0.0).to_numpy(zero_copy_only=False), _empty(array)
+
+
+def _integers(array: pa.Array, name: str, refuse_type: RefuseType) -> tuple[np.ndarray, np.ndarray]:
+    """(int64, status): of at most 18 digits, as in text; numbers of other types count where they are integral."""
+    if _is_text(array.type):
+        text = Text.of(array)
+        values = np.empty(len(text), np.int64)
+        return values, text.call("rayrec_text_integers", values)
+    if types.is_integer(array.type):
+        status = _empty(array)
+        values = pc.fill_null(array, 0).to_numpy(zero_copy_only=False)
+        if values.dtype == np.uint64:
+            values = np.minimum(values, LIMIT)
+        values = values.astype(np.int64)
+        good = (values < LIMIT) & (values > -LIMIT)
+        return np.where(good, values, 0), np.where(good, status, REFUSED)
+    numbers, status = _numbers(array, name, refuse_type)
+    good = np.isfinite(numbers) & (np.abs(numbers) < LIMIT) & (np.trunc(numbers) == numbers)
+    return np.where(good, numbers, 0).astype(np.int64), np.where(good, status, REFUSED)
+
+
+def _hexadecimal(array: pa.Array, name: str, refuse_type: RefuseType) -> tuple[np.ndarray, np.ndarray]:
+    """(uint32, status)"""
+    if types.is_null(array.type):
+        return _nothing(array, np.uint32)
+    if not _is_text(array.type):
+        raise refuse_type(name, "8 hexadecimal digits as text are needed; set tokens: any in the schema for other categories")
+    text = Text.of(array)
+    values = np.empty(len(text), np.uint32)
+    return values, text.call("rayrec_text_hexadecimal", values)
+
+
+def _tokens(array: pa.Array, name: str, refuse_type: RefuseType) -> tuple[np.ndarray, np.ndarray]:
+    """(uint64, status), see wide_tokens."""
+    if types.is_null(array.type):
+        return _nothing(array, np.uint64)
+    if _is_text(array.type):
+        return text_tokens(array)
+    if types.is_integer(array.type) or types.is_boolean(array.type):
+        return integer_tokens(array)
+    raise refuse_type(name, "text or integers are needed; convert it, or leave it out of the schema")
+
+
+def _lists(array: pa.Array, name: str, delimiter: str, refuse_type: RefuseType) -> tuple[RawSparse, np.ndarray]:
+    """The column, and bool (rows): which rows hold a refused item. Lists in text are split."""
+    rows = len(array)
+    if types.is_null(array.type):
+        return RawSparse(np.zeros(0, np.uint64), None, np.zeros(rows, np.int32)), np.zeros(rows, bool)
+    if _is_text(array.type):
+        array = pc.split_pattern(pc.cast(array, pa.large_binary()), pattern=delimiter)
+    elif not _is_list(array.type):
+        raise refuse_type(name, "a list is needed, or text with the schema's list_delimiter; take it out of lists")
+    lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+    tokens, status = _tokens(_resolved(pc.list_flatten(array)), name, refuse_type)
+    if not status.any():
+        return RawSparse(tokens, None, lengths.astype(np.int32)), np.zeros(rows, bool)
+    row_of = np.repeat(np.arange(rows), lengths)
+    there = status != EMPTY
+    lengths = np.bincount(row_of[there], minlength=rows)
+    bad = np.bincount(row_of[status == REFUSED], minlength=rows) > 0
+    return RawSparse(np.ascontiguousarray(tokens[there]), None, lengths.astype(np.int32)), bad

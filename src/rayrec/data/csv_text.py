@@ -1,0 +1,166 @@
+"""Reads CSV files as columns of text, row by row accounted for."""
+
+from __future__ import annotations
+
+import csv
+import ctypes
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.data.log import is_gzip
+from rayrec.data.parsing import Fault, Faults
+from rayrec.native import library
+from rayrec.schema import Schema
+
+READ_BYTES = 4 << 20
+MAX_ROW_BYTES = 64 << 20
+ROW_NUMBER = "rayrec.row"
+"""Name of the column that numbers a file's rows."""
+_HEADER_BYTES = 1 << 20
+_KINDS = ("too few columns", "too many columns")
+
+
+@dataclass(frozen=True)
+class Header:
+    """The first row of a CSV file."""
+
+    delimiter: str
+    columns: tuple[str, ...]
+
+
+def read_header(head: bytes, schema: Schema, *, path: str) -> Header:
+    """The column names in the file's first bytes (without a byte order mark). A schema's delimiter of a tab, which is what
+    logs without a header have, may also be a comma. Raises InputError where no header can be read."""
+    first_line = head.lstrip(b"\r\n").partition(b"\n")[0]
+    delimiter = schema.delimiter
+    if delimiter == "\t" and b"\t" not in first_line and schema.list_delimiter != ",":
+        delimiter = ","
+    text = io.StringIO(head.decode("utf-8", "replace"), newline="")
+    try:
+        columns = next((row for row in csv.reader(text, delimiter=delimiter) if row), [])
+    except csv.Error as error:
+        raise InputError(f"{path}: its first row is no header ({error}); a CSV file needs one") from None
+    return Header(delimiter, tuple(columns))
+
+
+def check_columns(names: Sequence[str], wanted: Sequence[str], *, path: str, hint: str = "") -> None:
+    """Raises InputError unless each wanted column is there once."""
+    for name in wanted:
+        found = list(names).count(name)
+        if found != 1:
+            shown = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+            what = "no column" if not found else f"{found} columns"
+            raise InputError(f"{path}: has {what} named {name}; it has {shown or 'none'}{hint}; mend the schema or the file")
+
+
+def read_csv(path: str, schema: Schema, faults: Faults, *, read_bytes: int = READ_BYTES) -> Iterator[pa.Table]:
+    """The schema's columns of a CSV file (plain or gzip) as tables of bytes, with the number of each row as column
+    ROW_NUMBER; rows with too few or too many fields are added to `faults`. Raises InputError for a file without the
+    columns, with a quote that is never closed, or damaged."""
+    filesystem, inner = storage.resolve(path)
+    packed = "gzip" if is_gzip(path) else None
+    with filesystem.open_input_stream(inner, compression=packed) as stream:
+        try:
+            yield from _tables(stream, path, schema, faults, read_bytes)
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read to its end ({error}); fetch it again") from None
+
+
+def _tables(stream: Any, path: str, schema: Schema, faults: Faults, read_bytes: int) -> Iterator[pa.Table]:
+    text = b""
+    while not _holds_header(text) and (more := stream.read(read_bytes)):
+        text += more
+    if text.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise InputError(f"{path}: is UTF-16; save it as UTF-8")
+    text = text.removeprefix(b"\xef\xbb\xbf")
+    if not text.strip(b"\r\n"):
+        return
+    header = read_header(text, schema, path=path)
+    check_columns(header.columns, schema.columns, path=path, hint=f" (split at {header.delimiter!r})")
+    splitter = _Splitter(path, header, schema, faults)
+    while True:
+        more = stream.read(read_bytes)
+        table, text = splitter.split(text + more, final=not more)
+        if table is not None:
+            yield table
+        if not more:
+            return
+        if len(text) > MAX_ROW_BYTES:
+            splitter.refuse(f"is longer than {MAX_ROW_BYTES >> 20} MiB")
+
+
+def _holds_header(text: bytes) -> bool:
+    line, ended, _ = text.lstrip(b"\r\n").partition(b"\n")
+    return len(text) >= _HEADER_BYTES or bool(ended and line.count(b'"') % 2 == 0)
+
+
+class _Splitter:
+    """Splits a CSV file's text, piece by piece."""
+
+    def __init__(self, path: str, header: Header, schema: Schema, faults: Faults) -> None:
+        self.path, self.names, self.faults = path, schema.columns, faults
+        self.delimiter, self.columns = header.delimiter, len(header.columns)
+        place = {name: number for number, name in enumerate(self.names)}
+        self.places = np.array([place.get(name, -1) for name in header.columns], np.int32)
+        self.row = -1  # the header is split too
+
+    def refuse(self, why: str) -> None:
+        raise InputError(f"{self.path}: row {max(self.row, 0)} {why}: a quote is not closed, or it is no CSV file")
+
+    def split(self, text: bytes, *, final: bool) -> tuple[pa.Table | None, bytes]:
+        """The rows that are complete, and the text that is left."""
+        data = np.frombuffer(bytearray(text), np.uint8)
+        kept = len(self.names)
+        capacity = len(data) // max(self.columns, 2) + 1  # a row has a byte a delimiter and one for its end, or for a value
+        starts, lengths = np.empty((capacity, kept), np.int64), np.empty((capacity, kept), np.int64)
+        numbers = np.empty(capacity, np.int64)
+        counts, found = np.zeros(2, np.int64), np.zeros((Faults.keep, 2), np.int64)
+        result = np.zeros(4, np.int64)
+        function = library().rayrec_split_csv
+        function.restype = ctypes.c_int64
+        rows = function(
+            ctypes.c_void_p(data.ctypes.data),
+            ctypes.c_int64(len(data)),
+            ctypes.c_int32(final),
+            ctypes.c_uint8(ord(self.delimiter)),
+            ctypes.c_int32(self.columns),
+            ctypes.c_void_p(self.places.ctypes.data),
+            ctypes.c_int32(kept),
+            ctypes.c_int64(capacity),
+            ctypes.c_int64(self.row),
+            *(ctypes.c_void_p(array.ctypes.data) for array in (starts, lengths, numbers, counts, found)),
+            ctypes.c_int64(len(found)),
+            ctypes.c_void_p(result.ctypes.data),
+        )
+        consumed, met, num_found, is_open = result.tolist()
+        self.row += met
+        if final and is_open:
+            self.refuse("does not end")
+        assert not final or consumed == len(data)
+        first = [Fault(self.path, None, _KINDS[kind], "", row) for row, kind in found[:num_found].tolist()]
+        self.faults.add(Faults({kind: n for kind, n in zip(_KINDS, counts.tolist(), strict=True) if n}, first))
+        skip = 1 if rows and numbers[0] < 0 else 0
+        arrays = [self._gather(data, starts[skip:rows], lengths[skip:rows], place) for place in range(kept)]
+        table = pa.table([*arrays, pa.array(numbers[skip:rows])], names=[*self.names, ROW_NUMBER])
+        return (table if table.num_rows else None), text[consumed:]
+
+    def _gather(self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray, place: int) -> pa.Array:
+        rows, kept = starts.shape
+        offsets = np.empty(rows + 1, np.int64)
+        out = np.empty(lengths[:, place].sum(), np.uint8)
+        library().rayrec_gather_text(
+            *(ctypes.c_void_p(array.ctypes.data) for array in (data, starts, lengths)),
+            ctypes.c_int64(rows),
+            ctypes.c_int32(kept),
+            ctypes.c_int32(place),
+            *(ctypes.c_void_p(array.ctypes.data) for array in (offsets, out)),
+        )
+        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(out)]
+        return pa.LargeBinaryArray.from_buffers(pa.large_binary(), rows, buffers)

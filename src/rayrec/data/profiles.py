@@ -1,0 +1,350 @@
+"""Profiles: what exactly becomes of missing values, integers and categories, one small description a published pipeline."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from rayrec.config import Config, InputError
+from rayrec.data.multi_hot import MultiHot
+from rayrec.data.preprocessor import (
+    LOWEST_INTEGER,
+    DenseColumn,
+    Preprocessor,
+    SparseColumn,
+    bucket_integers,
+    murmur3,
+)
+from rayrec.data.split import Split
+from rayrec.schema import Schema
+
+if TYPE_CHECKING:
+    from rayrec.data.counting import CountingJob, Counts
+    from rayrec.data.parsing import RawRows
+
+MLPERF_NUM_EMBEDDINGS = (
+    *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10),
+    *(2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36),
+)
+"""Rows of the 26 tables in MLPerf's benchmarks on Criteo 1TB: distinct categories, at most 40 million."""
+
+DENSE_UNITS = 1 << 20
+"""Units of the fixed-point numbers whose exact sums give mean and variance; see Counts.dense_moments."""
+DENSE_LOW_BITS = 26
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile(Config):
+    """How raw columns become model inputs. A missing number counts as 0 throughout, as in every Criteo pipeline."""
+
+    name: str = "rayrec"
+    """Of the pipeline it follows."""
+    dense: Literal["signed_log", "log", "identity", "buckets"] = "signed_log"
+    """sign(x) ln(1 + |x|); ln(x + shift); x; or categories floor(ln(x)^2) for x > 2, else x, where 0 is none."""
+    dense_shift: float = 1.0
+    """Added before the logarithm ("log")."""
+    dense_lowest: int | None = None
+    """Smaller numbers are raised to this first ("log" and "identity")."""
+    dense_from_file_minimum: bool = False
+    """Numbers are counted from the least one among all dense columns of their file."""
+    dense_standardized: bool = True
+    """Afterwards the mean is subtracted and the result divided by the standard deviation, both of the counted rows."""
+    ids: Literal["frequency", "first_seen", "murmur3"] = "frequency"
+    """Ids by falling count (then rising token), or by the row of the log in which a category comes first; murmur3: no
+    vocabulary, a hash of the category modulo the table's rows (needs num_embeddings)."""
+    first_id: int = 2
+    """Id of the first category."""
+    unknown_id: int | None = 0
+    """Id of categories never seen, or too seldom; None: one more row at the end of the table."""
+    missing: int | Literal["token", "zero", "unknown"] = 1
+    """Id of an empty field; token: a category of its own, counted as the others are; zero: the category 00000000; unknown:
+    as one never seen."""
+    min_count: int = 2
+    """Categories seen less often than this share unknown_id."""
+    token_modulo: int | None = None
+    """Categories are numbers taken modulo this before they are told apart; None: as they are."""
+    num_embeddings: tuple[int, ...] | None = None
+    """Rows of each table, fixed: ids are taken modulo these; None: as many as there are ids."""
+    max_num_embeddings: int | None = None
+    """Most rows a table may have; None: no limit."""
+    beyond_limit: Literal["hash", "modulo"] = "hash"
+    """A column that needs more rows than max_num_embeddings: hash gives up its vocabulary, id = first_id + token modulo the
+    rest; modulo takes its ids modulo the limit."""
+    counted: Literal["train", "all"] = "train"
+    """Rows that vocabulary and constants are made from; all: with those held out, as the published pipeline does."""
+    multi_hot: MultiHot | None = None
+    """Makes a bag of every id."""
+    split: Split = field(default_factory=Split)
+    """Which rows train, validate and test, where no evaluation log is given."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.min_count < 1:
+            raise InputError(f"min_count: {self.min_count} must be at least 1")
+        if self.max_num_embeddings is not None and self.max_num_embeddings <= self.first_id:
+            raise InputError(f"max_num_embeddings: {self.max_num_embeddings} must be above {self.first_id}")
+        if self.token_modulo is not None and not 1 <= self.token_modulo < 2**32:
+            raise InputError(f"token_modulo: {self.token_modulo} must lie between 1 and 2^32 - 1")
+        if self.ids == "murmur3" and self.num_embeddings is None:
+            raise InputError("profile: ids murmur3 need num_embeddings, the rows of each table")
+        reserved = {self.unknown_id, self.missing if isinstance(self.missing, int) else None} - {None}
+        if self.first_id < 0 or any(not 0 <= name < self.first_id for name in reserved if name is not None):
+            raise InputError(f"profile: unknown_id and missing must lie below first_id {self.first_id}")
+
+    @property
+    def first_rows(self) -> bool:
+        """Whether counting must note where each category comes first."""
+        return self.ids == "first_seen"
+
+    @property
+    def prepare(self) -> Callable[[RawRows], RawRows] | None:
+        """What is done to raw rows before they are counted."""
+        return bucket_integers if self.dense == "buckets" else None
+
+    def counting(self, schema: Schema) -> CountingJob:
+        """What must be counted of a log of `schema`."""
+        from rayrec.data.counting import CountingJob
+
+        dtype: Literal["uint32", "uint64"] = "uint32" if schema.tokens == "hexadecimal" else "uint64"
+        return CountingJob(schema, prepare=self.prepare, dtype=dtype, first_rows=self.first_rows)
+
+    def inputs(self, schema: Schema) -> Schema:
+        """The columns that are counted and that the model gets."""
+        if self.dense != "buckets":
+            return schema
+        return schema.replace(dense=(), sparse=schema.dense + schema.sparse)
+
+
+def make_preprocessor(profile: Profile, schema: Schema, counts: Counts) -> Preprocessor:
+    """Turns counts of a log of `schema` into a Preprocessor. It depends on the rows counted alone, not on how they were
+    divided among tasks. Raises InputError for a log that the profile does not fit."""
+    inputs = profile.inputs(schema)
+    if profile.num_embeddings is not None and len(profile.num_embeddings) != len(inputs.sparse):
+        raise InputError(
+            f"profile.num_embeddings: {len(profile.num_embeddings)} tables for {len(inputs.sparse)} sparse columns"
+        )
+    sparse, kept = [], []
+    for number in range(len(inputs.sparse)):
+        column, tokens = _sparse_column(profile, counts, number)
+        sparse.append(column)
+        kept.append(tokens)
+    return Preprocessor(
+        profile=profile.name,
+        schema=schema,
+        dense=tuple(_dense_column(profile, moments) for moments in counts.dense_moments.tolist()),
+        sparse=tuple(sparse),
+        tokens=np.concatenate(kept) if kept else np.zeros(0, np.uint32),
+        integer_buckets=profile.dense == "buckets",
+        file_minimum=_file_minimum(counts) if profile.dense_from_file_minimum else None,
+        multi_hot=profile.multi_hot,
+        constants={"rules": profile.to_dict(), "rows": counts.rows},
+    )
+
+
+def _file_minimum(counts: Counts) -> dict[str, int]:
+    return {"": min(counts.file_minimum.values(), default=0), **dict(sorted(counts.file_minimum.items()))}
+
+
+def _dense_column(profile: Profile, moments: list[int]) -> DenseColumn:
+    """`moments`: present values, sum, and upper and lower part of the sum of squares, of sign(x) ln(1 + |x|)."""
+    assert profile.dense != "buckets"
+    lowest = LOWEST_INTEGER if profile.dense_lowest is None else profile.dense_lowest
+    mean, scale = 0.0, 1.0
+    present, total, high, low = moments
+    if profile.dense_standardized and present:
+        mean = total / (present * DENSE_UNITS)
+        squares = (high << DENSE_LOW_BITS) + low
+        variance = (present * squares - total * total) / (present * DENSE_UNITS) ** 2  # exact up to the division
+        scale = 1.0 / math.sqrt(variance) if variance > 1e-12 else 1.0
+    plain = DenseColumn(profile.dense, profile.dense_shift, lowest, mean, scale)
+    return DenseColumn(**{**vars(plain), "missing_value": float(plain.apply(np.zeros(1))[0])})
+
+
+def _sparse_column(profile: Profile, counts: Counts, number: int) -> tuple[SparseColumn, np.ndarray]:
+    """The column's rule, and its vocabulary in id order (empty where it is hashed)."""
+    if profile.ids == "murmur3":
+        assert profile.num_embeddings is not None
+        rows = profile.num_embeddings[number]
+        missing_id = murmur3(0) % rows
+        column = SparseColumn(rows, None, first_id=0, unknown_id=0, missing_id=missing_id, murmur3=True)
+        return column, np.zeros(0, np.uint32)
+    tokens, amounts, first_rows = counts.kept(number, 1 if profile.missing == "zero" or profile.token_modulo else profile.min_count)
+    missing_count, missing_row = (int(value) for value in counts.missing[number])
+    if profile.token_modulo:
+        tokens, amounts, first_rows = _merged(tokens % tokens.dtype.type(profile.token_modulo), amounts, first_rows)
+    if profile.missing == "zero" and missing_count:
+        tokens, amounts, first_rows = _merged(
+            np.append(tokens, tokens.dtype.type(0)),
+            np.append(amounts, missing_count),
+            None if first_rows is None else np.append(first_rows, missing_row),
+        )
+    frequent = amounts >= profile.min_count
+    tokens, amounts = tokens[frequent], amounts[frequent]
+    if first_rows is not None:
+        order = np.argsort(first_rows[frequent], kind="stable")
+    else:
+        order = np.lexsort((tokens, -amounts))
+    tokens, first_id = tokens[order], profile.first_id
+    gap = None
+    if profile.missing == "token" and missing_count >= profile.min_count:
+        # Its place among the others; by frequency, it comes before tokens that are as frequent.
+        if first_rows is not None:
+            before = int(np.searchsorted(first_rows[frequent][order], missing_row))
+        else:
+            before = int(np.searchsorted(-amounts[order], -missing_count))
+        gap = first_id + before
+    num_ids = first_id + len(tokens) + (gap is not None)
+    num_embeddings = num_ids + (profile.unknown_id is None)
+    fixed = profile.num_embeddings[number] if profile.num_embeddings else None
+    limit = fixed or profile.max_num_embeddings
+    hashed = limit is not None and num_embeddings > limit and profile.beyond_limit == "hash" and not fixed
+    unknown_id = num_ids if profile.unknown_id is None else profile.unknown_id
+    if isinstance(profile.missing, int):
+        missing_id = profile.missing
+    elif profile.missing == "token":
+        missing_id = unknown_id if gap is None else gap
+    elif profile.missing == "unknown":
+        missing_id = unknown_id
+    else:
+        zero = np.flatnonzero(tokens == 0)
+        missing_id = first_id + int(zero[0]) if len(zero) else unknown_id
+    if fixed or (limit is not None and num_embeddings > limit):
+        assert limit is not None
+        num_embeddings = limit
+        if hashed and not isinstance(profile.missing, int):
+            missing_id = first_id  # as token 0
+        missing_id, unknown_id = missing_id % limit, unknown_id % limit
+    if hashed:
+        return SparseColumn(num_embeddings, None, first_id, unknown_id, missing_id), tokens[:0]
+    column = SparseColumn(num_embeddings, len(tokens), first_id, unknown_id, missing_id, gap, profile.token_modulo)
+    return column, tokens
+
+
+def _merged(
+    tokens: np.ndarray, amounts: np.ndarray, first_rows: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Adds up what came under one token several times."""
+    if not len(tokens):
+        return tokens, amounts, first_rows
+    order = np.argsort(tokens, kind="stable")
+    tokens = tokens[order]
+    starts = np.flatnonzero(np.concatenate([[True], tokens[1:] != tokens[:-1]]))
+    return (
+        tokens[starts],
+        np.add.reduceat(amounts[order], starts),
+        None if first_rows is None else np.minimum.reduceat(first_rows[order], starts),
+    )
+
+
+RAYREC = Profile()
+"""Our own default: nothing is lost below zero, ids depend on no order of rows, unseen and missing are told apart."""
+
+MLPERF_V1 = Profile(
+    name="mlperf-v1",
+    dense="log",
+    dense_lowest=0,
+    dense_standardized=False,
+    ids="first_seen",
+    first_id=0,
+    unknown_id=None,
+    missing="zero",
+    min_count=1,
+    counted="all",
+    split=Split(test_first=True),
+)
+"""dlrm's data_utils.py: ln(max(x, 0) + 1), dictionaries in order of first appearance over all rows, held-out ones too, ids
+from 0. `token_modulo` is its --max-ind-range. It has no id for unseen categories, since its dictionary holds the test's
+too; here each table has one more row for them."""
+
+TORCHREC = Profile(
+    name="torchrec",
+    dense="log",
+    dense_shift=2.0,
+    dense_from_file_minimum=True,
+    dense_standardized=False,
+    ids="first_seen",
+    unknown_id=1,
+    missing="zero",
+    min_count=3,
+    beyond_limit="modulo",
+    counted="all",
+)
+"""torchrec.datasets.criteo since June 2025: ln(x - m + 2), m the least integer of the file, missing ones being 0; contiguous
+ids from 2 in order of first appearance over all files, rarer ones 1, then modulo the table's size."""
+
+TORCHREC_2024 = TORCHREC.replace(name="torchrec-2024", dense_shift=3.0, dense_from_file_minimum=False)
+"""torchrec.datasets.criteo before: ln(x + 3), which is -inf at -3 (Kaggle holds such values) and not a number below."""
+
+RAY_TEMPLATE = Profile(
+    name="ray-template",
+    dense="log",
+    dense_shift=3.0,
+    dense_standardized=False,
+    unknown_id=1,
+    missing="token",
+    min_count=3,
+    counted="train",
+)
+"""The Ray Train and Ray Data template: ln(x + 3); categories counted 3 times or more get ids from 2 in the order of its files
+of value counts, here by falling count (those files are not published); others 1; the empty field counts as a category."""
+
+NVT = Profile(
+    name="nvt",
+    dense="log",
+    dense_shift=3.0,
+    dense_standardized=False,
+    ids="murmur3",
+    first_id=0,
+    unknown_id=None,
+    missing="zero",
+    min_count=1,
+    num_embeddings=MLPERF_NUM_EMBEDDINGS,
+    counted="all",
+)
+"""TorchRec's NVTabular scripts from August 2022 to May 2023: ln(x + 3), and cuDF's murmur3 hash of the category modulo the
+table's rows. The hash is that of the GPU library as documented; it was not run on a GPU."""
+
+FUXICTR_X4 = Profile(
+    name="fuxictr-x4",
+    dense="buckets",
+    first_id=1,
+    unknown_id=None,
+    missing="unknown",
+    min_count=10,
+    split=Split(kind="named_files"),
+)
+"""FuxiCTR 2.1 to 2.3.6 on Criteo_x4: integers become categories, 0 and the empty field none; id 0 is padding and never
+produced, ids from 1 by falling count, then category; rarer ones and empty fields share the last row. The published split
+comes as files train, valid and test."""
+
+FUXICTR_X1 = Profile(
+    name="fuxictr-x1",
+    dense="identity",
+    dense_standardized=False,
+    first_id=1,
+    unknown_id=None,
+    missing="zero",
+    min_count=1,
+    split=Split(kind="named_files"),
+)
+"""FuxiCTR 2.1 to 2.3.6 on Criteo_x1, whose published files hold numbers scaled already and categories numbered already (the
+code that made them is not published): numbers as they are, ids from 1 by falling count, then category."""
+
+ALL: dict[str, Profile] = {
+    profile.name: profile
+    for profile in (RAYREC, MLPERF_V1, TORCHREC, TORCHREC_2024, RAY_TEMPLATE, NVT, FUXICTR_X1, FUXICTR_X4)
+}
+"""Every profile by its name."""
+
+
+def by_name(name: str) -> Profile:
+    """Raises InputError for a name that is none, with the nearest one."""
+    if name not in ALL:
+        near = difflib.get_close_matches(name, ALL, n=1)
+        raise InputError(f"no profile '{name}'; " + (f"did you mean '{near[0]}'?" if near else f"there are {', '.join(ALL)}"))
+    return ALL[name]

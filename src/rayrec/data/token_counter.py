@@ -1,0 +1,337 @@
+"""Counts of one column's tokens: in a growing table and, where all tables together outgrow memory, on disk."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.native import library
+
+Items = tuple[np.ndarray, np.ndarray, np.ndarray | None]
+"""(tokens, counts int64, first rows int64 or None), in no particular order."""
+
+TILE = 256  # of counting.c: tokens a table must have room for
+NO_ROW = 2**63 - 1
+
+# A table filled piece by piece in the order of another one's slots needs another hash function, or each piece would crowd
+# into one corner of it: tasks use the first, the driver the second, the merging of spilled partitions the third.
+_FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xFF51AFD7ED558CCD)
+
+
+class _CCounter(ctypes.Structure):
+    _fields_ = [
+        ("slots", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("used", ctypes.c_int64),
+        ("factor", ctypes.c_uint64),
+        ("shift", ctypes.c_int32),
+        ("words", ctypes.c_int32),
+    ]
+
+
+def kernel(name: str) -> Any:
+    function = getattr(library(), name)
+    function.restype = ctypes.c_int64
+    return function
+
+
+def pointer(array: np.ndarray | None) -> ctypes.c_void_p:
+    assert array is None or array.flags.c_contiguous
+    return ctypes.c_void_p(None if array is None else array.ctypes.data)
+
+
+class TokenCounter:
+    """Counts of one column's tokens in a growing open-addressing table of 16 bytes a slot, 24 with first rows."""
+
+    def __init__(self, slots: int = 1024, *, dtype: Any = np.uint32, first_rows: bool = False, family: int = 0) -> None:
+        """`dtype` of the tokens is uint32 or uint64. With `first_rows`, each token's least row number is kept. `family`
+        chooses among three hash functions."""
+        self.dtype = np.dtype(dtype)
+        assert self.dtype in (np.uint32, np.uint64)
+        self.first_rows = first_rows
+        self._family = family
+        self._allocate(slots)
+
+    @property
+    def used(self) -> int:
+        """Distinct tokens."""
+        return self._c.used
+
+    @property
+    def num_bytes(self) -> int:
+        return self._slots.nbytes
+
+    def num_bytes_with(self, tokens: int) -> int:
+        """Size of the table once there is room for so many more tokens."""
+        return self._slots_with(tokens) * self._slots.shape[1] * 8
+
+    def count(self, raw: Any, column: int, first_row: int = 0) -> None:
+        """Adds the present tokens of sparse column number `column` of RawRows; its row r is number first_row + r."""
+        count_columns([self], raw, first_row, np.array([[0, NO_ROW]]), first_column=column)
+
+    def count_values(self, tokens: np.ndarray, rows: np.ndarray | None = None) -> None:
+        """Adds tokens (uint32 or uint64), one each; `rows` (int64) are their row numbers where first rows are kept."""
+        self._add(tokens, None, rows, 0)
+
+    def merge(
+        self, tokens: np.ndarray, counts: np.ndarray, first_rows: np.ndarray | None = None, *, shift_rows: int = 0
+    ) -> None:
+        """Adds tokens with their counts (1 or more) and, where these are kept, first rows, each raised by shift_rows."""
+        self.make_room(len(tokens))
+        self._add(tokens, counts, first_rows, shift_rows)
+
+    def items(self, min_count: int = 1) -> Items:
+        """The tokens counted at least `min_count` times, in no particular order."""
+        return self.partitioned(0, min_count)[0]
+
+    def partitioned(self, bits: int, min_count: int = 1) -> tuple[Items, np.ndarray]:
+        """Items ordered by partition, 2^bits of them, and the place where each starts (one entry more: the end)."""
+        offsets = np.empty((1 << bits) + 1, np.int64)
+        write = kernel("rayrec_count_items")
+        fixed = (
+            ctypes.byref(self._c),
+            ctypes.c_int64(min_count),
+            ctypes.c_int32(self.dtype.itemsize),
+            ctypes.c_int32(bits),
+            pointer(offsets),
+        )
+        size = write(*fixed, None, None, None)
+        tokens, counts = np.empty(size, self.dtype), np.empty(size, np.int64)
+        rows = np.empty(size, np.int64) if self.first_rows else None
+        write(*fixed, pointer(tokens), pointer(counts), pointer(rows))
+        return (tokens, counts, rows), offsets
+
+    def clear(self) -> None:
+        self._allocate(1024)
+
+    def make_room(self, tokens: int) -> None:
+        """Grows the table so that it takes so many more tokens without growing again."""
+        size = self._slots_with(tokens)
+        if size > self._c.size:
+            slots, old = self._slots, self._c  # kept until the move is done
+            self._allocate(size)
+            assert slots is not None
+            kernel("rayrec_count_move")(ctypes.byref(old), ctypes.byref(self._c))
+
+    def _slots_with(self, tokens: int) -> int:
+        size = self._c.size
+        while size // 3 * 2 < self._c.used + tokens + TILE:
+            size *= 2
+        return size
+
+    def _allocate(self, slots: int) -> None:
+        assert slots >= 2
+        assert slots & (slots - 1) == 0
+        words = 3 if self.first_rows else 2
+        self._slots = np.zeros((slots, words), np.uint64)
+        shift = 64 - (slots.bit_length() - 1)
+        self._c = _CCounter(self._slots.ctypes.data, slots, 0, _FACTORS[self._family], shift, words)
+
+    def _add(self, tokens: np.ndarray, counts: np.ndarray | None, rows: np.ndarray | None, shift_rows: int) -> None:
+        assert tokens.dtype in (np.uint32, np.uint64)
+        assert tokens.itemsize <= self.dtype.itemsize
+        assert not self.first_rows or rows is not None or not len(tokens)
+        tokens = _plain(tokens, tokens.dtype)
+        counts = None if counts is None else _plain(counts, np.int64)
+        rows = _plain(rows, np.int64) if self.first_rows and rows is not None else None
+        done = 0
+        while True:
+            done += kernel("rayrec_count_values")(
+                pointer(tokens[done:]),
+                ctypes.c_int32(tokens.itemsize),
+                pointer(None if counts is None else counts[done:]),
+                pointer(None if rows is None else rows[done:]),
+                ctypes.c_int64(shift_rows),
+                ctypes.c_int64(len(tokens) - done),
+                ctypes.byref(self._c),
+            )
+            if done == len(tokens):
+                return
+            self.make_room(self.used)  # doubles it
+
+
+def _plain(array: np.ndarray, dtype: Any) -> np.ndarray:
+    return np.require(array, dtype, ["C", "A"])
+
+
+def count_columns(
+    counters: Sequence[TokenCounter], raw: Any, first_row: int, absences: np.ndarray, *, first_column: int = 0
+) -> None:
+    """Counts sparse columns of RawRows, side by side from `first_column` on, one counter each. Adds to `absences` int64
+    (columns, 2) how many rows have no value and lowers it to the first such row; row r is number first_row + r."""
+    tokens, done = raw.tokens, 0
+    if not counters:
+        return
+    assert tokens.flags.c_contiguous
+    assert all(tokens.itemsize <= counter.dtype.itemsize for counter in counters)
+    while True:
+        pointers = (ctypes.c_void_p * len(counters))(*(ctypes.addressof(counter._c) for counter in counters))
+        done += kernel("rayrec_count_rows")(
+            ctypes.c_void_p(tokens.ctypes.data + (done * tokens.shape[1] + first_column) * tokens.itemsize),
+            ctypes.c_int32(tokens.itemsize),
+            ctypes.c_void_p(raw.missing.ctypes.data + 8 * done),
+            ctypes.c_int64(raw.rows - done),
+            ctypes.c_int64(tokens.shape[1]),
+            ctypes.c_int32(len(raw.schema.dense) + first_column),
+            ctypes.c_int32(len(counters)),
+            ctypes.c_int64(first_row + done),
+            pointers,
+            pointer(absences),
+        )
+        if done == raw.rows:
+            return
+        for counter in counters:
+            counter.make_room(0)
+
+
+_PARTITION_BITS = 6
+_CHUNK = 1 << 16
+"""Tokens of a run read at a time."""
+
+
+class _Run:
+    """One column's items in the spill file, ordered by partition: all tokens, then all counts, then all first rows."""
+
+    def __init__(self, start: int, offsets: np.ndarray, dtypes: Sequence[np.dtype]) -> None:
+        self.start, self.offsets, self.dtypes = start, offsets, dtypes
+
+    def read(self, file: int, first: int, stop: int) -> Iterator[list[np.ndarray]]:
+        """The items of partitions [first, stop), some at a time."""
+        total = int(self.offsets[-1])
+        for low in range(int(self.offsets[first]), int(self.offsets[stop]), _CHUNK):
+            high, base, arrays = min(low + _CHUNK, int(self.offsets[stop])), self.start, []
+            for dtype in self.dtypes:
+                array = np.empty(high - low, dtype)
+                got = os.preadv(file, [array.view(np.uint8).data], base + low * dtype.itemsize)
+                assert got == array.nbytes
+                arrays.append(array)
+                base += total * dtype.itemsize
+            yield arrays
+
+
+class Spill:
+    """Counts that outgrew memory, in one file without a name: whatever ends this process, its space is freed."""
+
+    def __init__(self, folder: str | None, memory_bytes: int) -> None:
+        if folder is not None and storage.is_url(folder):
+            raise InputError(f"{folder}: counts are spilled to a local folder only")
+        self._folder = storage.absolute(folder or tempfile.gettempdir())
+        # The other half is for a table that grows and for a column's items on their way to disk.
+        self.table_bytes = memory_bytes // 2
+        self._file: Any = None
+        self._runs: dict[int, list[_Run]] = {}
+        self.written_bytes = 0
+
+    @property
+    def begun(self) -> bool:
+        return self._file is not None
+
+    def write(self, counters: Sequence[TokenCounter]) -> None:
+        """Moves what the counters hold to disk. Raises InputError where there is no room."""
+        try:
+            if self._file is None:
+                os.makedirs(self._folder, exist_ok=True)
+                self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115  closed by `close`
+            for column, counter in enumerate(counters):
+                if not counter.used:
+                    continue
+                (tokens, counts, rows), offsets = counter.partitioned(_PARTITION_BITS)
+                counter.clear()
+                arrays = [tokens, narrow(counts)] + ([] if rows is None else [rows])
+                run = _Run(self.written_bytes, offsets, [array.dtype for array in arrays])
+                self._runs.setdefault(column, []).append(run)
+                for array in arrays:
+                    self._write(array)
+        except OSError as error:
+            raise InputError(
+                f"{self._folder}: counts that outgrew memory cannot be written there ({error.strerror}); make room, "
+                "name another spill_folder or raise memory_bytes"
+            ) from None
+
+    def _write(self, array: np.ndarray) -> None:
+        view = array.view(np.uint8).data
+        while view:
+            done = self._file.write(view)
+            self.written_bytes += done
+            view = view[done:]
+
+    def merged(self, column: int, like: TokenCounter, min_count: int) -> tuple[Items, int]:
+        """Everything spilled of a column, added up, where it was counted at least `min_count` times; and how many distinct
+        tokens there were before."""
+        runs, kept, distinct = self._runs.get(column, []), [], 0
+        sizes = sum((np.diff(run.offsets) for run in runs), np.zeros(1 << _PARTITION_BITS, np.int64))
+        for first, stop, split_bits in _groups(sizes.tolist(), self.table_bytes, like):
+            for part in range(1 << split_bits):
+                counter = TokenCounter(dtype=like.dtype, first_rows=like.first_rows, family=2)
+                counter.make_room(int(sizes[first:stop].sum()) >> split_bits)
+                for run in runs:
+                    for arrays in run.read(self._file.fileno(), first, stop):
+                        if split_bits:
+                            arrays = _select(arrays, _PARTITION_BITS + split_bits, (first << split_bits) + part)
+                        counter.merge(*arrays)
+                distinct += counter.used
+                kept.append(counter.items(min_count))
+                del counter
+        tokens, counts, rows = (_joined(kept, i) for i in range(3))
+        if tokens is None or counts is None:
+            return (
+                np.zeros(0, like.dtype),
+                np.zeros(0, np.int64),
+                np.zeros(0, np.int64) if like.first_rows else None,
+            ), 0
+        return (tokens, counts, rows), distinct
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._runs.clear()
+
+
+def _groups(sizes: Sequence[int], table_bytes: int, like: TokenCounter) -> Iterator[tuple[int, int, int]]:
+    """(first partition, partition behind the last, split bits): partitions whose tokens fit into a table together; one
+    that does not fit alone is read 2^split bits times."""
+    empty = TokenCounter(dtype=like.dtype, first_rows=like.first_rows)
+    first = 0
+    while first < len(sizes):
+        stop, total = first + 1, sizes[first]
+        while stop < len(sizes) and empty.num_bytes_with(total + sizes[stop]) <= table_bytes:
+            total += sizes[stop]
+            stop += 1
+        split_bits = 0
+        while empty.num_bytes_with(total >> split_bits) > table_bytes and total >> split_bits > 2 * TILE:
+            split_bits += 1
+        if total:
+            yield first, stop, split_bits
+        first = stop
+
+
+def _select(arrays: Sequence[np.ndarray], bits: int, partition: int) -> list[np.ndarray]:
+    tokens, counts, *rows = arrays
+    counts = counts.astype(np.int64)
+    kept = kernel("rayrec_select_partition")(
+        pointer(tokens),
+        ctypes.c_int32(tokens.itemsize),
+        pointer(counts),
+        pointer(rows[0] if rows else None),
+        ctypes.c_int64(len(tokens)),
+        ctypes.c_int32(bits),
+        ctypes.c_int64(partition),
+    )
+    return [array[:kept] for array in (tokens, counts, *rows)]
+
+
+def _joined(kept: list[Items], number: int) -> np.ndarray | None:
+    arrays = [items[number] for items in kept if items[number] is not None]
+    return np.concatenate(arrays) if arrays else None  # type: ignore[arg-type]
+
+
+def narrow(counts: np.ndarray) -> np.ndarray:
+    """The same numbers in 32 bits where they fit."""
+    return counts.astype(np.uint32) if not len(counts) or counts.max() < 2**32 else counts

@@ -1,0 +1,237 @@
+"""Fetches the files of a published data set into a folder, whole and checked."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import Any
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.datasets.checking import UNCHECKED, check_bytes, check_offer, check_present, result_of
+from rayrec.datasets.download import Failed, Partial, RetryConfig, Stopped, Version, download, writing_to
+from rayrec.datasets.extract import extract, require_space
+from rayrec.datasets.remote import RemoteFile, size_text
+
+RECORD = "fetched.json"
+"""In the folder: bytes, sha256, url and what was checked of each file; data readers leave .json files out."""
+
+
+def fetch(
+    files: Sequence[RemoteFile],
+    folder: str,
+    *,
+    base_url: str | None = None,
+    verify: bool = False,
+    parallelism: int = 2,
+    retries: RetryConfig | None = None,
+    progress: Callable[[str, int, int | None], None] = lambda what, done, total: None,
+    note: Callable[[str], None] = lambda text: None,
+) -> list[dict[str, Any]]:
+    """Fetches what is not there yet, `parallelism` files at a time, and returns for each file name, bytes, sha256, url,
+    status (`fetched` or `present`) and what it was `verified` by.
+
+    A file appears under its name only when it is whole and checked: by the published sha256 or md5, else by the server's
+    own, else by its length alone, which is noted. An interrupted call leaves NAME.partial, where the next one goes on.
+    Files that are there are checked by size, with `verify` by checksum too. `base_url` stands in for the published
+    places. Raises InputError where a file cannot be fetched, is not the published one, or does not fit on the disk.
+    """
+    if storage.is_url(folder):
+        raise InputError(f"{folder}: files are fetched to a local folder; choose one with --out and copy it from there")
+    if base_url is not None and not base_url.startswith(("http://", "https://")):
+        raise InputError(f"--base-url {base_url}: is no http:// or https:// address")
+    folder = storage.absolute(folder)
+    with writing_to(folder):
+        os.makedirs(folder, exist_ok=True)
+    with _alone_in(folder):
+        records = _Records(folder)
+        results = {}
+        for file in files:
+            if found := check_present(file, folder, records.read(file.name), verify=verify, note=note):
+                records.write(found)
+                results[file.name] = found
+        wanted: dict[str, list[RemoteFile]] = {}
+        transfers: dict[str, RemoteFile] = {}
+        for file in files:
+            if file.name not in results:
+                transfer = file.archive or file
+                transfers[transfer.name] = transfer
+                wanted.setdefault(transfer.name, []).append(file)
+        partials = {name: Partial(os.path.join(folder, name)) for name in transfers}
+        _check_space(folder, list(transfers.values()), partials, wanted)
+        for terms in dict.fromkeys(file.terms for file in transfers.values() if file.terms):
+            note(terms)
+        reported = _Progress(list(transfers.values()), progress)
+        stop = threading.Event()
+
+        def run(transfer: RemoteFile) -> None:
+            done = _transfer(
+                transfer,
+                wanted[transfer.name],
+                partials[transfer.name],
+                urls=transfer.urls if base_url is None else (f"{base_url.rstrip('/')}/{transfer.name}",),
+                folder=folder,
+                retries=retries or RetryConfig(),
+                reported=reported,
+                note=note,
+                stop=stop,
+            )
+            for result in done:
+                records.write(result)
+                results[result["name"]] = result
+
+        _in_parallel(run, list(transfers.values()), parallelism, stop)
+    return [results[file.name] for file in files]
+
+
+def _in_parallel(
+    run: Callable[[RemoteFile], None], files: Sequence[RemoteFile], parallelism: int, stop: threading.Event
+) -> None:
+    """Runs all; the first that fails, or an interrupt, stops the others, whose partial files stay."""
+    with ThreadPoolExecutor(max_workers=parallelism) as pool:
+        futures = [pool.submit(run, file) for file in files]
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+        errors = [error for future in done if (error := future.exception())]
+    for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):
+        raise error
+
+
+def _transfer(
+    file: RemoteFile,
+    wanted: Sequence[RemoteFile],
+    partial: Partial,
+    *,
+    urls: Sequence[str],
+    folder: str,
+    retries: RetryConfig,
+    reported: _Progress,
+    note: Callable[[str], None],
+    stop: threading.Event,
+) -> list[dict[str, Any]]:
+    """Fetches a file, and out of an archive the wanted members, after which the archive is removed."""
+    path = os.path.join(folder, file.name)
+    if file not in wanted and check_present(file, folder, None, verify=True, note=note):
+        return extract(path, wanted, folder, url=path, note=note, stop=stop)  # the user's, who keeps it
+    verified = ""
+    reported.advance(file, partial.size_bytes)
+
+    def accept(version: Version) -> None:
+        check_offer(file, version)
+        reported.total(file, version.size_bytes)
+        require_space(folder, file.name, version.size_bytes or 0, freed_bytes=partial.size_bytes)
+
+    def check() -> None:
+        nonlocal verified
+        assert partial.version is not None
+        sha256, md5 = partial.sha256.hexdigest(), partial.md5.hexdigest()
+        verified = check_bytes(file, partial.path, partial.size_bytes, sha256, md5, partial.version)
+
+    try:
+        url = download(
+            urls,
+            partial,
+            same_everywhere=bool(file.sha256 or file.md5),
+            retries=retries,
+            accept=accept,
+            verify=check,
+            advance=lambda done: reported.advance(file, done),
+            stop=stop,
+        )
+    except Failed as error:
+        where = f"it is published at {file.page}: " if file.page else ""
+        raise InputError(
+            f"{file.name}: cannot be fetched ({error}); {where}put it into {folder} by hand or name a mirror with --base-url"
+        ) from None
+    size = partial.size_bytes
+    if verified in UNCHECKED:
+        note(f"{file.name}: {size_text(size)} fetched; {UNCHECKED[verified]}")
+    else:
+        note(f"{file.name}: {size_text(size)} fetched, as by the {verified}")
+    if file in wanted:
+        partial.finish(path)
+        return [result_of(file.name, size, partial.sha256.hexdigest(), url, "fetched", verified)]
+    results = extract(partial.path, wanted, folder, url=url, note=note, stop=stop)
+    partial.finish(None)
+    return results
+
+
+def _check_space(
+    folder: str,
+    transfers: Sequence[RemoteFile],
+    partials: dict[str, Partial],
+    wanted: dict[str, list[RemoteFile]],
+) -> None:
+    """Counts what is known; what is not is checked when a server says it."""
+    needed = 0
+    for file in transfers:
+        needed += max((file.expected_bytes or 0) - partials[file.name].size_bytes, 0)
+        needed += sum(member.expected_bytes or 0 for member in wanted[file.name] if member is not file)
+    require_space(
+        folder,
+        " and ".join(file.name for file in transfers[:2]) if len(transfers) < 3 else f"the {len(transfers)} files",
+        needed,
+    )
+
+
+class _Progress:
+    """Bytes of all files together."""
+
+    def __init__(self, files: Sequence[RemoteFile], progress: Callable[[str, int, int | None], None]) -> None:
+        self._lock = threading.Lock()
+        self._progress = progress
+        self._done: dict[str, int] = {}
+        self._total = {file.name: file.expected_bytes for file in files}
+
+    def total(self, file: RemoteFile, size_bytes: int | None) -> None:
+        with self._lock:
+            self._total[file.name] = size_bytes
+
+    def advance(self, file: RemoteFile, done: int) -> None:
+        with self._lock:
+            self._done[file.name] = done
+            totals = [total for total in self._total.values() if total is not None]
+            total = sum(totals) if len(totals) == len(self._total) else None
+            self._progress("fetch (bytes)", sum(self._done.values()), total)
+
+
+class _Records:
+    """fetched.json, written anew after each file."""
+
+    def __init__(self, folder: str) -> None:
+        self._path = os.path.join(folder, RECORD)
+        self._lock = threading.Lock()
+        self._by_name: dict[str, dict[str, Any]] = {}
+        # A record that is missing or damaged costs a checksum of what is there, nothing else.
+        with contextlib.suppress(InputError, KeyError, TypeError):
+            self._by_name = {record["name"]: record for record in storage.read_json(self._path)["files"]}
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        return self._by_name.get(name)
+
+    def write(self, result: dict[str, Any]) -> None:
+        record = {key: value for key, value in result.items() if key != "status"}
+        with self._lock:
+            if self._by_name.get(record["name"]) != record:
+                self._by_name[record["name"]] = record
+                storage.write_json(self._path, {"files": list(self._by_name.values())})
+
+
+@contextlib.contextmanager
+def _alone_in(folder: str) -> Iterator[None]:
+    """Two that append to one partial file would spoil it. Raises InputError where another fetch runs."""
+    with writing_to(folder):
+        lock = open(os.path.join(folder, ".fetch.lock"), "wb")  # noqa: SIM115
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"{folder}: another fetch is writing there; wait for it or choose another --out") from None
+        yield

@@ -1,0 +1,34 @@
+"""The data sets `rayrec fetch` knows, by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+
+from rayrec.config import InputError
+from rayrec.datasets import criteo, mnist, remote
+from rayrec.datasets.remote import RemoteFile
+
+ALL: dict[str, tuple[RemoteFile, ...]] = {
+    "criteo_kaggle": criteo.KAGGLE_FILES,
+    "criteo_small": criteo.SMALL_DAYS,
+    "criteo_full": criteo.FULL_DAYS,
+    "mnist": mnist.FILES,
+}
+"""The files of every data set that can be fetched."""
+
+
+def files_of(name: str) -> tuple[RemoteFile, ...]:
+    """The files of a data set. Raises InputError for an unknown name, with the nearest one."""
+    if name not in ALL:
+        near = difflib.get_close_matches(name, ALL, n=1)
+        raise InputError(
+            f"no data set '{name}' to fetch; "
+            + (f"did you mean '{near[0]}'?" if near else f"there are {', '.join(ALL)}")
+        )
+    return ALL[name]
+
+
+def require(path: str, name: str, *, note: Callable[[str], None] | None = None) -> list[str]:
+    """The paths in a folder of all files of a data set, in its order. Raises InputError as `remote.require_files` does."""
+    return remote.require_files(path, files_of(name), fetch_name=name, note=note)

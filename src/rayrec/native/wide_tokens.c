@@ -1,0 +1,169 @@
+/* Categories as 64-bit tokens: text becomes one, and open-addressing tables map them to ids. */
+
+#include "kernels.h"
+
+#include <stddef.h>
+#include <string.h>
+
+static const uint64_t PRIME1 = 0x9E3779B185EBCA87ULL, PRIME2 = 0xC2B2AE3D27D4EB4FULL, PRIME3 = 0x165667B19E3779F9ULL,
+                      PRIME4 = 0x85EBCA77C2B2AE63ULL, PRIME5 = 0x27D4EB2F165667C5ULL;
+
+static inline uint64_t rotate(uint64_t x, int bits) { return x << bits | x >> (64 - bits); }
+
+static inline uint64_t load8(const uint8_t *p) { /* needs a little-endian machine */
+    uint64_t v;
+    memcpy(&v, p, 8);
+    return v;
+}
+
+static inline uint64_t load4(const uint8_t *p) {
+    uint32_t v;
+    memcpy(&v, p, 4);
+    return v;
+}
+
+static inline uint64_t mix_lane(uint64_t accumulator, uint64_t lane) {
+    return rotate(accumulator + lane * PRIME2, 31) * PRIME1;
+}
+
+static inline uint64_t merge(uint64_t hash, uint64_t accumulator) {
+    return (hash ^ mix_lane(0, accumulator)) * PRIME1 + PRIME4;
+}
+
+/* XXH64 with seed 0, after "xxHash fast digest algorithm" (doc/xxhash_spec.md of github.com/Cyan4973/xxHash). */
+static uint64_t xxh64(const uint8_t *p, uint64_t length) {
+    const uint8_t *const end = p + length;
+    uint64_t hash;
+    if (length >= 32) {
+        uint64_t a = PRIME1 + PRIME2, b = PRIME2, c = 0, d = 0 - PRIME1;
+        for (; end - p >= 32; p += 32) {
+            a = mix_lane(a, load8(p));
+            b = mix_lane(b, load8(p + 8));
+            c = mix_lane(c, load8(p + 16));
+            d = mix_lane(d, load8(p + 24));
+        }
+        hash = rotate(a, 1) + rotate(b, 7) + rotate(c, 12) + rotate(d, 18);
+        hash = merge(merge(merge(merge(hash, a), b), c), d);
+    } else {
+        hash = PRIME5;
+    }
+    hash += length;
+    for (; end - p >= 8; p += 8) hash = rotate(hash ^ mix_lane(0, load8(p)), 27) * PRIME1 + PRIME4;
+    if (end - p >= 4) {
+        hash = rotate(hash ^ load4(p) * PRIME1, 23) * PRIME2 + PRIME3;
+        p += 4;
+    }
+    for (; p < end; p++) hash = rotate(hash ^ *p * PRIME5, 11) * PRIME1;
+    hash = (hash ^ hash >> 33) * PRIME2;
+    hash = (hash ^ hash >> 29) * PRIME3;
+    return hash ^ hash >> 32;
+}
+
+/* Whether the text is how an int64 is written: no plus, no leading zeros, no -0. */
+static inline int canonical_integer(const uint8_t *p, int64_t length, uint64_t *out) {
+    const int negative = length > 1 && *p == '-';
+    p += negative;
+    length -= negative;
+    if (length > 19 || (*p == '0' && (length > 1 || negative))) return 0;
+    uint64_t value = 0; /* 19 digits fit 64 bits */
+    for (int64_t i = 0; i < length; i++) {
+        const uint8_t digit = (uint8_t)(p[i] - '0');
+        if (digit > 9) return 0;
+        value = value * 10 + digit;
+    }
+    if (value > (uint64_t)INT64_MAX + (uint64_t)negative) return 0;
+    *out = negative ? 0 - value : value;
+    return 1;
+}
+
+/* Whether the bytes are UTF-8 (RFC 3629: no overlong forms, no surrogates, at most U+10FFFF). */
+static int is_utf8(const uint8_t *p, int64_t length) {
+    const uint8_t *const end = p + length;
+    while (p < end) {
+        if (end - p >= 8 && !(load8(p) & 0x8080808080808080ULL)) {
+            p += 8;
+            continue;
+        }
+        const uint8_t first = *p++;
+        if (first < 0x80) continue;
+        int more;
+        uint8_t low = 0x80, high = 0xBF; /* of the second byte */
+        if (first >= 0xC2 && first <= 0xDF) more = 1;
+        else if ((first & 0xF0) == 0xE0) {
+            more = 2;
+            if (first == 0xE0) low = 0xA0;
+            if (first == 0xED) high = 0x9F;
+        } else if (first >= 0xF0 && first <= 0xF4) {
+            more = 3;
+            if (first == 0xF0) low = 0x90;
+            if (first == 0xF4) high = 0x8F;
+        } else return 0;
+        if (end - p < more || *p < low || *p > high) return 0;
+        for (int i = 1; i < more; i++)
+            if ((p[i] & 0xC0) != 0x80) return 0;
+        p += more;
+    }
+    return 1;
+}
+
+/* Tokens of texts data[offsets[i], offsets[i + 1]): an int64 where the text is one in canonical form, else its XXH64. */
+void rayrec_text_tokens(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint64_t *out,
+                        uint8_t *status) {
+    for (int64_t i = 0; i < count; i++) {
+        const uint8_t *text = data + offsets[i];
+        const int64_t length = offsets[i + 1] - offsets[i];
+        out[i] = 0;
+        status[i] = TEXT_VALUE;
+        if (length == 0 || (null && null[i])) status[i] = TEXT_EMPTY;
+        else if (canonical_integer(text, length, &out[i])) continue;
+        else if (is_utf8(text, length)) out[i] = xxh64(text, (uint64_t)length);
+        else status[i] = TEXT_REFUSED;
+    }
+}
+
+/* Folding the upper half in lets tokens that differ only there spread too; the high bits of a product are the mixed ones. */
+static inline uint64_t position_of(uint64_t token, int shift) {
+    return (token ^ token >> 32) * 0x9E3779B97F4A7C15ULL >> shift;
+}
+
+/* Fills `out` (slots pairs of token and id + 1, zeroed; a power of two above count) so that token i has id ids[i].
+ * Returns 0, or -1 where a token comes twice. */
+int32_t rayrec_build_wide_slots(const uint64_t *tokens, const int32_t *ids, int64_t count, uint64_t *out, int64_t slots) {
+    const uint64_t mask = (uint64_t)slots - 1;
+    const int shift = 64 - __builtin_ctzll((uint64_t)slots);
+    for (int64_t i = 0; i < count; i++) {
+        uint64_t position = position_of(tokens[i], shift);
+        for (; out[2 * position + 1] != 0; position = (position + 1) & mask)
+            if (out[2 * position] == tokens[i]) return -1;
+        out[2 * position] = tokens[i];
+        out[2 * position + 1] = (uint64_t)(uint32_t)ids[i] + 1;
+    }
+    return 0;
+}
+
+enum { AHEAD = 64 };
+
+void rayrec_look_up_wide(const uint64_t *tokens, int64_t count, const uint64_t *table, int64_t slots, int32_t unknown_id,
+                         int32_t *out) {
+    const uint64_t mask = (uint64_t)slots - 1;
+    const int shift = 64 - __builtin_ctzll((uint64_t)slots);
+    uint64_t positions[AHEAD];
+    for (int64_t base = 0; base < count; base += AHEAD) {
+        const int n = (int)(count - base < AHEAD ? count - base : AHEAD);
+        for (int i = 0; i < n; i++) {
+            positions[i] = position_of(tokens[base + i], shift);
+            __builtin_prefetch(&table[2 * positions[i]]);
+        }
+        for (int i = 0; i < n; i++) {
+            uint64_t position = positions[i], id;
+            int32_t found = unknown_id;
+            for (; (id = table[2 * position + 1]) != 0; position = (position + 1) & mask) {
+                if (table[2 * position] == tokens[base + i]) {
+                    found = (int32_t)(uint32_t)(id - 1);
+                    break;
+                }
+            }
+            out[base + i] = found;
+        }
+    }
+}

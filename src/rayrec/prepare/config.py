@@ -1,0 +1,136 @@
+"""What every preparation of a log is told, and what it opens before it starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rayrec import storage
+from rayrec.config import Config, InputError
+from rayrec.data import ready
+from rayrec.data.engine import Engine
+from rayrec.data.ingest import open_log
+from rayrec.data.log import LogIndex
+from rayrec.data.profiles import Profile, by_name
+from rayrec.data.split import Split
+from rayrec.datasets.criteo import SCHEMA
+from rayrec.observe.console import Console
+from rayrec.schema import Schema
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparkConfig(Config):
+    """Of the engines spark and spark-on-ray."""
+
+    master: str = "local[*]"
+    """Spark master (engine spark): local[N], spark://HOST:PORT, or sc://HOST:PORT for Spark Connect."""
+    executors: int = 1
+    """Executors inside the Ray cluster (engine spark-on-ray)."""
+    executor_cpus: int = 1
+    """CPUs of each of them."""
+    executor_memory: str = "2g"
+    """Memory of each of them."""
+    timeout_s: float = 120.0
+    """How long Spark may take to start, and then to finish any one task, before it is given up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparationConfig(Config):
+    """How a log is read and prepared."""
+
+    profile: str = "rayrec"
+    """Rules for missing values, numbers, categories and the split: a profile's name."""
+    min_count: int | None = None
+    """Categories seen less often share an id; None: as the profile says."""
+    max_num_embeddings: int | None = None
+    """Most rows a table may have; None: as the profile says."""
+    token_modulo: int | None = None
+    """Categories are taken modulo this first; None: as the profile says."""
+    schema: Schema = SCHEMA
+    """Columns of the log; Criteo's, unless a schema file is given."""
+    files: tuple[str, ...] = ()
+    """Names of the folder's files to read, in this order, each plain, .gz or .parquet; empty: all of them."""
+    split: Literal["none", "sevenths", "last_file", "named_files"] = "none"
+    """Which rows are held out, and so are not counted (by profiles that count training rows only); none: no rows are."""
+    engine: Literal["ray", "spark", "spark-on-ray"] = "ray"
+    """What distributes the work; the result is the same."""
+    spark: SparkConfig = field(default_factory=SparkConfig)
+    """Of the Spark engines."""
+    memory_bytes: int | None = None
+    """Memory for counts of categories; beyond it they are spilled to the disk; None: no limit."""
+    block_bytes: int = 32 << 20
+    """As in training; the same value gives the same batches from ready-made data as from the raw log."""
+    segments_per_block: int = 16
+    """As in training."""
+    max_bad_fraction: float = 0.001
+    """Share of faulty rows above which the log is refused."""
+    address: str | None = None
+    """Address of a running Ray cluster; None: RAY_ADDRESS, else a local Ray."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.memory_bytes is not None and self.memory_bytes < 16 << 20:
+            raise InputError(f"memory_bytes: {self.memory_bytes} is below 16 MiB, which counting needs at least")
+        if self.segments_per_block < 1 or self.block_bytes < 1 << 16:
+            raise InputError("segments_per_block must be at least 1 and block_bytes at least 65536")
+        _ = self.rules
+
+    @property
+    def rules(self) -> Profile:
+        """The profile with what was set beside it."""
+        profile = by_name(self.profile)
+        changes = {
+            name: value
+            for name in ("min_count", "max_num_embeddings", "token_modulo")
+            if (value := getattr(self, name)) is not None
+        }
+        if self.split != "none":
+            changes["split"] = Split(kind=self.split, test_first=profile.split.test_first)
+        return profile.replace(**changes)
+
+    @property
+    def segment_bytes(self) -> int:
+        return max(self.block_bytes // self.segments_per_block, 1)
+
+
+def cache_folder() -> str:
+    """Where unpacked files and indices are kept outside a run: $RAYREC_CACHE, else ~/.cache/rayrec."""
+    return os.environ.get("RAYREC_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "rayrec")
+
+
+@contextmanager
+def engine(config: PreparationConfig) -> Iterator[Engine]:
+    """The engine that `config` names, started; what was started for it is stopped."""
+    if config.engine == "ray":
+        from rayrec.data.ray_tasks import RayEngine
+        from rayrec.launch import cluster
+
+        yield RayEngine(cluster.connect_for_data(config.address))
+        return
+    from rayrec.prepare.spark import SparkEngine
+
+    with SparkEngine.started(config.spark) as spark:
+        yield spark
+
+
+def raw_index(path: str, config: PreparationConfig, engine: Engine, console: Console) -> LogIndex:
+    """The index of a raw log. Raises InputError for one that cannot be used."""
+    if ready.is_ready(path):
+        raise InputError(f"{path}: is ready-made data; give the raw log it was made from")
+    index = open_log(
+        path,
+        config.schema,
+        files=config.files,
+        segment_bytes=config.segment_bytes,
+        engine=engine,
+        cache_folder=storage.absolute(cache_folder()),
+        note=console.note,
+        progress=console.progress,
+    )
+    index.check(config.max_bad_fraction, path)
+    if index.faults.total:
+        console.note(f"{path}: {index.faults.describe()}; they are left out")
+    return index

@@ -1,0 +1,65 @@
+"""One pass over a log -> the Preprocessor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.data.counting import count_log
+from rayrec.data.engine import Engine
+from rayrec.data.log import LogIndex, select
+from rayrec.data.position import Part
+from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.profiles import make_preprocessor
+from rayrec.observe.console import Console
+from rayrec.prepare.config import PreparationConfig, engine, raw_index
+
+
+def vocabulary(path: str, *, out: str, config: PreparationConfig, console: Console) -> dict[str, Any]:
+    """Counts the rows of a log and writes the Preprocessor into folder `out`, which appears complete or not at all.
+
+    Returns its hash, rows, and the rows each embedding table needs. Raises InputError for an unusable log or where `out`
+    exists.
+    """
+    if storage.exists(out):
+        raise InputError(f"{out}: exists already; remove it or choose another --out")
+    with console.preparing(), engine(config) as running:
+        index = raw_index(path, config, running, console)
+        preprocessor = count(index, sets_of(index, config), config, running, console)
+    with storage.writing_folder(out) as folder:
+        preprocessor.save(folder)
+    return {
+        "out": storage.absolute(out),
+        "hash": preprocessor.hash(),
+        "profile": preprocessor.profile,
+        "rows": preprocessor.constants["rows"],
+        "bad_rows": index.faults.total,
+        "num_embeddings": dict(zip(preprocessor.inputs.sparse, preprocessor.num_embeddings, strict=True)),
+    }
+
+
+def sets_of(index: LogIndex, config: PreparationConfig) -> dict[str, tuple[int, int]] | None:
+    """Row ranges of the sets; None where no rows are held out."""
+    return None if config.split == "none" else config.rules.split.rows(index)
+
+
+def count(
+    index: LogIndex,
+    sets: dict[str, tuple[int, int]] | None,
+    config: PreparationConfig,
+    engine: Engine,
+    console: Console,
+) -> Preprocessor:
+    """The Preprocessor of a log's training rows, or of all rows where the profile counts them all."""
+    profile = config.rules
+    start, stop = (0, index.rows) if sets is None or profile.counted == "all" else sets["train"]
+    parts = [Part(segment, low, high) for segment, low, high in select(index, start, stop)]
+    with count_log(
+        profile.counting(config.schema),
+        parts,
+        engine=engine,
+        memory_bytes=config.memory_bytes,
+        progress=lambda rows: console.progress("vocabulary (rows)", rows, stop - start),
+    ) as counts:
+        return make_preprocessor(profile, config.schema, counts)

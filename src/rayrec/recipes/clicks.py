@@ -1,0 +1,41 @@
+"""A click model on any log of clicks."""
+
+from __future__ import annotations
+
+from rayrec.data.profiles import RAYREC
+from rayrec.models.dlrm import DLRMConfig
+from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
+from rayrec.schema import Schema
+from rayrec.workloads.base import DataConfig, EarlyStoppingConfig, TrainConfig
+from rayrec.workloads.recsys import ClickWorkload
+
+PLACEHOLDER = Schema(label="label", dense=(), sparse=("user", "item"), tokens="any", delimiter=",")
+"""Stands for the user's own schema, which `--schema FILE` brings."""
+
+
+def clicks(path: str | None = None, schema: Schema = PLACEHOLDER) -> TrainConfig:
+    """A DLRM with crosses on your own log (CSV or Parquet) whose columns a schema file names: --schema FILE."""
+    return TrainConfig(
+        recipe="clicks",
+        workload=ClickWorkload(
+            schema=schema,
+            profile=RAYREC,
+            model=DLRMConfig(
+                interaction="cross",
+                embedding_dim=16,
+                bottom_mlp=(64, 16),
+                top_mlp=(128, 64, 1),
+                cross_layers=2,
+                cross_low_rank=64,
+                embedding_penalty=1e-3,
+            ),
+            sparse_optimizer=SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.02),
+            dense_optimizer=DenseOptimizerConfig(kind="adam", learning_rate=0.001),
+            schedule=LearningRateSchedule(decay_fraction=0.8),
+        ),
+        train_data=DataConfig(path=path),
+        epochs=3,
+        batch_size=1024,
+        min_steps_per_epoch=128,
+        early_stopping=EarlyStoppingConfig(patience=3),
+    )

@@ -1,0 +1,331 @@
+"""Every profile against rows computed by hand from the published pipelines' rules, and against TorchRec's own code."""
+
+from __future__ import annotations
+
+import io
+import math
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.data.counting import count_parts
+from rayrec.data.log import LogIndex, cut, index_chunk, numbered, read_segments
+from rayrec.data.multi_hot import MLPERF_SIZES, MultiHot
+from rayrec.data.parsing import Faults
+from rayrec.data.position import Part
+from rayrec.data.preprocessor import Preprocessor, murmur3
+from rayrec.data.profiles import (
+    ALL,
+    FUXICTR_X1,
+    FUXICTR_X4,
+    MLPERF_V1,
+    NVT,
+    RAY_TEMPLATE,
+    RAYREC,
+    TORCHREC,
+    TORCHREC_2024,
+    Profile,
+    by_name,
+    make_preprocessor,
+)
+from rayrec.datasets.criteo import SCHEMA as CRITEO
+from rayrec.schema import Schema
+
+SCHEMA = Schema(label="y", dense=("A", "B"), sparse=("C", "D"))
+TOY = b"""1\t5\t0\ta0000001\t05db9164
+0\t\t7\ta0000001\t
+0\t-1\t\tffffffff\t05db9164
+1\t0\t-3\t\t05db9164
+0\t120\t2\t0000000a\t05db9164
+1\t3\t1000000\ta0000001\t68fd1e64
+"""
+
+
+def index_of(folder: Path, *texts: bytes, schema: Schema = SCHEMA, segment_bytes: int = 40) -> LogIndex:
+    for day, text in enumerate(texts):
+        (folder / f"day_{day}").write_bytes(text)
+    entries, faults = [], Faults()
+    for chunk in cut(storage.list_files(str(folder)), 1 << 30):
+        found, _ = index_chunk(chunk, schema, segment_bytes)
+        entries += found
+    return LogIndex(numbered(entries), faults)
+
+
+def made(profile: Profile, index: LogIndex, schema: Schema = SCHEMA) -> Preprocessor:
+    counting = profile.counting(schema)
+    counts = counting.empty()
+    for segment in index.segments:
+        counts.add(count_parts([Part(segment, 0, segment.rows)], counting=counting))
+    return make_preprocessor(profile, schema, counts)
+
+
+def encoded(profile: Profile, folder: Path, *texts: bytes) -> tuple[Preprocessor, np.ndarray, list[list[int]]]:
+    index = index_of(folder, *(texts or (TOY,)))
+    preprocessor = made(profile, index)
+    rows = preprocessor.encode(read_segments(index.segments, SCHEMA))
+    return preprocessor, rows.dense.T, [column.tolist() for column in rows.ids]
+
+
+LN3_A = [2.07944155, 1.09861231, 0.693147182, 1.09861231, 4.81218433, 1.79175949]
+LN3_B = [1.09861231, 2.30258512, 1.09861231, -math.inf, 1.60943794, 13.8155136]
+
+
+def test_mlperf_v1(tmp_path: Path) -> None:
+    preprocessor, dense, ids = encoded(MLPERF_V1.replace(token_modulo=40_000_000), tmp_path)
+    np.testing.assert_allclose(dense[0], [1.79175949, 0, 0, 0, 4.79579067, 1.38629436], rtol=2e-7)
+    np.testing.assert_allclose(dense[1], [0, 2.07944155, 0, 0, 1.09861231, 13.8155117], rtol=2e-7)
+    assert ids == [[0, 0, 1, 2, 3, 0], [0, 1, 0, 0, 0, 2]]
+    assert preprocessor.num_embeddings == [4 + 1, 3 + 1]  # one more than the original's, for categories never seen
+
+
+def test_mlperf_v1_tells_categories_apart_by_their_remainder(tmp_path: Path) -> None:
+    preprocessor, _, ids = encoded(MLPERF_V1.replace(token_modulo=10), tmp_path)
+    # a0000001 = 2684354561 -> 1, ffffffff = 4294967295 -> 5, missing -> 0, 0000000a -> 0; 05db9164 -> 4, 68fd1e64 -> 2
+    assert ids == [[0, 0, 1, 2, 2, 0], [0, 1, 0, 0, 0, 2]]
+    unseen = index_of(tmp_path, TOY.replace(b"ffffffff", b"0000000f").replace(b"68fd1e64", b"00000003"))
+    ids = [column.tolist() for column in preprocessor.encode(read_segments(unseen.segments, SCHEMA)).ids]
+    assert ids == [[0, 0, 1, 2, 2, 0], [0, 1, 0, 0, 0, 3]]  # 15 mod 10 is known; 3 is not: the table's last row
+
+
+@pytest.mark.parametrize(
+    ("min_count", "sizes", "expected"),
+    [
+        (1, None, [[2, 2, 3, 4, 5, 2], [2, 3, 2, 2, 2, 4]]),
+        (2, None, [[2, 2, 1, 1, 1, 2], [2, 1, 2, 2, 2, 1]]),
+        (3, None, [[2, 2, 1, 1, 1, 2], [2, 1, 2, 2, 2, 1]]),
+        (1, (4, 3), [[2, 2, 3, 0, 1, 2], [2, 0, 2, 2, 2, 1]]),
+    ],
+)
+def test_torchrec(
+    tmp_path: Path, min_count: int, sizes: tuple[int, int] | None, expected: list[list[int]]
+) -> None:
+    _, dense, ids = encoded(TORCHREC.replace(min_count=min_count, num_embeddings=sizes), tmp_path)
+    a = [2.30258512, 1.60943794, 1.38629436, 1.60943794, 4.82831383, 2.07944155]
+    np.testing.assert_allclose(dense[0], a, rtol=2e-7)
+    b = [1.60943794, 2.48490667, 1.60943794, 0.693147182, 1.94591022, 13.8155155]
+    np.testing.assert_allclose(dense[1], b, rtol=2e-7)
+    assert ids == expected
+
+
+def test_torchrec_2024(tmp_path: Path) -> None:
+    _, dense, ids = encoded(TORCHREC_2024.replace(min_count=1), tmp_path)
+    np.testing.assert_allclose(dense, [LN3_A, LN3_B], rtol=2e-7)
+    assert ids == [[2, 2, 3, 4, 5, 2], [2, 3, 2, 2, 2, 4]]
+
+
+def test_torchrec_counts_each_file_from_its_own_least_integer(tmp_path: Path) -> None:
+    second = TOY.replace(b"-3", b"-9").replace(b"a0000001", b"b0000001")
+    preprocessor, dense, ids = encoded(TORCHREC.replace(min_count=1), tmp_path, TOY, second)
+    assert preprocessor.file_minimum == {"": -9, "day_0": -3, "day_1": -9}
+    np.testing.assert_allclose(dense[0, [0, 6]], np.log([10, 16]), rtol=2e-7)
+    np.testing.assert_allclose(dense[1, [3, 9]], np.log([2, 2]), rtol=2e-7)
+    np.testing.assert_allclose(dense[0, [1, 7]], np.log([5, 11]), rtol=2e-7)  # missing
+    assert ids[0] == [2, 2, 3, 4, 5, 2, 6, 6, 3, 4, 5, 6]
+
+
+def test_ray_template(tmp_path: Path) -> None:
+    _, dense, ids = encoded(RAY_TEMPLATE, tmp_path)
+    np.testing.assert_allclose(dense, [LN3_A, LN3_B], rtol=2e-7)
+    assert ids == [[2, 2, 1, 1, 1, 2], [2, 1, 2, 2, 2, 1]]
+    # The empty field is a category like others: among those seen once, it comes first.
+    preprocessor, _, ids = encoded(RAY_TEMPLATE.replace(min_count=1), tmp_path)
+    assert ids == [[2, 2, 5, 3, 4, 2], [2, 3, 2, 2, 2, 4]]
+    assert preprocessor.num_embeddings == [6, 5]
+    _, _, ids = encoded(RAY_TEMPLATE.replace(min_count=1, ids="first_seen"), tmp_path)
+    assert ids == [[2, 2, 3, 4, 5, 2], [2, 3, 2, 2, 2, 4]]
+
+
+def test_nvt(tmp_path: Path) -> None:
+    preprocessor, dense, ids = encoded(NVT.replace(num_embeddings=(40_000_000, 10)), tmp_path)
+    np.testing.assert_allclose(dense, [LN3_A, LN3_B], rtol=2e-7)
+    assert ids == [[4054911, 4054911, 21882121, 8124823, 5436790, 4054911], [9, 3, 9, 9, 9, 3]]
+    assert preprocessor.num_embeddings == [40_000_000, 10]
+    assert murmur3(0xA0000001) == 3044054911
+
+
+@pytest.mark.parametrize(
+    ("min_count", "expected", "rows"),
+    [
+        (
+            1,
+            [[3, 5, 1, 5, 4, 2], [5, 3, 5, 1, 2, 4], [1, 1, 3, 4, 2, 1], [1, 3, 1, 1, 1, 2]],
+            [6, 6, 5, 4],
+        ),
+        (2, [[1] * 6, [1] * 6, [1, 1, 2, 2, 2, 1], [1, 2, 1, 1, 1, 2]], [2, 2, 3, 3]),
+        (10, [[1] * 6] * 4, [2] * 4),
+    ],
+)
+def test_fuxictr_x4(tmp_path: Path, min_count: int, expected: list[list[int]], rows: list[int]) -> None:
+    preprocessor, dense, ids = encoded(FUXICTR_X4.replace(min_count=min_count), tmp_path)
+    assert dense.shape == (0, 6)
+    assert ids == expected
+    assert preprocessor.num_embeddings == rows
+    assert preprocessor.inputs.sparse == ("A", "B", "C", "D")
+
+
+def test_fuxictr_x1(tmp_path: Path) -> None:
+    preprocessor, dense, ids = encoded(FUXICTR_X1, tmp_path)
+    assert dense.tolist() == [[5, 0, -1, 0, 120, 3], [0, 7, 0, -3, 2, 1_000_000]]
+    assert ids == [[1, 1, 4, 2, 3, 1], [1, 2, 1, 1, 1, 3]]
+    assert preprocessor.num_embeddings == [6, 5]
+
+
+def test_rayrec(tmp_path: Path) -> None:
+    preprocessor, dense, ids = encoded(RAYREC, tmp_path)
+    assert ids == [[2, 2, 0, 1, 0, 2], [2, 1, 2, 2, 2, 0]]
+    assert preprocessor.num_embeddings == [3, 3]
+    present = np.array([math.copysign(math.log1p(abs(x)), x) for x in (5, -1, 0, 120, 3)])
+    expected = (present - present.mean()) / present.std()
+    np.testing.assert_allclose(dense[0, [0, 2, 3, 4, 5]], expected, rtol=1e-5)
+    assert dense[0, 1] == dense[0, 3]  # missing counts as 0
+
+
+def test_a_table_has_no_more_rows_than_allowed(tmp_path: Path) -> None:
+    preprocessor, _, ids = encoded(RAYREC.replace(min_count=1, max_num_embeddings=4), tmp_path)
+    assert preprocessor.num_embeddings == [4, 4]
+    a, f, ten = 2 + 0xA0000001 % 2, 2 + 0xFFFFFFFF % 2, 2 + 10 % 2
+    assert ids[0] == [a, a, f, 1, ten, a]
+    preprocessor, _, ids = encoded(TORCHREC.replace(min_count=1, max_num_embeddings=4), tmp_path)
+    assert preprocessor.num_embeddings == [4, 4]
+    assert ids == [[2, 2, 3, 0, 1, 2], [2, 3, 2, 2, 2, 0]]
+
+
+def test_every_profile_comes_back_from_its_files_and_says_what_it_did(tmp_path: Path) -> None:
+    index = index_of(tmp_path, TOY)
+    hashes = set()
+    for name, profile in ALL.items():
+        changed = profile.replace(num_embeddings=(7, 8)) if profile.ids == "murmur3" else profile
+        preprocessor = made(changed, index)
+        assert preprocessor.profile == name
+        folder = str(tmp_path / "preprocessors" / name)
+        preprocessor.save(folder)
+        again = Preprocessor.load(folder)
+        assert again.hash() == preprocessor.hash()
+        raw = read_segments(index.segments, SCHEMA)
+        for before, after in zip(preprocessor.encode(raw).ids, again.encode(raw).ids, strict=True):
+            assert (before == after).all()
+        assert again.constants["rules"] == changed.to_dict()
+        hashes.add(again.hash())
+    assert len(hashes) == len(ALL)
+
+
+def test_ids_do_not_depend_on_how_the_log_is_divided(click_log: Path, tmp_path: Path) -> None:
+    text = b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:3000])
+    (tmp_path / "day_0").write_bytes(text)
+    for profile in ALL.values():
+        hashes = {made(profile, index_of(tmp_path, text, schema=CRITEO, segment_bytes=size), CRITEO).hash()
+                  for size in (7_000, 100_000, 1 << 24)} if profile.dense != "buckets" else {""}
+        assert len(hashes) == 1, profile.name
+
+
+def test_names() -> None:
+    assert by_name("torchrec") is TORCHREC
+    with pytest.raises(InputError, match="did you mean 'torchrec-2024'"):
+        by_name("torchrec-2025")
+    with pytest.raises(InputError, match="min_count"):
+        RAYREC.replace(min_count=0)
+    with pytest.raises(InputError, match="num_embeddings"):
+        Profile(ids="murmur3")
+    with pytest.raises(InputError, match="first_id"):
+        RAYREC.replace(first_id=1)
+
+
+# TorchRec's own code -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def torchrec_utils(monkeypatch: pytest.MonkeyPatch) -> type:
+    """TorchRec's preprocessing, whose file access goes through iopath, which is not needed for local files."""
+    manager = types.SimpleNamespace(open=open, set_strict_kwargs_checking=lambda _: None)
+    factory = types.SimpleNamespace(get=lambda _: manager)
+    module = types.ModuleType("iopath.common.file_io")
+    module.PathManagerFactory = lambda: factory  # type: ignore[attr-defined]
+    module.PathManager = object  # type: ignore[attr-defined]
+    for name in ("iopath", "iopath.common"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "iopath.common.file_io", module)
+    from torchrec.datasets.criteo import BinaryCriteoUtils
+
+    return BinaryCriteoUtils
+
+
+@pytest.mark.parametrize("min_count", [1, 3])
+def test_against_torchrec_itself(
+    click_log: Path, tmp_path: Path, torchrec_utils: type, min_count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two days through tsv_to_npys and sparse_to_contiguous: ids bit for bit, dense to float32 rounding."""
+    lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)
+    raw, npy = tmp_path / "raw", tmp_path / "npy"
+    raw.mkdir()
+    npy.mkdir()
+    index = index_of(raw, b"".join(lines[:900]), b"".join(lines[900:1500]), schema=CRITEO, segment_bytes=20_000)
+    preprocessor = made(TORCHREC.replace(min_count=min_count), index, CRITEO)
+    ours = preprocessor.encode(read_segments(index.segments, CRITEO))
+    for day in (0, 1):
+        names = [str(npy / f"day_{day}_{part}.npy") for part in ("dense", "sparse", "labels")]
+        torchrec_utils.tsv_to_npys(str(raw / f"day_{day}"), *names, "criteo_1t")
+    torchrec_utils.sparse_to_contiguous(
+        [str(npy / f"day_{day}_sparse.npy") for day in (0, 1)], str(npy), frequency_threshold=min_count
+    )
+    ids = np.concatenate([np.load(npy / f"day_{day}_sparse_contig_freq.npy") for day in (0, 1)])
+    dense = np.concatenate([np.load(npy / f"day_{day}_dense.npy") for day in (0, 1)])
+    labels = np.concatenate([np.load(npy / f"day_{day}_labels.npy") for day in (0, 1)])
+    assert (np.array(ours.ids).T == ids).all()
+    np.testing.assert_allclose(ours.dense, dense, rtol=3e-7)
+    assert (ours.labels == labels[:, 0]).all()
+
+
+# Multi-hot -----------------------------------------------------------------------------------------------------------
+
+
+def test_bags_start_with_their_id_and_are_always_the_same() -> None:
+    bags = MultiHot(sizes=(3, 1, 5))
+    ids = [np.array([7, 9, 7], np.int32), np.array([1, 2, 3], np.int32), np.array([0, 2**24 + 1, 5], np.int32)]
+    sizes = [10, 4, 40_000_000]
+    out = bags.expand(ids, sizes)
+    assert [column.shape for column in out] == [(3, 3), (3,), (3, 5)]
+    assert (out[0][0] == out[0][2]).all()
+    assert [out[0][:, 0].tolist(), out[2][:, 0].tolist()] == [[7, 9, 7], [0, 2**24 + 1, 5]]
+    assert all((column >= 0).all() and (column < size).all() for column, size in zip(out, sizes, strict=True))
+    again = bags.expand([column[:1] for column in ids], sizes)
+    assert (again[0][0] == out[0][0]).all()
+    other = MultiHot(sizes=(3, 1, 5), seed=1).expand(ids, sizes)
+    assert (other[2][:, 1:] != out[2][:, 1:]).any()
+    wide = bags.expand([column.astype(np.int64) for column in ids], sizes)
+    assert (wide[2] == out[2]).all()
+    assert wide[2].dtype == np.int64
+
+
+def test_bags_have_the_published_distributions() -> None:
+    assert sum(MLPERF_SIZES) == 214
+    ids = np.arange(20_000, dtype=np.int32)
+    for size in (10, 1_000_000):
+        uniform = MultiHot(sizes=(11,)).expand([ids], [size])[0][:, 1:]
+        expected = np.random.RandomState(0).randint(0, size, uniform.shape)
+        for quantile in (0.1, 0.5, 0.9):
+            assert abs(np.quantile(uniform, quantile) - np.quantile(expected, quantile)) <= max(1, size * 0.01)
+        pareto = MultiHot(sizes=(11,), distribution="pareto").expand([ids], [size])[0][:, 1:]
+        drawn = np.random.RandomState(0).pareto(a=0.25, size=pareto.shape)
+        overflow = drawn >= 2**31
+        drawn[overflow] = 0
+        expected = np.where(overflow, -(2**31) % size, drawn.astype(np.int64) % size)
+        for value in (0, 1, 2, 5, -(2**31) % size):
+            assert abs((pareto == value).mean() - (expected == value).mean()) < 0.006
+
+
+def test_a_multi_hot_profile(tmp_path: Path) -> None:
+    profile = TORCHREC_2024.replace(min_count=1, multi_hot=MultiHot(sizes=(2, 3)))
+    index = index_of(tmp_path, TOY)
+    preprocessor = made(profile, index)
+    rows = preprocessor.encode(read_segments(index.segments, SCHEMA))
+    assert [column.shape for column in rows.ids] == [(6, 2), (6, 3)]
+    assert rows.ids[0][:, 0].tolist() == [2, 2, 3, 4, 5, 2]
+    assert preprocessor.hotness == [2, 3]
+    buffer = io.BytesIO()
+    np.save(buffer, preprocessor.tokens, allow_pickle=False)
+    assert len(buffer.getvalue()) < 1000
