@@ -13,12 +13,15 @@ from peers.notebook_ingest import batches as notebook_batches
 from peers.notebook_ingest import vocabularies_of
 from rows import emit, interleaved, say, timed
 
-from rayrec.data.counting import VocabularyConfig, count_log, make_preprocessor
+from rayrec.data.counting import count_log
 from rayrec.data.ingest import encode_block, open_log, share_preprocessor
 from rayrec.data.loader import ClickLoader
 from rayrec.data.log import select
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import EpochOrder, Part, Position
+from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.profiles import ALL, RAYREC, Profile, make_preprocessor
+from rayrec.data.ray_tasks import RayEngine
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.launch import cluster
 
@@ -62,32 +65,32 @@ class Peak:
         self._thread.join()
 
 
-def prepare(rows: int) -> tuple[EpochOrder, ray.ObjectRef, object]:
+def prepare(rows: int, profile: Profile = RAYREC) -> tuple[EpochOrder, ray.ObjectRef, Preprocessor]:
     path = synthetic_log(rows)
-    placement = TaskPlacement()
+    engine = RayEngine(TaskPlacement())
     index = open_log(
         path,
         SCHEMA,
         segment_bytes=2 << 20,
-        placement=placement,
+        engine=engine,
         cache_folder=os.path.dirname(path) + "/.cache",
         note=say,
         progress=lambda *_: None,
     )
     parts = tuple(Part(segment, start, stop) for segment, start, stop in select(index, 0, index.rows))
-    counts = count_log(SCHEMA, parts, placement=placement, parts_per_task=8)
-    preprocessor = make_preprocessor("rayrec", SCHEMA, counts, VocabularyConfig(min_count=5))
+    with count_log(profile.counting(SCHEMA), parts, engine=engine) as counts:
+        preprocessor = make_preprocessor(profile, SCHEMA, counts)
     return EpochOrder(parts, "window", 0, 16), share_preprocessor(preprocessor), preprocessor
 
 
-def through_ray(order: EpochOrder, preprocessor: ray.ObjectRef) -> float:
+def through_ray(order: EpochOrder, preprocessor: ray.ObjectRef, profile: Profile = RAYREC) -> float:
     """Rows/s of one worker's loader that has all cores for its data tasks."""
 
     def read() -> int:
         loader = ClickLoader(
             order,
             preprocessor,
-            schema=SCHEMA,
+            schema=profile.inputs(SCHEMA),
             epochs=1,
             batch_size=BATCH_SIZE,
             rank=0,
@@ -103,7 +106,7 @@ def through_ray(order: EpochOrder, preprocessor: ray.ObjectRef) -> float:
     return rows / seconds
 
 
-def without_ray(order: EpochOrder, preprocessor: object) -> float:
+def without_ray(order: EpochOrder, preprocessor: Preprocessor) -> float:
     """Rows/s of the same reading, parsing, mapping and shuffling on one core, without Ray."""
     blocks = order.blocks(0)
     blocks = blocks[: max(1, len(blocks) // 2)]
@@ -153,6 +156,23 @@ def main(*, quick: bool) -> None:
         repeats=repeats,
         peer_rows_per_s=round(2 * rates["kernels"]),
     )
+    prepared = {name: prepare(rows, profile) for name, profile in ALL.items()}
+    by_profile = interleaved(
+        2 if quick else 3,
+        **{
+            name: lambda name=name: through_ray(prepared[name][0], prepared[name][1], ALL[name]) for name in ALL
+        },
+    )
+    for name, rate in by_profile.items():
+        emit(
+            "ingest",
+            peer="profile rayrec",
+            workload=f"{workload}, profile {name}",
+            value=rate,
+            ratio=rate / by_profile["rayrec"],
+            repeats=2 if quick else 3,
+            peer_rows_per_s=round(by_profile["rayrec"]),
+        )
     peaks = {}
     for size in (rows // 4, rows):
         small, small_shared, _ = prepare(size)

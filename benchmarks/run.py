@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-NAMES = ("ingest", "vocabulary", "train", "quality")
+NAMES = ("ingest", "vocabulary", "preprocess", "train", "quality")
 
 
 def main(arguments: list[str]) -> int:

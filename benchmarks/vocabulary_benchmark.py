@@ -14,7 +14,7 @@ import pyarrow.csv as arrow_csv
 import ray
 from logs import synthetic_log
 from peers.ray_groupby import DENSE, SPARSE, distinct_tokens
-from rows import emit, interleaved, say, timed
+from rows import emit, interleaved, timed
 
 from rayrec import storage
 from rayrec.data.counting import CountingJob, count_log, index_and_count
@@ -31,25 +31,37 @@ from rayrec.schema import Schema
 
 SEGMENT_BYTES = 2 << 20
 ENGINE = RayEngine(TaskPlacement())
+WARM_FILES = storage.list_files(synthetic_log(1000)) * 4
 
 
 def parts_of(index: LogIndex) -> list[Part]:
     return [Part(segment, 0, segment.rows) for segment in index.segments]
 
 
+def warm() -> None:
+    """Starts Ray's workers: a pause ends them, and to start them costs seconds."""
+    for _ in range(2):
+        index_and_count(WARM_FILES, CountingJob(SCHEMA), segment_bytes=SEGMENT_BYTES, engine=ENGINE, task_bytes=1)
+
+
 def one_pass_rate(path: str) -> float:
     """Rows/s of indexing and counting in one pass."""
+    warm()
     files = storage.list_files(path)
-    (index, _), seconds = timed(lambda: index_and_count(files, SCHEMA, segment_bytes=SEGMENT_BYTES, engine=ENGINE))
+    (index, _), seconds = timed(
+        lambda: index_and_count(files, CountingJob(SCHEMA), segment_bytes=SEGMENT_BYTES, engine=ENGINE)
+    )
     return index.rows / seconds
 
 
 def two_passes_rate(path: str) -> float:
     """Rows/s of the index pass and the counting pass, which is how a part of a log is counted."""
 
+    warm()
+
     def count() -> int:
         index = index_log(storage.list_files(path), SCHEMA, segment_bytes=SEGMENT_BYTES, engine=ENGINE)
-        return count_log(SCHEMA, parts_of(index), engine=ENGINE).rows
+        return count_log(CountingJob(SCHEMA), parts_of(index), engine=ENGINE).rows
 
     rows, seconds = timed(count)
     return rows / seconds
@@ -66,8 +78,8 @@ def kernels_rate(path: str) -> float:
     def count() -> int:
         for segment in segments:
             raw = read_segments([segment], SCHEMA)
-            counts.count_source(raw, segment.path)
-            counts.count(raw, segment.first_row)
+            counts.add_source(raw, segment.path)
+            counts.add_rows(raw, segment.first_row)
         return counts.rows
 
     rows, seconds = timed(count)
@@ -75,6 +87,7 @@ def kernels_rate(path: str) -> float:
 
 
 def groupby_rate(path: str, rows: int) -> float:
+    distinct_tokens(WARM_FILES[0].path)
     _, seconds = timed(lambda: distinct_tokens(path))
     return rows / seconds
 
@@ -148,6 +161,7 @@ class PeakMemory:
     """Peak of this process's own memory (not what it shares with the object store) over what it had at the start."""
 
     def __enter__(self) -> PeakMemory:
+        ctypes.CDLL(None).malloc_trim(0)  # or freed memory that is used again would not count
         self._stop = threading.Event()
         self.start_bytes = self.peak_bytes = self._now()
         self._thread = threading.Thread(target=self._watch)
@@ -180,7 +194,7 @@ def bounded_counting(distinct: int, memory_bytes: int) -> None:
     for min_count in (2, 3):
         for name, bound in (("bounded", memory_bytes), ("unbounded", None)):
             start = time.perf_counter()
-            with PeakMemory() as peak, count_log(WIDE, parts, engine=ENGINE, memory_bytes=bound) as counts:
+            with PeakMemory() as peak, count_log(CountingJob(WIDE), parts, engine=ENGINE, memory_bytes=bound) as counts:
                 tokens, amounts, _ = counts.kept(0, min_count)
                 num_distinct, spill = counts.num_distinct(0), counts.spill
             seconds = time.perf_counter() - start
@@ -210,7 +224,6 @@ def main(*, quick: bool) -> None:
     rows = 200_000 if quick else 800_000
     path = synthetic_log(rows)
     repeats = 1 if quick else 3
-    one_pass_rate(path)  # starts Ray's workers
     rates = interleaved(
         repeats,
         ours=lambda: one_pass_rate(path),

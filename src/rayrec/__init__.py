@@ -7,13 +7,49 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rayrec import recipes
-    from rayrec.api import doctor, evaluate, generate, plan, predict, train, vocabulary
+    from rayrec.api import (
+        doctor,
+        evaluate,
+        fetch,
+        generate,
+        plan,
+        predict,
+        preprocess,
+        train,
+        validate,
+        vocabulary,
+    )
     from rayrec.config import InputError
+    from rayrec.prepare.config import PreparationConfig
+    from rayrec.prepare.validate import Gates
+    from rayrec.schema import Schema
 
 __version__ = "0.1.0"
-__all__ = ["InputError", "doctor", "evaluate", "generate", "plan", "predict", "recipes", "train", "vocabulary"]
+__all__ = [
+    "Gates",
+    "InputError",
+    "PreparationConfig",
+    "Schema",
+    "doctor",
+    "evaluate",
+    "fetch",
+    "generate",
+    "plan",
+    "predict",
+    "preprocess",
+    "recipes",
+    "train",
+    "validate",
+    "vocabulary",
+]
 
-_HOMES = {"InputError": "rayrec.config", "recipes": "rayrec.recipes"}
+_HOMES = {
+    "Gates": "rayrec.prepare.validate",
+    "InputError": "rayrec.config",
+    "PreparationConfig": "rayrec.prepare.config",
+    "Schema": "rayrec.schema",
+    "recipes": "rayrec.recipes",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING, Any, Literal
 
 from rayrec import storage
@@ -125,15 +126,16 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
 def require_files(config: TrainConfig) -> None:
     """Raises InputError where a recipe of published files is given a folder that lacks some: which, how large they are
     and where they are published."""
+    from rayrec import recipes
     from rayrec.data.ready import is_ready
-    from rayrec.datasets import published
+    from rayrec.datasets import published, remote
 
-    path = config.train_data.path
-    names = {"criteo_small": "criteo_small", "criteo_full": "criteo_full"}
-    names |= {"mlperf_dlrm": "criteo_full", "mlperf_dcnv2": "criteo_full"}
-    wanted = {file.name.removesuffix(".gz") for file in published.files_of(names.get(config.recipe, "criteo_full"))}
-    if config.recipe in names and path and os.path.isdir(path) and not is_ready(path) and wanted == set(config.train_data.files):
-        published.require(path, names[config.recipe])
+    name, path = recipes.PUBLISHED.get(config.recipe), config.train_data.path
+    if name is None or path is None or not os.path.isdir(path) or is_ready(path):
+        return
+    named = config.train_data.files
+    wanted = [file for file in published.files_of(name) if re.sub(r"(\.txt)?(\.gz)?$", "", file.name) in named]
+    remote.require_files(path, wanted, fetch_name=name)
 
 
 def plan(config: TrainConfig) -> str:

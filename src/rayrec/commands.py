@@ -4,6 +4,7 @@ import difflib
 import json
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,8 +13,15 @@ import tyro
 from rayrec import api, recipes, storage
 from rayrec.config import InputError
 from rayrec.observe.console import Console
+from rayrec.prepare.config import PreparationConfig
+from rayrec.prepare.preprocess import preprocess as prepare_preprocess
+from rayrec.prepare.validate import Gates, Report
+from rayrec.prepare.validate import validate as prepare_validate
+from rayrec.prepare.vocabulary import vocabulary as prepare_vocabulary
+from rayrec.schema import Schema, load_schema
 from rayrec.verbs import VERBS
 from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.recsys import ClickWorkload
 
 Checkpoint = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
 Path_ = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
@@ -41,7 +49,7 @@ def _no_arguments(verb: str, arguments: list[str]) -> None:
 def parse_config(verb: str, arguments: list[str]) -> tuple[TrainConfig, set[str]]:
     """A recipe's name, or --config FILE, then flags laid over it. Returns the configuration and the switches -v and -q."""
     switches = {argument for argument in arguments if argument in ("-v", "-q")}
-    arguments = [argument for argument in arguments if argument not in switches]
+    arguments, schema = _with_schema([argument for argument in arguments if argument not in switches])
     if "--config" in arguments:
         place = arguments.index("--config")
         if place + 1 == len(arguments):
@@ -61,6 +69,10 @@ def parse_config(verb: str, arguments: list[str]) -> tuple[TrainConfig, set[str]
         raise SystemExit(0)
     else:
         raise InputError(f"which recipe? rayrec {verb} RECIPE; there are {', '.join(recipes.ALL)}")
+    if schema is not None:
+        if not isinstance(default.workload, ClickWorkload):
+            raise InputError(f"--schema: recipe {default.recipe} reads no click log")
+        default = default.replace(workload=default.workload.replace(schema=schema))
     config = tyro.cli(type(default), default=default, args=flags, prog=f"rayrec {verb} {default.recipe}")
     return config, switches
 
@@ -101,42 +113,129 @@ def generate(arguments: list[str]) -> None:
     _print_json(_flags("generate", _generate, arguments))
 
 
-def _vocabulary(
-    path: Path_,
-    out: str,
-    profile: Literal["rayrec"] = "rayrec",
-    engine: Literal["ray"] = "ray",
-    min_count: int = 2,
-    max_num_embeddings: int | None = None,
-    max_bad_fraction: float = 0.001,
-    address: Address = None,
-) -> dict[str, Any]:
-    """Count the categories of a click log in one pass and write the Preprocessor.
+def _with_schema(arguments: list[str]) -> tuple[list[str], Schema | None]:
+    """Takes `--schema FILE` out of the arguments and reads the file."""
+    if "--schema" not in arguments:
+        return arguments, None
+    place = arguments.index("--schema")
+    if place + 1 == len(arguments):
+        raise InputError("--schema needs a file")
+    file = arguments[place + 1]
+    return arguments[:place] + arguments[place + 2 :], load_schema(storage.read_bytes(file).decode(), file)
 
-    Args:
-        path: File, glob or folder.
-        out: Folder to write to.
-        profile: How missing values, integers and categories are treated.
-        engine: What counts.
-        min_count: Categories seen less often share the out-of-vocabulary id.
-        max_num_embeddings: Columns that need more rows than this map tokens modulo this size.
-        max_bad_fraction: Share of faulty lines above which the log is refused.
-        address: Address of a running Ray cluster; default RAY_ADDRESS, else a local Ray.
-    """
-    return api.vocabulary(
-        path,
-        out=out,
-        profile=profile,
-        engine=engine,
-        min_count=min_count,
-        max_num_embeddings=max_num_embeddings,
-        max_bad_fraction=max_bad_fraction,
-        cluster_address=address,
-    )
+
+Preparation = Annotated[PreparationConfig, tyro.conf.OmitArgPrefixes]
+
+
+def _prepare(verb: str, function: Callable[[PreparationConfig], Any], arguments: list[str]) -> Any:
+    """Runs a preparation's function, which takes its flags and, as `config`, those of PreparationConfig."""
+    rest, schema = _with_schema(arguments)
+    config = PreparationConfig() if schema is None else PreparationConfig(schema=schema)
+    return _flags(verb, function(config), rest)
 
 
 def vocabulary(arguments: list[str]) -> None:
-    _print_json(_flags("vocabulary", _vocabulary, arguments))
+    def command(default: PreparationConfig) -> Any:
+        def run(path: Path_, out: str, config: Preparation = default) -> dict[str, Any]:
+            """Count the categories of a click log in one pass and write the Preprocessor. --schema FILE names the columns
+            of a log that is not Criteo's.
+
+            Args:
+                path: File, glob or folder.
+                out: Folder to write to.
+                config: How the log is read and prepared.
+            """
+            return prepare_vocabulary(path, out=out, config=config, console=Console())
+
+        return run
+
+    _print_json(_prepare("vocabulary", command, arguments))
+
+
+def preprocess(arguments: list[str]) -> None:
+    def command(default: PreparationConfig) -> Any:
+        def run(
+            path: Path_,
+            out: str,
+            format: Literal["parquet", "npy", "binary", "npz"],
+            preprocessor: str | None = None,
+            shuffle: Literal["none", "full"] = "none",
+            seed: int = 0,
+            config: Preparation = default,
+        ) -> dict[str, Any]:
+            """Write a click log in a ready-made format. --schema FILE names the columns of a log that is not Criteo's.
+
+            Args:
+                path: File, glob or folder.
+                out: Folder to write to; an interrupted call made again goes on where it stopped.
+                format: parquet; npy (TorchRec's three arrays a file); binary (int32 rows); npz (multi-hot bags).
+                preprocessor: Folder of a Preprocessor; else the categories are counted first.
+                shuffle: full puts the training rows into an order that is random over the whole log.
+                seed: Of that order.
+                config: How the log is read and prepared.
+            """
+            return prepare_preprocess(
+                path,
+                out=out,
+                format=format,
+                preprocessor=preprocessor,
+                shuffle=shuffle,
+                seed=seed,
+                config=config,
+                console=Console(),
+            )
+
+        return run
+
+    _print_json(_prepare("preprocess", command, arguments))
+
+
+def validate(arguments: list[str]) -> None:
+    console = Console()
+
+    def command(default: PreparationConfig) -> Any:
+        def run(
+            path: Path_, preprocessor: str | None = None, gates: Gates = Gates(), config: Preparation = default
+        ) -> Report:
+            """Report on a log: faults, missing values, label rate, categories, drift. Exit status 2 where a gate fails.
+            --schema FILE names the columns of a log that is not Criteo's.
+
+            Args:
+                path: File, glob or folder.
+                preprocessor: Folder of a Preprocessor, whose unknown categories are counted.
+                gates: What the log must fulfil.
+                config: How the log is read.
+            """
+            return prepare_validate(path, config=config, gates=gates, preprocessor=preprocessor, console=console)
+
+        return run
+
+    report = _prepare("validate", command, arguments)
+    report.show(console)
+    _print_json(report.to_dict())
+    if report.failures:
+        raise InputError(report.failures[0] + (f" (and {len(report.failures) - 1} more)" if report.failures[1:] else ""))
+
+
+def _fetch(
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")],
+    out: str,
+    base_url: str | None = None,
+    verify: bool = False,
+) -> list[dict[str, Any]]:
+    """Download a published data set, going on where an earlier call stopped, and check every file.
+
+    Args:
+        name: criteo_kaggle, criteo_small, criteo_full or mnist.
+        out: Folder to write to.
+        base_url: Another place the files lie at, such as a mirror of your own.
+        verify: Check the checksums of files that are there already, too.
+    """
+    return api.fetch(name, out=out, base_url=base_url, verify=verify, console=Console())
+
+
+def fetch(arguments: list[str]) -> None:
+    _print_json(_flags("fetch", _fetch, arguments))
 
 
 def plan(arguments: list[str]) -> None:

@@ -71,3 +71,24 @@ class Schema(Config):
     def unlabelled(self) -> Schema:
         """The same log without its label (and the weights that only training uses)."""
         return self.replace(label=None, weight=None)
+
+
+def load_schema(text: str, where: str) -> Schema:
+    """The schema that YAML (or JSON) text names, such as `{label: click, dense: [age], sparse: [user, item]}`; tokens are
+    "any" and the delimiter a comma unless it says otherwise. `where` is the text's place, for messages.
+
+    Raises InputError for text that is no such YAML and for columns that do not go together.
+    """
+    import yaml
+
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InputError(f"{where}: not YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise InputError(f"{where}: a schema is a mapping, such as {{label: click, dense: [age], sparse: [user, item]}}")
+    base = Schema(dense=("-",), tokens="any", delimiter=",")
+    try:
+        return base.updated({"dense": [], **values})
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None

@@ -143,7 +143,7 @@ def test_closing_early_stops_and_lets_others_go_on(make_loader: Callable[..., Cl
 def test_the_index_numbers_every_row_and_is_kept(click_log: Path, tmp_path: Path) -> None:
     files = storage.list_files(str(click_log / "train.txt"))
     done: list[int] = []
-    arguments: dict[str, Any] = {"segment_bytes": SEGMENT_BYTES, "placement": PLACEMENT, "cache_folder": str(tmp_path)}
+    arguments: dict[str, Any] = {"segment_bytes": SEGMENT_BYTES, "engine": RayEngine(PLACEMENT), "cache_folder": str(tmp_path)}
     made = index_log(files, SCHEMA, **arguments, progress=done.append)
     assert made.rows == 20_000
     assert done[-1] == made.size_bytes == files[0].size_bytes

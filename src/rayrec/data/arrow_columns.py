@@ -11,6 +11,7 @@ from pyarrow import types
 
 from rayrec.config import InputError
 from rayrec.data.columns import RawColumns, RawSparse
+from rayrec.data.csv_text import FAULT, TOO_FEW, TOO_MANY
 from rayrec.data.parsing import Fault, Faults, RawRows
 from rayrec.data.wide_tokens import EMPTY, REFUSED, VALUE, Text, integer_tokens, text_tokens
 from rayrec.schema import Schema
@@ -26,8 +27,11 @@ _KINDS = (
     "not an integer",
     "not 8 hexadecimal digits",
     "not UTF-8",
+    "too few columns",
+    "too many columns",
 )
-NO_LABEL, LABEL, WEIGHT, NOT_FINITE, BEYOND, NOT_AN_INTEGER, NOT_HEXADECIMAL, NOT_UTF8 = range(len(_KINDS))
+NO_LABEL, LABEL, WEIGHT, NOT_FINITE, BEYOND, NOT_AN_INTEGER, NOT_HEXADECIMAL, NOT_UTF8, FEW, MANY = range(len(_KINDS))
+_WHOLE_ROW = -1
 
 
 class _Refused:
@@ -43,19 +47,13 @@ class _Refused:
             new = bad & (self.kinds < 0)
             self.kinds[new], self.columns[new] = kind, column
 
-    def faults(self, schema: Schema, path: str, rows: np.ndarray | None) -> Faults:
-        """`rows` int64: the number each row has in the file."""
+    def faults(self, schema: Schema, path: str, first_row: int) -> Faults:
         found = np.flatnonzero(self.kinds >= 0)
         counts = np.bincount(self.kinds[found], minlength=len(_KINDS)).tolist()
+        names = [*schema.columns, ""]  # the last one for _WHOLE_ROW
         first = [
-            Fault(
-                path,
-                None,
-                _KINDS[self.kinds[i]],
-                schema.columns[self.columns[i]],
-                int(i if rows is None else rows[i]),
-            )
-            for i in found[: Faults.keep].tolist()
+            Fault(path, None, _KINDS[self.kinds[row]], names[self.columns[row]], first_row + row)
+            for row in found[: Faults.keep].tolist()
         ]
         return Faults({kind: count for kind, count in zip(_KINDS, counts, strict=True) if count}, first)
 
@@ -66,12 +64,25 @@ def check_types(table_schema: pa.Schema, schema: Schema, *, path: str) -> None:
 
 
 def parse_table(
-    table: pa.Table, schema: Schema, *, path: str = "", rows: np.ndarray | None = None
+    table: pa.Table, schema: Schema, *, path: str = "", first_row: int = 0
 ) -> tuple[RawRows | RawColumns, Faults]:
-    """The good rows of a table that has the schema's columns, and its faulty ones, named by their numbers `rows` (int64,
-    default counted from 0). Null and empty text are missing values; of a list, such items are left out. Raises InputError
-    for a column of an unusable type."""
+    """The good rows of a table that has the schema's columns, and its faulty ones, numbered from `first_row` on. Null and
+    empty text are missing values; of a list, such items are left out. Raises InputError for a column of an unusable type."""
+    raw, refused = _parsed(table, schema, path)
+    return raw, refused.faults(schema, path, first_row)
+
+
+def good_rows_of(table: pa.Table, schema: Schema, *, path: str = "") -> np.ndarray:
+    """int64: which rows `parse_table` gives."""
+    return np.flatnonzero(_parsed(table, schema, path)[1].kinds < 0)
+
+
+def _parsed(table: pa.Table, schema: Schema, path: str) -> tuple[RawRows | RawColumns, _Refused]:
     refused = _Refused(table.num_rows)
+    if FAULT in table.column_names:
+        fault = table.column(FAULT).to_numpy()
+        refused.add(fault == TOO_FEW, FEW, _WHOLE_ROW)
+        refused.add(fault == TOO_MANY, MANY, _WHOLE_ROW)
     arrays = {name: _plain(table.column(name)) for name in schema.columns}
     place = {name: number for number, name in enumerate(schema.columns)}
 
@@ -90,7 +101,7 @@ def parse_table(
         refused.add(~good, WEIGHT, place[schema.weight])
         weights = np.where(good, values, 0).astype(np.float32)
     make = _raw_rows if schema.tokens == "hexadecimal" else _raw_columns
-    return make(schema, arrays, labels, weights, refused, refuse_type), refused.faults(schema, path, rows)
+    return make(schema, arrays, labels, weights, refused, refuse_type), refused
 
 
 RefuseType = Callable[[str, str], InputError]
@@ -219,7 +230,9 @@ def _numbers(array: pa.Array, name: str, refuse_type: RefuseType) -> tuple[np.nd
         return _nothing(array, np.float64)
     if _is_text(array.type):
         status = Text.of(array).call("rayrec_check_numbers")
-        text = pc.if_else(pa.array(status == VALUE), pc.cast(array, pa.large_binary()), pa.scalar(None, pa.large_binary()))
+        text = pc.if_else(
+            pa.array(status == VALUE), pc.cast(array, pa.large_binary()), pa.scalar(None, pa.large_binary())
+        )
         values = pc.cast(pc.cast(text, pa.large_string()), pa.float64())
         return pc.fill_null(values, 0.0).to_numpy(zero_copy_only=False), status
     if types.is_boolean(array.type):
@@ -254,7 +267,9 @@ def _hexadecimal(array: pa.Array, name: str, refuse_type: RefuseType) -> tuple[n
     if types.is_null(array.type):
         return _nothing(array, np.uint32)
     if not _is_text(array.type):
-        raise refuse_type(name, "8 hexadecimal digits as text are needed; set tokens: any in the schema for other categories")
+        raise refuse_type(
+            name, "8 hexadecimal digits as text are needed; set tokens: any in the schema for other categories"
+        )
     text = Text.of(array)
     values = np.empty(len(text), np.uint32)
     return values, text.call("rayrec_text_hexadecimal", values)

@@ -14,9 +14,10 @@ import numpy as np
 import pyarrow as pa
 
 from rayrec import storage
+from rayrec.data.columns import RawColumns, column_tokens, dense_moments
 from rayrec.data.engine import Engine
-from rayrec.data.ingest import CHUNK_BYTES
-from rayrec.data.log import Chunk, Entry, LogIndex, cut, identity, numbered, read_lines, read_segments
+from rayrec.data.ingest import CHUNK_BYTES, read_raw
+from rayrec.data.log import Chunk, Entry, LogIndex, Segment, cut, identity, numbered, read_lines
 from rayrec.data.parsing import MAX_LINE_BYTES, Fault, Faults, RawRows, max_rows_in, parse_into
 from rayrec.data.position import Part
 from rayrec.data.preprocessor import file_key
@@ -55,12 +56,19 @@ class CountingJob:
     """Whether to note the first row of every token."""
 
     def empty(self, *, spill: Spill | None = None) -> Counts:
-        raw = self.prepared(RawRows(self.schema, 0))
-        num_dense, num_sparse = len(raw.schema.dense), len(raw.schema.sparse)
-        return Counts.empty(num_dense, num_sparse, dtype=self.dtype, first_rows=self.first_rows, spill=spill)
+        schema = self.prepare(RawRows(self.schema, 0)).schema if self.prepare else self.schema
+        return Counts.empty(
+            len(schema.dense), len(schema.sparse), dtype=self.dtype, first_rows=self.first_rows, spill=spill
+        )
 
-    def prepared(self, raw: RawRows) -> RawRows:
-        return self.prepare(raw) if self.prepare else raw
+    def prepared(self, raw: RawRows | RawColumns) -> RawRows | RawColumns:
+        if self.prepare is None:
+            return raw
+        assert isinstance(raw, RawRows), "the profile is checked when it is chosen"
+        return self.prepare(raw)
+
+    def total(self, memory_bytes: int | None, spill_folder: str | None) -> Counts:
+        return self.empty(spill=None if memory_bytes is None else Spill(spill_folder, memory_bytes))
 
 
 @dataclass
@@ -77,7 +85,8 @@ class Counts:
     where q = sign(x) ln(1 + |x|) in units of 1 / DENSE_UNITS. |q| is below 2^26 (ln 10^18 = 41.4), so each sum has room
     for 2^37 rows. Integer sums come out the same in any grouping and order."""
     file_minimum: dict[str, int]
-    """Name of a file (see `file_key`) -> least integer over all its dense columns, a missing one counted as 0."""
+    """Name of a file (see `file_key`) -> least integer over all its dense columns, a missing one counted as 0; of logs of
+    integers only."""
     labels: np.ndarray
     """int64 (2): rows with label 0 and with label 1."""
     spill: Spill | None = None
@@ -139,9 +148,13 @@ class Counts:
     def table_bytes(self) -> int:
         return sum(counter.num_bytes for counter in self.tokens)
 
-    def count(self, raw: RawRows, first_row: int) -> None:
-        """Adds the columns of raw rows; row r is number first_row + r of the log. Labels and files are counted apart."""
+    def add_rows(self, raw: RawRows | RawColumns, first_row: int) -> None:
+        """Adds the columns of raw rows; row r is number first_row + r of the log."""
+        assert self.spill is None, "only `add` keeps memory bounded"
         self.rows += raw.rows
+        if isinstance(raw, RawColumns):
+            self._add_columns(raw, first_row)
+            return
         count_columns(self.tokens, raw, first_row, self.missing)
         if len(self.dense_moments):
             library().rayrec_dense_moments(
@@ -155,12 +168,20 @@ class Counts:
                 pointer(self.dense_moments),
             )
 
-    def count_source(self, raw: RawRows, path: str) -> None:
+    def _add_columns(self, raw: RawColumns, first_row: int) -> None:
+        for column, counter in enumerate(self.tokens):
+            found = column_tokens(raw, column, first_row=first_row, with_rows=counter.first_rows)
+            counter.count_values(found.tokens, found.rows)
+            first = NO_ROW if found.first_missing is None else found.first_missing
+            self.missing[column] = self.missing[column, 0] + found.missing, min(self.missing[column, 1], first)
+        self.dense_moments += dense_moments(raw, units=DENSE_UNITS, low_bits=DENSE_LOW_BITS)
+
+    def add_source(self, raw: RawRows | RawColumns, path: str) -> None:
         """Adds the labels of rows as they were read from a file, and the file's least integer."""
-        if raw.schema.label is not None:
+        if raw.schema.label is not None and raw.labels is not None:
             clicks = int(np.count_nonzero(raw.labels[: raw.rows]))
             self.labels += raw.rows - clicks, clicks
-        if raw.rows and raw.schema.dense:
+        if isinstance(raw, RawRows) and raw.rows and raw.schema.dense:
             self._lower(file_key(path), int(raw.integers[: raw.rows].min()))  # the parser stores 0 for a missing one
 
     def _lower(self, name: str, value: int) -> None:
@@ -192,6 +213,7 @@ class Counts:
         def read(name: str, dtype: Any = np.int64) -> np.ndarray:
             return np.frombuffer(buffers[name], dtype)
 
+        self._distinct.clear()
         self.rows += int(read("rows")[0])
         self.dense_moments += read("dense").reshape(-1, 4)
         self.labels += read("labels")
@@ -226,7 +248,6 @@ class Counts:
             # While a table grows, the old one is there too.
             if grown > counter.num_bytes and self.table_bytes + grown > self.spill.table_bytes:
                 self.spill.write(self.tokens)
-                self._distinct.clear()
             yield slice(low, high)
 
 
@@ -249,9 +270,9 @@ class _Packer:
         self._counts = counting.empty()
         self._packed: list[pa.Table] = []
 
-    def count(self, raw: RawRows, path: str, first_row: int) -> None:
-        self._counts.count_source(raw, path)
-        self._counts.count(self._counting.prepared(raw), first_row)
+    def add(self, raw: RawRows | RawColumns, path: str, first_row: int) -> None:
+        self._counts.add_source(raw, path)
+        self._counts.add_rows(self._counting.prepared(raw), first_row)
         if self._counts.table_bytes > _TASK_TABLE_BYTES:
             self._packed.append(self._counts.to_table())
             self._counts = self._counting.empty()
@@ -265,43 +286,40 @@ def count_parts(parts: Sequence[Part], *, counting: CountingJob) -> pa.Table:
     keep_freed_memory()
     packer = _Packer(counting)
     for part in parts:
-        raw = read_segments([part.segment], counting.schema)
+        raw = read_raw([part.segment], counting.schema)
         if (part.start, part.stop) != (0, part.segment.rows):
-            keep = slice(part.start, part.stop)
-            raw.rows = part.stop - part.start
-            raw.integers, raw.tokens, raw.missing = raw.integers[keep], raw.tokens[keep], raw.missing[keep]
-            raw.labels = raw.labels[keep]
-        packer.count(raw, part.segment.path, part.segment.first_row + part.start)
+            raw = _rows_of(raw, part.start, part.stop)
+        packer.add(raw, part.segment.path, part.segment.first_row + part.start)
     return packer.table()
 
 
+def _rows_of(raw: RawRows | RawColumns, start: int, stop: int) -> RawRows | RawColumns:
+    if isinstance(raw, RawColumns):
+        return raw.take(np.arange(start, stop))
+    raw.rows = stop - start
+    for name in ("integers", "tokens", "missing", "labels"):
+        setattr(raw, name, getattr(raw, name)[start:stop])
+    return raw
+
+
 def count_log(
-    schema: Schema,
+    counting: CountingJob,
     parts: Sequence[Part],
     *,
     engine: Engine,
-    prepare: Callable[[RawRows], RawRows] | None = None,
-    dtype: TokenType = "uint32",
-    first_rows: bool = False,
     memory_bytes: int | None = None,
     spill_folder: str | None = None,
-    parts_per_task: int | None = None,
+    task_bytes: int = TASK_BYTES,
     progress: Callable[[int], None] | None = None,
 ) -> Counts:
     """Counts the chosen rows in one pass of data tasks, each pre-aggregating its own; `progress` gets rows done.
 
-    For `prepare`, `dtype` and `first_rows` see CountingJob. Tables that together outgrow `memory_bytes` (None: no limit)
-    move to a file in `spill_folder` (None: that for temporary files) and are only read back by `Counts.kept`; the result is
-    the same. Close the Counts to free that file. Raises InputError where a segment no longer holds its rows, or where
-    the disk is full.
+    Tables that together outgrow `memory_bytes` (None: no limit) move to a file in `spill_folder` (None: that for temporary
+    files) and are only read back by `Counts.kept`; the result is the same. Close the Counts to free that file. Raises
+    InputError where a segment no longer holds its rows, or where the disk is full.
     """
-    counting = CountingJob(schema, prepare, dtype, first_rows)
-    tasks = (
-        _tasks(parts, [part.segment.stop - part.segment.start for part in parts])
-        if parts_per_task is None
-        else [parts[i : i + parts_per_task] for i in range(0, len(parts), parts_per_task)]
-    )
-    total = counting.empty(spill=None if memory_bytes is None else Spill(spill_folder, memory_bytes))
+    total = counting.total(memory_bytes, spill_folder)
+    tasks = _tasks(parts, [_size_bytes(part.segment) for part in parts], task_bytes)
     try:
         for table in engine.run("count", functools.partial(count_parts, counting=counting), tasks):
             total.add(table)
@@ -313,13 +331,20 @@ def count_log(
     return total
 
 
-_LEAST_TASKS = 8
-"""A short log is cut finer, so that all cores have their share."""
+def _size_bytes(segment: Segment) -> int:
+    size = segment.stop - segment.start
+    return size if segment.format == "text" else size * _ROW_BYTES
 
 
-def _tasks(items: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
+_ROW_BYTES = 256
+"""A row of a table is taken to be as long as one of Criteo's text."""
+_LEAST_TASKS, _LEAST_TASK_BYTES = 16, 24 << 20
+"""A short log is cut finer, so that all cores have their share, though a task costs some 25 ms of its own."""
+
+
+def _tasks(items: Sequence[Any], sizes: Sequence[int], task_bytes: int) -> list[list[Any]]:
     """Neighbouring items of so many bytes, put together into tasks."""
-    limit = min(TASK_BYTES, sum(sizes) // _LEAST_TASKS)
+    limit = min(max(sum(sizes) // _LEAST_TASKS, _LEAST_TASK_BYTES), task_bytes)
     tasks: list[list[Any]] = []
     room = 0
     for item, size in zip(items, sizes, strict=True):
@@ -358,7 +383,7 @@ def _index_and_count(chunks: Sequence[Chunk], *, counting: CountingJob, segment_
         for entry, faults, raw in _parsed_segments(chunk, counting.schema, segment_bytes):
             entries.append(entry)
             total.add(faults)
-            packer.count(raw, chunk.path, rows)
+            packer.add(raw, chunk.path, rows)
             rows += raw.rows
     table = packer.table()
     found = {"entries": entries, "counts": total.counts, "first": [vars(fault) for fault in total.first]}
@@ -367,46 +392,44 @@ def _index_and_count(chunks: Sequence[Chunk], *, counting: CountingJob, segment_
 
 def index_and_count(
     files: Sequence[storage.File],
-    schema: Schema,
+    counting: CountingJob,
     *,
     segment_bytes: int,
     engine: Engine,
-    prepare: Callable[[RawRows], RawRows] | None = None,
-    dtype: TokenType = "uint32",
-    first_rows: bool = False,
+    cache_folder: str | None = None,
     memory_bytes: int | None = None,
     spill_folder: str | None = None,
-    cache_folder: str | None = None,
+    task_bytes: int = TASK_BYTES,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[LogIndex, Counts]:
-    """`index_log` and `count_log` of all rows in one pass, which reads and parses every line once instead of twice.
+    """`index_log` and `count_log` of all rows of text files in one pass, which reads and parses every line once instead of
+    twice.
 
     An index of the very same files in `cache_folder` is used, and otherwise put there. `progress` gets bytes done. Check
     the index before using the counts.
     """
+    schema = counting.schema
     cached = (
         storage.join(cache_folder, f"index-{identity(files, schema, segment_bytes)}.json") if cache_folder else None
     )
     if cached and storage.exists(cached):
         index = LogIndex.from_dict(storage.read_json(cached))
+        parts = [Part(segment, 0, segment.rows) for segment in index.segments]
         counts = count_log(
-            schema,
-            [Part(segment, 0, segment.rows) for segment in index.segments],
+            counting,
+            parts,
             engine=engine,
-            prepare=prepare,
-            dtype=dtype,
-            first_rows=first_rows,
             memory_bytes=memory_bytes,
             spill_folder=spill_folder,
+            task_bytes=task_bytes,
         )
         return index, counts
-    counting = CountingJob(schema, prepare, dtype, first_rows)
     chunks = cut(files, max(CHUNK_BYTES, segment_bytes))
-    tasks = _tasks(chunks, [chunk.stop - chunk.start for chunk in chunks])
+    tasks = _tasks(chunks, [chunk.stop - chunk.start for chunk in chunks], task_bytes)
     function = functools.partial(_index_and_count, counting=counting, segment_bytes=segment_bytes)
+    total = counting.total(memory_bytes, spill_folder)
     entries: list[Entry] = []
     faults, done = Faults(), 0
-    total = counting.empty(spill=None if memory_bytes is None else Spill(spill_folder, memory_bytes))
     try:
         for table in engine.run("index and count", function, tasks):
             total.add(table, first_row=total.rows)

@@ -6,6 +6,7 @@ import csv
 import ctypes
 import io
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +16,15 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.log import is_gzip
-from rayrec.data.parsing import Fault, Faults
 from rayrec.native import library
 from rayrec.schema import Schema
 
 READ_BYTES = 4 << 20
 MAX_ROW_BYTES = 64 << 20
-ROW_NUMBER = "rayrec.row"
-"""Name of the column that numbers a file's rows."""
+FAULT = "rayrec.fault"
+"""Name of the column (uint8) that tells rows with too few (TOO_FEW) or too many fields (TOO_MANY) from others (0)."""
+TOO_FEW, TOO_MANY = 1, 2
 _HEADER_BYTES = 1 << 20
-_KINDS = ("too few columns", "too many columns")
 
 
 @dataclass(frozen=True)
@@ -57,43 +57,57 @@ def check_columns(names: Sequence[str], wanted: Sequence[str], *, path: str, hin
         if found != 1:
             shown = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
             what = "no column" if not found else f"{found} columns"
-            raise InputError(f"{path}: has {what} named {name}; it has {shown or 'none'}{hint}; mend the schema or the file")
+            raise InputError(
+                f"{path}: has {what} named {name}; it has {shown or 'none'}{hint}; mend the schema or the file"
+            )
 
 
-def read_csv(path: str, schema: Schema, faults: Faults, *, read_bytes: int = READ_BYTES) -> Iterator[pa.Table]:
-    """The schema's columns of a CSV file (plain or gzip) as tables of bytes, with the number of each row as column
-    ROW_NUMBER; rows with too few or too many fields are added to `faults`. Raises InputError for a file without the
-    columns, with a quote that is never closed, or damaged."""
+def csv_columns(path: str, schema: Schema) -> tuple[str, ...]:
+    """The column names of a CSV file; none where it is empty."""
+    with _opened(path) as stream:
+        text = _head(stream, path, READ_BYTES)
+        return read_header(text, schema, path=path).columns if text.strip(b"\r\n") else ()
+
+
+def read_csv(path: str, schema: Schema, *, read_bytes: int = READ_BYTES) -> Iterator[pa.Table]:
+    """The schema's columns of a CSV file (plain or gzip) as tables of bytes, with the column FAULT. Rows with too few or too
+    many fields are there too, all empty; only empty lines are not. Raises InputError for a file without the columns, with
+    a quote that is never closed, or damaged."""
+    with _opened(path) as stream:
+        text = _head(stream, path, read_bytes)
+        if not text.strip(b"\r\n"):
+            return
+        header = read_header(text, schema, path=path)
+        check_columns(header.columns, schema.columns, path=path, hint=f" (split at {header.delimiter!r})")
+        splitter = _Splitter(path, header, schema)
+        while True:
+            more = stream.read(read_bytes)
+            tables, text = splitter.split(text + more, final=not more)
+            yield from tables
+            if not more:
+                return
+            if len(text) > MAX_ROW_BYTES:
+                splitter.refuse(f"is longer than {MAX_ROW_BYTES >> 20} MiB")
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[Any]:
     filesystem, inner = storage.resolve(path)
-    packed = "gzip" if is_gzip(path) else None
-    with filesystem.open_input_stream(inner, compression=packed) as stream:
+    with filesystem.open_input_stream(inner, compression="gzip" if is_gzip(path) else None) as stream:
         try:
-            yield from _tables(stream, path, schema, faults, read_bytes)
+            yield stream
         except OSError as error:
             raise InputError(f"{path}: cannot be read to its end ({error}); fetch it again") from None
 
 
-def _tables(stream: Any, path: str, schema: Schema, faults: Faults, read_bytes: int) -> Iterator[pa.Table]:
+def _head(stream: Any, path: str, read_bytes: int) -> bytes:
+    """The file's start up to the end of its header at least, without a byte order mark."""
     text = b""
     while not _holds_header(text) and (more := stream.read(read_bytes)):
         text += more
     if text.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise InputError(f"{path}: is UTF-16; save it as UTF-8")
-    text = text.removeprefix(b"\xef\xbb\xbf")
-    if not text.strip(b"\r\n"):
-        return
-    header = read_header(text, schema, path=path)
-    check_columns(header.columns, schema.columns, path=path, hint=f" (split at {header.delimiter!r})")
-    splitter = _Splitter(path, header, schema, faults)
-    while True:
-        more = stream.read(read_bytes)
-        table, text = splitter.split(text + more, final=not more)
-        if table is not None:
-            yield table
-        if not more:
-            return
-        if len(text) > MAX_ROW_BYTES:
-            splitter.refuse(f"is longer than {MAX_ROW_BYTES >> 20} MiB")
+    return text.removeprefix(b"\xef\xbb\xbf")
 
 
 def _holds_header(text: bytes) -> bool:
@@ -104,8 +118,8 @@ def _holds_header(text: bytes) -> bool:
 class _Splitter:
     """Splits a CSV file's text, piece by piece."""
 
-    def __init__(self, path: str, header: Header, schema: Schema, faults: Faults) -> None:
-        self.path, self.names, self.faults = path, schema.columns, faults
+    def __init__(self, path: str, header: Header, schema: Schema) -> None:
+        self.path, self.names = path, schema.columns
         self.delimiter, self.columns = header.delimiter, len(header.columns)
         place = {name: number for number, name in enumerate(self.names)}
         self.places = np.array([place.get(name, -1) for name in header.columns], np.int32)
@@ -114,15 +128,26 @@ class _Splitter:
     def refuse(self, why: str) -> None:
         raise InputError(f"{self.path}: row {max(self.row, 0)} {why}: a quote is not closed, or it is no CSV file")
 
-    def split(self, text: bytes, *, final: bool) -> tuple[pa.Table | None, bytes]:
+    def split(self, text: bytes, *, final: bool) -> tuple[list[pa.Table], bytes]:
         """The rows that are complete, and the text that is left."""
         data = np.frombuffer(bytearray(text), np.uint8)
+        tables, begin = [], 0
+        while begin < len(data):
+            table, consumed = self._table(data[begin:], final)
+            if table.num_rows:
+                tables.append(table)
+            begin += consumed
+            if not consumed:
+                break
+        assert not final or begin == len(data)
+        return tables, text[begin:]
+
+    def _table(self, data: np.ndarray, final: bool) -> tuple[pa.Table, int]:
+        """Rows at the start of the text, and the bytes they take up."""
         kept = len(self.names)
-        capacity = len(data) // max(self.columns, 2) + 1  # a row has a byte a delimiter and one for its end, or for a value
+        capacity = len(data) // max(self.columns, 2) + 1  # of complete rows; those with too few fields may be more
         starts, lengths = np.empty((capacity, kept), np.int64), np.empty((capacity, kept), np.int64)
-        numbers = np.empty(capacity, np.int64)
-        counts, found = np.zeros(2, np.int64), np.zeros((Faults.keep, 2), np.int64)
-        result = np.zeros(4, np.int64)
+        kinds, result = np.empty(capacity, np.uint8), np.zeros(2, np.int64)
         function = library().rayrec_split_csv
         function.restype = ctypes.c_int64
         rows = function(
@@ -134,22 +159,15 @@ class _Splitter:
             ctypes.c_void_p(self.places.ctypes.data),
             ctypes.c_int32(kept),
             ctypes.c_int64(capacity),
-            ctypes.c_int64(self.row),
-            *(ctypes.c_void_p(array.ctypes.data) for array in (starts, lengths, numbers, counts, found)),
-            ctypes.c_int64(len(found)),
-            ctypes.c_void_p(result.ctypes.data),
+            *(ctypes.c_void_p(array.ctypes.data) for array in (starts, lengths, kinds, result)),
         )
-        consumed, met, num_found, is_open = result.tolist()
-        self.row += met
+        consumed, is_open = result.tolist()
+        skip = 1 if rows and self.row < 0 else 0
+        self.row += rows
         if final and is_open:
             self.refuse("does not end")
-        assert not final or consumed == len(data)
-        first = [Fault(self.path, None, _KINDS[kind], "", row) for row, kind in found[:num_found].tolist()]
-        self.faults.add(Faults({kind: n for kind, n in zip(_KINDS, counts.tolist(), strict=True) if n}, first))
-        skip = 1 if rows and numbers[0] < 0 else 0
         arrays = [self._gather(data, starts[skip:rows], lengths[skip:rows], place) for place in range(kept)]
-        table = pa.table([*arrays, pa.array(numbers[skip:rows])], names=[*self.names, ROW_NUMBER])
-        return (table if table.num_rows else None), text[consumed:]
+        return pa.table([*arrays, pa.array(kinds[skip:rows])], names=[*self.names, FAULT]), consumed
 
     def _gather(self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray, place: int) -> pa.Array:
         rows, kept = starts.shape

@@ -123,7 +123,15 @@ def open_log(
         return ready.open_ready(path).index
     found = storage.list_files(path, names=files)
     if is_table(found, schema):
-        return index_tables(found, schema, segment_bytes=segment_bytes, engine=engine, progress=progress)
+        return index_tables(
+            found,
+            schema,
+            segment_bytes=segment_bytes,
+            engine=engine,
+            cache_folder=cache_folder,
+            note=note,
+            progress=progress,
+        )
     plain = plain_files(found, unpack_folder=storage.join(cache_folder, "unpacked"), engine=engine, note=note)
     size = sum(file.size_bytes for file in plain)
     return index_log(
@@ -154,15 +162,23 @@ def _shared(reference: ray.ObjectRef) -> Preprocessor:
     return ray.get(reference)
 
 
+def open_block(
+    block: Block, preprocessor: Preprocessor, *, labelled: bool = True
+) -> Callable[[int, int], EncodedRows]:
+    """A function of start and stop that gives rows [start, stop) of a block, permuted and encoded. A raw log is read and
+    parsed here, ready-made rows when they are asked for."""
+    segments, order = [part.segment for part in block.parts], block.order()
+    if segments[0].format in ready.FORMATS:
+        return lambda start, stop: ready.read(segments, order[start:stop], preprocessor)
+    raw = read_raw(segments, preprocessor.schema if labelled else preprocessor.schema.unlabelled())
+    return lambda start, stop: preprocessor.encode(raw, order[start:stop])
+
+
 def encode_block(
     block: Block, start: int, stop: int, preprocessor: Preprocessor, *, labelled: bool = True
 ) -> EncodedRows:
-    """Rows [start, stop) of a block, permuted: read, parsed and encoded, or read ready-made."""
-    segments, order = [part.segment for part in block.parts], block.order()[start:stop]
-    if segments[0].format in ready.FORMATS:
-        return ready.read(segments, order, preprocessor)
-    schema = preprocessor.schema if labelled else preprocessor.schema.unlabelled()
-    return preprocessor.encode(read_raw(segments, schema), order)
+    """Rows [start, stop) of a block, permuted and encoded."""
+    return open_block(block, preprocessor, labelled=labelled)(start, stop)
 
 
 def _encode_task(item: tuple[Block, int, int], *, preprocessor: ray.ObjectRef, labelled: bool) -> pa.Table:

@@ -6,6 +6,7 @@ import copy
 import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -83,6 +84,14 @@ class Faults:
         for part in parts:
             total.add(part)
         return total
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return {"counts": self.counts, "first": [vars(fault) for fault in self.first]}
+
+    @classmethod
+    def from_dict(cls, stored: dict[str, Any]) -> Faults:
+        return cls(stored["counts"], [Fault(**fault) for fault in stored["first"]])
 
     def describe(self) -> str:
         """One line: each kind with its count, and where the first one is."""

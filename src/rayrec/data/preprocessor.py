@@ -16,6 +16,7 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.columns import RawColumns, encode_columns
 from rayrec.data.encoded import EncodedRows, Ids
 from rayrec.data.multi_hot import MultiHot
 from rayrec.data.parsing import RawRows
@@ -284,8 +285,10 @@ class Preprocessor:
             out.mask, out.shift = len(slots) - 1, 32 - (len(slots).bit_length() - 1)
         return columns
 
-    def encode(self, raw: RawRows, order: np.ndarray | None = None) -> EncodedRows:
+    def encode(self, raw: RawRows | RawColumns, order: np.ndarray | None = None) -> EncodedRows:
         """Encodes rows `order` (int64, default all in order) of `raw`. About 0.5 microseconds a Criteo row."""
+        if isinstance(raw, RawColumns):
+            return encode_columns(self, raw, order)
         order = np.arange(raw.rows, dtype=np.int64) if order is None else np.ascontiguousarray(order, np.int64)
         raw = adapt(raw, integer_buckets=self.integer_buckets, file_minimum=self.file_minimum)
         rows, labelled = len(order), raw.schema.label is not None

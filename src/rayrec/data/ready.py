@@ -1,43 +1,270 @@
-"""A click log in a ready-made format: written once by `preprocess`, read in place of the raw log with the same batches."""
+"""A click log in a ready-made format: written once by `preprocess`, read in place of the raw log with the same batches.
+
+Its index has the raw log's segments: the same rows in each, grouped into files in the same way and sorted alike. So blocks,
+orders and positions are the same, and rows are a matter of looking them up.
+"""
 
 from __future__ import annotations
 
+import posixpath
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import fs as arrow_fs
 
 from rayrec import storage
+from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
 from rayrec.data.log import LogIndex, Segment
+from rayrec.data.parsing import Fault, Faults
 from rayrec.data.position import Block, Piece
 from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.ready_files import FORMATS, MAPPED, file_checksum
+from rayrec.data.ready_formats import from_named_columns
+from rayrec.data.ready_maps import ReadyMaps, Run, damaged
 
-FORMATS = ("binary", "npy", "npz", "parquet")
+__all__ = ["FORMATS", "MAPPED", "ReadyDataset", "is_ready", "open_ready", "read", "stream_ready"]
+
+VERSION = 1
+MANIFEST = "dataset.json"
 
 
 @dataclass(frozen=True)
 class ReadyDataset:
+    """A folder that `preprocess` wrote."""
+
     path: str
     index: LogIndex
+    """Of the raw log, its files' paths replaced by ones that lie in this folder, in name only."""
     preprocessor: str
+    """Folder of the Preprocessor it was made with."""
     manifest: dict[str, Any]
+    maps: ReadyMaps
+    """The rows, unless the format is parquet."""
+    _checked: list[Preprocessor] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def format(self) -> str:
+        return self.manifest["format"]
+
+    @property
+    def labelled(self) -> bool:
+        return self.manifest["labelled"]
+
+    @property
+    def sets(self) -> dict[str, tuple[int, int]]:
+        """Row ranges of train, validation and test; empty where it was written as one."""
+        return {name: (start, stop) for name, (start, stop) in self.manifest["sets"].items()}
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file["bytes"] for file in self.manifest["files"])
+
+    def check_preprocessor(self, preprocessor: Preprocessor) -> None:
+        """Raises InputError where the rows were made with another Preprocessor. Hashes it once."""
+        if any(known is preprocessor for known in self._checked):
+            return
+        if preprocessor.hash() != self.manifest["preprocessor"]:
+            raise InputError(
+                f"{self.path}: made with Preprocessor {self.manifest['preprocessor']}, not with {preprocessor.hash()}; use "
+                f"the one in {self.preprocessor}, or make the dataset anew with `rayrec preprocess`"
+            )
+        self._checked[:] = [preprocessor]
+
+
+_OPENED: dict[str, ReadyDataset] = {}
 
 
 def is_ready(path: str) -> bool:
-    return storage.exists(storage.join(path, "dataset.json"))
+    """Whether `path` is a folder that `preprocess` wrote and finished."""
+    return storage.exists(storage.join(path, MANIFEST))
 
 
 def open_ready(path: str, *, verify: bool = False) -> ReadyDataset:
-    raise NotImplementedError
+    """Opens a ready-made dataset and checks that its files are there with their sizes, with `verify` their bytes too.
+
+    Raises InputError where it is none, of another version, incomplete or damaged.
+    """
+    dataset = _load(storage.absolute(path).rstrip("/"))
+    _check_files(dataset.path, dataset.manifest["files"], verify=verify)
+    return dataset
+
+
+def _load(path: str) -> ReadyDataset:
+    if not is_ready(path):
+        raise InputError(
+            f"{path}: holds no {MANIFEST}; make a ready-made dataset with `rayrec preprocess LOG --out {path}`"
+        )
+    manifest = storage.read_json(storage.join(path, MANIFEST))
+    if manifest.get("version") != VERSION:
+        raise InputError(
+            f"{path}: a ready-made dataset of version {manifest.get('version')}, this rayrec reads version {VERSION}; make it "
+            "anew with `rayrec preprocess`"
+        )
+    if path in _OPENED and _OPENED[path].manifest == manifest:  # what it has mapped or holds in memory is as good
+        return _OPENED[path]
+    segments, first_row = [], 0
+    for number, start, stop, rows in manifest["segments"]:
+        name = storage.join(path, f"{number:05d}", manifest["raw_files"][number])
+        segments.append(Segment(name, start, stop, first_row, rows, manifest["format"]))
+        first_row += rows
+    faults = Faults(manifest["faults"]["counts"], [Fault(**fault) for fault in manifest["faults"]["first"]])
+    _OPENED[path] = ReadyDataset(
+        path,
+        LogIndex(tuple(segments), faults),
+        storage.join(path, "preprocessor"),
+        manifest,
+        ReadyMaps(path, manifest),
+    )
+    return _OPENED[path]
+
+
+def _check_files(path: str, files: Sequence[dict[str, Any]], *, verify: bool) -> None:
+    filesystem, inner = storage.resolve(path)
+    found = {
+        posixpath.relpath(info.path, inner): info.size
+        for info in filesystem.get_file_info(arrow_fs.FileSelector(inner, recursive=True))
+        if info.type == arrow_fs.FileType.File
+    }
+    for file in files:
+        name, size = file["name"], file["bytes"]
+        if name not in found:
+            raise damaged(path, name, "is missing")
+        if found[name] != size:
+            raise damaged(path, name, f"has {found[name]} bytes, not {size}")
+        if verify and file_checksum(storage.join(path, name)) != file["crc32"]:
+            raise damaged(path, name, "has other bytes than were written")
+
+
+def _dataset_of(segment: Segment) -> tuple[ReadyDataset, int]:
+    """The dataset a segment belongs to, and the number of its raw file there."""
+    folder, number = posixpath.split(posixpath.dirname(segment.path))
+    if folder not in _OPENED:
+        _load(folder)
+    return _OPENED[folder], int(number)
 
 
 def read(segments: Sequence[Segment], order: np.ndarray, preprocessor: Preprocessor) -> EncodedRows:
-    raise NotImplementedError
+    """Rows `order` (int64) of the segments' rows, one segment after the other: what encoding them would give.
+
+    Raises InputError where the dataset was made with another Preprocessor or its files are damaged.
+    """
+    order = np.ascontiguousarray(order, np.int64)
+    dataset, _ = _dataset_of(segments[0])
+    dataset.check_preprocessor(preprocessor)
+    assert not len(order) or (order.min() >= 0 and order.max() < sum(segment.rows for segment in segments))
+    if dataset.format == "parquet":
+        return _read_parquet(dataset, segments, order, preprocessor)
+    return dataset.maps.read(_runs(segments), order, preprocessor)
+
+
+def _runs(segments: Sequence[Segment]) -> list[Run]:
+    """Where the segments' rows stand; those that follow each other in a file are one run."""
+    runs: list[Run] = []
+    stop = 0
+    for segment in segments:
+        number = _dataset_of(segment)[1]
+        start, stop = stop, stop + segment.rows
+        last = runs[-1] if runs else None
+        if last and last.file == number and last.first + last.stop - last.start == segment.start:
+            runs[-1] = Run(number, last.first, last.start, stop)
+        else:
+            runs.append(Run(number, segment.start, start, stop))
+    return runs
+
+
+def _read_parquet(
+    dataset: ReadyDataset, segments: Sequence[Segment], order: np.ndarray, preprocessor: Preprocessor
+) -> EncodedRows:
+    """Reads the row groups that hold the wanted rows. A segment that a set's end cuts is two row groups."""
+    files = dataset.manifest["parquet"]
+    firsts = [file["first_row"] for file in files]
+    groups: list[tuple[int, int]] = []
+    bounds = [0]
+    for segment in segments:
+        row, end = segment.first_row, segment.first_row + segment.rows
+        while row < end:
+            file = bisect_right(firsts, row) - 1
+            starts = np.cumsum([firsts[file], *files[file]["row_groups"]])
+            group = int(np.searchsorted(starts, row, "right")) - 1
+            assert starts[group] == row
+            groups.append((file, group))
+            row = int(starts[group + 1])
+            bounds.append(bounds[-1] + int(starts[group + 1] - starts[group]))
+        assert row == end
+    edges = np.array(bounds)
+    of_row = np.searchsorted(edges, order, "right") - 1
+    wanted = np.zeros(len(groups), bool)
+    wanted[of_row] = True
+    kept = np.cumsum(np.where(wanted, np.diff(edges), 0))
+    before = edges[1:] - kept  # rows of groups that are not read
+    opened: dict[int, pq.ParquetFile] = {}
+    tables = []
+    try:
+        for number in np.flatnonzero(wanted):
+            file, group = groups[number]
+            path = storage.join(dataset.path, files[file]["name"])
+            if file not in opened:
+                filesystem, inner = storage.resolve(path)
+                opened[file] = pq.ParquetFile(filesystem.open_input_file(inner), pre_buffer=storage.is_url(path))
+            tables.append(opened[file].read_row_group(group, use_threads=False))
+    except (OSError, pa.ArrowInvalid) as error:
+        raise damaged(
+            dataset.path, files[file]["name"], f"cannot be read ({str(error).partition(chr(10))[0]})"
+        ) from None
+    finally:
+        for reader in opened.values():
+            reader.close()
+    if not tables:
+        file, _ = groups[0]
+        table = _schema_of(storage.join(dataset.path, files[file]["name"])).empty_table()
+    else:
+        table = pa.concat_tables(tables).combine_chunks().take(pa.array(order - before[of_row]))
+    return from_named_columns(table, preprocessor.inputs)
+
+
+def _schema_of(path: str) -> pa.Schema:
+    filesystem, inner = storage.resolve(path)
+    with filesystem.open_input_file(inner) as file:
+        return pq.read_schema(file)
 
 
 def stream_ready(
-    pieces: Sequence[tuple[Block, Piece]], preprocessor: Preprocessor, *, in_memory: bool = False, prefetch_blocks: int = 2
+    pieces: Sequence[tuple[Block, Piece]],
+    preprocessor: Preprocessor,
+    *,
+    in_memory: bool = False,
+    prefetch_blocks: int = 2,
 ) -> Iterator[EncodedRows]:
-    raise NotImplementedError
+    """Rows of the pieces, in order, read in this process by one thread that stays `prefetch_blocks` pieces ahead (the
+    kernels release the GIL). With `in_memory`, the files the pieces are of are read wholly first, and stay in memory as
+    long as the process. For formats in MAPPED; ingest.stream reads the others."""
+    if not pieces:
+        return
+    if in_memory:
+        dataset, _ = _dataset_of(pieces[0][0].parts[0].segment)
+        dataset.maps.hold(sorted({_dataset_of(part.segment)[1] for block, _ in pieces for part in block.parts}))
+    thread = ThreadPoolExecutor(1, thread_name_prefix="read-ready")
+    ahead: deque[Future[EncodedRows]] = deque()
+    waiting = iter(pieces)
+    try:
+        for block, piece in waiting:
+            ahead.append(thread.submit(_read_piece, block, piece, preprocessor))
+            if len(ahead) > prefetch_blocks:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+    finally:
+        thread.shutdown(wait=True, cancel_futures=True)
+
+
+def _read_piece(block: Block, piece: Piece, preprocessor: Preprocessor) -> EncodedRows:
+    order = block.order()[piece.start : piece.stop]
+    return read([part.segment for part in block.parts], order, preprocessor)

@@ -1,1 +1,122 @@
 """A shuffle of a whole log outside the trainer, the same for a seed whoever does it, and how well an order mixes days."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from math import isqrt
+
+import numpy as np
+import pyarrow as pa
+
+from rayrec import storage
+
+_ROUNDS = 8
+_CHUNK_ROWS = 1 << 14
+_PLACE = "rayrec.place"  # column of a run: where each row is to go
+
+
+class Permutation:
+    """A pseudorandom permutation of [0, size), computed row by row, so that it needs no memory and no common knowledge but
+    the seed: a Feistel network over pairs (left, right) of [0, a) x [0, b), a b >= size, walked on until it comes back
+    below `size` (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002)."""
+
+    def __init__(self, size: int, *, seed: int) -> None:
+        self.size = size
+        self._left = max(1, isqrt(max(size - 1, 0)) + 1)
+        self._right = max(1, -(-size // self._left))
+        self._keys = np.random.SeedSequence((seed, size)).generate_state(_ROUNDS, np.uint64)
+
+    def __call__(self, rows: np.ndarray) -> np.ndarray:
+        """int64: the place of each row. About 0.15 microseconds a row."""
+        out = np.empty(len(rows), np.int64)
+        for start in range(0, len(rows), _CHUNK_ROWS):  # so that what passes between rounds stays in the cache
+            places = self._once(np.asarray(rows[start : start + _CHUNK_ROWS], np.uint64))
+            beyond = np.flatnonzero(places >= self.size)
+            while len(beyond):
+                places[beyond] = self._once(places[beyond])
+                beyond = beyond[places[beyond] >= self.size]
+            out[start : start + len(places)] = places
+        return out
+
+    def _once(self, values: np.ndarray) -> np.ndarray:
+        a, b = np.uint64(self._left), np.uint64(self._right)
+        left: np.ndarray = values // b
+        right: np.ndarray = values % b
+        for number, key in enumerate(self._keys):
+            if number % 2:
+                right = (right + _mixed(left ^ key) % b) % b
+            else:
+                left = (left + _mixed(right ^ key) % a) % a
+        return left * b + right
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014), the key added to a golden-ratio step before."""
+    x = x * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def write_run(tables: Sequence[pa.Table], places: np.ndarray, path: str) -> None:
+    """Writes rows with the places they are to go to, sorted by these; the file appears complete or not at all."""
+    table = pa.concat_tables(tables).combine_chunks().append_column(_PLACE, pa.array(places))
+    table = table.take(pa.array(np.argsort(places, kind="stable")))
+    with storage.writing(path) as local, pa.OSFile(local, "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table.combine_chunks())
+
+
+def gather_runs(paths: Sequence[str], start: int, stop: int) -> pa.Table:
+    """The rows of all runs whose places are [start, stop), in the order of these."""
+    slices = []
+    for path in paths:
+        with pa.memory_map(path) as source:
+            run = pa.ipc.open_file(source).read_all()
+        low, high = np.searchsorted(run.column(_PLACE).combine_chunks().to_numpy(), [start, stop])
+        if low < high:
+            slices.append(run.slice(low, high - low))
+    table = pa.concat_tables(slices).combine_chunks()
+    places = table.column(_PLACE).to_numpy() - start
+    assert len(places) == stop - start
+    order = np.full(len(places), -1, np.int64)
+    order[places] = np.arange(len(places))
+    assert order.min() >= 0
+    return table.drop_columns([_PLACE]).take(pa.array(order))
+
+
+def run_path(folder: str, number: int) -> str:
+    return os.path.join(folder, f"run-{number:06d}.arrow")
+
+
+def mixing(groups: np.ndarray, batch_size: int) -> float:
+    """How well an order of rows mixes their groups (days, files): 1 as a perfect shuffle does, 0 where every batch is of
+    one group.
+
+    `groups`: the group of each row, in the order in which they come. Of every whole batch the total variation distance
+    between its groups and all rows' is taken; their mean is set between its expectation for batches drawn at random without
+    replacement and its value for batches of one group each.
+    """
+    _, numbers = np.unique(groups, return_inverse=True)
+    counts = np.bincount(numbers)
+    share = counts / len(numbers)
+    batches = len(numbers) // batch_size
+    assert batches, (len(numbers), batch_size)
+    found = np.zeros((batches, len(counts)))
+    used = numbers[: batches * batch_size]
+    np.add.at(found, (np.arange(len(used)) // batch_size, used), 1 / batch_size)
+    distance = float(np.abs(found - share).sum(1).mean() / 2)
+    perfect = sum(_mean_deviation(int(count), len(numbers), batch_size) for count in counts) / 2
+    worst = float((share * (1 - share)).sum())
+    return (worst - distance) / (worst - perfect) if worst > perfect else 1.0
+
+
+def _mean_deviation(count: int, rows: int, batch_size: int) -> float:
+    """E |X / batch_size - count / rows| for X rows of a group of `count` in a batch (hypergeometric)."""
+    low, high = max(0, batch_size - (rows - count)), min(batch_size, count)
+    k = np.arange(low, high, dtype=np.float64)
+    steps = np.log((count - k) * (batch_size - k)) - np.log((k + 1) * (rows - count - batch_size + k + 1))
+    logarithms = np.concatenate([[0.0], np.cumsum(steps)])
+    weights = np.exp(logarithms - logarithms.max())
+    values = np.arange(low, high + 1)
+    return float((weights * np.abs(values / batch_size - count / rows)).sum() / weights.sum())

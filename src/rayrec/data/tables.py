@@ -1,19 +1,50 @@
-"""Click logs in Parquet or CSV: cut into segments of whole row groups, and read into raw columns."""
+"""Click logs in Parquet and CSV: cut into segments of whole row groups, and read into raw columns.
+
+A row group is the least that can be read alone. So Parquet files are read where they are if their row groups are small
+enough to be shuffled, and otherwise, as CSV files always, written anew once, with row groups of the size of a segment.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
 
 from rayrec import storage
+from rayrec.config import InputError
+from rayrec.data.arrow_columns import good_rows_of, parse_table
 from rayrec.data.columns import RawColumns
+from rayrec.data.csv_text import csv_columns
 from rayrec.data.engine import Engine
-from rayrec.data.log import LogIndex, Segment
-from rayrec.data.parsing import RawRows
+from rayrec.data.log import Entry, LogIndex, Segment, identity, numbered
+from rayrec.data.parsing import Faults, RawRows
+from rayrec.data.row_groups import VERSION, Part, changed, is_parquet, open_parquet, prepared, read_rows
 from rayrec.schema import Schema
+
+SUFFIXES = (".parquet", ".csv", ".csv.gz")
+_TASK_SEGMENTS = 8
+"""Segments of one file that one task checks."""
 
 
 def is_table(files: Sequence[storage.File], schema: Schema) -> bool:
-    raise NotImplementedError
+    """Whether these are tables. Raises InputError where only some of them are, or where the schema needs tables."""
+    others = [file.path for file in files if not file.path.lower().endswith(SUFFIXES)]
+    if not others:
+        return True
+    if len(others) < len(files):
+        tables = [file.path for file in files if file.path not in others]
+        raise InputError(f"{tables[0]} is a table and {others[0]} is not; give the files of one log only")
+    if schema.tokens == "any":
+        raise InputError(f"{others[0]}: a schema with tokens: any needs files that end in {', '.join(SUFFIXES)}")
+    return False
+
+
+# Index ---------------------------------------------------------------------------------------------------------------
 
 
 def index_tables(
@@ -26,8 +57,141 @@ def index_tables(
     note: Callable[[str], None],
     progress: Callable[[str, int, int | None], None],
 ) -> LogIndex:
-    raise NotImplementedError
+    """Reads the whole log once to number its rows and count its faults. Into `cache_folder` go the index, from which it
+    comes back for the very same files, and those files that must be written anew. Raises InputError for a file that lacks
+    a column or has one of an unusable type."""
+    cached = storage.join(cache_folder, f"index-{identity(files, schema, segment_bytes)}-{VERSION}.json")
+    if storage.exists(cached):
+        index = LogIndex.from_dict(storage.read_json(cached))
+        if all(storage.exists(path) for path in sorted({segment.path for segment in index.segments})):
+            return index
+    folder = storage.absolute(storage.join(cache_folder, "tables"))
+    csv_files = [file for file in files if not is_parquet(file.path)]
+    if csv_files:
+        note(f"CSV cannot be split: {len(csv_files)} files are written as Parquet to {folder} (once)")
+    prepare = functools.partial(_prepare_task, schema=schema, segment_bytes=segment_bytes, folder=folder)
+    parts: list[Part] = []
+    for result in _results(engine.run("tables", prepare, files, block_bytes=1 << 16), "parts"):
+        parts.extend(Part(**{**part, "groups": [tuple(group) for group in part["groups"]]}) for part in result)
+        progress("tables (rows)", sum(part.rows for part in parts), None)
+    again = {part.source for part in parts if part.source != part.path and is_parquet(part.source)}
+    if again:
+        note(
+            f"{len(again)} Parquet files have row groups of more than {2 * segment_bytes >> 10:,} KiB, too large to be shuffled: "
+            f"they were written anew to {folder} (once)"
+        )
+    chunks = [chunk for part in parts for chunk in _chunks(part, segment_bytes)]
+    total = sum(part.rows for part in parts)
+    entries: list[Entry] = []
+    faults, done = Faults(), 0
+    check = functools.partial(_check_task, schema=schema)
+    results = _results(engine.run("index", check, chunks, block_bytes=1 << 16), "checked")
+    for (part, ranges), result in zip(chunks, results, strict=True):
+        entries.extend((part.path, *range_, rows) for range_, rows in zip(ranges, result["rows"], strict=True))
+        faults.add(Faults.from_dict(result["faults"]))
+        done += sum(stop - start for start, stop in ranges)
+        progress("index (rows)", done, total)
+    index = LogIndex(numbered(entries, "table"), faults)
+    storage.write_json(cached, index.to_dict())
+    return index
+
+
+def _prepare_task(file: storage.File, *, schema: Schema, segment_bytes: int, folder: str) -> pa.Table:
+    return pa.table({"parts": [json.dumps([vars(part) for part in prepared(file, schema, segment_bytes, folder)])]})
+
+
+def _results(tables: Iterable[pa.Table], name: str) -> Iterator[Any]:
+    for table in tables:
+        for text in table.column(name).to_pylist():
+            yield json.loads(text)
+
+
+Chunk = tuple[Part, list[tuple[int, int]]]
+"""Row ranges of a part, a segment each: the unit of work of one indexing task."""
+
+
+def _chunks(part: Part, segment_bytes: int) -> Iterator[Chunk]:
+    ranges: list[tuple[int, int]] = []
+    start = stop = size = 0
+    for rows, group_bytes in part.groups:
+        if stop > start and size + group_bytes // 2 > segment_bytes:
+            ranges.append((start, stop))
+            start, size = stop, 0
+        stop, size = stop + rows, size + group_bytes
+    if stop > start:
+        ranges.append((start, stop))
+    for first in range(0, len(ranges), _TASK_SEGMENTS):
+        yield part, ranges[first : first + _TASK_SEGMENTS]
+
+
+def _check_task(chunk: Chunk, *, schema: Schema) -> pa.Table:
+    part, ranges = chunk
+    rows, faults = [], Faults()
+    with open_parquet(part.path) as parquet:
+        for start, stop in ranges:
+            table = read_rows(parquet, part.path, start, stop, schema.columns)
+            raw, found = parse_table(table, schema, path=part.source, first_row=part.first_row + start)
+            rows.append(raw.rows)
+            faults.add(found)
+    return pa.table({"checked": [json.dumps({"rows": rows, "faults": faults.to_dict()})]})
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
 
 
 def read_tables(segments: Sequence[Segment], schema: Schema) -> RawRows | RawColumns:
-    raise NotImplementedError
+    """Reads segments of one log one after the other; their faulty rows, counted before, are passed over: RawRows for
+    hexadecimal tokens, else RawColumns.
+
+    Raises InputError where a segment no longer holds the rows it was indexed with.
+    """
+    assert segments
+    read = [
+        raw
+        for path, run in itertools.groupby(segments, lambda segment: segment.path)
+        for raw in _read(path, run, schema)
+    ]
+    columns = [raw for _, raw in read if isinstance(raw, RawColumns)]
+    if columns:
+        return RawColumns.concatenated(columns)
+    out = RawRows(schema, sum(raw.rows for _, raw in read))
+    for path, raw in read:
+        assert isinstance(raw, RawRows)
+        out.begin_file(path)
+        place = slice(out.rows, out.rows + raw.rows)
+        out.integers[place], out.tokens[place] = raw.integers, raw.tokens
+        out.missing[place], out.labels[place] = raw.missing, raw.labels
+        out.rows += raw.rows
+    return out
+
+
+def good_rows(segment: Segment, schema: Schema) -> np.ndarray:
+    """int64 (segment.rows): the place of each good row among the segment's, from 0 on."""
+    with open_parquet(segment.path) as parquet:
+        table = read_rows(parquet, segment.path, segment.start, segment.stop, schema.columns)
+    good = good_rows_of(table, schema, path=segment.path)
+    if len(good) != segment.rows:
+        raise _other_rows(segment, len(good))
+    return good
+
+
+def column_names(file: storage.File, schema: Schema) -> tuple[str, ...]:
+    """The columns a file of a table has; none where it is empty."""
+    if not is_parquet(file.path):
+        return csv_columns(file.path, schema)
+    with open_parquet(file.path) as parquet:
+        return tuple(parquet.schema_arrow.names)
+
+
+def _other_rows(segment: Segment, rows: int) -> InputError:
+    return changed(segment.path, segment.start, segment.stop, f"{rows} good rows where there were {segment.rows}")
+
+
+def _read(path: str, segments: Iterable[Segment], schema: Schema) -> Iterator[tuple[str, RawRows | RawColumns]]:
+    with open_parquet(path) as parquet:
+        for segment in segments:
+            table = read_rows(parquet, path, segment.start, segment.stop, schema.columns)
+            raw, _ = parse_table(table, schema, path=path)
+            if raw.rows != segment.rows:
+                raise _other_rows(segment, raw.rows)
+            yield path, raw

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -45,6 +47,21 @@ def kernel(name: str) -> Any:
 def pointer(array: np.ndarray | None) -> ctypes.c_void_p:
     assert array is None or array.flags.c_contiguous
     return ctypes.c_void_p(None if array is None else array.ctypes.data)
+
+
+_HUGE_PAGE = 2 << 20
+
+
+def _zeros(slots: int, words: int) -> np.ndarray:
+    """A table; a large one in memory of its own, which its end gives back to the system at once, in huge pages."""
+    size = slots * words * 8
+    if size < _HUGE_PAGE:
+        return np.zeros((slots, words), np.uint64)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel built without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint64).reshape(slots, words)
 
 
 class TokenCounter:
@@ -130,7 +147,7 @@ class TokenCounter:
         assert slots >= 2
         assert slots & (slots - 1) == 0
         words = 3 if self.first_rows else 2
-        self._slots = np.zeros((slots, words), np.uint64)
+        self._slots = _zeros(slots, words)
         shift = 64 - (slots.bit_length() - 1)
         self._c = _CCounter(self._slots.ctypes.data, slots, 0, _FACTORS[self._family], shift, words)
 
@@ -154,7 +171,7 @@ class TokenCounter:
             )
             if done == len(tokens):
                 return
-            self.make_room(self.used)  # doubles it
+            self.make_room(0)
 
 
 def _plain(array: np.ndarray, dtype: Any) -> np.ndarray:
@@ -265,7 +282,8 @@ class Spill:
     def merged(self, column: int, like: TokenCounter, min_count: int) -> tuple[Items, int]:
         """Everything spilled of a column, added up, where it was counted at least `min_count` times; and how many distinct
         tokens there were before."""
-        runs, kept, distinct = self._runs.get(column, []), [], 0
+        runs, distinct = self._runs.get(column, []), 0
+        kept = like.items(NO_ROW)
         sizes = sum((np.diff(run.offsets) for run in runs), np.zeros(1 << _PARTITION_BITS, np.int64))
         for first, stop, split_bits in _groups(sizes.tolist(), self.table_bytes, like):
             for part in range(1 << split_bits):
@@ -277,16 +295,9 @@ class Spill:
                             arrays = _select(arrays, _PARTITION_BITS + split_bits, (first << split_bits) + part)
                         counter.merge(*arrays)
                 distinct += counter.used
-                kept.append(counter.items(min_count))
+                _extend(kept, counter.items(min_count))
                 del counter
-        tokens, counts, rows = (_joined(kept, i) for i in range(3))
-        if tokens is None or counts is None:
-            return (
-                np.zeros(0, like.dtype),
-                np.zeros(0, np.int64),
-                np.zeros(0, np.int64) if like.first_rows else None,
-            ), 0
-        return (tokens, counts, rows), distinct
+        return kept, distinct
 
     def close(self) -> None:
         if self._file is not None:
@@ -327,9 +338,13 @@ def _select(arrays: Sequence[np.ndarray], bits: int, partition: int) -> list[np.
     return [array[:kept] for array in (tokens, counts, *rows)]
 
 
-def _joined(kept: list[Items], number: int) -> np.ndarray | None:
-    arrays = [items[number] for items in kept if items[number] is not None]
-    return np.concatenate(arrays) if arrays else None  # type: ignore[arg-type]
+def _extend(kept: Items, more: Items) -> None:
+    """Appends in place: the kernel moves pages of large arrays instead of copying them, so there are never two copies."""
+    for array, piece in zip(kept, more, strict=True):
+        if array is not None and piece is not None:
+            start = len(array)
+            array.resize(start + len(piece), refcheck=False)
+            array[start:] = piece
 
 
 def narrow(counts: np.ndarray) -> np.ndarray:

@@ -31,7 +31,7 @@ _KAGGLE_ARCHIVE = RemoteFile(
         "https://ndownloader.figshare.com/files/10082655",
         "https://huggingface.co/datasets/Recommenders/criteo/resolve/main/dac.tar.gz",
     ),
-    page="https://ailab.criteo.com/ressources/",
+    page="https://ailab.criteo.com/kaggle-contest-dataset-now-available-academic-use/",
     terms=_TERMS,
     size_bytes=4_576_820_670,
     md5="df9b1b3766d9ff91d5ca3eb3d23bed27",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hashlib
 import os
 import posixpath
@@ -55,7 +56,7 @@ def extract(
                 results.append(_extract_member(tar, member, file, os.path.join(folder, file.name), url, stop))
                 if not missing:
                     break
-    except (tarfile.TarError, EOFError, zlib.error) as error:
+    except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise InputError(f"{archive}: damaged, no whole tar file ({error}); remove it to fetch it again") from None
     if missing:
         raise InputError(f"{archive}: holds no file {' and no '.join(missing)}; is {url} the published archive?")

@@ -92,14 +92,24 @@ def _in_parallel(
     run: Callable[[RemoteFile], None], files: Sequence[RemoteFile], parallelism: int, stop: threading.Event
 ) -> None:
     """Runs all; the first that fails, or an interrupt, stops the others, whose partial files stay."""
-    with ThreadPoolExecutor(max_workers=parallelism) as pool:
-        futures = [pool.submit(run, file) for file in files]
+
+    def run_unless_stopped(file: RemoteFile) -> None:
+        if stop.is_set():
+            raise Stopped
         try:
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            run(file)
+        except BaseException:
+            stop.set()  # here, before this thread takes the next file
+            raise
+
+    with ThreadPoolExecutor(max_workers=parallelism) as pool:
+        futures = [pool.submit(run_unless_stopped, file) for file in files]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
         finally:
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
-        errors = [error for future in done if (error := future.exception())]
+    errors = [error for future in futures if not future.cancelled() and (error := future.exception())]
     for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):
         raise error
 
@@ -154,7 +164,7 @@ def _transfer(
     if verified in UNCHECKED:
         note(f"{file.name}: {size_text(size)} fetched; {UNCHECKED[verified]}")
     else:
-        note(f"{file.name}: {size_text(size)} fetched, as by the {verified}")
+        note(f"{file.name}: {size_text(size)} fetched and checked by the {verified}")
     if file in wanted:
         partial.finish(path)
         return [result_of(file.name, size, partial.sha256.hexdigest(), url, "fetched", verified)]

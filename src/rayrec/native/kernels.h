@@ -137,9 +137,8 @@ void rayrec_look_up_wide(const uint64_t *tokens, int64_t count, const uint64_t *
                          int32_t *out);
 
 int64_t rayrec_split_csv(uint8_t *text, int64_t length, int32_t final, uint8_t delimiter, int32_t columns,
-                         const int32_t *places, int32_t kept, int64_t capacity, int64_t first_number, int64_t *starts,
-                         int64_t *lengths, int64_t *numbers, int64_t *fault_counts, int64_t *faults, int64_t max_faults,
-                         int64_t *result);
+                         const int32_t *places, int32_t kept, int64_t capacity, int64_t *starts, int64_t *lengths,
+                         uint8_t *kinds, int64_t *result);
 void rayrec_gather_text(const uint8_t *text, const int64_t *starts, const int64_t *lengths, int64_t rows, int32_t kept,
                         int32_t place, int64_t *offsets, uint8_t *data);
 void rayrec_check_numbers(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint8_t *status);

@@ -9,19 +9,17 @@
  * its rows are complete. What follows a closing quote belongs to the field; a quote inside an unquoted field is itself.
  *
  * Rows have `columns` fields; field c is stored as number places[c], or not where that is negative. Field k of row r is
- * text[starts[r * kept + k], ... + lengths[...]), its quotes removed in place. numbers[r] is first_number plus the count of
- * rows before it, refused ones too. Rows with another number of fields are counted in fault_counts (too few, too many) and
- * the first max_faults described by faults[2 i] (number) and faults[2 i + 1] (0 or 1).
+ * text[starts[r * kept + k], ... + lengths[...]), its quotes removed in place. kinds[r] is 0, or 1 or 2 for a row of too few
+ * or too many fields, whose fields are stored as empty.
  *
- * Returns the rows stored, at most `capacity`, and in result: bytes consumed, rows met, faults described, whether the text
- * ends inside a quoted field. With `final` the last row may lack its line end. */
+ * Returns the rows stored, at most `capacity`, and in result: bytes consumed, and whether the text ends inside a quoted
+ * field. With `final` the last row may lack its line end. */
 int64_t rayrec_split_csv(uint8_t *text, int64_t length, int32_t final, uint8_t delimiter, int32_t columns,
-                         const int32_t *places, int32_t kept, int64_t capacity, int64_t first_number, int64_t *starts,
-                         int64_t *lengths, int64_t *numbers, int64_t *fault_counts, int64_t *faults, int64_t max_faults,
-                         int64_t *result) {
+                         const int32_t *places, int32_t kept, int64_t capacity, int64_t *starts, int64_t *lengths,
+                         uint8_t *kinds, int64_t *result) {
     const uint8_t *const end = text + length;
     const uint8_t *p = text;
-    int64_t row = 0, met = 0, num_faults = 0, consumed = 0;
+    int64_t row = 0, consumed = 0;
     int open = 0;
     while (p < end && row < capacity) {
         if (*p == '\n' || *p == '\r') { /* an empty line, or the \n of \r\n */
@@ -56,16 +54,11 @@ int64_t rayrec_split_csv(uint8_t *text, int64_t length, int32_t final, uint8_t d
         }
         if (p < end) p++; /* the \n of \r\n is passed over as an empty line */
         consumed = p - text;
-        if (column != columns) {
-            const int kind = column > columns;
-            fault_counts[kind]++;
-            if (num_faults < max_faults) {
-                faults[2 * num_faults] = first_number + met;
-                faults[2 * num_faults + 1] = kind;
-                num_faults++;
-            }
+        kinds[row] = column == columns ? 0 : column < columns ? 1 : 2;
+        if (kinds[row]) {
+            memset(starts + row * kept, 0, (size_t)kept * sizeof *starts);
+            memset(lengths + row * kept, 0, (size_t)kept * sizeof *lengths);
         } else {
-            numbers[row] = first_number + met;
             for (int64_t k = row * kept; k < (row + 1) * kept; k++) {
                 uint8_t *field = text + starts[k];
                 if (lengths[k] == 0 || *field != '"') continue;
@@ -80,15 +73,12 @@ int64_t rayrec_split_csv(uint8_t *text, int64_t length, int32_t final, uint8_t d
                 for (in++; in < lengths[k]; in++) field[out++] = field[in];
                 lengths[k] = out;
             }
-            row++;
         }
-        met++;
+        row++;
     }
 stop:
     result[0] = consumed;
-    result[1] = met;
-    result[2] = num_faults;
-    result[3] = open;
+    result[1] = open;
     return row;
 }
 

@@ -33,6 +33,8 @@ class SparkConfig(Config):
     """CPUs of each of them."""
     executor_memory: str = "2g"
     """Memory of each of them."""
+    shared_folder: str | None = None
+    """Folder that this machine and all executors share, for the tasks' results; None: the cache's, fit for one machine."""
     timeout_s: float = 120.0
     """How long Spark may take to start, and then to finish any one task, before it is given up."""
 
@@ -102,7 +104,7 @@ def cache_folder() -> str:
 
 
 @contextmanager
-def engine(config: PreparationConfig) -> Iterator[Engine]:
+def engine(config: PreparationConfig, console: Console) -> Iterator[Engine]:
     """The engine that `config` names, started; what was started for it is stopped."""
     if config.engine == "ray":
         from rayrec.data.ray_tasks import RayEngine
@@ -112,7 +114,14 @@ def engine(config: PreparationConfig) -> Iterator[Engine]:
         return
     from rayrec.prepare.spark import SparkEngine
 
-    with SparkEngine.started(config.spark) as spark:
+    address = None
+    if config.engine == "spark-on-ray":
+        from rayrec.launch import cluster
+
+        address = cluster.connect(config.address, num_cpus=None, object_store_bytes=None, log_to_driver=False)
+    with SparkEngine.started(
+        config.spark, ray_address=address, cache_folder=storage.absolute(cache_folder()), note=console.note
+    ) as spark:
         yield spark
 
 

@@ -37,7 +37,7 @@ def preprocess(
         raise InputError(
             f"{preprocessor}: made for columns {given.schema.columns}, the log has {config.schema.columns}"
         )
-    with console.preparing(), engine(config) as running:
+    with console.preparing(), engine(config, console) as running:
         index = raw_index(path, config, running, console)
         sets = sets_of(index, config)
         used = given or count(index, sets, config, running, console)

@@ -24,7 +24,7 @@ def vocabulary(path: str, *, out: str, config: PreparationConfig, console: Conso
     """
     if storage.exists(out):
         raise InputError(f"{out}: exists already; remove it or choose another --out")
-    with console.preparing(), engine(config) as running:
+    with console.preparing(), engine(config, console) as running:
         index = raw_index(path, config, running, console)
         preprocessor = count(index, sets_of(index, config), config, running, console)
     with storage.writing_folder(out) as folder:

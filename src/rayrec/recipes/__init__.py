@@ -28,6 +28,15 @@ ALL: dict[str, Callable[[], TrainConfig]] = {
 }
 """Every recipe by its name."""
 
+PUBLISHED = {
+    "criteo_kaggle": "criteo_kaggle",
+    "criteo_small": "criteo_small",
+    "criteo_full": "criteo_full",
+    "mlperf_dlrm": "criteo_full",
+    "mlperf_dcnv2": "criteo_full",
+}
+"""The published data set (see `rayrec fetch`) that a recipe's train_data.files are of."""
+
 
 def load_config(text: str) -> TrainConfig:
     """The configuration that YAML text holds, as `TrainConfig.to_yaml` wrote it or a part of it.

@@ -9,23 +9,25 @@ import numpy as np
 import pyarrow as pa
 
 from rayrec import storage
+from rayrec.data import ready
+from rayrec.data.engine import Engine
 from rayrec.data.log import LogIndex, Segment
 from rayrec.data.parsing import PADDING_BYTES, Faults, RawRows, max_rows_in, parse_into
-from rayrec.data.placement import TaskPlacement
-from rayrec.data.ray_tasks import tasks_dataset
+from rayrec.data.tables import good_rows
 from rayrec.schema import Schema
 
 
-def first_lines(index: LogIndex, *, segments_per_task: int, placement: TaskPlacement) -> dict[Segment, int]:
-    """The position of each segment's first line in the whole log. Reads the log once more, if it has faulty lines."""
-    if not index.faults.total:
+def first_lines(index: LogIndex, *, segments_per_task: int, engine: Engine) -> dict[Segment, int]:
+    """The position of each segment's first line (or row of a table) in the whole log, faulty ones counted too; that of
+    ready-made rows is their own. Reads a text log once more, if it has faulty lines."""
+    if not index.faults.total or index.format in ready.FORMATS:
         return {segment: segment.first_row for segment in index.segments}
+    if index.format == "table":
+        sizes = [segment.stop - segment.start for segment in index.segments]
+        return dict(zip(index.segments, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True))
     groups = [index.segments[i : i + segments_per_task] for i in range(0, len(index.segments), segments_per_task)]
-    dataset = tasks_dataset("count lines", _count_lines, groups, placement=placement, block_bytes=1 << 12)
-    lines: list[int] = []
-    for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
-        assert isinstance(table, pa.Table)
-        lines.extend(table.column("lines").to_pylist())
+    tables = engine.run("count lines", _count_lines, groups, block_bytes=1 << 12)
+    lines = [count for table in tables for count in table.column("lines").to_pylist()]
     starts = np.concatenate([[0], np.cumsum(lines, dtype=np.int64)])
     assert int(starts[-1]) == index.rows + index.faults.total
     return {segment: int(start) for segment, start in zip(index.segments, starts[:-1], strict=True)}
@@ -55,7 +57,9 @@ def line_starts(text: np.ndarray, length: int) -> np.ndarray:
 
 
 def good_lines(segment: Segment, schema: Schema) -> np.ndarray:
-    """int64 (segment.rows): the place of each good row among the segment's lines, from 0 on."""
+    """int64 (segment.rows): the place of each good row among the segment's lines (or rows of a table), from 0 on."""
+    if segment.format == "table":
+        return good_rows(segment, schema)
     text, length = read_text(segment), _length(segment)
     starts = line_starts(text, length)
     if len(starts) == segment.rows:

@@ -7,13 +7,11 @@ import logging
 import os
 import re
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
@@ -23,10 +21,11 @@ from rayrec import storage
 from rayrec.checkpoint import verify
 from rayrec.config import InputError
 from rayrec.data.ingest import open_log, share_preprocessor
-from rayrec.data.log import GZIP_MAGIC, select
-from rayrec.data.parsing import MAX_LINE_BYTES
+from rayrec.data.labels import has_labels
+from rayrec.data.log import select
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import Part, blocks_of_epoch
+from rayrec.data.ray_tasks import RayEngine
 from rayrec.launch import cluster
 from rayrec.metrics import BinaryMetricsAccumulator
 from rayrec.observe.console import Console
@@ -35,7 +34,6 @@ from rayrec.serve.loading import load_preprocessor, open_for_scoring, weight_byt
 from rayrec.serve.scoring import Device, Job, ScoredBlock, plan_pool, scored_dataset
 
 if TYPE_CHECKING:
-    from rayrec.schema import Schema
     from rayrec.workloads.base import TrainConfig
 
 _PART_ROWS = 1 << 20
@@ -196,7 +194,7 @@ def _prepare(
             path,
             schema,
             segment_bytes=data.segment_bytes,
-            placement=placement,
+            engine=RayEngine(placement),
             cache_folder=cache_folder(opened.path),
             note=console.note,
             progress=console.progress,
@@ -204,7 +202,7 @@ def _prepare(
         index.check(config.max_bad_fraction, path)
         if index.faults.total:
             console.note(f"{path}: {index.faults.describe()}; they are left out")
-        lines = first_lines(index, segments_per_task=data.segments_per_block, placement=placement)
+        lines = first_lines(index, segments_per_task=data.segments_per_block, engine=RayEngine(placement))
     parts = [Part(segment, start, stop) for segment, start, stop in select(index, 0, index.rows)]
     blocks = [
         ScoredBlock(block, tuple(lines[part.segment] for part in block.parts), not index.faults.total)
@@ -228,34 +226,6 @@ def _prepare(
         checkpoint=opened.path,
         preprocessor_hash=preprocessor.hash(),
     )
-
-
-def has_labels(path: str, schema: Schema) -> bool:
-    """Whether the first line with the right number of columns has a label; a log with no such line counts as labelled,
-    and its lines as faulty."""
-    assert schema.label is not None
-    labelled = len(schema.columns)
-    for file in storage.list_files(path):
-        for line in _first_lines_of(file.path):
-            columns = line.count(b"\t") + 1
-            if columns in (labelled, labelled - 1):
-                return columns == labelled
-    return True
-
-
-def _first_lines_of(path: str) -> list[bytes]:
-    """The complete lines at a file's start, of about 16 lines of the greatest length."""
-    head = np.zeros(16 * MAX_LINE_BYTES, np.uint8)
-    got = storage.read_into(path, 0, head)
-    text, whole = head[:got].tobytes(), got < len(head)
-    if text.startswith(GZIP_MAGIC):
-        try:
-            text = zlib.decompressobj(wbits=31).decompress(text, len(head))
-        except zlib.error:
-            return []  # said where the file is unpacked
-        whole = whole and len(text) < len(head)
-    lines = text.split(b"\n")
-    return lines if whole else lines[:-1]
 
 
 def cache_folder(checkpoint: str) -> str:

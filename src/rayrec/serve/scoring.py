@@ -16,7 +16,7 @@ import ray.data
 from ray.data import ActorPoolStrategy, DataContext, ExecutionOptions
 
 from rayrec.config import InputError
-from rayrec.data.log import read_segments
+from rayrec.data.ingest import open_block
 from rayrec.serve.lines import good_lines
 
 if TYPE_CHECKING:
@@ -133,12 +133,11 @@ class BlockScorer:
     def _score(self, scored: ScoredBlock) -> pa.Table:
         job, preprocessor = self._job, self._preprocessor
         schema = preprocessor.schema if job.labelled else preprocessor.schema.unlabelled()
-        raw = read_segments([part.segment for part in scored.block.parts], schema)
-        order = scored.block.order()
-        logits = np.empty(len(order), np.float32)
-        labels = np.empty(len(order), np.float32)
-        for start in range(0, len(order), job.batch_rows):
-            rows = preprocessor.encode(raw, order[start : start + job.batch_rows])
+        encoded, num_rows = open_block(scored.block, preprocessor, labelled=job.labelled), scored.block.rows
+        logits = np.empty(num_rows, np.float32)
+        labels = np.empty(num_rows, np.float32)
+        for start in range(0, num_rows, job.batch_rows):
+            rows = encoded(start, min(start + job.batch_rows, num_rows))
             logits[start : start + len(rows)] = self._scorer.score(rows)
             if rows.labels is not None:
                 labels[start : start + len(rows)] = rows.labels

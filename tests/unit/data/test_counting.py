@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data import counting
+from rayrec.data.columns import RawColumns, RawSparse
 from rayrec.data.counting import NO_ROW, CountingJob, Counts, count_log, count_parts, index_and_count
 from rayrec.data.ingest import index_log
 from rayrec.data.log import LogIndex, cut, index_chunk, numbered, read_segments, select
@@ -161,7 +161,7 @@ def test_tables_of_counts_add_up(first_rows: bool) -> None:
     for part in ([1, 1, None], [2, 1, 7], [None, None, None], []):
         raw, _ = parse(SCHEMA, text_of([part, part]))
         counts = job.empty()
-        counts.count(raw, 0)
+        counts.add_rows(raw, 0)
         whole.add(counts.to_table(), first_row=row)
         row += raw.rows
     assert whole.rows == 9
@@ -175,7 +175,7 @@ def test_tables_of_counts_add_up(first_rows: bool) -> None:
 @pytest.mark.parametrize("first_rows", [False, True])
 def test_columns_without_values(first_rows: bool, tmp_path: Path) -> None:
     parts = parts_of(tmp_path, SCHEMA, b"\t\t00000001\n" * 1000, 300)
-    counts = count_log(SCHEMA, parts[5:], engine=HERE, first_rows=first_rows)
+    counts = count_log(CountingJob(SCHEMA, first_rows=first_rows), parts[5:], engine=HERE)
     first = parts[5].segment.first_row
     assert counts.rows == 1000 - first
     assert counts.missing.tolist() == [[counts.rows, first], [0, NO_ROW]]
@@ -186,7 +186,7 @@ def test_columns_without_values(first_rows: bool, tmp_path: Path) -> None:
 
 
 def test_no_rows_at_all() -> None:
-    counts = count_log(SCHEMA, [], engine=HERE)
+    counts = count_log(CountingJob(SCHEMA), [], engine=HERE)
     assert everything(counts)["tokens"] == [{}, {}]
     assert counts.file_minimum == {}
 
@@ -196,7 +196,7 @@ def test_one_kind_of_column_only(tmp_path: Path) -> None:
         (Schema(label=None, dense=(), sparse=("s",)), b"00000001\n00000001\n"),
         (Schema(label=None, dense=("d",), sparse=()), b"1\n1\n"),
     ):
-        counts = count_log(schema, parts_of(tmp_path, schema, text), engine=HERE)
+        counts = count_log(CountingJob(schema), parts_of(tmp_path, schema, text), engine=HERE)
         assert [counted(counter) for counter in counts.tokens] == [{1: 2}] * len(schema.sparse)
         assert counts.dense_moments[:, 0].tolist() == [2] * len(schema.dense)
         assert counts.file_minimum == ({"log.txt": 1} if schema.dense else {})
@@ -216,7 +216,7 @@ def test_moments_are_the_exact_integer_sums(values: list[int | None]) -> None:
     schema = Schema(label=None, dense=("d", "e"), sparse=("s",))
     raw, _ = parse(schema, b"".join(b"%s\t3\t\n" % (b"" if v is None else b"%d" % v) for v in values))
     counts = CountingJob(schema).empty()
-    counts.count(raw, 0)
+    counts.add_rows(raw, 0)
     there = [value for value in values if value is not None]
     got = counts.dense_moments.tolist()
     assert got[1] == moments([3] * len(values))
@@ -234,11 +234,11 @@ def test_labels_and_the_least_integer_of_each_file(tmp_path: Path) -> None:
         for chunk in cut([storage.File(str(tmp_path / name), len(text), 0)], 1 << 20):
             entries += index_chunk(chunk, schema, 1 << 20)[0]
     parts = [Part(segment, 0, segment.rows) for segment in numbered(entries)]
-    counts = count_log(schema, parts, engine=HERE)
+    counts = count_log(CountingJob(schema), parts, engine=HERE)
     assert counts.file_minimum == {"a.txt": 0, "b.txt": 3, "c.txt": -2}
     assert counts.labels.tolist() == [2, 4]
     chosen = [Part(parts[2].segment, 1, 3)]
-    counts = count_log(schema, chosen, engine=HERE)
+    counts = count_log(CountingJob(schema), chosen, engine=HERE)
     assert counts.file_minimum == {"c.txt": 0}
     assert counts.labels.tolist() == [1, 1]
 
@@ -266,12 +266,52 @@ def doubled(raw: RawRows) -> RawRows:
 
 def test_rows_may_be_prepared_before(tmp_path: Path) -> None:
     text = b"".join(b"%d\t%08x\t\n" % (i % 3, i) if i % 4 else b"\t%08x\t\n" % i for i in range(100))
-    counts = count_log(SCHEMA, parts_of(tmp_path, SCHEMA, text, 200), engine=HERE, prepare=doubled)
+    counts = count_log(CountingJob(SCHEMA, prepare=doubled), parts_of(tmp_path, SCHEMA, text, 200), engine=HERE)
     assert counted(counts.tokens[0]) == Counter(i % 3 for i in range(100) if i % 4)
     assert counted(counts.tokens[1]) == dict.fromkeys(range(100), 1)
     assert counts.missing.tolist() == [[25, 0], [0, NO_ROW], [100, 0]]
     assert counts.dense_moments.shape == (0, 4)
     assert counts.file_minimum == {"log.txt": 0}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.none() | st.integers(0, 9), st.lists(st.integers(0, 2**64 - 1), max_size=3)), max_size=30))
+def test_columns_of_any_log_are_counted(rows: list[tuple[int | None, list[int]]]) -> None:
+    schema = Schema(label="l", dense=("d",), sparse=("s", "t"), lists=("t",), tokens="any")
+    absent = np.array([token is None for token, _ in rows], bool)
+    raw = RawColumns(
+        schema,
+        len(rows),
+        dense=(np.array([token or 0 for token, _ in rows], np.float64),),
+        dense_missing=(absent,),
+        sparse=(
+            RawSparse(np.array([token or 0 for token, _ in rows], np.uint64), absent),
+            RawSparse(
+                np.array([token for _, tokens in rows for token in tokens], np.uint64),
+                None,
+                np.array([len(tokens) for _, tokens in rows], np.int32),
+            ),
+        ),
+        labels=np.array([len(tokens) > 0 for _, tokens in rows], np.uint8),
+        weights=None,
+    )
+    counts = CountingJob(schema, dtype="uint64", first_rows=True).empty()
+    counts.add_source(raw, "a.csv")
+    for start in (0, len(rows)):  # in two halves
+        half = raw.take(np.arange(start // 2, (start + len(rows)) // 2))
+        counts.add_rows(half, 100 + start // 2)
+    listed = [(token, row) for row, (_, tokens) in enumerate(rows, 100) for token in tokens]
+    first = dict(reversed(listed))
+    number = Counter(token for token, _ in listed)
+    assert counts.rows == len(rows)
+    assert found(counts.kept(0)) == expected([token for token, _ in rows], 100)
+    assert found(counts.kept(1)) == {token: (number[token], first[token]) for token in number}
+    empty = [row for row, (_, tokens) in enumerate(rows, 100) if not tokens]
+    none = [row for row, (token, _) in enumerate(rows, 100) if token is None]
+    assert counts.missing.tolist() == [[len(none), min(none, default=NO_ROW)], [len(empty), min(empty, default=NO_ROW)]]
+    assert counts.labels.tolist() == [len(empty), len(rows) - len(empty)]
+    assert counts.dense_moments[0, 0] == len(rows) - len(none)
+    assert counts.file_minimum == {}
 
 
 @pytest.mark.parametrize("first_rows", [False, True])
@@ -280,7 +320,7 @@ def test_it_does_not_matter_how_the_log_is_divided(click_log: Path, tmp_path: Pa
     text = text[: text.rindex(b"\n") + 1]
 
     def count(parts: list[Part], **settings: Any) -> Counts:
-        return count_log(CRITEO, parts, engine=HERE, first_rows=first_rows, **settings)
+        return count_log(CountingJob(CRITEO, first_rows=first_rows), parts, engine=HERE, **settings)
 
     whole = everything(count(parts_of(tmp_path, CRITEO, text, 1 << 21)))
     rows = [line.split(b"\t") for line in text.splitlines()]
@@ -292,9 +332,9 @@ def test_it_does_not_matter_how_the_log_is_divided(click_log: Path, tmp_path: Pa
     for segment_bytes in (20_000, 77_777):
         parts = parts_of(tmp_path, CRITEO, text, segment_bytes)
         assert len(parts) > 10
-        for parts_per_task in (None, 1, 2, 1000):
+        for task_bytes in (1, 100_000, 1 << 30):
             for order in (parts, parts[::-1]):
-                assert everything(count(order, parts_per_task=parts_per_task)) == whole
+                assert everything(count(order, task_bytes=task_bytes)) == whole
         for memory_bytes in (1, 300_000, 1 << 30):
             with count(parts, memory_bytes=memory_bytes, spill_folder=str(tmp_path)) as counts:
                 assert counts.spill is not None
@@ -360,7 +400,7 @@ def test_spill_files_leave_nothing_behind(click_log: Path, tmp_path: Path) -> No
     folder = tmp_path / "spill"
 
     def counted_log(parts: list[Part] = parts) -> Counts:
-        return count_log(CRITEO, parts, engine=HERE, memory_bytes=1 << 20, spill_folder=str(folder))
+        return count_log(CountingJob(CRITEO), parts, engine=HERE, memory_bytes=1 << 20, spill_folder=str(folder))
 
     with counted_log() as counts:
         assert counts.spill is not None
@@ -384,7 +424,7 @@ def test_a_full_disk_is_told(click_log: Path, tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # a disk as small as that
     try:
         with pytest.raises(InputError, match=r"cannot be written there .*File too large.*spill_folder"):
-            count_log(CRITEO, parts, engine=HERE, memory_bytes=1 << 20, spill_folder=str(tmp_path))
+            count_log(CountingJob(CRITEO), parts, engine=HERE, memory_bytes=1 << 20, spill_folder=str(tmp_path))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert open_spill_files(tmp_path) == 0
@@ -409,9 +449,7 @@ def index_of(path: Path, segment_bytes: int) -> LogIndex:
 
 
 @pytest.mark.parametrize("first_rows", [False, True])
-def test_index_and_count_in_one_pass(
-    click_log: Path, tmp_path: Path, first_rows: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_index_and_count_in_one_pass(click_log: Path, tmp_path: Path, first_rows: bool) -> None:
     lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)
     (tmp_path / "log").mkdir()
     for number in range(3):
@@ -419,12 +457,16 @@ def test_index_and_count_in_one_pass(
         (tmp_path / "log" / f"day_{number}").write_bytes(text)
     files = storage.list_files(str(tmp_path / "log"))
     for task_bytes in (1, 1 << 30):
-        monkeypatch.setattr(counting, "TASK_BYTES", task_bytes)
         cache = str(tmp_path / f"cache-{task_bytes}")
 
-        def both(cache: str = cache) -> tuple[LogIndex, Counts]:
+        def both(cache: str = cache, task_bytes: int = task_bytes) -> tuple[LogIndex, Counts]:
             return index_and_count(
-                files, CRITEO, segment_bytes=20_000, engine=HERE, first_rows=first_rows, cache_folder=cache
+                files,
+                CountingJob(CRITEO, first_rows=first_rows),
+                segment_bytes=20_000,
+                engine=HERE,
+                cache_folder=cache,
+                task_bytes=task_bytes,
             )
 
         index, counts = both()
@@ -432,7 +474,7 @@ def test_index_and_count_in_one_pass(
         assert index.faults.total == 3
         assert index == index_log(files, CRITEO, segment_bytes=20_000, engine=HERE)
         parts = [Part(segment, 0, segment.rows) for segment in index.segments]
-        apart = everything(count_log(CRITEO, parts, engine=HERE, first_rows=first_rows))
+        apart = everything(count_log(CountingJob(CRITEO, first_rows=first_rows), parts, engine=HERE))
         assert everything(counts) == apart
         assert index == index_log(files, CRITEO, segment_bytes=20_000, engine=HERE, cache_folder=cache)
         again, counts = both()

@@ -13,7 +13,7 @@ import torch
 from rayrec import checkpoint as checkpoints
 from rayrec import recipes
 from rayrec.config import InputError
-from rayrec.data.loader import one_hot_features
+from rayrec.data.loader import sparse_features
 from rayrec.data.parsing import parse
 from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
 from rayrec.models.dlrm import DLRMConfig
@@ -91,7 +91,7 @@ def test_scores_are_those_of_the_saved_model(run: Path, config: TrainConfig, pre
     model = _build(config, 2).eval()
     with torch.no_grad():
         expected = model.score(
-            torch.from_numpy(rows.dense), one_hot_features(preprocessor.schema.sparse, rows.ids)
+            torch.from_numpy(rows.dense), sparse_features(preprocessor.inputs.sparse, rows.ids, len(rows))
         ).numpy()
 
     loaded = load_model(str(run), config=config)  # the newest of the run

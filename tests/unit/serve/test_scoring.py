@@ -11,7 +11,8 @@ import pytest
 from rayrec.config import InputError
 from rayrec.launch.cluster import Node
 from rayrec.schema import Schema
-from rayrec.serve.predict import cache_folder, has_labels
+from rayrec.data.labels import has_labels
+from rayrec.serve.predict import cache_folder
 from rayrec.serve.scoring import Pool, plan_pool, sigmoid
 
 GIB = 1 << 30

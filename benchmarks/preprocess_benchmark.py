@@ -1,0 +1,133 @@
+"""Raw TSV to ready-made files: every format, the bytes it writes against a plain copy of as many, one core against two, and one
+Ray node against two of one CPU each."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+from logs import synthetic_log
+from ray.cluster_utils import Cluster
+from rows import emit, interleaved, say, timed
+
+import rayrec
+from rayrec.launch import cluster
+from rayrec.observe.console import Console
+
+FULL_ROWS = 4_373_472_329
+"""Of Criteo 1TB, all 24 days."""
+
+
+@contextmanager
+def local(num_cpus: int) -> Iterator[None]:
+    cluster.connect(None, num_cpus=num_cpus, object_store_bytes=2 << 30, log_to_driver=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def two_nodes() -> Iterator[None]:
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 1 << 30})
+    nodes.add_node(num_cpus=1, object_store_memory=1 << 30)
+    nodes.wait_for_nodes()
+    cluster.connect(nodes.address, num_cpus=None, object_store_bytes=None, log_to_driver=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        nodes.shutdown()
+
+
+def rate(path: str, preprocessor: str, format: str) -> float:
+    with tempfile.TemporaryDirectory(dir=os.path.dirname(path)) as folder:
+        result = rayrec.preprocess(
+            path,
+            out=os.path.join(folder, "out"),
+            format=format,  # type: ignore[arg-type]
+            preprocessor=preprocessor,
+            console=Console(quiet=True),
+        )
+    return result["rows_per_s"]
+
+
+def copy_rate(path: str, row_bytes: int, rows: int) -> float:
+    """Rows/s of copying as many bytes from one file to another and syncing them, without looking at them."""
+    source, target = path + ".copy-source", path + ".copy-target"
+    with open(path, "rb") as read, open(source, "wb") as write:
+        write.write(read.read(row_bytes * rows))
+
+    def copy() -> int:
+        with open(source, "rb") as read, open(target, "wb") as write:
+            shutil.copyfileobj(read, write, 8 << 20)
+            write.flush()
+            os.fsync(write.fileno())
+        return os.path.getsize(target)
+
+    size, seconds = timed(copy)
+    os.remove(source)
+    os.remove(target)
+    return size / row_bytes / seconds
+
+
+def main(*, quick: bool) -> None:
+    rows = 500_000 if quick else 3_000_000
+    path = synthetic_log(rows)
+    repeats = 1 if quick else 3
+    preprocessor = os.path.join(os.path.dirname(path), "preprocessor-of-all")
+    with local(2):
+        if not os.path.exists(preprocessor):
+            rayrec.vocabulary(path, out=preprocessor, min_count=5, console=Console(quiet=True))
+        rate(path, preprocessor, "binary")  # starts Ray's workers, indexes the log
+        rates = interleaved(
+            repeats,
+            binary=lambda: rate(path, preprocessor, "binary"),
+            npy=lambda: rate(path, preprocessor, "npy"),
+            parquet=lambda: rate(path, preprocessor, "parquet"),
+            copy=lambda: copy_rate(path, 160, rows),
+        )
+    for format in ("binary", "npy", "parquet"):
+        emit(
+            "preprocess",
+            peer="copying 160 bytes a row to the same disk",
+            workload=f"criteo kaggle TSV, indexed -> {format}, 2 CPUs",
+            value=rates[format],
+            ratio=rates[format] / rates["copy"],
+            repeats=repeats,
+            peer_rows_per_s=round(rates["copy"]),
+        )
+    say("scaling:")
+    with local(1):
+        rate(path, preprocessor, "binary")
+        one = interleaved(repeats, one=lambda: rate(path, preprocessor, "binary"))["one"]
+    with two_nodes():
+        rate(path, preprocessor, "binary")
+        two = interleaved(repeats, two=lambda: rate(path, preprocessor, "binary"))["two"]
+    for peer, value, other in (
+        ("one CPU", rates["binary"], one),
+        ("one node of two CPUs", two, rates["binary"]),
+    ):
+        emit(
+            "preprocess",
+            peer=peer,
+            workload="to binary, 2 CPUs" if peer == "one CPU" else "to binary, two nodes of one CPU",
+            value=value,
+            ratio=value / other,
+            repeats=repeats,
+            peer_rows_per_s=round(other),
+        )
+    emit(
+        "preprocess",
+        peer=None,
+        workload=f"{FULL_ROWS:,} rows (Criteo 1TB) to binary on 64 cores, reckoned from one CPU's rate here",
+        unit="hours",
+        value=FULL_ROWS / (64 * one) / 3600,
+        ratio=None,
+        repeats=repeats,
+        rows_per_s_of_one_cpu=round(one),
+    )

@@ -1,0 +1,52 @@
+"""Whether a log has labels."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+
+from rayrec import storage
+from rayrec.data import ready
+from rayrec.data.log import GZIP_MAGIC
+from rayrec.data.parsing import MAX_LINE_BYTES
+from rayrec.data.tables import column_names, is_table
+from rayrec.schema import Schema
+
+
+def has_labels(path: str, schema: Schema) -> bool:
+    """Whether a log of `schema` has its label column, told by its first file that says so.
+
+    Text without a header: by the first line with the right number of columns. A log with no such line counts as labelled,
+    and its lines as faulty.
+    """
+    assert schema.label is not None
+    if ready.is_ready(path):
+        return ready.open_ready(path).labelled
+    files = storage.list_files(path)
+    if is_table(files, schema):
+        return schema.label in column_names(files[0], schema)
+    labelled = len(schema.columns)
+    for file in files:
+        for line in _first_lines_of(file.path):
+            columns = line.count(b"\t") + 1
+            if columns in (labelled, labelled - 1):
+                return columns == labelled
+    return True
+
+
+def _first_lines_of(path: str) -> list[bytes]:
+    """The complete lines at a file's start, of about 16 lines of the greatest length."""
+    head = np.zeros(16 * MAX_LINE_BYTES, np.uint8)
+    got = storage.read_into(path, 0, head)
+    text, whole = head[:got].tobytes(), got < len(head)
+    if text.startswith(GZIP_MAGIC):
+        try:
+            text = zlib.decompressobj(wbits=31).decompress(text, len(head))
+        except zlib.error:
+            return []  # said where the file is unpacked
+        whole = whole and len(text) < len(head)
+    lines = text.split(b"\n")
+    return lines if whole else lines[:-1]
+
+

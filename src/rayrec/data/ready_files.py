@@ -1,0 +1,184 @@
+"""Which files hold the rows of the mapped formats, and where in them: known before the first row is, checksums too."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from rayrec import storage
+from rayrec.data.preprocessor import Preprocessor
+
+MAPPED = ("binary", "npy", "npz")
+"""Formats whose files a process maps into its memory; any row is written and read on its own."""
+FORMATS = (*MAPPED, "parquet")
+_ALIGNMENT = 64
+_READ_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The rows of one raw file in (a part of) a ready-made one: row-major, little-endian."""
+
+    name: str
+    """rows: int32 label, integers, ids (binary); dense, labels, sparse, or the number of a sparse column"""
+    file: str
+    offset: int
+    """Byte of the file where the first row starts."""
+    dtype: str
+    columns: int
+
+    @property
+    def row_bytes(self) -> int:
+        return np.dtype(self.dtype).itemsize * self.columns
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """A file of matrices, of which everything but the rows is known before the first row is."""
+
+    name: str
+    size_bytes: int
+    rows: int
+    matrices: tuple[Matrix, ...]
+    headers: tuple[tuple[int, bytes], ...] = ()
+    """(byte of the file, what stands there)"""
+    archive: tuple[tuple[str, int, bytes], ...] = ()
+    """Of a zip archive: (name, where its local header starts, .npy header) of the member of each matrix."""
+
+
+def row_bytes(preprocessor: Preprocessor) -> int:
+    """About what a row takes in memory, where a list counts as one id."""
+    ids = sum(size or 1 for size in preprocessor.hotness)
+    return 4 + 4 * len(preprocessor.dense) + preprocessor.id_dtype.itemsize * ids
+
+
+def plan_files(format: str, preprocessor: Preprocessor, stem: str, rows: int) -> list[FilePlan]:
+    """The files that hold `rows` rows of one raw file: their names begin with `stem`."""
+    num_dense, hotness = len(preprocessor.dense), preprocessor.hotness
+    if format == "binary":
+        matrix = Matrix("rows", f"{stem}.bin", 0, "<i4", 1 + num_dense + len(hotness))
+        return [FilePlan(matrix.file, rows * matrix.row_bytes, rows, (matrix,))]
+    plans = [
+        _plan_npy("dense", f"{stem}_dense.npy", "<f4", rows, num_dense),
+        _plan_npy("labels", f"{stem}_labels.npy", "<i4", rows, 1),
+    ]
+    if format == "npy":
+        dtype = preprocessor.id_dtype.newbyteorder("<").str
+        return [*plans, _plan_npy("sparse", f"{stem}_sparse.npy", dtype, rows, len(hotness))]
+    return [*plans, _plan_npz(f"{stem}_sparse_multi_hot.npz", rows, [size or 0 for size in hotness])]
+
+
+def _npy_header(dtype: str, shape: tuple[int, ...], start: int = 0) -> bytes:
+    """The head of an .npy file that starts at byte `start`, padded so that the data behind it is aligned."""
+    buffer = io.BytesIO()
+    np.lib.format.write_array_header_1_0(buffer, {"descr": dtype, "fortran_order": False, "shape": shape})
+    plain = buffer.getvalue()
+    padding = -(start + len(plain)) % _ALIGNMENT
+    length = int.from_bytes(plain[8:10], "little") + padding
+    return plain[:8] + length.to_bytes(2, "little") + plain[10:-1] + b" " * padding + plain[-1:]
+
+
+def _plan_npy(name: str, file: str, dtype: str, rows: int, columns: int) -> FilePlan:
+    header = _npy_header(dtype, (rows, columns))
+    matrix = Matrix(name, file, len(header), dtype, columns)
+    return FilePlan(file, len(header) + rows * matrix.row_bytes, rows, (matrix,), ((0, header),))
+
+
+def _plan_npz(file: str, rows: int, hotness: Sequence[int]) -> FilePlan:
+    """An archive as np.savez lays it out, so that readers who reckon where the data starts find it there too."""
+    matrices, archive, at = [], [], 0
+    for number, size in enumerate(hotness):
+        local = len(_member(f"{number}.npy", at, 0, 0).FileHeader(zip64=True))
+        header = _npy_header("<i4", (rows, size), at + local)
+        matrices.append(Matrix(str(number), file, at + local + len(header), "<i4", size))
+        archive.append((f"{number}.npy", at, header))
+        at = matrices[-1].offset + rows * matrices[-1].row_bytes
+    plan = FilePlan(file, at, rows, tuple(matrices), (), tuple(archive))
+    records = archive_records(plan, {matrix.name: 0 for matrix in matrices})
+    return FilePlan(file, at + len(records[-1][1]), rows, plan.matrices, tuple(records), plan.archive)
+
+
+def _member(name: str, start: int, size: int, crc: int) -> zipfile.ZipInfo:
+    member = zipfile.ZipInfo(name)
+    member.header_offset, member.file_size, member.compress_size, member.CRC = start, size, size, crc
+    member.external_attr = 0o644 << 16
+    return member
+
+
+class _Tail(io.RawIOBase):
+    """Takes what is written behind byte `start` of a file that is not there."""
+
+    def __init__(self, start: int) -> None:
+        self.start, self.data = start, bytearray()
+
+    def tell(self) -> int:
+        return self.start + len(self.data)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        assert (offset, whence) == (self.tell(), 0)
+        return offset
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        self.data += data
+        return len(data)
+
+
+def archive_records(plan: FilePlan, checksums: dict[str, int]) -> list[tuple[int, bytes]]:
+    """(byte of the file, what stands there) of everything in a zip archive but the rows; `checksums`: the CRC-32 of each
+    matrix's rows, by its name."""
+    records, members = [], []
+    for matrix, (name, start, header) in zip(plan.matrices, plan.archive, strict=True):
+        length = plan.rows * matrix.row_bytes
+        checksum = combine(zlib.crc32(header), checksums[matrix.name], length)
+        members.append(_member(name, start, len(header) + length, checksum))
+        records.append((start, members[-1].FileHeader(zip64=True) + header))
+    last = plan.matrices[-1]
+    tail = _Tail(last.offset + plan.rows * last.row_bytes)
+    with zipfile.ZipFile(tail, "w") as directory:  # type: ignore[call-overload]
+        directory.infolist().extend(members)
+    return [*records, (tail.start, bytes(tail.data))]
+
+
+def _multiply(a: int, b: int) -> int:
+    """Product of two polynomials modulo that of CRC-32, highest power in the lowest bit."""
+    bit, product = 1 << 31, 0
+    while a:
+        if a & bit:
+            product ^= b
+            a ^= bit
+        bit >>= 1
+        b = b >> 1 ^ (0xEDB88320 if b & 1 else 0)
+    return product
+
+
+@lru_cache(maxsize=4096)
+def _power(length: int) -> int:
+    """x^(8 length)."""
+    result, power = 1 << 31, 1 << 23
+    while length:
+        if length & 1:
+            result = _multiply(power, result)
+        power = _multiply(power, power)
+        length >>= 1
+    return result
+
+
+def combine(first: int, second: int, length: int) -> int:
+    """The CRC-32 of two pieces of data one after the other, from that of each and the length of the second."""
+    return _multiply(_power(length), first) ^ second
+
+
+def file_checksum(path: str) -> str:
+    """CRC-32 of a file, 8 hexadecimal digits."""
+    filesystem, inner = storage.resolve(path)
+    checksum = 0
+    with filesystem.open_input_stream(inner, compression=None) as file:
+        while data := file.read(_READ_BYTES):
+            checksum = zlib.crc32(data, checksum)
+    return f"{checksum:08x}"

@@ -1,0 +1,184 @@
+"""Rows of the mapped formats, gathered in any order from files that are mapped into memory or held there."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.data.encoded import EncodedRows, Ids
+from rayrec.data.preprocessor import CDenseColumn, Preprocessor
+from rayrec.data.ready_files import Matrix
+from rayrec.native import library
+
+
+class _CRuns(ctypes.Structure):
+    _fields_ = [("rows", ctypes.c_void_p), ("starts", ctypes.c_void_p), ("count", ctypes.c_int64)]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring rows of one raw file, at [start, stop) of all the rows that are read together."""
+
+    file: int
+    """Number of the raw file."""
+    first: int
+    """Number of the first row in its file."""
+    start: int
+    stop: int
+
+
+def damaged(path: str, name: str, what: str) -> InputError:
+    return InputError(
+        f"{storage.join(path, name)}: {what}: the dataset is damaged; copy it again, or make it anew with `rayrec preprocess`"
+    )
+
+
+def free_memory() -> int:
+    """Bytes, with those that cached files fill and give up for anything else where the system says so."""
+    try:
+        with open("/proc/meminfo") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True)
+class ReadyMaps:
+    """The files of one ready-made dataset. They stay mapped, or in memory, as long as this object."""
+
+    path: str
+    manifest: dict[str, Any]
+    _contents: dict[str, tuple[np.ndarray, mmap.mmap | None]] = field(default_factory=dict, repr=False)
+    """By name: the bytes of a file, and its map where it is mapped."""
+    _matrices: dict[tuple[int, str], tuple[Matrix, np.ndarray, int]] = field(default_factory=dict, repr=False)
+    """By raw file and name: a matrix, its rows, and the address of the first."""
+
+    def hold(self, files: Sequence[int]) -> None:
+        """Reads the rows of raw files wholly into memory. Raises InputError where that is not enough."""
+        names = {matrix[1] for number in files for matrix in self.manifest["matrices"][number]}
+        wanted = {name: size for name, size in self._sizes() if name in names and not self._is_held(name)}
+        needed, free = sum(wanted.values()), free_memory()
+        if needed > free:
+            raise InputError(
+                f"{self.path}: {needed / 1e9:.1f} GB do not fit into the {free / 1e9:.1f} GB of free memory; leave in_memory "
+                "off, and the files are mapped"
+            )
+        for name, size in wanted.items():
+            content = np.empty(size, np.uint8)
+            if storage.read_into(storage.join(self.path, name), 0, content) != size:
+                raise damaged(self.path, name, "is shorter than it was")
+            self._contents[name] = content, None
+        for key in [key for key, (matrix, _, _) in self._matrices.items() if matrix.file in wanted]:
+            del self._matrices[key]
+
+    def read(self, runs: Sequence[Run], order: np.ndarray, preprocessor: Preprocessor) -> EncodedRows:
+        """Rows `order` (int64) of the runs' rows."""
+        format, labelled = self.manifest["format"], self.manifest["labelled"]
+        if format == "binary":
+            return self._unpack(runs, order, preprocessor)
+        labels = self._gather("labels", runs, order).reshape(-1).astype(np.float32) if labelled else None
+        dense = self._gather("dense", runs, order)
+        if format == "npy":
+            columns: Any = self._gather("sparse", runs, order, transposed=True)
+            return EncodedRows(dense, columns, labels)
+        ids: list[Ids] = []
+        for number, size in enumerate(preprocessor.hotness):
+            column = self._gather(str(number), runs, order).astype(preprocessor.id_dtype, copy=False)
+            ids.append(column.reshape(-1) if size == 1 else column)
+        return EncodedRows(dense, ids, labels)
+
+    def _is_held(self, name: str) -> bool:
+        return name in self._contents and self._contents[name][1] is None
+
+    def _sizes(self) -> list[tuple[str, int]]:
+        return [(file["name"], file["bytes"]) for file in self.manifest["files"]]
+
+    def _content(self, name: str) -> np.ndarray:
+        if name not in self._contents:
+            size = dict(self._sizes())[name]
+            try:
+                with open(storage.join(self.path, name), "rb") as file:
+                    if os.fstat(file.fileno()).st_size != size:
+                        raise damaged(self.path, name, f"has {os.fstat(file.fileno()).st_size} bytes, not {size}")
+                    mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else None
+            except FileNotFoundError:
+                raise damaged(self.path, name, "is missing") from None
+            self._contents[name] = np.frombuffer(mapped, np.uint8) if mapped else np.empty(0, np.uint8), mapped
+        return self._contents[name][0]
+
+    def _matrix(self, file: int, name: str) -> tuple[Matrix, np.ndarray, int]:
+        key = file, name
+        if key not in self._matrices:
+            matrix = next(Matrix(*stored) for stored in self.manifest["matrices"][file] if stored[0] == name)
+            rows = self.manifest["file_rows"][file]
+            content = self._content(matrix.file)[matrix.offset : matrix.offset + rows * matrix.row_bytes]
+            values = content.view(matrix.dtype).reshape(rows, matrix.columns)
+            self._matrices[key] = matrix, values, values.ctypes.data
+        return self._matrices[key]
+
+    def _read_ahead(self, matrix: Matrix, run: Run) -> None:
+        mapped = self._contents[matrix.file][1]
+        if mapped is not None:
+            start = matrix.offset + run.first * matrix.row_bytes
+            down = start % mmap.PAGESIZE
+            mapped.madvise(mmap.MADV_WILLNEED, start - down, (run.stop - run.start) * matrix.row_bytes + down)
+
+    def _c_runs(self, name: str, runs: Sequence[Run]) -> tuple[_CRuns, tuple[np.ndarray, np.ndarray]]:
+        """The runs for a kernel, and the arrays they point into."""
+        addresses = np.empty(len(runs), np.uint64)
+        for number, run in enumerate(runs):
+            matrix, values, address = self._matrix(run.file, name)
+            assert run.first + run.stop - run.start <= len(values)
+            addresses[number] = address + run.first * matrix.row_bytes
+            self._read_ahead(matrix, run)
+        starts = np.array([run.start for run in runs], np.int64)
+        return _CRuns(addresses.ctypes.data, starts.ctypes.data, len(runs)), (addresses, starts)
+
+    def _gather(self, name: str, runs: Sequence[Run], order: np.ndarray, *, transposed: bool = False) -> np.ndarray:
+        """Rows of a matrix: (rows, columns), or (columns, rows)."""
+        matrix, values, _ = self._matrix(runs[0].file, name)
+        shape = (matrix.columns, len(order)) if transposed else (len(order), matrix.columns)
+        out = np.empty(shape, values.dtype)
+        if out.size:
+            c_runs, kept = self._c_runs(name, runs)
+            library().rayrec_gather_rows(
+                ctypes.byref(c_runs),
+                ctypes.c_void_p(order.ctypes.data),
+                ctypes.c_int64(len(order)),
+                ctypes.c_int64(matrix.columns),
+                ctypes.c_int64(values.itemsize),
+                ctypes.c_int32(transposed),
+                ctypes.c_void_p(out.ctypes.data),
+            )
+            del kept
+        return out
+
+    def _unpack(self, runs: Sequence[Run], order: np.ndarray, preprocessor: Preprocessor) -> EncodedRows:
+        """Rows of format binary, in one pass."""
+        num_dense, num_sparse = len(preprocessor.dense), len(preprocessor.sparse)
+        dense = np.empty((len(order), num_dense), np.float32)
+        ids = np.empty((num_sparse, len(order)), np.int32)
+        labels = np.empty(len(order), np.float32)
+        c_runs, kept = self._c_runs("rows", runs)
+        library().rayrec_unpack_rows(
+            ctypes.byref(c_runs),
+            ctypes.c_void_p(order.ctypes.data),
+            ctypes.c_int64(len(order)),
+            ctypes.c_int32(num_dense),
+            ctypes.c_int32(num_sparse),
+            (CDenseColumn * num_dense)(*(column.c_column() for column in preprocessor.dense)),
+            ctypes.c_void_p(dense.ctypes.data),
+            ctypes.c_void_p(ids.ctypes.data),
+            ctypes.c_void_p(labels.ctypes.data),
+        )
+        del kept
+        columns: Any = ids.astype(preprocessor.id_dtype, copy=False)
+        return EncodedRows(dense, columns, labels if self.manifest["labelled"] else None)

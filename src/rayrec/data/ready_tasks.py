@@ -1,0 +1,208 @@
+"""What the tasks of `preprocess` do: encode the rows of some segments, or gather shuffled ones, and write them in place."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import ray
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.data.ingest import read_raw
+from rayrec.data.position import Part
+from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.ready_files import Matrix, file_checksum
+from rayrec.data.ready_formats import matrix_of, stored
+from rayrec.data.shuffle import Permutation, gather_runs, run_path, write_run
+from rayrec.native import keep_freed_memory
+from rayrec.schema import Schema
+
+JOB = "job.json"
+"""Says what an unfinished folder is being made of."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Some neighbouring rows of one set."""
+
+    number: int
+    set: str
+    parts: tuple[Part, ...]
+    places: tuple[tuple[int, int], ...]
+    """Of each part: the number of its raw file, and the row of that file it starts at."""
+    matrices: dict[int, tuple[Matrix, ...]] = field(default_factory=dict)
+    """Of the raw files among `places`."""
+
+    @property
+    def first_row(self) -> int:
+        return self.parts[0].segment.first_row + self.parts[0].start
+
+    @property
+    def rows(self) -> int:
+        return sum(part.stop - part.start for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all tasks know."""
+
+    folder: str
+    format: str
+    schema: Schema
+    preprocessor: Any
+    """A reference into Ray's object store, or the folder it is saved in."""
+
+    def marker(self, task: Task) -> str:
+        return storage.join(self.folder, "done", f"{task.number:06d}.json")
+
+    @property
+    def runs(self) -> str:
+        return storage.join(self.folder, "shuffle")
+
+
+@contextmanager
+def disk_errors(path: str) -> Iterator[None]:
+    """A full disk as the one line that helps."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise InputError(
+            f"{path}: {error.strerror}; make room there and give the same command again to go on"
+        ) from None
+
+
+@lru_cache(maxsize=1)
+def _loaded(folder: str) -> Preprocessor:
+    return Preprocessor.load(folder)
+
+
+@lru_cache(maxsize=1)
+def _shared(reference: ray.ObjectRef) -> Preprocessor:
+    return ray.get(reference)
+
+
+def _rows_of(task: Task, job: Job) -> Iterator[pa.Table]:
+    """The stored rows of each part."""
+    keep_freed_memory()
+    known = job.preprocessor
+    preprocessor = _loaded(known) if isinstance(known, str) else _shared(known)
+    for part, (_, row) in zip(task.parts, task.places, strict=True):
+        raw = read_raw([part.segment], job.schema)
+        path, first_row = part.segment.path, row - part.start
+        yield stored(job.format, raw, preprocessor, part.start, part.stop, path=path, first_row=first_row)
+
+
+def write_rows(task: Task, *, job: Job) -> pa.Table:
+    return _write(task, job, _rows_of(task, job))
+
+
+def scatter_rows(task: Task, *, job: Job, first_row: int, rows: int, seed: int) -> pa.Table:
+    """Writes the task's rows into a run, sorted by the rows of the log they are to become."""
+    tables = list(_rows_of(task, job))
+    places = Permutation(rows, seed=seed)(np.arange(task.rows) + (task.first_row - first_row)) + first_row
+    with disk_errors(job.folder):
+        write_run(tables, places, run_path(job.runs, task.number))
+    return pa.table({"number": [task.number]})
+
+
+def gather_rows(task: Task, *, job: Job, runs: Sequence[int]) -> pa.Table:
+    keep_freed_memory()
+    paths = [run_path(job.runs, number) for number in runs]
+    rows = gather_runs(paths, task.first_row, task.first_row + task.rows)
+    return _write(task, job, _cut(rows, [part.stop - part.start for part in task.parts]))
+
+
+def _cut(table: pa.Table, sizes: Sequence[int]) -> Iterator[pa.Table]:
+    done = 0
+    for size in sizes:
+        yield table.slice(done, size)
+        done += size
+
+
+def _write(task: Task, job: Job, tables: Iterator[pa.Table]) -> pa.Table:
+    """Writes the rows of each part, then the marker that says so."""
+    if not storage.exists(storage.join(job.folder, JOB)):
+        raise InputError(
+            f"{job.folder}: not to be seen from a data task on {os.uname().nodename}; give an --out that all nodes share"
+        )
+    marker: dict[str, Any] = {"number": task.number, "rows": task.rows}
+    with disk_errors(job.folder):
+        if job.format == "parquet":
+            marker |= _write_parquet(task, job, tables)
+        else:
+            marker["ranges"] = _write_matrices(task, job, tables)
+        storage.write_json(job.marker(task), marker)
+    return pa.table({"marker": [json.dumps(marker)]})
+
+
+def _write_parquet(task: Task, job: Job, tables: Iterator[pa.Table]) -> dict[str, Any]:
+    name = f"set={task.set}/part-{task.number:06d}.parquet"
+    with storage.writing(storage.join(job.folder, name)) as local:
+        first = next(tables)
+        with pq.ParquetWriter(local, first.schema, compression="zstd") as writer:
+            writer.write_table(first, row_group_size=first.num_rows)
+            for table in tables:
+                writer.write_table(table, row_group_size=table.num_rows)
+        size, checksum = os.path.getsize(local), file_checksum(local)
+    groups = [part.stop - part.start for part in task.parts]
+    return {
+        "file": {"name": name, "bytes": size, "crc32": checksum},
+        "parquet": {"name": name, "first_row": task.first_row, "row_groups": groups},
+    }
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Bytes written one after the other."""
+
+    file: str
+    start: int
+    length: int
+    checksum: int
+
+
+def _write_matrices(task: Task, job: Job, tables: Iterator[pa.Table]) -> list[list[Any]]:
+    """[file, start, length, CRC-32] of each stretch of bytes written, which is on the disk then."""
+    written: dict[tuple[int, str], _Range] = {}
+    opened: dict[str, int] = {}
+    try:
+        for (number, row), table in zip(task.places, tables, strict=True):
+            for matrix in task.matrices[number]:
+                if not matrix.columns:
+                    continue
+                if matrix.file not in opened:
+                    opened[matrix.file] = os.open(storage.join(job.folder, matrix.file), os.O_WRONLY)
+                rows = np.ascontiguousarray(matrix_of(table, matrix.name))
+                data = memoryview(rows.view(np.uint8).data).cast("B")
+                start = matrix.offset + row * matrix.row_bytes
+                last = written.get((number, matrix.name)) or _Range(matrix.file, start, 0, 0)
+                assert last.start + last.length == start
+                _write_at(opened[matrix.file], data, start)
+                written[number, matrix.name] = replace(
+                    last, length=last.length + len(data), checksum=zlib.crc32(data, last.checksum)
+                )
+        for descriptor in opened.values():
+            os.fdatasync(descriptor)
+    finally:
+        for descriptor in opened.values():
+            os.close(descriptor)
+    return [[each.file, each.start, each.length, each.checksum] for each in written.values()]
+
+
+def _write_at(descriptor: int, data: memoryview, start: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, start)
+        data, start = data[count:], start + count

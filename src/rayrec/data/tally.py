@@ -1,0 +1,261 @@
+"""What a data report counts: exact tallies of a log's rows, which merge in any grouping and order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import pyarrow as pa
+
+from rayrec.data.columns import RawColumns, RawSparse
+from rayrec.data.parsing import RawRows, max_rows_in, parse_into
+from rayrec.data.preprocessor import num_slots
+from rayrec.data.profiles import DENSE_LOW_BITS, DENSE_UNITS
+from rayrec.data.wide_tokens import build_slots, look_up
+from rayrec.schema import Schema
+
+TOP = 100
+"""Categories of a column that are told apart where days are compared; the others are one."""
+DECILES = 10
+_FINER = 4
+"""Parts of a decile that are told apart where a column is to predict the label."""
+_BUCKET_BITS = 11
+_BUCKETS = 1 << _BUCKET_BITS
+"""Into so many groups, by hash, fall the categories behind the top ones where a column is to predict the label."""
+_DENSE_CODES = DECILES * _FINER + 1
+_SPARSE_CODES = TOP + _BUCKETS + 1
+_MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9))
+
+
+@dataclass(frozen=True)
+class TallyJob:
+    """What is tallied; travels to the tasks."""
+
+    schema: Schema
+    num_slices: int
+    edges: np.ndarray
+    """float64 (num_dense, DECILES * _FINER - 1): quantiles of the first slice, see `quantile_edges`"""
+    top: tuple[np.ndarray, ...]
+    """uint64 (at most TOP) a sparse column: its most frequent categories"""
+    hash_shift: int = 0
+    """One in 2^hash_shift of the rows' hashes is kept."""
+
+
+@dataclass
+class Tally:
+    """What some rows of a log are like. A slice is a file, or another stretch of rows that is compared with others."""
+
+    rows: np.ndarray
+    """int64 (num_slices)"""
+    clicks: np.ndarray
+    """int64 (num_slices)"""
+    missing: np.ndarray
+    """int64 (num_slices, num_dense + num_sparse): rows without a value"""
+    dense_bins: np.ndarray
+    """int64 (num_slices, num_dense, DECILES + 1): rows by decile of the first slice; the last: missing"""
+    sparse_bins: np.ndarray
+    """int64 (num_slices, num_sparse, TOP + 2): values by top category; then all others; then rows without one"""
+    signs: np.ndarray
+    """int64 (num_dense + 1, 2): values below zero, and values of zero; the last row is the weight's"""
+    moments: np.ndarray
+    """int64 (num_dense, 4): as Counts.dense_moments, of sign(x) ln(1 + |x|) in float64"""
+    dense_outcomes: np.ndarray
+    """int64 (num_dense, _DENSE_CODES, 4): rows by fortieth and, in the last place, by label + 2 * held out"""
+    sparse_outcomes: np.ndarray
+    """int64 (num_sparse, _SPARSE_CODES, 4): the same by top category, group of others, or missing"""
+    limits: np.ndarray
+    """float64 (num_dense + 1, 2): least value, and greatest value negated; infinite where there is none. The last row is
+    the weight's."""
+    hashes: np.ndarray
+    """uint64: the rows' hashes, in no particular order"""
+
+    @classmethod
+    def empty(cls, job: TallyJob) -> Tally:
+        num_dense, num_sparse, slices = len(job.schema.dense), len(job.schema.sparse), job.num_slices
+        return cls(
+            rows=np.zeros(slices, np.int64),
+            clicks=np.zeros(slices, np.int64),
+            missing=np.zeros((slices, num_dense + num_sparse), np.int64),
+            dense_bins=np.zeros((slices, num_dense, DECILES + 1), np.int64),
+            sparse_bins=np.zeros((slices, num_sparse, TOP + 2), np.int64),
+            signs=np.zeros((num_dense + 1, 2), np.int64),
+            moments=np.zeros((num_dense, 4), np.int64),
+            dense_outcomes=np.zeros((num_dense, _DENSE_CODES, 4), np.int64),
+            sparse_outcomes=np.zeros((num_sparse, _SPARSE_CODES, 4), np.int64),
+            limits=np.full((num_dense + 1, 2), np.inf),
+            hashes=np.zeros(0, np.uint64),
+        )
+
+    def to_table(self) -> pa.Table:
+        """One row of binary columns."""
+        names = [field.name for field in fields(self)]
+        return pa.table({name: pa.array([getattr(self, name).tobytes()], pa.large_binary()) for name in names})
+
+    def add(self, table: pa.Table) -> np.ndarray:
+        """Adds what `to_table` gave of other rows, but for the hashes (uint64), which it returns."""
+        found = {name: table.column(name)[0].as_buffer() for name in table.column_names}
+        for name, buffer in found.items():
+            mine = getattr(self, name)
+            if name == "limits":
+                np.minimum(mine, np.frombuffer(buffer, np.float64).reshape(mine.shape), out=mine)
+            elif name != "hashes":
+                mine += np.frombuffer(buffer, np.int64).reshape(mine.shape)
+        return np.frombuffer(found["hashes"], np.uint64)
+
+    def count(self, raw: RawRows | RawColumns, job: TallyJob, slice_number: int, first_row: int) -> None:
+        """Adds rows of one slice; row r is number first_row + r of the log."""
+        columns = as_columns(raw)
+        outcome = np.zeros(columns.rows, np.int64) if columns.labels is None else columns.labels.astype(np.int64)
+        self.rows[slice_number] += columns.rows
+        self.clicks[slice_number] += outcome.sum()
+        numbers = np.arange(first_row, first_row + columns.rows, dtype=np.int64).view(np.uint64)
+        outcome += 2 * (_mixed(numbers) >> np.uint64(62) == 0)  # a quarter is held out
+        for d, (values, missing) in enumerate(zip(columns.dense, columns.dense_missing, strict=True)):
+            self._count_dense(d, values, missing, outcome, job, slice_number)
+        for s, column in enumerate(columns.sparse):
+            self._count_sparse(s, column, outcome, job, slice_number)
+        if columns.weights is not None:
+            self._count_range(-1, columns.weights.astype(np.float64))
+        hashes = row_hashes(columns)
+        if job.hash_shift:
+            hashes = hashes[hashes >> np.uint64(64 - job.hash_shift) == 0]
+        self.hashes = np.concatenate([self.hashes, hashes])
+
+    def _count_range(self, place: int, present: np.ndarray) -> None:
+        if len(present):
+            self.signs[place] += np.count_nonzero(present < 0), np.count_nonzero(present == 0)
+            self.limits[place] = np.minimum(self.limits[place], (present.min(), -present.max()))
+
+    def _count_dense(
+        self, d: int, values: np.ndarray, missing: np.ndarray, outcome: np.ndarray, job: TallyJob, number: int
+    ) -> None:
+        present = values[~missing]
+        self.missing[number, d] += len(values) - len(present)
+        self._count_range(d, present)
+        fixed = np.rint(np.copysign(np.log1p(np.abs(present)), present) * DENSE_UNITS).astype(np.int64)
+        squares = fixed * fixed
+        low = squares & ((1 << DENSE_LOW_BITS) - 1)
+        self.moments[d] += len(fixed), fixed.sum(), (squares >> DENSE_LOW_BITS).sum(), low.sum()
+        codes = np.searchsorted(job.edges[d], values)
+        codes[missing] = _DENSE_CODES - 1
+        table = _table(codes, outcome, _DENSE_CODES)
+        self.dense_outcomes[d] += table
+        by_code = table.sum(axis=1)
+        self.dense_bins[number, d, :DECILES] += by_code[:-1].reshape(DECILES, _FINER).sum(axis=1)
+        self.dense_bins[number, d, DECILES] += by_code[-1]
+
+    def _count_sparse(self, s: int, column: RawSparse, outcome: np.ndarray, job: TallyJob, number: int) -> None:
+        missing = column.missing if column.lengths is None else column.lengths == 0
+        assert missing is not None
+        self.missing[number, len(job.schema.dense) + s] += np.count_nonzero(missing)
+        codes = look_up(column.tokens, _slots(job.top[s]), -1).astype(np.int64)
+        rest = TOP + (column.tokens * _MIX[0] >> np.uint64(64 - _BUCKET_BITS)).astype(np.int64)
+        codes = np.where(codes < 0, rest, codes)
+        if column.lengths is None:
+            codes[missing] = _SPARSE_CODES - 1
+        else:  # one entry a value, and one a row without any
+            codes = np.concatenate([codes, np.full(np.count_nonzero(missing), _SPARSE_CODES - 1)])
+            outcome = np.concatenate([np.repeat(outcome, column.lengths), outcome[missing]])
+        table = _table(codes, outcome, _SPARSE_CODES)
+        self.sparse_outcomes[s] += table
+        by_code = table.sum(axis=1)
+        self.sparse_bins[number, s, :TOP] += by_code[:TOP]
+        self.sparse_bins[number, s, TOP:] += by_code[TOP:-1].sum(), by_code[-1]
+
+
+def _table(codes: np.ndarray, outcome: np.ndarray, num_codes: int) -> np.ndarray:
+    return np.bincount(codes * 4 + outcome, minlength=num_codes * 4).reshape(num_codes, 4)
+
+
+def _slots(tokens: np.ndarray) -> np.ndarray:
+    slots = np.zeros((num_slots(len(tokens)), 2), np.uint64)
+    distinct = build_slots(tokens, np.arange(len(tokens), dtype=np.int32), slots)
+    assert distinct
+    return slots
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """A well mixed copy of uint64 values (the finalizer of splitmix64, shortened)."""
+    mixed = values * _MIX[0]
+    mixed ^= mixed >> np.uint64(32)
+    mixed *= _MIX[1]
+    mixed ^= mixed >> np.uint64(29)
+    return mixed
+
+
+def as_columns(raw: RawRows | RawColumns) -> RawColumns:
+    """Raw rows of either kind as columns of their own; integers beyond 2^53 are rounded."""
+    if isinstance(raw, RawColumns):
+        return raw
+    schema, rows = raw.schema, raw.rows
+    bits = raw.missing[:rows]
+    missing = [
+        (bits >> np.uint64(c) & np.uint64(1)).astype(bool) for c in range(len(schema.dense) + len(schema.sparse))
+    ]
+    dense = tuple(raw.integers[:rows, d].astype(np.float64) for d in range(len(schema.dense)))
+    sparse = tuple(
+        RawSparse(raw.tokens[:rows, s].astype(np.uint64), missing[len(schema.dense) + s])
+        for s in range(len(schema.sparse))
+    )
+    labels = raw.labels[:rows] if schema.label is not None else None
+    return RawColumns(schema, rows, dense, tuple(missing[: len(schema.dense)]), sparse, labels, None)
+
+
+def row_hashes(columns: RawColumns) -> np.ndarray:
+    """uint64 (rows): a hash of all that a row holds, label and weight too; rows that differ share one by chance, in 2^64."""
+    hashes = np.zeros(columns.rows, np.uint64)
+    salt = 0
+
+    def add(values: np.ndarray, missing: np.ndarray | None) -> None:
+        nonlocal salt
+        salt += 1
+        mixed = _mixed(values + _mixed(np.array([salt], np.uint64)))
+        if missing is not None:
+            mixed[missing] = 0
+        np.add(hashes, mixed, out=hashes)
+
+    for values, missing in zip(columns.dense, columns.dense_missing, strict=True):
+        add((values + 0.0).view(np.uint64), missing)  # -0.0 is 0.0
+    for column in columns.sparse:
+        if column.lengths is None:
+            add(column.tokens, column.missing)
+            continue
+        ends = np.cumsum(column.lengths, dtype=np.int64)
+        starts = ends - column.lengths
+        place = np.arange(len(column.tokens), dtype=np.int64) - np.repeat(starts, column.lengths)
+        values = np.concatenate(
+            [[np.uint64(0)], np.cumsum(_mixed(column.tokens ^ _mixed(place.view(np.uint64) + _MIX[1])))]
+        )
+        add(values[ends] - values[starts], column.lengths == 0)
+    if columns.labels is not None:
+        add(columns.labels.astype(np.uint64), None)
+    if columns.weights is not None:
+        add(columns.weights.astype(np.float64).view(np.uint64), None)
+    return _mixed(hashes)
+
+
+def quantile_edges(columns: Sequence[np.ndarray]) -> np.ndarray:
+    """float64 (num_dense, DECILES * _FINER - 1): quantiles of each column's present values, ascending, every _FINER-th of
+    them a decile; zeros where there are none."""
+    shares = np.arange(1, DECILES * _FINER) / (DECILES * _FINER)
+    edges = [np.quantile(x, shares, method="inverted_cdf") if len(x) else np.zeros(len(shares)) for x in columns]
+    return np.array(edges, np.float64).reshape(-1, len(shares))
+
+
+def faults_by_column(schema: Schema, text: np.ndarray, length: int) -> Counter[tuple[str, str]]:
+    """(kind, column) of every refused line of text[:length], uint8 with padding behind it as in `parse_into`."""
+    raw, found = RawRows(schema, max_rows_in(schema, length)), Counter[tuple[str, str]]()
+    waiting = [(0, length)]
+    while waiting:
+        start, stop = waiting.pop()
+        raw.rows = 0
+        faults = parse_into(raw, text[start:], stop - start)
+        if faults.total > len(faults.first):  # more than it names: of either half, then
+            newlines = np.flatnonzero(text[start:stop] == ord("\n"))
+            middle = start + int(newlines[len(newlines) // 2 - 1]) + 1
+            waiting += [(start, middle), (middle, stop)]
+        else:
+            found.update((fault.kind, fault.column) for fault in faults.first)
+    return found

@@ -1,0 +1,209 @@
+"""The Spark engines: the same data tasks, run by Spark in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+import pyarrow as pa
+
+from rayrec.config import InputError
+from rayrec.prepare.config import SparkConfig
+from rayrec.prepare.environments import environment
+
+_POLL_S = 0.02
+_STOP_S = 30.0
+"""How long Spark may take to stop before it is killed."""
+
+
+@dataclass
+class SparkEngine:
+    """Runs data tasks on Spark; see `Engine`.
+
+    Spark's driver is a child process (spark_driver.py), so that its JVM, its logs and, for RayDP, its Python environment are
+    its own. Tasks leave their results as files in a folder that this process and all executors share; they are read as
+    they come, in order, and removed.
+    """
+
+    process: subprocess.Popen[str]
+    folder: str
+    timeout_s: float
+    _runs: int = field(default=0)
+
+    @classmethod
+    @contextmanager
+    def started(
+        cls,
+        config: SparkConfig,
+        *,
+        ray_address: str | None,
+        cache_folder: str,
+        note: Callable[[str], None],
+    ) -> Iterator[SparkEngine]:
+        """Spark, started on `config.master`, or with `ray_address` inside that Ray cluster; stopped at the end.
+
+        Raises InputError where Spark is not installed, no Java is there, or it does not start in time.
+        """
+        if shutil.which("java") is None and not os.environ.get("JAVA_HOME"):
+            raise InputError("engine: Spark needs Java 17 and no java is found; install one or set JAVA_HOME")
+        if ray_address is not None:
+            python = environment("raydp", folder=os.path.join(cache_folder, "environments"), note=note)
+        elif importlib.util.find_spec("pyspark") is None:
+            raise InputError("engine spark: pyspark is not installed; pip install 'rayrec[spark]'")
+        else:
+            python = sys.executable
+        shared = config.shared_folder or cache_folder
+        os.makedirs(shared, exist_ok=True)
+        folder = tempfile.mkdtemp(prefix="spark-", dir=shared)
+        engine = cls(_start(python, folder, config, ray_address), folder, config.timeout_s)
+        try:
+            engine._await_start()
+            yield engine
+        except BaseException:
+            engine._stop(failed=True)
+            raise
+        engine._stop(failed=False)
+
+    def run(
+        self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 16 << 20
+    ) -> Iterator[pa.Table]:
+        if not items:
+            return
+        self._runs += 1
+        folder = os.path.join(self.folder, f"{self._runs:03d}-{name.replace(' ', '-')}")
+        os.makedirs(folder)
+        with open(os.path.join(folder, "job.pickle"), "wb") as file:
+            pickle.dump((function, list(items)), file)
+        assert self.process.stdin is not None
+        self._send({"folder": folder, "tasks": len(items)})
+        last = time.monotonic()
+        for number in range(len(items)):
+            path = os.path.join(folder, f"{number:06d}.arrow")
+            while not os.path.exists(path):
+                last = self._check(name, folder, last)
+                time.sleep(_POLL_S)
+            with pa.memory_map(path) as mapped:
+                table = pa.ipc.open_file(mapped).read_all()
+            os.remove(path)  # what is mapped stays readable
+            last = time.monotonic()
+            yield table
+        shutil.rmtree(folder)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(message) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise InputError(self._died()) from None
+
+    def _check(self, name: str, folder: str, last: float) -> float:
+        """Raises where the run has failed, ended or stopped moving; returns when it was last seen to move."""
+        error = os.path.join(folder, "error.json")
+        if os.path.exists(error):
+            with open(error) as file:
+                found = json.load(file)
+            if found["kind"] == "InputError":
+                raise InputError(found["message"])
+            raise RuntimeError(f"Spark, {name}: {found['message']}; its log is {self._kept_log()}")
+        if self.process.poll() is not None:
+            raise InputError(self._died())
+        newest = max((entry.stat().st_mtime for entry in os.scandir(folder)), default=0.0)
+        if time.time() - newest < self.timeout_s:
+            return time.monotonic()
+        if time.monotonic() - last > self.timeout_s:
+            raise InputError(
+                f"Spark, {name}: no task ended for {self.timeout_s:g} s (an executor may be gone, or waits for CPUs that others "
+                f"hold); call again, or raise --spark.timeout-s; its log is {self._kept_log()}"
+            )
+        return last
+
+    def _died(self) -> str:
+        status = self.process.wait()
+        with open(os.path.join(self.folder, "driver.log"), errors="replace") as file:
+            lines = [line.strip() for line in file if line.strip()]
+        why = next((line for line in reversed(lines) if "Error" in line or "Exception" in line), f"exit status {status}")
+        return f"Spark's driver ended ({why[:300]}); its log is {self._kept_log()}"
+
+    def _kept_log(self) -> str:
+        """Where the logs lie once the working folder is gone."""
+        kept = os.path.join(tempfile.gettempdir(), f"rayrec-{os.path.basename(self.folder)}.log")
+        with open(kept, "wb") as out:
+            for name in ("driver.log", "spark.log"):
+                path = os.path.join(self.folder, name)
+                if os.path.exists(path):
+                    with open(path, "rb") as log:
+                        shutil.copyfileobj(log, out)
+        return kept
+
+    def _await_start(self) -> None:
+        ready, begun = os.path.join(self.folder, "ready"), time.monotonic()
+        while not os.path.exists(ready):
+            if self.process.poll() is not None:
+                raise InputError(self._died())
+            if time.monotonic() - begun > self.timeout_s:
+                raise InputError(
+                    f"Spark did not start in {self.timeout_s:g} s; are there CPUs and memory for its executors? "
+                    f"its log is {self._kept_log()}"
+                )
+            time.sleep(_POLL_S)
+
+    def _stop(self, *, failed: bool) -> None:
+        if not failed and self.process.poll() is None and self.process.stdin is not None:
+            self.process.stdin.close()  # the driver's sign to stop
+            try:
+                self.process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                failed = True
+        if failed:
+            # The whole group: the JVM and its Python workers are the driver's children.
+            _signal(self.process, signal.SIGTERM)
+            try:
+                self.process.wait(5.0)
+            except subprocess.TimeoutExpired:
+                pass
+            _signal(self.process, signal.SIGKILL)
+            self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def _start(python: str, folder: str, config: SparkConfig, ray_address: str | None) -> subprocess.Popen[str]:
+    source = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    job = {**config.to_dict(), "folder": folder, "ray_address": ray_address, "source": source}
+    environment = {name: value for name, value in os.environ.items() if name not in ("SPARK_HOME", "SPARK_CONF_DIR")}
+    environment |= {
+        # RayDP's environment has this package by its source alone; it needs no more of it than the data layer.
+        "PYTHONPATH": os.pathsep.join(filter(None, [source, environment.get("PYTHONPATH")])),
+        "PYSPARK_PYTHON": python,
+        "PYSPARK_DRIVER_PYTHON": python,
+    }
+    log: IO[bytes]
+    with open(os.path.join(folder, "driver.log"), "wb") as log:
+        return subprocess.Popen(
+            [python, "-m", "rayrec.prepare.spark_driver", json.dumps(job)],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )

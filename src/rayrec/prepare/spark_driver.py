@@ -1,0 +1,185 @@
+"""Spark's driver, as a child process: takes jobs from standard input and runs them as one Spark task an item.
+
+Runs in RayDP's environment too, so it imports nothing but Spark and the data layer.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pickle
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from rayrec.config import InputError
+
+_LOGGING = """
+rootLogger.level = warn
+rootLogger.appenderRef.file.ref = file
+appender.file.type = File
+appender.file.name = file
+appender.file.fileName = {path}
+appender.file.layout.type = PatternLayout
+appender.file.layout.pattern = %d{{yy/MM/dd HH:mm:ss}} %p %c{{1}}: %m%n%ex
+"""
+_OPENED = (
+    *("java.lang", "java.lang.invoke", "java.lang.reflect", "java.io", "java.net", "java.nio", "java.math", "java.text"),
+    *("java.util", "java.util.concurrent", "java.util.concurrent.atomic", "sun.nio.ch", "sun.nio.cs", "sun.security.action"),
+    "sun.util.calendar",
+)
+"""Packages RayDP's JVMs reach into, which Java 17 keeps closed."""
+
+
+def run_items(
+    function: Callable[[Any], pa.Table], items: Sequence[Any], folder: str, batches: Iterator[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    """In a Spark task: runs the items whose numbers come, and leaves each result as a file, complete or not at all."""
+    for batch in batches:
+        for number in batch.column(0).to_pylist():
+            path = os.path.join(folder, f"{number:06d}.arrow")
+            try:
+                table = function(items[number])
+            except InputError as error:
+                write_error(folder, "InputError", str(error))
+                raise
+            temporary = f"{path}.{os.getpid()}"
+            with pa.OSFile(temporary, "wb") as out, pa.ipc.new_file(out, table.schema) as writer:
+                writer.write_table(table)
+            os.replace(temporary, path)
+        yield pa.record_batch({"id": batch.column(0)})
+
+
+def write_error(folder: str, kind: str, message: str) -> None:
+    """Tells the parent; the first error stays."""
+    path = os.path.join(folder, "error.json")
+    temporary = f"{path}.{os.getpid()}"
+    with open(temporary, "w") as file:
+        json.dump({"kind": kind, "message": message}, file)
+    if not os.path.exists(path):
+        os.replace(temporary, path)
+
+
+def settings(job: dict[str, Any], *, logging: str) -> dict[str, str]:
+    """Spark's settings for a job; pure."""
+    folder = job["folder"]
+    common = {
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.local.dir": os.path.join(folder, "local"),
+        "spark.sql.warehouse.dir": os.path.join(folder, "local", "warehouse"),
+        "spark.sql.execution.arrow.maxRecordsPerBatch": "1",
+        "spark.task.maxFailures": "4",
+        "spark.executorEnv.PYTHONPATH": os.environ["PYTHONPATH"],
+    }
+    if job["ray_address"] is None:
+        options = f"-Dlog4j2.configurationFile=file:{logging} -Djava.io.tmpdir={folder}/local"
+        common["spark.driver.extraJavaOptions"] = options
+        if job["master"].startswith("local"):
+            common |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
+        return common
+    opened = " ".join(f"--add-opens=java.base/{package}=ALL-UNNAMED" for package in _OPENED)
+    common["spark.log4j.config.file.name"] = f"file:{logging}"
+    for name in ("spark.executor", "spark.driver", "spark.ray.raydp_app_master"):
+        common[f"{name}.extraJavaOptions"] = opened
+    return common
+
+
+def start(job: dict[str, Any]) -> tuple[Any, Callable[[], None]]:
+    """A session, and what stops it."""
+    os.makedirs(os.path.join(job["folder"], "local"), exist_ok=True)
+    logging = os.path.join(job["folder"], "log4j2.properties")
+    with open(logging, "w") as file:
+        file.write(_LOGGING.format(path=os.path.join(job["folder"], "spark.log")))
+    conf = settings(job, logging=logging)
+    if job["ray_address"] is not None:
+        return _start_on_ray(job, conf)
+    from pyspark.sql import SparkSession
+
+    builder = SparkSession.builder.appName("rayrec")
+    if job["master"].startswith("sc://"):
+        builder = builder.remote(job["master"])
+        conf = {name: value for name, value in conf.items() if name.startswith("spark.sql.execution")}
+    else:
+        if job["master"].startswith("local"):
+            os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
+        builder = builder.master(job["master"])
+    for name, value in conf.items():
+        builder = builder.config(name, value)
+    session = builder.getOrCreate()
+    return session, session.stop
+
+
+def _start_on_ray(job: dict[str, Any], conf: dict[str, str]) -> tuple[Any, Callable[[], None]]:
+    import ray
+    import raydp
+
+    environment = {"PYSPARK_PYTHON": sys.executable, "PYTHONPATH": os.environ["PYTHONPATH"]}
+    ray.init(
+        address=job["ray_address"],
+        log_to_driver=False,
+        runtime_env={"env_vars": environment, "py_executable": sys.executable},
+    )
+    session = raydp.init_spark(
+        f"rayrec-{os.getpid()}", job["executors"], job["executor_cpus"], job["executor_memory"], configs=conf
+    )
+
+    def stop() -> None:
+        raydp.stop_spark()
+        ray.shutdown()
+
+    return session, stop
+
+
+def reason(error: BaseException) -> str:
+    """The line of a Spark error that says why, without the stack traces of two languages."""
+    lines = str(error).splitlines()
+    found = [line.strip() for line in lines if re.match(r"\s*(?:[\w.]+\.)?\w*(Error|Exception): ", line)]
+    return (found or lines or [type(error).__name__])[-1][:500]
+
+
+def main() -> None:
+    job = json.loads(sys.argv[1])
+    # The parent's death closes standard input; a thread sees it even while a job runs.
+    lines: list[str] = []
+    arrived = threading.Condition()
+    ended = threading.Event()
+
+    def listen() -> None:
+        for line in sys.stdin:
+            with arrived:
+                lines.append(line)
+                arrived.notify()
+        with arrived:
+            ended.set()
+            arrived.notify()
+
+    threading.Thread(target=listen, daemon=True).start()
+    session, stop = start(job)
+    with open(os.path.join(job["folder"], "ready"), "w"):
+        pass
+    while True:
+        with arrived:
+            arrived.wait_for(lambda: lines or ended.is_set())
+            if not lines:
+                break
+            wanted = json.loads(lines.pop(0))
+        folder, tasks = wanted["folder"], wanted["tasks"]
+        with open(os.path.join(folder, "job.pickle"), "rb") as file:
+            function, items = pickle.load(file)  # written by the parent, into a folder of its own
+        task = functools.partial(run_items, function, items, folder)
+        try:
+            session.range(0, tasks, 1, tasks).mapInArrow(task, "id long").write.format("noop").mode("overwrite").save()
+        except Exception as error:
+            write_error(folder, "Exception", reason(error))
+            raise
+    stop()
+
+
+if __name__ == "__main__":
+    main()

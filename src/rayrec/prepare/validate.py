@@ -1,0 +1,264 @@
+"""The data report: what to know of a log before training on it, and gates that it must pass."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.data import ready, report
+from rayrec.data.engine import Engine
+from rayrec.data.ingest import open_log, read_raw
+from rayrec.data.log import LogIndex, Segment
+from rayrec.data.parsing import PADDING_BYTES
+from rayrec.data.position import Part
+from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.tally import Tally, TallyJob, as_columns, faults_by_column, quantile_edges
+from rayrec.native import keep_freed_memory
+from rayrec.observe.console import Console
+from rayrec.prepare.categories import Categories, examine_categories
+from rayrec.prepare.config import PreparationConfig, cache_folder, engine
+from rayrec.prepare.data_report import Report
+from rayrec.prepare.gates import Gates, failures_of, warnings_of
+from rayrec.prepare.slices import Slice, parts_of, slices_of
+from rayrec.schema import Schema
+
+_TASK_ROWS = 500_000
+_READ_ROWS = 100_000
+"""Rows one task holds at a time, more where a segment has more."""
+_EDGE_ROWS = 1 << 17
+"""Rows of the first slice whose quantiles dense columns are compared by."""
+_EDGE_STRETCHES = 64
+_HASH_BYTES = 1 << 30
+"""Memory for hashes of rows where the configuration limits none."""
+
+
+# Tasks ---------------------------------------------------------------------------------------------------------------
+
+Batch = tuple[int, tuple[Part, ...]]
+"""A slice's number, and neighbouring parts of it."""
+
+
+def _batches(items: Sequence[tuple[int, Part]], limit: int) -> list[Batch]:
+    batches: list[tuple[int, list[Part]]] = []
+    rows = 0
+    for number, part in items:
+        size = part.stop - part.start
+        if not batches or batches[-1][0] != number or rows + size > limit:
+            batches.append((number, []))
+            rows = 0
+        batches[-1][1].append(part)
+        rows += size
+    return [(number, tuple(parts)) for number, parts in batches]
+
+
+def _tasks(batches: Sequence[Batch], limit: int) -> list[list[Batch]]:
+    tasks: list[list[Batch]] = []
+    room = 0
+    for batch in batches:
+        if room <= 0:
+            tasks.append([])
+            room = limit
+        tasks[-1].append(batch)
+        room -= sum(part.stop - part.start for part in batch[1])
+    return tasks
+
+
+def _read(parts: Sequence[Part], schema: Schema) -> Any:
+    columns = as_columns(read_raw([part.segment for part in parts], schema))
+    before, behind = parts[0].start, parts[-1].segment.rows - parts[-1].stop  # only the ends may be cut
+    if before or behind:
+        columns = columns.take(np.arange(before, columns.rows - behind))
+    return columns
+
+
+def _tally_task(batches: Sequence[Batch], *, job: TallyJob) -> pa.Table:
+    keep_freed_memory()
+    tally = Tally.empty(job)
+    for number, parts in batches:
+        tally.count(_read(parts, job.schema), job, number, parts[0].segment.first_row + parts[0].start)
+    return tally.to_table()
+
+
+def _values_task(parts: Sequence[Part], *, schema: Schema) -> pa.Table:
+    columns = _read(parts, schema)
+    values = [pa.array(x, mask=missing) for x, missing in zip(columns.dense, columns.dense_missing, strict=True)]
+    return pa.table(values, names=list(schema.dense))
+
+
+def _faults_task(segments: Sequence[Segment], *, schema: Schema) -> pa.Table:
+    found = Counter[tuple[str, str]]()
+    for segment in segments:
+        size = segment.stop - segment.start
+        text = np.zeros(size + PADDING_BYTES, np.uint8)
+        storage.read_into(segment.path, segment.start, text[:size])
+        found += faults_by_column(schema, text, size)
+    return pa.table({"found": [json.dumps([[*place, rows] for place, rows in found.items()])]})
+
+
+# The passes ----------------------------------------------------------------------------------------------------------
+
+
+def _edges(index: LogIndex, first: Slice, schema: Schema, engine: Engine) -> np.ndarray:
+    """Quantiles of up to _EDGE_ROWS rows of the first slice, from stretches all over it. The rows are chosen by their numbers
+    alone, so the division of the log does not matter."""
+    rows = first.stop - first.start
+    stretches = [(first.start, first.stop)]
+    if rows > _EDGE_ROWS:
+        length = _EDGE_ROWS // _EDGE_STRETCHES
+        starts = [first.start + (rows - length) * i // (_EDGE_STRETCHES - 1) for i in range(_EDGE_STRETCHES)]
+        stretches = [(start, start + length) for start in starts]
+    items = [tuple(parts_of(index.segments, *stretch)) for stretch in stretches] if rows and schema.dense else []
+    tables = list(engine.run("quantiles", functools.partial(_values_task, schema=schema), items))
+    values = [
+        np.concatenate([table.column(name).drop_null().to_numpy() for table in tables]) if tables else np.zeros(0)
+        for name in schema.dense
+    ]
+    return quantile_edges(values)
+
+
+def _tally(
+    index: LogIndex, job: TallyJob, slices: Sequence[Slice], engine: Engine, progress: Callable[[int], None]
+) -> tuple[Tally, np.ndarray]:
+    items = [(n, part) for n, piece in enumerate(slices) for part in parts_of(index.segments, piece.start, piece.stop)]
+    limit = max(1, min(_TASK_ROWS, index.rows // 8))
+    tasks = _tasks(_batches(items, min(limit, _READ_ROWS)), limit)
+    total = Tally.empty(job)
+    hashes = [np.zeros(0, np.uint64)]
+    for table in engine.run("examine", functools.partial(_tally_task, job=job), tasks):
+        hashes.append(total.add(table).copy())
+        progress(int(total.rows.sum()))
+    return total, np.concatenate(hashes)
+
+
+def _columns_at_fault(index: LogIndex, schema: Schema, engine: Engine) -> dict[str, dict[str, int]]:
+    """Kind -> column -> refused lines. Of tables, the first few only: their index keeps no more."""
+    found = Counter[tuple[str, str]]()
+    if index.faults.total and index.format == "text":
+        size = max(1, len(index.segments) // 64)
+        items = [index.segments[i : i + size] for i in range(0, len(index.segments), size)]
+        for table in engine.run("faults", functools.partial(_faults_task, schema=schema), items, block_bytes=1 << 16):
+            for text in table.column("found").to_pylist():
+                found.update({(kind, column): rows for kind, column, rows in json.loads(text)})
+    else:
+        found.update((fault.kind, fault.column) for fault in index.faults.first)
+    by_kind: dict[str, dict[str, int]] = {}
+    for (kind, column), rows in sorted(found.items()):
+        if column:
+            by_kind.setdefault(kind, {})[column] = rows
+    return by_kind
+
+
+def validate(
+    path: str,
+    *,
+    config: PreparationConfig,
+    gates: Gates | None = None,
+    preprocessor: str | None = None,
+    console: Console,
+) -> Report:
+    """Examines a raw log; see docs/validate.md. Gates that fail are in the report: no error is raised for them.
+
+    Categories are judged by the Preprocessor in a folder, or else those of the last file (of a single file, its last
+    seventh) by a vocabulary of all that comes before. Raises InputError for what is no raw log, and for a Preprocessor of
+    another schema.
+    """
+    gates = gates or Gates()
+    if ready.is_ready(path):
+        raise InputError(f"{path}: is ready-made data; give the raw log it was made from")
+    given = Preprocessor.load(preprocessor) if preprocessor else None
+    if given is not None and given.schema != config.schema:
+        raise InputError(
+            f"{preprocessor}: made for columns {given.schema.columns}, the log has {config.schema.columns}"
+        )
+    with console.preparing(), engine(config, console) as running:
+        index = open_log(
+            path,
+            config.schema,
+            files=config.files,
+            segment_bytes=config.segment_bytes,
+            engine=running,
+            cache_folder=storage.absolute(cache_folder()),
+            note=console.note,
+            progress=console.progress,
+        )
+        return examine(
+            index, path=path, config=config, gates=gates, given=given, engine=running, progress=console.progress
+        )
+
+
+def examine(
+    index: LogIndex,
+    *,
+    path: str,
+    config: PreparationConfig,
+    gates: Gates,
+    given: Preprocessor | None,
+    engine: Engine,
+    progress: Callable[[str, int, int | None], None],
+) -> Report:
+    """The report on an indexed log: two passes over its rows, one more over its text where there are faulty lines. It
+    depends on the rows alone, not on how the log is divided."""
+    if gates.max_bad_fraction is None:
+        gates = gates.replace(max_bad_fraction=config.max_bad_fraction)
+    slices_by, slices = slices_of(index)
+    categories = examine_categories(index, slices, config=config, given=given, engine=engine, progress=progress)
+    first = next((piece for piece in slices if piece.stop > piece.start), Slice("", 0, 0))
+    job = TallyJob(
+        config.schema,
+        num_slices=len(slices),
+        edges=_edges(index, first, config.schema, engine),
+        top=categories.top,
+        hash_shift=_hash_shift(index.rows, config.memory_bytes),
+    )
+    tally, hashes = _tally(index, job, slices, engine, lambda rows: progress("examine (rows)", rows, index.rows))
+    content = {
+        "path": path,
+        "rows": index.rows,
+        "bad_rows": index.faults.total,
+        "bad_fraction": index.bad_fraction,
+        "faults": {
+            "by_kind": dict(sorted(index.faults.counts.items())),
+            "by_column": _columns_at_fault(index, config.schema, engine),
+            "first": [vars(fault) for fault in index.faults.first],
+        },
+        **_tallied(tally, job, [piece.name for piece in slices], categories),
+        "slices_by": slices_by,
+        "unknown_to": categories.unknown_to,
+        "duplicates": {
+            "rate": report.duplicate_rate(hashes),
+            "rows": len(hashes),
+            "sampled": 1 / (1 << job.hash_shift),
+        },
+        "gates": gates.to_dict(),
+    }
+    return Report(content, tuple(warnings_of(content)), tuple(failures_of(content, gates)))
+
+
+def _tallied(tally: Tally, job: TallyJob, names: Sequence[str], categories: Categories) -> dict[str, Any]:
+    """What a report says of labels, slices and columns."""
+    schema = job.schema
+    drift = report.drift_of(tally, schema)
+    dense = report.dense_columns(tally, schema, drift)
+    for name, rate in categories.dense_unknown.items():
+        dense[name]["unknown_rate"] = rate
+    return {
+        "label": report.label_of(tally, schema.label) if schema.label else None,
+        "weight": report.weight_of(tally) if schema.weight else None,
+        "slices": report.slices_of(tally, schema, names, drift),
+        "dense": dense,
+        "sparse": report.sparse_columns(tally, schema, drift, categories.columns),
+    }
+
+
+def _hash_shift(rows: int, memory_bytes: int | None) -> int:
+    """So that one in 2^shift of the rows' hashes, held twice while they are collected, finds room."""
+    room = (memory_bytes or _HASH_BYTES) // 16
+    return max(0, (-(-rows // room) - 1).bit_length()) if rows else 0

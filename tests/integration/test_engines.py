@@ -1,0 +1,181 @@
+"""Ray, Spark and Spark on Ray make the same bytes, and lose no work in silence when an executor dies."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+import rayrec
+from rayrec.config import InputError
+from rayrec.observe.console import Console
+from rayrec.prepare.config import PreparationConfig, SparkConfig, engine
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
+
+ENGINES = ("ray", "spark", "spark-on-ray")
+SPARK = {"master": "local[2,4]", "executor_memory": "1g", "timeout_s": 240.0}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """RayDP's environment is made once for all tests; RAYREC_TEST_CACHE keeps it for the next run too."""
+    folder = os.environ.get("RAYREC_TEST_CACHE") or str(tmp_path_factory.mktemp("cache"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAYREC_CACHE", folder)
+        yield
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("profile", ["rayrec", "mlperf-v1"])
+def test_all_engines_make_the_same_vocabulary(click_log: Path, tmp_path: Path, profile: str) -> None:
+    made = {}
+    for name in ENGINES:
+        result = rayrec.vocabulary(
+            str(click_log / "train.txt"),
+            out=str(tmp_path / name),
+            profile=profile,
+            split="sevenths",
+            engine=name,
+            spark=SPARK,
+            block_bytes=1 << 20,
+            console=Console(quiet=True),
+        )
+        made[name] = files_in(tmp_path / name), result["hash"]
+    assert made["spark"] == made["ray"]
+    assert made["spark-on-ray"] == made["ray"]
+
+
+def test_all_engines_make_the_same_ready_made_files(click_log: Path, tmp_path: Path) -> None:
+    made = {}
+    for name in ENGINES:
+        rayrec.preprocess(
+            str(click_log / "train.txt"),
+            out=str(tmp_path / name),
+            format="binary",
+            shuffle="full",
+            seed=5,
+            split="sevenths",
+            engine=name,
+            spark=SPARK,
+            block_bytes=1 << 20,
+            console=Console(quiet=True),
+        )
+        made[name] = files_in(tmp_path / name)
+    assert made["spark"] == made["ray"]
+    assert made["spark-on-ray"] == made["ray"]
+
+
+# What goes wrong -----------------------------------------------------------------------------------------------------
+
+
+TASKS = """
+import os, time
+import pyarrow as pa
+from rayrec.config import InputError
+
+def refuse(_):
+    raise InputError("day_3 at byte 7: no such thing; mend it")
+
+def wait(number, *, folder, seconds):
+    open(os.path.join(folder, f"{number}.{os.getpid()}"), "w").close()
+    time.sleep(seconds)
+    return pa.table({"number": [number]})
+"""
+
+
+@pytest.fixture
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Functions that Spark's workers can import: RayDP's environment has no pytest, which this module needs."""
+    (tmp_path / "engine_tasks.py").write_text(TASKS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "engine_tasks", raising=False)
+    return importlib.import_module("engine_tasks")
+
+
+@pytest.fixture(params=["spark", "spark-on-ray"])
+def spark(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    def start(**changes: Any) -> Any:
+        config = PreparationConfig(engine=request.param, spark=SparkConfig().updated({**SPARK, **changes}))
+        return engine(config, Console(quiet=True))
+
+    start.name = request.param  # type: ignore[attr-defined]
+    return start
+
+
+def test_an_input_error_of_a_task_is_the_users_line(spark: Callable[..., Any], tasks: Any) -> None:
+    with spark() as running, pytest.raises(InputError, match=r"^day_3 at byte 7: no such thing; mend it$"):
+        list(running.run("refuse", tasks.refuse, [1, 2]))
+
+
+def test_a_killed_executor_is_replaced_or_told(spark: Callable[..., Any], tasks: Any, tmp_path: Path) -> None:
+    """Its Python workers die with it. Spark starts another executor, or the engine says that nothing moves."""
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    started = time.monotonic()
+    try:
+        with spark(timeout_s=60.0) as running:
+            results = running.run("wait", functools.partial(tasks.wait, folder=str(marks), seconds=0.5), range(12))
+            numbers = [next(results).column("number")[0].as_py()]
+            kill_executor(marks)
+            numbers += [table.column("number")[0].as_py() for table in results]
+        assert numbers == list(range(12))
+    except InputError as error:
+        assert "\n" not in str(error)
+        assert "log is" in str(error)
+    assert time.monotonic() - started < 200
+
+
+def kill_executor(marks: Path) -> None:
+    """Kills the JVM of the executor that runs the newest task; in local mode, where that is the driver, its Python worker."""
+    newest = max(marks.iterdir(), key=lambda path: path.stat().st_mtime)
+    worker = int(newest.name.split(".")[1])
+    chain = [worker]
+    while parent := parent_of(chain[-1]):
+        chain.append(parent)
+    driver = [pid for pid in chain if "rayrec.prepare.spark_driver" in command_of(pid)]
+    executors = [pid for pid in chain if os.path.basename(command_of(pid)[0]) == "java"]
+    os.kill(worker if driver else executors[0], signal.SIGKILL)
+
+
+def parent_of(pid: int) -> int:
+    out = subprocess.run(["ps", "-o", "ppid=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+    return int(out) if out.strip() not in ("", "0", "1") else 0
+
+
+def command_of(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return [""]
+
+
+def test_engines_leave_nothing_running(spark: Callable[..., Any]) -> None:
+    with spark() as running:
+        pid = running.process.pid
+    deadline = time.monotonic() + 30
+    while group(pid) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert group(pid) == []
+    assert ray.is_initialized()
+
+
+def group(pid: int) -> list[str]:
+    out = subprocess.run(["ps", "-o", "pid=", "-g", str(pid)], capture_output=True, text=True, check=False).stdout
+    return out.split()

@@ -1,0 +1,260 @@
+"""Encoding and counting of raw columns against plain Python, row by row."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayrec.data.columns import RawColumns, RawSparse, column_tokens, dense_moments, encode_columns
+from rayrec.data.encoded import Bags, EncodedRows, from_arrow, to_arrow
+from rayrec.data.parsing import parse
+from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
+from rayrec.schema import Schema
+
+SCHEMA = Schema(
+    label="y", dense=("a", "b"), sparse=("s", "t", "u", "v"), lists=("t", "v"), tokens="any", weight="w", delimiter=","
+)
+KNOWN = {"s": [5, 2**40, 2**64 - 1, 7], "t": [2**24 + 1, 0]}
+LARGE = 40_000_000
+Row = tuple[int, float, list[float | None], list[int | list[int] | None]]
+
+
+def make(num_embeddings: int = LARGE) -> Preprocessor:
+    return Preprocessor(
+        profile="test",
+        schema=SCHEMA,
+        dense=(DenseColumn("signed_log", mean=0.5, scale=2.0, missing_value=-7.5), DenseColumn("identity", scale=0.5)),
+        sparse=(
+            SparseColumn(6, 4),
+            SparseColumn(5, 2, gap=3, missing_id=3),
+            SparseColumn(num_embeddings, None),
+            SparseColumn(10, None, missing_id=1, first_id=2),
+        ),
+        tokens=np.array(KNOWN["s"] + KNOWN["t"], np.uint64),
+    )
+
+
+def columns_of(rows: list[Row], schema: Schema = SCHEMA) -> RawColumns:
+    sparse = []
+    for s, name in enumerate(schema.sparse):
+        cells: list[Any] = [row[3][s] for row in rows]
+        if name in schema.lists:
+            tokens = np.array([token for cell in cells for token in cell], np.uint64)
+            sparse.append(RawSparse(tokens, None, np.array([len(cell) for cell in cells], np.int32)))
+        else:
+            missing = np.array([cell is None for cell in cells], bool)
+            sparse.append(RawSparse(np.array([cell or 0 for cell in cells], np.uint64), missing))
+    return RawColumns(
+        schema,
+        len(rows),
+        tuple(np.array([row[2][d] or 0.0 for row in rows], np.float64) for d in range(2)),
+        tuple(np.array([row[2][d] is None for row in rows], bool) for d in range(2)),
+        tuple(sparse),
+        np.array([row[0] for row in rows], np.uint8) if schema.label else None,
+        np.array([row[1] for row in rows], np.float32) if schema.weight else None,
+    )
+
+
+def expected_id(preprocessor: Preprocessor, column: int, token: int) -> int:
+    rule, known = preprocessor.sparse[column], list(KNOWN.values())
+    if rule.num_tokens is None:
+        return rule.first_id + token % (rule.num_embeddings - rule.first_id)
+    return int(rule.ids()[known[column].index(token)]) if token in known[column] else rule.unknown_id
+
+
+def ids_of(encoded: EncodedRows, column: int) -> list[Any]:
+    ids = encoded.ids[column]
+    if isinstance(ids, Bags):
+        assert ids.lengths.dtype == np.int32
+        ends = np.cumsum(ids.lengths).tolist()
+        return [ids.values[end - n : end].tolist() for n, end in zip(ids.lengths.tolist(), ends, strict=True)]
+    return ids.tolist()
+
+
+def check(rows: list[Row], order: list[int] | None, num_embeddings: int = LARGE) -> None:
+    preprocessor = make(num_embeddings)
+    raw = columns_of(rows)
+    encoded = preprocessor.encode(raw, None if order is None else np.array(order, np.int64))
+    rows = rows if order is None else [rows[i] for i in order]
+    assert len(encoded) == len(rows)
+    assert encoded.labels is not None
+    assert encoded.labels.dtype == np.float32
+    assert encoded.labels.tolist() == [row[0] for row in rows]
+    assert encoded.weights is not None
+    assert encoded.weights.tolist() == [np.float32(row[1]) for row in rows]
+    for d, column in enumerate(preprocessor.dense):
+        for row, value in zip(rows, encoded.dense[:, d], strict=True):
+            x = row[2][d]
+            f = 0.0 if x is None else (math.copysign(math.log1p(abs(x)), x) if d == 0 else x)
+            wanted = np.float32(column.missing_value if x is None else (f - column.mean) * column.scale)
+            assert abs(value - wanted) <= np.spacing(abs(wanted))
+    for s, name in enumerate(SCHEMA.sparse):
+        missing_id = preprocessor.sparse[s].missing_id
+        wanted_ids: list[Any] = []
+        for row in rows:
+            cell = row[3][s]
+            if isinstance(cell, list):
+                wanted_ids.append([expected_id(preprocessor, s, token) for token in cell] or [missing_id])
+            else:
+                wanted_ids.append(missing_id if cell is None else expected_id(preprocessor, s, cell))
+        assert ids_of(encoded, s) == wanted_ids, name
+        ids = encoded.ids[s]
+        assert (ids.values if isinstance(ids, Bags) else ids).dtype == preprocessor.id_dtype
+    (again,) = from_arrow(to_arrow(encoded)) or [encoded]
+    assert [ids_of(again, s) for s in range(4)] == [ids_of(encoded, s) for s in range(4)]
+
+
+numbers = st.none() | st.floats(-1e18, 1e18) | st.integers(-20, 20).map(float)
+tokens = st.sampled_from([*KNOWN["s"], *KNOWN["t"], 1, 8, LARGE - 2, LARGE - 3]) | st.integers(0, 2**64 - 1)
+cells = st.tuples(st.none() | tokens, st.lists(tokens, max_size=4), st.none() | tokens, st.lists(tokens, max_size=2))
+rows_strategy = st.lists(
+    st.tuples(st.integers(0, 1), st.floats(0, 1e6), st.lists(numbers, min_size=2, max_size=2), cells.map(list)),
+    max_size=8,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows_strategy, st.randoms(use_true_random=False))
+def test_encode(rows: list[Row], rng: random.Random) -> None:
+    check(rows, None)
+    check(rows, [rng.randrange(len(rows)) for _ in range(rng.randrange(12))] if rows else [])
+
+
+def test_large_tables_have_int64_ids() -> None:
+    size = 2**33
+    row: Row = (1, 1.0, [0.0, 0.0], [2**40, [], 2**33 - 3, []])
+    preprocessor = make(size)
+    assert preprocessor.id_dtype == np.int64
+    assert ids_of(preprocessor.encode(columns_of([row])), 2) == [size - 1]
+    check([row, row], [1, 0], size)
+
+
+def test_ids_above_2_to_the_24_survive() -> None:
+    rows: list[Row] = [(1, 1.0, [0.0, 0.0], [None, [2**24 + 1], t, []]) for t in (2**24 + 1, 2**24 + 2, 2**25 + 1)]
+    assert ids_of(make().encode(columns_of(rows)), 2) == [2**24 + 3, 2**24 + 4, 2**25 + 3]
+
+
+def test_unlabelled_rows_have_neither_labels_nor_weights() -> None:
+    raw = columns_of([(0, 1.0, [1.0, None], [5, [], None, [3, 4]])], SCHEMA.unlabelled())
+    encoded = encode_columns(make(), raw)
+    assert encoded.labels is None
+    assert encoded.weights is None
+
+
+def test_tokens_may_be_taken_modulo() -> None:
+    schema = Schema(label=None, sparse=("s",), tokens="any")
+    preprocessor = Preprocessor(
+        profile="",
+        schema=schema,
+        dense=(),
+        sparse=(SparseColumn(4, 2, token_modulo=10),),
+        tokens=np.array([3, 9], np.uint64),
+    )
+    raw = RawColumns(schema, 3, (), (), (RawSparse(np.array([13, 9, 5], np.uint64), np.zeros(3, bool)),), None, None)
+    encoded = preprocessor.encode(raw)
+    assert encoded.dense.shape == (3, 0)
+    assert ids_of(encoded, 0) == [2, 3, 0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows_strategy, st.integers(0, 8), st.integers(0, 8), st.randoms(use_true_random=False))
+def test_take_and_concatenate(rows: list[Row], low: int, high: int, rng: random.Random) -> None:
+    low, high = sorted((min(low, len(rows)), min(high, len(rows))))
+    joined = RawColumns.concatenated([columns_of(rows[:low]), columns_of(rows[low:high]), columns_of(rows[high:])])
+    same(joined, columns_of(rows))
+    order = [rng.randrange(len(rows)) for _ in range(5)] if rows else []
+    same(joined.take(np.array(order, np.int64)), columns_of([rows[i] for i in order]))
+
+
+def same(one: RawColumns, other: RawColumns) -> None:
+    assert one.rows == other.rows
+    pairs: list[tuple[Any, Any]] = [
+        *zip(one.dense, other.dense, strict=True),
+        *zip(one.dense_missing, other.dense_missing, strict=True),
+    ]
+    pairs += [(one.labels, other.labels), (one.weights, other.weights)]
+    for a, b in zip(one.sparse, other.sparse, strict=True):
+        pairs += [(a.tokens, b.tokens), (a.missing, b.missing), (a.lengths, b.lengths)]
+    for left, right in pairs:
+        assert (left is None) == (right is None)
+        if left is not None and right is not None:
+            assert left.dtype == right.dtype
+            assert left.tolist() == right.tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows_strategy, st.integers(0, 2**40))
+def test_what_is_counted(rows: list[Row], first_row: int) -> None:
+    raw = columns_of(rows)
+    for s in range(4):
+        pairs, absent = [], []
+        for number, row in enumerate(rows, first_row):
+            cell = row[3][s]
+            found = cell if isinstance(cell, list) else [] if cell is None else [cell]
+            pairs += [(token, number) for token in found]
+            absent += [] if found else [number]
+        for with_rows in (False, True):
+            made = column_tokens(raw, s, first_row=first_row, with_rows=with_rows)
+            assert made.tokens.tolist() == [token for token, _ in pairs]
+            assert (made.tokens.dtype, made.tokens.flags.c_contiguous) == (np.uint64, True)
+            assert (made.missing, made.first_missing) == (len(absent), absent[0] if absent else None)
+            assert (made.rows is not None) == with_rows
+            assert made.rows is None or made.rows.tolist() == [number for _, number in pairs]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(numbers))
+def test_dense_moments(values: list[float | None]) -> None:
+    raw = columns_of([(0, 1.0, [x, None], [None, [], None, []]) for x in values])
+    present = [x for x in values if x is not None]
+    logs = np.array([math.copysign(math.log1p(abs(x)), x) for x in present]).astype(np.float32).astype(float)
+    q = [round(x * 2**20) for x in logs]
+    wanted = [len(q), sum(q), sum(x * x >> 26 for x in q), sum(x * x & (2**26 - 1) for x in q)]
+    found = dense_moments(raw, units=1 << 20, low_bits=26)
+    assert found.dtype == np.int64
+    assert found[1].tolist() == [0, 0, 0, 0]
+    if wanted[0] == 0 or found[0].tolist() == wanted:
+        return
+    assert found[0, 0] == wanted[0]  # math.log1p and numpy's may differ in the last bit
+    assert abs(int(found[0, 1]) - wanted[1]) <= 4 * len(q)
+
+
+def test_integers_have_the_moments_that_integer_columns_have() -> None:
+    from rayrec.data.counting import CountingJob
+
+    rng = random.Random(0)
+    values = [
+        rng.choice([None, rng.randrange(-20, 20_000), rng.randrange(10**6), -rng.randrange(10**17)])
+        for _ in range(3000)
+    ]
+    schema = Schema(label=None, dense=("a",))
+    text = b"".join(b"%s\n" % (b"" if x is None else str(x).encode()) for x in values if x is not None)
+    counts = CountingJob(schema).empty()
+    counts.add_rows(parse(schema, text)[0], 0)
+    rows: list[Row] = [(0, 1.0, [None if x is None else float(x), None], [None, [], None, []]) for x in values]
+    assert dense_moments(columns_of(rows), units=1 << 20, low_bits=26)[0].tolist() == counts.dense_moments[0].tolist()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5000])
+def test_many_rows(rows: int) -> None:
+    rng = random.Random(rows)
+
+    def cell() -> int:
+        return rng.choice([*KNOWN["s"], *KNOWN["t"], rng.getrandbits(64)])
+
+    made: list[Row] = [
+        (
+            rng.randrange(2),
+            rng.random(),
+            [rng.choice([None, rng.uniform(-1e3, 1e3)]) for _ in range(2)],
+            [rng.choice([None, cell()]), [cell() for _ in range(rng.randrange(4))], cell(), [cell()]],
+        )
+        for _ in range(rows)
+    ]
+    check(made, rng.sample(range(rows), rows))

@@ -1,0 +1,340 @@
+"""Preprocessing goes on where it stopped, with the same bytes, and says what stands in its way."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.data import ready
+from rayrec.data.log import LogIndex, cut, index_chunk, numbered, unpack
+from rayrec.data.multi_hot import MultiHot
+from rayrec.data.parsing import Faults
+from rayrec.data.preprocess import preprocess
+from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
+from rayrec.data.ready_formats import combine, plan_files
+from rayrec.data.split import Split
+from rayrec.datasets.criteo import SCHEMA
+
+ROWS = 2_000
+
+
+class Died(Exception):
+    pass
+
+
+class HereEngine:
+    """Runs the tasks in this process, and dies after some."""
+
+    def __init__(self, tasks: int = 10**9) -> None:
+        self.left, self.ran = tasks, 0
+
+    def run(
+        self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 0
+    ) -> Iterator[pa.Table]:
+        for item in items:
+            if not self.left:
+                raise Died
+            self.left -= 1
+            self.ran += 1
+            yield function(item)
+
+
+def make(multi_hot: MultiHot | None = None) -> Preprocessor:
+    return Preprocessor(
+        profile="hashed",
+        schema=SCHEMA,
+        dense=(DenseColumn(),) * 13,
+        sparse=(SparseColumn(2**28, None),) * 26,
+        tokens=np.zeros(0, np.uint32),
+        multi_hot=multi_hot,
+    )
+
+
+def index_of(files: Sequence[storage.File]) -> LogIndex:
+    entries, faults = [], Faults()
+    for chunk in cut(files, 1 << 30):
+        found, more = index_chunk(chunk, SCHEMA, 20_000)
+        entries += found
+        faults.add(more)
+    return LogIndex(numbered(entries), faults)
+
+
+@pytest.fixture
+def log(click_log: Path, tmp_path: Path) -> Path:
+    lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)[:ROWS]
+    folder = tmp_path / "log"
+    folder.mkdir()
+    for day in range(2):
+        (folder / f"day_{day}").write_bytes(b"".join(lines[day * 1000 : day * 1000 + 1000]))
+    return folder
+
+
+def run(log: Path, out: Path, **changes: Any) -> dict[str, Any]:
+    index = index_of(storage.list_files(str(log)))
+    arguments: dict[str, Any] = {
+        "preprocessor": make(),
+        "format": "binary",
+        "engine": HereEngine(),
+        "sets": Split(kind="last_file").rows(index),
+        "segments_per_task": 2,
+        **changes,
+    }
+    return preprocess(index, out=str(out), **arguments)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@given(st.binary(), st.binary())
+def test_combining_checksums(first: bytes, second: bytes) -> None:
+    assert combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+
+
+@pytest.mark.parametrize("format", ready.FORMATS)
+@pytest.mark.parametrize("shuffle", ["none", "full"])
+def test_what_was_interrupted_goes_on(log: Path, tmp_path: Path, format: str, shuffle: str) -> None:
+    settings = {"format": format, "shuffle": shuffle, "seed": 4}
+    if format == "npz":
+        settings["preprocessor"] = make(MultiHot(sizes=(2, 3, *(1,) * 24)))
+    whole_engine = HereEngine()
+    whole = run(log, tmp_path / "whole", engine=whole_engine, **settings)
+    expected = files_of(tmp_path / "whole")
+    for tasks in range(0, whole_engine.ran, 3):
+        out = tmp_path / f"after-{tasks}"
+        with pytest.raises(Died):
+            run(log, out, engine=HereEngine(tasks), **settings)
+        assert not out.exists()
+        done: list[int] = []
+        notes: list[str] = []
+        engine = HereEngine()
+        again = run(log, out, engine=engine, progress=done.append, note=notes.append, **settings)
+        assert engine.ran == whole_engine.ran - tasks
+        assert files_of(out) == expected
+        assert (again["hash"], again["bytes"]) == (whole["hash"], whole["bytes"])
+        assert done[-1] == ROWS
+        assert "going on" in notes[0]
+        assert not Path(f"{out}.partial").exists()
+
+
+def test_killed_between_the_last_task_and_the_end(
+    log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(path: str, value: Any) -> None:
+        if path.endswith("dataset.json"):
+            raise Died
+        write_json(path, value)
+
+    write_json = storage.write_json
+    monkeypatch.setattr(storage, "write_json", killed)
+    with pytest.raises(Died):
+        run(log, tmp_path / "out", format="npz", preprocessor=make(MultiHot(sizes=(2,) * 26)))
+    monkeypatch.undo()
+    engine = HereEngine()
+    run(log, tmp_path / "out", format="npz", preprocessor=make(MultiHot(sizes=(2,) * 26)), engine=engine)
+    assert engine.ran == 0
+    ready.open_ready(str(tmp_path / "out"), verify=True)
+
+
+def test_a_task_run_twice_changes_nothing(log: Path, tmp_path: Path) -> None:
+    class Twice(HereEngine):
+        def run(self, name: str, function: Any, items: Sequence[Any], *, block_bytes: int = 0) -> Iterator[pa.Table]:
+            for item in [*items[::-1], *items]:
+                function(item)
+            yield from super().run(name, function, items)
+
+    for format in ready.FORMATS:
+        run(log, tmp_path / format, format=format)
+        run(log, tmp_path / f"{format}-twice", format=format, engine=Twice())
+        assert files_of(tmp_path / format) == files_of(tmp_path / f"{format}-twice")
+
+
+def test_other_inputs_are_told(log: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(Died):
+        run(log, out, engine=HereEngine(2))
+    for changes, named in (
+        ({"format": "npy"}, "format"),
+        ({"sets": None}, "sets"),
+        ({"segments_per_task": 3, "shuffle": "full"}, "segments_per_task, shuffle, seed"),
+        ({"preprocessor": make(MultiHot(sizes=(1,) * 26))}, "preprocessor"),
+    ):
+        with pytest.raises(
+            InputError, match=rf"out\.partial: left by an unfinished preprocess with another {named}; give the same .* remove"
+        ):
+            run(log, out, **changes)
+    day = log / "day_1"
+    day.write_bytes(day.read_bytes() + day.read_bytes())
+    with pytest.raises(InputError, match="with another log, sets;"):
+        run(log, out)
+    shutil.rmtree(f"{out}.partial")
+    run(log, out)
+    assert ready.open_ready(str(out)).index.rows == 3000
+
+
+def test_out_exists(log: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(InputError, match=r"out: exists already; remove it or choose another place"):
+        run(log, tmp_path / "out")
+
+
+def test_what_is_no_raw_log(log: Path, tmp_path: Path) -> None:
+    run(log, tmp_path / "out")
+    made = ready.open_ready(str(tmp_path / "out"))
+    with pytest.raises(InputError, match="ready-made already, in format binary; give the raw log"):
+        preprocess(made.index, preprocessor=make(), out=str(tmp_path / "b"), format="npy", engine=HereEngine())
+    with pytest.raises(InputError, match="no rows to write"):
+        preprocess(
+            LogIndex((), Faults()), preprocessor=make(), out=str(tmp_path / "b"), format="npy", engine=HereEngine()
+        )
+    with pytest.raises(InputError, match=r"sets: b has rows 4-9, which others have too or a log of 2000 rows has not"):
+        run(log, tmp_path / "b", sets={"a": (0, 5), "b": (4, 9)})
+
+
+def test_rows_of_no_set(log: Path, tmp_path: Path) -> None:
+    run(log, tmp_path / "out", format="parquet", sets={"train": (100, 1500), "test": (1600, 1999)})
+    assert {path.name for path in (tmp_path / "out").glob("set=*")} == {"set=train", "set=test", "set=other"}
+    assert ready.open_ready(str(tmp_path / "out")).sets == {"train": (100, 1500), "test": (1600, 1999)}
+
+
+def test_urls(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """file:// stands for any URL: parquet goes straight below it, dataset.json last."""
+    out = f"file://{tmp_path}/remote"
+    for format in ready.MAPPED:
+        with pytest.raises(InputError, match=rf"remote: format {format} is written at any row.*a folder and copy it"):
+            run_to(log, out, format=format)
+    with pytest.raises(InputError, match="a full shuffle needs a file system to shuffle in"):
+        run_to(log, out, format="parquet", shuffle="full")
+    with pytest.raises(Died):
+        run_to(log, out, format="parquet", engine=HereEngine(3))
+    assert not ready.is_ready(out)
+    run_to(log, out, format="parquet")
+    run(log, tmp_path / "local", format="parquet")
+    assert files_of(tmp_path / "remote") == files_of(tmp_path / "local")
+    made = ready.open_ready(out, verify=True)
+    rows = ready.read(made.index.segments, np.arange(ROWS), make())
+    assert len(rows) == ROWS
+    with pytest.raises(InputError, match="remote: exists already"):
+        run_to(log, out, format="parquet")
+
+
+def run_to(log: Path, out: str, **changes: Any) -> dict[str, Any]:
+    index = index_of(storage.list_files(str(log)))
+    arguments = {"engine": HereEngine(), "segments_per_task": 2, **changes}
+    sets = Split(kind="last_file").rows(index)
+    return preprocess(index, preprocessor=make(), out=out, sets=sets, **arguments)
+
+
+def test_a_small_disk(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100_000))
+    with pytest.raises(InputError, match=r"out: about 0\.0 GB are needed and 0\.0 GB are free there; make room or"):
+        run(log, tmp_path / "out")
+    assert not Path(f"{tmp_path / 'out'}.partial").exists()
+
+
+def test_a_disk_that_fills_up(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, data: memoryview, start: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(InputError, match=r"out\.partial: No space left on device; make room there and give the same"):
+            run(log, tmp_path / "out")
+    run(log, tmp_path / "out")
+
+
+def test_writes_may_come_in_pieces(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(log, tmp_path / "whole")
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, start: pwrite(descriptor, data[:1000], start))
+    run(log, tmp_path / "pieces")
+    assert files_of(tmp_path / "whole") == files_of(tmp_path / "pieces")
+
+
+def test_a_folder_that_tasks_do_not_see(log: Path, tmp_path: Path) -> None:
+    class Elsewhere(HereEngine):
+        def run(self, name: str, function: Any, items: Sequence[Any], *, block_bytes: int = 0) -> Iterator[pa.Table]:
+            (tmp_path / "out.partial").rename(tmp_path / "away")
+            return super().run(name, function, items)
+
+    with pytest.raises(InputError, match=r"out\.partial: not to be seen from a data task on .*; give an --out that all"):
+        run(log, tmp_path / "out", engine=Elsewhere())
+
+
+def test_names_of_files(log: Path, tmp_path: Path) -> None:
+    """A packed file's are those of the plain one; files of one name in two folders get numbers."""
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    (packed / "train.txt.gz").write_bytes(gzip.compress((log / "day_0").read_bytes()))
+    plain = unpack(storage.list_files(str(packed))[0], str(tmp_path / "cache"))
+    preprocess(
+        index_of([plain]), preprocessor=make(), out=str(tmp_path / "kaggle"), format="npy", engine=HereEngine()
+    )
+    assert {path.name for path in (tmp_path / "kaggle").glob("*.npy")} == {
+        "train_dense.npy",
+        "train_labels.npy",
+        "train_sparse.npy",
+    }
+    shutil.copytree(log, tmp_path / "log2")
+    both = index_of([*storage.list_files(str(log)), *storage.list_files(str(tmp_path / "log2"))])
+    preprocess(both, preprocessor=make(), out=str(tmp_path / "both"), format="binary", engine=HereEngine())
+    assert {path.name for path in (tmp_path / "both").glob("*.bin")} == {
+        "day_0.bin",
+        "day_0-2.bin",
+        "day_1.bin",
+        "day_1-2.bin",
+    }
+
+
+def test_the_manifest(log: Path, tmp_path: Path) -> None:
+    result = run(log, tmp_path / "out", format="npy", shuffle="full", seed=9)
+    assert set(result) == {"rows", "out", "format", "hash", "bytes", "seconds", "rows_per_s"}
+    manifest = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    assert (manifest["rows"], manifest["shuffle"], manifest["seed"]) == (ROWS, "full", 9)
+    assert manifest["sets"] == {"train": [0, 1000], "validation": [1000, 1500], "test": [1500, 2000]}
+    assert manifest["raw_files"] == ["day_0", "day_1"]
+    assert manifest["source"] == [
+        {"path": str(log / name), "bytes": (log / name).stat().st_size} for name in ("day_0", "day_1")
+    ]
+    for file in manifest["files"]:
+        assert zlib.crc32((tmp_path / "out" / file["name"]).read_bytes()) == int(file["crc32"], 16)
+
+
+@pytest.mark.parametrize("rows", [0, 200_000_000])
+def test_an_archive_of_any_size_is_laid_out_before_its_rows_are_known(tmp_path: Path, rows: int) -> None:
+    """Beyond 4 GB too, where zip needs other records."""
+    import zipfile
+
+    preprocessor = make(MultiHot(sizes=(100, 1, 7, *(1,) * 23)))
+    plan = plan_files("npz", preprocessor, "day_0", rows)[2]
+    with open(tmp_path / plan.name, "wb") as file:  # of holes
+        file.truncate(plan.size_bytes)
+        for start, data in plan.headers:
+            file.seek(start)
+            file.write(data)
+    with zipfile.ZipFile(tmp_path / plan.name) as archive:
+        names = archive.namelist()
+        assert names == [f"{number}.npy" for number in range(26)]
+        for matrix, name in zip(plan.matrices, names, strict=True):
+            with archive.open(name) as member:
+                assert np.lib.format.read_magic(member) == (1, 0)
+                shape, _, dtype = np.lib.format.read_array_header_1_0(member)
+            assert (shape, dtype) == ((rows, matrix.columns), np.dtype(np.int32))
+            info = archive.getinfo(name)
+            assert info.file_size == info.compress_size

@@ -1,0 +1,516 @@
+"""Ready-made rows are the encoded raw rows, bit for bit, in every order; damaged folders are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import types
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.parquet as pq
+import pytest
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.data import ready
+from rayrec.data.counting import count_log
+from rayrec.data.encoded import Bags, EncodedRows, Ids
+from rayrec.data.ingest import encode_block, read_raw
+from rayrec.data.log import LogIndex, cut, index_chunk, numbered, select
+from rayrec.data.multi_hot import MultiHot
+from rayrec.data.parsing import Faults
+from rayrec.data.position import EpochOrder, Part, whole
+from rayrec.data.preprocess import preprocess
+from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
+from rayrec.data.profiles import ALL, make_preprocessor
+from rayrec.data.split import Split
+from rayrec.data.tables import index_tables
+from rayrec.datasets.criteo import SCHEMA
+from rayrec.schema import Schema
+
+ROWS = 3_000
+MULTI_HOT = MultiHot(sizes=(3, 1, 5, *(1,) * 22, 2))
+
+
+class HereEngine:
+    """Runs the tasks in this process."""
+
+    def run(
+        self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 0
+    ) -> Iterator[pa.Table]:
+        yield from map(function, items)
+
+
+HERE = HereEngine()
+
+
+def index_of(path: Path, schema: Schema = SCHEMA, segment_bytes: int = 20_000) -> LogIndex:
+    entries, faults = [], Faults()
+    for chunk in cut(storage.list_files(str(path)), 1 << 30):
+        found, more = index_chunk(chunk, schema, segment_bytes)
+        entries += found
+        faults.add(more)
+    return LogIndex(numbered(entries), faults)
+
+
+@pytest.fixture(scope="module")
+def days(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> LogIndex:
+    """Three days, named so that the order of paths is not that of days, with a faulty line and a file of nothing else."""
+    lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)[:ROWS]
+    lines[700] = b"a bad line\n"
+    folder = tmp_path_factory.mktemp("days")
+    for name, start, stop in (("day_2", 0, 900), ("day_9.txt", 900, 1700), ("day_10", 1700, ROWS)):
+        (folder / name).write_bytes(b"".join(lines[start:stop]))
+    (folder / "day_3").write_bytes(b"nothing\n")
+    index = index_of(folder)
+    assert index.rows == ROWS - 1
+    return index
+
+
+def counted(index: LogIndex, name: str = "rayrec", **changes: Any) -> Preprocessor:
+    profile = ALL[name].replace(**changes)
+    parts = [Part(segment, 0, segment.rows) for segment in index.segments]
+    with count_log(profile.counting(SCHEMA), parts, engine=HERE) as counts:
+        return make_preprocessor(profile, SCHEMA, counts)
+
+
+@pytest.fixture(scope="module")
+def preprocessor(days: LogIndex) -> Preprocessor:
+    return counted(days)
+
+
+def hashed(schema: Schema, num_embeddings: int, multi_hot: MultiHot | None = None) -> Preprocessor:
+    """Ids up to num_embeddings, or to the 32 bits of tokens."""
+    wide = schema.tokens == "any"
+    return Preprocessor(
+        profile="hashed",
+        schema=schema,
+        dense=tuple(DenseColumn(mean=0.5, scale=2.0, missing_value=-1.0) for _ in schema.dense),
+        sparse=tuple(SparseColumn(num_embeddings, None) for _ in schema.sparse),
+        tokens=np.zeros(0, np.uint64 if wide else np.uint32),
+        multi_hot=multi_hot,
+    )
+
+
+def write(index: LogIndex, preprocessor: Preprocessor, out: Path, format: str, **changes: Any) -> ready.ReadyDataset:
+    arguments: dict[str, Any] = {"engine": HERE, "segments_per_task": 3, **changes}
+    result = preprocess(index, preprocessor=preprocessor, out=str(out), format=format, **arguments)
+    dataset = ready.open_ready(str(out), verify=True)
+    assert (result["rows"], result["out"], result["format"]) == (index.rows, str(out), format)
+    assert result["bytes"] == dataset.size_bytes
+    assert not Path(f"{out}.partial").exists()
+    assert {path.name for path in out.iterdir()}.isdisjoint({"job.json", "done", "shuffle"})
+    return dataset
+
+
+def same_ids(one: Ids, other: Ids) -> bool:
+    if isinstance(one, Bags) or isinstance(other, Bags):
+        assert isinstance(one, Bags)
+        assert isinstance(other, Bags)
+        return same_array(one.values, other.values) and same_array(one.lengths, other.lengths)
+    return same_array(one, other)
+
+
+def same_array(one: np.ndarray | None, other: np.ndarray | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+
+
+def assert_same(one: EncodedRows, other: EncodedRows) -> None:
+    assert same_array(one.dense, other.dense)
+    assert same_array(one.labels, other.labels)
+    assert same_array(one.weights, other.weights)
+    assert len(one.ids) == len(other.ids)
+    assert all(same_ids(a, b) for a, b in zip(one.ids, other.ids, strict=True))
+
+
+def assert_same_epochs(
+    raw: LogIndex, made: LogIndex, preprocessor: Preprocessor, rows: tuple[int, int], *, labelled: bool = True
+) -> None:
+    """All blocks of some epochs, in every order."""
+    orders = [
+        (
+            shuffle,
+            *(EpochOrder(tuple(Part(*p) for p in select(index, *rows)), shuffle, 5, 4) for index in (raw, made)),
+        )
+        for shuffle in ("none", "files", "window")
+    ]
+    for shuffle, of_raw, of_made in orders:
+        for epoch in range(1 if shuffle == "none" else 2):
+            for one, other in zip(of_raw.blocks(epoch), of_made.blocks(epoch), strict=True):
+                assert (one.rows, one.seed) == (other.rows, other.seed)
+                cut_at = one.rows // 3  # as pieces are dealt
+                for start, stop in ((0, cut_at), (cut_at, one.rows)):
+                    assert_same(
+                        encode_block(one, start, stop, preprocessor, labelled=labelled),
+                        encode_block(other, start, stop, preprocessor, labelled=labelled),
+                    )
+
+
+@pytest.mark.parametrize("format", ready.FORMATS)
+def test_every_order_gives_the_same_rows(
+    days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str
+) -> None:
+    sets = Split(kind="last_file").rows(days)
+    dataset = write(days, preprocessor, tmp_path / "out", format, sets=sets)
+    assert dataset.index.format == format
+    assert dataset.index.faults == days.faults
+    assert [s.rows for s in dataset.index.segments] == [s.rows for s in days.segments]
+    assert Split(kind="last_file").rows(dataset.index) == sets == dataset.sets
+    for rows in ((0, days.rows), sets["train"], sets["test"]):
+        assert_same_epochs(days, dataset.index, preprocessor, rows)
+    loaded = Preprocessor.load(dataset.preprocessor)
+    assert loaded.hash() == preprocessor.hash() == dataset.manifest["preprocessor"]
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+@pytest.mark.parametrize("format", ready.FORMATS)
+def test_every_profile(days: LogIndex, tmp_path: Path, format: str, name: str) -> None:
+    profiled = counted(days, name)
+    dataset = write(days, profiled, tmp_path / "out", format)
+    assert_same_epochs(days, dataset.index, profiled, (100, 2000))
+
+
+@pytest.mark.parametrize("format", ["npz", "parquet"])
+def test_multi_hot(days: LogIndex, tmp_path: Path, format: str) -> None:
+    bags = counted(days, multi_hot=MULTI_HOT)
+    dataset = write(days, bags, tmp_path / "out", format)
+    assert_same_epochs(days, dataset.index, bags, (0, days.rows))
+
+
+@pytest.mark.parametrize("format", ready.FORMATS)
+def test_unlabelled(click_log: Path, tmp_path: Path, format: str, preprocessor: Preprocessor) -> None:
+    lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)[:500]
+    (tmp_path / "test.txt").write_bytes(b"".join(line.partition(b"\t")[2] for line in lines))
+    index = index_of(tmp_path / "test.txt", SCHEMA.unlabelled())
+    assert index.rows == 500
+    dataset = write(index, preprocessor, tmp_path / "out", format, labelled=False)
+    assert not dataset.labelled
+    assert_same_epochs(index, dataset.index, preprocessor, (0, 500), labelled=False)
+
+
+@pytest.mark.parametrize("format", ready.FORMATS)
+def test_ids_beyond_what_floats_hold(days: LogIndex, tmp_path: Path, format: str) -> None:
+    large = hashed(SCHEMA, 2**31)
+    assert large.id_dtype == np.int32
+    dataset = write(days, large, tmp_path / "out", format)
+    assert_same_epochs(days, dataset.index, large, (0, 800))
+    rows = encode_block(EpochOrder((Part(dataset.index.segments[0], 0, 80),), "none", 0, 1).blocks(0)[0], 0, 80, large)
+    ids = np.stack([column for column in rows.ids if isinstance(column, np.ndarray)])
+    assert ids.max() > 2**30
+    assert (ids.astype(np.float32).astype(np.int64) != ids).any()
+
+
+@pytest.mark.parametrize("format", ["npy", "parquet"])
+def test_ids_beyond_32_bits(days: LogIndex, tmp_path: Path, format: str) -> None:
+    huge = hashed(SCHEMA, 2**40)
+    assert huge.id_dtype == np.int64
+    dataset = write(days, huge, tmp_path / "out", format)
+    assert_same_epochs(days, dataset.index, huge, (0, 800))
+
+
+@pytest.mark.parametrize("format", ["binary", "npz"])
+def test_ids_of_a_wide_table_that_fit(days: LogIndex, tmp_path: Path, format: str, preprocessor: Preprocessor) -> None:
+    """A table may be larger than its ids need."""
+    first = preprocessor.sparse[0]
+    wide = SparseColumn(**{**vars(first), "num_embeddings": 2**32})
+    changed = Preprocessor(**{**vars_of(preprocessor), "sparse": (wide, *preprocessor.sparse[1:])})
+    assert changed.id_dtype == np.int64
+    dataset = write(days, changed, tmp_path / "out", format)
+    assert_same_epochs(days, dataset.index, changed, (0, 800))
+
+
+def vars_of(preprocessor: Preprocessor) -> dict[str, Any]:
+    return {name: getattr(preprocessor, name) for name in Preprocessor.__dataclass_fields__}
+
+
+@pytest.fixture(scope="module")
+def lists(tmp_path_factory: pytest.TempPathFactory) -> tuple[LogIndex, Preprocessor]:
+    """A log of lists and weights, some empty."""
+    rng = np.random.default_rng(0)
+    rows = 500
+    folder = tmp_path_factory.mktemp("lists")
+    table = pa.table(
+        {
+            "clicked": rng.integers(0, 2, rows),
+            "w": rng.random(rows).astype(np.float32),
+            "price": pa.array(rng.normal(size=rows), mask=rng.random(rows) < 0.2),
+            "shop": pa.array([f"shop {i}" if i else None for i in rng.integers(0, 9, rows)]),
+            "seen": pa.array([[f"item {i}" for i in rng.integers(0, 50, n)] for n in rng.integers(0, 5, rows)]),
+        }
+    )
+    for number in range(2):
+        pq.write_table(
+            table.slice(number * 250, 250), folder / f"{number}.parquet", row_group_size=40, compression="none"
+        )
+    schema = Schema(
+        label="clicked", weight="w", dense=("price",), sparse=("shop", "seen"), lists=("seen",), tokens="any"
+    )
+    index = index_tables(
+        storage.list_files(str(folder)),
+        schema,
+        segment_bytes=2000,
+        engine=HERE,
+        cache_folder=str(tmp_path_factory.mktemp("cache")),
+        note=lambda text: None,
+        progress=lambda *_: None,
+    )
+    return index, hashed(schema, 2**28)
+
+
+def test_lists_and_weights_go_into_parquet(tmp_path: Path, lists: tuple[LogIndex, Preprocessor]) -> None:
+    index, preprocessor = lists
+    dataset = write(index, preprocessor, tmp_path / "out", "parquet", sets=Split().rows(index))
+    assert_same_epochs(index, dataset.index, preprocessor, (0, 500))
+    assert_same_epochs(index, dataset.index, preprocessor, Split().rows(index)["validation"])
+    read = pyarrow.dataset.dataset(tmp_path / "out", partitioning="hive", exclude_invalid_files=True).to_table()
+    assert set(read.column_names) == {"clicked", "w", "price", "shop", "seen", "set"}
+
+
+def test_any_log_of_single_categories_goes_into_npy(tmp_path: Path, lists: tuple[LogIndex, Preprocessor]) -> None:
+    schema = Schema(label="clicked", dense=("price",), sparse=("shop",), tokens="any")
+    preprocessor = hashed(schema, 2**40)
+    for format in ("npy", "parquet"):
+        dataset = write(lists[0], preprocessor, tmp_path / format, format)
+        assert_same_epochs(lists[0], dataset.index, preprocessor, (0, 500))
+
+
+def test_what_a_format_cannot_hold(
+    days: LogIndex, lists: tuple[LogIndex, Preprocessor], preprocessor: Preprocessor, tmp_path: Path
+) -> None:
+    unweighted = lists[1].schema.replace(weight=None)
+    single = Schema(label="clicked", dense=("price",), sparse=("shop",), tokens="any")
+    cases = [
+        (lists[0], lists[1], "npy", "no place for the weights of column w; use --format parquet"),
+        (lists[0], hashed(unweighted, 9), "npz", "no place for the lists of column seen; use --format parquet"),
+        (lists[0], hashed(single, 9), "binary", "holds integers, and with tokens: any .*; use --format npy, or parquet"),
+        (days, hashed(SCHEMA, 9, MULTI_HOT), "npy", "holds one id a column, cat_0 has 3; use --format npz"),
+        (days, hashed(SCHEMA, 9, MULTI_HOT), "binary", "holds one id a column, cat_0 has 3"),
+        (days, preprocessor, "csv", "format 'csv': choose one of binary, npy, npz, parquet"),
+    ]
+    for index, made, format, message in cases:
+        with pytest.raises(InputError, match=message):
+            write(index, made, tmp_path / "out", format)
+    missing = Preprocessor(**{**vars_of(hashed(SCHEMA, 9)), "dense": (DenseColumn(missing_value=3.0),) * 13})
+    with pytest.raises(InputError, match=r"as 0, but in column int_0 that is 0\.0 and missing 3\.0; use --format npy"):
+        write(days, missing, tmp_path / "out", "binary")
+    assert not list(tmp_path.iterdir())
+
+
+def test_numbers_that_do_not_fit(days: LogIndex, tmp_path: Path, click_log: Path, preprocessor: Preprocessor) -> None:
+    lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)[:300]
+    columns = lines[123].split(b"\t")
+    columns[5] = b"2147483648"
+    lines[123] = b"\t".join(columns)
+    (tmp_path / "log.txt").write_bytes(b"".join(lines))
+    index = index_of(tmp_path / "log.txt")
+    with pytest.raises(InputError, match=r"log\.txt: row 123 column int_4: format binary holds 32-bit numbers.*npy"):
+        write(index, preprocessor, tmp_path / "out", "binary")
+    write(index, preprocessor, tmp_path / "good", "npy")
+    with pytest.raises(InputError, match=r"day_\d+(\.txt)?: row \d+ column cat_0: format npz holds 32-bit ids"):
+        write(days, hashed(SCHEMA, 2**40), tmp_path / "wide", "npz")
+    with pytest.raises(InputError, match=r"day_\d+(\.txt)?: row 0 column cat_\d+: format binary holds 32-bit numbers"):
+        write(days, hashed(SCHEMA, 2**40), tmp_path / "packed", "binary")
+
+
+def test_binary_rows_are_labels_integers_and_ids(days: LogIndex, tmp_path: Path) -> None:
+    """The published dlrm's layout and rules: int32[40] a row, negatives 0, missing 0."""
+    v1 = counted(days, "mlperf-v1")
+    write(days, v1, tmp_path / "out", "binary")
+    rows = np.fromfile(tmp_path / "out" / "day_2.bin", np.int32).reshape(-1, 40)
+    segments = [segment for segment in days.segments if segment.path.endswith("day_2")]
+    raw = read_raw(segments, SCHEMA)
+    assert (rows[:, 0] == raw.labels[: raw.rows]).all()
+    assert (rows[:, 1:14] == np.maximum(raw.integers[: raw.rows], 0)).all()
+    assert (rows[:, 14:] == np.stack(v1.encode(raw).ids).T).all()
+    assert (tmp_path / "out" / "day_2.bin").stat().st_size == 160 * 899
+
+
+@pytest.fixture
+def torchrec_reader(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """TorchRec's own reader; a stand-in for iopath, which it needs for remote files only."""
+
+    class PathManagerFactory:
+        def get(self, key: str) -> object:
+            return types.SimpleNamespace(open=open)
+
+    for name in ("iopath", "iopath.common", "iopath.common.file_io"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["iopath.common.file_io"].PathManagerFactory = PathManagerFactory  # type: ignore[attr-defined]
+    from torchrec.datasets.criteo import InMemoryBinaryCriteoIterDataPipe
+
+    return InMemoryBinaryCriteoIterDataPipe
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_torchrec_reads_npy(
+    days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, torchrec_reader: Any, mapped: bool
+) -> None:
+    write(days, preprocessor, tmp_path / "out", "npy")
+    paths = [
+        [str(tmp_path / "out" / f"{day}_{what}.npy") for day in ("day_2", "day_9", "day_10")]
+        for what in ("dense", "sparse", "labels")
+    ]
+    batches = list(torchrec_reader("train", *paths, batch_size=128, rank=0, world_size=1, mmap_mode=mapped))
+    whole_log = preprocessor.encode(read_raw(days.segments, SCHEMA))
+    assert whole_log.labels is not None
+    assert sum(len(batch.labels) for batch in batches) == days.rows
+    assert (np.concatenate([batch.dense_features.numpy() for batch in batches]) == whole_log.dense).all()
+    assert (np.concatenate([batch.labels.numpy() for batch in batches]) == whole_log.labels).all()
+    for number in (0, 7, 25):
+        got = np.concatenate([batch.sparse_features[f"cat_{number}"].values().numpy() for batch in batches])
+        assert (got == whole_log.ids[number]).all()
+
+
+def test_numpy_reads_npz_and_so_do_those_who_reckon(days: LogIndex, tmp_path: Path) -> None:
+    bags = counted(days, multi_hot=MULTI_HOT)
+    write(days, bags, tmp_path / "out", "npz")
+    path = tmp_path / "out" / "day_10_sparse_multi_hot.npz"
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        starts = [info.header_offset + len(info.FileHeader()) + 20 for info in archive.infolist()]
+    with np.load(path) as arrays:
+        assert list(arrays) == [str(number) for number in range(26)]
+        assert {array.dtype for array in arrays.values()} == {np.dtype(np.int32)}
+        assert [array.shape[1] for array in arrays.values()] == list(MULTI_HOT.sizes)
+        raw = read_raw([segment for segment in days.segments if segment.path.endswith("day_10")], SCHEMA)
+        for start, array, ids in zip(starts, arrays.values(), bags.encode(raw).ids, strict=True):
+            assert (array.reshape(np.shape(ids)) == ids).all()
+            with open(path, "rb") as file:  # as MLPerf's loader finds the data
+                file.seek(start)
+                assert np.lib.format.read_magic(file) == (1, 0)
+                shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+                assert file.tell() % 64 == 0
+                mapped = np.memmap(path, dtype, "r", file.tell(), shape, "F" if fortran else "C")
+            assert (mapped == array).all()
+
+
+def test_parquet_is_one_row_group_a_segment(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
+    sets = Split().rows(days)
+    dataset = write(days, preprocessor, tmp_path / "out", "parquet", sets=sets)
+    for name, (start, stop) in sets.items():
+        files = sorted((tmp_path / "out" / f"set={name}").iterdir())
+        groups = []
+        for file in files:
+            metadata = pq.read_metadata(file)
+            groups += [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+            assert metadata.row_group(0).column(3).statistics.has_min_max
+            assert metadata.row_group(0).column(3).compression == "ZSTD"
+            assert metadata.schema.names == list(SCHEMA.columns)
+        assert groups == [high - low for _, low, high in select(days, start, stop)]
+    table = pyarrow.dataset.dataset(tmp_path / "out", partitioning="hive", exclude_invalid_files=True).to_table()
+    assert table.num_rows == days.rows == dataset.index.rows
+
+
+def test_streaming_ahead(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
+    made = write(days, preprocessor, tmp_path / "out", "binary")
+    order = EpochOrder(tuple(Part(*part) for part in select(made.index, 0, days.rows)), "window", 1, 4)
+    blocks = order.blocks(0)
+    pieces = [(blocks[piece.block], piece) for piece in whole(blocks)]
+    expected = [encode_block(block, 0, piece.rows, preprocessor) for block, piece in pieces]
+    for in_memory in (False, True):
+        for prefetch_blocks in (0, 1, 9):
+            got = list(
+                ready.stream_ready(pieces, preprocessor, in_memory=in_memory, prefetch_blocks=prefetch_blocks)
+            )
+            assert len(got) == len(expected)
+            for one, other in zip(got, expected, strict=True):
+                assert_same(one, other)
+    early = ready.stream_ready(pieces, preprocessor)
+    next(early)
+    early.close()
+    assert list(ready.stream_ready([], preprocessor)) == []
+    for file in (tmp_path / "out").glob("*.bin"):
+        file.unlink()  # what is in memory needs no files
+    assert_same(next(ready.stream_ready(pieces, preprocessor, in_memory=True)), expected[0])
+
+
+def test_what_does_not_fit_into_memory_says_so(
+    days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = write(days, preprocessor, tmp_path / "out", "binary")
+    monkeypatch.setattr(ready, "_free_memory", lambda: 1000)
+    (block,) = EpochOrder((Part(made.index.segments[0], 0, 5),), "none", 0, 1).blocks(0)
+    with pytest.raises(InputError, match="do not fit into .* free memory; leave in_memory off"):
+        next(ready.stream_ready([(block, whole([block])[0])], preprocessor, in_memory=True))
+
+
+def test_another_preprocessor_is_refused(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
+    made = write(days, preprocessor, tmp_path / "out", "npy")
+    other = counted(days, min_count=5)
+    with pytest.raises(InputError, match=rf"made with Preprocessor {preprocessor.hash()}, not with {other.hash()}; use the"):
+        ready.read(made.index.segments[:1], np.arange(3), other)
+
+
+def test_a_moved_folder_is_as_good(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
+    for format in ("npy", "parquet"):
+        write(days, preprocessor, tmp_path / format, format)
+        (tmp_path / format).rename(tmp_path / f"moved-{format}")
+        assert_same_epochs(days, ready.open_ready(str(tmp_path / f"moved-{format}")).index, preprocessor, (0, 500))
+
+
+def test_no_rows_at_all(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
+    """The empty share of a worker."""
+    (segment, *_) = days.segments
+    expected = preprocessor.encode(read_raw([segment], SCHEMA), np.arange(0))
+    for format in ready.FORMATS:
+        made = write(days, preprocessor, tmp_path / format, format)
+        assert_same(ready.read(made.index.segments[:2], np.arange(0), preprocessor), expected)
+
+
+@pytest.mark.parametrize("format", ready.FORMATS)
+def test_damage_is_told(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str) -> None:
+    out = tmp_path / "out"
+    made = write(days, preprocessor, out, format)
+    name = made.manifest["files"][1]["name"]
+    whole_file = (out / name).read_bytes()
+    changed = bytearray(whole_file)
+    changed[len(changed) // 2] ^= 1
+    (out / name).write_bytes(changed)
+    ready.open_ready(str(out))
+    with pytest.raises(InputError, match=rf"{name}: has other bytes than were written: the dataset is damaged; copy it again"):
+        ready.open_ready(str(out), verify=True)
+    (out / name).write_bytes(whole_file[:-5])
+    size = len(whole_file)
+    with pytest.raises(InputError, match=rf"{name}: has {size - 5} bytes, not {size}: .* anew with `rayrec preprocess`"):
+        ready.open_ready(str(out))
+    (out / name).unlink()
+    with pytest.raises(InputError, match=rf"{name}: is missing"):
+        ready.open_ready(str(out))
+
+
+@pytest.mark.parametrize("format", ready.FORMATS)
+def test_damage_after_opening(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str) -> None:
+    out = tmp_path / "out"
+    made = write(days, preprocessor, out, format)
+    for file in made.manifest["files"]:
+        path = out / file["name"]
+        path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(InputError, match="the dataset is damaged; copy it again"):
+        ready.read(made.index.segments[:1], np.arange(3), preprocessor)
+
+
+def test_what_is_no_dataset(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
+    assert not ready.is_ready(str(tmp_path))
+    assert not ready.is_ready(str(tmp_path / "nowhere"))
+    with pytest.raises(InputError, match=r"holds no dataset\.json; make a ready-made dataset with `rayrec preprocess LOG"):
+        ready.open_ready(str(tmp_path))
+    out = tmp_path / "out"
+    write(days, preprocessor, out, "npy")
+    manifest = json.loads((out / "dataset.json").read_text())
+    (out / "dataset.json").write_text(json.dumps({**manifest, "version": 99}))
+    with pytest.raises(InputError, match=r"of version 99, this rayrec reads version 1; make it anew"):
+        ready.open_ready(str(out))
+    (out / "dataset.json").write_text("{")
+    with pytest.raises(InputError, match=r"dataset\.json: damaged, not JSON"):
+        ready.open_ready(str(out))
+    shutil.rmtree(out)
+    assert not ready.is_ready(str(out))

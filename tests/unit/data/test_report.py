@@ -1,0 +1,328 @@
+"""Tallies against plain Python, in any division of the rows; the arithmetic against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import roc_auc_score
+
+from rayrec.data import report
+from rayrec.data.columns import RawColumns, RawSparse
+from rayrec.data.parsing import padded, parse
+from rayrec.data.preprocessor import SparseColumn, murmur3
+from rayrec.data.tally import (
+    DECILES,
+    TOP,
+    Tally,
+    TallyJob,
+    as_columns,
+    faults_by_column,
+    quantile_edges,
+    row_hashes,
+)
+from rayrec.schema import Schema
+
+SCHEMA = Schema(label="y", dense=("a", "b"), sparse=("s",))
+LISTS = Schema(label="y", dense=("a",), sparse=("s", "tags"), tokens="any", lists=("tags",), weight="w")
+
+Row = tuple[int, float | None, int | None, Sequence[int], float]
+"""Label, a, s, tags, weight of LISTS."""
+ROWS = st.lists(
+    st.tuples(
+        st.integers(0, 1),
+        st.none() | st.sampled_from([-3.0, -0.5, 0.0, 0.25, 1.0, 7.0, 1e17]),
+        st.none() | st.integers(0, 6),
+        st.lists(st.integers(0, 5), max_size=4),
+        st.sampled_from([0.0, 0.5, 2.0]),
+    ),
+    min_size=1,
+    max_size=60,
+)
+
+
+def columns_of(rows: Sequence[Row]) -> RawColumns:
+    labels, a, s, tags, weights = zip(*rows, strict=True)
+    return RawColumns(
+        LISTS,
+        len(rows),
+        (np.array([0.0 if x is None else x for x in a]),),
+        (np.array([x is None for x in a]),),
+        (
+            RawSparse(np.array([x or 0 for x in s], np.uint64), np.array([x is None for x in s])),
+            RawSparse(
+                np.array([x for bag in tags for x in bag], np.uint64),
+                None,
+                np.array([len(bag) for bag in tags], np.int32),
+            ),
+        ),
+        np.array(labels, np.uint8),
+        np.array(weights, np.float32),
+    )
+
+
+def job_of(schema: Schema, num_slices: int = 1, *, top: Sequence[Sequence[int]], hash_shift: int = 0) -> TallyJob:
+    edges = quantile_edges([np.arange(1.0, 41.0)] * len(schema.dense))  # 1, 2 ... 39
+    return TallyJob(schema, num_slices, edges, tuple(np.array(t, np.uint64) for t in top), hash_shift)
+
+
+JOB = job_of(LISTS, 2, top=[[3, 1], [2]])
+
+
+@settings(max_examples=60, deadline=None)
+@given(ROWS, st.data())
+def test_a_tally_is_what_plain_python_finds(rows: list[Row], data: st.DataObject) -> None:
+    cut = data.draw(st.integers(0, len(rows)))
+    tally = Tally.empty(JOB)
+    for number, part, first_row in ((0, rows[:cut], 0), (1, rows[cut:], cut)):
+        if part:
+            tally.count(columns_of(part), JOB, number, first_row)
+    slices = [rows[:cut], rows[cut:]]
+    assert tally.rows.tolist() == [len(part) for part in slices]
+    assert tally.clicks.tolist() == [sum(row[0] for row in part) for part in slices]
+    absent = [
+        [sum(row[1] is None for row in p), sum(row[2] is None for row in p), sum(not row[3] for row in p)]
+        for p in slices
+    ]
+    assert tally.missing.tolist() == absent
+    present = [row[1] for row in rows if row[1] is not None]
+    assert tally.signs.tolist() == [
+        [sum(x < 0 for x in present), present.count(0)],
+        [0, sum(row[4] == 0 for row in rows)],
+    ]
+    assert tally.limits[0].tolist() == ([min(present), -max(present)] if present else [math.inf, math.inf])
+    assert tally.limits[1].tolist() == [min(row[4] for row in rows), -max(row[4] for row in rows)]
+    for part, dense, sparse in zip(slices, tally.dense_bins, tally.sparse_bins, strict=True):
+        deciles = Counter(DECILES if x is None else sum(x > 4 * k for k in range(1, 10)) for _, x, *_ in part)
+        assert dense[0].tolist() == [deciles[k] for k in range(DECILES + 1)]
+        for column, top in ((2, [3, 1]), (3, [2])):
+            values = [x for row in part for x in ([row[2]] if column == 2 else row[3] or [None])]
+            counts = Counter(values)
+            rest = len(values) - counts[None] - sum(counts[t] for t in top)
+            expected = [counts[t] for t in top] + [0] * (TOP - len(top)) + [rest, counts[None]]
+            assert sparse[column - 2].tolist() == expected
+    logs = [math.copysign(math.log1p(abs(x)), x) for x in present]
+    found = report.mean_and_deviation(tally.moments[0].tolist())
+    assert found == (None if not logs else pytest.approx((np.mean(logs), np.std(logs)), abs=2e-6))
+    clicks = sum(row[0] for row in rows if row[2] is not None)
+    assert tally.sparse_outcomes[0, :-1, [1, 3]].sum() == clicks
+
+
+@settings(max_examples=60, deadline=None)
+@given(ROWS, st.data())
+def test_a_tally_does_not_depend_on_the_division(rows: list[Row], data: st.DataObject) -> None:
+    whole = Tally.empty(JOB)
+    whole.count(columns_of(rows), JOB, 0, 17)
+    total, hashes, start = Tally.empty(JOB), [], 0
+    while start < len(rows):
+        stop = data.draw(st.integers(start + 1, len(rows)))
+        part = Tally.empty(JOB)
+        part.count(columns_of(rows[start:stop]), JOB, 0, 17 + start)
+        hashes.append(total.add(part.to_table()))
+        start = stop
+    total.hashes = np.concatenate(hashes)
+    for field in fields(Tally):
+        np.testing.assert_array_equal(getattr(total, field.name), getattr(whole, field.name), err_msg=field.name)
+
+
+def test_text_and_columns_are_tallied_alike() -> None:
+    raw, _ = parse(SCHEMA, b"1\t5\t\t0000000a\n0\t-7\t1\t\n0\t0\t999999999\tffffffff\n")
+    columns = as_columns(raw)
+    assert [x.tolist() for x in columns.dense] == [[5, -7, 0], [0, 1, 999999999]]
+    assert [x.tolist() for x in columns.dense_missing] == [[False] * 3, [True, False, False]]
+    assert columns.sparse[0].tokens.tolist() == [10, 0, 2**32 - 1]
+    assert columns.sparse[0].missing is not None
+    assert columns.sparse[0].missing.tolist() == [False, True, False]
+    job = job_of(SCHEMA, top=[[10]])
+    one, other = Tally.empty(job), Tally.empty(job)
+    one.count(raw, job, 0, 0)
+    other.count(columns, job, 0, 0)
+    assert one.to_table() == other.to_table()
+
+
+@settings(max_examples=100, deadline=None)
+@given(ROWS)
+def test_rows_have_the_same_hash_where_they_are_the_same(rows: list[Row]) -> None:
+    hashes = row_hashes(columns_of(rows)).tolist()
+    plain = [(*row[:3], tuple(row[3]), row[4]) for row in rows]
+    assert len(set(hashes)) == len(set(plain))
+    assert len(set(zip(plain, hashes, strict=True))) == len(set(plain))
+
+
+def test_a_value_is_not_hashed_like_the_same_one_elsewhere() -> None:
+    rows: list[Row] = [
+        (0, None, None, [], 0.0),
+        (0, 0.0, None, [], 0.0),
+        (0, None, 0, [], 0.0),
+        (0, None, None, [0], 0.0),
+        (0, None, None, [0, 0], 0.0),
+        (0, None, None, [1, 2], 0.0),
+        (0, None, None, [2, 1], 0.0),
+        (1, None, None, [], 0.0),
+    ]
+    assert len(set(row_hashes(columns_of(rows)).tolist())) == len(rows)
+    negative_zero = columns_of([(0, -0.0, None, [], 0.0)])
+    assert row_hashes(negative_zero)[0] == row_hashes(columns_of(rows))[1]
+
+
+def test_a_sample_of_hashes_keeps_all_copies_of_a_row() -> None:
+    rows: list[Row] = [(0, float(i % 500), None, [], 1.0) for i in range(2000)]
+    job = job_of(LISTS, top=[[], []], hash_shift=2)
+    tally = Tally.empty(job)
+    tally.count(columns_of(rows), job, 0, 0)
+    assert 300 < len(tally.hashes) < 700  # a quarter
+    assert set(Counter(tally.hashes.tolist()).values()) == {4}
+    assert report.duplicate_rate(tally.hashes) == 0.75
+
+
+BAD_LINES = [
+    b"",
+    b"1",
+    b"1\t2\t3\t4\t5",
+    b"2\t1\t1\tdeadbeef",
+    b"1\tx\t1\tdeadbeef",
+    b"1\t1\t1.5\tdeadbeef",
+    b"1\t1\t1\tdead",
+]
+KIND_AND_COLUMN = [
+    ("empty line", ""),
+    ("too few columns", ""),
+    ("too many columns", ""),
+    ("label is not 0 or 1", "y"),
+    ("not an integer", "a"),
+    ("not an integer", "b"),
+    ("not 8 hexadecimal digits", "s"),
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(-1, len(BAD_LINES) - 1), max_size=80), st.booleans())
+def test_every_faulty_line_is_found_with_its_column(kinds: list[int], newline: bool) -> None:
+    text = b"".join((BAD_LINES[k] if k >= 0 else b"1\t1\t1\tdeadbeef") + b"\n" for k in kinds)
+    if kinds and kinds[-1] != 0 and not newline:
+        text = text[:-1]
+    found = faults_by_column(SCHEMA, padded(text), len(text))
+    assert found == Counter(KIND_AND_COLUMN[k] for k in kinds if k >= 0)
+
+
+def test_quantiles_are_values_of_the_column() -> None:
+    edges = quantile_edges([np.arange(1000.0), np.zeros(0), np.array([5.0])])
+    assert edges.shape == (3, 39)
+    assert edges[0, [3, 19, 35]].tolist() == [99, 499, 899]
+    assert not edges[1].any()
+    assert set(edges[2]) == {5.0}
+
+
+def test_wilson_interval() -> None:
+    assert report.wilson_interval(10, 100) == pytest.approx((0.05523, 0.17437), abs=1e-5)
+    assert report.wilson_interval(0, 10) == pytest.approx((0.0, 0.27753), abs=1e-5)
+    assert report.wilson_interval(10, 10) == pytest.approx((0.72247, 1.0), abs=1e-5)
+    assert report.wilson_interval(0, 0) is None
+
+
+def test_total_variation() -> None:
+    def distance(first: list[int], second: list[int]) -> float | None:
+        found = report.total_variation(np.array(first), np.array(second))
+        return found and found[0]
+
+    assert distance([1, 1, 0], [2, 2, 0]) == 0
+    assert distance([4, 0], [0, 9]) == 1
+    assert distance([3, 1], [1, 3]) == 0.5
+    assert distance([0, 0], [1, 3]) is None
+
+
+def test_what_chance_makes_of_total_variation() -> None:
+    rng = np.random.default_rng(0)
+    shares = rng.dirichlet(np.full(50, 0.5))
+    drawn = [report.total_variation(rng.multinomial(2000, shares), rng.multinomial(500, shares)) for _ in range(200)]
+    distances, by_chance = np.array(drawn).T
+    assert by_chance.mean() == pytest.approx(distances.mean(), rel=0.05)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32))
+def test_auroc_of_rates_is_that_of_scored_rows(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    outcomes = rng.poisson(rng.exponential(20, (12, 4))).astype(np.int64)
+    misses, clicks, held_misses, held_clicks = outcomes.T
+    average = clicks.sum() / (misses + clicks).sum()
+    scores = (clicks + 10 * average) / (misses + clicks + 10)
+    labels = np.repeat([0, 1], [held_misses.sum(), held_clicks.sum()])
+    of_rows = np.concatenate([np.repeat(scores, held_misses), np.repeat(scores, held_clicks)])
+    if min(held_misses.sum(), held_clicks.sum()) >= 20:
+        assert report.auroc_of_rates(outcomes) == pytest.approx(roc_auc_score(labels, of_rows))
+
+
+def test_auroc_of_a_leak_of_nothing_and_of_too_little() -> None:
+    leak = np.array([[300, 0, 100, 0], [0, 300, 0, 100]])
+    assert report.auroc_of_rates(leak) == 1
+    assert report.auroc_of_rates(np.full((2, 4), 100)) == 0.5
+    assert report.auroc_of_rates(np.array([[300, 0, 19, 0], [0, 300, 0, 100]])) is None
+    assert report.auroc_of_rates(np.zeros((2, 4), np.int64)) is None
+
+
+def test_concentration() -> None:
+    found = report.concentration(20, 8, np.array([2, 9, 4]))  # and 5 that come once
+    assert found.top == {1: 0.45, 10: 1.0, 100: 1.0}
+    assert found.once == 0.25
+    many = report.concentration(1000, 300, np.array([3] * 250 + [100] * 2))
+    assert many.top == {1: 0.1, 10: (200 + 24) / 1000, 100: (200 + 98 * 3) / 1000}
+    nothing = report.concentration(0, 0, np.zeros(0, np.int64))
+    assert (nothing.top, nothing.once) == ({1: None, 10: None, 100: None}, None)
+
+
+def test_the_most_frequent_are_the_same_in_any_order() -> None:
+    rng = np.random.default_rng(3)
+    tokens, counts = rng.permutation(1000).astype(np.uint32), rng.integers(1, 20, 1000)
+    expected = sorted(zip((-counts).tolist(), tokens.tolist(), strict=True))[:TOP]
+    for _ in range(3):
+        order = rng.permutation(1000)
+        found = report.most_frequent(tokens[order], counts[order])
+        assert found.dtype == np.uint64
+        assert found.tolist() == [token for _, token in expected]
+
+
+def test_merged_and_unknown() -> None:
+    tokens, counts = np.array([12, 2, 7], np.uint32), np.array([5, 1, 3])
+    assert [x.tolist() for x in report.merged(tokens, counts, None)] == [[2, 7, 12], [1, 3, 5]]
+    assert [x.tolist() for x in report.merged(tokens, counts, 10)] == [[2, 7], [6, 3]]
+    assert [x.tolist() for x in report.merged(tokens[:0], counts[:0], 10)] == [[], []]
+    assert report.unknown_rate(tokens, counts, np.array([2, 12], np.uint32)) == 3 / 9
+    assert report.unknown_rate(tokens, counts, tokens[:0]) == 1
+    assert report.unknown_rate(tokens[:0], counts[:0], tokens) is None
+
+
+@pytest.mark.parametrize("dtype", [np.uint32, np.uint64])
+def test_collisions_of_a_hashed_column(dtype: type) -> None:
+    column = SparseColumn(num_embeddings=12, num_tokens=None)  # 2 + token mod 10
+    tokens, counts = np.array([1, 11, 5, 7], dtype), np.array([3, 2, 4, 1])
+    assert report.collision_rate(column, np.zeros(0, dtype), tokens, counts) == 0.5
+    assert report.collision_rate(column, np.zeros(0, dtype), tokens[:0], counts[:0]) is None
+
+
+def test_collisions_by_murmur3() -> None:
+    column = SparseColumn(10, None, first_id=0, murmur3=True)
+    tokens, counts = np.arange(1, 16, dtype=np.uint32), np.arange(1, 16)
+    ids = Counter(murmur3(token) % 10 for token in range(1, 16))
+    expected = sum(token for token in range(1, 16) if ids[murmur3(token) % 10] > 1) / sum(range(1, 16))
+    assert report.collision_rate(column, np.zeros(0, np.uint32), tokens, counts) == expected
+
+
+def test_collisions_in_a_table_smaller_than_the_vocabulary() -> None:
+    column = SparseColumn(num_embeddings=4, num_tokens=4)  # ids 2, 3, 4 % 4 = 0, 5 % 4 = 1
+    vocabulary = np.array([70, 50, 60, 90], np.uint32)
+    tokens, counts = np.array([50, 60, 70, 90, 13, 14], np.uint32), np.array([1, 2, 3, 4, 50, 50])
+    assert report.collision_rate(column, vocabulary, tokens, counts) == 0
+    smaller = SparseColumn(num_embeddings=3, num_tokens=4)  # 2, 0, 1, 2
+    assert report.collision_rate(smaller, vocabulary, tokens, counts) == 0.7
+
+
+def test_duplicates() -> None:
+    assert report.duplicate_rate(np.array([5, 1, 5, 5, 2], np.uint64)) == 0.4
+    assert report.duplicate_rate(np.zeros(0, np.uint64)) is None

@@ -1,0 +1,212 @@
+"""A full shuffle is one permutation of the training rows, whoever does it in whatever portions; how well orders mix days."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayrec import storage
+from rayrec.data import ready
+from rayrec.data.encoded import Bags, EncodedRows
+from rayrec.data.log import LogIndex, Segment, cut, index_chunk, numbered
+from rayrec.data.parsing import Faults
+from rayrec.data.position import Part, blocks_of_epoch
+from rayrec.data.preprocess import preprocess
+from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
+from rayrec.data.shuffle import Permutation, gather_runs, mixing, write_run
+from rayrec.data.split import Split
+from rayrec.datasets.criteo import SCHEMA
+
+
+class HereEngine:
+    """Runs the tasks in this process."""
+
+    def run(
+        self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 0
+    ) -> Iterator[pa.Table]:
+        yield from map(function, items)
+
+
+PREPROCESSOR = Preprocessor(
+    profile="hashed",
+    schema=SCHEMA,
+    dense=(DenseColumn(),) * 13,
+    sparse=(SparseColumn(2**28, None),) * 26,
+    tokens=np.zeros(0, np.uint32),
+)
+
+
+@pytest.fixture(scope="module")
+def index(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> LogIndex:
+    lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)[:2000]
+    folder = tmp_path_factory.mktemp("days")
+    for day in range(4):
+        (folder / f"day_{day}").write_bytes(b"".join(lines[day * 500 : day * 500 + 500]))
+    entries = []
+    for chunk in cut(storage.list_files(str(folder)), 1 << 30):
+        entries += index_chunk(chunk, SCHEMA, 20_000)[0]
+    return LogIndex(numbered(entries), Faults())
+
+
+def all_rows(index: LogIndex, start: int, stop: int) -> EncodedRows:
+    return ready.read(index.segments, np.arange(start, stop), PREPROCESSOR)
+
+
+def keys(rows: EncodedRows) -> list[bytes]:
+    """Each row as bytes."""
+    assert not any(isinstance(column, Bags) for column in rows.ids)
+    ids = np.stack([column for column in rows.ids if isinstance(column, np.ndarray)], 1)
+    assert rows.labels is not None
+    return [a.tobytes() + b.tobytes() + c.tobytes() for a, b, c in zip(rows.dense, ids, rows.labels, strict=True)]
+
+
+def shuffled(index: LogIndex, out: Path, **changes: Any) -> ready.ReadyDataset:
+    arguments: dict[str, Any] = {
+        "format": "binary",
+        "engine": HereEngine(),
+        "sets": Split(kind="last_file").rows(index),
+        "shuffle": "full",
+        "seed": 1,
+        **changes,
+    }
+    preprocess(index, preprocessor=PREPROCESSOR, out=str(out), **arguments)
+    return ready.open_ready(str(out), verify=True)
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**40))
+def test_a_permutation(size: int, seed: int) -> None:
+    places = Permutation(size, seed=seed)(np.arange(size))
+    assert places.dtype == np.int64
+    assert (np.sort(places) == np.arange(size)).all()
+
+
+def test_rows_far_apart_are_computed_alone() -> None:
+    large = Permutation(4_195_197_692, seed=7)
+    rows = np.array([0, 1, 2**31, 4_195_197_691])
+    places = large(rows)
+    assert len(set(places.tolist())) == 4
+    assert (places < 4_195_197_692).all()
+    assert (large(rows[::-1]) == places[::-1]).all()
+    assert (Permutation(4_195_197_692, seed=8)(rows) != places).any()
+
+
+def test_permutations_of_few_are_all_as_likely() -> None:
+    """chi-squared with 23 degrees of freedom: 49.7 at p = 0.001."""
+    tries = 12_000
+    counts = Counter(tuple(Permutation(4, seed=seed)(np.arange(4)).tolist()) for seed in range(tries))
+    assert len(counts) == 24
+    assert sum((count - tries / 24) ** 2 / (tries / 24) for count in counts.values()) < 49.7
+
+
+def test_neighbours_part() -> None:
+    places = Permutation(1_000_000, seed=0)(np.arange(1_000_000))
+    assert abs(np.corrcoef(np.arange(len(places)), places)[0, 1]) < 0.005
+    assert abs(np.corrcoef(places[:-1], places[1:])[0, 1]) < 0.005
+    steps = np.bincount(np.abs(np.diff(places)) * 20 // 1_000_000, minlength=20)
+    expected = np.diff(1 - (1 - np.arange(21) / 20) ** 2) * 999_999  # of two independent places
+    assert (np.abs(steps - expected) < 6 * np.sqrt(expected)).all()
+
+
+def test_runs(tmp_path: Path) -> None:
+    places = np.random.default_rng(0).permutation(1000)
+    lists = pa.array([[i] * (i % 3) for i in range(1000)], pa.large_list(pa.int32()))
+    pairs = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(2000)), 2)
+    table = pa.table({"lists": lists, "pairs": pairs})
+    paths = []
+    for number, start in enumerate(range(0, 1000, 250)):
+        paths.append(str(tmp_path / f"{number}.arrow"))
+        write_run([table.slice(start, 100), table.slice(start + 100, 150)], places[start : start + 250], paths[-1])
+    for start, stop in ((0, 1000), (0, 1), (333, 650), (999, 1000)):
+        got = gather_runs(paths, start, stop)
+        assert got.equals(table.take(pa.array(np.argsort(places)[start:stop])))
+
+
+def test_only_the_training_rows_move(index: LogIndex, tmp_path: Path) -> None:
+    plain = shuffled(index, tmp_path / "plain", shuffle="none")
+    mixed = shuffled(index, tmp_path / "mixed")
+    start, stop = mixed.sets["train"]
+    assert (start, stop) == (0, 1500)
+    before, after = keys(all_rows(plain.index, 0, 2000)), keys(all_rows(mixed.index, 0, 2000))
+    assert before[stop:] == after[stop:]
+    assert sorted(before[:stop]) == sorted(after[:stop])
+    places = Permutation(1500, seed=1)(np.arange(1500))
+    assert [after[place] for place in places] == before[:stop]
+    assert [(s.start, s.stop, s.rows) for s in mixed.index.segments] == [
+        (s.start, s.stop, s.rows) for s in plain.index.segments
+    ]
+
+
+@pytest.mark.parametrize("format", ready.FORMATS)
+def test_the_same_whatever_the_tasks_and_the_format(
+    index: LogIndex, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = keys(all_rows(shuffled(index, tmp_path / "expected").index, 0, 2000))
+    for segments_per_task in (1, 4, 1000):
+        made = shuffled(index, tmp_path / str(segments_per_task), format=format, segments_per_task=segments_per_task)
+        assert keys(all_rows(made.index, 0, 2000)) == expected
+    monkeypatch.setattr("rayrec.data.preprocess._MOST_SHUFFLE_TASKS", 2)
+    made = shuffled(index, tmp_path / "few", format=format, segments_per_task=1)
+    assert keys(all_rows(made.index, 0, 2000)) == expected
+    other = shuffled(index, tmp_path / "other", format=format, seed=2)
+    assert keys(all_rows(other.index, 0, 2000)) != expected
+
+
+def test_without_sets_all_rows_are_shuffled(index: LogIndex, tmp_path: Path) -> None:
+    mixed = shuffled(index, tmp_path / "mixed", sets=None)
+    plain = shuffled(index, tmp_path / "plain", sets=None, shuffle="none")
+    before, after = keys(all_rows(plain.index, 0, 2000)), keys(all_rows(mixed.index, 0, 2000))
+    places = Permutation(2000, seed=1)(np.arange(2000))
+    assert [after[place] for place in places] == before
+
+
+def test_mixing_is_one_for_a_perfect_shuffle_and_zero_for_none() -> None:
+    days = np.repeat(np.arange(5), [1000, 3000, 500, 2000, 3500])
+    rng = np.random.default_rng(0)
+    assert mixing(days, 500) == pytest.approx(0, abs=1e-9)
+    perfect = [mixing(rng.permutation(days), 500) for _ in range(20)]
+    assert np.mean(perfect) == pytest.approx(1, abs=0.005)
+    assert mixing(np.arange(10_000) % 5, 500) > 1.03  # evener than chance
+    assert mixing(np.zeros(100), 10) == 1
+    assert 0.3 < mixing(np.concatenate([rng.permutation(days[:5000]), rng.permutation(days[5000:])]), 500) < 0.7
+
+
+def orders_of_days(shuffle: str, *, days: int, segments: int, rows: int, segments_per_block: int) -> np.ndarray:
+    """The day of each row in an epoch's order of a log of `days` files of `segments` segments of `rows` rows."""
+    index = numbered((f"day_{day}", 0, rows, rows) for day in range(days) for _ in range(segments))
+    total = days * segments * rows
+    if shuffle == "full":
+        day_of_row = np.arange(total) // (segments * rows)
+        return day_of_row[np.argsort(Permutation(total, seed=1)(np.arange(total)))]
+    parts = [Part(segment, 0, rows) for segment in index]
+    blocks = blocks_of_epoch(parts, shuffle=shuffle, seed=1, epoch=0, segments_per_block=segments_per_block)
+    return np.concatenate([day_of_block(block.parts, block.order()) for block in blocks])
+
+
+def day_of_block(parts: Sequence[Part], order: np.ndarray) -> np.ndarray:
+    return np.repeat([day_of(part.segment) for part in parts], [part.segment.rows for part in parts])[order]
+
+
+def day_of(segment: Segment) -> int:
+    return int(segment.path.removeprefix("day_"))
+
+
+def test_how_well_each_shuffle_mixes_days() -> None:
+    """Seven days of 200 segments of 100 rows in batches of 256."""
+    size = {"days": 7, "segments": 200, "rows": 100}
+    found = {
+        (shuffle, per_block): mixing(orders_of_days(shuffle, **size, segments_per_block=per_block), 256)
+        for shuffle, per_block in (("none", 8), ("files", 8), ("window", 8), ("window", 32), ("window", 128), ("full", 8))
+    }
+    assert found["none", 8] < 0.02
+    assert found["files", 8] < 0.02
+    assert 0.6 < found["window", 8] < found["window", 32] < found["window", 128]
+    assert found["window", 128] > 0.93
+    assert found["full", 8] == pytest.approx(1, abs=0.02)

@@ -1,0 +1,877 @@
+"""Parquet and CSV logs against plain Python and against the same log as text; faults are counted, located and left out."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import math
+import os
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.data import row_groups
+from rayrec.data.arrow_columns import parse_table
+from rayrec.data.columns import RawColumns
+from rayrec.data.counting import CountingJob, count_log
+from rayrec.data.csv_text import FAULT, read_csv
+from rayrec.data.log import LogIndex, select
+from rayrec.data.parsing import Faults, RawRows, parse
+from rayrec.data.position import Part
+from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.profiles import Profile, make_preprocessor
+from rayrec.data.tables import column_names, good_rows, index_tables, is_table, read_tables
+from rayrec.data.wide_tokens import text_tokens
+from rayrec.datasets.criteo import SCHEMA as CRITEO
+from rayrec.schema import Schema
+
+MOVIES = Schema(
+    label="clicked",
+    weight="weight",
+    dense=("rating", "age"),
+    sparse=("user", "movie", "genres", "tags"),
+    lists=("genres", "tags"),
+    tokens="any",
+    delimiter=",",
+)
+GENRES = ["Action", "Comedy", "Film-Noir", "Sci-Fi", "Children's", "Ænima", "12"]
+
+
+class Serial:
+    """The engine that is a loop."""
+
+    def __init__(self) -> None:
+        self.tasks = 0
+
+    def run(
+        self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 0
+    ) -> Iterator[pa.Table]:
+        for item in items:
+            self.tasks += 1
+            yield function(item)
+
+
+def index_of(
+    paths: Sequence[Path], schema: Schema, cache: Path, segment_bytes: int = 1 << 20, engine: Serial | None = None
+) -> LogIndex:
+    files = [storage.list_files(str(path))[0] for path in paths]
+    assert is_table(files, schema)
+    return index_tables(
+        files,
+        schema,
+        segment_bytes=segment_bytes,
+        engine=engine or Serial(),
+        cache_folder=str(cache),
+        note=lambda text: None,
+        progress=lambda what, done, total: None,
+    )
+
+
+def read(paths: Sequence[Path], schema: Schema, cache: Path, segment_bytes: int = 1 << 20) -> tuple[Any, Faults]:
+    index = index_of(paths, schema, cache, segment_bytes)
+    return read_tables(index.segments, schema), index.faults
+
+
+def movies(rows: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Plain rows of a log in the way of MovieLens: None or [] is a missing value."""
+    rng = random.Random(seed)
+
+    def maybe(value: Any) -> Any:
+        return None if rng.random() < 0.1 else value
+
+    return [
+        {
+            "clicked": rng.randrange(2),
+            "weight": rng.randrange(5) / 2,
+            "rating": maybe(rng.randrange(1, 11) / 2),
+            "age": maybe(rng.randrange(-3, 100)),
+            "user": maybe(rng.choice([rng.randrange(10_000), 2**24 + 1, 2**40, -5])),
+            "movie": maybe(
+                rng.choice(["Toy Story (1995)", 'Say "yes", or no', "two\nlines", "Amélie", "ünï\r\ncode", "x" * 50])
+            ),
+            "genres": rng.sample(GENRES, rng.randrange(4)),
+            "tags": [rng.randrange(2**41) for _ in range(rng.randrange(3))],
+        }
+        for _ in range(rows)
+    ]
+
+
+def as_csv(rows: list[dict[str, Any]], delimiter: str = ",", **changes: Any) -> bytes:
+    out = io.StringIO(newline="")
+    names = [*MOVIES.columns[::-1], "unused"]  # by name, not by place
+    writer = csv.writer(out, delimiter=delimiter, **{"lineterminator": "\n", **changes})
+    writer.writerow(names)
+    for row in rows:
+        cells = [row.get(name, "any") for name in names]
+        writer.writerow(["|".join(map(str, x)) if isinstance(x, list) else "" if x is None else x for x in cells])
+    return out.getvalue().encode()
+
+
+def as_table(rows: list[dict[str, Any]]) -> pa.Table:
+    return pa.table({name: [row[name] for row in rows] for name in [*MOVIES.columns, "clicked"][1:]})
+
+
+def token(value: Any) -> int:
+    return value % 2**64 if isinstance(value, int) else int(text_tokens(pa.array([value]))[0][0])
+
+
+def check_movies(raw: Any, rows: list[dict[str, Any]]) -> None:
+    assert isinstance(raw, RawColumns)
+    assert raw.rows == len(rows)
+    assert raw.labels is not None
+    assert raw.labels.dtype == np.uint8
+    assert raw.labels.tolist() == [row["clicked"] for row in rows]
+    assert raw.weights is not None
+    assert raw.weights.dtype == np.float32
+    assert raw.weights.tolist() == [row["weight"] for row in rows]
+    for name, values, missing in zip(raw.schema.dense, raw.dense, raw.dense_missing, strict=True):
+        assert values.dtype == np.float64
+        assert values.tolist() == [row[name] or 0 for row in rows]
+        assert missing.tolist() == [row[name] is None for row in rows]
+    for name, column in zip(raw.schema.sparse, raw.sparse, strict=True):
+        cells = [row[name] for row in rows]
+        assert column.tokens.dtype == np.uint64
+        if name in raw.schema.lists:
+            assert column.lengths is not None
+            assert column.lengths.dtype == np.int32
+            assert column.tokens.tolist() == [
+                token(x if not isinstance(x, str) or x != "12" else 12) for c in cells for x in c
+            ]
+            assert column.lengths.tolist() == [len(cell) for cell in cells]
+        else:
+            assert column.missing is not None
+            assert column.tokens.tolist() == [0 if cell is None else token(cell) for cell in cells]
+            assert column.missing.tolist() == [cell is None for cell in cells]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_log_comes_out_alike_of_parquet_and_csv(tmp_path: Path, seed: int) -> None:
+    rows = movies(200, seed)
+    pq.write_table(as_table(rows), tmp_path / "a.parquet")
+    (tmp_path / "b.csv").write_bytes(as_csv(rows))
+    (tmp_path / "c.csv.gz").write_bytes(gzip.compress(as_csv(rows, lineterminator="\r\n")))
+    (tmp_path / "d.CSV").write_bytes(b"\xef\xbb\xbf" + as_csv(rows, quoting=csv.QUOTE_ALL).rstrip(b"\n"))
+    for name in sorted(os.listdir(tmp_path)):
+        for segment_bytes in (1 << 20, 3000):
+            raw, faults = read([tmp_path / name], MOVIES, tmp_path / "cache", segment_bytes)
+            assert faults.total == 0
+            check_movies(raw, rows)
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t", "^", " ", ":"])
+def test_delimiters(tmp_path: Path, delimiter: str) -> None:
+    rows = movies(30)
+    (tmp_path / "a.csv").write_bytes(as_csv(rows, delimiter))
+    raw, _ = read([tmp_path / "a.csv"], MOVIES.replace(delimiter=delimiter), tmp_path)
+    check_movies(raw, rows)
+
+
+def test_the_default_delimiter_may_be_a_comma(tmp_path: Path) -> None:
+    rows = movies(30)
+    (tmp_path / "a.csv").write_bytes(as_csv(rows))
+    (tmp_path / "b.csv").write_bytes(as_csv(rows, "\t"))
+    for name in "ab":
+        check_movies(read([tmp_path / f"{name}.csv"], MOVIES.replace(delimiter="\t"), tmp_path)[0], rows)
+
+
+def test_several_files_are_one_log(tmp_path: Path) -> None:
+    rows = movies(100)
+    (tmp_path / "a.csv").write_bytes(as_csv(rows[:30]))
+    (tmp_path / "empty.csv").write_bytes(b"")
+    (tmp_path / "header.csv").write_bytes(as_csv([]))
+    pq.write_table(as_table(rows[30:]), tmp_path / "b.parquet")
+    pq.write_table(as_table(rows[:0]).cast(as_table(rows).schema), tmp_path / "none.parquet")
+    paths = [tmp_path / name for name in ("a.csv", "empty.csv", "header.csv", "b.parquet", "none.parquet")]
+    index = index_of(paths, MOVIES, tmp_path / "cache", 2000)
+    check_movies(read_tables(index.segments, MOVIES), rows)
+    assert index.format == "table"
+    assert [segment.first_row for segment in index.segments] == np.cumsum([0, *(s.rows for s in index.segments)])[
+        :-1
+    ].tolist()
+    for segment in index.segments:  # each also alone
+        raw = read_tables([segment], MOVIES)
+        check_movies(raw, rows[segment.first_row : segment.first_row + segment.rows])
+    shuffled = [index.segments[i] for i in np.random.default_rng(0).permutation(len(index.segments))]
+    wanted = [row for s in shuffled for row in rows[s.first_row : s.first_row + s.rows]]
+    check_movies(read_tables(shuffled, MOVIES), wanted)
+    assert len(select(index, 0, 100)) == len(index.segments)
+    assert LogIndex.from_dict(index.to_dict()) == index
+
+
+def test_a_log_is_counted_and_encoded(tmp_path: Path) -> None:
+    rows = movies(300)
+    (tmp_path / "a.csv").write_bytes(as_csv(rows))
+    index = index_of([tmp_path / "a.csv"], MOVIES, tmp_path / "cache", 3000)
+    counts = count_log(
+        CountingJob(MOVIES, dtype="uint64", first_rows=True),
+        [Part(segment, low, high) for segment, low, high in select(index, 10, 290)],
+        engine=Serial(),
+    )
+    used = rows[10:290]
+    assert counts.rows == 280
+    assert counts.labels.tolist() == [280 - sum(row["clicked"] for row in used), sum(row["clicked"] for row in used)]
+    for number, name in enumerate(MOVIES.sparse):
+        cells = [cell if isinstance(cell := row[name], list) else [cell] * (cell is not None) for row in used]
+        tokens = [token(12 if value == "12" else value) for cell in cells for value in cell]
+        found, amounts, first_rows = counts.kept(number)
+        assert dict(zip(found.tolist(), amounts.tolist(), strict=True)) == Counter(tokens)
+        first = {token(12 if v == "12" else v): 10 + i for i, cell in reversed([*enumerate(cells)]) for v in cell}
+        assert first_rows is not None
+        assert dict(zip(found.tolist(), first_rows.tolist(), strict=True)) == first
+        assert counts.missing[number, 0] == sum(not cell for cell in cells)
+    preprocessor = make_preprocessor(Profile(), MOVIES, counts)
+    raw = read_tables(index.segments, MOVIES)
+    encoded = preprocessor.encode(raw, np.arange(300)[::-1])
+    assert preprocessor.hotness == [1, 1, None, None]
+    users = Counter(row["user"] for row in used if row["user"] is not None)
+    for row, user in zip(rows[::-1], np.asarray(encoded.ids[0]).tolist(), strict=True):
+        assert user == (1 if row["user"] is None else 0 if users[row["user"]] < 2 else user)
+        assert user >= 2 or row["user"] is None or users[row["user"]] < 2
+    present = [math.log1p(abs(x)) * (1 if x >= 0 else -1) for row in used if (x := row["age"]) is not None]
+    assert abs(preprocessor.dense[1].mean - sum(present) / len(present)) < 1e-5
+    preprocessor.save(str(tmp_path / "preprocessor"))
+    assert Preprocessor.load(str(tmp_path / "preprocessor")).hash() == preprocessor.hash()
+
+
+# Criteo --------------------------------------------------------------------------------------------------------------
+
+
+def criteo_text(rows: int, seed: int) -> bytes:
+    rng = random.Random(seed)
+    lines = []
+    for _ in range(rows):
+        dense = [rng.choice(["", rng.randrange(-3, 100), 10**18 - 1, 1 - 10**18, 2**53 + 1]) for _ in CRITEO.dense]
+        sparse = [rng.choice(["", f"{rng.getrandbits(32):08x}", f"{rng.getrandbits(32):08X}"]) for _ in CRITEO.sparse]
+        lines.append("\t".join(map(str, [rng.randrange(2), *dense, *sparse])))
+    return "\n".join(lines).encode() + b"\n"
+
+
+def criteo_table(text: bytes, empty: Any = None) -> pa.Table:
+    fields = [line.split("\t") for line in text.decode().splitlines()]
+    columns: dict[str, list[Any]] = {}
+    for i, name in enumerate(CRITEO.columns):
+        values = [row[i] for row in fields]
+        columns[name] = [int(x) if x else None for x in values] if i < 14 else [x or empty for x in values]
+    return pa.table(columns)
+
+
+def same_rows(one: RawRows, other: RawRows) -> None:
+    assert one.rows == other.rows
+    for name in ("integers", "tokens", "missing", *(["labels"] if one.schema.label else [])):
+        left, right = getattr(one, name)[: one.rows], getattr(other, name)[: one.rows]
+        assert left.dtype == right.dtype
+        np.testing.assert_array_equal(left, right)
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_criteo_s_columns_come_out_as_of_text(tmp_path: Path, labelled: bool) -> None:
+    text = criteo_text(300, 0)
+    expected, _ = parse(CRITEO, text)
+    schema = CRITEO if labelled else CRITEO.unlabelled()
+    if not labelled:
+        expected, _ = parse(schema, b"\n".join(line[2:] for line in text.splitlines()))
+    header = ",".join(CRITEO.columns).encode() + b"\n"
+    (tmp_path / "a.csv").write_bytes(header + text.replace(b"\t", b","))
+    (tmp_path / "b.csv").write_bytes(header.replace(b",", b"\t") + text)
+    table = criteo_table(text)
+    pq.write_table(table, tmp_path / "c.parquet", row_group_size=50)
+    pq.write_table(criteo_table(text, ""), tmp_path / "d.parquet")
+    pq.write_table(
+        pa.table({name: table[name].dictionary_encode() for name in table.column_names}), tmp_path / "e.parquet"
+    )
+    for name in ("a.csv", "b.csv", "c.parquet", "d.parquet", "e.parquet"):
+        for segment_bytes in (1 << 20, 10_000):
+            raw, faults = read([tmp_path / name], schema, tmp_path / "cache", segment_bytes)
+            assert faults.total == 0
+            same_rows(raw, expected)
+
+
+def test_criteo_s_numbers_may_be_floats_with_gaps(tmp_path: Path) -> None:
+    """As pandas makes of integers with gaps."""
+    values = [1.0, None, -3.0, 2.0**40, 0.5, math.inf, math.nan, 1e18]
+    table = pa.table({"d": pa.array(values, pa.float64()), "s": ["0000000a"] * 8})
+    schema = Schema(label=None, dense=("d",), sparse=("s",))
+    raw, faults = parse_table(table, schema, path="p")
+    assert isinstance(raw, RawRows)
+    assert raw.integers[:, 0].tolist() == [1, 0, -3, 2**40]
+    assert raw.missing.tolist() == [0, 1, 0, 0]
+    assert faults.counts == {"not an integer": 4}
+    assert [fault.row for fault in faults.first] == [4, 5, 6, 7]
+
+
+def test_files_are_told_apart_as_in_text(tmp_path: Path) -> None:
+    for name in ("day_0", "day_1"):
+        pq.write_table(criteo_table(criteo_text(20, 0)), tmp_path / f"{name}.parquet")
+        (tmp_path / f"{name}.csv").write_bytes(
+            ",".join(CRITEO.columns).encode() + b"\n" + criteo_text(9, 1).replace(b"\t", b",")
+        )
+    raw, _ = read([tmp_path / "day_0.parquet", tmp_path / "day_1.csv"], CRITEO, tmp_path / "cache", 2000)
+    ranges: dict[str, list[int]] = {}
+    for path, start, stop in raw.files():
+        ranges.setdefault(os.path.basename(path).removesuffix(".parquet"), []).extend(range(start, stop))
+    assert ranges == {"day_0": list(range(20)), "day_1.csv": list(range(20, 29))}
+
+
+# Segments ------------------------------------------------------------------------------------------------------------
+
+
+def test_small_row_groups_are_joined_and_read_where_they_are(tmp_path: Path) -> None:
+    rows = movies(1000)
+    pq.write_table(as_table(rows), tmp_path / "a.parquet", row_group_size=10)
+    index = index_of([tmp_path / "a.parquet"], MOVIES, tmp_path / "cache", 10_000)
+    assert {segment.path for segment in index.segments} == {str(tmp_path / "a.parquet")}
+    assert 5 < len(index.segments) < 50
+    assert all(segment.start % 10 == 0 for segment in index.segments)
+    assert not (tmp_path / "cache" / "tables").exists()
+
+
+def test_large_row_groups_are_written_anew(tmp_path: Path) -> None:
+    rows = movies(20_000)
+    pq.write_table(as_table(rows), tmp_path / "a.parquet")
+    index = index_of([tmp_path / "a.parquet"], MOVIES, tmp_path / "cache", 10_000)
+    assert all(os.path.basename(segment.path) == "a.parquet" for segment in index.segments)
+    assert str(tmp_path / "a.parquet") not in {segment.path for segment in index.segments}
+    assert len({segment.path for segment in index.segments}) > 1  # several parts
+    sizes = [segment.rows for segment in index.segments]
+    assert max(sizes) < 3 * 20_000 / len(sizes)
+    check_movies(read_tables(index.segments, MOVIES), rows)
+
+
+def test_nothing_is_done_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = movies(50)
+    (tmp_path / "a.csv").write_bytes(as_csv(rows))
+    engine, cache = Serial(), tmp_path / "cache"
+    index = index_of([tmp_path / "a.csv"], MOVIES, cache, engine=engine)
+    done = engine.tasks
+    assert index_of([tmp_path / "a.csv"], MOVIES, cache, engine=engine) == index
+    assert engine.tasks == done
+    (index_file,) = cache.glob("index-*.json")
+    index_file.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(row_groups, "read_csv", None)  # the Parquet files are still there
+        assert index_of([tmp_path / "a.csv"], MOVIES, cache, engine=engine) == index
+    for file in (cache / "tables").rglob("*.parquet"):
+        file.unlink()
+    for file in (cache / "tables").rglob("manifest.json"):
+        file.unlink()
+    assert index_of([tmp_path / "a.csv"], MOVIES, cache, engine=engine) == index
+    (tmp_path / "a.csv").write_bytes(as_csv(rows[:20]))
+    assert index_of([tmp_path / "a.csv"], MOVIES, cache, engine=engine).rows == 20
+
+
+def test_a_changed_file_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    rows = movies(100)
+    pq.write_table(as_table(rows), path, row_group_size=20)
+    segments = index_of([path], MOVIES, tmp_path, 1000).segments
+    for changed, row_group_size in (
+        (rows[:90], 20),
+        (rows[:0], 20),
+        (rows, 30),
+        ([*rows[:40], {**rows[40], "clicked": 2}, *rows[41:]], 20),
+    ):
+        table = as_table(changed).cast(as_table(rows).schema)
+        pq.write_table(table, path, row_group_size=row_group_size)
+        with pytest.raises(InputError, match=r"a\.parquet: rows \d+-\d+ hold .* the file changed, start a new run"):
+            read_tables(segments, MOVIES)
+    pq.write_table(as_table(rows).drop_columns("user"), path, row_group_size=20)
+    with pytest.raises(InputError, match="no column named user"):
+        read_tables(segments, MOVIES)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(InputError, match="cannot be read as Parquet"):
+        read_tables(segments, MOVIES)
+    path.unlink()
+    with pytest.raises(InputError, match="no such file"):
+        read_tables(segments, MOVIES)
+
+
+# Faults --------------------------------------------------------------------------------------------------------------
+
+GOOD = {"y": "1", "w": "1.5", "d": "2.5", "s": "a", "l": "b|c"}
+ANY = Schema(label="y", weight="w", dense=("d",), sparse=("s", "l"), lists=("l",), tokens="any", delimiter=",")
+BAD_CELLS: list[tuple[str, bytes, str]] = [
+    ("y", b"", "label is missing"),
+    *[
+        ("y", cell, "label is not 0 or 1")
+        for cell in (b"2", b"x", b"-1", b"0.5", b"nan", b" 1", b"1 ", b"0x1", b"\xff")
+    ],
+    *[
+        ("w", cell, "weight is not a number of 0 or more")
+        for cell in (b"", b"-1", b"nan", b"inf", b"x", b"1e400", b"1,5"[:2], b"-0.0001", b"2e18")
+    ],
+    *[
+        ("d", cell, "not a finite number")
+        for cell in (
+            b"nan",
+            b"inf",
+            b"-Infinity",
+            b"x",
+            b"1e400",
+            b"1 2",
+            b"--1",
+            b"1e",
+            b".",
+            b"e5",
+            b"-",
+            b"1_0",
+            b"\xff",
+        )
+    ],
+    *[("d", cell, "beyond 10^18") for cell in (b"1000000000000000256", b"-1e19", b"1e300")],
+    *[("s", cell, "not UTF-8") for cell in (b"\xff", b"a\xc3", b"\xed\xa0\x80")],
+    *[("l", cell, "not UTF-8") for cell in (b"\xff", b"a|b\xc3|c")],
+]
+BAD_CELLS = [(name, cell.replace(b",", b""), kind) for name, cell, kind in BAD_CELLS if cell != b"1,"]
+
+
+@pytest.mark.parametrize(("column", "cell", "kind"), BAD_CELLS)
+@pytest.mark.parametrize("parquet", [False, True])
+def test_bad_cells(tmp_path: Path, parquet: bool, column: str, cell: bytes, kind: str) -> None:
+    good = {name: value.encode() for name, value in GOOD.items()}
+    rows = [good, good, {**good, column: cell}, good]
+    if parquet:
+        table = pa.table({name: pa.array([row[name] for row in rows], pa.binary()) for name in GOOD})
+        pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    else:
+        lines = [b",".join(row[name] for name in GOOD) for row in rows]
+        (tmp_path / "a.csv").write_bytes(b"y,w,d,s,l\n" + b"\n".join(lines) + b"\n")
+    path = tmp_path / ("a.parquet" if parquet else "a.csv")
+    raw, faults = read([path], ANY, tmp_path, 16)
+    assert raw.rows == 3
+    assert raw.dense[0].tolist() == [2.5] * 3
+    assert raw.sparse[1].lengths.tolist() == [2] * 3
+    assert faults.counts == {kind: 1}
+    (fault,) = faults.first
+    assert (fault.path, fault.row, fault.byte, fault.kind, fault.column) == (str(path), 2, None, kind, column)
+    assert faults.describe().endswith(f"first: {path} at row 2: {kind} in column {column}")
+
+
+def test_good_cells() -> None:
+    good = [
+        "1",
+        "+1",
+        "1.",
+        ".5",
+        "-.5e-3",
+        "1E5",
+        "1e+18",
+        "-1e18",
+        "00012",
+        "-0",
+        "1e-400",
+        "0" * 30 + "7",
+        "0.1",
+        "5e-324",
+    ]
+    table = pa.table({"d": good, "s": ["x"] * len(good)})
+    raw, faults = parse_table(table, Schema(label=None, dense=("d",), sparse=("s",), tokens="any"))
+    assert isinstance(raw, RawColumns)
+    assert faults.total == 0
+    assert raw.dense[0].tolist() == [float(x) for x in good]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.from_regex(r"[-+]?[0-9]{0,25}\.?[0-9]{0,4}([eE][-+]?[0-9]{0,3})?", fullmatch=True)
+        | st.text("01.eE+- x", max_size=5)
+    )
+)
+def test_numbers_in_text(cells: list[str]) -> None:
+    table = pa.table({"d": pa.array(cells, pa.string())})
+    raw, faults = parse_table(table, Schema(label=None, dense=("d",), tokens="any"))
+    wanted: list[float] = []
+    missing, bad = [], 0
+    for cell in cells:
+        try:
+            value = float(cell) if cell else 0.0
+            assert cell == cell.strip()
+        except (ValueError, AssertionError):
+            value = math.nan
+        if abs(value) <= 1e18:
+            wanted.append(value)
+            missing.append(not cell)
+        else:
+            bad += 1
+    assert isinstance(raw, RawColumns)
+    assert raw.dense[0].tolist() == wanted
+    assert raw.dense_missing[0].tolist() == missing
+    assert faults.total == bad
+
+
+@pytest.mark.parametrize(
+    ("cell", "kind"),
+    [
+        *[
+            (cell, "not an integer")
+            for cell in (b"x", b"1.0", b"+3", b"-", b"--3", b" 3", b"1" * 19, b"nan", b"0x3", b"3\0")
+        ],
+        *[
+            (cell, "not 8 hexadecimal digits")
+            for cell in (b"deadbee", b"deadbeef0", b"deadbeeg", b" eadbeef", b"\xffeadbee")
+        ],
+    ],
+)
+def test_bad_cells_of_hexadecimal_logs_are_those_of_text(tmp_path: Path, cell: bytes, kind: str) -> None:
+    schema = Schema(label="y", dense=("d",), sparse=("s",))
+    bad = b"1\t%s\tdeadbeef" % cell if kind == "not an integer" else b"1\t5\t%s" % cell
+    text = b"\n".join([b"1\t5\tdeadbeef", bad, b"0\t\t"])
+    (tmp_path / "a.csv").write_bytes(b"y\td\ts\n" + text)
+    raw, faults = read([tmp_path / "a.csv"], schema, tmp_path)
+    expected, found = parse(schema, text)
+    same_rows(raw, expected)
+    assert faults.counts == found.counts == {kind: 1}
+    assert faults.first[0].row == 1
+
+
+def test_every_byte_of_hexadecimal_logs_as_in_text() -> None:
+    schema = Schema(label=None, dense=("d",), sparse=("s",))
+    others = [b for b in range(256) if b not in b"\t\n\r"]
+    for columns in (
+        {"d": [b"1%c2" % b for b in others], "s": [b"00000000" for _ in others]},
+        {"d": [b"5" for _ in others], "s": [b"12c%cEF9a" % b for b in others]},
+    ):
+        raw, faults = parse_table(pa.table(columns), schema)
+        expected, found = parse(schema, b"\n".join(map(b"\t".join, zip(*columns.values(), strict=True))))
+        assert isinstance(raw, RawRows)
+        same_rows(raw, expected)
+        assert faults.counts == found.counts
+
+
+def test_rows_with_other_numbers_of_columns(tmp_path: Path) -> None:
+    good = ",".join(GOOD.values())
+    lines = ["y,w,d,s,l", good, good + ",", "1", "", "9" + good[1:], "", good, "\xff,\xff", good, ""]
+    (tmp_path / "a.csv").write_bytes("\r\n".join(lines).encode("latin1"))
+    for segment_bytes in (1, 1000):
+        index = index_of([tmp_path / "a.csv"], ANY, tmp_path, segment_bytes)
+        raw, faults = read_tables(index.segments, ANY), index.faults
+        assert raw.rows == 3
+        assert faults.counts == {"too few columns": 2, "too many columns": 1, "label is not 0 or 1": 1}
+        assert [(fault.row, fault.kind) for fault in faults.first] == [
+            (1, "too many columns"),
+            (2, "too few columns"),
+            (3, "label is not 0 or 1"),
+            (5, "too few columns"),
+        ]
+        good = [segment.start + row for segment in index.segments for row in good_rows(segment, ANY).tolist()]
+        assert good == [0, 4, 6]
+        assert sum(segment.stop - segment.start for segment in index.segments) == 7
+
+
+def test_the_first_fault_of_a_row_counts_and_the_first_of_a_log_are_named(tmp_path: Path) -> None:
+    rows = [{**GOOD, "y": "7", "d": "x", "s": "ok"}] * 25 + [GOOD]
+    pq.write_table(
+        pa.table({name: [row[name] for row in rows] for name in GOOD}), tmp_path / "a.parquet", row_group_size=3
+    )
+    raw, faults = read([tmp_path / "a.parquet"], ANY, tmp_path, 10)
+    assert raw.rows == 1
+    assert faults.counts == {"label is not 0 or 1": 25}
+    assert [fault.row for fault in faults.first] == list(range(10))
+    with pytest.raises(InputError, match=r"96\.15%.*25 x label is not 0 or 1"):
+        index_of([tmp_path / "a.parquet"], ANY, tmp_path, 10).check(0.5, "log")
+
+
+# Types ---------------------------------------------------------------------------------------------------------------
+
+
+def one_column(array: pa.Array, role: str, **changes: Any) -> tuple[Any, Faults]:
+    schema = Schema(**{"label": None, "tokens": "any", role: ("c",), **changes})
+    return parse_table(pa.table({"c": array}), schema, path="p")
+
+
+NUMBERS = [
+    pa.array([1, None, 0], pa.int8()),
+    pa.array([1, None, 0], pa.uint64()),
+    pa.array([True, None, False]),
+    pa.array([1, None, 0], pa.float32()),
+    pa.array([1, None, 0], pa.float16()) if hasattr(pa, "float16") else pa.array([1.0, None, 0.0]),
+    pa.array([Decimal("1.00"), None, Decimal("0.00")]),
+    pa.array(["1", None, "0.0"]),
+    pa.array(["1", "", "0e5"], pa.large_string()),
+    pa.array(["1", None, "0"], pa.string_view()),
+    pa.array([1, None, 0]).dictionary_encode(),
+    pa.array(["1", None, "0"]).dictionary_encode(),
+]
+
+
+@pytest.mark.parametrize("array", NUMBERS, ids=lambda array: str(array.type))
+def test_types_of_numbers(array: pa.Array) -> None:
+    raw: Any
+    raw, faults = one_column(array, "dense")
+    assert faults.total == 0
+    assert raw.dense[0].tolist() == [1, 0, 0]
+    assert raw.dense_missing[0].tolist() == [False, True, False]
+    schema = Schema(label="y", weight="w", dense=("c",), tokens="any")
+    raw, faults = parse_table(pa.table({"y": array, "c": [1, 2, 3], "w": [1, 1, 1]}), schema)
+    assert raw.labels.tolist() == [1, 0]
+    assert faults.counts == {"label is missing": 1}
+    raw, faults = parse_table(pa.table({"y": [1, 1, 1], "c": [1, 2, 3], "w": array}), schema)
+    assert raw.weights.tolist() == [1, 0]
+    assert faults.counts == {"weight is not a number of 0 or more": 1}
+
+
+def test_a_column_of_nothing() -> None:
+    table = pa.table({"d": pa.nulls(2), "s": pa.nulls(2), "l": pa.nulls(2)})
+    schema = Schema(label=None, dense=("d",), sparse=("s", "l"), lists=("l",), tokens="any")
+    raw, faults = parse_table(table, schema)
+    assert isinstance(raw, RawColumns)
+    assert faults.total == 0
+    assert raw.dense_missing[0].all()
+    assert raw.sparse[0].missing is not None
+    assert raw.sparse[0].missing.all()
+    assert raw.sparse[1].lengths is not None
+    assert raw.sparse[1].lengths.tolist() == [0, 0]
+
+
+CATEGORIES = [
+    ([5, None, -1, 2**40], pa.int64()),
+    ([5, None, 2**24 + 1, 7], pa.int32()),
+    ([5, None, 2**63 - 1, 2**64 - 1], pa.uint64()),
+    ([5, None, 255, 0], pa.uint8()),
+    (["5", None, "-1", "x"], pa.string()),
+    (["5", None, "äh", "x y"], pa.large_string()),
+    (["5", None, "", "x"], pa.string_view()),
+    ([b"5", None, b"x", b"\xc3\xa4"], pa.binary()),
+]
+
+
+@pytest.mark.parametrize(("values", "kind"), CATEGORIES, ids=lambda x: str(x) if isinstance(x, pa.DataType) else "")
+@pytest.mark.parametrize("dictionary", [False, True])
+def test_types_of_categories(values: list[Any], kind: pa.DataType, dictionary: bool) -> None:
+    array = pa.array(values, kind)
+    if dictionary and "view" not in str(kind):
+        array = array.dictionary_encode()
+    texts = [v if isinstance(v, bytes) else b"" if v is None else str(v).encode() for v in values]
+    expected, _ = text_tokens(pa.array(texts, pa.binary()))
+    raw, faults = one_column(array, "sparse")
+    assert faults.total == 0
+    assert raw.sparse[0].tokens.tolist() == expected.tolist()
+    assert raw.sparse[0].missing.tolist() == [not text for text in texts]
+
+
+LIST_VALUES = [["a", "b"], None, [], ["", "c", None], ["12"]]
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        pa.array(LIST_VALUES, pa.list_(pa.string())),
+        pa.array(LIST_VALUES, pa.large_list(pa.large_string())),
+        pa.array(LIST_VALUES, pa.list_view(pa.string())),
+        pa.array([["zz"], *LIST_VALUES], pa.list_(pa.string())).slice(1),
+        pa.array(["a|b", None, "", "|c|", "12"]),
+        pa.array(["a|b", None, "", "|c|", "12"]).dictionary_encode(),
+        pa.ListArray.from_arrays(
+            pa.array([0, 2, 2, 2, 5, 6]), pa.array(["a", "b", "", "c", None, "12"]).dictionary_encode()
+        ),
+        pa.ListArray.from_arrays(  # a null that hides values
+            pa.array([0, 2, 4, 4, 5, 6]),
+            pa.array(["a", "b", "hidden", "hidden", "c", "12"]),
+            mask=pa.array([False, True, False, False, False]),
+        ),
+    ],
+    ids=lambda array: str(array.type),
+)
+def test_types_of_lists(array: pa.Array) -> None:
+    raw, faults = one_column(array, "sparse", lists=("c",))
+    assert faults.total == 0
+    assert raw.sparse[0].lengths.tolist() == [2, 0, 0, 1, 1]
+    assert raw.sparse[0].tokens.tolist() == [token("a"), token("b"), token("c"), 12]
+    assert raw.sparse[0].missing is None
+
+
+def test_fixed_size_lists() -> None:
+    array = pa.array([[1, 2], None, [3, None]], pa.list_(pa.int32(), 2))
+    raw, _ = one_column(array, "sparse", lists=("c",))
+    assert raw.sparse[0].lengths.tolist() == [2, 0, 1]
+    assert raw.sparse[0].tokens.tolist() == [1, 2, 3]
+
+
+REFUSED = [
+    (pa.array([0], pa.timestamp("us")), "sparse", {}, "text or integers are needed"),
+    (pa.array([0], pa.timestamp("us")), "dense", {}, "numbers are needed"),
+    (pa.array([0], pa.date32()), "dense", {}, "numbers are needed"),
+    (pa.array([1.5]), "sparse", {}, "text or integers are needed"),
+    (pa.array([{"a": 1}]), "sparse", {}, "text or integers are needed"),
+    (pa.array([{"a": 1}]), "dense", {}, "numbers are needed"),
+    (pa.array([[1]]), "dense", {}, "numbers are needed"),
+    (pa.array([[1]]), "sparse", {}, "name it in the schema's lists"),
+    (pa.array([1]), "sparse", {"lists": ("c",)}, "a list is needed"),
+    (pa.array([[[1]]]), "sparse", {"lists": ("c",)}, "text or integers are needed"),
+    (pa.array([[0.5]]), "sparse", {"lists": ("c",)}, "text or integers are needed"),
+    (pa.array([1]), "sparse", {"tokens": "hexadecimal"}, "8 hexadecimal digits as text are needed"),
+]
+
+
+@pytest.mark.parametrize(("array", "role", "changes", "why"), REFUSED)
+def test_unusable_types_are_refused(
+    tmp_path: Path, array: pa.Array, role: str, changes: dict[str, Any], why: str
+) -> None:
+    pq.write_table(pa.table({"c": array}), tmp_path / "a.parquet")
+    schema = Schema(**{"label": None, "tokens": "any", role: ("c",), **changes})
+    with pytest.raises(InputError, match=rf"a\.parquet: column c is of type .*; {re.escape(why)}"):
+        index_of([tmp_path / "a.parquet"], schema, tmp_path)
+
+
+def test_missing_and_repeated_columns(tmp_path: Path) -> None:
+    schema = Schema(label="y", sparse=("s",), tokens="any", delimiter=",")
+    (tmp_path / "a.csv").write_bytes(b"y,t\n1,2\n")
+    with pytest.raises(InputError, match=r"a\.csv: has no column named s; it has y, t \(split at ','\); mend"):
+        index_of([tmp_path / "a.csv"], schema, tmp_path)
+    (tmp_path / "a.csv").write_bytes(b"y,s,s\n1,2,3\n")
+    with pytest.raises(InputError, match="2 columns named s"):
+        index_of([tmp_path / "a.csv"], schema, tmp_path)
+    (tmp_path / "a.csv").write_bytes(b"y,s,t,t\n1,2,3,4\n")
+    assert index_of([tmp_path / "a.csv"], schema, tmp_path).rows == 1
+    pq.write_table(pa.table([[1], [2], [3]], names=["y", "s", "s"]), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match="2 columns named s"):
+        index_of([tmp_path / "a.parquet"], schema, tmp_path)
+    pq.write_table(pa.table({f"c{i}": [1] for i in range(20)}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"has no column named y; it has c0, c1.* and 8 more"):
+        index_of([tmp_path / "a.parquet"], schema, tmp_path)
+
+
+def test_column_names(tmp_path: Path) -> None:
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b'\xef\xbb\xbf"y, or n",b\n1,2\n'))
+    (tmp_path / "b.csv").write_bytes(b"")
+    (tmp_path / "c.csv").write_bytes(b"a\tb")
+    pq.write_table(pa.table({"x": [1], "y": [{"z": 1}]}), tmp_path / "d.parquet")
+    files = storage.list_files(str(tmp_path))
+    assert [column_names(file, CRITEO) for file in files] == [("y, or n", "b"), (), ("a", "b"), ("x", "y")]
+
+
+def test_names_with_dots_and_nested_neighbours(tmp_path: Path) -> None:
+    schema = Schema(label="y", sparse=("user.id", "l"), lists=("l",), tokens="any")
+    table = pa.table({"y": [1, 0], "user.id": [5, 6], "l": [[1], [2, 3]], "user": [{"id": 1, "l": 2}] * 2})
+    pq.write_table(table, tmp_path / "a.parquet")
+    raw, _ = read([tmp_path / "a.parquet"], schema, tmp_path)
+    assert raw.sparse[0].tokens.tolist() == [5, 6]
+    assert raw.sparse[1].lengths.tolist() == [1, 2]
+
+
+def test_mixtures_are_refused() -> None:
+    def files(*names: str) -> list[storage.File]:
+        return [storage.File(name, 1, 0) for name in names]
+
+    assert is_table(files("a.parquet", "b.CSV", "c.csv.gz"), CRITEO)
+    assert not is_table(files("a.txt", "day_0", "b.gz", "parquet"), CRITEO)
+    with pytest.raises(InputError, match=r"b\.csv is a table and a\.txt is not"):
+        is_table(files("a.txt", "b.csv"), CRITEO)
+    with pytest.raises(InputError, match=r"a\.txt: a schema with tokens: any needs files that end in \.parquet"):
+        is_table(files("a.txt"), MOVIES)
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    schema = Schema(label="y", sparse=("s",), tokens="any", delimiter=",")
+    packed = gzip.compress(b"y,s\n" + b"".join(b"1,%d\n" % i for i in range(10_000)))
+    for name, data, why in [
+        ("a.parquet", b"", "cannot be read as Parquet"),
+        ("a.parquet", b"y,s\n1,2\n", "cannot be read as Parquet"),
+        ("a.csv.gz", packed[: len(packed) // 2], "cannot be read to its end"),
+        ("a.csv", "y,s\n1,2\n".encode("utf-16"), "is UTF-16"),
+        ("a.csv", b'y,s\n1,"2\n' + b"1,2\n" * 1000, "row 0 does not end: a quote is not closed"),
+        ("a.csv", b'y,s\n1,2\n"1,2\n', "row 1 does not end: a quote is not closed"),
+        ("a.csv", b'"y,s\n1,2\n1,2\n', "no column named y"),
+        ("a.csv", b"\0" * 5000, "no column named y"),
+    ]:
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(InputError, match=re.escape(why)):
+            index_of([tmp_path / name], schema, tmp_path / "cache")
+        assert not list(tmp_path.rglob("*.partial"))
+        assert not list(tmp_path.rglob("manifest.json"))
+
+
+def test_endless_rows_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayrec.data.csv_text.MAX_ROW_BYTES", 1 << 20)
+    schema = Schema(label="y", sparse=("s",), tokens="any", delimiter=",")
+    (tmp_path / "a.csv").write_bytes(b'y,s\n1,2\n1,"' + b"1,2\n" * 3_000_000)
+    with pytest.raises(InputError, match="row 1 is longer than 1 MiB: a quote is not closed"):
+        index_of([tmp_path / "a.csv"], schema, tmp_path)
+
+
+# Splitting CSV against Python's reader -------------------------------------------------------------------------------
+
+
+def check_split(path: Path, text: bytes, read_bytes: int) -> None:
+    path.write_bytes(text)
+    reader = csv.reader(io.StringIO(text.decode("latin1"), newline=""))
+    try:
+        rows = [row for row in reader if row]
+    except csv.Error:
+        return
+    header, rows = rows[0], rows[1:]
+    schema = Schema(label=None, sparse=("a", "c"), tokens="any", delimiter=",")
+    expected = []
+    for row in rows:
+        if len(row) == len(header):
+            expected.append((0, row[header.index("a")].encode("latin1"), row[header.index("c")].encode("latin1")))
+        else:
+            expected.append((1 if len(row) < len(header) else 2, b"", b""))
+    found = []
+    try:
+        for table in read_csv(str(path), schema, read_bytes=read_bytes):
+            found += list(zip(*(table.column(name).to_pylist() for name in (FAULT, "a", "c")), strict=True))
+    except InputError as error:
+        if "a quote is not closed" not in str(error):
+            raise
+        with pytest.raises(csv.Error):
+            list(csv.reader(io.StringIO(text.decode("latin1"), newline=""), strict=True))
+        return
+    assert found == expected
+
+
+PIECES = ["x", "yz", ",", ",", ",", '"', '""', "\n", "\r\n", "\r", "\xff", "12", " ", '"q,\n"', '"a ""b"" c"', "0" * 40]
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    header=st.sampled_from(["a,b,c", "c,a", '"c","a","d\n""e"', "b,a,b,c,b"]),
+    rows=st.lists(st.lists(st.sampled_from(PIECES), max_size=8).map("".join), max_size=6),
+    good=st.integers(0, 3),
+    ending=st.sampled_from(["\n", "\r\n", "\r"]),
+    last=st.booleans(),
+    read_bytes=st.sampled_from([1, 2, 3, 7, 16, 64, 1 << 20]),
+)
+def test_csv_is_split_as_python_splits_it(
+    *,
+    tmp_path_factory: pytest.TempPathFactory,
+    header: str,
+    rows: list[str],
+    good: int,
+    ending: str,
+    last: bool,
+    read_bytes: int,
+) -> None:
+    width = len(next(csv.reader(io.StringIO(header, newline=""))))
+    lines = [header, *rows]
+    for i in range(good):
+        lines.insert(
+            1 + i * 2, ",".join(['"a ""x"", b"', "z", "", "\xe4", '"\r\n"'][(i + k) % 5] for k in range(width))
+        )
+    text = ending.join(lines) + (ending if last else "")
+    check_split(tmp_path_factory.getbasetemp() / "split.csv", text.encode("latin1"), read_bytes)
+
+
+def test_criteo_log_as_csv_from_the_generator(click_log: Path, tmp_path: Path) -> None:
+    text = b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:5000])
+    expected, _ = parse(CRITEO, text)
+    (tmp_path / "a.csv.gz").write_bytes(
+        gzip.compress(",".join(CRITEO.columns).encode() + b"\n" + text.replace(b"\t", b","))
+    )
+    raw, faults = read([tmp_path / "a.csv.gz"], CRITEO, tmp_path, 100_000)
+    assert faults.total == 0
+    same_rows(raw, expected)

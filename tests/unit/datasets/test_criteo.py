@@ -1,0 +1,117 @@
+"""The published files are described as they were published, and a folder is asked for them by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rayrec.config import InputError
+from rayrec.datasets import criteo, mnist, published
+from rayrec.datasets.remote import RemoteFile, check_folder, names_text, require_files, size_text
+from rayrec.storage import File
+
+
+def test_rows_add_up_to_what_the_benchmarks_count() -> None:
+    rows = [file.rows or 0 for file in criteo.FULL_DAYS]
+    assert (len(rows), sum(rows[:23]), rows[23]) == (24, 4_195_197_692, 178_274_637)
+    assert [file.rows for file in criteo.KAGGLE_FILES] == [45_840_617, 6_042_135]
+    assert [file.plain_name for file in criteo.SMALL_DAYS] == ["day_0", "day_1", "day_2", "day_3", "day_23"]
+    for file in criteo.FULL_DAYS:  # a slip in one of the tables would stand out
+        assert file.rows
+        assert file.unpacked_about_bytes
+        assert file.about_bytes
+        assert 245 < file.unpacked_about_bytes / file.rows < 262
+        assert 0.31 < file.about_bytes / file.unpacked_about_bytes < 0.345
+
+
+def test_descriptions_can_be_fetched() -> None:
+    for files in published.ALL.values():
+        names = [file.name for file in files]
+        assert len(set(names)) == len(names)
+        for file in files:
+            source = file.archive or file
+            assert source.urls
+            assert file.published_at.startswith("https://")
+            assert all(url.startswith("https://") for url in source.urls)
+            for checksum in (file.md5, file.unpacked_md5, source.md5):
+                assert checksum is None or (len(checksum) == 32 and int(checksum, 16))
+    checksums = [file.md5 for files in published.ALL.values() for file in dict.fromkeys(files)]
+    assert len(set(checksums)) == 2 + 24 + 4
+    assert all(len(file.urls) >= 2 for file in mnist.FILES)
+    with pytest.raises(InputError, match="did you mean 'criteo_small'"):
+        published.files_of("criteo_smal")
+    with pytest.raises(InputError, match="there are criteo_kaggle, criteo_small, criteo_full, mnist"):
+        published.files_of("zzz")
+
+
+def _files(*names: str, size_bytes: int = 15_000_000_000) -> list[File]:
+    return [File(f"s3://bucket/{name}", size_bytes, 0) for name in names]
+
+
+def test_files_are_found_plain_packed_or_as_parquet() -> None:
+    report = check_folder(_files("day_0", "day_1.gz", "day_2.parquet", "day_23.gz", "day_3.gz.old"), criteo.SMALL_DAYS)
+    assert report.present == {
+        "day_0": "s3://bucket/day_0",
+        "day_1": "s3://bucket/day_1.gz",
+        "day_2": "s3://bucket/day_2.parquet",
+        "day_23": "s3://bucket/day_23.gz",
+    }
+    assert [file.name for file in report.missing] == ["day_3.gz"]
+    assert report.repeated == ()
+    assert report.unlike_published == ("s3://bucket/day_0: 15.0 GB, but 49.8 GB are published",)
+    report = check_folder(_files("train.parquet", "test.txt.gz", "test.txt"), criteo.KAGGLE_FILES)
+    assert list(report.present.values()) == ["s3://bucket/train.parquet", "s3://bucket/test.txt"]
+    assert report.repeated == (("s3://bucket/test.txt", "s3://bucket/test.txt.gz"),)
+
+
+def test_a_folder_is_asked_for_all_files_of_a_set(tmp_path: Path) -> None:
+    for file in criteo.SMALL_DAYS:
+        (tmp_path / file.plain_name).write_bytes(b"1\n")
+    (tmp_path / "day_7").write_bytes(b"1\n")  # not wanted
+    notes: list[str] = []
+    expected = [str(tmp_path / f"day_{day}") for day in (0, 1, 2, 3, 23)]
+    assert published.require(str(tmp_path), "criteo_small", note=notes.append) == expected
+    assert notes[0] == f"{tmp_path}/day_0: 2 bytes, but 49.8 GB are published"
+    assert len(notes) == 5
+
+    (tmp_path / "day_3.gz").write_bytes(b"1\n")
+    with pytest.raises(InputError, match=r"more than once \(day_3 and day_3\.gz\); keep one of each"):
+        published.require(str(tmp_path), "criteo_small")
+    (tmp_path / "day_3").unlink()
+    (tmp_path / "day_3.gz").rename(tmp_path / "day_3.gz.partial")
+    with pytest.raises(InputError) as error:
+        published.require(str(tmp_path), "criteo_small")
+    assert str(error.value) == (
+        f"{tmp_path}: missing day_3 (181,115,208 rows, about 15.1 GB as .gz, 45.9 GB unpacked); published at "
+        "https://ailab.criteo.com/download-criteo-1tb-click-logs-dataset; "
+        f"rayrec fetch criteo_small --out {tmp_path} fetches them"
+    )
+
+
+def test_an_empty_folder_and_none_at_all(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(
+            InputError,
+            match=r"missing day_0 to day_23 \(24 files, 4,373,472,329 rows, about 367\.5 GB as \.gz, 1\.1 TB unpacked\)",
+        ):
+            published.require(str(path), "criteo_full")
+        with pytest.raises(InputError, match=r"missing train\.txt \(45,840,617 rows, about 11\.1 GB\)"):
+            published.require(str(path), "criteo_kaggle")
+        with pytest.raises(
+            InputError, match=r"train-images-idx3-ubyte \(60,000 rows, 9,912,422 bytes, 47\.0 MB unpacked\)"
+        ):
+            published.require(str(path), "mnist")
+    unknown = RemoteFile(name="x")
+    with pytest.raises(
+        InputError, match=r"missing x \(number of rows not published, size not published\); rayrec fetch y"
+    ):
+        require_files(str(tmp_path), [unknown], fetch_name="y")
+
+
+def test_names_and_sizes_for_a_person() -> None:
+    assert names_text(["day_0", "day_1", "day_2", "day_5", "day_7", "day_8", "x"]) == (
+        "day_0 to day_2, day_5, day_7, day_8, x"
+    )
+    sizes = (4_542, 9_912_422, 16_300_000_000, 1.13e12)
+    assert [size_text(int(size)) for size in sizes] == ["4,542 bytes", "9.9 MB", "16.3 GB", "1.1 TB"]

@@ -1,0 +1,535 @@
+"""Files are fetched whole, checked and resumed, from servers that behave and from those that do not."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import io
+import json
+import os
+import random
+import shutil
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.datasets.download import RetryConfig
+from rayrec.datasets.fetch import fetch
+from rayrec.datasets.remote import RemoteFile
+
+BODY = random.Random(0).randbytes(3_000_000)
+OTHER = random.Random(1).randbytes(3_000_000)
+RETRIES = RetryConfig(attempts=3, first_wait_s=0.01, timeout_s=5.0)
+
+
+def md5(data: bytes) -> str:
+    return hashlib.md5(data).hexdigest()
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@dataclass
+class Served:
+    """How the server answers for one path."""
+
+    body: bytes = BODY
+    etag: str | None = '"one"'
+    modified: str | None = None
+    ranges: bool = True
+    heeds_if_range: bool = True
+    length: bool = True
+    google: str | None = None
+    drops: list[int] = field(default_factory=list)
+    """For each request in turn, after how many bytes the connection is cut."""
+    statuses: list[int] = field(default_factory=list)
+    """For each request in turn, an error to answer with (200: none)."""
+    headers: dict[str, str] = field(default_factory=dict)
+    before: Callable[[Served, int], None] = lambda served, number: None
+    requests: list[dict[str, str]] = field(default_factory=list)
+
+
+class Server(NamedTuple):
+    url: str
+    files: dict[str, Served]
+
+    def file(self, name: str = "a.gz", **known: Any) -> RemoteFile:
+        return RemoteFile(name=name, urls=(f"{self.url}/{name}",), **known)
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    files: dict[str, Served]
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.close_connection = True
+        served = self.files.get(self.path.removeprefix("/"))
+        if served is None:
+            self.send_error(404)
+            return
+        number = len(served.requests)
+        served.requests.append(dict(self.headers))
+        served.before(served, number)
+        if number < len(served.statuses) and served.statuses[number] != 200:
+            self.send_response(served.statuses[number])
+            self.send_header("Content-Length", "0")
+            self.send_header("Retry-After", "0")
+            self.end_headers()
+            return
+        start, validator = 0, served.etag or served.modified
+        wanted, condition = self.headers.get("Range"), self.headers.get("If-Range")
+        if wanted and served.ranges and (not served.heeds_if_range or condition in (None, validator)):
+            start = int(wanted.removeprefix("bytes=").removesuffix("-"))
+            if start >= len(served.body):
+                self.send_response(416)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {start}-{len(served.body) - 1}/{len(served.body)}")
+        else:
+            self.send_response(200)
+        part = served.body[start:]
+        if served.length:
+            self.send_header("Content-Length", str(len(part)))
+        if served.etag:
+            self.send_header("ETag", served.etag)
+        if served.modified:
+            self.send_header("Last-Modified", served.modified)
+        if served.google:
+            self.send_header("x-goog-hash", "crc32c=AAAAAA==")
+            self.send_header("x-goog-hash", f"md5={base64.b64encode(bytes.fromhex(served.google)).decode()}")
+        for name, value in served.headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if number < len(served.drops):
+            part = part[: served.drops[number]]
+        self.wfile.write(part)
+
+
+class QuietServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients here leave in the middle."""
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """On the loopback interface; `files` says what it has."""
+    monkeypatch.setenv("no_proxy", "*")
+    files: dict[str, Served] = {}
+    handler = type("BoundHandler", (Handler,), {"files": files})
+    with QuietServer(("127.0.0.1", 0), handler) as running:
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread.start()
+        yield Server(f"http://127.0.0.1:{running.server_address[1]}", files)
+        running.shutdown()
+        thread.join()
+
+
+def test_a_file_is_fetched_checked_and_recorded(server: Server, tmp_path: Path) -> None:
+    server.files["a.gz"] = Served()
+    folder = tmp_path / "deep" / "folder"
+    seen: list[tuple[int, int | None]] = []
+    file = server.file(size_bytes=len(BODY), md5=md5(BODY))
+    [result] = fetch(
+        [file], str(folder), retries=RETRIES, progress=lambda what, done, total: seen.append((done, total))
+    )
+    assert result == {
+        "name": "a.gz",
+        "bytes": len(BODY),
+        "sha256": sha256(BODY),
+        "url": f"{server.url}/a.gz",
+        "status": "fetched",
+        "verified": "published md5",
+    }
+    assert (folder / "a.gz").read_bytes() == BODY
+    assert seen[-1] == (len(BODY), len(BODY))
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    record = json.loads((folder / "fetched.json").read_text())["files"]
+    assert record == [{key: value for key, value in result.items() if key != "status"}]
+    # Nothing is left over that a reader of the folder would take for data.
+    assert [file.path for file in storage.list_files(str(folder))] == [str(folder / "a.gz")]
+    assert sorted(os.listdir(folder)) == [".fetch.lock", "a.gz", "fetched.json"]
+
+
+def test_what_is_there_is_not_fetched_again(server: Server, tmp_path: Path) -> None:
+    served = server.files["a.gz"] = Served()
+    file = server.file(md5=md5(BODY))
+    [first] = fetch([file], str(tmp_path), retries=RETRIES)
+    assert fetch([file], str(tmp_path)) == [{**first, "status": "present"}]
+    assert fetch([file], str(tmp_path), verify=True) == [{**first, "status": "present"}]
+    (tmp_path / "fetched.json").write_text("{ damaged")
+    assert fetch([file], str(tmp_path)) == [{**first, "url": None, "status": "present"}]
+    assert len(served.requests) == 1
+
+    (tmp_path / "a.gz").write_bytes(OTHER)
+    assert fetch([file], str(tmp_path))[0]["status"] == "present"  # the size is right
+    with pytest.raises(InputError, match=r"a\.gz: has sha256 .* was fetched; remove it to fetch it again"):
+        fetch([file], str(tmp_path), verify=True)
+    (tmp_path / "a.gz").write_bytes(BODY[:-1])
+    with pytest.raises(InputError, match="has 2,999,999 bytes, 3,000,000 were fetched; remove it"):
+        fetch([file], str(tmp_path))
+    (tmp_path / "fetched.json").unlink()
+    with pytest.raises(InputError, match=r"has 2,999,999 bytes, 3,000,000 are published; remove it"):
+        fetch([server.file(size_bytes=len(BODY))], str(tmp_path))
+    with pytest.raises(InputError, match=r"has md5 \w+, published is \w+; remove it"):
+        fetch([file], str(tmp_path))
+
+
+@pytest.mark.parametrize("validator", [{"etag": '"one"'}, {"etag": None, "modified": "Mon, 01 Jun 2026 00:00:00 GMT"}])
+def test_a_broken_connection_is_taken_up_again(server: Server, tmp_path: Path, validator: dict[str, Any]) -> None:
+    served = server.files["a.gz"] = Served(drops=[1_200_000, 700_000], **validator)
+    [result] = fetch([server.file()], str(tmp_path), retries=RETRIES)
+    assert (tmp_path / "a.gz").read_bytes() == BODY
+    assert result["sha256"] == sha256(BODY)
+    first, second, third = served.requests
+    assert "Range" not in first
+    assert (second["Range"], third["Range"]) == ("bytes=1200000-", "bytes=1900000-")
+    assert second["If-Range"] == third["If-Range"] == validator.get("modified", '"one"')
+
+
+def test_a_later_call_goes_on_where_an_earlier_one_was_cut_off(server: Server, tmp_path: Path) -> None:
+    served = server.files["a.gz"] = Served(drops=[1_000_000])
+    once = RETRIES.replace(attempts=1)
+    with pytest.raises(InputError, match=r"the connection broke after 1,000,000 of 3,000,000 bytes"):
+        fetch([server.file()], str(tmp_path), retries=once)
+    assert (tmp_path / "a.gz.partial").stat().st_size == 1_000_000
+    with pytest.raises(InputError, match="holds no data files"):
+        storage.list_files(str(tmp_path))
+    fetch([server.file()], str(tmp_path), retries=once)
+    assert (tmp_path / "a.gz").read_bytes() == BODY
+    assert served.requests[1]["Range"] == "bytes=1000000-"
+
+
+def test_a_partial_file_of_unknown_version_is_not_used(server: Server, tmp_path: Path) -> None:
+    served = server.files["a.gz"] = Served()
+    (tmp_path / "a.gz.partial").write_bytes(OTHER[:1000])
+    (tmp_path / "a.gz.partial.json").write_text("{")
+    fetch([server.file()], str(tmp_path), retries=RETRIES)
+    assert (tmp_path / "a.gz").read_bytes() == BODY
+    assert "Range" not in served.requests[0]
+
+
+def test_a_whole_partial_file_needs_no_request(server: Server, tmp_path: Path) -> None:
+    served = server.files["a.gz"] = Served(drops=[2_999_999])
+    with pytest.raises(InputError):
+        fetch([server.file()], str(tmp_path), retries=RETRIES.replace(attempts=1))
+    with open(tmp_path / "a.gz.partial", "ab") as file:
+        file.write(BODY[-1:])
+    [result] = fetch([server.file()], str(tmp_path), retries=RETRIES)
+    assert (len(served.requests), result["sha256"]) == (1, sha256(BODY))
+
+
+@pytest.mark.parametrize("etag", ['"one"', None, 'W/"one"'])
+def test_a_server_without_ranges_sends_all_again(server: Server, tmp_path: Path, etag: str | None) -> None:
+    served = server.files["a.gz"] = Served(ranges=False, etag=etag, drops=[1_000_000])
+    fetch([server.file(md5=md5(BODY))], str(tmp_path), retries=RETRIES)
+    assert (tmp_path / "a.gz").read_bytes() == BODY
+    assert served.requests[1].get("If-Range") == (etag if etag == '"one"' else None)
+
+
+@pytest.mark.parametrize("heeds_if_range", [True, False])
+@pytest.mark.parametrize("size", [len(OTHER), len(OTHER) - 7, 900_000])
+def test_a_file_that_changed_is_not_joined_to_what_it_was(
+    server: Server, tmp_path: Path, heeds_if_range: bool, size: int
+) -> None:
+    def change(served: Served, number: int) -> None:
+        if number == 1:
+            served.body, served.etag = OTHER[:size], '"two"'
+
+    server.files["a.gz"] = Served(heeds_if_range=heeds_if_range, drops=[1_000_000], before=change)
+    [result] = fetch([server.file()], str(tmp_path), retries=RETRIES)
+    assert (tmp_path / "a.gz").read_bytes() == OTHER[:size]
+    assert result["sha256"] == sha256(OTHER[:size])
+
+
+def test_a_wrongly_joined_file_is_fetched_anew(server: Server, tmp_path: Path) -> None:
+    def change(served: Served, number: int) -> None:  # under the same ETag, which only a checksum can tell
+        if number == 1:
+            served.body = OTHER
+
+    served = server.files["a.gz"] = Served(drops=[1_000_000], before=change)
+    fetch([server.file(sha256=sha256(OTHER))], str(tmp_path), retries=RETRIES)
+    assert (tmp_path / "a.gz").read_bytes() == OTHER
+    assert [request.get("Range") for request in served.requests] == [None, "bytes=1000000-", None]
+
+
+def test_checksums_of_publisher_and_server(server: Server, tmp_path: Path) -> None:
+    notes: list[str] = []
+
+    def verified(served: Served, **known: Any) -> str:
+        server.files["a.gz"] = served
+        folder = tmp_path / str(len(os.listdir(tmp_path)))
+        notes.clear()
+        [result] = fetch([server.file(**known)], str(folder), retries=RETRIES, note=notes.append)
+        return str(result["verified"])
+
+    assert verified(Served(), sha256=sha256(BODY), md5="0" * 32) == "published sha256"
+    assert verified(Served(google=md5(BODY))) == "md5 the server gives"
+    assert notes == ["a.gz: 3.0 MB fetched and checked by the md5 the server gives"]
+    assert verified(Served(google=md5(BODY), drops=[1_000_000])) == "md5 the server gives"
+    assert verified(Served()) == "length"
+    assert "only its length could be checked" in notes[0]
+    assert verified(Served(length=False)) == "nothing"
+    assert "nothing could be checked" in notes[0]
+    # Unpacked on its way, so that the server's md5 is of something else.
+    assert verified(Served(google=md5(OTHER), headers={"x-goog-stored-content-encoding": "gzip"})) == "length"
+    with pytest.raises(InputError, match=r"has md5 \w+, the server says"):
+        verified(Served(google=md5(OTHER)))
+
+
+def test_a_file_compressed_anew_is_known_by_its_contents(server: Server, tmp_path: Path) -> None:
+    text = b"1\t2\t68fd1e64\n" * 10_000
+    packed, repacked = gzip.compress(text, 9, mtime=0), gzip.compress(text, 1, mtime=1)
+    server.files["a.gz"] = Served(body=repacked)
+    file = server.file(md5=md5(packed), unpacked_md5=md5(text))
+    [result] = fetch([file], str(tmp_path), retries=RETRIES)
+    assert result["verified"] == "published md5 of its contents"
+    for damaged in (gzip.compress(text[:-1]), repacked[:-20], b"no gzip at all"):
+        server.files["a.gz"] = Served(body=damaged)
+        with pytest.raises(InputError, match="and holds other contents too"):
+            fetch([file], str(tmp_path / "other"), retries=RETRIES)
+
+
+@pytest.mark.parametrize(
+    ("known", "why"),
+    [
+        ({"md5": md5(OTHER)}, r"has md5 \w+, published is \w+"),
+        ({"sha256": sha256(OTHER)}, r"has sha256 \w+, published is \w+"),
+        ({"size_bytes": 3_000_001}, r"has 3,000,000 bytes, 3,000,001 are published"),
+        ({"about_bytes": 30_000_000}, r"has 3,000,000 bytes, about 30,000,000 are published"),
+    ],
+)
+def test_another_file_than_the_published_is_refused(
+    server: Server, tmp_path: Path, known: dict[str, Any], why: str
+) -> None:
+    served = server.files["a.gz"] = Served(google=md5(BODY))
+    with pytest.raises(InputError, match=f"a.gz: cannot be fetched .*{why}.*--base-url"):
+        fetch([server.file(page="https://example.org/a", **known)], str(tmp_path), retries=RETRIES)
+    assert len(served.requests) == 1  # another attempt would bring the same
+    assert not (tmp_path / "a.gz").exists()
+
+
+def test_mirrors_are_tried_in_turn(server: Server, tmp_path: Path) -> None:
+    server.files["b/a.gz"] = Served(statuses=[500, 503, 502])
+    server.files["c/a.gz"] = Served(body=OTHER)
+    server.files["d/a.gz"] = Served(statuses=[429])
+    urls = tuple(f"{server.url}/{name}" for name in ("a.gz", "b/a.gz", "c/a.gz", "d/a.gz"))
+    file = RemoteFile(name="a.gz", urls=urls, md5=md5(BODY), page="https://example.org/a")
+    [result] = fetch([file], str(tmp_path / "1"), retries=RETRIES)
+    assert result["url"] == urls[3]
+    assert [len(server.files[f"{name}/a.gz"].requests) for name in "bcd"] == [3, 1, 2]
+
+    del server.files["d/a.gz"]
+    server.files["b/a.gz"].statuses = [404] * 10
+    with pytest.raises(InputError) as error:
+        fetch([file], str(tmp_path / "2"), retries=RETRIES)
+    assert str(error.value).count("404 Not Found") == 3
+    assert "published at https://example.org/a: put it into" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_a_mirror_goes_on_for_another_only_where_a_checksum_would_tell(
+    server: Server, tmp_path: Path, checksum: bool
+) -> None:
+    server.files["a.gz"] = Served(drops=[1_000_000], statuses=[200, 404])
+    mirror = server.files["b/a.gz"] = Served(etag='"another"')
+    file = server.file(md5=md5(BODY) if checksum else None)
+    file = file.replace(urls=(*file.urls, f"{server.url}/b/a.gz"))
+    fetch([file], str(tmp_path), retries=RETRIES)
+    assert (tmp_path / "a.gz").read_bytes() == BODY
+    assert mirror.requests[0].get("Range") == ("bytes=1000000-" if checksum else None)
+
+
+def test_base_url_stands_in_for_the_published_places(server: Server, tmp_path: Path) -> None:
+    server.files["mirror/a.gz"] = Served()
+    file = RemoteFile(name="a.gz", urls=("http://127.0.0.1:1/a.gz",), md5=md5(BODY))
+    [result] = fetch([file], str(tmp_path), base_url=f"{server.url}/mirror/", retries=RETRIES)
+    assert result["url"] == f"{server.url}/mirror/a.gz"
+    with pytest.raises(InputError, match="is no http"):
+        fetch([file], str(tmp_path), base_url="file:///etc")
+    with pytest.raises(InputError, match="local folder"):
+        fetch([file], "s3://bucket/folder")
+
+
+def test_hosts_that_do_not_answer(server: Server, tmp_path: Path) -> None:
+    refused = RemoteFile(name="a.gz", urls=("http://127.0.0.1:1/a.gz",))
+    with pytest.raises(InputError, match="Connection refused"):
+        fetch([refused], str(tmp_path), retries=RETRIES)
+    release = threading.Event()
+    server.files["a.gz"] = Served(before=lambda served, number: release.wait(5) and None)
+    with pytest.raises(InputError, match="no answer in time"):
+        fetch([server.file()], str(tmp_path), retries=RETRIES.replace(timeout_s=0.1, attempts=1))
+    release.set()
+    server.files["a.gz"] = Served(headers={"Content-Encoding": "gzip"})
+    with pytest.raises(InputError, match="sends it gzip-encoded"):
+        fetch([server.file()], str(tmp_path), retries=RETRIES)
+
+
+def test_waits_grow_and_are_bounded(server: Server, tmp_path: Path) -> None:
+    served = server.files["a.gz"] = Served(statuses=[503] * 10)
+    start = time.monotonic()
+    with pytest.raises(InputError, match="503 Service Unavailable"):
+        fetch([server.file()], str(tmp_path), retries=RetryConfig(attempts=4, first_wait_s=0.1, longest_wait_s=0.2))
+    assert len(served.requests) == 4
+    assert 0.5 <= time.monotonic() - start < 3.0  # 0.1 + 0.2 + 0.2
+
+
+def test_two_files_come_at_a_time(server: Server, tmp_path: Path) -> None:
+    lock, running, most = threading.Lock(), 0, 0
+
+    def count(served: Served, number: int) -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.1)
+        with lock:
+            running -= 1
+
+    names = [f"day_{day}.gz" for day in range(5)]
+    for name in names:
+        server.files[name] = Served(body=BODY[:1000], before=count)
+    results = fetch([server.file(name) for name in names], str(tmp_path), retries=RETRIES)
+    assert [result["name"] for result in results] == names
+    assert most == 2
+
+
+def test_one_failure_stops_the_others_which_can_go_on_later(server: Server, tmp_path: Path) -> None:
+    slow = server.files["a.gz"] = Served(drops=[1_000_000, 0, 0])
+    later = server.files["c.gz"] = Served()
+    files = [server.file("a.gz"), server.file("b.gz"), server.file("c.gz")]
+    started = time.monotonic()
+    with pytest.raises(InputError, match=r"b\.gz: cannot be fetched .*404 Not Found"):
+        fetch(files, str(tmp_path), retries=RetryConfig(first_wait_s=30.0))
+    assert time.monotonic() - started < 10.0  # a wait between attempts ends with it
+    assert not later.requests
+    server.files["b.gz"] = Served()
+    slow.drops = []
+    assert [result["status"] for result in fetch(files, str(tmp_path), retries=RETRIES)] == ["fetched"] * 3
+
+
+def test_a_full_disk_is_said_before_anything_is_fetched(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = server.files["a.gz"] = Served()
+    usage = type(shutil.disk_usage(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10_000_000, 8_000_000, 2_000_000))
+    with pytest.raises(InputError, match=r"a\.gz needs 3\.0 MB, 2\.0 MB are free; free space there"):
+        fetch([server.file(about_bytes=3_000_000)], str(tmp_path), retries=RETRIES)
+    assert not served.requests
+    with pytest.raises(InputError, match=r"a\.gz needs 3\.0 MB"):  # as the server says
+        fetch([server.file()], str(tmp_path), retries=RETRIES)
+    assert not (tmp_path / "a.gz.partial").exists()
+
+
+def test_two_fetches_do_not_share_a_folder(server: Server, tmp_path: Path) -> None:
+    inside, release = threading.Event(), threading.Event()
+
+    def hold(served: Served, number: int) -> None:
+        inside.set()
+        release.wait(10)
+
+    server.files["a.gz"] = Served(before=hold)
+    thread = threading.Thread(target=fetch, args=([server.file()], str(tmp_path)), kwargs={"retries": RETRIES})
+    thread.start()
+    assert inside.wait(10)
+    with pytest.raises(InputError, match="another fetch is writing there"):
+        fetch([server.file()], str(tmp_path), retries=RETRIES)
+    release.set()
+    thread.join()
+    assert (tmp_path / "a.gz").read_bytes() == BODY
+
+
+def _archive(members: dict[str, bytes | tarfile.TarInfo]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        for name, content in members.items():
+            if isinstance(content, tarfile.TarInfo):
+                tar.addfile(content)
+            else:
+                info = tarfile.TarInfo(name)
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def _link(name: str, target: str) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = tarfile.SYMTYPE, target
+    return info
+
+
+def test_members_come_out_of_an_archive_and_nothing_else(server: Server, tmp_path: Path) -> None:
+    train, test = b"1\ttrain\n" * 1000, b"test\n" * 1000
+    packed = _archive(
+        {
+            "readme.txt": b"read me",
+            "../evil.txt": b"evil",
+            "x/train.txt": _link("x/train.txt", "/etc/passwd"),
+            "./train.txt": train,
+            "../../test.txt": test,
+        }
+    )
+    served = server.files["all.tar.gz"] = Served(body=packed)
+    archive = server.file("all.tar.gz", md5=md5(packed), terms="Not for sale")
+    files = [
+        RemoteFile(name="train.txt", archive=archive, md5=md5(train), rows=1000),
+        RemoteFile(name="test.txt", archive=archive),
+    ]
+    folder, notes = tmp_path / "folder", []
+    results = fetch(files, str(folder), retries=RETRIES, note=notes.append)
+    assert [(result["name"], result["verified"], result["url"]) for result in results] == [
+        ("train.txt", "published md5", archive.urls[0]),
+        ("test.txt", "length", archive.urls[0]),
+    ]
+    assert (folder / "train.txt").read_bytes() == train
+    assert (folder / "test.txt").read_bytes() == test
+    assert not (folder / "train.txt").is_symlink()
+    assert sorted(os.listdir(folder)) == [".fetch.lock", "fetched.json", "test.txt", "train.txt"]
+    assert os.listdir(tmp_path) == ["folder"]
+    assert notes[0] == "Not for sale"
+    assert [result["status"] for result in fetch(files, str(folder), verify=True)] == ["present", "present"]
+    assert len(served.requests) == 1
+
+    # One that the user put there by hand is used, and stays.
+    by_hand = tmp_path / "by_hand"
+    by_hand.mkdir()
+    (by_hand / "all.tar.gz").write_bytes(packed)
+    [result] = fetch(files[:1], str(by_hand), retries=RETRIES)
+    assert (result["sha256"], len(served.requests)) == (sha256(train), 1)
+    assert sorted(os.listdir(by_hand)) == [".fetch.lock", "all.tar.gz", "fetched.json", "train.txt"]
+
+
+def test_archives_that_are_not_what_they_should_be(server: Server, tmp_path: Path) -> None:
+    def fails(body: bytes, match: str, **known: Any) -> None:
+        folder = tmp_path / str(len(os.listdir(tmp_path)))
+        server.files["all.tar.gz"] = Served(body=body)
+        file = RemoteFile(name="train.txt", archive=server.file("all.tar.gz"), **known)
+        with pytest.raises(InputError, match=match):
+            fetch([file], str(folder), retries=RETRIES)
+        assert not [name for name in os.listdir(folder) if name.startswith("train.txt")]
+
+    whole = _archive({"train.txt": BODY})
+    fails(_archive({"other.txt": b"x"}), r"holds no file train\.txt")
+    fails(_archive({"train.txt": _link("train.txt", "/etc/passwd")}), r"holds no file train\.txt")
+    fails(whole[: len(whole) // 2], "damaged, no whole tar file")
+    fails(b"nothing", "damaged, no whole tar file")
+    fails(whole, r"train\.txt of .*: has md5 \w+, published is", md5=md5(OTHER))
