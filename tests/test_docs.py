@@ -212,21 +212,34 @@ def test_every_page_is_in_the_index() -> None:
     assert not missing
 
 
-@pytest.fixture(scope="module")
-def train_flags() -> set[str]:
-    command = [sys.executable, "-m", "rayrec", "train", "criteo_demo", "--help"]
+def _flags_of(*command: str) -> set[str]:
     done = subprocess.run(
-        command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "200"}, timeout=LIMIT_S
+        [sys.executable, "-m", "rayrec", *command, "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "COLUMNS": "200"},
+        timeout=LIMIT_S,
     )
-    return set(re.findall(r"--[a-z][\w.-]*", done.stdout)) | {"--config"}
+    return set(re.findall(r"--[a-z][\w.-]*", done.stdout))
+
+
+@pytest.fixture(scope="module")
+def flags() -> dict[str, set[str]]:
+    """Every flag of a command; `train` stands for those that take the same."""
+    found = {name: _flags_of(name) | {"--schema"} for name in ("vocabulary", "preprocess", "validate", "fetch")}
+    found["train"] = _flags_of("train", "criteo_demo") | {"--config", "--schema"}
+    return found
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
-def test_flags_exist(page: Path, train_flags: set[str]) -> None:
+def test_flags_exist(page: Path, flags: dict[str, set[str]]) -> None:
     text = page.read_text().replace("\\\n", " ")
-    named = set(
-        re.findall(r"--[a-z][a-z0-9-]*\.[a-z0-9.-]*[a-z0-9]", text)
-    )  # of a configuration within the configuration
-    for line in re.findall(r"rayrec (?:train|config|plan) [^`\n]*", text):
-        named |= set(re.findall(r"--[a-z][\w.-]*", line))
-    assert named <= train_flags, named - train_flags
+    # Of a configuration within the configuration:
+    nested = set(re.findall(r"--[a-z][a-z0-9-]*\.[a-z0-9.-]*[a-z0-9]", text))
+    known = set().union(*flags.values())
+    assert nested <= known, nested - known
+    for verb, line in re.findall(r"rayrec (train|config|plan|vocabulary|preprocess|validate|fetch) ([^`\n]*)", text):
+        named = set(re.findall(r"--[a-z][\w.-]*", line.partition("#")[0]))
+        of_command = flags.get(verb, flags["train"])
+        assert named <= of_command, (verb, named - of_command)

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from rayrec.launch.doctor import Report
     from rayrec.observe.console import Console
     from rayrec.prepare.config import PreparationConfig
-    from rayrec.prepare.validate import Gates, Report
+    from rayrec.prepare.validate import Gates
+    from rayrec.prepare.validate import Report as DataReport
     from rayrec.train.trainer import Result
     from rayrec.workloads.base import TrainConfig
 
@@ -86,7 +87,7 @@ def preprocess(
 
 def validate(
     path: str, *, preprocessor: str | None = None, gates: Gates | None = None, console: Console | None = None, **options: Any
-) -> Report:
+) -> DataReport:
     """A report on a log's faults, missing values, label rates, categories and drift. `options` are the fields of
     `rayrec.PreparationConfig`; what its `failures` name does not pass `gates`. Raises InputError where there is no log."""
     from rayrec.prepare.validate import Gates as DefaultGates

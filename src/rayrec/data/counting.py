@@ -17,8 +17,8 @@ from rayrec import storage
 from rayrec.data.columns import RawColumns, column_tokens, dense_moments
 from rayrec.data.engine import Engine
 from rayrec.data.ingest import CHUNK_BYTES, read_raw
-from rayrec.data.log import Chunk, Entry, LogIndex, Segment, cut, identity, numbered, read_lines
-from rayrec.data.parsing import MAX_LINE_BYTES, Fault, Faults, RawRows, max_rows_in, parse_into
+from rayrec.data.log import Chunk, Entry, LogIndex, Segment, cut, identity, numbered, parsed_segments
+from rayrec.data.parsing import Fault, Faults, RawRows
 from rayrec.data.position import Part
 from rayrec.data.preprocessor import file_key
 from rayrec.data.profiles import DENSE_LOW_BITS, DENSE_UNITS
@@ -356,31 +356,12 @@ def _tasks(items: Sequence[Any], sizes: Sequence[int], task_bytes: int) -> list[
     return tasks
 
 
-def _parsed_segments(chunk: Chunk, schema: Schema, segment_bytes: int) -> Iterator[tuple[Entry, Faults, RawRows]]:
-    """As index_chunk, with the rows of each segment; they are overwritten by those of the next."""
-    text, length, first_byte = read_lines(chunk)
-    raw = RawRows(schema, max_rows_in(schema, min(length, 2 * segment_bytes + MAX_LINE_BYTES)))
-    start = 0
-    while start < length:
-        stop = length
-        if length - start > segment_bytes * 3 // 2:
-            stop = start + kernel("rayrec_last_line_start")(pointer(text[start:]), ctypes.c_int64(segment_bytes))
-            if stop == start:  # no newline in a whole segment: the parser refuses that line as too long
-                newline = text[start:length].tobytes().find(b"\n")
-                stop = start + newline + 1 if newline >= 0 else length
-                raw = RawRows(schema, max(raw.capacity, max_rows_in(schema, stop - start)))
-        raw.rows = 0
-        faults = parse_into(raw, text[start:], stop - start, path=chunk.path, first_byte=first_byte + start)
-        yield (chunk.path, first_byte + start, first_byte + stop, raw.rows), faults, raw
-        start = stop
-
-
 def _index_and_count(chunks: Sequence[Chunk], *, counting: CountingJob, segment_bytes: int) -> pa.Table:
     """Runs in a data task. Rows are numbered from the first of the task on."""
     keep_freed_memory()
     packer, entries, total, rows = _Packer(counting), [], Faults(), 0
     for chunk in chunks:
-        for entry, faults, raw in _parsed_segments(chunk, counting.schema, segment_bytes):
+        for entry, faults, raw in parsed_segments(chunk, counting.schema, segment_bytes):
             entries.append(entry)
             total.add(faults)
             packer.add(raw, chunk.path, rows)

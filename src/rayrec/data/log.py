@@ -158,11 +158,11 @@ def _find_newline(text: np.ndarray, start: int, stop: int) -> int:
     return -1
 
 
-def index_chunk(chunk: Chunk, schema: Schema, segment_bytes: int) -> tuple[list[Entry], Faults]:
-    """Parses a chunk and cuts it into segments of about `segment_bytes`: ([(path, start, stop, rows)], faults)."""
+def parsed_segments(chunk: Chunk, schema: Schema, segment_bytes: int) -> Iterator[tuple[Entry, Faults, RawRows]]:
+    """Parses a chunk and cuts it into segments of about `segment_bytes`; the rows of one are overwritten by the next's."""
     text, length, first_byte = read_lines(chunk)
     raw = RawRows(schema, max_rows_in(schema, min(length, 2 * segment_bytes + MAX_LINE_BYTES)))
-    entries, faults, start = [], Faults(), 0
+    start = 0
     while start < length:
         stop = length
         if length - start > segment_bytes * 3 // 2:
@@ -172,10 +172,18 @@ def index_chunk(chunk: Chunk, schema: Schema, segment_bytes: int) -> tuple[list[
                 stop = newline + 1 if newline >= 0 else length
                 raw = RawRows(schema, max(raw.capacity, max_rows_in(schema, stop - start)))
         raw.rows = 0
-        faults.add(parse_into(raw, text[start:], stop - start, path=chunk.path, first_byte=first_byte + start))
-        entries.append((chunk.path, first_byte + start, first_byte + stop, raw.rows))
+        faults = parse_into(raw, text[start:], stop - start, path=chunk.path, first_byte=first_byte + start)
+        yield (chunk.path, first_byte + start, first_byte + stop, raw.rows), faults, raw
         start = stop
-    return entries, faults
+
+
+def index_chunk(chunk: Chunk, schema: Schema, segment_bytes: int) -> tuple[list[Entry], Faults]:
+    """The segments of a chunk, and its faults."""
+    entries, total = [], Faults()
+    for entry, faults, _ in parsed_segments(chunk, schema, segment_bytes):
+        entries.append(entry)
+        total.add(faults)
+    return entries, total
 
 
 def _last_line_start(text: np.ndarray, length: int) -> int:

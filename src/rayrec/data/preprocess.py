@@ -6,58 +6,35 @@ where it stopped; dataset.json comes last, then the folder gets its name.
 
 from __future__ import annotations
 
-import errno
 import functools
 import hashlib
 import json
 import os
 import posixpath
-import re
 import shutil
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any, Literal
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
-import ray
 from pyarrow import fs as arrow_fs
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data import shuffle as shuffling
 from rayrec.data.engine import Engine
-from rayrec.data.ingest import read_raw, share_preprocessor
-from rayrec.data.log import LogIndex, select
-from rayrec.data.position import Part
-from rayrec.data.preprocessor import Preprocessor, file_key
+from rayrec.data.ingest import share_preprocessor
+from rayrec.data.log import LogIndex
+from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.ray_tasks import RayEngine
-from rayrec.data.ready import MANIFEST, VERSION, file_checksum
-from rayrec.data.ready_formats import (
-    FORMATS,
-    FilePlan,
-    Matrix,
-    archive_records,
-    check,
-    combine,
-    matrix_of,
-    plan_files,
-    row_bytes,
-    stored,
-)
-from rayrec.native import keep_freed_memory
-from rayrec.schema import Schema
+from rayrec.data.ready import MANIFEST, VERSION
+from rayrec.data.ready_files import FORMATS, create_files, finish_files, row_bytes
+from rayrec.data.ready_formats import check
+from rayrec.data.ready_plan import Layout, lay_out
+from rayrec.data.ready_tasks import JOB, Job, Task, disk_errors, gather_rows, scatter_rows, write_rows
+from rayrec.data.shuffle import run_path
 
-JOB = "job.json"
-_MOST_SHUFFLE_TASKS = 1024
-"""Of a full shuffle: each of its second half reads from all of its first."""
-_UNPACKED = re.compile(r"^[0-9a-f]{16}-")  # what log.unpack puts before a name
-_ENDINGS = re.compile(r"\.(txt|tsv|csv|log)$")
+Marker = dict[str, Any]
+"""What a task says it has written."""
 
 
 def preprocess(
@@ -88,74 +65,59 @@ def preprocess(
     _check_target(index, out, format, shuffle)
     check(format, preprocessor, labelled=labelled)
     work = out if storage.is_url(out) else f"{out}.partial"
-    raw_files, file_rows = _raw_files(index)
-    plans = {n: plan_files(format, preprocessor, stem, file_rows[n]) for n, stem in enumerate(_stems(raw_files))}
-    if format == "parquet":
-        plans = {}
-    ranges = _ranges(sets, index.rows)
-    tasks = _tasks(index, raw_files, plans, ranges, segments_per_task, shuffle)
-    made_of = {
+    layout = lay_out(
+        index,
+        preprocessor=preprocessor,
+        format=format,
+        sets=sets,
+        segments_per_task=segments_per_task,
+        shuffle=shuffle,
+    )
+    sources = _sources(index)
+    settings = {
         "version": VERSION,
         "format": format,
         "preprocessor": preprocessor.hash(),
-        "log": _log_identity(index),
         "sets": {name: list(rows) for name, rows in (sets or {}).items()},
         "labelled": labelled,
-        "segments_per_task": segments_per_task,
         "shuffle": shuffle,
         "seed": seed if shuffle == "full" else None,
     }
-    all_plans = [plan for of_file in plans.values() for plan in of_file]
+    made_of = {**settings, "log": _identity(index, sources), "segments_per_task": segments_per_task}
     going_on = _goes_on(work, made_of)
-    _check_disk(work, out, all_plans, preprocessor, index.rows, shuffle)
+    if work != out:
+        _check_disk(work, layout, preprocessor, index.rows, shuffle)
     if not going_on:
-        folders = sorted({f"set={name}" for name, _, _ in ranges}) if format == "parquet" else []
-        _begin(work, all_plans, folders, preprocessor, made_of)
-    with_preprocessor = (
-        share_preprocessor(preprocessor) if isinstance(engine, RayEngine) else storage.join(work, "preprocessor")
-    )
+        _begin(work, layout, preprocessor, made_of)
     schema = preprocessor.schema if labelled else preprocessor.schema.unlabelled()
-    job = Job(work, format, schema, with_preprocessor)
-    markers = _finished(job, tasks)
+    job = Job(work, format, schema, _shared(preprocessor, engine, work))
+    markers = _finished(job, layout.tasks)
+    done = before = sum(marker["rows"] for marker in markers.values())
     if going_on:
-        done = sum(markers[task.number]["rows"] for task in tasks if task.number in markers)
         note(f"{work}: going on, {done:,} of {index.rows:,} rows were done")
-    rows_before = sum(marker["rows"] for marker in markers.values())
-    for marker in _run(engine, job, [task for task in tasks if task.number not in markers], tasks, shuffle, seed):
+    for marker in _run(engine, job, layout, set(markers), shuffle, seed):
         markers[marker["number"]] = marker
-        progress(sum(each["rows"] for each in markers.values()))
-    files = _finish_files(work, all_plans, [markers[task.number] for task in tasks])
-    manifest = {
-        **{name: value for name, value in made_of.items() if name not in ("log", "segments_per_task")},
+        done += marker["rows"]
+        progress(done)
+    description = {
+        **settings,
         "profile": preprocessor.profile,
         "schema": preprocessor.schema.to_dict(),
-        "hash": hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16],
         "rows": index.rows,
-        "raw_files": [posixpath.basename(path) for path in raw_files],
-        "file_rows": file_rows,
-        "segments": _segments(index, raw_files),
-        "source": _source(index),
+        "source": [{"path": file.path, "bytes": file.size_bytes} for file in sources],
         "faults": {"counts": index.faults.counts, "first": [vars(fault) for fault in index.faults.first]},
-        "files": files,
-        "matrices": [[list(vars(m).values()) for plan in plans[n] for m in plan.matrices] for n in sorted(plans)],
-        "parquet": [m["parquet"] for m in (markers[task.number] for task in tasks) if "parquet" in m],
+        **layout.manifest(index),
     }
-    storage.write_json(storage.join(work, MANIFEST), manifest)
-    if work != out:
-        os.rename(work, out)
-    for name in ("done", "shuffle"):
-        storage.remove_folder(storage.join(out, name))
-    filesystem, inner = storage.resolve(storage.join(out, JOB))
-    filesystem.delete_file(inner)
+    files = _finish(work, out, layout, [markers[task.number] for task in layout.tasks], description)
     seconds = time.perf_counter() - begun
     return {
         "rows": index.rows,
         "out": out,
         "format": format,
-        "hash": manifest["hash"],
+        "hash": _hash(files),
         "bytes": sum(file["bytes"] for file in files),
         "seconds": seconds,
-        "rows_per_s": (index.rows - rows_before) / seconds,
+        "rows_per_s": (index.rows - before) / seconds,
     }
 
 
@@ -180,104 +142,18 @@ def _check_target(index: LogIndex, out: str, format: str, shuffle: str) -> None:
         raise InputError(f"{out}: exists already; remove it or choose another place")
 
 
-def _raw_files(index: LogIndex) -> tuple[list[str], list[int]]:
-    """Paths of the log's files, sorted as `position` sorts them, and the rows of each."""
-    rows: dict[str, int] = {}
-    for segment in index.segments:
-        rows[segment.path] = rows.get(segment.path, 0) + segment.rows
-    paths = sorted(rows)
-    return paths, [rows[path] for path in paths]
-
-
-def _stems(paths: Sequence[str]) -> list[str]:
-    """What the names of a raw file's ready-made files begin with: day_0, train; with a number where two are alike."""
-    stems: list[str] = []
-    for path in paths:
-        stem = first = _ENDINGS.sub("", _UNPACKED.sub("", file_key(path))) or "log"
-        number = 1
-        while stem in stems:
-            number += 1
-            stem = f"{first}-{number}"
-        stems.append(stem)
-    return stems
-
-
-def _ranges(sets: dict[str, tuple[int, int]] | None, rows: int) -> list[tuple[str, int, int]]:
-    """(set, first row, row behind the last) in the order of the log; rows of no set are of the set `other`."""
-    if sets is None:
-        return [("all", 0, rows)]
-    ranges, done = [], 0
-    for name, (start, stop) in sorted(sets.items(), key=lambda item: item[1]):
-        if start < done or stop > rows or start > stop:
-            raise InputError(
-                f"sets: {name} has rows {start}-{stop}, which others have too or a log of {rows} rows has not"
-            )
-        if start > done:
-            ranges.append(("other", done, start))
-        if start < stop:
-            ranges.append((name, start, stop))
-        done = stop
-    return [*ranges, ("other", done, rows)] if done < rows else ranges
-
-
-def _tasks(
-    index: LogIndex,
-    raw_files: Sequence[str],
-    plans: dict[int, list[FilePlan]],
-    ranges: Sequence[tuple[str, int, int]],
-    segments_per_task: int,
-    shuffle: str,
-) -> list[Task]:
-    number_of = {path: number for number, path in enumerate(raw_files)}
-    first_rows: dict[str, int] = {}
-    for segment in index.segments:
-        first_rows.setdefault(segment.path, segment.first_row)
-    tasks: list[Task] = []
-    for name, start, stop in ranges:
-        parts = [Part(*part) for part in select(index, start, stop)]
-        size = segments_per_task
-        if shuffle == "full" and name in ("train", "all"):
-            size = max(size, -(-len(parts) // _MOST_SHUFFLE_TASKS))
-        for begin in range(0, len(parts), size):
-            chosen = tuple(parts[begin : begin + size])
-            places = tuple(
-                (number_of[path], part.segment.first_row + part.start - first_rows[path])
-                for part in chosen
-                for path in (part.segment.path,)
-            )
-            matrices = {
-                number: tuple(matrix for plan in plans[number] for matrix in plan.matrices)
-                for number, _ in places
-                if plans
-            }
-            tasks.append(Task(len(tasks), name, chosen, places, matrices))
-    return tasks
-
-
-def _segments(index: LogIndex, raw_files: Sequence[str]) -> list[list[int]]:
-    """[file number, first row in the file, row behind the last, rows] of each segment."""
-    number_of = {path: number for number, path in enumerate(raw_files)}
-    done = [0] * len(raw_files)
-    segments = []
-    for segment in index.segments:
-        number = number_of[segment.path]
-        start = done[number]
-        done[number] += segment.rows
-        segments.append([number, start, done[number], segment.rows])
-    return segments
-
-
-def _source_files(index: LogIndex) -> list[storage.File]:
+def _sources(index: LogIndex) -> list[storage.File]:
     return [storage.list_files(path)[0] for path in dict.fromkeys(segment.path for segment in index.segments)]
 
 
-def _source(index: LogIndex) -> list[dict[str, Any]]:
-    return [{"path": file.path, "bytes": file.size_bytes} for file in _source_files(index)]
-
-
-def _log_identity(index: LogIndex) -> str:
-    files = [[file.path, file.size_bytes, file.modified_ns] for file in _source_files(index)]
+def _identity(index: LogIndex, sources: Sequence[storage.File]) -> str:
+    files = [[file.path, file.size_bytes, file.modified_ns] for file in sources]
     return hashlib.sha256(json.dumps([files, index.to_dict()], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _hash(files: list[dict[str, Any]]) -> str:
+    """Of the rows as they are stored."""
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
 
 
 def _goes_on(work: str, made_of: dict[str, Any]) -> bool:
@@ -295,49 +171,42 @@ def _goes_on(work: str, made_of: dict[str, Any]) -> bool:
     return True
 
 
-def _check_disk(
-    work: str, out: str, plans: Sequence[FilePlan], preprocessor: Preprocessor, rows: int, shuffle: str
-) -> None:
-    if storage.is_url(out):
-        return
-    # Parquet's size is not known before; Criteo's takes half of the plain one.
-    needed = sum(plan.size_bytes for plan in plans) or rows * row_bytes(preprocessor) // 2
+def _check_disk(work: str, layout: Layout, preprocessor: Preprocessor, rows: int, shuffle: str) -> None:
+    """Raises InputError where the disk has less room than what is still to be written takes."""
+    # Parquet's size is not known before; Criteo's is a third of the plain one.
+    needed = sum(plan.size_bytes for plan in layout.all_plans) or rows * row_bytes(preprocessor) // 2
     if shuffle == "full":
-        needed += rows * (row_bytes(preprocessor) + 8)
+        needed += sum(task.rows for task in layout.shuffled) * (row_bytes(preprocessor) + 8)
     needed += preprocessor.tokens.nbytes
-    there = 0
     for folder, _, names in os.walk(work):
-        there += sum(os.stat(os.path.join(folder, name)).st_blocks * 512 for name in names)
-    parent = os.path.dirname(out)
+        needed -= sum(os.stat(os.path.join(folder, name)).st_blocks * 512 for name in names)
+    parent = os.path.dirname(work)
     os.makedirs(parent, exist_ok=True)
     free = shutil.disk_usage(parent).free
-    if needed - there > free:
+    if needed > free:
         raise InputError(
-            f"{out}: about {(needed - there) / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free there; make room or "
-            "choose another --out"
+            f"{work}: about {needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free there; make room or choose "
+            "another --out"
         )
 
 
-def _begin(
-    work: str, plans: Sequence[FilePlan], folders: Sequence[str], preprocessor: Preprocessor, made_of: dict[str, Any]
-) -> None:
-    """Files at their full size without their rows (which take no room yet), the Preprocessor, and what all is made of."""
+def _begin(work: str, layout: Layout, preprocessor: Preprocessor, made_of: dict[str, Any]) -> None:
+    """The files of the layout, the Preprocessor, and last what all is being made of."""
+    folders = [] if layout.plans else sorted({f"set={name}" for name, _, _ in layout.ranges})
     with disk_errors(work):
         for name in ("preprocessor", "done", *folders):
             storage.make_folder(storage.join(work, name))
-        for plan in plans:
-            with open(storage.join(work, plan.name), "wb") as file:
-                file.truncate(plan.size_bytes)
-                for start, data in plan.headers:
-                    file.seek(start)
-                    file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+        create_files(work, layout.all_plans)
         preprocessor.save(storage.join(work, "preprocessor"))
         storage.write_json(storage.join(work, JOB), made_of)
 
 
-def _finished(job: Job, tasks: Sequence[Task]) -> dict[int, dict[str, Any]]:
+def _shared(preprocessor: Preprocessor, engine: Engine, work: str) -> Any:
+    """The Preprocessor as tasks get it: from Ray's object store, else from the folder it is saved in."""
+    return share_preprocessor(preprocessor) if isinstance(engine, RayEngine) else storage.join(work, "preprocessor")
+
+
+def _finished(job: Job, tasks: Sequence[Task]) -> dict[int, Marker]:
     filesystem, inner = storage.resolve(storage.join(job.folder, "done"))
     selector = arrow_fs.FileSelector(inner, allow_not_found=True)
     there = {info.base_name for info in filesystem.get_file_info(selector)}
@@ -348,72 +217,50 @@ def _finished(job: Job, tasks: Sequence[Task]) -> dict[int, dict[str, Any]]:
     }
 
 
-def _run(
-    engine: Engine, job: Job, pending: Sequence[Task], tasks: Sequence[Task], shuffle: str, seed: int
-) -> Iterator[dict[str, Any]]:
-    """The markers of the pending tasks as they are done."""
-    shuffled = [task for task in tasks if shuffle == "full" and task.set in ("train", "all")]
-    numbers = {task.number for task in shuffled}
+def _run(engine: Engine, job: Job, layout: Layout, finished: set[int], shuffle: str, seed: int) -> Iterator[Marker]:
+    """The markers of the tasks that are not finished, as they are."""
+    moved = layout.shuffled if shuffle == "full" else []
+    numbers = {task.number for task in moved}
+    pending = [task for task in layout.tasks if task.number not in finished]
     plain = [task for task in pending if task.number not in numbers]
     yield from _markers(engine.run("preprocess", functools.partial(write_rows, job=job), plain, block_bytes=1 << 16))
     later = [task for task in pending if task.number in numbers]
     if not later:
         return
     storage.make_folder(job.runs)
-    rows = sum(task.rows for task in shuffled)
-    scatter = functools.partial(scatter_rows, job=job, first_row=shuffled[0].first_row, rows=rows, seed=seed)
-    missing = [task for task in shuffled if not storage.exists(shuffling.run_path(job.runs, task.number))]
+    rows = sum(task.rows for task in moved)
+    scatter = functools.partial(scatter_rows, job=job, first_row=moved[0].first_row, rows=rows, seed=seed)
+    missing = [task for task in moved if not storage.exists(run_path(job.runs, task.number))]
     for _ in engine.run("shuffle", scatter, missing, block_bytes=1 << 16):
         pass
-    gather = functools.partial(gather_rows, job=job, runs=[task.number for task in shuffled])
+    gather = functools.partial(gather_rows, job=job, runs=[task.number for task in moved])
     yield from _markers(engine.run("preprocess", gather, later, block_bytes=1 << 16))
 
 
-def _markers(tables: Iterable[pa.Table]) -> Iterator[dict[str, Any]]:
+def _markers(tables: Iterable[pa.Table]) -> Iterator[Marker]:
     for table in tables:
         for text in table.column("marker").to_pylist():
             yield json.loads(text)
 
 
-def _finish_files(work: str, plans: Sequence[FilePlan], markers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """[{name, bytes, crc32}]: the checksum of a file is put together from those of its rows as they were written, so that
-    nothing is read again."""
-    if not plans:
-        return [marker["file"] for marker in markers]
-    of_file: dict[str, list[tuple[int, int, int]]] = {}
-    for marker in markers:
-        for name, start, length, checksum in marker["ranges"]:
-            of_file.setdefault(name, []).append((start, length, checksum))
-    files = []
-    for plan in plans:
-        ranges = sorted(of_file.get(plan.name, []))
-        with open(storage.join(work, plan.name), "r+b") as file:
-            if plan.archive:
-                for start, data in archive_records(plan, _matrix_checksums(plan, ranges)):
-                    file.seek(start)
-                    file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            checksum = done = 0
-            for start, length, of_range in [*ranges, (plan.size_bytes, 0, 0)]:
-                file.seek(done)
-                checksum = zlib.crc32(file.read(start - done), checksum)
-                checksum = combine(checksum, of_range, length) if length else checksum
-                done = start + length
-            assert os.fstat(file.fileno()).st_size == done
-        files.append({"name": plan.name, "bytes": plan.size_bytes, "crc32": f"{checksum:08x}"})
+def _finish(
+    work: str, out: str, layout: Layout, markers: Sequence[Marker], description: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """The manifest, then the folder's name; returns [{name, bytes, crc32}] of its files."""
+    if layout.plans:
+        written = [tuple(stretch) for marker in markers for stretch in marker["ranges"]]
+        files = finish_files(work, layout.all_plans, written)
+    else:
+        files = [marker["file"] for marker in markers]
+    parquet = [marker["parquet"] for marker in markers if "parquet" in marker]
+    manifest = {**description, "hash": _hash(files), "files": files, "parquet": parquet}
+    # A line an entry: indented as other JSON files are, a long log's would be ten times as long.
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in manifest.items())
+    storage.write_bytes(storage.join(work, MANIFEST), f"{{\n{lines}\n}}\n".encode())
+    if work != out:
+        os.rename(work, out)
+    for name in ("done", "shuffle"):
+        storage.remove_folder(storage.join(out, name))
+    filesystem, inner = storage.resolve(storage.join(out, JOB))
+    filesystem.delete_file(inner)
     return files
-
-
-def _matrix_checksums(plan: FilePlan, ranges: Sequence[tuple[int, int, int]]) -> dict[str, int]:
-    checksums = {}
-    for matrix in plan.matrices:
-        checksum, at, stop = 0, matrix.offset, matrix.offset + plan.rows * matrix.row_bytes
-        for start, length, of_range in ranges:
-            if length and matrix.offset <= start < stop:
-                assert start == at
-                checksum = combine(checksum, of_range, length)
-                at += length
-        assert at == stop
-        checksums[matrix.name] = checksum
-    return checksums

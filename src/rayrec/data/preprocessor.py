@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import posixpath
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -331,8 +332,9 @@ def murmur3(token: int) -> int:
 
 
 def file_key(path: str) -> str:
-    """The name by which constants of a file are kept, wherever the file lies and whether or not it is packed."""
-    return posixpath.basename(path).removesuffix(".gz").removesuffix(".parquet")
+    """The name by which constants of a file are kept, wherever the file lies and whether or not it is packed (what is
+    unpacked has 16 hexadecimal digits and a dash before its name)."""
+    return re.sub(r"^[0-9a-f]{16}-", "", posixpath.basename(path)).removesuffix(".gz").removesuffix(".parquet")
 
 
 def adapt(raw: RawRows, *, integer_buckets: bool, file_minimum: dict[str, int] | None) -> RawRows:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -182,3 +184,60 @@ def file_checksum(path: str) -> str:
         while data := file.read(_READ_BYTES):
             checksum = zlib.crc32(data, checksum)
     return f"{checksum:08x}"
+
+
+def create_files(folder: str, plans: Sequence[FilePlan]) -> None:
+    """Files at their full size, without their rows, which take no room yet."""
+    for plan in plans:
+        with open(storage.join(folder, plan.name), "wb") as file:
+            file.truncate(plan.size_bytes)
+            _put(file, plan.headers)
+
+
+def _put(file: BinaryIO, pieces: Sequence[tuple[int, bytes]]) -> None:
+    for start, data in pieces:
+        file.seek(start)
+        file.write(data)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def finish_files(
+    folder: str, plans: Sequence[FilePlan], written: Iterable[tuple[str, int, int, int]]
+) -> list[dict[str, Any]]:
+    """[{name, bytes, crc32}] of files all rows of which are written: (file, start, length, CRC-32) of each stretch.
+
+    The checksum of a file is put together from those of its rows as they were written, so that nothing is read again.
+    """
+    of_file: dict[str, list[tuple[int, int, int]]] = {}
+    for name, *stretch in written:
+        of_file.setdefault(name, []).append((stretch[0], stretch[1], stretch[2]))
+    files = []
+    for plan in plans:
+        ranges = sorted(of_file.get(plan.name, []))
+        with open(storage.join(folder, plan.name), "r+b") as file:
+            if plan.archive:
+                _put(file, archive_records(plan, _matrix_checksums(plan, ranges)))
+            checksum = done = 0
+            for start, length, of_range in [*ranges, (plan.size_bytes, 0, 0)]:
+                file.seek(done)
+                checksum = zlib.crc32(file.read(start - done), checksum)
+                checksum = combine(checksum, of_range, length) if length else checksum
+                done = start + length
+            assert os.fstat(file.fileno()).st_size == done
+        files.append({"name": plan.name, "bytes": plan.size_bytes, "crc32": f"{checksum:08x}"})
+    return files
+
+
+def _matrix_checksums(plan: FilePlan, ranges: Sequence[tuple[int, int, int]]) -> dict[str, int]:
+    checksums = {}
+    for matrix in plan.matrices:
+        checksum, at, stop = 0, matrix.offset, matrix.offset + plan.rows * matrix.row_bytes
+        for start, length, of_range in ranges:
+            if length and matrix.offset <= start < stop:
+                assert start == at
+                checksum = combine(checksum, of_range, length)
+                at += length
+        assert at == stop
+        checksums[matrix.name] = checksum
+    return checksums

@@ -94,9 +94,17 @@ def _shared(reference: ray.ObjectRef) -> Preprocessor:
     return ray.get(reference)
 
 
+def _prepare(job: Job) -> None:
+    keep_freed_memory()
+    if not storage.exists(storage.join(job.folder, JOB)):
+        raise InputError(
+            f"{job.folder}: not to be seen from a data task on {os.uname().nodename}; give an --out that all nodes share"
+        )
+
+
 def _rows_of(task: Task, job: Job) -> Iterator[pa.Table]:
     """The stored rows of each part."""
-    keep_freed_memory()
+    _prepare(job)
     known = job.preprocessor
     preprocessor = _loaded(known) if isinstance(known, str) else _shared(known)
     for part, (_, row) in zip(task.parts, task.places, strict=True):
@@ -106,6 +114,7 @@ def _rows_of(task: Task, job: Job) -> Iterator[pa.Table]:
 
 
 def write_rows(task: Task, *, job: Job) -> pa.Table:
+    """Encodes the task's rows and writes them where they are in the log."""
     return _write(task, job, _rows_of(task, job))
 
 
@@ -119,7 +128,8 @@ def scatter_rows(task: Task, *, job: Job, first_row: int, rows: int, seed: int) 
 
 
 def gather_rows(task: Task, *, job: Job, runs: Sequence[int]) -> pa.Table:
-    keep_freed_memory()
+    """Writes the rows that all runs have for the task's place in the log."""
+    _prepare(job)
     paths = [run_path(job.runs, number) for number in runs]
     rows = gather_runs(paths, task.first_row, task.first_row + task.rows)
     return _write(task, job, _cut(rows, [part.stop - part.start for part in task.parts]))
@@ -134,10 +144,6 @@ def _cut(table: pa.Table, sizes: Sequence[int]) -> Iterator[pa.Table]:
 
 def _write(task: Task, job: Job, tables: Iterator[pa.Table]) -> pa.Table:
     """Writes the rows of each part, then the marker that says so."""
-    if not storage.exists(storage.join(job.folder, JOB)):
-        raise InputError(
-            f"{job.folder}: not to be seen from a data task on {os.uname().nodename}; give an --out that all nodes share"
-        )
     marker: dict[str, Any] = {"number": task.number, "rows": task.rows}
     with disk_errors(job.folder):
         if job.format == "parquet":

@@ -150,6 +150,8 @@ def _of_size(tables: Iterable[pa.Table], size_bytes: int) -> Iterator[pa.Table]:
     waiting: list[pa.Table] = []
     waiting_bytes = 0
     for table in tables:
+        if not len(table):
+            continue
         waiting.append(table)
         waiting_bytes += table.nbytes
         if waiting_bytes < size_bytes:

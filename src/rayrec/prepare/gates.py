@@ -127,7 +127,7 @@ def failures_of(content: dict[str, Any], gates: Gates) -> list[Failure]:
         ("max_label_rate", rates, "{:.3%} of the labels are clicks", "see how the log was sampled"),
         ("max_missing_rate", missing, "{:.3%} of the rows lack a value", "mend the source, leave the column out"),
         ("max_unknown_rate", unknown, "{:.3%} of the values are unknown", "make the vocabulary from newer rows"),
-        ("max_drift", drift, "{:.4f} is the distance from the first slice", "see what changed, train on newer rows"),
+        ("max_drift", drift, "{:.4f} in total variation from the first slice", "see what changed, train on newer rows"),
         (
             "max_duplicate_rate",
             [_Value(content["duplicates"]["rate"], path)],

@@ -27,7 +27,7 @@ from rayrec.data.multi_hot import MultiHot
 from rayrec.data.parsing import Faults
 from rayrec.data.preprocess import preprocess
 from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
-from rayrec.data.ready_formats import combine, plan_files
+from rayrec.data.ready_files import combine, plan_files
 from rayrec.data.split import Split
 from rayrec.datasets.criteo import SCHEMA
 
@@ -133,16 +133,14 @@ def test_what_was_interrupted_goes_on(log: Path, tmp_path: Path, format: str, sh
         assert not Path(f"{out}.partial").exists()
 
 
-def test_killed_between_the_last_task_and_the_end(
-    log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(path: str, value: Any) -> None:
+def test_killed_between_the_last_task_and_the_end(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(path: str, data: bytes) -> None:
         if path.endswith("dataset.json"):
             raise Died
-        write_json(path, value)
+        write_bytes(path, data)
 
-    write_json = storage.write_json
-    monkeypatch.setattr(storage, "write_json", killed)
+    write_bytes = storage.write_bytes
+    monkeypatch.setattr(storage, "write_bytes", killed)
     with pytest.raises(Died):
         run(log, tmp_path / "out", format="npz", preprocessor=make(MultiHot(sizes=(2,) * 26)))
     monkeypatch.undo()
@@ -172,16 +170,17 @@ def test_other_inputs_are_told(log: Path, tmp_path: Path) -> None:
     for changes, named in (
         ({"format": "npy"}, "format"),
         ({"sets": None}, "sets"),
-        ({"segments_per_task": 3, "shuffle": "full"}, "segments_per_task, shuffle, seed"),
+        ({"segments_per_task": 3, "shuffle": "full"}, "shuffle, seed, segments_per_task"),
         ({"preprocessor": make(MultiHot(sizes=(1,) * 26))}, "preprocessor"),
     ):
         with pytest.raises(
-            InputError, match=rf"out\.partial: left by an unfinished preprocess with another {named}; give the same .* remove"
+            InputError,
+            match=rf"out\.partial: left by an unfinished preprocess with another {named}; give the same .* remove",
         ):
             run(log, out, **changes)
     day = log / "day_1"
     day.write_bytes(day.read_bytes() + day.read_bytes())
-    with pytest.raises(InputError, match="with another log, sets;"):
+    with pytest.raises(InputError, match="with another sets, log;"):
         run(log, out)
     shutil.rmtree(f"{out}.partial")
     run(log, out)
@@ -243,7 +242,9 @@ def run_to(log: Path, out: str, **changes: Any) -> dict[str, Any]:
 
 def test_a_small_disk(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100_000))
-    with pytest.raises(InputError, match=r"out: about 0\.0 GB are needed and 0\.0 GB are free there; make room or"):
+    with pytest.raises(
+        InputError, match=r"out\.partial: about 0\.0 GB are needed and 0\.0 GB are free there; make room or"
+    ):
         run(log, tmp_path / "out")
     assert not Path(f"{tmp_path / 'out'}.partial").exists()
 
@@ -254,7 +255,9 @@ def test_a_disk_that_fills_up(log: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
-        with pytest.raises(InputError, match=r"out\.partial: No space left on device; make room there and give the same"):
+        with pytest.raises(
+            InputError, match=r"out\.partial: No space left on device; make room there and give the same"
+        ):
             run(log, tmp_path / "out")
     run(log, tmp_path / "out")
 
@@ -273,7 +276,9 @@ def test_a_folder_that_tasks_do_not_see(log: Path, tmp_path: Path) -> None:
             (tmp_path / "out.partial").rename(tmp_path / "away")
             return super().run(name, function, items)
 
-    with pytest.raises(InputError, match=r"out\.partial: not to be seen from a data task on .*; give an --out that all"):
+    with pytest.raises(
+        InputError, match=r"out\.partial: not to be seen from a data task on .*; give an --out that all"
+    ):
         run(log, tmp_path / "out", engine=Elsewhere())
 
 
@@ -283,9 +288,7 @@ def test_names_of_files(log: Path, tmp_path: Path) -> None:
     packed.mkdir()
     (packed / "train.txt.gz").write_bytes(gzip.compress((log / "day_0").read_bytes()))
     plain = unpack(storage.list_files(str(packed))[0], str(tmp_path / "cache"))
-    preprocess(
-        index_of([plain]), preprocessor=make(), out=str(tmp_path / "kaggle"), format="npy", engine=HereEngine()
-    )
+    preprocess(index_of([plain]), preprocessor=make(), out=str(tmp_path / "kaggle"), format="npy", engine=HereEngine())
     assert {path.name for path in (tmp_path / "kaggle").glob("*.npy")} == {
         "train_dense.npy",
         "train_labels.npy",

@@ -19,7 +19,7 @@ import pytest
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data import ready
+from rayrec.data import ready, ready_maps
 from rayrec.data.counting import count_log
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.ingest import encode_block, read_raw
@@ -291,7 +291,12 @@ def test_what_a_format_cannot_hold(
     cases = [
         (lists[0], lists[1], "npy", "no place for the weights of column w; use --format parquet"),
         (lists[0], hashed(unweighted, 9), "npz", "no place for the lists of column seen; use --format parquet"),
-        (lists[0], hashed(single, 9), "binary", "holds integers, and with tokens: any .*; use --format npy, or parquet"),
+        (
+            lists[0],
+            hashed(single, 9),
+            "binary",
+            "holds integers, and with tokens: any .*; use --format npy, or parquet",
+        ),
         (days, hashed(SCHEMA, 9, MULTI_HOT), "npy", "holds one id a column, cat_0 has 3; use --format npz"),
         (days, hashed(SCHEMA, 9, MULTI_HOT), "binary", "holds one id a column, cat_0 has 3"),
         (days, preprocessor, "csv", "format 'csv': choose one of binary, npy, npz, parquet"),
@@ -418,9 +423,7 @@ def test_streaming_ahead(days: LogIndex, preprocessor: Preprocessor, tmp_path: P
     expected = [encode_block(block, 0, piece.rows, preprocessor) for block, piece in pieces]
     for in_memory in (False, True):
         for prefetch_blocks in (0, 1, 9):
-            got = list(
-                ready.stream_ready(pieces, preprocessor, in_memory=in_memory, prefetch_blocks=prefetch_blocks)
-            )
+            got = list(ready.stream_ready(pieces, preprocessor, in_memory=in_memory, prefetch_blocks=prefetch_blocks))
             assert len(got) == len(expected)
             for one, other in zip(got, expected, strict=True):
                 assert_same(one, other)
@@ -437,16 +440,18 @@ def test_what_does_not_fit_into_memory_says_so(
     days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = write(days, preprocessor, tmp_path / "out", "binary")
-    monkeypatch.setattr(ready, "_free_memory", lambda: 1000)
+    monkeypatch.setattr(ready_maps, "free_memory", lambda: 1000)
     (block,) = EpochOrder((Part(made.index.segments[0], 0, 5),), "none", 0, 1).blocks(0)
-    with pytest.raises(InputError, match="do not fit into .* free memory; leave in_memory off"):
+    with pytest.raises(InputError, match=r"do not fit into .* free memory; leave in_memory off"):
         next(ready.stream_ready([(block, whole([block])[0])], preprocessor, in_memory=True))
 
 
 def test_another_preprocessor_is_refused(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
     made = write(days, preprocessor, tmp_path / "out", "npy")
     other = counted(days, min_count=5)
-    with pytest.raises(InputError, match=rf"made with Preprocessor {preprocessor.hash()}, not with {other.hash()}; use the"):
+    with pytest.raises(
+        InputError, match=rf"made with Preprocessor {preprocessor.hash()}, not with {other.hash()}; use the"
+    ):
         ready.read(made.index.segments[:1], np.arange(3), other)
 
 
@@ -476,11 +481,15 @@ def test_damage_is_told(days: LogIndex, preprocessor: Preprocessor, tmp_path: Pa
     changed[len(changed) // 2] ^= 1
     (out / name).write_bytes(changed)
     ready.open_ready(str(out))
-    with pytest.raises(InputError, match=rf"{name}: has other bytes than were written: the dataset is damaged; copy it again"):
+    with pytest.raises(
+        InputError, match=rf"{name}: has other bytes than were written: the dataset is damaged; copy it again"
+    ):
         ready.open_ready(str(out), verify=True)
     (out / name).write_bytes(whole_file[:-5])
     size = len(whole_file)
-    with pytest.raises(InputError, match=rf"{name}: has {size - 5} bytes, not {size}: .* anew with `rayrec preprocess`"):
+    with pytest.raises(
+        InputError, match=rf"{name}: has {size - 5} bytes, not {size}: .* anew with `rayrec preprocess`"
+    ):
         ready.open_ready(str(out))
     (out / name).unlink()
     with pytest.raises(InputError, match=rf"{name}: is missing"):
@@ -501,7 +510,9 @@ def test_damage_after_opening(days: LogIndex, preprocessor: Preprocessor, tmp_pa
 def test_what_is_no_dataset(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
     assert not ready.is_ready(str(tmp_path))
     assert not ready.is_ready(str(tmp_path / "nowhere"))
-    with pytest.raises(InputError, match=r"holds no dataset\.json; make a ready-made dataset with `rayrec preprocess LOG"):
+    with pytest.raises(
+        InputError, match=r"holds no dataset\.json; make a ready-made dataset with `rayrec preprocess LOG"
+    ):
         ready.open_ready(str(tmp_path))
     out = tmp_path / "out"
     write(days, preprocessor, out, "npy")

@@ -152,7 +152,7 @@ def test_the_same_whatever_the_tasks_and_the_format(
     for segments_per_task in (1, 4, 1000):
         made = shuffled(index, tmp_path / str(segments_per_task), format=format, segments_per_task=segments_per_task)
         assert keys(all_rows(made.index, 0, 2000)) == expected
-    monkeypatch.setattr("rayrec.data.preprocess._MOST_SHUFFLE_TASKS", 2)
+    monkeypatch.setattr("rayrec.data.ready_plan.MOST_SHUFFLE_TASKS", 2)
     made = shuffled(index, tmp_path / "few", format=format, segments_per_task=1)
     assert keys(all_rows(made.index, 0, 2000)) == expected
     other = shuffled(index, tmp_path / "other", format=format, seed=2)
@@ -203,7 +203,14 @@ def test_how_well_each_shuffle_mixes_days() -> None:
     size = {"days": 7, "segments": 200, "rows": 100}
     found = {
         (shuffle, per_block): mixing(orders_of_days(shuffle, **size, segments_per_block=per_block), 256)
-        for shuffle, per_block in (("none", 8), ("files", 8), ("window", 8), ("window", 32), ("window", 128), ("full", 8))
+        for shuffle, per_block in (
+            ("none", 8),
+            ("files", 8),
+            ("window", 8),
+            ("window", 32),
+            ("window", 128),
+            ("full", 8),
+        )
     }
     assert found["none", 8] < 0.02
     assert found["files", 8] < 0.02

@@ -351,6 +351,26 @@ def test_large_row_groups_are_written_anew(tmp_path: Path) -> None:
     check_movies(read_tables(index.segments, MOVIES), rows)
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv"])
+def test_rows_keep_their_numbers_where_files_are_written_anew(tmp_path: Path, name: str) -> None:
+    rows = [{**GOOD, "y": "5" if i % 1000 == 999 else "1", "s": f"s{i}"} for i in range(9000)]
+    if name == "a.parquet":
+        pq.write_table(pa.table({column: [row[column] for row in rows] for column in GOOD}), tmp_path / name)
+    else:
+        lines = ["y,w,d,s,l", *(",".join(row.values()) for row in rows)]
+        (tmp_path / name).write_text("\n".join(lines))
+    index = index_of([tmp_path / name], ANY, tmp_path / "cache", 2000)
+    assert len({segment.path for segment in index.segments}) > 1
+    assert [fault.row for fault in index.faults.first] == list(range(999, 9000, 1000))
+    assert {fault.path for fault in index.faults.first} == {str(tmp_path / name)}
+    first, places = 0, []
+    for segment in index.segments:
+        places += (first + good_rows(segment, ANY)).tolist()
+        first += segment.stop - segment.start
+    assert first == 9000
+    assert places == [i for i in range(9000) if i % 1000 != 999]
+
+
 def test_nothing_is_done_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = movies(50)
     (tmp_path / "a.csv").write_bytes(as_csv(rows))
@@ -567,8 +587,8 @@ def test_rows_with_other_numbers_of_columns(tmp_path: Path) -> None:
             (3, "label is not 0 or 1"),
             (5, "too few columns"),
         ]
-        good = [segment.start + row for segment in index.segments for row in good_rows(segment, ANY).tolist()]
-        assert good == [0, 4, 6]
+        places = [segment.start + row for segment in index.segments for row in good_rows(segment, ANY).tolist()]
+        assert places == [0, 4, 6]
         assert sum(segment.stop - segment.start for segment in index.segments) == 7
 
 
