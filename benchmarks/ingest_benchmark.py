@@ -14,14 +14,16 @@ from peers.notebook_ingest import vocabularies_of
 from rows import emit, interleaved, say, timed
 
 from rayrec.data.counting import count_log
-from rayrec.data.ingest import encode_block, open_log, share_preprocessor
+from rayrec.data.ingest import share_preprocessor
 from rayrec.data.loader import ClickLoader
 from rayrec.data.log import select
+from rayrec.data.opening import open_log
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import EpochOrder, Part, Position
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.profiles import ALL, RAYREC, Profile, make_preprocessor
 from rayrec.data.ray_tasks import RayEngine
+from rayrec.data.reading import encode_block
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.launch import cluster
 
@@ -159,9 +161,7 @@ def main(*, quick: bool) -> None:
     prepared = {name: prepare(rows, profile) for name, profile in ALL.items()}
     by_profile = interleaved(
         2 if quick else 3,
-        **{
-            name: lambda name=name: through_ray(prepared[name][0], prepared[name][1], ALL[name]) for name in ALL
-        },
+        **{name: lambda name=name: through_ray(prepared[name][0], prepared[name][1], ALL[name]) for name in ALL},
     )
     for name, rate in by_profile.items():
         emit(

@@ -60,9 +60,7 @@ def from_binary(**arguments: Any) -> float:
     return from_raw(**{**arguments, "path": folder, "log": path})
 
 
-def from_raw(
-    *, path: str, precision: str, batch_size: int, workers: int, steps: int, log: str | None = None
-) -> float:
+def from_raw(*, path: str, precision: str, batch_size: int, workers: int, steps: int, log: str | None = None) -> float:
     """Rows/s from raw TSV (or from what `path` is), under Ray Train, once the first fifth of the steps is over."""
     from rayrec.observe.console import Console
     from rayrec.observe.events import read_events
@@ -87,8 +85,8 @@ def from_raw(
 
 def _preprocessor_folder(path: str) -> str:
     """Of the log's Preprocessor, made once: all candidates have the same tables and the same ids."""
-    from rayrec.data.profiles import RAYREC, make_preprocessor
     from rayrec.data.parsing import RawRows, max_rows_in, padded, parse_into
+    from rayrec.data.profiles import RAYREC, make_preprocessor
     from rayrec.datasets.criteo import SCHEMA
 
     folder = os.path.join(os.path.dirname(path), "preprocessor")

@@ -18,8 +18,8 @@ from rows import emit, interleaved, timed
 
 from rayrec import storage
 from rayrec.data.counting import CountingJob, count_log, index_and_count
-from rayrec.data.ingest import CHUNK_BYTES, index_log
 from rayrec.data.log import LogIndex, cut, index_chunk, numbered, read_segments
+from rayrec.data.opening import CHUNK_BYTES, index_log
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import Part
 from rayrec.data.preprocessor import Preprocessor, SparseColumn

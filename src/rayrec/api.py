@@ -86,7 +86,12 @@ def preprocess(
 
 
 def validate(
-    path: str, *, preprocessor: str | None = None, gates: Gates | None = None, console: Console | None = None, **options: Any
+    path: str,
+    *,
+    preprocessor: str | None = None,
+    gates: Gates | None = None,
+    console: Console | None = None,
+    **options: Any,
 ) -> DataReport:
     """A report on a log's faults, missing values, label rates, categories and drift. `options` are the fields of
     `rayrec.PreparationConfig`; what its `failures` name does not pass `gates`. Raises InputError where there is no log."""
@@ -111,9 +116,7 @@ def fetch(
 
     console = _console(console)
     with console.preparing():
-        return run(
-            files_of(name), out, base_url=base_url, verify=verify, note=console.note, progress=console.progress
-        )
+        return run(files_of(name), out, base_url=base_url, verify=verify, note=console.note, progress=console.progress)
 
 
 def train(config: TrainConfig, *, console: Console | None = None) -> Result:

@@ -214,7 +214,9 @@ def validate(arguments: list[str]) -> None:
     report.show(console)
     _print_json(report.to_dict())
     if report.failures:
-        raise InputError(report.failures[0] + (f" (and {len(report.failures) - 1} more)" if report.failures[1:] else ""))
+        raise InputError(
+            report.failures[0] + (f" (and {len(report.failures) - 1} more)" if report.failures[1:] else "")
+        )
 
 
 def _fetch(

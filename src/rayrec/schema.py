@@ -86,7 +86,9 @@ def load_schema(text: str, where: str) -> Schema:
     except yaml.YAMLError as error:
         raise InputError(f"{where}: not YAML ({' '.join(str(error).split())})") from None
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise InputError(f"{where}: a schema is a mapping, such as {{label: click, dense: [age], sparse: [user, item]}}")
+        raise InputError(
+            f"{where}: a schema is a mapping, such as {{label: click, dense: [age], sparse: [user, item]}}"
+        )
     base = Schema(dense=("-",), tokens="any", delimiter=",")
     try:
         return base.updated({"dense": [], **values})

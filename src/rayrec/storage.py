@@ -84,14 +84,18 @@ def list_files(path: str, *, names: Sequence[str] = ()) -> list[File]:
         matching = [file for file in files if _is_named(posixpath.basename(file.path), name)]
         if len(matching) != 1:
             found = " and ".join(posixpath.basename(file.path) for file in matching)
-            what = f"holds {found}; keep one of them" if matching else f"holds no {name}, nor {name}.gz or {name}.parquet"
+            what = (
+                f"holds {found}; keep one of them" if matching else f"holds no {name}, nor {name}.gz or {name}.parquet"
+            )
             raise InputError(f"{path}: {what}")
         chosen += matching
     return chosen
 
 
 def _is_named(base_name: str, name: str) -> bool:
-    return base_name == name or re.fullmatch(re.escape(name) + r"(\.(txt|tsv|csv|parquet))?(\.gz)?", base_name) is not None
+    return (
+        base_name == name or re.fullmatch(re.escape(name) + r"(\.(txt|tsv|csv|parquet))?(\.gz)?", base_name) is not None
+    )
 
 
 def _list_files(path: str) -> list[File]:

@@ -17,9 +17,10 @@ from rayrec import storage
 from rayrec.batch import ClickBatch
 from rayrec.config import InputError
 from rayrec.data.counting import count_log
-from rayrec.data.ingest import index_log, open_log, share_preprocessor, stream
+from rayrec.data.ingest import share_preprocessor, stream
 from rayrec.data.loader import ClickLoader
 from rayrec.data.log import LogIndex, read_segments, select
+from rayrec.data.opening import index_log, open_log
 from rayrec.data.parsing import parse
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import EpochOrder, Part, Piece, Position
@@ -143,7 +144,11 @@ def test_closing_early_stops_and_lets_others_go_on(make_loader: Callable[..., Cl
 def test_the_index_numbers_every_row_and_is_kept(click_log: Path, tmp_path: Path) -> None:
     files = storage.list_files(str(click_log / "train.txt"))
     done: list[int] = []
-    arguments: dict[str, Any] = {"segment_bytes": SEGMENT_BYTES, "engine": RayEngine(PLACEMENT), "cache_folder": str(tmp_path)}
+    arguments: dict[str, Any] = {
+        "segment_bytes": SEGMENT_BYTES,
+        "engine": RayEngine(PLACEMENT),
+        "cache_folder": str(tmp_path),
+    }
     made = index_log(files, SCHEMA, **arguments, progress=done.append)
     assert made.rows == 20_000
     assert done[-1] == made.size_bytes == files[0].size_bytes
@@ -155,7 +160,7 @@ def test_the_index_numbers_every_row_and_is_kept(click_log: Path, tmp_path: Path
 
 def test_several_files_and_chunks(click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Days in numeric order, each in several chunks: the same rows as in one piece."""
-    monkeypatch.setattr("rayrec.data.ingest.CHUNK_BYTES", 400_000)
+    monkeypatch.setattr("rayrec.data.opening.CHUNK_BYTES", 400_000)
     lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)[:9000]
     for day, name in enumerate(("day_2", "day_10", "day_11.gz")):
         text = b"".join(lines[day * 3000 : day * 3000 + 3000])

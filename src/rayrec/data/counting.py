@@ -16,12 +16,13 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.data.columns import RawColumns, column_tokens, dense_moments
 from rayrec.data.engine import Engine
-from rayrec.data.ingest import CHUNK_BYTES, read_raw
 from rayrec.data.log import Chunk, Entry, LogIndex, Segment, cut, identity, numbered, parsed_segments
+from rayrec.data.opening import CHUNK_BYTES
 from rayrec.data.parsing import Fault, Faults, RawRows
 from rayrec.data.position import Part
 from rayrec.data.preprocessor import file_key
 from rayrec.data.profiles import DENSE_LOW_BITS, DENSE_UNITS
+from rayrec.data.reading import read_raw
 from rayrec.data.token_counter import (
     NO_ROW,
     Items,

@@ -1,154 +1,22 @@
-"""On-the-fly ingest: indexes a click log and streams its encoded rows, in a given order, through Ray Data."""
+"""On-the-fly ingest: streams a log's encoded rows, in a given order, through Ray Data."""
 
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any
 
 import pyarrow as pa
 import ray
 
-from rayrec import storage
-from rayrec.data import ready
-from rayrec.data.columns import RawColumns
 from rayrec.data.encoded import EncodedRows, from_arrow, to_arrow
-from rayrec.data.engine import Engine
-from rayrec.data.log import (
-    Chunk,
-    Entry,
-    LogIndex,
-    Segment,
-    cut,
-    identity,
-    index_chunk,
-    is_gzip,
-    numbered,
-    read_segments,
-    unpack,
-    unpacked_path,
-)
-from rayrec.data.parsing import Fault, Faults, RawRows
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import Block, Piece
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.ray_tasks import tables, tasks_dataset
-from rayrec.data.tables import index_tables, is_table, read_tables
+from rayrec.data.reading import encode_block
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
-
-CHUNK_BYTES = 32 << 20
-"""Text one indexing task reads."""
-
-
-def plain_files(
-    files: Sequence[storage.File], *, unpack_folder: str, engine: Engine, note: Callable[[str], None]
-) -> list[storage.File]:
-    """The files as text that can be split; gzip files are unpacked once, in parallel, into `unpack_folder`."""
-    packed = [file for file in files if is_gzip(file.path)]
-    if not packed:
-        return list(files)
-    new = [file.path for file in packed if not storage.exists(unpacked_path(file, unpack_folder))]
-    if new:
-        names = ", ".join(new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
-        note(f"gzip cannot be split: unpacking {names} to {unpack_folder} (once; give plain files to skip this)")
-    task = functools.partial(_unpack_task, folder=storage.absolute(unpack_folder))
-    paths = [path for table in engine.run("unpack", task, packed) for path in table.column("path").to_pylist()]
-    unpacked = {file: storage.list_files(path)[0] for file, path in zip(packed, paths, strict=True)}
-    return [unpacked.get(file, file) for file in files]
-
-
-def _unpack_task(file: storage.File, *, folder: str) -> pa.Table:
-    return pa.table({"path": [unpack(file, folder).path]})
-
-
-def _index_table(chunk: Chunk, *, schema: Schema, segment_bytes: int) -> pa.Table:
-    entries, faults = index_chunk(chunk, schema, segment_bytes)
-    result = {"entries": entries, "counts": faults.counts, "first": [vars(fault) for fault in faults.first]}
-    return pa.table({"index": [json.dumps(result)]})
-
-
-def index_log(
-    files: Sequence[storage.File],
-    schema: Schema,
-    *,
-    segment_bytes: int,
-    engine: Engine,
-    cache_folder: str | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> LogIndex:
-    """Parses the whole log once to number its rows and count its faults; about 5 million Criteo rows/s a core.
-
-    With `cache_folder`, an index of the very same files is read back from there instead. `progress` gets bytes done.
-    """
-    cached = (
-        storage.join(cache_folder, f"index-{identity(files, schema, segment_bytes)}.json") if cache_folder else None
-    )
-    if cached and storage.exists(cached):
-        return LogIndex.from_dict(storage.read_json(cached))
-    chunks = cut(files, max(CHUNK_BYTES, segment_bytes))
-    entries: list[Entry] = []
-    faults, done = Faults(), 0
-    function = functools.partial(_index_table, schema=schema, segment_bytes=segment_bytes)
-    for table in engine.run("index", function, chunks, block_bytes=1 << 16):
-        for text in table.column("index").to_pylist():
-            result = json.loads(text)
-            entries.extend((path, start, stop, rows) for path, start, stop, rows in result["entries"])
-            faults.add(Faults(result["counts"], [Fault(**fault) for fault in result["first"]]))
-            done += sum(stop - start for _, start, stop, _ in result["entries"])
-            if progress:
-                progress(done)
-    index = LogIndex(numbered(entries), faults)
-    if cached:
-        storage.write_json(cached, index.to_dict())
-    return index
-
-
-def open_log(
-    path: str,
-    schema: Schema,
-    *,
-    files: Sequence[str] = (),
-    segment_bytes: int,
-    engine: Engine,
-    cache_folder: str,
-    note: Callable[[str], None],
-    progress: Callable[[str, int, int | None], None],
-) -> LogIndex:
-    """The index of whatever `path` names, raw or ready-made, or of the named `files` of a folder; unpacked gzip files and
-    indices are kept in `cache_folder`."""
-    if ready.is_ready(path):
-        return ready.open_ready(path).index
-    found = storage.list_files(path, names=files)
-    if is_table(found, schema):
-        return index_tables(
-            found,
-            schema,
-            segment_bytes=segment_bytes,
-            engine=engine,
-            cache_folder=cache_folder,
-            note=note,
-            progress=progress,
-        )
-    plain = plain_files(found, unpack_folder=storage.join(cache_folder, "unpacked"), engine=engine, note=note)
-    size = sum(file.size_bytes for file in plain)
-    return index_log(
-        plain,
-        schema,
-        segment_bytes=segment_bytes,
-        engine=engine,
-        cache_folder=cache_folder,
-        progress=lambda done: progress("index (bytes)", done, size),
-    )
-
-
-def read_raw(segments: Sequence[Segment], schema: Schema) -> RawRows | RawColumns:
-    """The raw rows of segments of one log."""
-    if segments and segments[0].format == "table":
-        return read_tables(segments, schema)
-    return read_segments(segments, schema)
 
 
 def share_preprocessor(preprocessor: Preprocessor) -> ray.ObjectRef:
@@ -160,25 +28,6 @@ def share_preprocessor(preprocessor: Preprocessor) -> ray.ObjectRef:
 @lru_cache(maxsize=2)
 def _shared(reference: ray.ObjectRef) -> Preprocessor:
     return ray.get(reference)
-
-
-def open_block(
-    block: Block, preprocessor: Preprocessor, *, labelled: bool = True
-) -> Callable[[int, int], EncodedRows]:
-    """A function of start and stop that gives rows [start, stop) of a block, permuted and encoded. A raw log is read and
-    parsed here, ready-made rows when they are asked for."""
-    segments, order = [part.segment for part in block.parts], block.order()
-    if segments[0].format in ready.FORMATS:
-        return lambda start, stop: ready.read(segments, order[start:stop], preprocessor)
-    raw = read_raw(segments, preprocessor.schema if labelled else preprocessor.schema.unlabelled())
-    return lambda start, stop: preprocessor.encode(raw, order[start:stop])
-
-
-def encode_block(
-    block: Block, start: int, stop: int, preprocessor: Preprocessor, *, labelled: bool = True
-) -> EncodedRows:
-    """Rows [start, stop) of a block, permuted and encoded."""
-    return open_block(block, preprocessor, labelled=labelled)(start, stop)
 
 
 def _encode_task(item: tuple[Block, int, int], *, preprocessor: ray.ObjectRef, labelled: bool) -> pa.Table:

@@ -48,5 +48,3 @@ def _first_lines_of(path: str) -> list[bytes]:
         whole = whole and len(text) < len(head)
     lines = text.split(b"\n")
     return lines if whole else lines[:-1]
-
-

@@ -270,10 +270,7 @@ def sparse_features(
 ) -> KeyedJaggedTensor:
     """A KeyedJaggedTensor of `rows` rows. `constant` keeps, by the number of rows, lengths and offsets of columns that have
     the same number of ids in every row."""
-    sizes = [
-        len(column.values) if isinstance(column, Bags) else column.size
-        for column in columns
-    ]
+    sizes = [len(column.values) if isinstance(column, Bags) else column.size for column in columns]
     if isinstance(columns, OneArray):
         values = columns.values
     elif isinstance(columns, np.ndarray):
@@ -281,19 +278,16 @@ def sparse_features(
     else:
         flat = [column.values if isinstance(column, Bags) else column.reshape(-1) for column in columns]
         values = np.concatenate(flat) if flat else np.empty(0, np.int32)
-    lengths = offsets = None
     varying = any(isinstance(column, Bags) for column in columns)
-    constant = {} if constant is None else constant
-    if not varying and rows in constant:
-        lengths, offsets = constant[rows]
-    if lengths is None or offsets is None:
+    constant = {} if constant is None or varying else constant
+    if rows not in constant:
         lengths = torch.from_numpy(
-            np.concatenate([_lengths(column, rows) for column in columns]) if columns is not None and len(columns) else np.empty(0, np.int32)
+            np.concatenate([_lengths(column, rows) for column in columns] or [np.empty(0, np.int32)])
         )
         offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32 if len(values) < 2**31 else torch.int64)
         torch.cumsum(lengths, 0, out=offsets[1:])
-        if not varying:
-            constant[rows] = lengths, offsets
+        constant[rows] = lengths, offsets
+    lengths, offsets = constant[rows]
     return KeyedJaggedTensor(
         keys=list(keys),
         values=torch.from_numpy(values),

@@ -199,7 +199,9 @@ class Preprocessor:
             out = slots[first_slot : first_slot + num_slots(column.num_tokens)]
             build = build_wide_slots if wide else _build_slots
             if not build(tokens, column.ids(), out):
-                raise InputError(f"preprocessor: column {name} holds a token twice; build it anew with `rayrec vocabulary`")
+                raise InputError(
+                    f"preprocessor: column {name} holds a token twice; build it anew with `rayrec vocabulary`"
+                )
             first_token += column.num_tokens
             first_slot += len(out)
         return slots

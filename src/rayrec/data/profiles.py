@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -165,15 +165,18 @@ def _dense_column(profile: Profile, moments: list[int]) -> DenseColumn:
     return DenseColumn(**{**vars(plain), "missing_value": float(plain.apply(np.zeros(1))[0])})
 
 
-def _sparse_column(profile: Profile, counts: Counts, number: int) -> tuple[SparseColumn, np.ndarray]:
-    """The column's rule, and its vocabulary in id order (empty where it is hashed)."""
-    if profile.ids == "murmur3":
-        assert profile.num_embeddings is not None
-        rows = profile.num_embeddings[number]
-        missing_id = murmur3(0) % rows
-        column = SparseColumn(rows, None, first_id=0, unknown_id=0, missing_id=missing_id, murmur3=True)
-        return column, np.zeros(0, np.uint32)
-    tokens, amounts, first_rows = counts.kept(number, 1 if profile.missing == "zero" or profile.token_modulo else profile.min_count)
+@dataclass(frozen=True)
+class _Known:
+    """A column's tokens that were counted often enough, in the order of their ids."""
+
+    tokens: np.ndarray
+    gap: int | None
+    """How many of them come before the empty field, where that is a category too."""
+
+
+def _known(profile: Profile, counts: Counts, number: int) -> _Known:
+    changed = profile.missing == "zero" or profile.token_modulo  # tokens that are rare may be one that is not
+    tokens, amounts, first_rows = counts.kept(number, 1 if changed else profile.min_count)
     missing_count, missing_row = (int(value) for value in counts.missing[number])
     if profile.token_modulo:
         tokens, amounts, first_rows = _merged(tokens % tokens.dtype.type(profile.token_modulo), amounts, first_rows)
@@ -186,43 +189,54 @@ def _sparse_column(profile: Profile, counts: Counts, number: int) -> tuple[Spars
     frequent = amounts >= profile.min_count
     tokens, amounts = tokens[frequent], amounts[frequent]
     if first_rows is not None:
-        order = np.argsort(first_rows[frequent], kind="stable")
+        first_rows = first_rows[frequent]
+        order = np.argsort(first_rows, kind="stable")
     else:
         order = np.lexsort((tokens, -amounts))
-    tokens, first_id = tokens[order], profile.first_id
     gap = None
     if profile.missing == "token" and missing_count >= profile.min_count:
-        # Its place among the others; by frequency, it comes before tokens that are as frequent.
-        if first_rows is not None:
-            before = int(np.searchsorted(first_rows[frequent][order], missing_row))
-        else:
-            before = int(np.searchsorted(-amounts[order], -missing_count))
-        gap = first_id + before
-    num_ids = first_id + len(tokens) + (gap is not None)
-    num_embeddings = num_ids + (profile.unknown_id is None)
+        # By frequency, it comes before tokens that are as frequent.
+        keys, key = (-amounts, -missing_count) if first_rows is None else (first_rows, missing_row)
+        gap = int(np.searchsorted(keys[order], key))
+    return _Known(tokens[order], gap)
+
+
+def _sparse_column(profile: Profile, counts: Counts, number: int) -> tuple[SparseColumn, np.ndarray]:
+    """The column's rule, and its vocabulary in id order (empty where it is hashed)."""
     fixed = profile.num_embeddings[number] if profile.num_embeddings else None
-    limit = fixed or profile.max_num_embeddings
-    hashed = limit is not None and num_embeddings > limit and profile.beyond_limit == "hash" and not fixed
+    if profile.ids == "murmur3":
+        assert fixed is not None
+        column = SparseColumn(fixed, None, first_id=0, unknown_id=0, missing_id=murmur3(0) % fixed, murmur3=True)
+        return column, np.zeros(0, np.uint32)
+    known = _known(profile, counts, number)
+    first_id, limit = profile.first_id, fixed or profile.max_num_embeddings
+    gap = None if known.gap is None else first_id + known.gap
+    num_ids = first_id + len(known.tokens) + (gap is not None)
+    num_embeddings = num_ids + (profile.unknown_id is None)
     unknown_id = num_ids if profile.unknown_id is None else profile.unknown_id
+    missing_id = _missing_id(profile, known, unknown_id)
+    if fixed is None and (limit is None or num_embeddings <= limit):
+        column = SparseColumn(
+            num_embeddings, len(known.tokens), first_id, unknown_id, missing_id, gap, profile.token_modulo
+        )
+        return column, known.tokens
+    assert limit is not None
+    if fixed is None and profile.beyond_limit == "hash":
+        missing_id = missing_id if isinstance(profile.missing, int) else first_id  # that of token 0
+        return SparseColumn(limit, None, first_id, unknown_id % limit, missing_id), known.tokens[:0]
+    column = SparseColumn(
+        limit, len(known.tokens), first_id, unknown_id % limit, missing_id % limit, gap, profile.token_modulo
+    )
+    return column, known.tokens
+
+
+def _missing_id(profile: Profile, known: _Known, unknown_id: int) -> int:
     if isinstance(profile.missing, int):
-        missing_id = profile.missing
-    elif profile.missing == "token":
-        missing_id = unknown_id if gap is None else gap
-    elif profile.missing == "unknown":
-        missing_id = unknown_id
-    else:
-        zero = np.flatnonzero(tokens == 0)
-        missing_id = first_id + int(zero[0]) if len(zero) else unknown_id
-    if fixed or (limit is not None and num_embeddings > limit):
-        assert limit is not None
-        num_embeddings = limit
-        if hashed and not isinstance(profile.missing, int):
-            missing_id = first_id  # as token 0
-        missing_id, unknown_id = missing_id % limit, unknown_id % limit
-    if hashed:
-        return SparseColumn(num_embeddings, None, first_id, unknown_id, missing_id), tokens[:0]
-    column = SparseColumn(num_embeddings, len(tokens), first_id, unknown_id, missing_id, gap, profile.token_modulo)
-    return column, tokens
+        return profile.missing
+    if profile.missing == "token" and known.gap is not None:
+        return profile.first_id + known.gap
+    zero = np.flatnonzero(known.tokens == 0) if profile.missing == "zero" else ()
+    return profile.first_id + int(zero[0]) if len(zero) else unknown_id
 
 
 def _merged(
@@ -346,5 +360,7 @@ def by_name(name: str) -> Profile:
     """Raises InputError for a name that is none, with the nearest one."""
     if name not in ALL:
         near = difflib.get_close_matches(name, ALL, n=1)
-        raise InputError(f"no profile '{name}'; " + (f"did you mean '{near[0]}'?" if near else f"there are {', '.join(ALL)}"))
+        raise InputError(
+            f"no profile '{name}'; " + (f"did you mean '{near[0]}'?" if near else f"there are {', '.join(ALL)}")
+        )
     return ALL[name]

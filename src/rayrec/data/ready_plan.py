@@ -17,7 +17,6 @@ from rayrec.data.ready_tasks import Task
 
 MOST_SHUFFLE_TASKS = 1024
 """Of a full shuffle: each of its second half reads from all of its first."""
-_UNPACKED = re.compile(r"^[0-9a-f]{16}-")  # what log.unpack puts before a name
 _ENDINGS = re.compile(r"\.(txt|tsv|csv|log)$")
 
 
@@ -95,7 +94,7 @@ def _stems(paths: Sequence[str]) -> list[str]:
     """What the names of a raw file's ready-made files begin with: day_0, train; with a number where two are alike."""
     stems: list[str] = []
     for path in paths:
-        stem = first = _ENDINGS.sub("", _UNPACKED.sub("", file_key(path))) or "log"
+        stem = first = _ENDINGS.sub("", file_key(path)) or "log"
         number = 1
         while stem in stems:
             number += 1

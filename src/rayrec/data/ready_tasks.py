@@ -19,9 +19,9 @@ import ray
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.ingest import read_raw
 from rayrec.data.position import Part
 from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.reading import read_raw
 from rayrec.data.ready_files import Matrix, file_checksum
 from rayrec.data.ready_formats import matrix_of, stored
 from rayrec.data.shuffle import Permutation, gather_runs, run_path, write_run

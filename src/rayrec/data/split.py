@@ -57,7 +57,9 @@ def _by_name(index: LogIndex) -> dict[str, tuple[int, int]]:
             raise InputError(f"split named_files: {segment.path} begins with none of train, valid, test; rename it")
         start, stop = split.get(name, (segment.first_row, segment.first_row))
         if stop != segment.first_row:
-            raise InputError(f"split named_files: the files of {name} do not follow each other at {segment.path}; join them")
+            raise InputError(
+                f"split named_files: the files of {name} do not follow each other at {segment.path}; join them"
+            )
         split[name] = (start, segment.first_row + segment.rows)
     missing = [name for name in NAMES[:2] if name not in split]
     if missing:

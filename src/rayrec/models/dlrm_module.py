@@ -61,7 +61,9 @@ class DLRM(nn.Module):
         """The batch's weighted loss (a scalar, 0 for a batch without rows), and the step's outputs."""
         penalty = batch.loss_weight * self.embedding_penalty
         logits = self.score(batch.dense_features, batch.sparse_features, penalty)
-        row_losses = functional.binary_cross_entropy_with_logits(logits, batch.labels, weight=batch.weights, reduction="sum")
+        row_losses = functional.binary_cross_entropy_with_logits(
+            logits, batch.labels, weight=batch.weights, reduction="sum"
+        )
         loss = row_losses * batch.loss_weight
         return loss, StepOutput(loss.detach(), logits.detach(), batch.labels)
 

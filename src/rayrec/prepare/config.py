@@ -12,8 +12,8 @@ from rayrec import storage
 from rayrec.config import Config, InputError
 from rayrec.data import ready
 from rayrec.data.engine import Engine
-from rayrec.data.ingest import open_log
 from rayrec.data.log import LogIndex
+from rayrec.data.opening import open_log
 from rayrec.data.profiles import Profile, by_name
 from rayrec.data.split import Split
 from rayrec.datasets.criteo import SCHEMA

@@ -44,9 +44,13 @@ def environment(name: str, *, folder: str, note: Callable[[str], None]) -> str:
         for command in ([sys.executable, "-m", "venv", place], [*pip, "-r", requirements]):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
-                lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+                lines = [
+                    line for line in done.stderr.splitlines() if line.startswith("ERROR")
+                ] or done.stderr.splitlines()
                 why = lines[0].strip() if lines else f"exit status {done.returncode}"
-                raise InputError(f"{place}: {' '.join(command[1:4])} failed ({why}); see what pip can reach, and call again")
+                raise InputError(
+                    f"{place}: {' '.join(command[1:4])} failed ({why}); see what pip can reach, and call again"
+                )
         with open(os.path.join(place, _COMPLETE), "w"):
             pass
     return python

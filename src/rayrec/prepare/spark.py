@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -134,7 +134,9 @@ class SparkEngine:
         status = self.process.wait()
         with open(os.path.join(self.folder, "driver.log"), errors="replace") as file:
             lines = [line.strip() for line in file if line.strip()]
-        why = next((line for line in reversed(lines) if "Error" in line or "Exception" in line), f"exit status {status}")
+        why = next(
+            (line for line in reversed(lines) if "Error" in line or "Exception" in line), f"exit status {status}"
+        )
         return f"Spark's driver ended ({why[:300]}); its log is {self._kept_log()}"
 
     def _kept_log(self) -> str:
@@ -170,20 +172,16 @@ class SparkEngine:
         if failed:
             # The whole group: the JVM and its Python workers are the driver's children.
             _signal(self.process, signal.SIGTERM)
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 self.process.wait(5.0)
-            except subprocess.TimeoutExpired:
-                pass
             _signal(self.process, signal.SIGKILL)
             self.process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def _start(python: str, folder: str, config: SparkConfig, ray_address: str | None) -> subprocess.Popen[str]:

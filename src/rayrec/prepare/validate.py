@@ -15,11 +15,12 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import ready, report
 from rayrec.data.engine import Engine
-from rayrec.data.ingest import open_log, read_raw
 from rayrec.data.log import LogIndex, Segment
+from rayrec.data.opening import open_log
 from rayrec.data.parsing import PADDING_BYTES
 from rayrec.data.position import Part
 from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.reading import read_raw
 from rayrec.data.tally import Tally, TallyJob, as_columns, faults_by_column, quantile_edges
 from rayrec.native import keep_freed_memory
 from rayrec.observe.console import Console

@@ -20,9 +20,10 @@ import ray.exceptions
 from rayrec import storage
 from rayrec.checkpoint import verify
 from rayrec.config import InputError
-from rayrec.data.ingest import open_log, share_preprocessor
+from rayrec.data.ingest import share_preprocessor
 from rayrec.data.labels import has_labels
 from rayrec.data.log import select
+from rayrec.data.opening import open_log
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import Part, blocks_of_epoch
 from rayrec.data.ray_tasks import RayEngine

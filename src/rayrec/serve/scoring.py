@@ -16,7 +16,7 @@ import ray.data
 from ray.data import ActorPoolStrategy, DataContext, ExecutionOptions
 
 from rayrec.config import InputError
-from rayrec.data.ingest import open_block
+from rayrec.data.reading import open_block
 from rayrec.serve.lines import good_lines
 
 if TYPE_CHECKING:

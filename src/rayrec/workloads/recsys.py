@@ -123,7 +123,7 @@ class ClickWorkload(Workload):
         )
 
     def _index(self, data: DataConfig, context: RunContext) -> LogIndex:
-        from rayrec.data.ingest import open_log
+        from rayrec.data.opening import open_log
         from rayrec.data.ray_tasks import RayEngine
 
         assert data.path is not None

@@ -21,8 +21,8 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.columns import RawColumns, RawSparse
 from rayrec.data.counting import NO_ROW, CountingJob, Counts, count_log, count_parts, index_and_count
-from rayrec.data.ingest import index_log
 from rayrec.data.log import LogIndex, cut, index_chunk, numbered, read_segments, select
+from rayrec.data.opening import index_log
 from rayrec.data.parsing import Faults, RawRows, parse
 from rayrec.data.position import Part
 from rayrec.data.profiles import DENSE_LOW_BITS, DENSE_UNITS

@@ -18,7 +18,6 @@ from rayrec.batch import ClickBatch
 from rayrec.data import loader as loader_module
 from rayrec.data.counting import count_parts
 from rayrec.data.encoded import Bags, EncodedRows, from_arrow, to_arrow
-from rayrec.data.ingest import encode_block
 from rayrec.data.loader import ClickLoader, sparse_features
 from rayrec.data.log import LogIndex, cut, index_chunk, numbered, read_segments, select
 from rayrec.data.parsing import Faults, parse
@@ -26,6 +25,7 @@ from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import Block, EpochOrder, Part, Piece, Position
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.profiles import RAYREC, make_preprocessor
+from rayrec.data.reading import encode_block
 from rayrec.datasets.criteo import SCHEMA
 
 ROWS = 700
@@ -252,7 +252,9 @@ def test_sparse_features() -> None:
 
 
 def bags_of(lists: list[list[int]]) -> Bags:
-    return Bags(np.array(sum(lists, []), np.int64), np.array([len(one) for one in lists], np.int32))
+    return Bags(
+        np.array([one for row in lists for one in row], np.int64), np.array([len(one) for one in lists], np.int32)
+    )
 
 
 def test_batches_hold_any_number_of_ids_a_row() -> None:

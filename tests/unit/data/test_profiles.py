@@ -101,9 +101,7 @@ def test_mlperf_v1_tells_categories_apart_by_their_remainder(tmp_path: Path) -> 
         (1, (4, 3), [[2, 2, 3, 0, 1, 2], [2, 0, 2, 2, 2, 1]]),
     ],
 )
-def test_torchrec(
-    tmp_path: Path, min_count: int, sizes: tuple[int, int] | None, expected: list[list[int]]
-) -> None:
+def test_torchrec(tmp_path: Path, min_count: int, sizes: tuple[int, int] | None, expected: list[list[int]]) -> None:
     _, dense, ids = encoded(TORCHREC.replace(min_count=min_count, num_embeddings=sizes), tmp_path)
     a = [2.30258512, 1.60943794, 1.38629436, 1.60943794, 4.82831383, 2.07944155]
     np.testing.assert_allclose(dense[0], a, rtol=2e-7)
@@ -218,8 +216,14 @@ def test_ids_do_not_depend_on_how_the_log_is_divided(click_log: Path, tmp_path: 
     text = b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:3000])
     (tmp_path / "day_0").write_bytes(text)
     for profile in ALL.values():
-        hashes = {made(profile, index_of(tmp_path, text, schema=CRITEO, segment_bytes=size), CRITEO).hash()
-                  for size in (7_000, 100_000, 1 << 24)} if profile.dense != "buckets" else {""}
+        hashes = (
+            {
+                made(profile, index_of(tmp_path, text, schema=CRITEO, segment_bytes=size), CRITEO).hash()
+                for size in (7_000, 100_000, 1 << 24)
+            }
+            if profile.dense != "buckets"
+            else {""}
+        )
         assert len(hashes) == 1, profile.name
 
 
@@ -275,7 +279,7 @@ def test_against_torchrec_itself(
     ids = np.concatenate([np.load(npy / f"day_{day}_sparse_contig_freq.npy") for day in (0, 1)])
     dense = np.concatenate([np.load(npy / f"day_{day}_dense.npy") for day in (0, 1)])
     labels = np.concatenate([np.load(npy / f"day_{day}_labels.npy") for day in (0, 1)])
-    assert (np.array(ours.ids).T == ids).all()
+    assert (ids == np.array(ours.ids).T).all()
     np.testing.assert_allclose(ours.dense, dense, rtol=3e-7)
     assert (ours.labels == labels[:, 0]).all()
 

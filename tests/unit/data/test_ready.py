@@ -22,7 +22,6 @@ from rayrec.config import InputError
 from rayrec.data import ready, ready_maps
 from rayrec.data.counting import count_log
 from rayrec.data.encoded import Bags, EncodedRows, Ids
-from rayrec.data.ingest import encode_block, read_raw
 from rayrec.data.log import LogIndex, cut, index_chunk, numbered, select
 from rayrec.data.multi_hot import MultiHot
 from rayrec.data.parsing import Faults
@@ -30,6 +29,7 @@ from rayrec.data.position import EpochOrder, Part, whole
 from rayrec.data.preprocess import preprocess
 from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
 from rayrec.data.profiles import ALL, make_preprocessor
+from rayrec.data.reading import encode_block, read_raw
 from rayrec.data.split import Split
 from rayrec.data.tables import index_tables
 from rayrec.datasets.criteo import SCHEMA

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from rayrec.config import InputError
+from rayrec.data.labels import has_labels
 from rayrec.launch.cluster import Node
 from rayrec.schema import Schema
-from rayrec.data.labels import has_labels
 from rayrec.serve.predict import cache_folder
 from rayrec.serve.scoring import Pool, plan_pool, sigmoid
 
