@@ -13,7 +13,7 @@ from rows import emit, say
 
 from rayrec.observe.console import Console
 from rayrec.recipes import criteo_demo
-from rayrec.train.trainer import train
+from rayrec.training.trainer import train
 
 
 def main(*, quick: bool) -> None:

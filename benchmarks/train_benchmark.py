@@ -64,7 +64,7 @@ def from_raw(*, path: str, precision: str, batch_size: int, workers: int, steps:
     """Rows/s from raw TSV (or from what `path` is), under Ray Train, once the first fifth of the steps is over."""
     from rayrec.observe.console import Console
     from rayrec.observe.events import read_events
-    from rayrec.train.trainer import train
+    from rayrec.training.trainer import train
 
     with tempfile.TemporaryDirectory() as storage:
         cache = os.path.join(os.path.dirname(log or path), ".cache")

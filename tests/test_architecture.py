@@ -101,7 +101,14 @@ def _wanted() -> list[tuple[str, Requirement]]:
     shim = tomllib.loads((ROOT / "packaging" / "fbgemm-gpu-cpu" / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     torchrec = [text for text in extras["cuda"] if text.startswith("torchrec")]
-    texts = [*project["dependencies"], *extras["test"], *extras["check"], *torchrec, *shim["dependencies"]]
+    texts = [
+        *project["dependencies"],
+        *extras["test"],
+        *extras["check"],
+        *extras["spark"],
+        *torchrec,
+        *shim["dependencies"],
+    ]
     return list(closure(map(Requirement, texts), installed_distributions()))
 
 

@@ -7,7 +7,6 @@ import re
 from typing import TYPE_CHECKING, Any, Literal
 
 from rayrec import storage
-from rayrec.config import InputError
 
 if TYPE_CHECKING:
     import ray.data
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from rayrec.prepare.config import PreparationConfig
     from rayrec.prepare.validate import Gates
     from rayrec.prepare.validate import Report as DataReport
-    from rayrec.train.trainer import Result
+    from rayrec.training.trainer import Result
     from rayrec.workloads.base import TrainConfig
 
 
@@ -120,8 +119,8 @@ def fetch(
 
 
 def train(config: TrainConfig, *, console: Console | None = None) -> Result:
-    """Trains a recipe; see `rayrec.train.trainer.train`."""
-    from rayrec.train.trainer import train as run
+    """Trains a recipe; see `rayrec.training.trainer.train`."""
+    from rayrec.training.trainer import train as run
 
     require_files(config)
     return run(config, console=console)

@@ -125,6 +125,7 @@ def _with_schema(arguments: list[str]) -> tuple[list[str], Schema | None]:
 
 
 Preparation = Annotated[PreparationConfig, tyro.conf.OmitArgPrefixes]
+DEFAULT_GATES = Gates()
 
 
 def _prepare(verb: str, function: Callable[[PreparationConfig], Any], arguments: list[str]) -> Any:
@@ -195,7 +196,7 @@ def validate(arguments: list[str]) -> None:
 
     def command(default: PreparationConfig) -> Any:
         def run(
-            path: Path_, preprocessor: str | None = None, gates: Gates = Gates(), config: Preparation = default
+            path: Path_, preprocessor: str | None = None, gates: Gates = DEFAULT_GATES, config: Preparation = default
         ) -> Report:
             """Report on a log: faults, missing values, label rate, categories, drift. Exit status 2 where a gate fails.
             --schema FILE names the columns of a log that is not Criteo's.

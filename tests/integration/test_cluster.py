@@ -27,7 +27,7 @@ from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.data.ray_tasks import tasks_dataset
 from rayrec.launch import cluster as launch
-from rayrec.train.trainer import train
+from rayrec.training.trainer import train
 
 config = recipes.criteo_demo(sys.argv[1]).replace(
     storage_path=sys.argv[2], steps=4, batch_size=64, evaluate_every=4, cluster={"address": cluster.address},

@@ -18,7 +18,7 @@ from rayrec.observe.console import Console
 from rayrec.serve import predict as serving
 
 if TYPE_CHECKING:
-    from rayrec.train.trainer import Result
+    from rayrec.training.trainer import Result
     from rayrec.workloads.base import TrainConfig
 
 pytestmark = pytest.mark.ray
@@ -28,7 +28,7 @@ QUIET = Console(quiet=True)
 
 @pytest.fixture(scope="module")
 def result(local_ray: None, click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    from rayrec.train.trainer import train
+    from rayrec.training.trainer import train
 
     model = {"embedding_dim": 4, "bottom_mlp": (16, 4), "top_mlp": (16, 1)}
     config = recipes.criteo_demo(path=str(click_log / "train.txt")).replace(

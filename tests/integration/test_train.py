@@ -18,7 +18,7 @@ from rayrec import recipes
 from rayrec.checkpoint import Checkpoint, committed, weights_sha256
 from rayrec.config import InputError
 from rayrec.observe.events import read_events
-from rayrec.train.trainer import Result, train
+from rayrec.training.trainer import Result, train
 from rayrec.workloads.base import TrainConfig
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

@@ -228,7 +228,7 @@ class _Slicer:
             ]
         shapes = [(count, *column.shape[1:]) for column in first if isinstance(column, np.ndarray)]
         sizes = [math.prod(shape) for shape in shapes]
-        values = np.empty(sum(sizes), first[0].dtype if first else np.int32)  # type: ignore[union-attr]
+        values = np.empty(sum(sizes), first[0].dtype if len(first) else np.int32)  # type: ignore[union-attr]
         columns, begin = [], 0
         for c, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
             out, done = values[begin : begin + size].reshape(shape), 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import posixpath
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -264,6 +266,16 @@ def _decompressed(path: str) -> Iterator[bytes]:
                     engine = zlib.decompressobj(wbits=31)
     if not engine.eof:
         raise InputError(f"{path}: the gzip file ends in the middle; fetch it again")
+
+
+def source_of(path: str) -> tuple[str, str]:
+    """What tells apart the user's file that a segment's rows come from, and its base name, where they were unpacked (see
+    `unpacked_path`) or written anew in several parts (see data/row_groups.py)."""
+    folder, base = posixpath.split(path)
+    rewritten = re.fullmatch(r"(.*/tables/[0-9a-f]{16})/\d{5}", folder)
+    if rewritten:
+        return rewritten[1], base.removesuffix(".parquet")
+    return path, re.sub(r"^[0-9a-f]{16}-", "", base)
 
 
 def select(index: LogIndex, start: int, stop: int) -> list[tuple[Segment, int, int]]:

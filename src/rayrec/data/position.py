@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rayrec.data.log import Segment
+from rayrec.data.log import Segment, source_of
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ def blocks_of_epoch(
     if shuffle == "none":
         ordered = parts
     elif shuffle == "files":
-        paths = sorted({part.segment.path for part in parts})
-        rank = {paths[i]: place for place, i in enumerate(_generator(seed, epoch).permutation(len(paths)))}
-        ordered = sorted(parts, key=lambda part: rank[part.segment.path])
+        files = sorted({source_of(part.segment.path) for part in parts})
+        rank = {files[i]: place for place, i in enumerate(_generator(seed, epoch).permutation(len(files)))}
+        ordered = sorted(parts, key=lambda part: rank[source_of(part.segment.path)])
     elif shuffle == "window":
         ordered = [parts[i] for i in _generator(seed, epoch).permutation(len(parts))]
     else:

@@ -6,9 +6,6 @@ import ctypes
 import hashlib
 import io
 import json
-import posixpath
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -18,7 +15,8 @@ import numpy as np
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.columns import RawColumns, encode_columns
-from rayrec.data.encoded import EncodedRows, Ids
+from rayrec.data.encoded import EncodedRows
+from rayrec.data.log import source_of
 from rayrec.data.multi_hot import MultiHot
 from rayrec.data.parsing import RawRows
 from rayrec.native import library
@@ -311,8 +309,9 @@ class Preprocessor:
             ctypes.c_int64(rows),
             ctypes.c_void_p(labels.ctypes.data if labels is not None else None),
         )
-        bags: Sequence[Ids] = ids if self.multi_hot is None else self.multi_hot.expand(ids, self.num_embeddings)
-        return EncodedRows(dense, bags, labels)
+        if self.multi_hot is None:
+            return EncodedRows(dense, ids, labels)  # type: ignore[arg-type]  # a matrix is a sequence of its rows
+        return EncodedRows(dense, self.multi_hot.expand(list(ids), self.num_embeddings), labels)
 
 
 def _build_slots(tokens: np.ndarray, ids: np.ndarray, out: np.ndarray) -> bool:
@@ -334,9 +333,8 @@ def murmur3(token: int) -> int:
 
 
 def file_key(path: str) -> str:
-    """The name by which constants of a file are kept, wherever the file lies and whether or not it is packed (what is
-    unpacked has 16 hexadecimal digits and a dash before its name)."""
-    return re.sub(r"^[0-9a-f]{16}-", "", posixpath.basename(path)).removesuffix(".gz").removesuffix(".parquet")
+    """The name by which constants of a file are kept, wherever the file lies and whether or not it is packed."""
+    return source_of(path)[1].removesuffix(".gz").removesuffix(".parquet")
 
 
 def adapt(raw: RawRows, *, integer_buckets: bool, file_minimum: dict[str, int] | None) -> RawRows:

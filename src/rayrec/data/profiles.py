@@ -113,6 +113,23 @@ class Profile(Config):
         dtype: Literal["uint32", "uint64"] = "uint32" if schema.tokens == "hexadecimal" else "uint64"
         return CountingJob(schema, prepare=self.prepare, dtype=dtype, first_rows=self.first_rows)
 
+    def check(self, schema: Schema) -> None:
+        """Raises InputError where these rules cannot be followed on a log of `schema`."""
+        if schema.tokens == "hexadecimal":
+            return
+        rules = {
+            "dense buckets": self.dense == "buckets",
+            "dense_from_file_minimum": self.dense_from_file_minimum,
+            "token_modulo": self.token_modulo is not None,
+            "ids murmur3": self.ids == "murmur3",
+            "multi_hot": self.multi_hot is not None,
+        }
+        unfit = [name for name, used in rules.items() if used]
+        if unfit:
+            raise InputError(
+                f"profile {self.name}: {' and '.join(unfit)} need a log of hexadecimal tokens, such as Criteo's"
+            )
+
     def inputs(self, schema: Schema) -> Schema:
         """The columns that are counted and that the model gets."""
         if self.dense != "buckets":
@@ -123,6 +140,7 @@ class Profile(Config):
 def make_preprocessor(profile: Profile, schema: Schema, counts: Counts) -> Preprocessor:
     """Turns counts of a log of `schema` into a Preprocessor. It depends on the rows counted alone, not on how they were
     divided among tasks. Raises InputError for a log that the profile does not fit."""
+    profile.check(schema)
     inputs = profile.inputs(schema)
     if profile.num_embeddings is not None and len(profile.num_embeddings) != len(inputs.sparse):
         raise InputError(
@@ -235,8 +253,9 @@ def _missing_id(profile: Profile, known: _Known, unknown_id: int) -> int:
         return profile.missing
     if profile.missing == "token" and known.gap is not None:
         return profile.first_id + known.gap
-    zero = np.flatnonzero(known.tokens == 0) if profile.missing == "zero" else ()
-    return profile.first_id + int(zero[0]) if len(zero) else unknown_id
+    if profile.missing == "zero" and len(zero := np.flatnonzero(known.tokens == 0)):
+        return profile.first_id + int(zero[0])
+    return unknown_id
 
 
 def _merged(

@@ -10,12 +10,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import ray
 
 from rayrec import storage
 from rayrec.config import InputError
@@ -27,6 +26,9 @@ from rayrec.data.ready_formats import matrix_of, stored
 from rayrec.data.shuffle import Permutation, gather_runs, run_path, write_run
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
+
+if TYPE_CHECKING:
+    import ray
 
 JOB = "job.json"
 """Says what an unfinished folder is being made of."""
@@ -91,6 +93,8 @@ def _loaded(folder: str) -> Preprocessor:
 
 @lru_cache(maxsize=1)
 def _shared(reference: ray.ObjectRef) -> Preprocessor:
+    import ray  # Spark's executors need none
+
     return ray.get(reference)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import posixpath
 from dataclasses import dataclass
 from typing import Literal
 
 from rayrec.config import Config, InputError
-from rayrec.data.log import LogIndex
+from rayrec.data.log import LogIndex, source_of
 
 NAMES = ("train", "validation", "test")
 
@@ -34,15 +33,16 @@ class Split(Config):
         if self.kind == "sevenths":
             boundary = index.rows - index.rows // 7
         else:
-            last = index.segments[-1].path if index.segments else ""
-            boundary = next((s.first_row for s in index.segments if s.path == last), 0)
+            last = source_of(index.segments[-1].path) if index.segments else None
+            boundary = next((s.first_row for s in index.segments if source_of(s.path) == last), 0)
         middle = boundary + (index.rows - boundary + 1) // 2
         first, second = NAMES[:0:-1] if self.test_first else NAMES[1:]
         split = {"train": (0, boundary), first: (boundary, middle), second: (middle, index.rows)}
         empty = [name for name in NAMES if split[name][0] >= split[name][1]]
         if empty:
+            num_files = len({source_of(segment.path) for segment in index.segments})
             raise InputError(
-                f"split {self.kind}: {index.rows} rows in {len({s.path for s in index.segments})} files leave no rows for "
+                f"split {self.kind}: {index.rows} rows in {num_files} files leave no rows for "
                 f"{' and '.join(empty)}; give more data, or an evaluation log with --eval-data.path"
             )
         return {name: split[name] for name in NAMES}
@@ -51,7 +51,7 @@ class Split(Config):
 def _by_name(index: LogIndex) -> dict[str, tuple[int, int]]:
     split: dict[str, tuple[int, int]] = {}
     for segment in index.segments:
-        base = posixpath.basename(segment.path).lower()
+        base = source_of(segment.path)[1].lower()
         name = next((name for name in NAMES if base.startswith(name[:5])), None)
         if name is None:
             raise InputError(f"split named_files: {segment.path} begins with none of train, valid, test; rename it")

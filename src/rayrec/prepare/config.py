@@ -125,13 +125,15 @@ def engine(config: PreparationConfig, console: Console) -> Iterator[Engine]:
         yield spark
 
 
-def raw_index(path: str, config: PreparationConfig, engine: Engine, console: Console) -> LogIndex:
+def raw_index(
+    path: str, config: PreparationConfig, engine: Engine, console: Console, *, labelled: bool = True
+) -> LogIndex:
     """The index of a raw log. Raises InputError for one that cannot be used."""
     if ready.is_ready(path):
         raise InputError(f"{path}: is ready-made data; give the raw log it was made from")
     index = open_log(
         path,
-        config.schema,
+        config.schema if labelled else config.schema.unlabelled(),
         files=config.files,
         segment_bytes=config.segment_bytes,
         engine=engine,
@@ -139,7 +141,12 @@ def raw_index(path: str, config: PreparationConfig, engine: Engine, console: Con
         note=console.note,
         progress=console.progress,
     )
+    check_index(index, path, config, console)
+    return index
+
+
+def check_index(index: LogIndex, path: str, config: PreparationConfig, console: Console) -> None:
+    """Raises InputError for a log that cannot be used; says what of it is left out."""
     index.check(config.max_bad_fraction, path)
     if index.faults.total:
         console.note(f"{path}: {index.faults.describe()}; they are left out")
-    return index

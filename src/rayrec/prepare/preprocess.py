@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import preprocess as writing
+from rayrec.data.labels import has_labels
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, engine, raw_index
@@ -30,15 +30,14 @@ def preprocess(
     Raises InputError for an unusable log, a Preprocessor of another schema, a format that cannot hold the rows, or where
     `out` exists.
     """
-    if storage.exists(out):
-        raise InputError(f"{out}: exists already; remove it or choose another --out")
     given = Preprocessor.load(preprocessor) if preprocessor else None
     if given is not None and given.schema != config.schema:
         raise InputError(
             f"{preprocessor}: made for columns {given.schema.columns}, the log has {config.schema.columns}"
         )
     with console.preparing(), engine(config, console) as running:
-        index = raw_index(path, config, running, console)
+        labelled = has_labels(path, config.schema)
+        index = raw_index(path, config, running, console, labelled=labelled)
         sets = sets_of(index, config)
         used = given or count(index, sets, config, running, console)
         result = writing.preprocess(
@@ -51,6 +50,7 @@ def preprocess(
             segments_per_task=config.segments_per_block,
             shuffle=shuffle,
             seed=seed,
+            labelled=labelled,
             progress=lambda rows: console.progress("preprocess (rows)", rows, index.rows),
             note=console.note,
         )

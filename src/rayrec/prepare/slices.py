@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import posixpath
-import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from rayrec.data.log import LogIndex, Segment
+from rayrec.data.log import LogIndex, Segment, source_of
 from rayrec.data.position import Part
 
 MAX_SLICES = 64
@@ -25,23 +23,12 @@ class Slice:
     """[start, stop): rows of the log"""
 
 
-def _source(path: str) -> tuple[str, str]:
-    """What tells the file apart that a segment's rows come from, and its name, where these were unpacked or written anew."""
-    folder, base = posixpath.split(path)
-    rewritten = re.fullmatch(r"(.*/tables/[0-9a-f]{16})/\d{5}", folder)
-    if rewritten:
-        return rewritten[1], base.removesuffix(".parquet")
-    if posixpath.basename(folder) == "unpacked" and re.match(r"[0-9a-f]{16}-", base):
-        return path, base[17:]
-    return path, base
-
-
 def slices_of(index: LogIndex) -> tuple[str, list[Slice]]:
     """What the slices are (file, files, seventh), and the slices in the order of the log."""
     files: list[Slice] = []
     last = None
     for segment in index.segments:
-        key, name = _source(segment.path)
+        key, name = source_of(segment.path)
         stop = segment.first_row + segment.rows
         if key == last:
             files[-1] = replace(files[-1], stop=stop)

@@ -6,14 +6,16 @@ from typing import Any
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.counting import count_log
+from rayrec.data.counting import count_log, index_and_count
 from rayrec.data.engine import Engine
 from rayrec.data.log import LogIndex, select
+from rayrec.data.opening import plain_files
 from rayrec.data.position import Part
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.profiles import make_preprocessor
+from rayrec.data.tables import is_table
 from rayrec.observe.console import Console
-from rayrec.prepare.config import PreparationConfig, engine, raw_index
+from rayrec.prepare.config import PreparationConfig, cache_folder, check_index, engine, raw_index
 
 
 def vocabulary(path: str, *, out: str, config: PreparationConfig, console: Console) -> dict[str, Any]:
@@ -24,9 +26,13 @@ def vocabulary(path: str, *, out: str, config: PreparationConfig, console: Conso
     """
     if storage.exists(out):
         raise InputError(f"{out}: exists already; remove it or choose another --out")
+    config.rules.check(config.schema)
     with console.preparing(), engine(config, console) as running:
-        index = raw_index(path, config, running, console)
-        preprocessor = count(index, sets_of(index, config), config, running, console)
+        if config.split == "none" or config.rules.counted == "all":
+            index, preprocessor = _index_and_count(path, config, running, console)
+        else:
+            index = raw_index(path, config, running, console)
+            preprocessor = count(index, sets_of(index, config), config, running, console)
     with storage.writing_folder(out) as folder:
         preprocessor.save(folder)
     return {
@@ -37,6 +43,31 @@ def vocabulary(path: str, *, out: str, config: PreparationConfig, console: Conso
         "bad_rows": index.faults.total,
         "num_embeddings": dict(zip(preprocessor.inputs.sparse, preprocessor.num_embeddings, strict=True)),
     }
+
+
+def _index_and_count(
+    path: str, config: PreparationConfig, engine: Engine, console: Console
+) -> tuple[LogIndex, Preprocessor]:
+    """The index and the Preprocessor of all rows; those of text are read once for both."""
+    found = storage.list_files(path, names=config.files)
+    if is_table(found, config.schema):
+        index = raw_index(path, config, engine, console)
+        return index, count(index, None, config, engine, console)
+    cache = storage.absolute(cache_folder())
+    files = plain_files(found, unpack_folder=storage.join(cache, "unpacked"), engine=engine, note=console.note)
+    size = sum(file.size_bytes for file in files)
+    index, counts = index_and_count(
+        files,
+        config.rules.counting(config.schema),
+        segment_bytes=config.segment_bytes,
+        engine=engine,
+        cache_folder=cache,
+        memory_bytes=config.memory_bytes,
+        progress=lambda done: console.progress("vocabulary (bytes)", done, size),
+    )
+    with counts:
+        check_index(index, path, config, console)
+        return index, make_preprocessor(config.rules, config.schema, counts)
 
 
 def sets_of(index: LogIndex, config: PreparationConfig) -> dict[str, tuple[int, int]] | None:

@@ -81,7 +81,7 @@ def _bad_lines(text: np.ndarray, bounds: np.ndarray, low: int, high: int, *, scr
     if faults.total == high - low:
         return list(range(low, high))
     if faults.total <= Faults.keep:
-        return [int(line) for line in np.searchsorted(bounds, [fault.byte for fault in faults.first])]
+        return [int(line) for line in np.searchsorted(bounds, [fault.byte or 0 for fault in faults.first])]
     middle = (low + high) // 2
     find = functools.partial(_bad_lines, text, bounds, scratch=scratch)
     return find(low, middle) + find(middle, high)

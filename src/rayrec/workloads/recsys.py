@@ -86,6 +86,7 @@ class ClickWorkload(Workload):
             raise InputError("torchrec is not installed, which click models need; `rayrec doctor` says how to mend it")
         config = context.config
         assert config.train_data.path is not None
+        self.profile.check(self.schema)
         index = self._index(config.train_data, context)
         bad_rows = index.faults.total
         if config.eval_data.path is None:

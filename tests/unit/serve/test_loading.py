@@ -32,11 +32,11 @@ def config() -> TrainConfig:
 
 @pytest.fixture(scope="module")
 def preprocessor(config: TrainConfig) -> Preprocessor:
-    return Preprocessor.build(
+    return Preprocessor(
         profile="rayrec",
         schema=config.workload.schema,  # type: ignore[attr-defined]
-        dense=[DenseColumn(mean=1.0, scale=0.5)] * 13,
-        sparse=[SparseColumn(num_embeddings=rows, num_tokens=None) for rows in NUM_EMBEDDINGS],
+        dense=(DenseColumn(mean=1.0, scale=0.5),) * 13,
+        sparse=tuple(SparseColumn(num_embeddings=rows, num_tokens=None) for rows in NUM_EMBEDDINGS),
         tokens=np.empty(0, np.uint32),
         constants={},
     )

@@ -18,9 +18,9 @@ from rayrec.checkpoint import Checkpoint, folder_of, latest, restore, save
 from rayrec.data.placement import TaskPlacement
 from rayrec.native import keep_freed_memory
 from rayrec.observe.events import EventWriter
-from rayrec.train import loop
-from rayrec.train.loop import Progress
-from rayrec.train.state import all_tensors, make_state, model_tensors
+from rayrec.training import loop
+from rayrec.training.loop import Progress
+from rayrec.training.state import all_tensors, make_state, model_tensors
 from rayrec.workloads.base import TrainConfig, WorkerContext, WorkerSetup
 
 NOT_EVALUATED = -1e30

@@ -113,7 +113,7 @@ def _fit(config: TrainConfig, root: str, folder: str, prepared: Any, shares: clu
     import ray.train
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    from rayrec.train.worker import Assignment, train_worker
+    from rayrec.training.worker import Assignment, train_worker
 
     assignment = Assignment(config, prepared, folder, shares.per_worker, config.scaling.threads_per_worker)
     trainer = TorchTrainer(

@@ -1,0 +1,340 @@
+"""Prepared data in place of the raw log: the same weights, bit for bit; and logs that are not Criteo's."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as arrow_csv
+import pyarrow.parquet as pq
+import pytest
+
+import rayrec
+from rayrec import recipes
+from rayrec.api import predict_to
+from rayrec.config import InputError
+from rayrec.data.synthetic import generate
+from rayrec.data.tables import column_names
+from rayrec.datasets.criteo import SCHEMA
+from rayrec.observe.console import Console
+from rayrec.schema import Schema, load_schema
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
+
+QUIET = Console(quiet=True)
+BLOCKS = {"block_bytes": 1 << 18, "segments_per_block": 4}
+SMALL = {
+    "steps": 6,
+    "evaluate_every": 6,
+    "batch_size": 256,
+    "scaling": {"num_workers": 1, "cpus_per_worker": 0.5},
+    "train_data": BLOCKS,
+    "eval_data": BLOCKS,
+}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path_factory.getbasetemp() / "prepare-cache"))
+
+
+def trained(path: Path, runs: Path, *, name: str, **changes: Any) -> dict[str, Any]:
+    config = recipes.criteo_demo(str(path)).replace(**SMALL, storage_path=str(runs), name=name).updated(changes)
+    return rayrec.train(config, console=QUIET).summary
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("log")
+    generate(str(folder), rows=6_000, seed=3, parallelism=1)
+    return folder / "train.txt"
+
+
+@pytest.mark.parametrize("format", ["binary", "npy", "parquet"])
+def test_ready_made_data_trains_the_same_weights(log: Path, tmp_path: Path, format: str) -> None:
+    """The vocabulary is counted from the training rows in both cases, and every batch is the same."""
+    raw = trained(log, tmp_path, name="raw")
+    made = rayrec.preprocess(
+        str(log), out=str(tmp_path / format), format=format, split="sevenths", console=QUIET, **BLOCKS
+    )
+    assert made["rows"] == 6_000
+    ready = trained(tmp_path / format, tmp_path, name="ready")
+    assert ready["preprocessor"] == raw["preprocessor"] == made["hash"]
+    assert ready["rows_of_sets"] == raw["rows_of_sets"]
+    assert ready["weights_sha256"] == raw["weights_sha256"]
+    assert ready["metrics"] == raw["metrics"]
+    in_memory = trained(tmp_path / format, tmp_path, name="in-memory", train_data={"in_memory": True})
+    assert in_memory["weights_sha256"] == raw["weights_sha256"]
+
+
+def test_ready_made_data_is_scored_like_the_raw_log(log: Path, tmp_path: Path) -> None:
+    summary = trained(log, tmp_path, name="run")
+    run = str(tmp_path / "run")
+    rayrec.preprocess(
+        str(log),
+        out=str(tmp_path / "ready"),
+        format="binary",
+        preprocessor=str(tmp_path / "run" / "preprocessor"),
+        console=QUIET,
+        **BLOCKS,
+    )
+    assert rayrec.evaluate(run, str(tmp_path / "ready")) == rayrec.evaluate(run, str(log))
+    for name, path in (("of-raw", log), ("of-ready", tmp_path / "ready")):
+        predict_to(run, str(path), out=str(tmp_path / name))
+    assert pq.read_table(tmp_path / "of-ready") == pq.read_table(tmp_path / "of-raw")
+    assert summary["rows"] == 6 * 256
+
+
+def test_a_preprocessor_of_another_log_is_refused(log: Path, tmp_path: Path) -> None:
+    rayrec.preprocess(str(log), out=str(tmp_path / "ready"), format="binary", console=QUIET, **BLOCKS)
+    rayrec.vocabulary(str(log), out=str(tmp_path / "other"), min_count=50, console=QUIET)
+    with pytest.raises(InputError, match=r"^[^\n]*was made with Preprocessor [^\n]*$"):
+        trained(tmp_path / "ready", tmp_path, name="run", workload={"preprocessor": str(tmp_path / "other")})
+
+
+def test_an_unlabelled_log_is_made_ready_and_scored(log: Path, tmp_path: Path) -> None:
+    """As Kaggle's test.txt: 39 columns."""
+    trained(log, tmp_path, name="run")
+    run = str(tmp_path / "run")
+    lines = log.read_bytes().splitlines(keepends=True)[:500]
+    (tmp_path / "test.txt").write_bytes(b"".join(line.partition(b"\t")[2] for line in lines))
+    (tmp_path / "labelled.txt").write_bytes(b"".join(lines))
+    rayrec.preprocess(
+        str(tmp_path / "test.txt"),
+        out=str(tmp_path / "ready"),
+        format="npy",
+        preprocessor=str(tmp_path / "run" / "preprocessor"),
+        console=QUIET,
+    )
+    tables = []
+    for name in ("test.txt", "labelled.txt", "ready"):
+        predict_to(run, str(tmp_path / name), out=str(tmp_path / f"scores-{name}"))
+        tables.append(pq.read_table(tmp_path / f"scores-{name}").select(["row", "score"]))
+    assert tables[0] == tables[1] == tables[2]
+    assert (np.load(tmp_path / "ready" / "test_labels.npy") == -1).all()
+
+
+def test_criteo_in_parquet_is_criteo_in_text(log: Path, tmp_path: Path) -> None:
+    types = {name: pa.int64() for name in (SCHEMA.label, *SCHEMA.dense)} | {name: pa.string() for name in SCHEMA.sparse}
+    table = arrow_csv.read_csv(
+        log,
+        read_options=arrow_csv.ReadOptions(column_names=list(SCHEMA.columns)),
+        parse_options=arrow_csv.ParseOptions(delimiter="\t"),
+        convert_options=arrow_csv.ConvertOptions(column_types=types, strings_can_be_null=True),
+    )
+    pq.write_table(table, tmp_path / "train.parquet", row_group_size=500)
+    made = [
+        rayrec.vocabulary(str(path), out=str(tmp_path / name), split="sevenths", console=QUIET)
+        for name, path in (("of-text", log), ("of-parquet", tmp_path / "train.parquet"))
+    ]
+    assert made[0]["hash"] == made[1]["hash"]
+    summary = trained(tmp_path / "train.parquet", tmp_path, name="run")
+    assert summary["preprocessor"] == made[0]["hash"]
+
+
+# Run modes -----------------------------------------------------------------------------------------------------------
+
+
+def days(folder: Path) -> Path:
+    """The files of criteo_small, with the rows of a synthetic log."""
+    generate(str(folder / "made"), rows=4_000, dialect="terabyte", days=5, seed=4, parallelism=1)
+    (folder / "days").mkdir()
+    for made, day in enumerate((0, 1, 2, 3, 23)):
+        (folder / "made" / f"day_{made}").rename(folder / "days" / f"day_{day}")
+    return folder / "days"
+
+
+def test_criteo_small_takes_its_days_and_says_what_is_missing(tmp_path: Path) -> None:
+    folder = days(tmp_path)
+    (folder / "day_7").write_text("not one of its files\n")
+    small = {
+        **SMALL,
+        "scaling": {"num_workers": 1, "cpus_per_worker": 0.5, "use_gpu": False},
+        "workload": {"model": {"embedding_dim": 8, "bottom_mlp": (8,), "top_mlp": (8, 1)}, "profile": {"min_count": 2}},
+        "storage_path": str(tmp_path / "runs"),
+    }
+    config = recipes.criteo_small(str(folder)).replace(**small, name="run")
+    summary = rayrec.train(config, console=QUIET).summary
+    rows = [len((folder / f"day_{day}").read_bytes().splitlines()) for day in (0, 1, 2, 3, 23)]
+    held_out = summary["rows_of_sets"]["validation"] + summary["rows_of_sets"]["test"]
+    assert (summary["rows_of_sets"]["train"], held_out) == (sum(rows[:4]), rows[4])
+    (folder / "day_2").unlink()
+    with pytest.raises(InputError) as caught:
+        rayrec.train(config.replace(name="other"), console=QUIET)
+    message = str(caught.value)
+    assert "\n" not in message
+    for told in ("day_2", "196,792,019", "rayrec fetch criteo_small"):
+        assert told in message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["mlperf_dlrm", "mlperf_dcnv2"])
+def test_mlperf_recipes_run_on_all_days(tmp_path: Path, recipe: str) -> None:
+    """Small models, but their own profile: ids modulo a limit, and for DCNv2 bags of many ids."""
+    generate(str(tmp_path / "days"), rows=2_400, dialect="terabyte", days=24, seed=5, parallelism=1)
+    config = recipes.ALL[recipe]().replace(
+        **{**SMALL, "train_data": {**BLOCKS, "path": str(tmp_path / "days")}, "steps": 3, "evaluate_every": 3},
+        storage_path=str(tmp_path / "runs"),
+        name="run",
+        workload={
+            "model": {"embedding_dim": 8, "bottom_mlp": (8,), "top_mlp": (8, 1), "cross_low_rank": 4},
+            "sparse_optimizer": {"learning_rate": 0.01},
+            "dense_optimizer": {"learning_rate": 0.01},
+        },
+        **{},
+    )
+    config = config.replace(scaling={"use_gpu": False})
+    summary = rayrec.train(config, console=QUIET).summary
+    assert summary["steps"] == 3
+    assert np.isfinite(summary["metrics"]["logloss"])
+    scores = rayrec.evaluate(str(tmp_path / "runs" / "run"), str(tmp_path / "days" / "day_23"))
+    assert scores["rows"] == summary["rows_of_sets"]["validation"] + summary["rows_of_sets"]["test"]
+
+
+def test_multi_hot_npz_trains_the_same_weights(log: Path, tmp_path: Path) -> None:
+    profile = {"multi_hot": recipes.mlperf_dcnv2().workload.profile.multi_hot, "min_count": 2}
+    raw = trained(log, tmp_path, name="raw", workload={"profile": profile})
+    rayrec.preprocess(
+        str(log),
+        out=str(tmp_path / "npz"),
+        format="npz",
+        preprocessor=str(tmp_path / "raw" / "preprocessor"),
+        split="sevenths",
+        console=QUIET,
+        **BLOCKS,
+    )
+    ready = trained(tmp_path / "npz", tmp_path, name="ready")
+    assert ready["weights_sha256"] == raw["weights_sha256"]
+    with np.load(tmp_path / "npz" / "train_sparse_multi_hot.npz") as bags:
+        assert bags["20"].shape == (6_000, 100)
+
+
+# Any click log -------------------------------------------------------------------------------------------------------
+
+MOVIES = Schema(
+    label="liked",
+    dense=("age",),
+    sparse=("user", "movie", "genres"),
+    lists=("genres",),
+    weight="importance",
+    tokens="any",
+    delimiter=",",
+)
+GENRES = ("action", "comedy", "drama", "film noir", "war")
+
+
+def ratings(rows: int) -> list[dict[str, Any]]:
+    rng = random.Random(0)
+    taste = {user: rng.sample(GENRES, 2) for user in range(40)}
+    made = []
+    for _ in range(rows):
+        user, genres = rng.randrange(40), rng.sample(GENRES, rng.randrange(4))
+        liked = rng.random() < (0.85 if set(genres) & set(taste[user]) else 0.1)
+        age = None if rng.random() < 0.05 else 15 + user
+        made.append(
+            {
+                "liked": int(liked),
+                "age": age,
+                "user": f"user {user}",
+                "movie": rng.randrange(300),
+                "genres": genres,
+                "importance": rng.choice([0.5, 1.0, 2.0]),
+                "comment": "left, alone",
+            }
+        )
+    return made
+
+
+def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows({**row, "genres": "|".join(row["genres"])} for row in rows)
+
+
+def test_a_log_of_ones_own_in_csv_and_parquet(tmp_path: Path) -> None:
+    """Both files give the same Preprocessor and weights; lists and weights are used; what is learnt is the taste."""
+    rows = ratings(4_000)
+    write_csv(tmp_path / "ratings.csv", rows)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "ratings.parquet", row_group_size=300)
+    summaries = []
+    for name in ("ratings.csv", "ratings.parquet"):
+        config = recipes.clicks(str(tmp_path / name), MOVIES).replace(
+            epochs=4,
+            batch_size=128,
+            storage_path=str(tmp_path / "runs"),
+            name=name,
+            evaluate_every=10_000,
+            scaling={"cpus_per_worker": 0.5},
+        )
+        summaries.append(rayrec.train(config, console=QUIET).summary)
+    assert summaries[0]["preprocessor"] == summaries[1]["preprocessor"]
+    assert summaries[0]["metrics"]["auroc"] > 0.8
+    # The files are cut differently, so the orders of rows are too; what is learnt is alike.
+    assert abs(summaries[0]["metrics"]["auroc"] - summaries[1]["metrics"]["auroc"]) < 0.05
+    run = str(tmp_path / "runs" / "ratings.csv")
+    assert rayrec.evaluate(run, str(tmp_path / "ratings.parquet"))["rows"] == 4_000
+    made = rayrec.preprocess(
+        str(tmp_path / "ratings.csv"),
+        out=str(tmp_path / "ready"),
+        format="parquet",
+        preprocessor=str(tmp_path / "runs" / "ratings.csv" / "preprocessor"),
+        schema=MOVIES,
+        console=QUIET,
+    )
+    assert made["rows"] == 4_000
+    assert rayrec.evaluate(run, str(tmp_path / "ready")) == rayrec.evaluate(run, str(tmp_path / "ratings.csv"))
+
+
+def test_rows_are_numbered_as_they_stand_in_the_table(tmp_path: Path) -> None:
+    """Faulty rows have a number but no score, whether the file is read where it is or was written anew."""
+    rows = ratings(600)
+    rows[7]["liked"], rows[300]["importance"] = 5, -1.0
+    write_csv(tmp_path / "a.csv", rows)
+    write_csv(tmp_path / "b.csv", rows[:50])
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=100)
+    config = recipes.clicks(str(tmp_path / "a.csv"), MOVIES).replace(
+        steps=2, storage_path=str(tmp_path / "runs"), name="run", max_bad_fraction=0.1, scaling={"cpus_per_worker": 0.5}
+    )
+    summary = rayrec.train(config, console=QUIET).summary
+    assert summary["bad_rows"] == 2
+    run = str(tmp_path / "runs" / "run")
+    predict_to(run, str(tmp_path / "a.parquet"), out=str(tmp_path / "one"), max_bad_fraction=0.1)
+    expected = [row for row in range(600) if row not in (7, 300)]
+    assert pq.read_table(tmp_path / "one")["row"].to_pylist() == expected
+    predict_to(run, str(tmp_path / "*.csv"), out=str(tmp_path / "two"), max_bad_fraction=0.1)
+    expected += [row for row in range(600, 650) if row != 607]
+    assert pq.read_table(tmp_path / "two")["row"].to_pylist() == expected
+
+
+def test_schema_files(tmp_path: Path) -> None:
+    text = json.dumps({**MOVIES.to_dict(), "delimiter": ","})
+    assert load_schema(text, "s.yaml") == MOVIES
+    assert load_schema("{label: a, sparse: [b]}", "s.yaml") == Schema(
+        label="a", sparse=("b",), tokens="any", delimiter=","
+    )
+    for wrong, told in (
+        ("- a", "a mapping"),
+        ("{label: a}", "no feature columns"),
+        ("{sparce: [a]}", "did you mean 'sparse'"),
+        ("{sparse: [a], lists: [b]}", "lists names b"),
+    ):
+        with pytest.raises(InputError, match=rf"^s\.yaml: [^\n]*{told}"):
+            load_schema(wrong, "s.yaml")
+    write_csv(tmp_path / "a.csv", ratings(5))
+    assert "genres" in column_names(_file(tmp_path / "a.csv"), MOVIES)
+    with pytest.raises(InputError, match="hexadecimal"):
+        rayrec.vocabulary(
+            str(tmp_path / "a.csv"), out=str(tmp_path / "v"), schema=MOVIES, profile="torchrec", console=QUIET
+        )
+
+
+def _file(path: Path) -> Any:
+    from rayrec import storage
+
+    return storage.list_files(str(path))[0]
