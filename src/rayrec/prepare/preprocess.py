@@ -54,4 +54,4 @@ def preprocess(
             progress=lambda rows: console.progress("preprocess (rows)", rows, index.rows),
             note=console.note,
         )
-    return {**result, "bad_rows": index.faults.total}
+    return {**result, "preprocessor": used.hash(), "bad_rows": index.faults.total}
