@@ -25,7 +25,7 @@ from rayrec.prepare.config import PreparationConfig, SparkConfig, engine
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 
 ENGINES = ("ray", "spark", "spark-on-ray")
-SPARK = {"master": "local[2,4]", "executor_memory": "1g", "timeout_s": 240.0}
+SPARK = {"master": "local[2]", "executor_memory": "1g", "timeout_s": 240.0}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -182,8 +182,8 @@ def test_criteo_small_takes_its_days_and_says_what_is_missing(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["mlperf_dlrm", "mlperf_dcnv2"])
-def test_mlperf_recipes_run_on_all_days(tmp_path: Path, recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["criteo_full", "mlperf_dlrm", "mlperf_dcnv2"])
+def test_recipes_of_all_days(tmp_path: Path, recipe: str) -> None:
     """Small models, but their own profile: ids modulo a limit, and for DCNv2 bags of many ids."""
     generate(str(tmp_path / "days"), rows=2_400, dialect="terabyte", days=24, seed=5, parallelism=1)
     config = recipes.ALL[recipe]().replace(
@@ -195,7 +195,6 @@ def test_mlperf_recipes_run_on_all_days(tmp_path: Path, recipe: str) -> None:
             "sparse_optimizer": {"learning_rate": 0.01},
             "dense_optimizer": {"learning_rate": 0.01},
         },
-        **{},
     )
     config = config.replace(scaling={"use_gpu": False})
     summary = rayrec.train(config, console=QUIET).summary

@@ -310,8 +310,8 @@ def test_another_number_of_workers_goes_on_without_loss(local_ray: None, click_l
     assert (summary["rows"], summary["rows_lost"], summary["rows_repeated"]) == (summary["rows_of_sets"]["train"], 0, 0)
 
 
-@pytest.mark.parametrize("name", sorted(recipes.ALL))
-def test_every_recipe_builds_and_trains_two_steps(local_ray: None, click_log: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["criteo_demo", "criteo_kaggle"])  # the others: test_prepare.py
+def test_recipes_build_and_train_two_steps(local_ray: None, click_log: Path, tmp_path: Path, name: str) -> None:
     config = recipes.ALL[name]().replace(
         train_data={"path": str(click_log / "train.txt")},
         storage_path=str(tmp_path),

@@ -124,7 +124,8 @@ def start(job: dict[str, Any]) -> tuple[Any, Callable[[], None]]:
     else:
         if job["master"].startswith("local"):
             os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
-        builder = builder.master(job["master"])
+        # local[N] gives up at a task's first failure; local[N,4] tries four times, as a cluster does.
+        builder = builder.master(re.sub(r"^local\[(\*|\d+)\]$", r"local[\1,4]", job["master"]))
     for name, value in conf.items():
         builder = builder.config(name, value)
     session = builder.getOrCreate()
