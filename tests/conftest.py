@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,17 +19,29 @@ def click_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def local_ray() -> Iterator[None]:
-    """A Ray of this machine alone with two CPUs."""
+def start_ray() -> Callable[[], None]:
+    """Starts a Ray of this machine alone with two CPUs, whose workers get this process's environment."""
+
+    def start() -> None:
+        import ray
+
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=300_000_000,
+            configure_logging=False,
+        )
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def local_ray(start_ray: Callable[[], None]) -> Iterator[None]:
+    """The Ray that most tests share."""
     import ray
 
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=300_000_000,
-        configure_logging=False,
-    )
+    start_ray()
     yield
     ray.shutdown()

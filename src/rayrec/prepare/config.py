@@ -78,7 +78,6 @@ class PreparationConfig(Config):
             raise InputError(f"memory_bytes: {self.memory_bytes} is below 16 MiB, which counting needs at least")
         if self.segments_per_block < 1 or self.block_bytes < 1 << 16:
             raise InputError("segments_per_block must be at least 1 and block_bytes at least 65536")
-        _ = self.rules
 
     @property
     def rules(self) -> Profile:
