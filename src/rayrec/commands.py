@@ -124,7 +124,7 @@ def _with_schema(arguments: list[str]) -> tuple[list[str], Schema | None]:
     return arguments[:place] + arguments[place + 2 :], load_schema(storage.read_bytes(file).decode(), file)
 
 
-Preparation = Annotated[PreparationConfig, tyro.conf.OmitArgPrefixes]
+Preparation = Annotated[PreparationConfig, tyro.conf.arg(name="")]
 DEFAULT_GATES = Gates()
 
 

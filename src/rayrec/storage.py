@@ -94,7 +94,8 @@ def list_files(path: str, *, names: Sequence[str] = ()) -> list[File]:
 
 def _is_named(base_name: str, name: str) -> bool:
     return (
-        base_name == name or re.fullmatch(re.escape(name) + r"(\.(txt|tsv|csv|parquet))?(\.gz)?", base_name) is not None
+        base_name == name
+        or re.fullmatch(re.escape(name) + r"(\.(txt|tsv|csv))?(\.parquet)?(\.gz)?", base_name) is not None
     )
 
 

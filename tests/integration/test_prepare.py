@@ -98,6 +98,37 @@ def test_ready_made_data_is_scored_like_the_raw_log(
     assert pq.read_table(tmp_path / "of-ready") == pq.read_table(tmp_path / "of-raw")
 
 
+def test_ready_made_data_of_a_log_with_faulty_rows_is_scored(
+    log: Path, raw_run: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Its rows are numbered as they stand there."""
+    lines = log.read_bytes().splitlines(keepends=True)[:300]
+    (tmp_path / "train.txt").write_bytes(b"".join([*lines[:100], b"no row\n", *lines[100:]]))
+    rayrec.preprocess(
+        str(tmp_path / "train.txt"),
+        out=str(tmp_path / "ready"),
+        format="binary",
+        preprocessor=str(raw_run[0] / "preprocessor"),
+        max_bad_fraction=0.1,
+        console=QUIET,
+    )
+    predict_to(str(raw_run[0]), str(tmp_path / "ready"), out=str(tmp_path / "scores"), max_bad_fraction=0.1)
+    assert pq.read_table(tmp_path / "scores")["row"].to_pylist() == list(range(300))
+
+
+def test_the_labels_are_those_of_the_files_that_are_meant(log: Path, tmp_path: Path) -> None:
+    """Kaggle's folder: test.txt, which has none, comes first by name."""
+    folder = tmp_path / "kaggle"
+    folder.mkdir()
+    lines = log.read_bytes().splitlines(keepends=True)[:300]
+    (folder / "train.txt").write_bytes(b"".join(lines))
+    (folder / "test.txt").write_bytes(b"".join(line.partition(b"\t")[2] for line in lines[:50]))
+    made = rayrec.preprocess(str(folder), files=("train",), out=str(tmp_path / "ready"), format="binary", console=QUIET)
+    assert made["rows"] == 300
+    with pytest.raises(InputError, match=r"^[^\n]*test\.txt: has no labels[^\n]*--preprocessor$"):
+        rayrec.preprocess(str(folder / "test.txt"), out=str(tmp_path / "x"), format="binary", console=QUIET)
+
+
 def test_a_preprocessor_of_another_log_is_refused(log: Path, tmp_path: Path) -> None:
     rayrec.preprocess(str(log), out=str(tmp_path / "ready"), format="binary", console=QUIET, **BLOCKS)
     rayrec.vocabulary(str(log), out=str(tmp_path / "other"), min_count=50, console=QUIET)
@@ -329,7 +360,7 @@ def test_schema_files(tmp_path: Path) -> None:
     for wrong, told in (
         ("- a", "a mapping"),
         ("{label: a}", "no feature columns"),
-        ("{sparce: [a]}", "did you mean 'sparse'"),
+        ("{sparses: [a]}", "did you mean 'sparse'"),
         ("{sparse: [a], lists: [b]}", "lists names b"),
     ):
         with pytest.raises(InputError, match=rf"^s\.yaml: [^\n]*{told}"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,8 +15,8 @@ from rayrec.data.tables import column_names, is_table
 from rayrec.schema import Schema
 
 
-def has_labels(path: str, schema: Schema) -> bool:
-    """Whether a log of `schema` has its label column, told by its first file that says so.
+def has_labels(path: str, schema: Schema, *, files: Sequence[str] = ()) -> bool:
+    """Whether a log of `schema` (the named `files` of a folder) has its label column, told by its first file that says so.
 
     Text without a header: by the first line with the right number of columns. A log with no such line counts as labelled,
     and its lines as faulty.
@@ -23,11 +24,11 @@ def has_labels(path: str, schema: Schema) -> bool:
     assert schema.label is not None
     if ready.is_ready(path):
         return ready.open_ready(path).labelled
-    files = storage.list_files(path)
-    if is_table(files, schema):
-        return schema.label in column_names(files[0], schema)
+    found = storage.list_files(path, names=files)
+    if is_table(found, schema):
+        return schema.label in column_names(found[0], schema)
     labelled = len(schema.columns)
-    for file in files:
+    for file in found:
         for line in _first_lines_of(file.path):
             columns = line.count(b"\t") + 1
             if columns in (labelled, labelled - 1):

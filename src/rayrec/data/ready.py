@@ -108,6 +108,10 @@ def _load(path: str) -> ReadyDataset:
             f"{path}: a ready-made dataset of version {manifest.get('version')}, this rayrec reads version {VERSION}; make it "
             "anew with `rayrec preprocess`"
         )
+    if manifest["format"] in MAPPED and storage.is_url(path):
+        raise InputError(
+            f"{path}: {manifest['format']} is read from a file system alone; copy it to one, or preprocess to parquet"
+        )
     if path in _OPENED and _OPENED[path].manifest == manifest:  # what it has mapped or holds in memory is as good
         return _OPENED[path]
     segments, first_row = [], 0

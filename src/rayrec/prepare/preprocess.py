@@ -36,7 +36,12 @@ def preprocess(
             f"{preprocessor}: made for columns {given.schema.columns}, the log has {config.schema.columns}"
         )
     with console.preparing(), engine(config, console) as running:
-        labelled = has_labels(path, config.schema)
+        labelled = has_labels(path, config.schema, files=config.files)
+        if not labelled and given is None:
+            raise InputError(
+                f"{path}: has no labels, so it is not for counting categories; name the training log's Preprocessor with "
+                "--preprocessor"
+            )
         index = raw_index(path, config, running, console, labelled=labelled)
         sets = sets_of(index, config)
         used = given or count(index, sets, config, running, console)

@@ -165,13 +165,15 @@ def main() -> None:
     # The parent's death closes standard input; a thread sees it even while a job runs.
     lines: list[str] = []
     arrived = threading.Condition()
-    ended = threading.Event()
+    ended, running = threading.Event(), threading.Event()
 
     def listen() -> None:
         for line in sys.stdin:
             with arrived:
                 lines.append(line)
                 arrived.notify()
+        if running.is_set():
+            os._exit(1)  # nobody waits for what runs; the JVM goes with its parent
         with arrived:
             ended.set()
             arrived.notify()
@@ -190,11 +192,13 @@ def main() -> None:
         with open(os.path.join(folder, "job.pickle"), "rb") as file:
             function, items = pickle.load(file)  # written by the parent, into a folder of its own
         task = functools.partial(run_items, function, items, folder)
+        running.set()
         try:
             session.range(0, tasks, 1, tasks).mapInArrow(task, "id long").write.format("noop").mode("overwrite").save()
         except Exception as error:
             write_error(folder, "Exception", reason(error))
             raise
+        running.clear()
     stop()
 
 

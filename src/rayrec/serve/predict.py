@@ -20,6 +20,7 @@ import ray.exceptions
 from rayrec import storage
 from rayrec.checkpoint import verify
 from rayrec.config import InputError
+from rayrec.data import ready
 from rayrec.data.ingest import share_preprocessor
 from rayrec.data.labels import has_labels
 from rayrec.data.log import select
@@ -205,8 +206,9 @@ def _prepare(
             console.note(f"{path}: {index.faults.describe()}; they are left out")
         lines = first_lines(index, segments_per_task=data.segments_per_block, engine=RayEngine(placement))
     parts = [Part(segment, start, stop) for segment, start, stop in select(index, 0, index.rows)]
+    rows_follow = not index.faults.total or index.format in ready.FORMATS
     blocks = [
-        ScoredBlock(block, tuple(lines[part.segment] for part in block.parts), not index.faults.total)
+        ScoredBlock(block, tuple(lines[part.segment] for part in block.parts), rows_follow)
         for block in blocks_of_epoch(parts, shuffle="none", seed=0, epoch=0, segments_per_block=data.segments_per_block)
     ]
     pool = plan_pool(nodes, weight_bytes=weight_bytes(opened), blocks=len(blocks), spare_cpus=spare_cpus, device=device)
