@@ -18,10 +18,10 @@ DEMO_LOG := demo/log
 DEMO_ROWS := 1500000
 export DATA # the shell, not make, puts it into commands, so that it may hold spaces
 
-.PHONY: help setup demo test check lint format types layers spelling docs bench clean
+.PHONY: help setup demo test test-environments check lint format types layers spelling docs bench clean
 
 help: ## what there is to make
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.rayrec-installed ## the environment in .venv, from requirements.lock (CPU; docs/install.md for CUDA)
 
@@ -60,8 +60,11 @@ demo: setup ## trains on a synthetic log made once, or on DATA=path/to/train.txt
 	echo "demo: criteo_demo on $$DATA, run demo/runs/$$name"; \
 	$(RUN)/rayrec train criteo_demo --train-data.path "$$DATA" --storage-path demo/runs --name "$$name" >/dev/null
 
-test: setup ## all tests but those of the documentation, which `make docs` runs
-	@$(RUN)/python -m pytest --ignore tests/test_docs.py
+test: setup ## all tests but those of the documentation and of other environments, which have targets of their own
+	@$(RUN)/python -m pytest --ignore tests/test_docs.py -m "not environment"
+
+test-environments: setup ## tests that make Python environments first: Spark on Ray, an S3 server
+	@$(RUN)/python -m pytest --ignore tests/test_docs.py -m environment
 
 check: lint format types layers spelling ## lint, types, layers, spelling (make -k check: all of them, failed or not)
 
@@ -83,8 +86,8 @@ spelling: setup
 docs: setup ## runs every example of the documentation
 	@if [ -e tests/test_docs.py ]; then $(RUN)/python -m pytest tests/test_docs.py; else echo "docs: no tests/test_docs.py"; fi
 
-bench: setup ## benchmarks: ingest, train, vocabulary; one JSON object a row
-	@for name in ingest train vocabulary; do echo "bench: $$name" >&2; $(RUN)/rayrec benchmark $$name; done
+bench: setup ## benchmarks: ingest, vocabulary, preprocess, train; one JSON object a row
+	@for name in ingest vocabulary preprocess train; do echo "bench: $$name" >&2; $(RUN)/rayrec benchmark $$name; done
 
 clean: ## removes the environment and everything made here, the demo's log and runs too
 	@rm -rf $(VENV) build demo src/rayrec.egg-info $(SHIM)/build $(SHIM)/*.egg-info .*_cache .hypothesis

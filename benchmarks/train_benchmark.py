@@ -97,7 +97,7 @@ def _preprocessor_folder(path: str) -> str:
         parse_into(raw, padded(text), len(text))
         profile = RAYREC.replace(min_count=10)
         counts = profile.counting(SCHEMA).empty()
-        counts.count(raw, 0)
+        counts.add_rows(raw, 0)
         make_preprocessor(profile, SCHEMA, counts).save(folder)
     return folder
 

@@ -4,7 +4,11 @@ can be done; and what a lookup costs."""
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import statistics
+import subprocess
+import tempfile
 import threading
 import time
 
@@ -14,8 +18,9 @@ import pyarrow.csv as arrow_csv
 import ray
 from logs import synthetic_log
 from peers.ray_groupby import DENSE, SPARSE, distinct_tokens
-from rows import emit, interleaved, timed
+from rows import emit, interleaved, say, timed
 
+import rayrec
 from rayrec import storage
 from rayrec.data.counting import CountingJob, count_log, index_and_count
 from rayrec.data.log import LogIndex, cut, index_chunk, numbered, read_segments
@@ -27,6 +32,8 @@ from rayrec.data.ray_tasks import RayEngine
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.launch import cluster
 from rayrec.native import keep_freed_memory, library
+from rayrec.prepare.config import cache_folder
+from rayrec.prepare.environments import environment
 from rayrec.schema import Schema
 
 SEGMENT_BYTES = 2 << 20
@@ -219,6 +226,24 @@ def bounded_counting(distinct: int, memory_bytes: int) -> None:
             )
 
 
+def raydp_rate(path: str, rows: int, rounds: int) -> float:
+    """Rows/s of Spark's groupBy on one executor of two cores inside the Ray cluster, its start-up and first round left out."""
+    python = environment("raydp", folder=os.path.join(cache_folder(), "environments"), note=say)
+    with tempfile.TemporaryDirectory() as folder:
+        script = os.path.join(os.path.dirname(__file__), "peers", "raydp_groupby.py")
+        source = os.path.dirname(os.path.dirname(rayrec.__file__))
+        done = subprocess.run(
+            [python, script, ray.get_runtime_context().gcs_address, path, str(rounds + 1)],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONPATH": source, "PYSPARK_PYTHON": python, "RAYDP_FOLDER": folder},
+        )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-3000:])
+    return rows / statistics.median(json.loads(done.stdout.strip().splitlines()[-1])[1:])
+
+
 def main(*, quick: bool) -> None:
     cluster.connect(None, num_cpus=2, object_store_bytes=2 << 30, log_to_driver=False)
     rows = 200_000 if quick else 800_000
@@ -232,9 +257,11 @@ def main(*, quick: bool) -> None:
         groupby=lambda: groupby_rate(path, rows),
         arrow=lambda: arrow_rate(path, rows),
     )
+    rates["raydp"] = raydp_rate(path, rows, repeats)
     workload = f"index and count 26 columns of {rows:,} Criteo rows, 2 CPUs"
     for peer, name in (
         ("Ray Data groupby", "groupby"),
+        ("Spark groupBy on RayDP, start-up left out", "raydp"),
         ("pyarrow on one core, without Ray", "arrow"),
         ("ours in two passes", "two_passes"),
         ("our kernels without Ray: read, parse, count, one core, times two", "kernels"),

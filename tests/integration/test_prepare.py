@@ -98,6 +98,27 @@ def test_ready_made_data_is_scored_like_the_raw_log(
     assert pq.read_table(tmp_path / "of-ready") == pq.read_table(tmp_path / "of-raw")
 
 
+def test_full_shuffle_is_asked_for_and_given(log: Path, raw_run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """The same rows in another order; data that is not mixed so is refused."""
+    rayrec.preprocess(
+        str(log),
+        out=str(tmp_path / "mixed"),
+        format="binary",
+        preprocessor=str(raw_run[0] / "preprocessor"),
+        split="sevenths",
+        shuffle="full",
+        seed=1,
+        console=QUIET,
+        **BLOCKS,
+    )
+    full = {"train_data": {"shuffle": "full"}}
+    mixed = trained(tmp_path / "mixed", tmp_path, name="mixed", **full)
+    assert mixed["rows_of_sets"] == raw_run[1]["rows_of_sets"]
+    assert mixed["weights_sha256"] != raw_run[1]["weights_sha256"]
+    with pytest.raises(InputError, match=r"^train_data\.shuffle full: [^\n]* is not mixed[^\n]*$"):
+        trained(log, tmp_path, name="raw", **full)
+
+
 def test_ready_made_data_of_a_log_with_faulty_rows_is_scored(
     log: Path, raw_run: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -71,7 +71,8 @@ def blocks_of_epoch(
     """The blocks of one epoch over the chosen rows.
 
     shuffle: `none` keeps the order of the log; `files` permutes files, keeping the order inside each; `window` permutes
-    segments and then the rows of each block of `segments_per_block` segments.
+    segments and then the rows of each block of `segments_per_block` segments; `full` does the same to a log whose rows are
+    mixed as a whole already.
     """
     parts = list(parts)
     if shuffle == "none":
@@ -80,12 +81,12 @@ def blocks_of_epoch(
         files = sorted({source_of(part.segment.path) for part in parts})
         rank = {files[i]: place for place, i in enumerate(_generator(seed, epoch).permutation(len(files)))}
         ordered = sorted(parts, key=lambda part: rank[source_of(part.segment.path)])
-    elif shuffle == "window":
+    elif shuffle in ("window", "full"):
         ordered = [parts[i] for i in _generator(seed, epoch).permutation(len(parts))]
     else:
         raise AssertionError(shuffle)
     return [
-        Block(tuple(ordered[i : i + segments_per_block]), (seed, epoch, i) if shuffle == "window" else None)
+        Block(tuple(ordered[i : i + segments_per_block]), (seed, epoch, i) if shuffle in ("window", "full") else None)
         for i in range(0, len(ordered), segments_per_block)
     ]
 

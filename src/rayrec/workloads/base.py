@@ -28,9 +28,9 @@ class DataConfig(Config):
     """File, glob or folder, local or a URL (s3://...): text, plain or gzip, Parquet, or what `rayrec preprocess` made."""
     files: tuple[str, ...] = ()
     """Where path is a folder: names of its files to read, in this order, each plain, .gz or .parquet; empty: all."""
-    shuffle: Literal["none", "files", "window"] = "window"
-    """none: order of the log; files: order of files by seed; window: segments by seed, and the rows of every block. (A full
-    shuffle is made ahead, by `rayrec preprocess --shuffle full`.)"""
+    shuffle: Literal["none", "files", "window", "full"] = "window"
+    """none: order of the log; files: order of files by seed; window: segments by seed, and the rows of every block; full: as
+    window, on data that `rayrec preprocess --shuffle full` has mixed as a whole, and refused on other data."""
     in_memory: bool = False
     """Ready-made data of this machine is read into memory whole, instead of mapped."""
     block_bytes: int = 32 << 20

@@ -87,6 +87,8 @@ class ClickWorkload(Workload):
         config = context.config
         assert config.train_data.path is not None
         self.profile.check(self.schema)
+        if config.train_data.shuffle == "full":
+            _check_mixed(config.train_data.path)
         index = self._index(config.train_data, context)
         bad_rows = index.faults.total
         if config.eval_data.path is None:
@@ -224,6 +226,14 @@ class ClickWorkload(Workload):
         from rayrec.workloads.recsys_scorer import load_scorer
 
         return load_scorer(self, config, checkpoint=checkpoint, preprocessor=preprocessor, device=device)
+
+
+def _check_mixed(path: str) -> None:
+    if not ready.is_ready(path) or ready.open_ready(path).manifest["shuffle"] != "full":
+        raise InputError(
+            f"train_data.shuffle full: {path} is not mixed as a whole; make it so with `rayrec preprocess {path} --shuffle full "
+            "--split ... --out DIR` and train on that, or choose window"
+        )
 
 
 def _order(index: LogIndex, rows: tuple[int, int], data: DataConfig, seed: int) -> EpochOrder:
