@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gzip
 import os
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import ray
 
@@ -278,3 +280,17 @@ def test_a_log_changed_under_a_run_stops_it(click_log: Path, tmp_path: Path, pre
     assert "\n" not in str(caught.value)
     with pytest.raises(InputError, match=r"^[^\n]*log\.txt: bytes [^\n]* start a new run$"):
         count_log(RAYREC.counting(SCHEMA), parts_of(index), engine=RayEngine(PLACEMENT))
+
+
+def test_tasks_run_on_all_cpus(tmp_path: Path) -> None:
+    """Two tasks that wait for each other end only if both run at once."""
+
+    def meet(number: int) -> pa.Table:
+        (tmp_path / str(number)).touch()
+        deadline = time.monotonic() + 20
+        while not (tmp_path / str(1 - number)).exists():
+            assert time.monotonic() < deadline, "the other task never ran beside this one"
+            time.sleep(0.02)
+        return pa.table({"number": [number]})
+
+    assert [len(table) for table in RayEngine(TaskPlacement()).run("meet", meet, [0, 1])] == [1, 1]
