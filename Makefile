@@ -18,10 +18,10 @@ DEMO_LOG := demo/log
 DEMO_ROWS := 1500000
 export DATA # the shell, not make, puts it into commands, so that it may hold spaces
 
-.PHONY: help setup demo test test-environments check lint format types layers spelling docs bench clean
+.PHONY: help setup demo test test-extended check lint format types layers spelling docs bench clean
 
 help: ## what there is to make
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.rayrec-installed ## the environment in .venv, from requirements.lock (CPU; docs/install.md for CUDA)
 
@@ -60,11 +60,11 @@ demo: setup ## trains on a synthetic log made once, or on DATA=path/to/train.txt
 	echo "demo: criteo_demo on $$DATA, run demo/runs/$$name"; \
 	$(RUN)/rayrec train criteo_demo --train-data.path "$$DATA" --storage-path demo/runs --name "$$name" >/dev/null
 
-test: setup ## all tests but those of the documentation and of other environments, which have targets of their own
-	@$(RUN)/python -m pytest --ignore tests/test_docs.py -m "not environment"
+test: setup ## all tests but the extended ones and those of the documentation, which have targets of their own
+	@$(RUN)/python -m pytest --ignore tests/test_docs.py -m "not extended"
 
-test-environments: setup ## tests that make Python environments first: Spark on Ray, an S3 server
-	@$(RUN)/python -m pytest --ignore tests/test_docs.py -m environment
+test-extended: setup ## longer tests, and those that make Python environments first: Spark on Ray, an S3 server
+	@$(RUN)/python -m pytest --ignore tests/test_docs.py -m extended
 
 check: lint format types layers spelling ## lint, types, layers, spelling (make -k check: all of them, failed or not)
 

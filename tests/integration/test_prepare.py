@@ -62,7 +62,10 @@ def raw_run(log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     return runs / "raw", trained(log, runs, name="raw")
 
 
-@pytest.mark.parametrize("format", ["binary", "npy", "parquet"])
+@pytest.mark.parametrize(
+    "format",
+    ["binary", *(pytest.param(name, marks=pytest.mark.extended) for name in ("npy", "parquet"))],
+)
 def test_ready_made_data_trains_the_same_weights(
     log: Path, raw_run: tuple[Path, dict[str, Any]], tmp_path: Path, format: str
 ) -> None:
@@ -98,6 +101,7 @@ def test_ready_made_data_is_scored_like_the_raw_log(
     assert pq.read_table(tmp_path / "of-ready") == pq.read_table(tmp_path / "of-raw")
 
 
+@pytest.mark.extended
 def test_full_shuffle_is_asked_for_and_given(log: Path, raw_run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """The same rows in another order; data that is not mixed so is refused."""
     rayrec.preprocess(
@@ -150,6 +154,7 @@ def test_the_labels_are_those_of_the_files_that_are_meant(log: Path, tmp_path: P
         rayrec.preprocess(str(folder / "test.txt"), out=str(tmp_path / "x"), format="binary", console=QUIET)
 
 
+@pytest.mark.extended
 def test_a_preprocessor_of_another_log_is_refused(log: Path, tmp_path: Path) -> None:
     rayrec.preprocess(str(log), out=str(tmp_path / "ready"), format="binary", console=QUIET, **BLOCKS)
     rayrec.vocabulary(str(log), out=str(tmp_path / "other"), min_count=50, console=QUIET)
@@ -180,6 +185,7 @@ def test_an_unlabelled_log_is_made_ready_and_scored(
     assert (np.load(tmp_path / "ready" / "test_labels.npy") == -1).all()
 
 
+@pytest.mark.extended
 def test_criteo_in_parquet_is_criteo_in_text(log: Path, tmp_path: Path) -> None:
     types = {name: pa.int64() for name in (SCHEMA.label, *SCHEMA.dense)} | {name: pa.string() for name in SCHEMA.sparse}
     table = arrow_csv.read_csv(
@@ -233,7 +239,7 @@ def test_criteo_small_takes_its_days_and_says_what_is_missing(tmp_path: Path) ->
         assert told in message
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("recipe", ["criteo_full", "mlperf_dlrm", "mlperf_dcnv2"])
 def test_recipes_of_all_days(tmp_path: Path, recipe: str) -> None:
     """Small models, but their own profile: ids modulo a limit, and for DCNv2 bags of many ids."""
@@ -256,6 +262,7 @@ def test_recipes_of_all_days(tmp_path: Path, recipe: str) -> None:
     assert scores["rows"] == summary["rows_of_sets"]["validation"] + summary["rows_of_sets"]["test"]
 
 
+@pytest.mark.extended
 def test_multi_hot_npz_trains_the_same_weights(log: Path, tmp_path: Path) -> None:
     profile = {"multi_hot": recipes.mlperf_dcnv2().workload.profile.multi_hot, "min_count": 2}
     raw = trained(log, tmp_path, name="raw", workload={"profile": profile})

@@ -16,7 +16,7 @@ import rayrec
 from rayrec.config import InputError
 from rayrec.observe.console import Console
 
-pytestmark = [pytest.mark.ray, pytest.mark.environment]
+pytestmark = [pytest.mark.ray, pytest.mark.extended]
 
 SWIFT = "swift==2.38.3"
 QUIET = Console(quiet=True)
