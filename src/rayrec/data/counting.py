@@ -16,9 +16,9 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.data.columns import RawColumns, column_tokens, dense_moments
 from rayrec.data.engine import Engine
-from rayrec.data.log import Chunk, Entry, LogIndex, Segment, cut, identity, numbered, parsed_segments
+from rayrec.data.log import CachedIndex, Chunk, Entry, LogIndex, Segment, cut, numbered, parsed_segments
 from rayrec.data.opening import CHUNK_BYTES
-from rayrec.data.parsing import Fault, Faults, RawRows
+from rayrec.data.parsing import Faults, RawRows
 from rayrec.data.position import Part
 from rayrec.data.preprocessor import file_key
 from rayrec.data.profiles import DENSE_LOW_BITS, DENSE_UNITS
@@ -368,7 +368,7 @@ def _index_and_count(chunks: Sequence[Chunk], *, counting: CountingJob, segment_
             packer.add(raw, chunk.path, rows)
             rows += raw.rows
     table = packer.table()
-    found = {"entries": entries, "counts": total.counts, "first": [vars(fault) for fault in total.first]}
+    found = {"entries": entries, "faults": total.to_dict()}
     return table.append_column("index", pa.array([json.dumps(found), *[""] * (len(table) - 1)]))
 
 
@@ -390,13 +390,9 @@ def index_and_count(
     An index of the very same files in `cache_folder` is used, and otherwise put there. `progress` gets bytes done. Check
     the index before using the counts.
     """
-    schema = counting.schema
-    cached = (
-        storage.join(cache_folder, f"index-{identity(files, schema, segment_bytes)}.json") if cache_folder else None
-    )
-    if cached and storage.exists(cached):
-        index = LogIndex.from_dict(storage.read_json(cached))
-        parts = [Part(segment, 0, segment.rows) for segment in index.segments]
+    cache = CachedIndex.at(cache_folder, files=files, schema=counting.schema, segment_bytes=segment_bytes)
+    if cached := cache.read():
+        parts = [Part(segment, 0, segment.rows) for segment in cached.segments]
         counts = count_log(
             counting,
             parts,
@@ -405,7 +401,7 @@ def index_and_count(
             spill_folder=spill_folder,
             task_bytes=task_bytes,
         )
-        return index, counts
+        return cached, counts
     chunks = cut(files, max(CHUNK_BYTES, segment_bytes))
     tasks = _tasks(chunks, [chunk.stop - chunk.start for chunk in chunks], task_bytes)
     function = functools.partial(_index_and_count, counting=counting, segment_bytes=segment_bytes)
@@ -417,7 +413,7 @@ def index_and_count(
             total.add(table, first_row=total.rows)
             found = json.loads(table.column("index")[0].as_py())
             entries.extend((path, start, stop, rows) for path, start, stop, rows in found["entries"])
-            faults.add(Faults(found["counts"], [Fault(**fault) for fault in found["first"]]))
+            faults.add(Faults.from_dict(found["faults"]))
             done += sum(stop - start for _, start, stop, _ in found["entries"])
             if progress:
                 progress(done)
@@ -425,6 +421,5 @@ def index_and_count(
         total.close()
         raise
     index = LogIndex(numbered(entries), faults)
-    if cached:
-        storage.write_json(cached, index.to_dict())
+    cache.write(index)
     return index, total

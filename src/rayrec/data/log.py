@@ -16,7 +16,7 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.parsing import MAX_LINE_BYTES, PADDING_BYTES, Fault, Faults, RawRows, max_rows_in, parse_into
+from rayrec.data.parsing import MAX_LINE_BYTES, PADDING_BYTES, Faults, RawRows, max_rows_in, parse_into
 from rayrec.native import library
 from rayrec.schema import Schema
 
@@ -85,16 +85,13 @@ class LogIndex:
             "paths": paths,
             "format": self.format,
             "segments": [[number[s.path], s.start, s.stop, s.rows] for s in self.segments],
-            "faults": {"counts": self.faults.counts, "first": [vars(fault) for fault in self.faults.first]},
+            "faults": self.faults.to_dict(),
         }
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> LogIndex:
-        faults = Faults(
-            counts=stored["faults"]["counts"], first=[Fault(**fault) for fault in stored["faults"]["first"]]
-        )
         entries = ((stored["paths"][n], start, stop, rows) for n, start, stop, rows in stored["segments"])
-        return cls(numbered(entries, stored["format"]), faults)
+        return cls(numbered(entries, stored["format"]), Faults.from_dict(stored["faults"]))
 
 
 def numbered(entries: Iterable[Entry], format: Format = "text") -> tuple[Segment, ...]:
@@ -292,3 +289,30 @@ def identity(files: Sequence[storage.File], schema: Schema, segment_bytes: int) 
     """What an index depends on, as 16 hex digits: files with size and time, columns, segment size."""
     text = repr([dataclasses.astuple(file) for file in files]) + repr(schema.to_dict()) + str(segment_bytes)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class CachedIndex:
+    """Where the index of these very files, cut in this way, is kept for the next run."""
+
+    path: str | None
+    """None: it is not kept."""
+
+    @classmethod
+    def at(
+        cls, folder: str | None, *, files: Sequence[storage.File], schema: Schema, segment_bytes: int, suffix: str = ""
+    ) -> CachedIndex:
+        """In `folder` (None: nowhere); `suffix` tells apart indices that depend on more than that."""
+        if folder is None:
+            return cls(None)
+        return cls(storage.join(folder, f"index-{identity(files, schema, segment_bytes)}{suffix}.json"))
+
+    def read(self) -> LogIndex | None:
+        """None where there is none."""
+        if self.path is None or not storage.exists(self.path):
+            return None
+        return LogIndex.from_dict(storage.read_json(self.path))
+
+    def write(self, index: LogIndex) -> None:
+        if self.path is not None:
+            storage.write_json(self.path, index.to_dict())

@@ -11,8 +11,19 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.data import ready
 from rayrec.data.engine import Engine
-from rayrec.data.log import Chunk, Entry, LogIndex, cut, identity, index_chunk, is_gzip, numbered, unpack, unpacked_path
-from rayrec.data.parsing import Fault, Faults
+from rayrec.data.log import (
+    CachedIndex,
+    Chunk,
+    Entry,
+    LogIndex,
+    cut,
+    index_chunk,
+    is_gzip,
+    numbered,
+    unpack,
+    unpacked_path,
+)
+from rayrec.data.parsing import Faults
 from rayrec.data.tables import index_tables, is_table
 from rayrec.schema import Schema
 
@@ -43,8 +54,7 @@ def _unpack_task(file: storage.File, *, folder: str) -> pa.Table:
 
 def _index_table(chunk: Chunk, *, schema: Schema, segment_bytes: int) -> pa.Table:
     entries, faults = index_chunk(chunk, schema, segment_bytes)
-    result = {"entries": entries, "counts": faults.counts, "first": [vars(fault) for fault in faults.first]}
-    return pa.table({"index": [json.dumps(result)]})
+    return pa.table({"index": [json.dumps({"entries": entries, "faults": faults.to_dict()})]})
 
 
 def index_log(
@@ -60,11 +70,9 @@ def index_log(
 
     With `cache_folder`, an index of the very same files is read back from there instead. `progress` gets bytes done.
     """
-    cached = (
-        storage.join(cache_folder, f"index-{identity(files, schema, segment_bytes)}.json") if cache_folder else None
-    )
-    if cached and storage.exists(cached):
-        return LogIndex.from_dict(storage.read_json(cached))
+    cache = CachedIndex.at(cache_folder, files=files, schema=schema, segment_bytes=segment_bytes)
+    if cached := cache.read():
+        return cached
     chunks = cut(files, max(CHUNK_BYTES, segment_bytes))
     entries: list[Entry] = []
     faults, done = Faults(), 0
@@ -73,13 +81,12 @@ def index_log(
         for text in table.column("index").to_pylist():
             result = json.loads(text)
             entries.extend((path, start, stop, rows) for path, start, stop, rows in result["entries"])
-            faults.add(Faults(result["counts"], [Fault(**fault) for fault in result["first"]]))
+            faults.add(Faults.from_dict(result["faults"]))
             done += sum(stop - start for _, start, stop, _ in result["entries"])
             if progress:
                 progress(done)
     index = LogIndex(numbered(entries), faults)
-    if cached:
-        storage.write_json(cached, index.to_dict())
+    cache.write(index)
     return index
 
 

@@ -105,7 +105,7 @@ def preprocess(
         "schema": preprocessor.schema.to_dict(),
         "rows": index.rows,
         "source": [{"path": file.path, "bytes": file.size_bytes} for file in sources],
-        "faults": {"counts": index.faults.counts, "first": [vars(fault) for fault in index.faults.first]},
+        "faults": index.faults.to_dict(),
         **layout.manifest(index),
     }
     files = _finish(work, out, layout, [markers[task.number] for task in layout.tasks], description)

@@ -23,7 +23,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
 from rayrec.data.log import LogIndex, Segment
-from rayrec.data.parsing import Fault, Faults
+from rayrec.data.parsing import Faults
 from rayrec.data.position import Block, Piece
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.ready_files import FORMATS, MAPPED, file_checksum
@@ -119,10 +119,9 @@ def _load(path: str) -> ReadyDataset:
         name = storage.join(path, f"{number:05d}", manifest["raw_files"][number])
         segments.append(Segment(name, start, stop, first_row, rows, manifest["format"]))
         first_row += rows
-    faults = Faults(manifest["faults"]["counts"], [Fault(**fault) for fault in manifest["faults"]["first"]])
     _OPENED[path] = ReadyDataset(
         path,
-        LogIndex(tuple(segments), faults),
+        LogIndex(tuple(segments), Faults.from_dict(manifest["faults"])),
         storage.join(path, "preprocessor"),
         manifest,
         ReadyMaps(path, manifest),

@@ -21,7 +21,7 @@ from rayrec.data.arrow_columns import good_rows_of, parse_table
 from rayrec.data.columns import RawColumns
 from rayrec.data.csv_text import csv_columns
 from rayrec.data.engine import Engine
-from rayrec.data.log import Entry, LogIndex, Segment, identity, numbered
+from rayrec.data.log import CachedIndex, Entry, LogIndex, Segment, numbered
 from rayrec.data.parsing import Faults, RawRows
 from rayrec.data.row_groups import VERSION, Part, changed, is_parquet, open_parquet, prepared, read_rows
 from rayrec.schema import Schema
@@ -60,11 +60,10 @@ def index_tables(
     """Reads the whole log once to number its rows and count its faults. Into `cache_folder` go the index, from which it
     comes back for the very same files, and those files that must be written anew. Raises InputError for a file that lacks
     a column or has one of an unusable type."""
-    cached = storage.join(cache_folder, f"index-{identity(files, schema, segment_bytes)}-{VERSION}.json")
-    if storage.exists(cached):
-        index = LogIndex.from_dict(storage.read_json(cached))
-        if all(storage.exists(path) for path in sorted({segment.path for segment in index.segments})):
-            return index
+    cache = CachedIndex.at(cache_folder, files=files, schema=schema, segment_bytes=segment_bytes, suffix=f"-{VERSION}")
+    cached = cache.read()
+    if cached and all(storage.exists(path) for path in sorted({segment.path for segment in cached.segments})):
+        return cached
     folder = storage.absolute(storage.join(cache_folder, "tables"))
     csv_files = [file for file in files if not is_parquet(file.path)]
     if csv_files:
@@ -92,7 +91,7 @@ def index_tables(
         done += sum(stop - start for start, stop in ranges)
         progress("index (rows)", done, total)
     index = LogIndex(numbered(entries, "table"), faults)
-    storage.write_json(cached, index.to_dict())
+    cache.write(index)
     return index
 
 

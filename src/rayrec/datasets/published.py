@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
 
 from rayrec.config import InputError
-from rayrec.datasets import criteo, mnist, remote
+from rayrec.datasets import criteo, mnist
 from rayrec.datasets.remote import RemoteFile
 
 ALL: dict[str, tuple[RemoteFile, ...]] = {
@@ -27,8 +26,3 @@ def files_of(name: str) -> tuple[RemoteFile, ...]:
             + (f"did you mean '{near[0]}'?" if near else f"there are {', '.join(ALL)}")
         )
     return ALL[name]
-
-
-def require(path: str, name: str, *, note: Callable[[str], None] | None = None) -> list[str]:
-    """The paths in a folder of all files of a data set, in its order. Raises InputError as `remote.require_files` does."""
-    return remote.require_files(path, files_of(name), fetch_name=name, note=note)

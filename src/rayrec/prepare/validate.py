@@ -228,7 +228,7 @@ def examine(
         "faults": {
             "by_kind": dict(sorted(index.faults.counts.items())),
             "by_column": _columns_at_fault(index, config.schema, engine),
-            "first": [vars(fault) for fault in index.faults.first],
+            "first": index.faults.to_dict()["first"],
         },
         **_tallied(tally, job, [piece.name for piece in slices], categories),
         "slices_by": slices_by,

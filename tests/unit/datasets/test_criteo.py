@@ -71,17 +71,18 @@ def test_a_folder_is_asked_for_all_files_of_a_set(tmp_path: Path) -> None:
     (tmp_path / "day_7").write_bytes(b"1\n")  # not wanted
     notes: list[str] = []
     expected = [str(tmp_path / f"day_{day}") for day in (0, 1, 2, 3, 23)]
-    assert published.require(str(tmp_path), "criteo_small", note=notes.append) == expected
+    wanted = published.files_of("criteo_small")
+    assert require_files(str(tmp_path), wanted, fetch_name="criteo_small", note=notes.append) == expected
     assert notes[0] == f"{tmp_path}/day_0: 2 bytes, but 49.8 GB are published"
     assert len(notes) == 5
 
     (tmp_path / "day_3.gz").write_bytes(b"1\n")
     with pytest.raises(InputError, match=r"more than once \(day_3 and day_3\.gz\); keep one of each"):
-        published.require(str(tmp_path), "criteo_small")
+        require_files(str(tmp_path), wanted, fetch_name="criteo_small")
     (tmp_path / "day_3").unlink()
     (tmp_path / "day_3.gz").rename(tmp_path / "day_3.gz.partial")
     with pytest.raises(InputError) as error:
-        published.require(str(tmp_path), "criteo_small")
+        require_files(str(tmp_path), wanted, fetch_name="criteo_small")
     assert str(error.value) == (
         f"{tmp_path}: missing day_3 (181,115,208 rows, about 15.1 GB as .gz, 45.9 GB unpacked); published at "
         "https://ailab.criteo.com/download-criteo-1tb-click-logs-dataset; "
@@ -95,13 +96,13 @@ def test_an_empty_folder_and_none_at_all(tmp_path: Path) -> None:
             InputError,
             match=r"missing day_0 to day_23 \(24 files, 4,373,472,329 rows, about 367\.5 GB as \.gz, 1\.1 TB unpacked\)",
         ):
-            published.require(str(path), "criteo_full")
+            require_files(str(path), published.files_of("criteo_full"), fetch_name="criteo_full")
         with pytest.raises(InputError, match=r"missing train\.txt \(45,840,617 rows, about 11\.1 GB\)"):
-            published.require(str(path), "criteo_kaggle")
+            require_files(str(path), published.files_of("criteo_kaggle"), fetch_name="criteo_kaggle")
         with pytest.raises(
             InputError, match=r"train-images-idx3-ubyte \(60,000 rows, 9,912,422 bytes, 47\.0 MB unpacked\)"
         ):
-            published.require(str(path), "mnist")
+            require_files(str(path), published.files_of("mnist"), fetch_name="mnist")
     unknown = RemoteFile(name="x")
     with pytest.raises(
         InputError, match=r"missing x \(number of rows not published, size not published\); rayrec fetch y"
