@@ -16,9 +16,11 @@ SHIM := packaging/fbgemm-gpu-cpu
 NATIVE := $(wildcard src/rayrec/native/*.c src/rayrec/native/*.h)
 DEMO_LOG := demo/log
 DEMO_ROWS := 1500000
+SEEDS ?= 10
+CHAOS_S ?= 120
 export DATA # the shell, not make, puts it into commands, so that it may hold spaces
 
-.PHONY: help setup demo test test-extended check lint format types layers spelling docs bench clean
+.PHONY: help setup demo test test-extended chaos check lint format types layers spelling docs bench clean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,6 +67,9 @@ test: setup ## all tests but the extended ones and those of the documentation, w
 
 test-extended: setup ## longer tests, and those that make Python environments first: Spark on Ray, an S3 server
 	@$(RUN)/python -m pytest --ignore tests/test_docs.py -m extended
+
+chaos: setup ## SEEDS=10 runs, something killed every few seconds for CHAOS_S=120 seconds; all must end with the same weights
+	@$(RUN)/python tests/chaos.py --seeds $(SEEDS) --seconds $(CHAOS_S)
 
 check: lint format types layers spelling ## lint, types, layers, spelling (make -k check: all of them, failed or not)
 

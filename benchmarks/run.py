@@ -6,9 +6,10 @@ import importlib
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+# In tests there is what runs and kills processes.
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
 
-NAMES = ("ingest", "vocabulary", "preprocess", "train", "quality")
+NAMES = ("ingest", "vocabulary", "preprocess", "train", "checkpoint", "recover", "quality")
 
 
 def main(arguments: list[str]) -> int:

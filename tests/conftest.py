@@ -1,11 +1,18 @@
-"""Fixtures that tests of several kinds share: a small synthetic click log and a local Ray."""
+"""Fixtures that tests of several kinds share: a small synthetic click log, a local Ray, an S3 server that can be killed."""
 
 from __future__ import annotations
 
+import os
+import random
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+SWIFT = "swift==2.38.3"
 
 
 @pytest.fixture(scope="session")
@@ -45,3 +52,96 @@ def local_ray(start_ray: Callable[[], None]) -> Iterator[None]:
     start_ray()
     yield
     ray.shutdown()
+
+
+class S3Server:
+    """An S3-compatible server on loopback that can be killed and started again, on the same port and with what it stored."""
+
+    def __init__(self, python: str, folder: Path) -> None:
+        self.port = free_ports(4)
+        self.environment = {
+            "AWS_ACCESS_KEY_ID": "acct:tester",
+            "AWS_SECRET_ACCESS_KEY": "secret-word",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+            "AWS_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+        """The standard variables by which the server is reached."""
+        script = Path(__file__).parent / "s3_server.py"
+        self._command = [python, str(script), str(folder), str(self.port), "tester", "secret-word"]
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """Returns when it answers."""
+        assert self._process is None
+        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
+
+    def kill(self) -> None:
+        """SIGKILL; connections break off."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def url(self, bucket: str) -> str:
+        """The URL of a bucket, which is made where it is missing; needs `environment`."""
+        from pyarrow import fs
+
+        filesystem, _ = fs.FileSystem.from_uri(f"s3://{bucket}?allow_bucket_creation=true")
+        filesystem.create_dir(bucket)
+        return f"s3://{bucket}"
+
+
+def free_ports(count: int) -> int:
+    """The first of so many free ports in a row; below those that the system gives to outgoing connections."""
+    for port in random.sample(range(21_000, 30_000, count), 100):
+        sockets = [socket.socket() for _ in range(count)]
+        try:
+            for offset, one in enumerate(sockets):
+                one.bind(("127.0.0.1", port + offset))
+            return port
+        except OSError:
+            continue
+        finally:
+            for one in sockets:
+                one.close()
+    raise AssertionError("no free ports")
+
+
+@pytest.fixture(scope="session")
+def swift_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An interpreter that has Swift; RAYREC_TEST_CACHE keeps its environment for the next run too."""
+    folder = Path(os.environ.get("RAYREC_TEST_CACHE") or tmp_path_factory.mktemp("cache")) / "swift"
+    python = folder / "bin" / "python"
+    if not (folder / "complete").exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", SWIFT], check=True, stdin=subprocess.DEVNULL)
+        (folder / "complete").touch()
+    return str(python)
+
+
+@pytest.fixture(scope="module")
+def s3_server(swift_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A server that runs, and the environment of this process set to reach it. Who kills it starts it again."""
+    server = S3Server(swift_python, tmp_path_factory.mktemp("s3"))
+    try:
+        server.start()
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in server.environment.items():
+                patch.setenv(name, value)
+            yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def bucket(s3_server: S3Server) -> str:
+    """The URL of an empty bucket, reachable by the standard environment variables alone."""
+    return s3_server.url("logs")

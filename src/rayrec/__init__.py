@@ -15,11 +15,13 @@ if TYPE_CHECKING:
         plan,
         predict,
         preprocess,
+        supervise,
         train,
         validate,
         vocabulary,
     )
     from rayrec.config import InputError
+    from rayrec.launch.supervision import SuperviseConfig
     from rayrec.prepare.config import PreparationConfig
     from rayrec.prepare.validate import Gates
     from rayrec.schema import Schema
@@ -30,6 +32,7 @@ __all__ = [
     "InputError",
     "PreparationConfig",
     "Schema",
+    "SuperviseConfig",
     "doctor",
     "evaluate",
     "fetch",
@@ -38,6 +41,7 @@ __all__ = [
     "predict",
     "preprocess",
     "recipes",
+    "supervise",
     "train",
     "validate",
     "vocabulary",
@@ -48,6 +52,7 @@ _HOMES = {
     "InputError": "rayrec.config",
     "PreparationConfig": "rayrec.prepare.config",
     "Schema": "rayrec.schema",
+    "SuperviseConfig": "rayrec.launch.supervision",
     "recipes": "rayrec.recipes",
 }
 

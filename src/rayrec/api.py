@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import os
 import re
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from rayrec import storage
+from rayrec.config import InputError
 
 if TYPE_CHECKING:
     import ray.data
 
     from rayrec.launch.doctor import Report
+    from rayrec.launch.supervision import SuperviseConfig
+    from rayrec.launch.supervisor import Outcome
     from rayrec.observe.console import Console
     from rayrec.prepare.config import PreparationConfig
     from rayrec.prepare.validate import Gates
     from rayrec.prepare.validate import Report as DataReport
     from rayrec.training.trainer import Result
     from rayrec.workloads.base import TrainConfig
+
+
+_SAVED_S = 30.0
+"""What a job that is stopped gets beyond the time its workers have to save: the driver must notice and end, too."""
 
 
 def generate(
@@ -122,13 +131,53 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
     """Trains a recipe; see `rayrec.training.trainer.train`."""
     from rayrec.training.trainer import train as run
 
-    require_files(config)
+    console = _console(console)
+    require_files(config, note=console.note)
     return run(config, console=console)
 
 
-def require_files(config: TrainConfig) -> None:
+def supervise(
+    config: TrainConfig,
+    arguments: Sequence[str],
+    *,
+    supervision: SuperviseConfig | None = None,
+    show: Callable[[str], None] | None = None,
+    console: Console | None = None,
+) -> Outcome:
+    """Keeps a run going on a Ray cluster whose head may be lost: submits `rayrec train ARGUMENTS` through Ray Jobs, as
+    often as it takes. See rayrec.launch.supervisor.supervise.
+
+    `config` is what `arguments` (a recipe's name or --config FILE, then flags) come to; without a name in it, one is
+    chosen and added to them. `show` takes what the job prints. Raises InputError for what the user can mend.
+    """
+    from rayrec.launch.supervision import SuperviseConfig
+    from rayrec.launch.supervisor import supervise as run
+
+    if not os.path.isabs(config.storage_path) and not storage.is_url(config.storage_path):
+        raise InputError(
+            f"storage_path: {config.storage_path!r} is relative, and a job of a new head would look for it elsewhere; "
+            "give an absolute path of a file system that outlives the head, or a URL"
+        )
+    name = config.name or f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise InputError(f"name: {name!r} may hold letters, digits, '.', '_' and '-' only")
+    # Flags that follow a subcommand of the command line would be taken for that one's.
+    place = 0 if "--config" in arguments else list(arguments).index(config.recipe) + 1
+    naming = [] if config.name else ["--name", name]
+    return run(
+        [*arguments[:place], *naming, *arguments[place:]],
+        name=name,
+        config_hash=config.replace(name=name).config_hash(),
+        config=supervision or SuperviseConfig(),
+        stop_wait_s=config.failure.grace_s + _SAVED_S,
+        note=_console(console).note,
+        show=show,
+    )
+
+
+def require_files(config: TrainConfig, *, note: Callable[[str], None]) -> None:
     """Raises InputError where a recipe of published files is given a folder that lacks some: which, how large they are
-    and where they are published."""
+    and where they are published. Files of an unlikely size are noted."""
     from rayrec import recipes
     from rayrec.data.ready import is_ready
     from rayrec.datasets import published, remote
@@ -138,7 +187,7 @@ def require_files(config: TrainConfig) -> None:
         return
     named = config.train_data.files
     wanted = [file for file in published.files_of(name) if re.sub(r"(\.txt)?(\.gz)?$", "", file.name) in named]
-    remote.require_files(path, wanted, fetch_name=name)
+    remote.require_files(path, wanted, fetch_name=name, note=note)
 
 
 def plan(config: TrainConfig) -> str:

@@ -1,5 +1,6 @@
 """Each command: its flags, the public function it calls, and what it prints (results to standard output, as JSON)."""
 
+import contextlib
 import difflib
 import json
 import runpy
@@ -12,6 +13,8 @@ import tyro
 
 from rayrec import api, recipes, storage
 from rayrec.config import InputError
+from rayrec.launch.policy import Policy
+from rayrec.launch.supervision import SuperviseConfig
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig
 from rayrec.prepare.preprocess import preprocess as prepare_preprocess
@@ -23,6 +26,7 @@ from rayrec.verbs import VERBS
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys import ClickWorkload
 
+DEFAULT_POLICY = Policy()
 Checkpoint = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
 Path_ = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
 Out = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
@@ -249,9 +253,63 @@ def plan(arguments: list[str]) -> None:
 def train(arguments: list[str]) -> None:
     resolved, switches = parse_config("train", arguments)
     console = Console(verbose="-v" in switches, quiet="-q" in switches)
-    result = api.train(resolved, console=console)
+    with contextlib.redirect_stdout(sys.stderr):  # where Ray prints what it thinks of dead processes
+        result = api.train(resolved, console=console)
     console.table(f"{resolved.recipe}: finished", summary_rows(result.summary, folder=result.folder))
     _print_json(result.summary)
+
+
+def _supervision(
+    address: str | None = None,
+    python: str = "python",
+    env: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME")] = (),
+    working_dir: str | None = None,
+    state: str | None = None,
+    detach_on_signal: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    policy: Annotated[Policy, tyro.conf.arg(name="")] = DEFAULT_POLICY,
+) -> SuperviseConfig:
+    """Train as a job of a Ray cluster, and go on when its head, or all of it, was lost: rayrec supervise [--flags] --
+    train RECIPE [--flags]. -q hides what the job prints.
+
+    Args:
+        address: URL of the dashboard of the cluster's head; default RAY_API_SERVER_ADDRESS, else http://127.0.0.1:8265.
+        python: The cluster's Python that has rayrec.
+        env: Name of an environment variable that the job gets, with the value it has here; may be given again.
+        working_dir: Folder that the job begins in, uploaded from here, or URL of a zip.
+        state: File of what the supervisor remembers, its log beside it; default supervise/RUN.json of RAYREC_CACHE, else of
+            ~/.cache/rayrec.
+        detach_on_signal: Ctrl-C and SIGTERM end the supervisor alone, and the job goes on.
+        policy: When to give up.
+    """
+    return SuperviseConfig(
+        address=address,
+        python=python,
+        env=env,
+        working_dir=working_dir,
+        state=state,
+        detach_on_signal=detach_on_signal,
+        policy=policy,
+    )
+
+
+def supervise(arguments: list[str]) -> int:
+    place = arguments.index("--") if "--" in arguments else len(arguments)
+    own, command = arguments[:place], arguments[place + 1 :]
+    supervision = _flags("supervise", _supervision, [argument for argument in own if argument != "-q"])
+    if command[:1] != ["train"]:
+        raise InputError("what shall be supervised? rayrec supervise [--flags] -- train RECIPE [--flags]")
+    resolved, _ = parse_config("train", command[1:])
+
+    def show(text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+    outcome = api.supervise(resolved, command[1:], supervision=supervision, show=None if "-q" in own else show)
+    if outcome.status == 2:
+        raise InputError(outcome.cause)
+    if outcome.status == 0:
+        _print_json(outcome.summary or {"name": outcome.name, "status": "finished", "attempts": outcome.attempts})
+    return outcome.status
 
 
 def summary_rows(summary: dict[str, Any], *, folder: str) -> list[tuple[str, str]]:

@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from torch import nn
     from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-ShardingType = Literal["table_wise", "column_wise", "table_column_wise", "row_wise", "table_row_wise"]
+ShardingType = Literal["table_wise", "column_wise", "table_column_wise", "row_wise", "table_row_wise", "data_parallel"]
 
-_CPU_SHARDING_TYPES = {"table_wise", "column_wise", "table_column_wise"}
+_CPU_SHARDING_TYPES = {"table_wise", "column_wise", "table_column_wise", "data_parallel"}
+_WHOLE = {"table_wise", "data_parallel"}  # a worker that holds any of a table holds all of it
 _FLOAT_BYTES = 4
 
 
@@ -23,7 +24,8 @@ class ShardingConfig(Config):
 
     sharding_types: tuple[ShardingType, ...] = ("table_wise", "row_wise")
     """Ways a table may be laid out; those a device cannot do are left out (CPU has no row_wise or table_row_wise).
-    With column_wise, row-wise Adagrad keeps one state per row and part: the plan then changes what is learnt."""
+    With column_wise, row-wise Adagrad keeps one state per row and part: the plan then changes what is learnt.
+    With data_parallel, every worker holds the whole table, and once more as its gradient: for small tables."""
     min_column_width: int = 32
     """Narrowest part of a table under column_wise sharding; a multiple of 4."""
     reserved_fraction: float = 0.15
@@ -79,8 +81,8 @@ def plan_sharding(
 
     The same arguments give the same plan, so every worker may plan for itself. `memory_bytes` is what one worker may
     fill: its share of host memory on "cpu", its device's memory on "cuda" (`host_memory_bytes` is then its share of
-    the host's, used for nothing but the planner's book-keeping). `batch_size` is per worker. Tables are never
-    data_parallel: those are trained by another rule than fused tables are, so the plan would change what is learnt.
+    the host's, used for nothing but the planner's book-keeping). `batch_size` is per worker. Tables are data_parallel
+    only where the settings allow it; `replicated_tables` names those, which the fused optimizer leaves out.
     Raises InputError when the tables do not fit.
     """
     from torchrec.distributed.embedding_types import EmbeddingComputeKernel
@@ -97,10 +99,13 @@ def plan_sharding(
     tables = _tables(model)
     usable_bytes = int(memory_bytes * (1 - config.reserved_fraction))
     _refuse_what_cannot_fit(tables, allowed, config=config, world_size=world_size, usable_bytes=usable_bytes)
+    kernels = [EmbeddingComputeKernel.FUSED.value]
+    if "data_parallel" in allowed:
+        kernels.append(EmbeddingComputeKernel.DENSE.value)  # which TorchRec offers for no other sharding type
     constraints = {
         name: ParameterConstraints(
             sharding_types=list(allowed),
-            compute_kernels=[EmbeddingComputeKernel.FUSED.value],
+            compute_kernels=kernels,
             min_partition=min(config.min_column_width, dim),
         )
         for name, (_, dim) in tables.items()
@@ -134,24 +139,26 @@ def plan_sharding(
         ) from error
 
 
-def placements(plan: ShardingPlan, *, config: ShardingConfig | None = None) -> list[TablePlacement]:
-    """Every table of `plan` in the order of the model, with the bytes it takes on each rank."""
+def placements(plan: ShardingPlan, model: nn.Module, *, config: ShardingConfig | None = None) -> list[TablePlacement]:
+    """Every table of `plan` in the order of `model` (before it is sharded), with the bytes it takes on each rank."""
     config = config or ShardingConfig()
+    tables = _tables(model)
     found = []
     for module_plan in plan.plan.values():
         for table, sharding in module_plan.items():
-            shards = sharding.sharding_spec.shards
+            rows, dim = tables[table]
             bytes_of_rank: dict[int, int] = {}
-            for shard in shards:
-                rank = shard.placement.rank()
-                rows, columns = shard.shard_sizes
-                size = _table_bytes(rows, columns, config)
-                bytes_of_rank[rank] = bytes_of_rank.get(rank, 0) + size
+            if sharding.sharding_type == "data_parallel":  # the plan says no more of it
+                bytes_of_rank = dict.fromkeys(sharding.ranks, _table_bytes(rows, dim, config))
+            else:
+                for shard in sharding.sharding_spec.shards:
+                    rank, (held_rows, held_columns) = shard.placement.rank(), shard.shard_sizes
+                    bytes_of_rank[rank] = bytes_of_rank.get(rank, 0) + _table_bytes(held_rows, held_columns, config)
             found.append(
                 TablePlacement(
                     table=table,
-                    num_embeddings=max(shard.shard_offsets[0] + shard.shard_sizes[0] for shard in shards),
-                    embedding_dim=max(shard.shard_offsets[1] + shard.shard_sizes[1] for shard in shards),
+                    num_embeddings=rows,
+                    embedding_dim=dim,
                     sharding_type=sharding.sharding_type,
                     bytes_of_rank=bytes_of_rank,
                 )
@@ -159,9 +166,19 @@ def placements(plan: ShardingPlan, *, config: ShardingConfig | None = None) -> l
     return sorted(found, key=lambda placement: _natural(placement.table))
 
 
-def describe(plan: ShardingPlan, *, config: ShardingConfig | None = None) -> str:
+def replicated_tables(plan: ShardingPlan) -> list[str]:
+    """The data_parallel tables' parameters, as the sharded model names them."""
+    return [
+        f"{module}.embedding_bags.{table}.weight"
+        for module, module_plan in plan.plan.items()
+        for table, sharding in module_plan.items()
+        if sharding.sharding_type == "data_parallel"
+    ]
+
+
+def describe(plan: ShardingPlan, model: nn.Module, *, config: ShardingConfig | None = None) -> str:
     """The plan as text: one line a table (rows, dim, how, where, bytes), then what each worker holds in all."""
-    rows = placements(plan, config=config)
+    rows = placements(plan, model, config=config)
     head = ("table", "rows", "dim", "sharding", "ranks", "weights + optimizer")
     lines = [
         (
@@ -218,6 +235,11 @@ def _refuse_what_cannot_fit(
 ) -> None:
     sizes = {name: _table_bytes(rows, dim, config) for name, (rows, dim) in tables.items()}
     total = sum(sizes.values())
+    if set(allowed) == {"data_parallel"} and total > usable_bytes:
+        raise InputError(
+            f"sharding: {len(tables)} tables need {_readable(total)} on each worker, which has {_readable(usable_bytes)}; "
+            "allow table_wise beside data_parallel in ShardingConfig.sharding_types"
+        )
     if total > usable_bytes * world_size:
         raise InputError(
             f"sharding: {len(tables)} tables need {_readable(total)} (weights and optimizer state), but {world_size} "
@@ -226,7 +248,7 @@ def _refuse_what_cannot_fit(
             "a smaller embedding_dim, or a higher min_count"
         )
     largest = max(sizes, key=sizes.__getitem__, default=None)
-    if largest is not None and set(allowed) == {"table_wise"} and sizes[largest] > usable_bytes:
+    if largest is not None and set(allowed) <= _WHOLE and sizes[largest] > usable_bytes:
         rows, dim = tables[largest]
         raise InputError(
             f"sharding: table {largest} ({rows:,} rows x {dim}) needs {_readable(sizes[largest])} on one worker, "

@@ -10,6 +10,7 @@ VERBS = {
     "fetch": ("NAME --out DIR", "downloads a published data set, resuming and checking each file"),
     "plan": ("RECIPE [--flags]", "shows how a recipe's tables are spread over its workers, and whether they fit"),
     "train": ("RECIPE [--flags] [-v|-q]", "trains; the same storage and name again goes on where the run stopped"),
+    "supervise": ("-- train RECIPE [--flags]", "trains as a job of a cluster, and goes on when its head was lost"),
     "evaluate": ("CHECKPOINT PATH", "scores every row of a log exactly once -> metrics as JSON"),
     "predict": ("CHECKPOINT PATH --out DIR", "writes scores as Parquet, in input order, with the row's number"),
     "benchmark": ("NAME", "measures, as ratios against a peer or a ceiling in the same run"),

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,65 +14,7 @@ from rayrec.observe.console import Console
 
 pytestmark = [pytest.mark.ray, pytest.mark.extended]
 
-SWIFT = "swift==2.38.3"
 QUIET = Console(quiet=True)
-
-
-@pytest.fixture(scope="module")
-def swift_python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An interpreter that has Swift; RAYREC_TEST_CACHE keeps its environment for the next run too."""
-    folder = Path(os.environ.get("RAYREC_TEST_CACHE") or tmp_path_factory.mktemp("cache")) / "swift"
-    python = folder / "bin" / "python"
-    if not (folder / "complete").exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", SWIFT], check=True, stdin=subprocess.DEVNULL)
-        (folder / "complete").touch()
-    return str(python)
-
-
-def free_port() -> int:
-    """The first of four free ports in a row."""
-    for port in range(21_000, 30_000, 7):
-        sockets = [socket.socket() for _ in range(4)]
-        try:
-            for offset, one in enumerate(sockets):
-                one.bind(("127.0.0.1", port + offset))
-            return port
-        except OSError:
-            continue
-        finally:
-            for one in sockets:
-                one.close()
-    raise AssertionError("no free ports")
-
-
-@pytest.fixture(scope="module")
-def bucket(swift_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of an empty bucket, reachable by the standard environment variables alone."""
-    port = free_port()
-    script = Path(__file__).parents[1] / "s3_server.py"
-    folder = tmp_path_factory.mktemp("s3")
-    server = subprocess.Popen(
-        [swift_python, str(script), str(folder), str(port), "tester", "secret-word"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        assert server.stdout is not None
-        assert server.stdout.readline() == "ready\n"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("AWS_ACCESS_KEY_ID", "acct:tester")
-            patch.setenv("AWS_SECRET_ACCESS_KEY", "secret-word")
-            patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-            patch.setenv("AWS_REGION", "us-east-1")
-            patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-            filesystem, _ = fs.FileSystem.from_uri("s3://logs?allow_bucket_creation=true")
-            filesystem.create_dir("logs")
-            yield "s3://logs"
-    finally:
-        server.kill()
-        server.wait()
 
 
 @pytest.fixture(scope="module")

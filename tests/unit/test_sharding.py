@@ -1,4 +1,4 @@
-"""Sharding plans: never data-parallel, balanced, the same every time, readable, and refused when they do not fit."""
+"""Sharding plans: data-parallel only where allowed, balanced, the same every time, readable, and refused when they do not fit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from torch import nn
 
 from rayrec.config import InputError
 from rayrec.models.embeddings import build_embeddings
-from rayrec.sharding import ShardingConfig, describe, embedding_sharders, placements, plan_sharding
+from rayrec.sharding import (
+    ShardingConfig,
+    describe,
+    embedding_sharders,
+    placements,
+    plan_sharding,
+    replicated_tables,
+)
 
 SIZES = [1460, 583, 1_000_000, 900_000, 305, 24, 12_517, 633, 3, 93_145, 5683, 800_000, 3194, 27, 14_992, 700_000]
 GIB = 1 << 30
@@ -32,7 +39,7 @@ def plan(world_size: int = 2, device: Literal["cpu", "cuda"] = "cpu", memory_byt
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_every_table_is_fused_and_none_data_parallel(world_size: int, device: Literal["cpu", "cuda"]) -> None:
     made = plan(world_size, device)
-    rows = placements(made)
+    rows = placements(made, Model(SIZES))
     assert [(row.table, row.num_embeddings, row.embedding_dim) for row in rows] == [
         (f"cat_{index}", size, 16) for index, size in enumerate(SIZES)
     ]
@@ -45,21 +52,21 @@ def test_every_table_is_fused_and_none_data_parallel(world_size: int, device: Li
 
 def test_workers_share_the_lookups() -> None:
     counts = [0, 0]
-    for row in placements(plan()):
+    for row in placements(plan(), Model(SIZES)):
         for rank in row.bytes_of_rank:
             counts[rank] += 1
     assert abs(counts[0] - counts[1]) <= 2
 
 
 def test_the_same_model_gives_the_same_plan_quickly() -> None:
-    first = describe(plan())
+    first = describe(plan(), Model(SIZES))
     start = time.monotonic()
-    assert describe(plan()) == first
+    assert describe(plan(), Model(SIZES)) == first
     assert time.monotonic() - start < 1
 
 
 def test_description_reads_as_a_table() -> None:
-    lines = describe(plan()).splitlines()
+    lines = describe(plan(), Model(SIZES)).splitlines()
     assert lines[0].split() == ["table", "rows", "dim", "sharding", "ranks", "weights", "+", "optimizer"]
     assert lines[3].split()[:4] == ["cat_2", "1,000,000", "16", "table_wise"]
     assert lines[3].endswith("64.8 MiB")
@@ -68,18 +75,42 @@ def test_description_reads_as_a_table() -> None:
 
 
 def test_column_wise_splits_one_table_over_workers() -> None:
+    model = Model([1_000_000], dim=64)
     made = plan_sharding(
-        Model([1_000_000], dim=64),
+        model,
         world_size=2,
         device="cpu",
         batch_size=128,
         memory_bytes=240 << 20,
         config=ShardingConfig(sharding_types=("column_wise",), min_column_width=32),
     )
-    (row,) = placements(made)
+    (row,) = placements(made, model)
     assert row.sharding_type == "column_wise"
     assert (row.num_embeddings, row.embedding_dim) == (1_000_000, 64)
     assert set(row.bytes_of_rank) == {0, 1}
+
+
+def test_data_parallel_tables_lie_on_every_worker() -> None:
+    made = plan(config=ShardingConfig(sharding_types=("data_parallel",)))
+    rows = placements(made, Model(SIZES))
+    assert {row.sharding_type for row in rows} == {"data_parallel"}
+    assert all(row.bytes_of_rank == {0: row.num_embeddings * 17 * 4, 1: row.num_embeddings * 17 * 4} for row in rows)
+    assert sorted(replicated_tables(made)) == sorted(
+        f"embeddings.embedding_bags.cat_{index}.weight" for index in range(len(SIZES))
+    )
+    assert "data_parallel  0-1" in describe(made, Model(SIZES)).splitlines()[1]
+
+
+def test_data_parallel_beside_others_keeps_those_fused() -> None:
+    made = plan(config=ShardingConfig(sharding_types=("table_wise", "data_parallel")))
+    kernels = {(sharding.sharding_type, sharding.compute_kernel) for sharding in made.plan["embeddings"].values()}
+    assert kernels <= {("table_wise", "fused"), ("data_parallel", "dense")}
+    assert replicated_tables(plan()) == []
+
+
+def test_data_parallel_needs_every_table_on_each_worker() -> None:
+    with pytest.raises(InputError, match=r"16 tables need 22\d\.. MiB on each worker, .* allow table_wise"):
+        plan(memory_bytes=200 << 20, config=ShardingConfig(sharding_types=("data_parallel",)))
 
 
 def test_too_little_memory_in_all_is_refused() -> None:
@@ -109,7 +140,7 @@ def test_the_planner_refusal_is_explained() -> None:
     ("settings", "message"),
     [
         ({"sharding_types": ()}, "give at least one"),
-        ({"sharding_types": ("data_parallel",)}, "does not fit"),
+        ({"sharding_types": ("diagonal",)}, "does not fit"),
         ({"reserved_fraction": 1.0}, r"must be in \[0, 1\)"),
         ({"min_column_width": 6}, "multiple of 4"),
     ],

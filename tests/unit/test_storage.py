@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +13,8 @@ import pytest
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.storage import outages
+from rayrec.storage.stores import S3Place
 
 
 def test_folders_list_data_files_in_numeric_order(tmp_path: Path) -> None:
@@ -114,3 +119,187 @@ def test_json_round_trip_and_damage(tmp_path: Path) -> None:
         Path(path).write_bytes(damaged)
         with pytest.raises(InputError, match=r"value\.json: damaged"):
             storage.read_json(path)
+
+
+# Streams -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "file"
+
+    def pieces(*, fails: bool) -> Iterator[bytes | memoryview]:
+        yield b"abc"
+        yield memoryview(np.zeros((0, 3), np.float32))
+        yield memoryview(np.arange(3, dtype=np.int32))
+        assert os.listdir(path.parent) != ["file"] or path.read_bytes() != b"abc"
+        if fails:
+            raise RuntimeError
+
+    for url in (str(path), f"file://{path}"):
+        path.unlink(missing_ok=True)
+        assert storage.write_stream(url, pieces(fails=False)) == 15
+        assert path.read_bytes() == b"abc" + np.arange(3, dtype=np.int32).tobytes()
+        path.write_bytes(b"old")
+        with pytest.raises(RuntimeError):
+            storage.write_stream(url, pieces(fails=True))
+        assert path.read_bytes() == b"old"
+        assert os.listdir(path.parent) == ["file"]
+    assert b"".join(storage.read_stream(str(path))) == b"old"
+    assert storage.write_stream(str(path), []) == 0
+    assert list(storage.read_stream(str(path))) == []
+
+
+def test_a_full_disk_keeps_its_number(tmp_path: Path) -> None:
+    code = (
+        "import errno, resource, sys; from rayrec import storage\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "for write in (lambda: storage.write_bytes(sys.argv[1], bytes(5000)),\n"
+        "              lambda: storage.write_stream(sys.argv[1], [bytes(600)] * 3),\n"
+        "              lambda: storage.write_bytes('file://' + sys.argv[1], bytes(5000))):\n"
+        "    try: write()\n"
+        "    except OSError as error: assert error.errno == errno.EFBIG, error\n"
+        "    else: raise AssertionError\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code, str(tmp_path / "file")], check=False, stderr=subprocess.PIPE)
+    assert run.returncode == 0, run.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_folders_are_listed_copied_and_removed(tmp_path: Path) -> None:
+    folder = str(tmp_path / "a")
+    for prefix in ("", "file://"):
+        storage.make_folder(f"{prefix}{folder}/deep/empty")
+        storage.write_bytes(f"{prefix}{folder}/.hidden.json", b"12")
+        storage.write_bytes(f"{prefix}{folder}/deep/file", b"123")
+        assert storage.list_folder(prefix + folder) == [".hidden.json", "deep"]
+        assert storage.list_folder(prefix + folder + "/none") == []
+        assert [(file.path, file.size_bytes) for file in storage.files_in(prefix + folder)] == [
+            (f"{prefix}{folder}/.hidden.json", 2)
+        ]
+        assert storage.files_in(prefix + folder + "/none") == []
+        names = ("deep/file", "deep", "none")
+        assert [storage.size_of(f"{prefix}{folder}/{name}") for name in names] == [3, None, None]
+        storage.copy_files(prefix + folder, f"{prefix}{tmp_path}/b")
+        found = sorted(str(path.relative_to(tmp_path / "b")) for path in (tmp_path / "b").rglob("*"))
+        assert found == [".hidden.json", "deep", "deep/empty", "deep/file"]
+        storage.remove_file(f"{prefix}{folder}/.hidden.json")
+        storage.remove_file(f"{prefix}{folder}/.hidden.json")
+        storage.remove_folder(prefix + folder)
+        storage.remove_folder(prefix + folder)
+        assert os.listdir(tmp_path) == ["b"]
+        storage.remove_folder(f"{prefix}{tmp_path}/b")
+    with pytest.raises(InputError, match="no such folder"):
+        storage.copy_files(folder, f"{folder}2")
+    assert os.listdir(tmp_path) == []
+
+
+# Trouble of stores ---------------------------------------------------------------------------------------------------
+
+# As pyarrow says it, of a real store.
+_HEAD = "When getting information for key 'a' in bucket 'logs': AWS Error {} during HeadObject operation: {}"
+_NO_BODY = "No response body."
+_REFUSED = "curlCode: 7, Could not connect to server; Details: Failed to connect to 127.0.0.1:9 after 0 ms: Could not"
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "expected"),
+    [
+        ("NETWORK_CONNECTION", _REFUSED, "passing"),
+        (
+            "NETWORK_CONNECTION",
+            "curlCode: 28, Timeout was reached; Details: Operation too slow. Less than 1",
+            "passing",
+        ),
+        ("NETWORK_CONNECTION", "curlCode: 6, Could not resolve hostname; Details: Could not resolve host", "passing"),
+        ("NETWORK_CONNECTION", "curlCode: 60, SSL peer certificate or SSH remote key was not OK", "certificate"),
+        ("SLOW_DOWN", "Please reduce your request rate.", "passing"),
+        ("UNKNOWN (HTTP status 503)", _NO_BODY, "passing"),
+        ("UNKNOWN (HTTP status 500)", "", "passing"),
+        ("UNKNOWN (HTTP status 429)", _NO_BODY, "passing"),
+        ("INTERNAL_FAILURE", "We encountered an internal error. Please try again.", "passing"),
+        ("ACCESS_DENIED", _NO_BODY, "denied"),
+        ("SIGNATURE_DOES_NOT_MATCH", "The request signature we calculated does not match the signature", "denied"),
+        ("UNKNOWN (HTTP status 400)", _NO_BODY, "denied"),
+        ("UNKNOWN (HTTP status 412)", "", "denied"),
+        ("UNKNOWN (HTTP status 400)", "The provided token has expired.", "denied"),
+        ("UNKNOWN (HTTP status 400)", "Your proposed upload exceeds the maximum allowed size", "other"),
+        ("NO_SUCH_BUCKET", "The specified bucket does not exist. (Request ID: tx0)", "no bucket"),
+        ("UNKNOWN (HTTP status 301)", _NO_BODY, "region"),
+        ("NO_SUCH_UPLOAD", "The specified upload does not exist.", "other"),
+    ],
+)
+def test_trouble_is_told_by_its_text(name: str, said: str, expected: str) -> None:
+    error = OSError(_HEAD.format(name, said))
+    assert outages.trouble(error) == expected
+    raised = outages.explained("s3://logs/a", error, waited_s=60, remedy="somewhere")
+    assert isinstance(raised, OSError if expected in {"passing", "other"} else InputError)
+    assert "\n" not in str(raised)
+    assert str(raised).startswith("s3://logs")
+
+
+def test_persistence_ends_with_the_limit() -> None:
+    calls = []
+
+    def call() -> int:
+        calls.append(1)
+        if len(calls) < 3:
+            raise OSError(_HEAD.format("NETWORK_CONNECTION", _REFUSED))
+        return 7
+
+    with storage.patience(5):
+        assert outages.persist("s3://logs/a", call, remedy=str) == 7
+    calls.clear()
+    with storage.patience(0), pytest.raises(OSError, match=r"^s3://logs/a: the store was out for 0 s \(could not"):
+        outages.persist("s3://logs/a", call, remedy=str)
+    assert len(calls) == 1
+
+
+def test_the_limit_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert outages.outage_s() == storage.OUTAGE_S
+    monkeypatch.setenv("RAYREC_STORAGE_OUTAGE_S", "2.5")
+    assert outages.outage_s() == 2.5
+    with storage.patience(1):
+        assert outages.outage_s() == 1
+    monkeypatch.setenv("RAYREC_STORAGE_OUTAGE_S", "long")
+    with pytest.raises(InputError, match="RAYREC_STORAGE_OUTAGE_S"):
+        outages.outage_s()
+
+
+def test_secrets_in_urls_are_refused_and_not_repeated() -> None:
+    with pytest.raises(InputError, match=r"s3://\.\.\.@bucket: holds credentials") as raised:
+        storage.resolve("s3://user:hush@bucket/key")
+    assert "hush" not in str(raised.value)
+    with pytest.raises(InputError, match="names no bucket"):
+        storage.resolve("s3:///key")
+    with pytest.raises(InputError, match="colour is no option"):
+        storage.resolve("s3://bucket/key?colour=red")
+
+
+def test_an_s3_place_is_found_as_aws_tools_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    config = tmp_path / "config"
+    config.write_text("[default]\nregion = a\n[profile b]\nregion = b\nendpoint_url = http://b:1\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    place = S3Place.of("s3://bucket/key x/day_?")
+    assert (place.inner, place.endpoint, place.region) == ("bucket/key x/day_?", None, "a")
+    monkeypatch.setenv("AWS_PROFILE", "b")
+    place = S3Place.of("s3://bucket")
+    assert (place.inner, place.endpoint, place.region) == ("bucket", "http://b:1", "b")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "c")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://c:1")
+    assert (S3Place.of("s3://bucket").endpoint, S3Place.of("s3://bucket").region) == ("http://c:1", "c")
+    monkeypatch.setenv("AWS_REGION", "d")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://d:1")
+    assert (S3Place.of("s3://bucket").endpoint, S3Place.of("s3://bucket").region) == ("http://d:1", "d")
+    place = S3Place.of("s3://bucket/key?region=e&endpoint_override=e:1&scheme=http&allow_bucket_creation=true")
+    assert (place.inner, place.endpoint, place.region) == ("bucket/key", "http://e:1", "e")
+    assert place.flags == ("allow_bucket_creation",)
+    config.write_text("rubbish")
+    with pytest.raises(InputError, match="not a configuration of AWS"):
+        S3Place.of("s3://bucket")
+
+
+def test_importing_loads_neither_torch_nor_ray() -> None:
+    code = "import sys, rayrec.storage; sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -25,6 +25,7 @@ class Node:
 class Layout:
     """How a run shares out a cluster."""
 
+    num_workers: int
     cpus_per_worker: float
     worker_resources: dict[str, float]
     """What each training worker reserves."""
@@ -82,21 +83,28 @@ def alive_nodes() -> list[Node]:
 def layout(
     nodes: list[Node],
     *,
-    num_workers: int,
+    num_workers: int | tuple[int, int],
     use_gpu: bool,
     cpus_per_worker: float | None,
     resources_per_worker: dict[str, float],
     keep_data_off_workers: bool,
 ) -> Layout:
-    """Shares out a cluster: what a worker reserves, where data tasks may run and how many CPUs each pipeline gets. Pure.
+    """Shares out a cluster: how many workers (of least and most), what one reserves, where data tasks may run and how many
+    CPUs each pipeline of them gets. Pure.
 
     Where some nodes have what workers need (GPUs, or the named resources) and others do not, data tasks go to the
-    others. Raises InputError where workers do not fit, or where they would leave data tasks no CPU.
+    others. Raises InputError where (the least) workers do not fit, or where they would leave data tasks no CPU.
     """
+    least, most = (num_workers, num_workers) if isinstance(num_workers, int) else num_workers
     wanted = dict(resources_per_worker)
     if use_gpu:
         wanted.setdefault("GPU", 1.0)
     special = {name for name in wanted if name != "CPU"}
+    if least < most and not special and cpus_per_worker is None:
+        raise InputError(
+            f"scaling.num_workers {least} to {most}: how many fit depends on what a worker needs; give "
+            "--scaling.cpus-per-worker, --scaling.use-gpu or --scaling.resources-per-worker"
+        )
     training = [node for node in nodes if all(node.resources.get(name, 0) >= wanted[name] for name in special)]
     if not training:
         have = {name: sum(node.resources.get(name, 0) for node in nodes) for name in sorted(special)}
@@ -104,45 +112,63 @@ def layout(
             f"scaling: a worker needs {wanted}, but the cluster has {have}; change scaling.use_gpu or resources_per_worker"
         )
     others = [node for node in nodes if node not in training] if special else []
-    apart = bool(others) and keep_data_off_workers and sum(node.resources.get("CPU", 0) for node in others) > 0
-    training_cpus = sum(node.resources.get("CPU", 0) for node in training)
+    apart = bool(others) and keep_data_off_workers and _cpus(others) > 0
     if cpus_per_worker is None:
-        cpus_per_worker = 1.0 if use_gpu or apart else min(1.0, training_cpus / (2 * num_workers))
-    for name in special:
-        have_now = sum(node.resources[name] for node in training)
-        if have_now < wanted[name] * num_workers:
-            raise InputError(
-                f"scaling: {num_workers} workers need {wanted[name] * num_workers:g} {name}, the cluster has {have_now:g}; "
-                "lower --scaling.num-workers or add nodes"
-            )
-    if cpus_per_worker * num_workers > training_cpus:
-        raise InputError(
-            f"scaling: {num_workers} workers reserve {cpus_per_worker * num_workers:g} CPUs, the cluster has {training_cpus:g} "
-            "for them; lower --scaling.num-workers or --scaling.cpus-per-worker"
-        )
+        cpus_per_worker = 1.0 if use_gpu or apart else min(1.0, _cpus(training) / (2 * most))
+    worker_resources = {"CPU": cpus_per_worker, **wanted}
     data_nodes = others if apart else nodes
-    cluster_cpus = sum(node.resources.get("CPU", 0) for node in nodes)
-    all_data_cpus = sum(node.resources.get("CPU", 0) for node in data_nodes)
-    free = all_data_cpus if apart else cluster_cpus - cpus_per_worker * num_workers
-    if free <= 0:
-        raise InputError(
-            f"scaling: {num_workers} workers reserve all {cluster_cpus:g} CPUs and leave none for data tasks; "
+    for chosen in range(most, least - 1, -1):
+        free = _cpus(others) if apart else _cpus(nodes) - cpus_per_worker * chosen
+        misfit = _misfit(chosen, training, worker_resources) or (
+            f"scaling: {chosen} workers reserve all {_cpus(nodes):g} CPUs and leave none for data tasks; "
             "lower --scaling.cpus-per-worker or --scaling.num-workers"
+            if free <= 0
+            else None
         )
-    share = free / num_workers
+        if misfit is None:
+            break
+    else:
+        raise InputError(misfit)
+    share = free / chosen
     store = sum(node.resources.get("object_store_memory", 0) for node in data_nodes)
     selector = None
     if apart:
         ids = ",".join(sorted(node.node_id for node in training))
         selector = {"ray.io/node-id": f"!in({ids})"}  # also nodes that join later
     return Layout(
+        num_workers=chosen,
         cpus_per_worker=cpus_per_worker,
-        worker_resources={"CPU": cpus_per_worker, **wanted},
+        worker_resources=worker_resources,
         per_worker=TaskPlacement(
             num_cpus=min(1.0, share),
             max_cpus=share,
-            max_object_store_bytes=int(store * _OBJECT_STORE_SHARE / num_workers) or None,
+            max_object_store_bytes=int(store * _OBJECT_STORE_SHARE / chosen) or None,
             label_selector=selector,
         ),
-        driver=TaskPlacement(num_cpus=min(1.0, all_data_cpus), label_selector=selector),
+        driver=TaskPlacement(num_cpus=min(1.0, _cpus(data_nodes)), label_selector=selector),
     )
+
+
+def _cpus(nodes: list[Node]) -> float:
+    return sum(node.resources.get("CPU", 0) for node in nodes)
+
+
+def _misfit(num_workers: int, nodes: list[Node], worker_resources: dict[str, float]) -> str | None:
+    """Why so many workers do not fit on the nodes; None where they do."""
+    for name, each in worker_resources.items():
+        have = sum(node.resources.get(name, 0) for node in nodes)
+        if have < each * num_workers:
+            return (
+                f"scaling: {num_workers} workers need {each * num_workers:g} {name}, the cluster has {have:g} for them; "
+                f"lower --scaling.num-workers{' or --scaling.cpus-per-worker' if name == 'CPU' else ' or add nodes'}"
+            )
+    room = sum(
+        min(int(node.resources.get(name, 0) / each + 1e-9) for name, each in worker_resources.items() if each)
+        for node in nodes
+    )
+    if room < num_workers:
+        return (
+            f"scaling: {num_workers} workers with {worker_resources} each do not fit on the nodes, {room} do; "
+            "lower --scaling.num-workers or what a worker needs, or add nodes"
+        )
+    return None

@@ -107,6 +107,14 @@ class Console:
             self.note(f"step {event['step']:,}  {event['set']}  {values}")
         elif kind == "start" and event["step"]:
             self.note(f"goes on from step {event['step']:,} with {event['world_size']} workers")
+        elif kind == "failure":
+            self.note(f"{event['cause']}: starting again")
+        elif kind == "checkpoint_damaged":
+            self.note(f"passed over: {event['cause']}")
+        elif kind == "checkpoint_late":
+            self.note(f"step {event['step']:,}  not saved yet: {event['cause']}")
+        elif kind == "stop":
+            self.note(f"step {event['step']:,}  saved, stopping ({event['cause']})")
         elif kind == "checkpoint" and self.verbose:
             self.note(f"step {event['step']:,}  saved {event['path']} ({event['bytes'] / 1e6:.1f} MB)")
         elif kind == "early_stop":

@@ -2,43 +2,48 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import os
-import re
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, final
 
-from rayrec.config import Config, InputError
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.observe.event_lines import TORN_LINE, events_in, line_of
+from rayrec.observe.event_parts import CLOSE_S, EventParts, RemoteEvents, parts_folder
 
 _logger = logging.getLogger(__name__)
-
-_TORN_LINE: Final = "torn_line"  # kind of the event that follows, and excuses, a line that a crash left incomplete
-_SECRET: Final = re.compile(r"password|passwd|secret|accesskey|apikey|credential")
-_TOKEN: Final = re.compile(r"token(_|$)|tokens$")  # hf_token, token_file; not tokenizer, tokens_per_s
 
 
 @final
 class EventWriter:
-    """Appends events to a local JSONL file; any number of processes and threads may write to the same file.
+    """Appends events to a JSONL file; any number of processes and threads may write to the same file.
 
-    Every event is one `write` to a descriptor opened with O_APPEND, so that lines never interleave (POSIX local file
-    systems; NFS does not promise it). A failing disk never stops training: the event is lost, counted in `num_lost` and
-    warned about once. If the file ends in an incomplete line, which a crash or a full disk leaves, the writer ends that
-    line and says so, so that `read_events` can skip it.
+    To a local file every event is one `write` to a descriptor opened with O_APPEND, so that lines never interleave (POSIX
+    local file systems; NFS does not promise it). If the file ends in an incomplete line, which a crash or a full disk
+    leaves, the writer ends that line and says so, so that `read_events` can skip it.
+
+    To a URL RUN/events.jsonl events are uploaded in the background, as parts in RUN/events/: those of kind step within
+    about two seconds, others at once. What is not uploaded is lost where the process is killed. `merge_events` makes one
+    file of the parts.
+
+    A failing disk or store never stops training: an event that cannot be kept is lost, counted in `num_lost` and warned
+    about once.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path: Final = Path(path)
+        url = _url(path)
+        self.path: Final = url or Path(path)
         self.num_lost = 0
-        self._descriptor: int | None = None
-        self._closed = False
-        self._tail_is_torn = False
+        self._sink: Final[EventParts | _LocalFile] = (
+            EventParts(parts_folder(url), on_loss=self._lose, on_outage=self._wait) if url else _LocalFile(Path(path))
+        )
+        self._waited = False
+        self._last_s = 0.0
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append `{"time": <unix seconds>, "kind": kind, **fields}` as one line.
@@ -47,30 +52,19 @@ class EventWriter:
         floats null, other objects their `str`. Values under keys that look like a password, secret, token or access key
         become "***" at any depth; a number under a token key is a count and stays.
         """
-        line = _line({"time": time.time(), "kind": kind, **fields})
+        line = line_of({"time": self._now(), "kind": kind, **fields})
         try:
-            if self._closed:
-                raise OSError("the event writer is closed")
-            if self._descriptor is None:
-                self._descriptor = self._opened()
-            if self._tail_is_torn:
-                line = b"\n" + _line({"time": time.time(), "kind": _TORN_LINE}) + line
-            written = os.write(self._descriptor, line)
-            # What a full disk cuts off cannot be taken back: other processes may have appended since.
-            self._tail_is_torn = written < len(line)
-            if self._tail_is_torn:
-                raise OSError(f"only {written} of {len(line)} bytes were written")
+            self._sink.append(line, urgent=kind != "step")
         except OSError as error:
-            self.num_lost += 1
-            if self.num_lost == 1:
-                _logger.warning("%s: an event is lost (%s); later losses are only counted", self.path, error)
+            self._lose(1, str(error))
+
+    def flush(self, *, timeout_s: float = CLOSE_S) -> bool:
+        """Upload the events written so far, in at most so long; whether all went. A local file has them already."""
+        return self._sink.flush(timeout_s)
 
     def close(self) -> None:
-        """Close the file; may be called again. Events written later are lost."""
-        self._closed = True
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
+        """Flush, for at most ten seconds, and close; may be called again. Events written later are lost."""
+        self._sink.close()
 
     def __enter__(self) -> Self:
         return self
@@ -80,33 +74,134 @@ class EventWriter:
     ) -> None:
         self.close()
 
+    def _now(self) -> float:
+        """Seconds since 1970, later than any before: two equal lines are one, read from a part and from the merged file."""
+        self._last_s = max(time.time(), self._last_s + 1e-6)  # two threads may agree, but not in all they write
+        return self._last_s
+
+    def _lose(self, count: int, cause: str) -> None:
+        if not self.num_lost:
+            what = "an event is" if count == 1 else f"{count} events are"
+            _logger.warning("%s: %s lost (%s); later losses are only counted", self.path, what, cause)
+        self.num_lost += count
+
+    def _wait(self, cause: str) -> None:
+        if not self._waited:
+            self._waited = True
+            _logger.warning("%s: events wait in memory, as they cannot be uploaded (%s)", self.path, cause)
+
+
+@final
+class _LocalFile:
+    """The end of a local file, mended where it was torn."""
+
+    def __init__(self, path: Path) -> None:
+        self._path: Final = path
+        self._descriptor: int | None = None
+        self._closed = False
+        self._tail_is_torn = False
+
+    def append(self, line: bytes, *, urgent: bool) -> None:
+        """Raises OSError where the line is lost."""
+        if self._closed:
+            raise OSError("the event writer is closed")
+        if self._descriptor is None:
+            self._descriptor = self._opened()
+        if self._tail_is_torn:
+            line = b"\n" + line_of({"time": time.time(), "kind": TORN_LINE}) + line
+        written = os.write(self._descriptor, line)
+        # What a full disk cuts off cannot be taken back: other processes may have appended since.
+        self._tail_is_torn = written < len(line)
+        if self._tail_is_torn:
+            raise OSError(f"only {written} of {len(line)} bytes were written")
+
+    def flush(self, timeout_s: float) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._closed = True
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
     def _opened(self) -> int:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size = os.fstat(descriptor).st_size
         self._tail_is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
         return descriptor
 
 
 def read_events(path: str | Path, *, kinds: Collection[str] | None = None) -> list[dict[str, Any]]:
-    """All events of the file in the order written, or those of the given kinds.
+    """All events of the file in the order written, or those of the given kinds; of a URL with those of its parts, by time.
 
     An incomplete last line (its writer is at work, or died) is left out. Raises InputError for any other line that is
     not an event, naming file and line, and for a file that does not exist.
     """
+    url = _url(path)
+    if url:
+        events = [event for _, event in RemoteEvents(url).new()]
+        if not events and not storage.exists(url):
+            raise _no_file(path)
+        return [event for event in events if kinds is None or event["kind"] in kinds]
     try:
         with open(path, "rb") as file:
-            return [event for event in _events(file, path) if kinds is None or event["kind"] in kinds]
+            return [event for event in events_in(file, path) if kinds is None or event["kind"] in kinds]
     except FileNotFoundError:
-        raise InputError(f"{path}: no such event file; give the events.jsonl of a run") from None
+        raise _no_file(path) from None
 
 
-def follow(path: str | Path, *, stop: threading.Event, poll_s: float = 0.2) -> Iterator[dict[str, Any]]:
+def follow(path: str | Path, *, stop: threading.Event, poll_s: float | None = None) -> Iterator[dict[str, Any]]:
     """Events as they are written, from the first; once `stop` is set, what is left in the file, then the end.
 
-    The file need not exist yet. Raises InputError as `read_events` does.
+    Looks every `poll_s` seconds (None: 0.2, at a URL 2). The file need not exist yet. An outage of a store is waited for,
+    but not once `stop` is set. Raises InputError as `read_events` does.
     """
-    return _events(_growing_lines(Path(path), stop=stop, poll_s=poll_s), path)
+    url = _url(path)
+    if url:
+        return _followed(url, stop=stop, poll_s=2.0 if poll_s is None else poll_s)
+    return events_in(_growing_lines(Path(path), stop=stop, poll_s=0.2 if poll_s is None else poll_s), path)
+
+
+def merge_events(path: str | Path) -> None:
+    """Makes the parts of a URL's events the one file that they are of; nothing to do for a local one.
+
+    For the end of a run, when its writers are closed: an event uploaded at this very moment may be lost. If it dies, or
+    writers go on later, nothing is doubled: readers know events that they meet twice.
+    """
+    url = _url(path)
+    if not url:
+        return
+    remote = RemoteEvents(url)
+    lines = [line for line, _ in remote.new()]
+    folder = parts_folder(url)
+    if not storage.files_in(folder):
+        return
+    storage.write_bytes(url, b"".join(lines))
+    if all(remote.has_read(file) for file in storage.files_in(folder)):  # else a writer is at work
+        storage.remove_folder(folder)
+
+
+def _followed(url: str, *, stop: threading.Event, poll_s: float) -> Iterator[dict[str, Any]]:
+    remote = RemoteEvents(url)
+    while True:
+        stopping = stop.is_set()  # read before the parts, so that nothing written before the stop is missed
+        new: list[tuple[bytes, dict[str, Any]]] = []
+        try:
+            with storage.patience(0):
+                new = remote.new()
+        except OSError as error:  # what it holds is told once it is back
+            if stopping:
+                _logger.warning("%s: the last events cannot be shown (%s)", url, error)
+        for _, event in new:
+            yield event
+        if stopping:
+            return
+        stop.wait(poll_s)
+
+
+def _url(path: str | Path) -> str | None:
+    return str(path) if storage.is_url(str(path)) else None
 
 
 def _growing_lines(path: Path, *, stop: threading.Event, poll_s: float) -> Iterator[bytes]:
@@ -127,64 +222,5 @@ def _growing_lines(path: Path, *, stop: threading.Event, poll_s: float) -> Itera
             stop.wait(poll_s)
 
 
-def _events(lines: Iterable[bytes], path: str | Path) -> Iterator[dict[str, Any]]:
-    torn: int | None = None  # number of the first line that is no event and that nothing has excused yet
-    line = b""
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue  # two writers may end the same torn line
-        event = _parsed(line)
-        if event is None:
-            torn = torn or number
-        elif event["kind"] == _TORN_LINE:
-            torn = None
-        elif torn is not None:
-            raise _not_an_event(path, torn)
-        else:
-            yield event
-    if torn is not None and line.endswith(b"\n"):
-        raise _not_an_event(path, torn)
-
-
-def _not_an_event(path: str | Path, number: int) -> InputError:
-    return InputError(f"{path}, line {number}: not an event; delete the line, or restore the file from its origin")
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) and "kind" in event else None
-
-
-def _line(event: Mapping[str, Any]) -> bytes:
-    # ASCII and no newline inside: a torn line is never a different valid one.
-    return json.dumps(_plain(event), separators=(",", ":"), allow_nan=False).encode() + b"\n"
-
-
-def _plain(value: Any) -> Any:
-    """What JSON can hold, with secrets removed; never raises for a strange value."""
-    if isinstance(value, float):  # np.float64 is one, too
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, bool | int | str) or value is None:
-        return value
-    if isinstance(value, Config):
-        value = value.to_dict()
-    if isinstance(value, Mapping):
-        return {str(key): "***" if _is_secret(str(key), item) else _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
-    if hasattr(value, "detach"):  # a torch tensor, not importing torch
-        value = value.detach()
-    if hasattr(value, "tolist"):  # NumPy scalar or array, torch tensor
-        return _plain(value.tolist())
-    return str(value)
-
-
-def _is_secret(key: str, value: Any) -> bool:
-    if value is None:
-        return False  # that no password is set is worth knowing
-    words = re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower())  # authToken: auth_token
-    is_number = isinstance(value, int | float) or hasattr(value, "tolist")
-    return bool(_SECRET.search(words.replace("_", "")) or (_TOKEN.search(words) and not is_number))
+def _no_file(path: str | Path) -> InputError:
+    return InputError(f"{path}: no such event file; give the events.jsonl of a run")

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import distributed
 
+from rayrec.config import InputError
 from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerSetup
 
 
@@ -35,16 +36,19 @@ class Progress:
     """Of the last evaluation."""
     best_metrics: dict[str, float] = field(default_factory=dict)
     """Of the best one."""
+    evaluation_due: bool = False
+    """This step is yet to be evaluated: the run was asked to stop here."""
 
     def blocked_fraction(self) -> float:
         return self.blocked_s / self.train_s if self.train_s else 0.0
 
 
-class TimedIterator:
-    """Hands on the items of an iterator and adds up the time spent waiting for them."""
+class Batches:
+    """The batches of one segment: counts them, adds up the time spent waiting for them, and may be ended early."""
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source
+        self.num_pulled = 0
         self.blocked_s = 0.0
 
     def __iter__(self) -> Iterator[Any]:
@@ -53,27 +57,61 @@ class TimedIterator:
     def __next__(self) -> Any:
         start = time.perf_counter()
         try:
-            return next(self._source)
+            batch = next(self._source)
         finally:
             self.blocked_s += time.perf_counter() - start
+        self.num_pulled += 1
+        return batch
+
+    def end(self) -> None:
+        """Gives no more batches; those pulled ahead by a pipeline are still to be trained."""
+        self._source = iter(())
 
 
-def boundaries(
-    start: int, stop: int, *, evaluate_every: int, save_every: int | None
-) -> Iterator[tuple[int, bool, bool]]:
-    """(step, evaluate there, save there) of every segment's end from `start` to `stop`. Pure.
+@dataclass(frozen=True)
+class Boundary:
+    """Where a segment ends, and why."""
+
+    step: int
+    evaluate: bool
+    save: bool
+
+
+def next_boundary(step: int, total: int, *, evaluate_every: int, save_every: int | None) -> Boundary:
+    """The end of the segment that begins at `step`. Pure.
 
     Saves coincide with evaluations where no interval is given; the end is always evaluated and saved.
     """
-    step = start
-    while step < stop:
-        ahead = [evaluate_every - step % evaluate_every, stop - step]
-        if save_every is not None:
-            ahead.append(save_every - step % save_every)
-        step += min(ahead)
-        evaluate = step % evaluate_every == 0 or step == stop
-        save = (step % save_every == 0 if save_every is not None else evaluate) or step == stop
-        yield step, evaluate, save
+    ahead = [evaluate_every - step % evaluate_every, total - step]
+    if save_every is not None:
+        ahead.append(save_every - step % save_every)
+    stop = step + min(ahead)
+    evaluate = stop % evaluate_every == 0 or stop == total
+    save = (stop % save_every == 0 if save_every is not None else evaluate) or stop == total
+    return Boundary(stop, evaluate, save)
+
+
+class Interruption(Protocol):
+    """Reasons to save before a save is due."""
+
+    def seen(self) -> tuple[bool, bool]:
+        """(this worker was asked to stop, this worker finds it time to look for preemption notices); cheap and local."""
+        ...
+
+    def preempted(self) -> bool:
+        """Whether there is a new notice that a worker's node will go; collective."""
+        ...
+
+
+class Save(Protocol):
+    """Saves a checkpoint; collective."""
+
+    def __call__(
+        self, progress: Progress, loader_state: dict[str, Any], *, score: float | None, needed: bool, complete: bool
+    ) -> None:
+        """`score`: of these weights, None where they were not evaluated. `needed`: this very step must be saved, also
+        where the save before is late. `complete`: return when it is in storage."""
+        ...
 
 
 def run(
@@ -83,67 +121,118 @@ def run(
     progress: Progress,
     *,
     log: Callable[[str, dict[str, Any]], None],
-    save: Callable[[Progress, dict[str, Any], float | None], None],
-) -> None:
-    """Trains from `progress` on until the loader ends, the step limit, or early stopping.
+    save: Save,
+    interruption: Interruption,
+) -> bool:
+    """Trains from `progress` on until the loader ends, the step limit, or early stopping; False where it was asked to stop
+    before, and has saved.
 
-    `log(kind, fields)` is called on every worker with the same values; `save(progress, loader_state, score)` is
-    collective, its score None where these weights were not evaluated.
+    `log(kind, fields)` is called on every worker with the same values. Raises InputError where the loss is not finite.
     """
-    if 0 < config.early_stopping.patience <= progress.since_best:
-        return  # it had stopped before
-    first_step, rows_before = progress.step, progress.rows
-    total = first_step + loader.steps
+    patience = config.early_stopping.patience
+    if 0 < patience <= progress.since_best:
+        return True  # it had stopped before
+    total = progress.step + loader.steps
     evaluate_every = config.evaluate_every or max(1, math.ceil(loader.steps_per_epoch / 4))
-    pipeline = setup.pipeline
+    trainer = _SegmentTrainer(config, setup, loader, progress, total, log, interruption)
     setup.model.train()
-    for stop, evaluate_now, save_now in boundaries(
-        first_step, total, evaluate_every=evaluate_every, save_every=config.checkpoint.every
-    ):
-        batches = TimedIterator(islice(loader, stop - progress.step))
-        losses: list[torch.Tensor] = []
-        start_s = time.perf_counter()
-        while progress.step < stop:
-            setup.set_learning_rate(progress.step, total)
-            losses.append(pipeline.progress(batches).loss)
-            progress.step += 1
-            if progress.step % config.log_every and progress.step < stop:
-                continue
-            # The one device sync between two logs.
-            loss, blocked_s = mean_over_workers(torch.stack(losses).mean().item(), batches.blocked_s)
-            now_s = time.perf_counter()
-            rows = rows_before + loader.rows(progress.step - first_step) - progress.rows
-            progress.rows += rows
-            progress.train_s += now_s - start_s
-            progress.blocked_s += blocked_s
-            fields = {
-                "step": progress.step,
-                "steps": total,
-                "loss": loss,
-                "rows": progress.rows,
-                "rows_per_s": rows / (now_s - start_s),
-                "blocked_fraction": blocked_s / (now_s - start_s),
-            }
-            log("step", fields)
-            if not math.isfinite(loss):
-                raise FloatingPointError(f"the loss is {loss} at step {progress.step}; lower the learning rates")
-            losses, start_s, batches.blocked_s = [], now_s, 0.0
-        drain(pipeline, batches)
+    while True:
+        cut_short = stopping = False
+        save_due = progress.evaluation_due  # of the step that an earlier attempt stopped at
+        if not progress.evaluation_due:
+            if progress.step >= total:
+                return True
+            boundary = next_boundary(
+                progress.step, total, evaluate_every=evaluate_every, save_every=config.checkpoint.every
+            )
+            stopping = trainer.train(boundary.step)
+            cut_short = progress.step < boundary.step
+            save_due = boundary.save and not cut_short
+            progress.evaluation_due = boundary.evaluate and not cut_short
+        if stopping or cut_short:
+            save(progress, loader.state(), score=None, needed=True, complete=True)
+        if stopping:
+            return False
         score = None
-        if evaluate_now:
+        if progress.evaluation_due:
+            progress.evaluation_due = False
             progress.metrics = evaluate(setup, "validation")
             score = config.workload.score(progress.metrics)
             judge(progress, score, min_improvement=config.early_stopping.min_improvement)
             log("evaluate", {"step": progress.step, "set": "validation", **progress.metrics})
             setup.model.train()
-        patience = config.early_stopping.patience
-        stopping = 0 < patience <= progress.since_best
+        learnt = 0 < patience <= progress.since_best
         # With early stopping the best weights are the ones to use, so they are always saved.
-        if save_now or stopping or (patience and progress.best_step == progress.step):
-            save(progress, loader.state(), score)
-        if stopping:
+        best = bool(patience) and progress.best_step == progress.step
+        last = learnt or progress.step == total
+        if save_due or last or best:
+            save(progress, loader.state(), score=score, needed=last or best, complete=last)
+        if learnt:
             log("early_stop", {"step": progress.step, "best_step": progress.best_step, "best_score": progress.best})
-            return
+            return True
+
+
+class _SegmentTrainer:
+    """Trains segment after segment, and keeps account of time, rows and losses."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        setup: WorkerSetup,
+        loader: TrainLoader,
+        progress: Progress,
+        total: int,
+        log: Callable[[str, dict[str, Any]], None],
+        interruption: Interruption,
+    ) -> None:
+        self._config, self._setup, self._loader, self._progress = config, setup, loader, progress
+        self._total, self._log, self._interruption = total, log, interruption
+        self._first_step, self._rows_before = progress.step, progress.rows
+
+    def train(self, stop: int) -> bool:
+        """Trains up to step `stop`, or less far where a save cannot wait; True where the run is to stop."""
+        progress, pipeline = self._progress, self._setup.pipeline
+        first = progress.step
+        batches = Batches(islice(self._loader, stop - first))
+        losses: list[torch.Tensor] = []
+        start_s = time.perf_counter()
+        stopping = False
+        while progress.step < stop:
+            self._setup.set_learning_rate(progress.step, self._total)
+            losses.append(pipeline.progress(batches).loss)
+            progress.step += 1
+            if progress.step % self._config.log_every and progress.step < stop:
+                continue
+            # The one device sync between two logs.
+            mine = torch.stack(losses).mean().item()
+            (loss, blocked_s, *_), (*_, asked, look) = over_workers(mine, batches.blocked_s, *self._interruption.seen())
+            now_s = time.perf_counter()
+            self._log_steps(loss, blocked_s, now_s - start_s)
+            losses, start_s, batches.blocked_s = [], now_s, 0.0
+            stopping = stopping or bool(asked)
+            if progress.step < stop and (stopping or (look and self._interruption.preempted())):
+                batches.end()
+                stop = first + batches.num_pulled
+        drain(pipeline, batches)
+        return stopping
+
+    def _log_steps(self, loss: float, blocked_s: float, elapsed_s: float) -> None:
+        progress = self._progress
+        rows = self._rows_before + self._loader.rows(progress.step - self._first_step) - progress.rows
+        progress.rows += rows
+        progress.train_s += elapsed_s
+        progress.blocked_s += blocked_s
+        fields = {
+            "step": progress.step,
+            "steps": self._total,
+            "loss": loss,
+            "rows": progress.rows,
+            "rows_per_s": rows / elapsed_s,
+            "blocked_fraction": blocked_s / elapsed_s,
+        }
+        self._log("step", fields)
+        if not math.isfinite(loss):
+            raise InputError(f"the loss is {loss} at step {progress.step}; lower the learning rates")
 
 
 def judge(progress: Progress, score: float, *, min_improvement: float) -> None:
@@ -179,12 +268,13 @@ def evaluate(setup: WorkerSetup, name: str) -> dict[str, float]:
             return metrics.compute()
 
 
-def mean_over_workers(*values: float) -> list[float]:
-    """Means over the workers, in a fixed order of addition; collective."""
+def over_workers(*values: float) -> tuple[list[float], list[float]]:
+    """(means, maxima) of the values over the workers, added in a fixed order; collective."""
+    mine = torch.tensor(values, dtype=torch.float64)
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
-        return list(values)
-    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
-    mine = torch.tensor(values, dtype=torch.float64, device=device)
+        return mine.tolist(), mine.tolist()
+    mine = mine.to("cuda" if distributed.get_backend() == "nccl" else "cpu")
     everyone = [torch.empty_like(mine) for _ in range(distributed.get_world_size())]
     distributed.all_gather(everyone, mine)
-    return torch.stack(everyone).mean(dim=0).tolist()
+    stacked = torch.stack(everyone)
+    return stacked.mean(dim=0).tolist(), stacked.amax(dim=0).tolist()

@@ -1,10 +1,33 @@
-"""The state of a run by plan-free names: weights `model.NAME`, optimizer state `optimizer.PARAMETER.STATE`."""
+"""The state of a run by plan-free names: weights `model.NAME`, optimizer state `optimizer.PARAMETER.STATE`.
+
+A tensor's name says which values it holds, and its shape follows from the table, so any plan on any number of workers reads
+what any other has saved. One state needs thought: row-wise Adagrad has a number per row and *column part*, and only column_wise
+and table_column_wise plans have more than one part. A part's state lies under its columns,
+`optimizer.PARAMETER.momentum1.columns_0_32`, that of whole rows under `optimizer.PARAMETER.momentum1`; both are of shape (rows,).
+Whoever holds other columns than were saved takes the mean over its columns: the sum of squares per row, divided by the
+columns, is what the rule keeps, and within a saved part nothing finer is known. Equal numbers have themselves as their mean,
+to the last bit, so splitting columns and joining them again changes nothing unless there was training between.
+A tensor (rows, columns) would have one name in every plan, but be as large as the weights.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
+
+from rayrec.checkpoint import Checkpoint, restore
+from rayrec.checkpoint.ranks import Ranks
+
+Columns = tuple[int, int]
+"""First column, and the one after the last."""
+Rows = tuple[int, int]
+"""First row, and number of rows."""
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, Any]:
@@ -13,16 +36,8 @@ def model_tensors(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def optimizer_tensors(optimizer: Any) -> dict[str, Any]:
-    """`optimizer.PARAMETER.STATE` -> tensor or ShardedTensor, of fused and dense optimizers alike.
-
-    Fused states are named after their table (`cat_0.momentum1`); here they are named by state alone.
-    """
-    return {
-        f"optimizer.{parameter}.{state.rsplit('.', 1)[-1]}": value
-        for parameter, states in optimizer.state_dict()["state"].items()
-        for state, value in states.items()
-        if isinstance(value, torch.Tensor) or hasattr(value, "local_shards")
-    }
+    """`optimizer.PARAMETER.STATE` -> tensor or ShardedTensor, of fused and dense optimizers alike."""
+    return {name: value for name, value, _ in _named_states(optimizer)}
 
 
 def all_tensors(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
@@ -30,14 +45,180 @@ def all_tensors(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
     return {**model_tensors(model), **optimizer_tensors(optimizer)}
 
 
+def restore_all(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: Any) -> None:
+    """Brings weights and optimizer state back, whatever plan and number of workers saved them; collective.
+
+    Raises what `rayrec.checkpoint.restore` raises; the run is then half restored.
+    """
+    stored = Ranks.all().from_first(lambda: list(checkpoint.manifest()["tensors"]))
+    make_state(optimizer)
+    targets = Targets(model, optimizer, stored=set(stored))
+    restore(checkpoint, targets.tensors)
+    targets.loaded()
+
+
 def make_state(optimizer: Any) -> None:
     """Brings optimizer state that comes into being at the first step (Adam's) into being, to be filled by a restore.
 
     It takes a step with zero gradients, which may move weights: restore them afterwards.
     """
+    existing = optimizer.state
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if isinstance(parameter, torch.nn.Parameter) and parameter.grad is None:
+            if isinstance(parameter, torch.nn.Parameter) and not existing.get(parameter):
                 parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
+
+
+class Targets:
+    """Tensors to be filled from a checkpoint that holds the names `stored`.
+
+    Fill `tensors` in place, then call `loaded`, which writes what had to be converted into the optimizer.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: Any, *, stored: Collection[str]) -> None:
+        self.tensors: dict[str, Any] = model_tensors(model)
+        self._joins: list[_Join] = []
+        stored_parts = _stored_parts(stored)
+        read: dict[str, dict[Rows, torch.Tensor]] = {}
+        for name, value, part in _named_states(optimizer):
+            sources: list[Columns] = []
+            if part is not None and name not in stored:
+                whole = [(0, part.table.size()[1])] if part.name in stored else []
+                sources = part.covering(whole + stored_parts.get(part.name, []))
+            if part is None or not sources:  # a name that is stored nowhere is for the reader to refuse
+                self.tensors[name] = value
+                continue
+            for columns in sources:
+                wanted = part.name_of(columns)
+                if wanted not in read:
+                    read[wanted] = part.blank()
+                    self.tensors[wanted] = part.whole_table(read[wanted])
+            self._joins.append(_Join(part, {columns: read[part.name_of(columns)] for columns in sources}))
+
+    def loaded(self) -> None:
+        for join in self._joins:
+            join.apply()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One column part of a table's row-wise state, as far as this worker holds it."""
+
+    name: str
+    """Of the whole rows' state."""
+    table: torch.Tensor
+    """(rows, columns); no ShardedTensor where every worker holds it."""
+    columns: Columns
+    states: dict[Rows, torch.Tensor]
+    """The live state of these rows, 1-D."""
+
+    def name_of(self, columns: Columns) -> str:
+        whole = columns == (0, self.table.size()[1])
+        return self.name if whole else f"{self.name}.columns_{columns[0]}_{columns[1]}"
+
+    def blank(self) -> dict[Rows, torch.Tensor]:
+        """Room for the rows that this worker holds any columns of."""
+        some = next(iter(self.states.values()))
+        held = _placements(self.table.local_shards()) if isinstance(self.table, ShardedTensor) else self.states
+        return {rows: some.new_empty(rows[1]) for rows in held}
+
+    def whole_table(self, states: Mapping[Rows, torch.Tensor]) -> torch.Tensor:
+        """`states` as this worker's shards of a tensor (rows of the table,)."""
+        if not isinstance(self.table, ShardedTensor):
+            return states[0, self.table.size()[0]]
+        everywhere = {_rows(metadata): metadata.placement for metadata in self.table.metadata().shards_metadata}
+        placements = everywhere | _placements(self.table.local_shards())
+        shards = {rows: ShardMetadata([rows[0]], [rows[1]], placements[rows]) for rows in sorted(placements)}
+        return ShardedTensor._init_from_local_shards_and_global_metadata(
+            [Shard(state, shards[rows]) for rows, state in states.items()],
+            ShardedTensorMetadata(
+                shards_metadata=list(shards.values()),
+                size=torch.Size(self.table.size()[:1]),
+                tensor_properties=TensorProperties(dtype=next(iter(states.values())).dtype),
+            ),
+            process_group=self.table._process_group,
+        )
+
+    def covering(self, stored: list[Columns]) -> list[Columns]:
+        """Those of `stored` that overlap these columns, none where they leave some of these out."""
+        found = [columns for columns in stored if _overlap(columns, self.columns)]
+        covered = sum(_overlap(columns, self.columns) for columns in found)
+        return found if covered == self.columns[1] - self.columns[0] else []
+
+
+@dataclass(frozen=True)
+class _Join:
+    """Makes the state of one column part out of those that were saved."""
+
+    target: _Part
+    sources: dict[Columns, dict[Rows, torch.Tensor]]
+
+    def apply(self) -> None:
+        # In float64 the products and their sum are exact for equal numbers, so their mean is the same number.
+        for rows, state in self.target.states.items():
+            total = torch.zeros_like(state, dtype=torch.float64)
+            for columns, values in self.sources.items():
+                total += values[rows].double() * _overlap(columns, self.target.columns)
+            state.copy_(total / (self.target.columns[1] - self.target.columns[0]))
+
+
+def _named_states(optimizer: Any) -> Iterator[tuple[str, Any, _Part | None]]:
+    """(name, value, what part of a table it belongs to if row-wise) of every state tensor that this worker has."""
+    parameters = getattr(optimizer, "params", {})
+    for parameter, states in optimizer.state_dict()["state"].items():
+        for state, value in states.items():
+            # Fused states are named after their table (`cat_0.momentum1`); here they are named by state alone.
+            name = f"optimizer.{parameter}.{state.rsplit('.', 1)[-1]}"
+            if not isinstance(value, torch.Tensor):
+                continue
+            table = parameters.get(parameter)
+            if table is None or (len(table.size()), len(value.size())) != (2, 1):
+                yield name, value, None
+                continue
+            for part in _parts(name, table, value):
+                yield part.name_of(part.columns), part.whole_table(part.states), part
+
+
+def _parts(name: str, table: torch.Tensor, state: torch.Tensor) -> Iterator[_Part]:
+    """A worker's row-wise state by column part.
+
+    TorchRec has the shards of both in the same order, but the state's hang one below the other: its own offsets and
+    shape say how many parts the plan made, which is of no use to another plan.
+    """
+    if not isinstance(table, ShardedTensor) or not isinstance(state, ShardedTensor):
+        rows, columns = table.size()
+        yield _Part(name, table, (0, columns), {(0, rows): state})
+        return
+    parts: dict[Columns, dict[Rows, torch.Tensor]] = {}
+    for shard, values in zip(table.local_shards(), state.local_shards(), strict=True):
+        parts.setdefault(_columns(shard.metadata), {})[_rows(shard.metadata)] = values.tensor
+    for part, states in parts.items():
+        yield _Part(name, table, part, states)
+
+
+def _stored_parts(stored: Collection[str]) -> dict[str, list[Columns]]:
+    """The column parts that a checkpoint holds, in their order, by the name of the whole rows' state."""
+    parts: dict[str, list[Columns]] = {}
+    for name in stored:
+        found = re.fullmatch(r"(optimizer\..+)\.columns_(\d+)_(\d+)", name)
+        if found:
+            parts.setdefault(found[1], []).append((int(found[2]), int(found[3])))
+    return {name: sorted(columns) for name, columns in parts.items()}
+
+
+def _placements(shards: list[Shard]) -> dict[Rows, Any]:
+    return {_rows(shard.metadata): shard.metadata.placement for shard in shards}
+
+
+def _rows(metadata: ShardMetadata) -> Rows:
+    return metadata.shard_offsets[0], metadata.shard_sizes[0]
+
+
+def _columns(metadata: ShardMetadata) -> Columns:
+    return metadata.shard_offsets[1], metadata.shard_offsets[1] + metadata.shard_sizes[1]
+
+
+def _overlap(one: Columns, other: Columns) -> int:
+    return max(0, min(one[1], other[1]) - max(one[0], other[0]))

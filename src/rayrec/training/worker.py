@@ -11,20 +11,20 @@ from typing import Any
 
 import ray.train
 import torch
-from ray.train import CheckpointUploadMode
 
 from rayrec import storage
-from rayrec.checkpoint import Checkpoint, folder_of, latest, restore, save
+from rayrec.checkpoint import Checkpoint, DamagedError, Retention, Saver, claim, folder_of, newest_good, restore
+from rayrec.config import InputError
 from rayrec.data.placement import TaskPlacement
 from rayrec.native import keep_freed_memory
 from rayrec.observe.events import EventWriter
 from rayrec.training import loop
 from rayrec.training.loop import Progress
-from rayrec.training.state import all_tensors, make_state, model_tensors
-from rayrec.workloads.base import TrainConfig, WorkerContext, WorkerSetup
+from rayrec.training.state import all_tensors, model_tensors, restore_all
+from rayrec.training.stopping import StopWatch
+from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerContext, WorkerSetup
 
-NOT_EVALUATED = -1e30
-"""Score of a checkpoint whose weights were not evaluated."""
+Log = Callable[[str, dict[str, Any]], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +37,13 @@ class Assignment:
     folder: str
     """The run's folder, absolute."""
     placement: TaskPlacement
-    threads: int | None
+    mailbox: Any
+    """Where the driver leaves its wish to stop."""
 
 
-def train_worker(arguments: dict[str, Assignment]) -> None:
-    """Runs inside Ray Train, once per worker and restart."""
+def train_worker(arguments: dict[str, Assignment]) -> dict[str, Any]:
+    """Runs inside Ray Train, once per worker and attempt. Returns what the driver needs of a finished run, or {"stopped":
+    cause} where it was asked to end before."""
     assignment = arguments["assignment"]
     config, folder = assignment.config, assignment.folder
     context = ray.train.get_context()
@@ -51,7 +53,7 @@ def train_worker(arguments: dict[str, Assignment]) -> None:
     device = ray.train.torch.get_device() if config.scaling.use_gpu else torch.device("cpu")
     if device.type == "cpu":
         cores = os.cpu_count() or 1
-        torch.set_num_threads(assignment.threads or max(1, cores // context.get_local_world_size()))
+        torch.set_num_threads(config.scaling.threads_per_worker or max(1, cores // context.get_local_world_size()))
     torch.manual_seed(config.seed)
     events = EventWriter(storage.join(folder, "events.jsonl")) if rank == 0 else None
 
@@ -59,44 +61,90 @@ def train_worker(arguments: dict[str, Assignment]) -> None:
         if events is not None:
             events.write(kind, **fields)
 
-    worker = WorkerContext(config, rank, world_size, device, assignment.placement)
-    checkpoint = latest(folder)
-    state = checkpoint.manifest()["state"] if checkpoint else None
-    progress = Progress(**state["progress"]) if state else Progress()
-    loader = config.workload.make_loader(
-        worker, assignment.prepared, state=state["loader"] if state else None, step=progress.step
+    try:
+        return _train(WorkerContext(config, rank, world_size, device, assignment.placement), assignment, log)
+    finally:
+        if events is not None:
+            events.close()
+
+
+def _train(worker: WorkerContext, assignment: Assignment, log: Log) -> dict[str, Any]:
+    config, folder = assignment.config, assignment.folder
+    mine = claim(folder) if worker.rank == 0 else None
+    checkpoint, setup, loader, progress = _resume(worker, assignment, log)
+    watch = StopWatch(assignment.mailbox, rank=worker.rank)
+    saver = Saver(
+        folder,
+        claim=mine,
+        retention=Retention(
+            num_to_keep=config.checkpoint.num_to_keep,
+            keep_best=config.checkpoint.keep_best,
+            keep_every=config.checkpoint.keep_every,
+        ),
+        extra_files=lambda target: _extra_files(target, assignment),
+        max_outage_s=config.failure.max_outage_s,
+        log=log,
     )
-    loader.start()  # data tasks get going while the model is built
-    setup = config.workload.set_up(worker, assignment.prepared)
-    if checkpoint:
-        make_state(setup.optimizer)
-        restore(checkpoint, all_tensors(setup.model, setup.optimizer))
     log(
         "start",
-        {"step": progress.step, "steps": progress.step + loader.steps, "world_size": world_size, **setup.described},
+        {
+            "step": progress.step,
+            "steps": progress.step + loader.steps,
+            "world_size": worker.world_size,
+            "checkpoint": checkpoint and checkpoint.path,
+            **setup.described,
+        },
     )
 
-    def save_checkpoint(progress: Progress, loader_state: dict[str, Any], score: float | None) -> None:
-        path = folder_of(folder, progress.step)
+    def save(
+        progress: Progress, loader_state: dict[str, Any], *, score: float | None, needed: bool, complete: bool
+    ) -> None:
         state = {"progress": dataclasses.asdict(progress), "loader": loader_state, "recipe": config.recipe}
-        size = save(
-            path,
-            all_tensors(setup.model, setup.optimizer),
-            state=state,
-            extra_files=lambda target: _extra_files(target, assignment),
-        )
-        # Weights that were not evaluated must not push out those that were.
-        report = {"score": NOT_EVALUATED if score is None else score, "step": progress.step}
-        ray.train.report(
-            report, checkpoint=ray.train.Checkpoint(path), checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD
-        )
-        log("checkpoint", {"step": progress.step, "path": path, "bytes": size})
+        if needed:
+            saver.wait()
+        if not saver.begin(progress.step, all_tensors(setup.model, setup.optimizer), state=state, score=score):
+            log("checkpoint_late", {"step": progress.step, "cause": "the save before is not through yet"})
+        if complete:
+            saver.wait()
 
     try:
-        loop.run(config, setup, loader, progress, log=log, save=save_checkpoint)
+        finished = loop.run(config, setup, loader, progress, log=log, save=save, interruption=watch)
+        saver.wait()
     finally:
+        watch.close()
+        saver.close()
         loader.close()
-    _finish(assignment, setup, progress, loader.rows_behind(), log)
+    if finished:
+        return _finish(assignment, setup, progress, loader.rows_behind(), log)
+    log("stop", {"cause": watch.cause, "step": progress.step})
+    return {"stopped": watch.cause}
+
+
+def _resume(
+    worker: WorkerContext, assignment: Assignment, log: Log
+) -> tuple[Checkpoint | None, WorkerSetup, TrainLoader, Progress]:
+    """Everything as the newest good checkpoint left it, or as it is at the start."""
+    config, folder = worker.config, assignment.folder
+    damaged: set[str] = set()
+    while True:
+        checkpoint = newest_good(folder, log=log, exclude=damaged)
+        state = checkpoint.manifest()["state"] if checkpoint else None
+        progress = Progress(**state["progress"]) if state else Progress()
+        loader = config.workload.make_loader(
+            worker, assignment.prepared, state=state["loader"] if state else None, step=progress.step
+        )
+        loader.start()  # data tasks get going while the model is built
+        setup = config.workload.set_up(worker, assignment.prepared)
+        if checkpoint is None:
+            return None, setup, loader, progress
+        try:
+            restore_all(checkpoint, setup.model, setup.optimizer)
+        except DamagedError as error:
+            log("checkpoint_damaged", {"path": checkpoint.path, "cause": str(error)})
+            damaged.add(checkpoint.path)
+            loader.close()
+            continue
+        return checkpoint, setup, loader, progress
 
 
 def _extra_files(target: str, assignment: Assignment) -> None:
@@ -105,12 +153,8 @@ def _extra_files(target: str, assignment: Assignment) -> None:
 
 
 def _finish(
-    assignment: Assignment,
-    setup: WorkerSetup,
-    progress: Progress,
-    expected_rows: int,
-    log: Callable[[str, dict[str, Any]], None],
-) -> None:
+    assignment: Assignment, setup: WorkerSetup, progress: Progress, expected_rows: int, log: Log
+) -> dict[str, Any]:
     """Scores the final test with the weights that are to be used, and says so."""
     config = assignment.config
     step = progress.step
@@ -118,22 +162,26 @@ def _finish(
         step = progress.best_step
     chosen = Checkpoint(folder_of(assignment.folder, step))
     if step != progress.step:
-        restore(chosen, model_tensors(setup.model))
+        try:
+            restore(chosen, model_tensors(setup.model))
+        except DamagedError as error:
+            raise InputError(
+                f"{error}; these were the best weights of the run: train it anew under another --name"
+            ) from None
     metrics = {name: loop.evaluate(setup, name) for name in setup.eval_batches if name != "validation"}
-    log(
-        "finish",
-        {
-            "step": progress.step,
-            "rows": progress.rows,
-            "expected_rows": expected_rows,
-            "train_s": progress.train_s,
-            "blocked_fraction": progress.blocked_fraction(),
-            "chosen_step": step,
-            "checkpoint": chosen.path,
-            "metrics": metrics.get("test", progress.metrics),
-            "validation": progress.metrics if step == progress.step else progress.best_metrics,
-        },
-    )
+    finish = {
+        "step": progress.step,
+        "rows": progress.rows,
+        "expected_rows": expected_rows,
+        "train_s": progress.train_s,
+        "blocked_fraction": progress.blocked_fraction(),
+        "chosen_step": step,
+        "checkpoint": chosen.path,
+        "metrics": metrics.get("test", progress.metrics),
+        "validation": progress.metrics if step == progress.step else progress.best_metrics,
+    }
+    log("finish", finish)
+    return finish
 
 
 def quiet_logs(path: str) -> None:

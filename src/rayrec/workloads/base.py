@@ -58,12 +58,21 @@ class DataConfig(Config):
 class ScalingConfig(Config):
     """Training workers: how many, and what each reserves of the cluster."""
 
-    num_workers: int = 1
-    """Training processes; one per GPU, or a few per machine on CPU."""
+    num_workers: int | tuple[int, int] = 1
+    """Training processes; one per GPU, or a few per machine on CPU. Two numbers, least and most: as many as the cluster has room
+    for, which may change during the run."""
+    batch_policy: Literal["global", "per_worker"] = "global"
+    """What stays when the number of workers changes: global: the global batch, batch_size times the most workers, of which each
+    takes its share; per_worker: each worker's batch_size."""
+    learning_rate_policy: Literal["constant", "linear", "sqrt"] = "constant"
+    """With per_worker: how learning rates follow the global batch, from those of the most workers: not at all, in proportion,
+    or with its square root."""
     use_gpu: bool = False
     """Each worker gets one GPU."""
     cpus_per_worker: float | None = None
     """CPUs a worker reserves; None: one with a GPU, else half of its share of the cluster, the rest is for data tasks."""
+    resize_interval_s: float = 30.0
+    """With (least, most) workers: seconds an attempt trains at least before it ends to go on with more workers."""
     resources_per_worker: dict[str, float] = field(default_factory=dict)
     """Further Ray resources a worker reserves, such as {"accelerator": 1}."""
     threads_per_worker: int | None = None
@@ -73,8 +82,23 @@ class ScalingConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_workers < 1:
-            raise InputError(f"scaling.num_workers: {self.num_workers} must be at least 1")
+        if not 1 <= self.min_workers <= self.max_workers:
+            raise InputError(
+                f"scaling.num_workers: {self.num_workers} must be at least 1, and the least not above the most"
+            )
+        if self.batch_policy == "global" and self.learning_rate_policy != "constant":
+            raise InputError(
+                f"scaling.learning_rate_policy: {self.learning_rate_policy}: with batch_policy global the batch never changes; "
+                "choose constant, or batch_policy per_worker"
+            )
+
+    @property
+    def min_workers(self) -> int:
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[0]
+
+    @property
+    def max_workers(self) -> int:
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +107,18 @@ class FailureConfig(Config):
 
     max_failures: int = 3
     """Restarts of the workers after a failure; -1: without limit."""
+    max_outage_s: float = 600.0
+    """Seconds for which a save may fail (storage away, disk full) before the run ends; until then saves are late, and training
+    goes on."""
+    node_wait_s: float = 600.0
+    """Seconds to wait for nodes that were lost, where those left have no room for the (least) workers."""
+    grace_s: float = 60.0
+    """Seconds the workers have for a last checkpoint after SIGTERM or Ctrl-C."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_failures < -1 or min(self.max_outage_s, self.node_wait_s, self.grace_s) < 0:
+            raise InputError("failure: max_failures must be at least -1, and the times at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +128,16 @@ class CheckpointConfig(Config):
     every: int | None = None
     """Steps between checkpoints; None: with every evaluation and at the end."""
     num_to_keep: int = 2
-    """Checkpoints kept: those with the best validation score, and always the newest."""
+    """Newest checkpoints kept."""
+    keep_best: int = 1
+    """Kept beside them: those with the best validation scores."""
+    keep_every: int | None = None
+    """Kept for good: checkpoints of steps that are multiples of this; None: none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_to_keep < 1 or (self.every is not None and self.every < 1):
-            raise InputError("checkpoint: every and num_to_keep must be at least 1")
+        if min(self.num_to_keep, self.every or 1, self.keep_every or 1) < 1 or self.keep_best < 0:
+            raise InputError("checkpoint: every, num_to_keep and keep_every must be at least 1, keep_best at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,11 +226,21 @@ class TrainConfig(Config):
             )
         if not 0 <= self.max_bad_fraction <= 1:
             raise InputError(f"max_bad_fraction: {self.max_bad_fraction} must lie between 0 and 1")
+        if self.early_stopping.patience and not self.checkpoint.keep_best:
+            raise InputError("checkpoint.keep_best: early stopping ends with the best weights; keep at least 1")
 
 
-def effective_batch_size(config: TrainConfig, rows: int) -> int:
-    """Rows a worker takes in a step, given the rows of an epoch. Pure."""
-    return max(1, min(config.batch_size, rows // (config.scaling.num_workers * config.min_steps_per_epoch)))
+def effective_batch_size(config: TrainConfig, *, rows: int, world_size: int) -> int:
+    """Rows each of `world_size` workers takes in a step, given the rows of an epoch. Pure."""
+    most = config.scaling.max_workers
+    per_worker = max(1, min(config.batch_size, rows // (most * config.min_steps_per_epoch)))
+    return per_worker if config.scaling.batch_policy == "per_worker" else -(-per_worker * most // world_size)
+
+
+def learning_rate_factor(scaling: ScalingConfig, *, world_size: int) -> float:
+    """What learning rates are multiplied by with `world_size` workers. Pure."""
+    share = world_size / scaling.max_workers
+    return {"constant": 1.0, "linear": share, "sqrt": share**0.5}[scaling.learning_rate_policy]
 
 
 @dataclass(frozen=True)

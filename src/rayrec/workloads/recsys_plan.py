@@ -26,7 +26,7 @@ def plan(workload: ClickWorkload, config: TrainConfig, num_embeddings: list[int]
 
     Raises InputError where the tables do not fit, with what they need.
     """
-    workers = config.scaling.num_workers
+    workers = config.scaling.max_workers
     if config.scaling.use_gpu:
         import torch
 
@@ -45,4 +45,4 @@ def plan(workload: ClickWorkload, config: TrainConfig, num_embeddings: list[int]
         config=workload.sharding,
     )
     cost = multiply_adds(workload.model, num_dense=len(workload.schema.dense), num_sparse=len(workload.schema.sparse))
-    return f"{describe(made, config=workload.sharding)}\n{cost:,} multiply-adds a row, forward"
+    return f"{describe(made, model, config=workload.sharding)}\n{cost:,} multiply-adds a row, forward"

@@ -13,7 +13,7 @@ import torch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.train_pipeline import TrainPipeline, TrainPipelineBase, TrainPipelineSparseDist
-from torchrec.distributed.types import ShardingEnv
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -26,9 +26,10 @@ from rayrec.data.position import EpochOrder, Position
 from rayrec.metrics import BinaryMetricsAccumulator
 from rayrec.models.dlrm import multiply_adds
 from rayrec.models.embeddings import initialize_shards
-from rayrec.optim import learning_rates, set_learning_rates
-from rayrec.sharding import describe, embedding_sharders, placements, plan_sharding
-from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_size
+from rayrec.models.replicated import replicated_optimizer
+from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig, learning_rates, set_learning_rates
+from rayrec.sharding import describe, embedding_sharders, placements, plan_sharding, replicated_tables
+from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_size, learning_rate_factor
 from rayrec.workloads.recsys_plan import available_host_bytes
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def local_workers(context: WorkerContext) -> int:
 def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) -> WorkerSetup:
     """Everything the loop needs. The plan is made on rank 0 and shared, since free memory differs between ranks."""
     config, inputs = context.config, prepared.inputs
-    batch_size = effective_batch_size(config, prepared.sets["train"].rows)
+    batch_size = effective_batch_size(config, rows=prepared.sets["train"].rows, world_size=context.world_size)
     model = workload.model.build(
         num_embeddings=prepared.num_embeddings,
         num_dense=len(inputs.dense),
@@ -81,6 +82,10 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
         local_world_size=local_workers(context),
         config=workload.sharding,
     )
+    described = {
+        "tables": [dataclasses.asdict(placement) for placement in placements(plan, model, config=workload.sharding)],
+        "plan": describe(plan, model, config=workload.sharding),
+    }
     process_group = torch.distributed.group.WORLD
     assert process_group is not None
     sharded = DistributedModelParallel(
@@ -92,9 +97,9 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
         data_parallel_wrapper=None if context.world_size > 1 else Unwrapped(),
     )
     initialize_shards(sharded, seed=config.seed)
-    dense = workload.dense_optimizer.build_keyed(dict(in_backward_optimizer_filter(sharded.named_parameters())))
-    optimizer = CombinedOptimizer([sharded.fused_optimizer, dense])
-    base_rates = learning_rates(optimizer)
+    optimizer = make_optimizer(sharded, plan, sparse=workload.sparse_optimizer, dense=workload.dense_optimizer)
+    factor = learning_rate_factor(config.scaling, world_size=context.world_size)
+    base_rates = [rate * factor for rate in learning_rates(optimizer)]
     schedule_for = lru_cache(maxsize=1)(workload.schedule.for_steps)
 
     def eval_batches(name: str) -> Iterator[Any]:
@@ -112,8 +117,7 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
         eval_batches={name: partial(eval_batches, name) for name in prepared.sets if name != "train"},
         make_metrics=ClickMetrics,
         described={
-            "tables": [dataclasses.asdict(placement) for placement in placements(plan, config=workload.sharding)],
-            "plan": describe(plan, config=workload.sharding),
+            **described,
             "batch_size": batch_size,
             "multiply_adds_per_row": multiply_adds(
                 workload.model, num_dense=len(inputs.dense), num_sparse=len(inputs.sparse)
@@ -122,17 +126,28 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
     )
 
 
+def make_optimizer(
+    sharded: DistributedModelParallel, plan: ShardingPlan, *, sparse: SparseOptimizerConfig, dense: DenseOptimizerConfig
+) -> CombinedOptimizer:
+    """Of all parameters: fused tables, tables that the plan replicates (by the same rule), and the dense part."""
+    remaining = dict(in_backward_optimizer_filter(sharded.named_parameters()))
+    replicated = {name: remaining.pop(name) for name in replicated_tables(plan)}
+    optimizers = [replicated_optimizer(sparse, replicated)] if replicated else []
+    return CombinedOptimizer([sharded.fused_optimizer, *optimizers, dense.build_keyed(remaining)])
+
+
 def train_loader(context: WorkerContext, prepared: Prepared, *, state: dict[str, Any] | None, step: int) -> ClickLoader:
     """The training batches from a stored position on."""
     config, rows = context.config, prepared.sets["train"].rows
+    position = Position() if state is None else Position.from_dict(state)
+    batch_size = effective_batch_size(config, rows=rows, world_size=context.world_size)
+    epochs, max_steps = config.epochs, None
+    if config.steps is not None:
+        max_steps = max(0, config.steps - step)
+        steps_per_epoch = max(1, -(-rows // (context.world_size * batch_size)))
+        epochs = position.epoch + 1 + -(-max_steps // steps_per_epoch)  # nothing may be left of the present one
     return _loader(
-        context,
-        prepared,
-        "train",
-        epochs=config.epochs if config.steps is None else epochs_for(config.steps, rows, context),
-        batch_size=effective_batch_size(config, rows),
-        position=Position() if state is None else Position.from_dict(state),
-        max_steps=None if config.steps is None else max(0, config.steps - step),
+        context, prepared, "train", epochs=epochs, batch_size=batch_size, position=position, max_steps=max_steps
     )
 
 
@@ -178,12 +193,6 @@ def agreed(value: int) -> int:
     tensor = torch.tensor([value], dtype=torch.int64, device=device)
     torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MIN)
     return int(tensor.item())
-
-
-def epochs_for(steps: int, rows: int, context: WorkerContext) -> int:
-    """Epochs that hold so many steps; workers that come and go shorten an epoch's last step, hence one more."""
-    per_epoch = max(1, -(-rows // (context.world_size * effective_batch_size(context.config, rows))))
-    return -(-steps // per_epoch) + 1
 
 
 class Unwrapped(DataParallelWrapper):

@@ -1,12 +1,11 @@
-"""Checkpoints: complete or not at all, damage found by file name, free of pickle, plan and world size."""
+"""The files of a checkpoint: complete or not at all, damage found by file name, free of pickle; hashes, versions, URLs."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import shutil
-import subprocess
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ import pytest
 import torch
 
 from rayrec import checkpoint, storage
-from rayrec.checkpoint import Checkpoint
+from rayrec.checkpoint import Checkpoint, DamagedError
+from rayrec.checkpoint.format import seal
 from rayrec.config import InputError
 
 
@@ -94,9 +94,18 @@ def test_files_are_safetensors_and_nothing_is_pickled(tmp_path: Path) -> None:
     assert body[start:stop] == torch.ones(4, 3).numpy().tobytes()
 
 
-def test_the_size_is_that_of_the_tensors(tmp_path: Path) -> None:
-    size = checkpoint.save(str(tmp_path / "step_1"), tensors(), state={})
-    assert size == sum(tensor.numel() * tensor.element_size() for tensor in tensors().values())
+def test_the_size_is_that_of_the_files(tmp_path: Path) -> None:
+    folder = tmp_path / "step_1"
+    size = checkpoint.save(str(folder), tensors(), state={}, extra_files=extra)
+    assert size == sum(file.stat().st_size for file in folder.rglob("*.*") if file.name != "manifest.json")
+    files = Checkpoint(str(folder)).manifest()["files"]
+    assert files["config.yaml"] == {"bytes": 4, "sha256": hashlib.sha256(b"a: 1").hexdigest()}
+    assert files.keys() == {"config.yaml", "more/words.txt", "data_00000.safetensors"}
+
+
+def extra(folder: str) -> None:
+    storage.write_bytes(storage.join(folder, "config.yaml"), b"a: 1")
+    storage.write_bytes(storage.join(folder, "more", "words.txt"), b"x" * 100)
 
 
 def test_the_manifest_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,9 +115,6 @@ def test_the_manifest_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def dies(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    def extra(folder: str) -> None:
-        storage.write_bytes(storage.join(folder, "config.yaml"), b"a: 1")
-
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, 2, extra_files=dies)
     with monkeypatch.context() as patch:
@@ -116,7 +122,7 @@ def test_the_manifest_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(KeyboardInterrupt):
             save(tmp_path, 3, extra_files=extra)
     torn = checkpoint.folder_of(str(tmp_path), 3)
-    assert sorted(os.listdir(torn)) == ["config.yaml", "data_00000.safetensors"]
+    assert sorted(os.listdir(torn)) == ["config.yaml", "data_00000.safetensors", "more"]
     assert checkpoint.committed(str(tmp_path)) == [before]
     assert checkpoint.latest(str(tmp_path)) == before
     with pytest.raises(InputError, match="holds no complete checkpoint"):
@@ -154,19 +160,80 @@ def test_checkpoints_are_found_in_the_order_of_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["flipped", "cut", "gone", "empty"])
-def test_damage_is_found_by_name(tmp_path: Path, how: str) -> None:
-    saved = save(tmp_path, tensors={"model.weight": torch.randn(40, 10)})
-    path = Path(saved.path, "data_00000.safetensors")
+@pytest.mark.parametrize("name", ["data_00000.safetensors", "config.yaml", "more/words.txt", "manifest.json"])
+def test_damage_is_found_by_name(tmp_path: Path, name: str, how: str) -> None:
+    good = save(tmp_path, 1, tensors={"model.weight": torch.zeros(40, 10)}, extra_files=extra)
+    saved = save(tmp_path, 2, tensors={"model.weight": torch.randn(40, 10)}, extra_files=extra)
+    path = Path(saved.path, name)
+    harm(path, how)
+    tensor = {"model.weight": torch.ones(40, 10)}
+    with pytest.raises(DamagedError, match=rf"{re.escape(str(path))}: (damaged|cut|missing).*use an earlier") as caught:
+        checkpoint.restore(saved, tensor)
+    assert name != "data_00000.safetensors" or "model.weight" in str(caught.value)
+    with pytest.raises(DamagedError, match=re.escape(name)):
+        checkpoint.verify(saved)
+    if name in {"data_00000.safetensors", "manifest.json"}:
+        with pytest.raises(DamagedError, match=re.escape(name)):
+            checkpoint.weights_sha256(saved)
+    # A start goes back by one, and says so once; what only reading shows, the caller finds.
+    told: list[dict[str, Any]] = []
+    found = checkpoint.newest_good(str(tmp_path), log=lambda kind, fields: told.append({"kind": kind, **fields}))
+    if how == "flipped" and name != "manifest.json":
+        assert (found, told) == (saved, [])
+        found = checkpoint.newest_good(str(tmp_path), log=lambda *_: told.append({}), exclude=[saved.path])
+        assert (found, told) == (good, [])
+    elif name == "manifest.json" and how == "gone":
+        assert (found, told) == (good, [])  # no checkpoint at all
+    else:
+        assert found == good
+        assert [(event["kind"], event["path"]) for event in told] == [("checkpoint_damaged", saved.path)]
+        assert str(path) in told[0]["cause"]
+    checkpoint.restore(good, tensor)
+    assert not tensor["model.weight"].any()
+
+
+def harm(path: Path, how: str) -> None:
     data = bytearray(path.read_bytes())
-    data[-100] ^= 4
+    data[len(data) // 2] ^= 4
     if how == "gone":
         path.unlink()
     else:
         path.write_bytes({"flipped": data, "cut": data[:-3], "empty": b""}[how])
-    with pytest.raises(InputError, match=r"data_00000\.safetensors: .*model\.weight.*use an earlier checkpoint"):
-        checkpoint.restore(saved, {"model.weight": torch.zeros(40, 10)})
-    with pytest.raises(InputError, match=r"data_00000\.safetensors"):
-        checkpoint.weights_sha256(saved)
+
+
+def test_every_bit_of_the_manifest_counts(tmp_path: Path) -> None:
+    saved = save(tmp_path, tensors={"a": torch.zeros(1)})
+    path = Path(saved.path, "manifest.json")
+    intact = path.read_bytes()
+    parsed = json.loads(intact)
+    for place in range(len(intact)):
+        harmed = bytearray(intact)
+        harmed[place] ^= 1
+        path.write_bytes(harmed)
+        try:
+            assert saved.manifest() == parsed, place  # a space within the white space, at most
+        except DamagedError as error:
+            assert str(path) in str(error)  # noqa: PT017
+
+
+def test_damage_is_told_once(tmp_path: Path) -> None:
+    """A second look, after a restore has found damage that the first did not see, does not tell of the first's again."""
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, tensors={"a": torch.zeros(1)})
+    folder = str(tmp_path)
+    harm(Path(checkpoint.folder_of(folder, 4), "manifest.json"), "cut")
+    harm(Path(checkpoint.folder_of(folder, 2), "manifest.json"), "cut")
+    told: list[int] = []
+    found = checkpoint.newest_good(folder, log=lambda _, fields: told.append(checkpoint.step_of(fields["path"])))
+    assert (found.step if found else None, told) == (3, [4])
+    exclude = [checkpoint.folder_of(folder, 3)]
+    found = checkpoint.newest_good(
+        folder, log=lambda _, fields: told.append(checkpoint.step_of(fields["path"])), exclude=exclude
+    )
+    assert (found.step if found else None, told) == (1, [4, 2])
+    harm(Path(checkpoint.folder_of(folder, 1), "manifest.json"), "cut")
+    assert checkpoint.newest_good(folder, log=lambda *_: None, exclude=exclude) is None
+    assert checkpoint.newest_good(str(tmp_path / "none"), log=lambda *_: None) is None
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
@@ -177,15 +244,25 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         checkpoint.restore(saved, {"model.new": torch.zeros(5, 4)})
 
 
-def test_another_version_and_a_damaged_manifest_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 3])
+def test_another_version_is_refused(tmp_path: Path, version: int) -> None:
+    """It is no damage: to go back, or to the start, would be to throw away what another rayrec can read."""
     saved = save(tmp_path)
-    manifest = saved.manifest()
-    storage.write_json(storage.join(saved.path, "manifest.json"), {**manifest, "version": 2})
-    with pytest.raises(InputError, match="format version 2, this rayrec reads 1"):
-        checkpoint.restore(saved, zeros())
-    Path(saved.path, "manifest.json").write_bytes(b'{"version": 1')
-    with pytest.raises(InputError, match=r"manifest\.json: damaged"):
-        checkpoint.restore(saved, zeros())
+    manifest = {**saved.manifest(), "version": version}
+    sealed = {key: manifest[key] for key in manifest if key != "checksum"} if version == 1 else seal(manifest)
+    storage.write_json(storage.join(saved.path, "manifest.json"), sealed)
+    for use in (lambda: checkpoint.restore(saved, zeros()), lambda: checkpoint.newest_good(str(tmp_path), log=print)):
+        with pytest.raises(InputError, match=f"format version {version}, this rayrec reads 2") as caught:
+            use()
+        assert not isinstance(caught.value, DamagedError)
+
+
+def test_the_weights_hash_stays_what_it_was(tmp_path: Path) -> None:
+    weights = {"model.b": torch.arange(6.0).reshape(2, 3), "model.a": torch.tensor(7), "optimizer.x": torch.ones(2)}
+    expected = hashlib.sha256()
+    for name, dtype, shape in (("model.a", "I64", []), ("model.b", "F32", [2, 3])):
+        expected.update(f"{name}\0{dtype}\0{shape}\0".encode() + weights[name].numpy().tobytes())
+    assert checkpoint.weights_sha256(save(tmp_path, tensors=weights)) == expected.hexdigest()
 
 
 def test_the_weights_hash(tmp_path: Path) -> None:
@@ -216,123 +293,3 @@ def test_urls(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(InputError, match="cut short"):
         checkpoint.restore(saved, target)
-
-
-# Several processes ---------------------------------------------------------------------------------------------------
-
-WORKER = r"""
-import sys
-import torch
-from torch import distributed
-from torch.distributed._shard import sharded_tensor
-from torch.distributed._shard.sharding_spec import ChunkShardingSpec
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from rayrec import checkpoint
-from rayrec.config import InputError
-
-action, rank, world_size, folder, meeting = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
-distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
-mesh = init_device_mesh("cpu", (world_size,))
-
-
-def table(value):
-    # 7 rows by 4 over the ranks, as TorchRec holds a row-wise table
-    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{r}/cpu" for r in range(world_size)])
-    out = sharded_tensor.zeros(spec, 7, 4)
-    for shard in out.local_shards():
-        (row, _), (rows, _) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
-        shard.tensor.copy_(value[row : row + rows])
-    return out
-
-
-def state(factor):
-    torch.manual_seed(0)
-    return {
-        "model.rows": distribute_tensor(torch.arange(30.0).reshape(10, 3) * factor, mesh, [Shard(0)]),
-        "model.columns": distribute_tensor(torch.arange(30.0).reshape(3, 10) * factor, mesh, [Shard(1)]),
-        "model.table": table(torch.arange(28.0).reshape(7, 4) * factor),
-        "model.same": distribute_tensor(torch.arange(5.0) * factor, mesh, [Replicate()]),
-        "model.plain": torch.arange(6.0) * factor,
-    }
-
-
-def local(value):
-    if hasattr(value, "local_shards"):
-        return torch.cat([shard.tensor for shard in value.local_shards()])
-    return value.to_local() if hasattr(value, "to_local") else value
-
-
-if action == "save":
-    checkpoint.save(folder, state(1), state={"rank": rank})
-else:
-    target = state(0)
-    checkpoint.restore(checkpoint.Checkpoint(folder), target)
-    for name, expected in state(1).items():
-        assert torch.equal(local(target[name]), local(expected)), name
-    try:
-        checkpoint.restore(checkpoint.Checkpoint(folder + "_damaged"), target)
-    except InputError as error:
-        print(error)
-    else:
-        raise AssertionError
-distributed.barrier()  # a rank that goes first would abort the other while it still works
-distributed.destroy_process_group()
-"""
-
-
-def run_workers(action: str, world_size: int, path: str, meeting: Path) -> list[tuple[int, str]]:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", WORKER, action, str(rank), str(world_size), path, str(meeting)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(world_size)
-    ]
-    return [(process.wait(timeout=120), process.communicate()[0]) for process in processes]
-
-
-def whole() -> dict[str, torch.Tensor]:
-    return {
-        "model.rows": torch.arange(30.0).reshape(10, 3),
-        "model.columns": torch.arange(30.0).reshape(3, 10),
-        "model.table": torch.arange(28.0).reshape(7, 4),
-        "model.same": torch.arange(5.0),
-        "model.plain": torch.arange(6.0),
-    }
-
-
-def test_two_ranks_save_and_one_restores(tmp_path: Path) -> None:
-    path = str(tmp_path / "step_00000001")
-    results = run_workers("save", 2, path, tmp_path / "meeting")
-    assert [code for code, _ in results] == [0, 0], results
-    assert sorted(os.listdir(path)) == ["data_00000.safetensors", "data_00001.safetensors", "manifest.json"]
-    saved = Checkpoint(path)
-    assert saved.manifest()["state"] == {"rank": 0}
-    target = {name: torch.zeros_like(tensor) for name, tensor in whole().items()}
-    checkpoint.restore(saved, target)
-    assert same(target, whole())
-    assert same(dict(checkpoint.full_tensors(saved)), whole())
-    alone = save(tmp_path, tensors=whole())
-    assert checkpoint.weights_sha256(alone) == checkpoint.weights_sha256(saved)
-    second = Path(path, "data_00001.safetensors")
-    data = bytearray(second.read_bytes())
-    data[-1] ^= 1
-    second.write_bytes(data)
-    with pytest.raises(InputError, match=r"data_00001\.safetensors: damaged"):
-        checkpoint.restore(saved, target)
-
-
-def test_one_saves_and_two_ranks_restore(tmp_path: Path) -> None:
-    saved = save(tmp_path, tensors=whole())
-    shutil.copytree(saved.path, saved.path + "_damaged")
-    path = Path(saved.path + "_damaged", "data_00000.safetensors")
-    data = bytearray(path.read_bytes())
-    data[-200] ^= 1  # in the rows of one rank; the other reads a part of the same tensor
-    path.write_bytes(data)
-    results = run_workers("restore", 2, saved.path, tmp_path / "meeting")
-    assert [code for code, _ in results] == [0, 0], results
-    assert all("data_00000.safetensors: damaged" in output for _, output in results)

@@ -1,0 +1,118 @@
+"""How long a run stands still when a train worker, or the driver with its Ray, is killed: against a bare Ray Train run that
+does next to nothing, and so needs only what Ray needs."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from logs import synthetic_log
+from processes import Run, Session, environment_for, small_run
+from rows import emit, say
+
+BARE = Path(__file__).parent / "peers" / "bare_ray_train.py"
+STEPS = 20_000
+"""Never reached."""
+WAIT_S = 180.0
+
+
+def _bare_step(path: Path, since: float, session: Session) -> float:
+    """Unix time of the bare run's first step later than `since`."""
+    deadline_s = time.monotonic() + WAIT_S
+    while True:
+        steps = [float(line) for line in path.read_text().splitlines()] if path.exists() else []
+        if later := [step for step in steps if step > since]:
+            return later[0]
+        assert session.process.poll() is None, session.err
+        assert time.monotonic() < deadline_s, session.err
+        time.sleep(0.02)
+
+
+def bare(folder: Path) -> dict[str, float]:
+    """Seconds of bare Ray Train: from the command to its first step, and from the SIGKILL of a worker to the next step."""
+    path = folder / "steps"
+    begun = time.time()
+    command = [sys.executable, str(BARE), str(path)]
+    with Session(command, environment=environment_for(folder), output=folder / "bare") as session:
+        started = _bare_step(path, begun, session)
+        time.sleep(3)
+        session.kill("train worker")
+        killed = time.time()
+        # The other worker may be through with a step that both had begun; a new one takes longer than this to come.
+        return {"driver_s": started - begun, "worker_s": _bare_step(path, killed + 0.5, session) - killed}
+
+
+def ours(folder: Path, log: Path) -> dict[str, float]:
+    """Seconds of rayrec, in all and in parts."""
+    checkpoint = {"every": 40, "num_to_keep": 2}
+    config = small_run(log, str(folder), steps=STEPS, log_every=1, evaluate_every=STEPS, checkpoint=checkpoint)
+    with Run(config, folder / "commands", cache=folder / "cache") as run:
+        run.start()
+        run.wait_for("checkpoint", lambda event: event["step"] >= 80)
+        run.session.kill("train worker")
+        killed = time.time()
+        failed = run.wait_for("failure", since=killed)["time"]
+        started = run.wait_for("start", since=failed)["time"]
+        stepped = run.wait_for("step", since=started)["time"]
+        found = {
+            "worker_s": stepped - killed,
+            "worker_detect_s": failed - killed,
+            "worker_restart_s": started - failed,
+            "worker_first_step_s": stepped - started,
+        }
+        run.wait_for("checkpoint", since=stepped)
+        run.kill_driver()
+        killed = time.time()
+        run.start()
+        begun = run.wait_for("run", since=killed)["time"]
+        prepared = run.wait_for("prepared", since=begun)["time"]
+        started = run.wait_for("start", since=prepared)["time"]
+        stepped = run.wait_for("step", since=started)["time"]
+        return {
+            **found,
+            "driver_s": stepped - killed,
+            "driver_ray_s": begun - killed,
+            "driver_prepare_s": prepared - begun,
+            "driver_workers_s": started - prepared,
+            "driver_first_step_s": stepped - started,
+        }
+
+
+def main(*, quick: bool) -> None:
+    log = Path(synthetic_log(20_000)).parent
+    repeats = 1 if quick else 3
+    taken: dict[str, list[dict[str, float]]] = {"bare": [], "ours": []}
+    for number in range(repeats):
+        for name, rounds in taken.items():
+            with tempfile.TemporaryDirectory() as folder:
+                rounds.append(bare(Path(folder)) if name == "bare" else ours(Path(folder), log))
+            seconds = ", ".join(f"{key} {value:.1f}" for key, value in rounds[-1].items())
+            say(f"  round {number + 1}: {name} {seconds}")
+    medians = {
+        name: {key: statistics.median(round_[key] for round_ in rounds) for key in rounds[0]}
+        for name, rounds in taken.items()
+    }
+    for kind, workload in (
+        ("worker", "kill -9 of 1 of 2 train workers -> first step after it"),
+        ("driver", "kill -9 of the driver, its Ray goes with it, same command again -> first step"),
+    ):
+        value, peer = medians["ours"][f"{kind}_s"], medians["bare"][f"{kind}_s"]
+        emit(
+            "recover",
+            peer="bare Ray Train, 2 workers, a tiny DDP step, nothing restored"
+            + ("" if kind == "worker" else "; command -> first step"),
+            workload=f"criteo_demo network, 20,000 rows, 2 CPUs; {workload}",
+            unit="s",
+            value=value,
+            ratio=value / peer,
+            repeats=repeats,
+            peer_s=round(peer, 2),
+            **{
+                key: round(seconds, 2)
+                for key, seconds in medians["ours"].items()
+                if key.startswith(kind) and key != f"{kind}_s"
+            },
+        )

@@ -1,0 +1,46 @@
+"""Checkpoints free of plan and world size: tensors by name in safetensors files, a JSON manifest written last.
+
+A checkpoint folder holds a `data_*.safetensors` of each rank (its shards, written in parallel), what belongs with the
+weights (`config.yaml`, the workload's own files), and `manifest.json`, which says where every part of every tensor
+lies, with checksums, and holds the run's plain state. A folder without a manifest is not a checkpoint. Nothing in it is
+ever unpickled. torch.distributed.checkpoint plans who writes and who reads what; its own storage is not used, since it pickles.
+"""
+
+from rayrec.checkpoint.claims import Claim, claim
+from rayrec.checkpoint.folders import (
+    Checkpoint,
+    committed,
+    folder_of,
+    latest,
+    newest_good,
+    open_checkpoint,
+    step_of,
+)
+from rayrec.checkpoint.format import MANIFEST, VERSION, DamagedError
+from rayrec.checkpoint.reading import full_tensors, restore, verify, weights_sha256
+from rayrec.checkpoint.retention import Retention, to_remove
+from rayrec.checkpoint.saver import Saver
+from rayrec.checkpoint.writing import save
+
+__all__ = [
+    "MANIFEST",
+    "VERSION",
+    "Checkpoint",
+    "Claim",
+    "DamagedError",
+    "Retention",
+    "Saver",
+    "claim",
+    "committed",
+    "folder_of",
+    "full_tensors",
+    "latest",
+    "newest_good",
+    "open_checkpoint",
+    "restore",
+    "save",
+    "step_of",
+    "to_remove",
+    "verify",
+    "weights_sha256",
+]

@@ -1,0 +1,79 @@
+"""Removes what a run needs no more: checkpoints by its retention, saves that were torn, files of attempts that lost."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator
+
+from rayrec import storage
+from rayrec.checkpoint.claims import Claim
+from rayrec.checkpoint.folders import Checkpoint, committed, file_sizes, torn
+from rayrec.checkpoint.format import MANIFEST, DamagedError, is_data_file
+from rayrec.checkpoint.persistence import PATIENCE_S
+from rayrec.checkpoint.retention import Retention, to_remove
+from rayrec.config import InputError
+
+_logger = logging.getLogger(__name__)
+
+
+def sweep(run_folder: str, claim: Claim) -> None:
+    """Removes the folders of saves that were never committed, as long as the run is ours."""
+    for folder in torn(run_folder):
+        if claim.valid():
+            storage.remove_folder(folder)
+
+
+def prune(run_folder: str, retention: Retention, *, newest: int, scores: dict[int, float | None]) -> None:
+    """Removes what retention does not keep, after step `newest` was committed. `scores` holds those known, by step, and is
+    added to.
+
+    Later steps than `newest` are left alone: a restart passed over them, and will come to write them again.
+    """
+    present, removed = {}, []
+    for checkpoint in committed(run_folder):
+        if checkpoint.step > newest:
+            continue
+        present[checkpoint.step] = checkpoint
+        if checkpoint.step not in scores:
+            try:
+                scores[checkpoint.step] = checkpoint.manifest()["score"]
+            except DamagedError:
+                removed.append(checkpoint.step)  # no use to anyone, and was told when it was passed over
+            except InputError:
+                del present[checkpoint.step]  # of another version: not ours to judge
+    known = [(step, scores[step]) for step in present if step in scores]
+    for step in [*removed, *to_remove(known, retention, in_use={newest})]:
+        remove_checkpoint(present[step])
+        scores.pop(step, None)
+
+
+def remove_checkpoint(checkpoint: Checkpoint) -> None:
+    """The manifest goes first: what is left by a crash in between is no checkpoint any more."""
+    storage.remove_file(storage.join(checkpoint.path, MANIFEST))
+    storage.remove_folder(checkpoint.path)
+
+
+def remove_unreferenced(folder: str, referenced: Iterable[str], *, tag: str) -> None:
+    """Removes the data files of earlier attempts at the same step from a committed checkpoint; `tag` is this one's.
+
+    Those of later tags stay: a successor of ours may be writing them.
+    """
+    for name in file_sizes(folder).keys() - set(referenced):
+        if is_data_file(name) and tag_of(name) < tag:
+            storage.remove_file(storage.join(folder, name))
+
+
+def tag_of(name: str) -> str:
+    """Of a data file, finished or not."""
+    return name.split(".", maxsplit=1)[0].partition("-")[2]
+
+
+@contextlib.contextmanager
+def tolerated(what: str) -> Iterator[None]:
+    """Cleaning that fails loses nothing: it is warned of, and comes again with the next save or attempt."""
+    try:
+        with storage.patience(PATIENCE_S):
+            yield
+    except (OSError, InputError) as error:
+        _logger.warning("%s: %s", what, error)

@@ -1,0 +1,134 @@
+"""Where a run's checkpoints lie, which of them are complete, and which one to go on from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from pyarrow import fs as arrow_fs
+
+from rayrec import storage
+from rayrec.checkpoint.format import MANIFEST, DamagedError, read_manifest
+from rayrec.checkpoint.ranks import Ranks
+from rayrec.config import InputError
+from rayrec.storage.stores import enduring
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint."""
+
+    path: str
+
+    @property
+    def step(self) -> int:
+        return step_of(self.path)
+
+    def manifest(self) -> dict[str, Any]:
+        """Raises DamagedError where it is missing or damaged, InputError where it is of another version."""
+        return read_manifest(self.path)
+
+
+def folder_of(run_folder: str, step: int) -> str:
+    return storage.join(run_folder, "checkpoints", f"step_{step:08d}")
+
+
+def step_of(path: str) -> int:
+    found = re.search(r"step_(\d+)/?$", path)
+    if not found:
+        raise InputError(f"{path}: not a checkpoint's folder; they are named step_00001000 and the like")
+    return int(found.group(1))
+
+
+def committed(run_folder: str) -> list[Checkpoint]:
+    """The complete checkpoints of a run, oldest first. Whether they are damaged is not looked at."""
+    return [found for found in _step_folders(run_folder) if storage.exists(storage.join(found.path, MANIFEST))]
+
+
+def torn(run_folder: str) -> list[str]:
+    """The folders of saves that were never committed, or whose removal was cut short."""
+    return [found.path for found in _step_folders(run_folder) if not storage.exists(storage.join(found.path, MANIFEST))]
+
+
+def _step_folders(run_folder: str) -> list[Checkpoint]:
+    folder = storage.join(run_folder, "checkpoints")
+    names = [name for name in storage.list_folder(folder) if re.fullmatch(r"step_\d+", name)]
+    found = [Checkpoint(storage.join(folder, name)) for name in names]
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def latest(run_folder: str) -> Checkpoint | None:
+    """The newest complete checkpoint of a run, None where there is none."""
+    found = committed(run_folder)
+    return found[-1] if found else None
+
+
+def open_checkpoint(path: str) -> Checkpoint:
+    """A checkpoint by its folder; of a run's folder the one its summary names, else the newest.
+
+    Raises InputError where there is none.
+    """
+    if storage.exists(storage.join(path, MANIFEST)):
+        return Checkpoint(storage.absolute(path))
+    summary = storage.join(path, "summary.json")
+    chosen = latest(path)
+    if storage.exists(summary):
+        chosen = Checkpoint(folder_of(path, storage.read_json(summary)["chosen_step"]))
+    if chosen is None:
+        raise InputError(
+            f"{path}: holds no complete checkpoint (no {MANIFEST}); give a folder such as RUN/checkpoints/step_00001000"
+        )
+    return Checkpoint(storage.absolute(chosen.path))
+
+
+def newest_good(
+    run_folder: str, *, log: Callable[[str, dict[str, Any]], None], exclude: Collection[str] = ()
+) -> Checkpoint | None:
+    """The newest checkpoint whose manifest is sound and whose files all have their size; collective, rank 0 looks.
+
+    Others are passed over and told by `log`. `exclude` holds paths of those that a `restore` found damaged. Raises
+    InputError for a checkpoint of another version: to pass over it would be to train anew behind the user's back.
+    """
+    return Ranks.all().from_first(lambda: _newest_good(run_folder, log, set(exclude)))
+
+
+def _newest_good(run_folder: str, log: Callable[[str, dict[str, Any]], None], exclude: set[str]) -> Checkpoint | None:
+    # What is newer than an excluded one was looked at, and told, by the call that chose that one.
+    oldest = min((step_of(path) for path in exclude), default=None)
+    for checkpoint in reversed(committed(run_folder)):
+        if checkpoint.path in exclude:
+            continue
+        try:
+            check_files(checkpoint, checkpoint.manifest())
+        except DamagedError as error:
+            if oldest is None or checkpoint.step < oldest:
+                log("checkpoint_damaged", {"path": checkpoint.path, "cause": str(error)})
+            continue
+        return checkpoint
+    return None
+
+
+def check_files(checkpoint: Checkpoint, manifest: dict[str, Any]) -> None:
+    """Raises DamagedError where a file is missing or has another size; reads none."""
+    sizes = file_sizes(checkpoint.path)
+    for name, file in manifest["files"].items():
+        path = storage.join(checkpoint.path, name)
+        if name not in sizes:
+            raise DamagedError(f"{path}: missing; use an earlier checkpoint")
+        if sizes[name] != file["bytes"]:
+            raise DamagedError(
+                f"{path}: damaged, has {sizes[name]} bytes instead of {file['bytes']}; use an earlier checkpoint"
+            )
+
+
+def file_sizes(folder: str) -> dict[str, int]:
+    """Bytes of every file below a folder, by its path from there."""
+
+    def look(filesystem: arrow_fs.FileSystem, inner: str) -> dict[str, int]:
+        inner = inner.rstrip("/")
+        infos = filesystem.get_file_info(arrow_fs.FileSelector(inner, recursive=True, allow_not_found=True))
+        return {info.path[len(inner) + 1 :]: info.size for info in infos if info.type == arrow_fs.FileType.File}
+
+    return enduring(folder, look)

@@ -1,0 +1,101 @@
+"""What the files of a checkpoint look like: the sealed manifest, the safetensors header, checksums by block."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rayrec import storage
+from rayrec.config import InputError
+
+MANIFEST = "manifest.json"
+VERSION = 2
+BLOCK_BYTES = 16 * 2**20
+"""Piece of a chunk that has a checksum of its own: what a rank reads at least of a chunk it needs a part of."""
+CHECKSUM = "checksum"
+_ALIGNMENT = 64
+DTYPES = {  # names of the safetensors format
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+class DamagedError(InputError):
+    """A file of a checkpoint is torn, cut short, changed or gone; the message names it. An earlier checkpoint may do."""
+
+
+def data_file(rank: int, tag: str) -> str:
+    """Name of a rank's file. `tag` is "" or of one attempt to save alone, so that two attempts at a step do not mix."""
+    return f"data_{rank:05d}{tag and '-'}{tag}.safetensors"
+
+
+def is_data_file(name: str) -> bool:
+    """Also of an unfinished one."""
+    return re.match(r"data_\d{5,}[-.]", name) is not None
+
+
+def sha256_of(path: str) -> str:
+    """Of a whole file, read piece by piece. Raises InputError where it is missing, OSError where storage is away."""
+    digest = hashlib.sha256()
+    for piece in storage.read_stream(path):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def header(entries: Sequence[tuple[str, torch.dtype, Sequence[int], int, int]]) -> bytes:
+    """The start of a safetensors file for (name, dtype, shape, start in the body, bytes), padded for alignment."""
+    table = {
+        name: {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, start + size_bytes]}
+        for name, dtype, shape, start, size_bytes in entries
+    }
+    encoded = json.dumps(table, separators=(",", ":")).encode()
+    encoded += b" " * (-(len(encoded) + 8) % _ALIGNMENT)
+    return len(encoded).to_bytes(8, "little") + encoded
+
+
+def seal(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The manifest with a checksum over the rest of it."""
+    plain = json.loads(json.dumps({key: value for key, value in manifest.items() if key != CHECKSUM}))
+    return {**plain, CHECKSUM: _checksum(plain)}
+
+
+def _checksum(plain: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_manifest(folder: str) -> dict[str, Any]:
+    """The manifest of a checkpoint's folder. Raises DamagedError where it is missing or not as it was written, InputError
+    where another version of the format wrote it, OSError where storage is away."""
+    path = storage.join(folder, MANIFEST)
+    if not storage.exists(path):
+        raise DamagedError(f"{path}: missing; use an earlier checkpoint")
+    try:
+        manifest = json.loads(storage.read_bytes(path))
+    except ValueError as error:  # JSON's and Unicode's
+        if isinstance(error, InputError):
+            raise
+        raise DamagedError(f"{path}: damaged, not JSON ({error}); use an earlier checkpoint") from None
+    # The first version had no checksum; all later ones have this one, so that damage is not taken for another version.
+    first = isinstance(manifest, dict) and manifest.get("version") == 1
+    if not first and (
+        not isinstance(manifest, dict)
+        or _checksum({key: value for key, value in manifest.items() if key != CHECKSUM}) != manifest.get(CHECKSUM)
+    ):
+        raise DamagedError(f"{path}: damaged, its checksum does not fit; use an earlier checkpoint")
+    if manifest["version"] != VERSION:
+        raise InputError(f"{folder}: format version {manifest['version']}, this rayrec reads {VERSION}")
+    return manifest

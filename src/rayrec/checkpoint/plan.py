@@ -1,0 +1,133 @@
+"""Who writes which part of which tensor, and a copy of it in host memory laid out as the file will be."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from rayrec.checkpoint.format import DTYPES
+from rayrec.checkpoint.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Part:
+    """A chunk of a tensor that this rank writes."""
+
+    item: WriteItem
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    """In the body of the file."""
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What this rank writes, one part after the other."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def body_bytes(self) -> int:
+        return self.parts[-1].start + self.parts[-1].size_bytes if self.parts else 0
+
+
+@final
+class LocalTensors:
+    """The tensors a rank holds as torch's planner sees them. Raises TypeError for what a checkpoint cannot hold."""
+
+    def __init__(self, tensors: dict[str, Any]) -> None:
+        self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._planner.set_up_planner(tensors)
+        self.plan: SavePlan = self._planner.create_local_plan()
+        for item in self.plan.items:
+            if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
+                raise TypeError(f"{item.index.fqn} is no tensor; plain state belongs into the manifest's state")
+            if item.tensor_data.properties.dtype not in DTYPES:
+                raise TypeError(f"{item.index.fqn} is {item.tensor_data.properties.dtype}, which no checkpoint holds")
+
+    def signature(self) -> Hashable:
+        """As long as it stays the same on all ranks, so does the plan."""
+        return tuple(
+            (item.index.fqn, *_layout(item), item.type) for item in self.plan.items if item.tensor_data is not None
+        )
+
+    def data(self, part: Part) -> torch.Tensor:
+        """The live values of a part."""
+        data = self._planner.resolve_data(part.item)
+        assert isinstance(data, torch.Tensor)
+        return data.detach()
+
+
+def _layout(item: WriteItem) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    data = item.tensor_data
+    assert data is not None
+    return data.properties.dtype, tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+
+
+def make_plan(local: LocalTensors, ranks: Ranks) -> Plan:
+    """Collective: what is replicated is written by one rank, the one with the least to write so far."""
+    # Each rank makes the same plan of the same list, which spares sending the plans back.
+    plans, _ = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(ranks.gather_all(local.plan))
+    parts, start = [], 0
+    # Widest numbers first: every part then begins at a multiple of the width of its own.
+    items = sorted(plans[ranks.rank].items, key=lambda item: -_layout(item)[0].itemsize)
+    for item in items:
+        dtype, shape, offsets, sizes = _layout(item)
+        size_bytes = dtype.itemsize * torch.Size(sizes).numel()
+        parts.append(Part(item, item.index.fqn, dtype, shape, offsets, sizes, start, size_bytes))
+        start += size_bytes
+    return Plan(tuple(parts))
+
+
+@final
+class HostCopy:
+    """The parts of a plan in host memory. Costs as much of it as the rank writes, and keeps it from save to save."""
+
+    def __init__(self, plan: Plan, local: LocalTensors) -> None:
+        self.plan = plan
+        self._bytes = torch.empty(plan.body_bytes, dtype=torch.uint8)
+        devices = {local.data(part).device for part in plan.parts}
+        self._device = next((device for device in devices if device.type == "cuda"), None)
+        self._stream = torch.cuda.Stream(self._device) if self._device else None
+        if self._device and plan.body_bytes:
+            # Pinned in place: torch's allocator of pinned memory would round up to a power of two.
+            torch.cuda.check_error(
+                int(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), plan.body_bytes, 0))
+            )
+
+    def fill(self, local: LocalTensors) -> None:
+        """Copies the live values; on return they may change. One device sync."""
+        targets = [
+            self._bytes.narrow(0, part.start, part.size_bytes).view(part.dtype).view(part.sizes)
+            for part in self.plan.parts
+        ]
+        if self._stream is None:
+            for part, target in zip(self.plan.parts, targets, strict=True):
+                target.copy_(local.data(part))
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for part, target in zip(self.plan.parts, targets, strict=True):
+                target.copy_(local.data(part), non_blocking=True)
+        self._stream.synchronize()
+
+    def body(self) -> memoryview:
+        return self._bytes.numpy().data if self.plan.body_bytes else memoryview(b"")
+
+    def free(self) -> None:
+        """Gives the memory back; not while the body is being written."""
+        if self._device and self.plan.body_bytes:
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())))
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self.plan = Plan(())
+        self._device = self._stream = None

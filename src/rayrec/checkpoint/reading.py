@@ -1,0 +1,255 @@
+"""Reads checkpoints: only the rows that are wanted, by blocks whose checksums are verified, many at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from rayrec import storage
+from rayrec.checkpoint.folders import Checkpoint
+from rayrec.checkpoint.format import DTYPES, TORCH_DTYPES, DamagedError, sha256_of
+from rayrec.checkpoint.ranks import Ranks
+from rayrec.config import InputError
+
+NUM_THREADS = 8
+_RANGE_BYTES = 64 * 2**20
+"""Read and copied at a time by each thread."""
+
+
+def restore(checkpoint: Checkpoint, tensors: dict[str, Any]) -> None:
+    """Fills `tensors` in place from a checkpoint, each rank reading what it holds, under any plan and world size.
+
+    Collective where a process group is up. Raises, on all ranks, DamagedError where any rank found a file damaged (rank 0
+    looks at the extra files too), InputError for a tensor that is missing or misshapen; tensors may then be half filled.
+    """
+    ranks = Ranks.all()
+    manifest = ranks.from_first(checkpoint.manifest)
+    ranks.together(lambda: _restore_mine(checkpoint.path, manifest, tensors, extra_files=ranks.first))
+
+
+def _restore_mine(folder: str, manifest: dict[str, Any], tensors: dict[str, Any], *, extra_files: bool) -> None:
+    stored = manifest["tensors"]
+    for name, tensor in tensors.items():
+        if name not in stored:
+            raise InputError(f"{folder}: holds no {name}; it was saved by another model")
+        if list(tensor.size()) != stored[name]["shape"]:
+            raise InputError(
+                f"{folder}: {name} has shape {stored[name]['shape']}, the model's is {list(tensor.size())}"
+            )
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(tensors, _metadata(manifest))
+    items = planner.create_local_plan().items
+    reader = _Reader(folder, manifest["block_bytes"])
+
+    def copies() -> Iterator[Callable[[], None]]:
+        for item in items:
+            yield from _copies(reader, stored[item.storage_index.fqn], item, planner.resolve_tensor(item).detach())
+
+    _run(copies())
+    if extra_files:
+        _check_extra_files(folder, manifest)
+
+
+def _metadata(manifest: dict[str, Any]) -> Metadata:
+    return Metadata(
+        {
+            name: TensorStorageMetadata(
+                TensorProperties(dtype=TORCH_DTYPES[entry["dtype"]]),
+                torch.Size(entry["shape"]),
+                [ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"])) for c in entry["chunks"]],
+            )
+            for name, entry in manifest["tensors"].items()
+        }
+    )
+
+
+def _copies(
+    reader: _Reader, entry: dict[str, Any], item: ReadItem, target: torch.Tensor
+) -> Iterator[Callable[[], None]]:
+    name, offset = item.storage_index.fqn, item.storage_index.offset
+    assert offset is not None
+    chunk = next(chunk for chunk in entry["chunks"] if chunk["offsets"] == list(offset))
+    rows = _Rows(name, TORCH_DTYPES[entry["dtype"]], chunk)
+    box = tuple(zip(item.storage_offsets, item.lengths, strict=True))
+    return _copies_of(reader, rows, box, target)
+
+
+def _copies_of(
+    reader: _Reader, rows: _Rows, box: Sequence[tuple[int, int]], target: torch.Tensor
+) -> Iterator[Callable[[], None]]:
+    """Calls that fill `target` with a box (first, length in each dimension) of a chunk, a range of rows each."""
+    first, count = box[0] if box else (0, 1)
+    for begin, end in rows.ranges(first, first + count):
+        part = target.narrow(0, begin - first, end - begin) if box else target
+
+        def copy(begin: int = begin, end: int = end, part: torch.Tensor = part) -> None:
+            source = reader.read(rows, begin, end)
+            for dimension, (start, length) in enumerate(box[1:], 1):
+                source = source.narrow(dimension, start, length)
+            part.copy_(source)
+
+        yield copy
+
+
+def _run(calls: Iterable[Callable[[], None]]) -> None:
+    """Runs calls in threads (hashing, copying and reading let go of the interpreter); raises what the first failing raised."""
+    pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="checkpoint-read")
+    try:
+        for future in [pool.submit(copy_context().run, call) for call in calls]:
+            future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows (dimension 0) of a stored chunk; a number without dimensions is one row."""
+
+    name: str
+    dtype: torch.dtype
+    chunk: dict[str, Any]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.chunk["sizes"][1:])
+
+    def ranges(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The rows from `first` to `stop` in ranges of a bounded size, cut where blocks are, if rows fit into them."""
+        if not self.row_bytes:
+            return
+        while first < stop:
+            border = (first * self.row_bytes // _RANGE_BYTES + 1) * _RANGE_BYTES
+            end = min(stop, max(first + 1, -(-border // self.row_bytes)))
+            yield first, end
+            first = end
+
+
+@final
+class _Reader:
+    """Reads verified rows of a checkpoint's files; by many threads at once."""
+
+    def __init__(self, folder: str, block_bytes: int) -> None:
+        self._folder, self._block_bytes = folder, block_bytes
+        self._verified: set[tuple[str, int, int]] = set()
+        self._maps: dict[str, np.ndarray] = {}
+        self._lock = threading.Lock()
+
+    def read(self, rows: _Rows, begin: int, end: int) -> torch.Tensor:
+        """Rows of a chunk, to be copied from at once. Reads whole blocks; raises DamagedError where one is not as written."""
+        chunk, row_bytes = rows.chunk, rows.row_bytes
+        first_block = begin * row_bytes // self._block_bytes
+        stop_block = -(-end * row_bytes // self._block_bytes)
+        start = first_block * self._block_bytes
+        data = self._bytes(rows, start, min(stop_block * self._block_bytes, chunk["bytes"]))
+        for block in range(first_block, stop_block):
+            place = block * self._block_bytes - start
+            self._verify(rows, block, data[place : place + self._block_bytes])
+        wanted = torch.from_numpy(data[begin * row_bytes - start : end * row_bytes - start])
+        return wanted.view(rows.dtype).reshape([end - begin, *chunk["sizes"][1:]] if chunk["sizes"] else [])
+
+    def _verify(self, rows: _Rows, block: int, data: np.ndarray) -> None:
+        chunk = rows.chunk
+        place = (chunk["file"], chunk["start"], block)
+        # Mapped files are verified once; what is read anew from far away, as often.
+        path = storage.join(self._folder, chunk["file"])
+        if place in self._verified and not storage.is_url(path):
+            return
+        if hashlib.sha256(data.data).hexdigest() != chunk["sha256"][block]:
+            raise DamagedError(f"{path}: damaged, the checksum of {rows.name} does not fit; use an earlier checkpoint")
+        self._verified.add(place)
+
+    def _bytes(self, rows: _Rows, start: int, stop: int) -> np.ndarray:
+        path, first = storage.join(self._folder, rows.chunk["file"]), rows.chunk["start"]
+        if storage.is_url(path):
+            data = np.empty(stop - start, np.uint8)
+            try:
+                got = storage.read_into(path, first + start, data)
+            except InputError:
+                if storage.exists(path):
+                    raise
+                raise DamagedError(f"{path}: missing ({rows.name}); use an earlier checkpoint") from None
+        else:
+            data = self._map(path, rows.name)[first + start : first + stop]
+            got = len(data)
+        if got != stop - start:
+            raise DamagedError(f"{path}: cut short ({rows.name}); use an earlier checkpoint")
+        return data
+
+    def _map(self, path: str, name: str) -> np.ndarray:
+        with self._lock:
+            if path not in self._maps:
+                try:
+                    size_bytes = os.path.getsize(path)
+                    # Private and never written to: torch warns of arrays that cannot be.
+                    data = np.memmap(path, np.uint8, "c") if size_bytes else np.empty(0, np.uint8)
+                except FileNotFoundError:
+                    raise DamagedError(f"{path}: missing ({name}); use an earlier checkpoint") from None
+                self._maps[path] = data.view(np.ndarray)
+            return self._maps[path]
+
+
+def _check_extra_files(folder: str, manifest: dict[str, Any]) -> None:
+    for name, file in manifest["files"].items():
+        path = storage.join(folder, name)
+        if "sha256" not in file:
+            continue
+        if not storage.exists(path):
+            raise DamagedError(f"{path}: missing; use an earlier checkpoint")
+        if sha256_of(path) != file["sha256"]:
+            raise DamagedError(f"{path}: damaged, its checksum does not fit; use an earlier checkpoint")
+
+
+def full_tensors(checkpoint: Checkpoint, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor whose name starts with `prefix`, whole, one after the other, by name."""
+    manifest = checkpoint.manifest()
+    reader = _Reader(checkpoint.path, manifest["block_bytes"])
+    for name in sorted(manifest["tensors"]):
+        if not name.startswith(prefix):
+            continue
+        entry = manifest["tensors"][name]
+        dtype = TORCH_DTYPES[entry["dtype"]]
+        whole = torch.empty(entry["shape"], dtype=dtype)
+        calls: list[Callable[[], None]] = []
+        for chunk in entry["chunks"]:
+            target = whole
+            for dimension, (offset, size) in enumerate(zip(chunk["offsets"], chunk["sizes"], strict=True)):
+                target = target.narrow(dimension, offset, size)
+            box = [(0, size) for size in chunk["sizes"]]
+            calls += _copies_of(reader, _Rows(name, dtype, chunk), box, target)
+        _run(calls)
+        yield name, whole
+
+
+def verify(checkpoint: Checkpoint, prefix: str = "") -> None:
+    """Reads every tensor whose name starts with `prefix`, and the extra files. Raises DamagedError for what is not as it
+    was written."""
+    for _ in full_tensors(checkpoint, prefix):
+        pass
+    _check_extra_files(checkpoint.path, checkpoint.manifest())
+
+
+def weights_sha256(checkpoint: Checkpoint, prefix: str = "model.") -> str:
+    """SHA-256 over name, dtype, shape and bytes of every weight, by name: free of world size and sharding plan."""
+    digest = hashlib.sha256()
+    for name, tensor in full_tensors(checkpoint, prefix):
+        digest.update(f"{name}\0{DTYPES[tensor.dtype]}\0{list(tensor.shape)}\0".encode())
+        digest.update(_as_bytes(tensor))
+    return digest.hexdigest()
+
+
+def _as_bytes(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")

@@ -1,0 +1,262 @@
+"""Saves while training goes on: the caller waits for a copy in host memory, a thread brings it to storage."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from rayrec import storage
+from rayrec.checkpoint.claims import Claim
+from rayrec.checkpoint.cleaning import prune, remove_unreferenced, sweep, tolerated
+from rayrec.checkpoint.folders import Checkpoint, folder_of
+from rayrec.checkpoint.format import data_file
+from rayrec.checkpoint.persistence import Persistence
+from rayrec.checkpoint.plan import HostCopy, LocalTensors, make_plan
+from rayrec.checkpoint.ranks import Ranks, attempt, raise_worst
+from rayrec.checkpoint.retention import Retention
+from rayrec.checkpoint.writing import Written, commit, write_rank
+from rayrec.config import InputError
+
+Log = Callable[[str, dict[str, Any]], None]
+
+CLOSE_S = 30.0
+"""For which `close` waits for a save under way: it is worth having, but others may be gone and never answer."""
+_PATIENCE_S = 1800.0
+"""For which ranks wait for each other, beside the outage that one of them may see: none writes for so long."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One save, from the copy on."""
+
+    step: int
+    folder: str
+    tag: str
+    """Of its data files: no other attempt at this step, of this process or another, has the same."""
+    copy: HostCopy
+    state: dict[str, Any]
+    score: float | None
+    begun_s: float = field(default_factory=time.monotonic)
+
+
+@final
+class Saver:
+    """Saves a run's checkpoints in the background, one at a time, and removes those that retention does not keep.
+
+    `begin`, `wait` and the making of a Saver are collective; all ranks see the same saves and the same failures. Costs host
+    memory as large as what the rank writes, and a thread.
+    """
+
+    def __init__(
+        self,
+        run_folder: str,
+        *,
+        claim: Claim | None,
+        retention: Retention,
+        extra_files: Callable[[str], None] | None,
+        max_outage_s: float,
+        log: Log,
+        sweep: bool = True,
+    ) -> None:
+        """`claim`: rank 0's, None on others. `extra_files` is called on rank 0, in the thread, with the folder to write what
+        belongs with the weights into. `max_outage_s`: how long a save may fail for before the run ends. `log` is called
+        in the thread too. `sweep`: remove torn saves of earlier attempts, in the thread."""
+        self.last: Checkpoint | None = None
+        """The newest one that this saver has committed."""
+        self._folder, self._claim, self._retention, self._extra_files = run_folder, claim, retention, extra_files
+        self._max_outage_s, self._log, self._sweep = max_outage_s, log, sweep
+        timeout_s = max_outage_s + _PATIENCE_S
+        self._caller = Ranks.in_group_of_their_own(timeout_s=timeout_s)
+        self._thread_ranks = Ranks.in_group_of_their_own(timeout_s=timeout_s)
+        assert (claim is not None) == self._caller.first
+        self._tag = self._caller.share(claim.name[:15] if claim else "")
+        self._num_saves = 0
+        self._scores: dict[int, float | None] = {}
+        self._signature: Hashable = None
+        self._copy: HostCopy | None = None
+        self._failure: Exception | None = None
+        self._idle, self._ended = threading.Event(), threading.Event()
+        self._idle.set()
+        self._stall_so_far: tuple[float, float | None] = (0.0, None)
+        """Seconds of stalls that are over, and when the present one began; one value, since the thread reads it."""
+        self._told_stall_s = 0.0
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        # A daemon: a rank that fails must be able to leave while the others are gone.
+        self._thread = threading.Thread(target=self._work, name="checkpoint-save", daemon=True)
+        self._thread.start()
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds for which `begin` and `wait` have held up the caller so far, on this rank."""
+        over_s, since_s = self._stall_so_far
+        return over_s + (time.monotonic() - since_s if since_s is not None else 0.0)
+
+    def begin(self, step: int, tensors: dict[str, Any], *, state: dict[str, Any], score: float | None) -> bool:
+        """Begins to save, and returns when `tensors` may change again; collective.
+
+        False where the save before is still under way on some rank: then nothing is done. `tensors`: name -> tensor,
+        ShardedTensor or DTensor; `state`: plain JSON values of rank 0; `score`: None where these weights were not evaluated.
+        Raises what the save before failed with.
+        """
+        with self._stall():
+            busy = not self._idle.is_set()
+            ready, failure = (None, None) if busy else attempt(lambda: self._ready(tensors, state))
+            changed = ready is not None and ready[0].signature() != self._signature
+            busy, changed, unfit = self._caller.any(busy, changed, failure is not None)
+            if busy:
+                return False
+            self._raise_failure()
+            if unfit:
+                raise_worst(self._caller.gather_all(failure))
+            assert ready is not None
+            local, plain = ready
+            if changed:
+                self._make_copy(local)
+            assert self._copy is not None
+            self._copy.fill(local)
+            self._num_saves += 1
+            tag = f"{self._tag}-{self._num_saves:04d}"
+            self._idle.clear()
+            self._jobs.put(_Job(step, folder_of(self._folder, step), tag, self._copy, plain, score))
+        return True
+
+    def wait(self) -> None:
+        """Returns when no save is under way; collective. Raises what the save before failed with."""
+        with self._stall():
+            self._idle.wait()
+            self._raise_failure()
+
+    def close(self) -> None:
+        """Ends the thread, after the save under way but not after an outage. Raises nothing, and is not collective."""
+        self._ended.set()
+        self._jobs.put(None)
+        self._thread.join(CLOSE_S)
+        if self._copy is not None and not self._thread.is_alive():
+            self._copy.free()
+            self._copy = None
+
+    def _ready(self, tensors: dict[str, Any], state: dict[str, Any]) -> tuple[LocalTensors, dict[str, Any]]:
+        # The state goes through JSON at once: the caller may change it later, and what does not fit is found here.
+        return LocalTensors(tensors), json.loads(json.dumps(state)) if self._caller.first else {}
+
+    def _make_copy(self, local: LocalTensors) -> None:
+        self._signature = None
+        if self._copy is not None:
+            self._copy.free()
+            self._copy = None
+        plan = make_plan(local, self._caller)
+        self._copy = self._caller.together(lambda: HostCopy(plan, local))
+        self._signature = local.signature()
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    @contextlib.contextmanager
+    def _stall(self) -> Iterator[None]:
+        self._stall_so_far = (self.stalled_s, time.monotonic())
+        try:
+            yield
+        finally:
+            self._stall_so_far = (self.stalled_s, None)
+
+    # In the thread ----------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        if self._sweep and self._claim is not None:
+            with tolerated(f"{self._folder}: torn saves are left"):
+                sweep(self._folder, self._claim)
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._save(job)
+            except Exception as error:  # of the ranks' group, or a defect: the caller is to know
+                self._failure = error
+            finally:
+                self._idle.set()
+
+    def _save(self, job: _Job) -> None:
+        ranks = self._thread_ranks
+        ranks.barrier()  # rank 0 is through with sweeping: it might have taken a file of this save for a torn one's
+        causes: list[str] = []
+        persistence = self._persistence(job, causes)
+        written, failure = attempt(
+            lambda: persistence.run(lambda: write_rank(job.folder, job.copy, rank=ranks.rank, tag=job.tag))
+        )
+        results = ranks.gather((written, failure, causes[:1]))
+        outcome = ranks.share(attempt(lambda: self._commit(job, results, persistence, causes)) if ranks.first else None)
+        assert outcome is not None
+        _, failure = outcome
+        if failure is not None:
+            self._discard(job, ranks.rank)
+            raise failure
+        self.last = Checkpoint(job.folder)
+        if ranks.first:
+            self._clean(job, [part.file for part, _, _ in results if part is not None])
+
+    def _persistence(self, job: _Job, causes: list[str]) -> Persistence:
+        def late(cause: str) -> None:
+            if not causes:
+                self._log("checkpoint_late", {"step": job.step, "cause": cause})
+            causes.append(cause)
+
+        return Persistence(
+            place=job.folder,
+            max_outage_s=self._max_outage_s,
+            seed=f"{job.folder} {self._thread_ranks.rank}",
+            ended=self._ended,
+            late=late,
+        )
+
+    def _commit(
+        self,
+        job: _Job,
+        results: list[tuple[Written | None, Exception | None, list[str]]],
+        persistence: Persistence,
+        causes: list[str],
+    ) -> None:
+        """On rank 0, with what all ranks have written."""
+        elsewhere = [cause for _, _, told in results[1:] for cause in told]
+        if elsewhere and not causes:
+            persistence.late(elsewhere[0])  # the log of the others goes nowhere
+        raise_worst([failure for _, failure, _ in results])
+        written = [part for part, _, _ in results if part is not None]
+        size_bytes = persistence.run(
+            lambda: commit(
+                job.folder,
+                written,
+                state=job.state,
+                score=job.score,
+                extra_files=self._extra_files,
+                claim=self._claim,
+            )
+        )
+        stalled_s = self.stalled_s
+        fields = {
+            "step": job.step,
+            "path": job.folder,
+            "bytes": size_bytes,
+            "stall_s": stalled_s - self._told_stall_s,
+            "write_s": time.monotonic() - job.begun_s,
+        }
+        self._told_stall_s = stalled_s
+        self._log("checkpoint", fields)
+
+    def _discard(self, job: _Job, rank: int) -> None:
+        """Frees the space of a save that failed. The folder stays: another process may be writing to it by now."""
+        with contextlib.suppress(OSError, InputError), storage.patience(0):
+            storage.remove_file(storage.join(job.folder, data_file(rank, job.tag)))
+
+    def _clean(self, job: _Job, referenced: list[str]) -> None:
+        self._scores[job.step] = job.score
+        with tolerated(f"{self._folder}: checkpoints that could go are left"):
+            assert self._claim is not None
+            if self._claim.valid():
+                remove_unreferenced(job.folder, referenced, tag=job.tag)
+                prune(self._folder, self._retention, newest=job.step, scores=self._scores)

@@ -1,0 +1,162 @@
+"""Writes checkpoints: each rank's file with its checksums, then, on rank 0, what belongs with it and the manifest last."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rayrec import storage
+from rayrec.checkpoint.claims import Claim
+from rayrec.checkpoint.folders import file_sizes
+from rayrec.checkpoint.format import (
+    BLOCK_BYTES,
+    DTYPES,
+    MANIFEST,
+    VERSION,
+    data_file,
+    header,
+    is_data_file,
+    seal,
+    sha256_of,
+)
+from rayrec.checkpoint.plan import HostCopy, LocalTensors, make_plan
+from rayrec.checkpoint.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Written:
+    """A rank's file, and for each part of it what the manifest says of its tensor and of the chunk."""
+
+    file: str
+    size_bytes: int
+    chunks: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...]
+    """(name, tensor, chunk)."""
+
+
+def write_rank(folder: str, copy: HostCopy, *, rank: int, tag: str) -> Written | None:
+    """Writes a rank's file from its copy in host memory; None, and no file, where the rank has nothing to write.
+
+    Raises OSError where storage is away or full; no part of the file is left then.
+    """
+    parts = copy.plan.parts
+    if not parts:
+        return None
+    name = data_file(rank, tag)
+    head = header(
+        [
+            (f"{part.name}@{','.join(map(str, part.offsets))}", part.dtype, part.sizes, part.start, part.size_bytes)
+            for part in parts
+        ]
+    )
+    checksums: list[list[str]] = [[] for _ in parts]
+    storage.write_stream(storage.join(folder, name), _pieces(head, copy, checksums))
+    chunks = tuple(
+        (
+            part.name,
+            {"dtype": DTYPES[part.dtype], "shape": list(part.shape)},
+            {
+                "offsets": list(part.offsets),
+                "sizes": list(part.sizes),
+                "file": name,
+                "start": len(head) + part.start,
+                "bytes": part.size_bytes,
+                "sha256": sums,
+            },
+        )
+        for part, sums in zip(parts, checksums, strict=True)
+    )
+    return Written(name, len(head) + copy.plan.body_bytes, chunks)
+
+
+def _pieces(head: bytes, copy: HostCopy, checksums: list[list[str]]) -> Iterator[bytes | memoryview]:
+    """The file in pieces of at least a block but for the first and last, each summed up while it is in the cache."""
+    yield head
+    body, sent = copy.body(), 0
+    for part, sums in zip(copy.plan.parts, checksums, strict=True):
+        end = part.start + part.size_bytes
+        for start in range(part.start, end, BLOCK_BYTES):
+            stop = min(start + BLOCK_BYTES, end)
+            sums.append(hashlib.sha256(body[start:stop]).hexdigest())
+            if stop - sent >= BLOCK_BYTES:
+                yield body[sent:stop]
+                sent = stop
+    if sent < len(body):
+        yield body[sent:]
+
+
+def commit(
+    folder: str,
+    written: Sequence[Written],
+    *,
+    state: dict[str, Any],
+    score: float | None,
+    extra_files: Callable[[str], None] | None,
+    claim: Claim | None = None,
+) -> int:
+    """Makes a checkpoint of what the ranks have written; on rank 0. Returns its size in bytes.
+
+    Raises InputError where the claim is not valid any more, OSError where storage is away or full.
+    """
+    if claim is not None:
+        claim.check()
+    storage.make_folder(folder)  # where no rank had anything to write
+    if extra_files is not None:
+        extra_files(folder)
+    files: dict[str, dict[str, Any]] = {part.file: {"bytes": part.size_bytes} for part in written}
+    for name, size_bytes in sorted(file_sizes(folder).items()):
+        if name != MANIFEST and not is_data_file(name) and not name.endswith(".partial"):
+            files[name] = {"bytes": size_bytes, "sha256": sha256_of(storage.join(folder, name))}
+    tensors: dict[str, dict[str, Any]] = {}
+    for name, tensor, chunk in sorted((entry for part in written for entry in part.chunks), key=_by_name_and_place):
+        tensors.setdefault(name, {**tensor, "chunks": []})["chunks"].append(chunk)
+    manifest = {
+        "version": VERSION,
+        "state": state,
+        "score": score,
+        "block_bytes": BLOCK_BYTES,
+        "files": files,
+        "tensors": tensors,
+    }
+    if claim is not None:
+        claim.check()  # as late as can be: writing and summing up may have taken long
+    storage.write_json(storage.join(folder, MANIFEST), seal(manifest))
+    return sum(file["bytes"] for file in files.values())
+
+
+def _by_name_and_place(entry: tuple[str, dict[str, Any], dict[str, Any]]) -> tuple[str, list[int]]:
+    return entry[0], entry[2]["offsets"]
+
+
+def save(
+    path: str,
+    tensors: dict[str, Any],
+    *,
+    state: dict[str, Any],
+    extra_files: Callable[[str], None] | None = None,
+) -> int:
+    """Writes a checkpoint and returns when it is complete; collective. Returns its size in bytes (over all ranks).
+
+    `tensors`: name -> tensor, ShardedTensor or DTensor. `state`: plain JSON values, taken from rank 0. `extra_files`
+    is called on rank 0 with the folder, before the manifest is written. Nothing is tried twice; `Saver` does that.
+    """
+    ranks = Ranks.all()
+    # A torn earlier attempt goes, and what cannot be saved is found, before anything is written.
+    local = ranks.together(lambda: _ready(path, tensors, ranks))
+    copy = HostCopy(make_plan(local, ranks), local)
+    try:
+        copy.fill(local)
+        written = ranks.each(lambda: write_rank(path, copy, rank=ranks.rank, tag=""))
+    finally:
+        copy.free()
+    present = [part for part in written if part is not None]
+    return ranks.from_first(lambda: commit(path, present, state=state, score=None, extra_files=extra_files))
+
+
+def _ready(path: str, tensors: dict[str, Any], ranks: Ranks) -> LocalTensors:
+    local = LocalTensors(tensors)
+    if ranks.first:
+        storage.remove_folder(path)
+        storage.make_folder(path)
+    return local

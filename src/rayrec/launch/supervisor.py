@@ -1,0 +1,321 @@
+"""Keeps a run alive from outside its cluster: submits it as a job of Ray Jobs, follows it, and submits it again."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shlex
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any, Literal, NoReturn
+
+from rayrec.config import InputError
+from rayrec.launch.job_output import last_said, summary_of
+from rayrec.launch.jobs import Job, Jobs, LogFollower, Unreachable, dashboard_url
+from rayrec.launch.outage import Outage, span
+from rayrec.launch.policy import Ending, Quit, Tally, describe, judge
+from rayrec.launch.supervision import Notebook, State, SuperviseConfig, state_path
+
+RUN_KEY, CONFIG_KEY = "rayrec_run", "rayrec_config"
+"""Metadata of a job: the run it trains, and the hash of what is trained."""
+_POLL_S = 2.0
+_SEEN_EVERY_S = 30.0
+"""Between two writings of a state of which nothing but the time has changed."""
+_STOP_SLACK_S = 15.0
+"""For Ray to notice, beyond the time it gives a job to end."""
+_LAST_LINES_S = 5.0
+"""For the last lines of a log, which Ray looks at once a second."""
+_NO_JOB: dict[str, Any] = {"submission_id": None, "submitted": False, "running_since": None, "seen": None}
+_OUTCOMES: dict[str, Literal["succeeded", "failed", "stopped"]] = {
+    "SUCCEEDED": "succeeded",
+    "FAILED": "failed",
+    "STOPPED": "stopped",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the supervision of a run ended."""
+
+    name: str
+    status: int
+    """0: finished; 2: the user can mend it; 130: someone stopped it; 1: given up."""
+    cause: str
+    attempts: int
+    """Jobs it took, earlier supervisors' included."""
+    summary: dict[str, Any] | None = None
+    """What the run printed last; None where it did not finish, or its log is gone."""
+
+
+def supervise(
+    arguments: Sequence[str],
+    *,
+    name: str,
+    config_hash: str,
+    config: SuperviseConfig,
+    stop_wait_s: float,
+    note: Callable[[str], None],
+    show: Callable[[str], None] | None,
+) -> Outcome:
+    """Keeps `rayrec train ARGUMENTS` going on a cluster until it has finished or the policy says that it is no use.
+
+    `name` is the run's, which `arguments` must name too. A job that is told to stop gets `stop_wait_s` seconds. `note`
+    takes an event, a line; `show` what the job prints. SIGTERM and Ctrl-C (in the main thread) stop the job, unless
+    `config` says otherwise, before SystemExit(143) or KeyboardInterrupt. Raises InputError for what the user can mend.
+    """
+    jobs = Jobs(dashboard_url(config.address))
+    notebook = Notebook(config.state or state_path(name), name=name, config_hash=config_hash, note=note)
+    try:
+        supervisor = _Supervisor(jobs, notebook, arguments, config=config, stop_wait_s=stop_wait_s, show=show)
+        with _signals():
+            try:
+                return supervisor.run()
+            except (KeyboardInterrupt, SystemExit) as error:
+                supervisor.leave("SIGTERM" if isinstance(error, SystemExit) else "Ctrl-C")
+                raise
+    finally:
+        notebook.close()
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """SIGTERM and SIGINT raise SystemExit(143) and KeyboardInterrupt, whoever had other plans for them."""
+
+    def handle(number: int, frame: FrameType | None) -> NoReturn:
+        if number == signal.SIGTERM:
+            raise SystemExit(143)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Supervisor:
+    """The loop; what it must not forget is in its notebook before it acts."""
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        notebook: Notebook,
+        arguments: Sequence[str],
+        *,
+        config: SuperviseConfig,
+        stop_wait_s: float,
+        show: Callable[[str], None] | None,
+    ) -> None:
+        self._jobs, self._notebook, self._config, self._show = jobs, notebook, config, show
+        self._stop_wait_s = stop_wait_s
+        self._entrypoint = "exec " + shlex.join([config.python, "-m", "rayrec", "train", *arguments])
+        self._log: LogFollower | None = None
+        self._own: str | None = None
+        """The job that this process submitted or has said that it follows."""
+        self._outage = Outage(jobs, config.policy, say=notebook.say)
+        self._written = 0.0
+        """Unix time when the state was last written for the time alone."""
+
+    @property
+    def _state(self) -> State:
+        return self._notebook.state
+
+    def run(self) -> Outcome:
+        while True:
+            try:
+                job = self._current()
+                if job is not None:
+                    job = self._follow(job)
+            except Unreachable as error:
+                cause = self._outage.wait(str(error))
+                if cause is None:
+                    continue
+                self._say(f"gave up: {cause}")  # the job is not forgotten: it may well go on, out of reach
+                return Outcome(self._state.name, 1, cause, self._state.tally.attempts)
+            ending = _ending(job, self._state)
+            tally, decision = judge(self._config.policy, self._state.tally, ending, jitter=random.random())
+            self._end_log(job)
+            if isinstance(decision, Quit):
+                return self._quit(decision, job)
+            why = f": {last_said(job.message)}" if job is not None and job.exit_status is None else ""
+            self._say(f"{self._state.submission_id} {describe(ending)}{why}; again in {decision.wait_s:.0f} s")
+            self._notebook.write(tally=tally, **_NO_JOB)
+            time.sleep(decision.wait_s)
+
+    # One attempt ---------------------------------------------------------------------------------------------------
+
+    def _current(self) -> Job | None:
+        """The job to follow: the one that is remembered, another live one of this run, or a new one. None where the
+        remembered one is gone."""
+        name, remembered, number = self._state.name, self._state.submission_id, 0
+        if remembered is not None:
+            job = self._jobs.find(remembered)
+            if job is not None and job.metadata.get(RUN_KEY) == name:
+                return self._known(job)
+            if self._state.submitted:
+                self._outage.over()
+                return None
+            number = self._state.tally.attempts if job is None else 0  # the same again, should the first yet arrive
+        jobs = self._jobs.all()
+        for job in jobs:
+            if job.live and job.metadata.get(RUN_KEY) == name:
+                return self._adopt(job)
+        numbers = [_number(job.submission_id, name) for job in jobs]
+        return self._submit(number or max(self._state.tally.attempts, *numbers, 0) + 1)
+
+    def _known(self, job: Job) -> Job:
+        self._outage.over()
+        if not self._state.submitted:
+            self._notebook.write(submitted=True)
+        if self._own != job.submission_id:
+            self._own = job.submission_id
+            self._say(f"following {job.submission_id} on {self._jobs.url}, which is {job.status.lower()}")
+            if job.live:
+                self._show_log(job.submission_id, skip=len(self._log_of(job.submission_id)))
+        return job
+
+    def _adopt(self, job: Job) -> Job:
+        """Follows a job that this supervisor does not remember."""
+        if job.metadata.get(CONFIG_KEY) != self._state.config_hash:
+            raise InputError(
+                f"{self._jobs.url}: job {job.submission_id} trains run {self._state.name} with other flags; "
+                "stop that job, give the same flags, or choose another --name"
+            )
+        number = _number(job.submission_id, self._state.name)
+        tally = replace(self._state.tally, attempts=max(number, self._state.tally.attempts))
+        self._notebook.write(tally=tally, **{**_NO_JOB, "submission_id": job.submission_id, "submitted": True})
+        return self._known(job)
+
+    def _submit(self, number: int) -> Job | None:
+        """Submits under a name that is remembered first: where the answer gets lost, it is known what to look for."""
+        submission_id = f"{self._state.name}-{number:04d}"
+        tally = replace(self._state.tally, attempts=number)
+        self._notebook.write(tally=tally, **{**_NO_JOB, "submission_id": submission_id})
+        variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(round(self._stop_wait_s)), **self._variables()}
+        runtime_env: dict[str, Any] = {"env_vars": variables}
+        if self._config.working_dir is not None:
+            runtime_env["working_dir"] = self._config.working_dir
+        metadata = {RUN_KEY: self._state.name, CONFIG_KEY: self._state.config_hash}
+        self._jobs.submit(submission_id, self._entrypoint, runtime_env=runtime_env, metadata=metadata)
+        self._notebook.write(submitted=True)
+        self._outage.over()
+        self._own = submission_id
+        self._say(f"submitted {submission_id} to {self._jobs.url}")
+        self._show_log(submission_id, skip=0)
+        return self._jobs.find(submission_id)
+
+    def _variables(self) -> dict[str, str]:
+        for name in self._config.env:
+            if name not in os.environ:
+                raise InputError(f"--env {name}: not set in this environment")
+        return {name: os.environ[name] for name in self._config.env}
+
+    def _follow(self, job: Job) -> Job | None:
+        """Watches a job until it has ended; None where it is gone."""
+        found: Job | None = job
+        while found is not None and found.live:
+            if found.status == "RUNNING":
+                self._see(found)
+            time.sleep(_POLL_S)
+            found = self._jobs.find(job.submission_id)
+        return found
+
+    def _see(self, job: Job) -> None:
+        now, state = time.time(), self._state
+        if state.running_since is None:
+            self._notebook.write(running_since=now, seen=now)
+            self._say(f"{job.submission_id} is running")
+        elif now - self._written >= _SEEN_EVERY_S:
+            self._notebook.write(seen=now)
+        else:
+            self._notebook.remember(seen=now)
+            return
+        self._written = now
+
+    # The end -------------------------------------------------------------------------------------------------------
+
+    def _quit(self, decision: Quit, job: Job | None) -> Outcome:
+        attempts = self._state.tally.attempts
+        if decision.status == 0:
+            assert job is not None
+            self._say(f"finished, as {job.submission_id}")
+            return Outcome(self._state.name, 0, decision.cause, attempts, summary_of(self._log_of(job.submission_id)))
+        users_error = job is not None and job.exit_status == 2
+        cause = last_said(job.message) if job is not None and users_error else decision.cause
+        self._say(f"gave up: {decision.cause}" + (f": {cause}" if users_error else ""))
+        self._notebook.write(tally=Tally(attempts), **_NO_JOB)  # the same command once more starts afresh
+        return Outcome(self._state.name, decision.status, cause, attempts)
+
+    def leave(self, why: str) -> None:
+        """After a signal: stops the job, or lets it go on where that is what the user wants."""
+        submission_id = self._state.submission_id
+        if submission_id is None:
+            self._say(f"{why}: ending, while no job is there")
+            return
+        if self._config.detach_on_signal:
+            self._say(f"{why}: ending; {submission_id} goes on, and the same command follows it again")
+            return
+        self._say(f"{why}: {submission_id} is told to save and end, which may take {span(self._stop_wait_s)}")
+        deadline_s = time.monotonic() + self._stop_wait_s + _STOP_SLACK_S
+        try:
+            self._jobs.stop(submission_id)
+            while (job := self._jobs.find(submission_id)) is not None and job.live:
+                if time.monotonic() > deadline_s:
+                    self._say(f"{submission_id} has not ended; see to it with `ray job stop`")
+                    return
+                time.sleep(_POLL_S / 2)
+        except Unreachable as error:
+            self._say(f"{submission_id} may go on, for its head gives no good answer ({error})")
+            return
+        self._end_log(job)
+        self._say(f"{submission_id} has ended; the same command goes on from its last checkpoint")
+        self._notebook.write(tally=Tally(self._state.tally.attempts), **_NO_JOB)
+
+    # The log -------------------------------------------------------------------------------------------------------
+
+    def _say(self, text: str) -> None:
+        self._notebook.say(text)
+
+    def _show_log(self, submission_id: str, *, skip: int) -> None:
+        self._end_log(None)
+        if self._show is not None:
+            self._log = self._jobs.follow_log(submission_id, self._show, skip=skip)
+
+    def _end_log(self, job: Job | None) -> None:
+        """Shows the last lines of a job that has ended, and keeps those of one that failed."""
+        if self._log is not None:
+            self._log.finish(timeout_s=_LAST_LINES_S if job is not None else 0.0)
+            self._log = None
+        if job is not None and job.status == "FAILED":
+            for line in job.message.splitlines():
+                self._notebook.keep(f"    {line}")
+
+    def _log_of(self, submission_id: str) -> str:
+        try:
+            return self._jobs.log(submission_id)
+        except Unreachable:
+            return ""
+
+
+def _ending(job: Job | None, state: State) -> Ending:
+    ran = state.running_since is not None
+    if job is None:
+        return Ending("lost", lived_s=state.lived_s, ran=ran)
+    outcome = _OUTCOMES[job.status]
+    return Ending(outcome, status=job.exit_status, lived_s=state.lived_s, ran=ran or job.exit_status is not None)
+
+
+def _number(submission_id: str, name: str) -> int:
+    """Of an attempt; 0 for a job of another kind."""
+    found = re.fullmatch(re.escape(name) + r"-(\d{4,})", submission_id)
+    return int(found[1]) if found else 0

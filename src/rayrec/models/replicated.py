@@ -1,0 +1,71 @@
+"""Training of tables that every worker holds whole, by the rules of the fused kernels, so that a plan changes no rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torchrec.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper
+
+from rayrec.optim import SparseOptimizerConfig
+
+_STATE = "momentum1"  # TorchRec's name for the first state of any fused optimizer
+
+
+def replicated_optimizer(
+    config: SparseOptimizerConfig, named_parameters: Mapping[str, torch.nn.Parameter]
+) -> KeyedOptimizer:
+    """The optimizer of data-parallel tables, under parameter names, its state named and shaped as that of fused tables."""
+    return KeyedOptimizerWrapper(
+        dict(named_parameters),
+        lambda parameters: ReplicatedTableOptimizer(
+            parameters, kind=config.kind, learning_rate=config.learning_rate, eps=config.eps
+        ),
+    )
+
+
+class ReplicatedTableOptimizer(torch.optim.Optimizer):
+    """SGD, Adagrad and row-wise Adagrad with the arithmetic of fbgemm's kernels, over dense gradients.
+
+    torch's Adagrad and TorchRec's RowWiseAdagrad have other state (a step, another shape), and divide 0 by 0 in rows that
+    no batch has touched where eps is 0. Parameters are tables (rows, columns).
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Any],
+        *,
+        kind: Literal["sgd", "adagrad", "rowwise_adagrad"],
+        learning_rate: float,
+        eps: float,
+    ) -> None:
+        super().__init__(parameters, {"lr": learning_rate, "eps": eps})
+        self._kind = kind
+        for group in self.param_groups:
+            for table in group["params"]:
+                if kind != "sgd":
+                    shape = table.shape if kind == "adagrad" else table.shape[:1]
+                    self.state[table][_STATE] = torch.zeros(shape, dtype=torch.float32, device=table.device)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for table in group["params"]:
+                if table.grad is not None:
+                    self._update(table, table.grad, learning_rate=group["lr"], eps=group["eps"])
+
+    def _update(self, table: torch.Tensor, gradient: torch.Tensor, *, learning_rate: float, eps: float) -> None:
+        # Most rows are in no batch: reading them all once is dear enough.
+        touched = gradient.any(dim=1).nonzero().squeeze(1)
+        gradient = gradient[touched]
+        if self._kind == "sgd":
+            table.index_add_(0, touched, gradient, alpha=-learning_rate)
+            return
+        state = self.state[table][_STATE]
+        squares = gradient.square() if self._kind == "adagrad" else gradient.square().mean(dim=1)
+        sums = state[touched] + squares
+        state[touched] = sums
+        rates = learning_rate / (sums.sqrt() + eps)
+        table.index_add_(0, touched, gradient * (rates if self._kind == "adagrad" else rates.unsqueeze(1)), alpha=-1)

@@ -1,0 +1,86 @@
+"""What an event is as a line of JSON: written so that nothing tears, shows a secret or fails; read so that damage shows."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from rayrec.config import Config, InputError
+
+TORN_LINE: Final = "torn_line"  # kind of the event that follows, and excuses, a line that a crash left incomplete
+_SECRET: Final = re.compile(r"password|passwd|secret|accesskey|apikey|credential")
+_TOKEN: Final = re.compile(r"token(_|$)|tokens$")  # hf_token, token_file; not tokenizer, tokens_per_s
+
+
+def events_in(lines: Iterable[bytes], path: str | Path) -> Iterator[dict[str, Any]]:
+    """The events of a file's lines. Raises InputError for a line that is none, save an incomplete last one."""
+    return (event for _, event in lines_and_events(lines, path))
+
+
+def lines_and_events(lines: Iterable[bytes], path: str | Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """`events_in`, each with its line."""
+    torn: int | None = None  # number of the first line that is no event and that nothing has excused yet
+    line = b""
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue  # two writers may end the same torn line
+        event = _parsed(line)
+        if event is None:
+            torn = torn or number
+        elif event["kind"] == TORN_LINE:
+            torn = None
+        elif torn is not None:
+            raise _not_an_event(path, torn)
+        else:
+            yield line, event
+    if torn is not None and line.endswith(b"\n"):
+        raise _not_an_event(path, torn)
+
+
+def _not_an_event(path: str | Path, number: int) -> InputError:
+    return InputError(f"{path}, line {number}: not an event; delete the line, or restore the file from its origin")
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "kind" in event else None
+
+
+def line_of(event: Mapping[str, Any]) -> bytes:
+    """An event as a line, secrets hidden (see EventWriter.write)."""
+    # ASCII and no newline inside: a torn line is never a different valid one.
+    return json.dumps(_plain(event), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold, with secrets removed; never raises for a strange value."""
+    if isinstance(value, float):  # np.float64 is one, too
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, bool | int | str) or value is None:
+        return value
+    if isinstance(value, Config):
+        value = value.to_dict()
+    if isinstance(value, Mapping):
+        return {str(key): "***" if _is_secret(str(key), item) else _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    if hasattr(value, "detach"):  # a torch tensor, not importing torch
+        value = value.detach()
+    if hasattr(value, "tolist"):  # NumPy scalar or array, torch tensor
+        return _plain(value.tolist())
+    return str(value)
+
+
+def _is_secret(key: str, value: Any) -> bool:
+    if value is None:
+        return False  # that no password is set is worth knowing
+    words = re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower())  # authToken: auth_token
+    is_number = isinstance(value, int | float) or hasattr(value, "tolist")
+    return bool(_SECRET.search(words.replace("_", "")) or (_TOKEN.search(words) and not is_number))

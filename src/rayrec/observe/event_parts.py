@@ -1,0 +1,213 @@
+"""Events in an object store, which has no appending: uploaded in the background as small objects, and read from them."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, final
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.observe.event_lines import lines_and_events
+
+PART_BYTES: Final = 256 << 10
+"""A part that has grown beyond this is not written again; the next event begins another."""
+_INTERVAL_S: Final = 2.0
+"""Between two uploads of a part that grows, unless an event is urgent: each sends the part anew."""
+_FIRST_WAIT_S: Final = 0.5
+_LONGEST_WAIT_S: Final = 10.0
+"""Between two attempts on a store that is out."""
+_WAITING_BYTES: Final = 16 << 20
+"""Of events that wait for a store that is out, about 100,000; those that come then are lost."""
+CLOSE_S: Final = 10.0
+"""How long closing waits for the store."""
+
+
+def parts_folder(url: str) -> str:
+    """Where the parts of RUN/events.jsonl are: in RUN/events."""
+    return url.removesuffix(".jsonl")
+
+
+@dataclass
+class _Part:
+    number: int
+    lines: bytearray = field(default_factory=bytearray)
+    num_waiting: int = 0
+    """Lines not uploaded yet."""
+    waiting_bytes: int = 0
+
+
+@final
+class EventParts:
+    """Objects FOLDER/WRITER-000001.jsonl, FOLDER/WRITER-000002.jsonl, ... with the lines of one writer, in order.
+
+    `append` never waits for the store. `on_loss(count, cause)` is told of lines that closing gave up, `on_outage(cause)`
+    of every upload that failed and will be tried again.
+    """
+
+    def __init__(self, folder: str, *, on_loss: Callable[[int, str], None], on_outage: Callable[[str], None]) -> None:
+        self._folder: Final = folder
+        self._on_loss: Final = on_loss
+        self._on_outage: Final = on_outage
+        self._closed = False
+        self._begin()
+        atexit.register(self.close)
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._writer = uuid.uuid4().hex[:12]
+        self._parts = deque([_Part(1)])
+        self._changed = threading.Condition()
+        self._urgent = False
+        self._num_flushing = 0
+        self._thread: threading.Thread | None = None
+
+    def append(self, line: bytes, *, urgent: bool) -> None:
+        """Takes a line, to be uploaded within about two seconds, or, if urgent, at once. Raises OSError where it is lost."""
+        if self._process != os.getpid():
+            self._begin()  # forked: the lines so far, and the thread, are the parent's
+        with self._changed:
+            if self._closed:
+                raise OSError("the event writer is closed")
+            if sum(part.waiting_bytes for part in self._parts) + len(line) > _WAITING_BYTES:
+                raise OSError("too many events wait for the store")
+            self._ensure_thread()
+            if len(self._parts[-1].lines) > PART_BYTES:
+                self._parts.append(_Part(self._parts[-1].number + 1))
+            part = self._parts[-1]
+            part.lines += line
+            part.num_waiting += 1
+            part.waiting_bytes += len(line)
+            self._urgent |= urgent
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Uploads what waits, in at most so long; whether all of it went."""
+        if self._process != os.getpid():
+            return True
+        with self._changed:
+            self._num_flushing += 1
+            self._changed.notify_all()
+            try:
+                return self._changed.wait_for(lambda: not self._num_waiting(), timeout_s)
+            finally:
+                self._num_flushing -= 1
+
+    def close(self) -> None:
+        """Flushes for at most `CLOSE_S`; lines that are left then are lost. May be called again."""
+        atexit.unregister(self.close)
+        if self._closed:
+            return
+        self.flush(CLOSE_S)
+        with self._changed:
+            self._closed = True
+            num_lost = self._num_waiting() if self._process == os.getpid() else 0
+            self._changed.notify_all()
+        if num_lost:
+            self._on_loss(num_lost, f"the store was out for the last {CLOSE_S:.0f} s")
+
+    def _ensure_thread(self) -> None:
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="events", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads, or the interpreter ends
+                raise OSError(str(error)) from None
+            self._thread = thread
+
+    def _num_waiting(self) -> int:
+        return sum(part.num_waiting for part in self._parts)
+
+    def _run(self) -> None:
+        changed, failure_wait_s, next_s = self._changed, 0.0, 0.0
+        while True:
+            with changed:
+                changed.wait_for(lambda: self._closed or self._num_waiting())
+                if failure_wait_s:
+                    pause_s = failure_wait_s
+                    changed.wait_for(lambda: self._closed or self._num_flushing, pause_s - _FIRST_WAIT_S)
+                    changed.wait_for(lambda: self._closed, _FIRST_WAIT_S)
+                else:
+                    pause_s = max(next_s - time.monotonic(), 0.0)
+                    changed.wait_for(lambda: self._closed or self._urgent or self._num_flushing, pause_s)
+                if self._closed:
+                    return
+                self._urgent = False
+                waiting = [
+                    (part, bytes(part.lines), part.num_waiting, part.waiting_bytes)
+                    for part in self._parts
+                    if part.num_waiting
+                ]
+            try:
+                for part, lines, count, size_bytes in waiting:
+                    self._upload(part, lines)
+                    with changed:
+                        part.num_waiting -= count
+                        part.waiting_bytes -= size_bytes
+                        while len(self._parts) > 1 and not self._parts[0].num_waiting:
+                            self._parts.popleft()
+                        changed.notify_all()
+                failure_wait_s = 0.0
+                next_s = time.monotonic() + _INTERVAL_S
+            except (OSError, InputError) as error:  # a refusal may pass too: credentials are renewed
+                self._on_outage(str(error))
+                failure_wait_s = min(max(2 * failure_wait_s, _FIRST_WAIT_S), _LONGEST_WAIT_S)
+
+    def _upload(self, part: _Part, lines: bytes) -> None:
+        with storage.patience(0):
+            storage.write_bytes(storage.join(self._folder, f"{self._writer}-{part.number:06d}.jsonl"), lines)
+
+
+@final
+class RemoteEvents:
+    """The events of a URL and its parts, each given once."""
+
+    def __init__(self, url: str) -> None:
+        self._url: Final = url
+        self._sizes: dict[str, int] = {}
+        self._seen: set[int] = set()
+
+    def has_read(self, file: storage.File) -> bool:
+        return self._sizes.get(file.path) == file.size_bytes
+
+    def new(self) -> list[tuple[bytes, dict[str, Any]]]:
+        """Lines and events not given yet, by time, those of one writer in its order."""
+        found: list[tuple[float, bytes, dict[str, Any]]] = []
+        sizes: dict[str, int] = {}
+        seen: set[int] = set()
+        for path in self._changed():
+            try:
+                data = storage.read_bytes(path)
+            except InputError:
+                if storage.exists(path):
+                    raise
+                continue  # merged meanwhile
+            sizes[path] = len(data)
+            latest_s = 0.0
+            for line, event in lines_and_events(data.splitlines(keepends=True), path):
+                latest_s = max(latest_s, event.get("time") or 0.0)
+                number = hash(
+                    line
+                )  # a million events take 60 MB so, and two are taken for one in one of 10**7 such runs
+                if number not in self._seen and number not in seen:
+                    seen.add(number)
+                    found.append((latest_s, line, event))
+        self._sizes |= sizes  # only now: an outage on the way must not lose what was read before it
+        self._seen |= seen
+        found.sort(key=lambda item: item[0])
+        return [(line, event) for _, line, event in found]
+
+    def _changed(self) -> Iterator[str]:
+        """The merged file last: what was in a part that is gone when its turn comes is in it by then."""
+        for file in storage.files_in(parts_folder(self._url)):
+            if not self.has_read(file):
+                yield file.path
+        size_bytes = storage.size_of(self._url)
+        if size_bytes is not None and self._sizes.get(self._url) != size_bytes:
+            yield self._url

@@ -1,0 +1,286 @@
+"""Single files by path or URL: whether they are there, their bytes, and writing them whole or not at all."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import os
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+
+import numpy as np
+from pyarrow import NativeFile
+from pyarrow import fs as arrow_fs
+
+from rayrec.config import InputError
+from rayrec.storage.outages import explained
+from rayrec.storage.stores import enduring, is_s3, local_path, remedy, resolve
+
+_PIECE_BYTES: Final = 8 << 20
+"""Read, written and copied at once; a smaller file is one request to a store."""
+_AHEAD_BYTES: Final = 64 << 20
+"""Handed to the uploading threads before waiting for them: they would take any amount, and memory with it."""
+_LARGEST_COPY_BYTES: Final = 5 << 30
+"""More than this S3 does not copy within itself in one request."""
+
+
+def exists(path: str) -> bool:
+    return _info(path).type != arrow_fs.FileType.NotFound
+
+
+def size_of(path: str) -> int | None:
+    """Bytes of a file; None where there is no file."""
+    info = _info(path)
+    return info.size if info.type == arrow_fs.FileType.File else None
+
+
+def _info(path: str) -> arrow_fs.FileInfo:
+    return enduring(path, lambda filesystem, inner: filesystem.get_file_info(inner))
+
+
+def missing(path: str, what: str = "no such file") -> InputError:
+    """What to say of a path where nothing is: that of a bucket which is not there, too, a store says just that."""
+    if is_s3(path):
+        bucket = "/".join(path.split("/")[:3])
+        if not exists(bucket):
+            return InputError(f"{bucket}: no such bucket; create it or mend its name ({remedy(path)})")
+    return InputError(f"{path}: {what}")
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
+
+
+def read_into(path: str, start: int, buffer: np.ndarray) -> int:
+    """Reads bytes from `start` on into a uint8 array and returns how many there were; any number of threads may.
+
+    Raises InputError where the file is gone.
+    """
+    view, done = memoryview(buffer.data), 0
+
+    def read(filesystem: arrow_fs.FileSystem, inner: str) -> None:
+        nonlocal done
+        with filesystem.open_input_file(inner) as file:
+            if start + done >= file.size():
+                return
+            file.seek(start + done)
+            while done < len(view) and (count := file.readinto(view[done:])):
+                done += count
+
+    try:
+        enduring(path, read)
+    except FileNotFoundError:
+        raise missing(path) from None
+    return done
+
+
+def read_stream(path: str) -> Iterator[bytes]:
+    """A file's bytes in pieces of some MiB, going on where they stopped if the store was out. Raises InputError where the
+    file is gone."""
+    file: NativeFile | None = None
+    position = 0
+
+    def read(filesystem: arrow_fs.FileSystem, inner: str) -> bytes:
+        nonlocal file
+        try:
+            if file is None:
+                file = filesystem.open_input_file(inner)
+                file.seek(position)
+            return file.read(_PIECE_BYTES)
+        except OSError:
+            file = None
+            raise
+
+    try:
+        while piece := enduring(path, read):
+            position += len(piece)
+            yield piece
+    except FileNotFoundError:
+        raise missing(path) from None
+    finally:
+        if file is not None:
+            file.close()
+
+
+def read_bytes(path: str) -> bytes:
+    """All of a file. Raises InputError where there is none."""
+    return b"".join(read_stream(path))
+
+
+def read_json(path: str) -> Any:
+    data = read_bytes(path)
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise InputError(f"{path}: damaged, not JSON ({error})") from None
+
+
+# Writing -------------------------------------------------------------------------------------------------------------
+
+
+def write_stream(path: str, pieces: Iterable[bytes | memoryview]) -> int:
+    """Writes a file piece by piece; it appears complete or not at all. Returns its bytes.
+
+    A piece may be overwritten once the next one is asked for. To a URL nothing is stored on the way, and at most
+    about 100 MiB are in memory; S3 takes 10,000 parts of 10 MiB, which is 97 GiB. After an error, as after a crash, parts
+    that were sent stay in the store, unseen, until its rule for incomplete uploads removes them.
+    Raises what `pieces` raises, OSError with its errno where a disk fails, OSError where a store is out for too long
+    (from `OUTAGE_S` to twice that), and InputError where a store refuses what the user can mend.
+    """
+    local = local_path(path)
+    if local is not None:
+        with _appearing(local) as temporary, open(temporary, "wb", buffering=0) as file:
+            return sum(_write_all(file.write, piece) for piece in pieces)
+    iterator = iter(pieces)
+    head = bytearray()
+    for piece in iterator:
+        if len(head) + memoryview(piece).nbytes > _PIECE_BYTES:
+            return _upload(path, itertools.chain([head, piece], iterator))
+        for part in _cut(piece):
+            head += part
+    enduring(path, lambda filesystem, inner: _put(filesystem, inner, head))
+    return len(head)
+
+
+def write_bytes(path: str, data: bytes | memoryview) -> None:
+    """Writes a file that appears complete or not at all."""
+    write_stream(path, [data])
+
+
+def write_json(path: str, value: Any) -> None:
+    write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+@contextmanager
+def writing(path: str) -> Iterator[str]:
+    """A local path to write to; on leaving it without an error the file appears at `path`, complete."""
+    target = local_path(path)
+    if target is not None:
+        with _appearing(target) as temporary:
+            yield temporary
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        local = os.path.join(folder, "file")
+        yield local
+        write_stream(path, read_stream(local))
+
+
+def copy_file(source: str, target: str) -> None:
+    """Copies a file; within an S3 store without fetching it. Raises InputError where there is no such file."""
+    size = size_of(source)
+    if size is None:
+        raise missing(source)
+    if is_s3(source) and is_s3(target) and size <= _LARGEST_COPY_BYTES:
+        _, inner = resolve(source)
+        enduring(target, lambda filesystem, target_inner: filesystem.copy_file(inner, target_inner))
+    else:
+        write_stream(target, read_stream(source))
+
+
+def remove_file(path: str) -> None:
+    """Removes a file if it is there."""
+    with suppress(FileNotFoundError):
+        enduring(path, lambda filesystem, inner: filesystem.delete_file(inner))
+
+
+@contextmanager
+def _appearing(target: str) -> Iterator[str]:
+    """A path beside `target` to write to, renamed to it at the end, once it is on the disk; removed after an error."""
+    folder = os.path.dirname(target)
+    os.makedirs(folder, exist_ok=True)
+    temporary = f"{target}.{uuid.uuid4().hex}.partial"
+    try:
+        yield temporary
+        sync(temporary)
+        os.replace(temporary, target)
+        sync(folder)
+    finally:
+        with suppress(FileNotFoundError):
+            os.remove(temporary)
+
+
+def sync(path: str) -> None:
+    """Makes a local file's content, or the names in a folder, outlast a crash of the machine."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _bytes_of(piece: bytes | memoryview | bytearray) -> memoryview:
+    view = memoryview(piece)
+    return view.cast("B") if view.nbytes else memoryview(b"")  # no cast of a view with a 0 in its shape
+
+
+def _cut(piece: bytes | memoryview | bytearray) -> Iterator[memoryview]:
+    view = _bytes_of(piece)
+    return (view[start : start + _PIECE_BYTES] for start in range(0, len(view), _PIECE_BYTES))
+
+
+def _write_all(write: Callable[[memoryview], int], piece: bytes | memoryview) -> int:
+    view = _bytes_of(piece)
+    done = 0
+    while done < len(view):
+        done += write(view[done:])
+    return done
+
+
+def _put(filesystem: arrow_fs.FileSystem, inner: str, data: bytearray) -> None:
+    stream = _opened(filesystem, inner)
+    try:
+        stream.write(data)
+        stream.close()
+    except BaseException:
+        _abandon(stream)
+        raise
+
+
+def _upload(path: str, pieces: Iterable[bytes | memoryview | bytearray]) -> int:
+    """Sends pieces as one object. Unlike `_put` it cannot begin again, so that outages are outlasted by the retries of the
+    filesystem itself."""
+    filesystem, inner = resolve(path)
+    with _explaining(path):
+        stream = _opened(filesystem, inner)
+    try:
+        ahead_bytes = 0
+        for piece in pieces:
+            for part in _cut(piece):
+                with _explaining(path):
+                    stream.write(bytes(part))  # a copy: it is sent later
+                    ahead_bytes += len(part)
+                    if ahead_bytes >= _AHEAD_BYTES:
+                        stream.flush()
+                        ahead_bytes = 0
+        sent_bytes = stream.tell()
+        with _explaining(path):
+            stream.close()
+    except BaseException:
+        _abandon(stream)
+        raise
+    return sent_bytes
+
+
+def _opened(filesystem: arrow_fs.FileSystem, inner: str) -> NativeFile:
+    if not isinstance(filesystem, arrow_fs.S3FileSystem):  # which has no folders, and would make an empty object of one
+        filesystem.create_dir(os.path.dirname(inner), recursive=True)
+    return filesystem.open_output_stream(inner, compression=None)
+
+
+@contextmanager
+def _explaining(path: str) -> Iterator[None]:
+    start = time.monotonic()
+    try:
+        yield
+    except OSError as error:
+        raise explained(path, error, waited_s=time.monotonic() - start, remedy=remedy(path)) from None
+
+
+def _abandon(stream: NativeFile) -> None:
+    """Never lets go of an output stream: closing it, which its destructor does too, would complete a half-written file,
+    and pyarrow has no other way to end it."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(stream))

@@ -1,0 +1,224 @@
+"""Folders by path or URL: the files in them, and making, copying, writing and removing them."""
+
+from __future__ import annotations
+
+import fnmatch
+import glob as local_glob
+import os
+import posixpath
+import re
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import Final
+
+from pyarrow import fs as arrow_fs
+
+from rayrec.config import InputError
+from rayrec.storage.files import copy_file, exists, missing, sync
+from rayrec.storage.stores import enduring, is_s3, is_url, join, local_path
+
+_GLOB: Final = re.compile(r"[*?\[]")
+_NUM_COPIES: Final = 8
+"""Files copied at a time: a store answers slowly, but many at once."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A file and what identifies this version of it."""
+
+    path: str
+    size_bytes: int
+    modified_ns: int
+
+
+def _info_file(info: arrow_fs.FileInfo, prefix: str) -> File:
+    return File(prefix + info.path, info.size or 0, info.mtime_ns or 0)
+
+
+def list_files(path: str, *, names: Sequence[str] = ()) -> list[File]:
+    """The files a path, glob or folder names, sorted with numbers in numeric order (day_2 before day_10), or those of
+    `names` in that order where the path is a folder, each as it is or with an ending such as .gz or .parquet.
+
+    Folders are not searched below their first level; names that start with `.` or `_` or end in `.json` or `.partial`
+    (left behind by a killed writer) are left out.
+    Raises InputError where nothing is there, where a name is not, and where one is there twice.
+    """
+    info = _info(path)
+    files = _list_files(path, info)
+    if not names or info.type != arrow_fs.FileType.Directory:
+        return files
+    chosen = []
+    for name in names:
+        matching = [file for file in files if _is_named(posixpath.basename(file.path), name)]
+        if len(matching) != 1:
+            found = " and ".join(posixpath.basename(file.path) for file in matching)
+            what = (
+                f"holds {found}; keep one of them" if matching else f"holds no {name}, nor {name}.gz or {name}.parquet"
+            )
+            raise InputError(f"{path}: {what}")
+        chosen += matching
+    return chosen
+
+
+def _is_named(base_name: str, name: str) -> bool:
+    return (
+        base_name == name
+        or re.fullmatch(re.escape(name) + r"(\.(txt|tsv|csv))?(\.parquet)?(\.gz)?", base_name) is not None
+    )
+
+
+def _info(path: str) -> arrow_fs.FileInfo:
+    return enduring(path, lambda filesystem, inner: filesystem.get_file_info(inner))
+
+
+def _infos(path: str, *, recursive: bool = False) -> list[arrow_fs.FileInfo]:
+    """What a folder holds; nothing where there is none."""
+    return enduring(
+        path,
+        lambda filesystem, inner: filesystem.get_file_info(
+            arrow_fs.FileSelector(inner, recursive=recursive, allow_not_found=True)
+        ),
+    )
+
+
+def _list_files(path: str, info: arrow_fs.FileInfo) -> list[File]:
+    prefix = path[: path.index("://") + 3] if is_url(path) else ""
+    if info.type == arrow_fs.FileType.File:
+        return [_info_file(info, prefix)]
+    if info.type == arrow_fs.FileType.Directory:
+        infos = _infos(path)
+    elif _GLOB.search(info.path):
+        infos = _matching(info.path, prefix)
+    else:
+        raise missing(path, "no such file or folder")
+    files = [
+        _info_file(found, prefix)
+        for found in infos
+        if found.type == arrow_fs.FileType.File
+        and not found.base_name.startswith((".", "_"))
+        and not found.base_name.endswith((".json", ".partial"))
+    ]
+    if not files:
+        raise InputError(f"{path}: holds no data files")
+    return sorted(
+        files, key=lambda file: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", file.path)]
+    )
+
+
+def _matching(inner: str, prefix: str) -> list[arrow_fs.FileInfo]:
+    if not prefix:
+        return [arrow_fs.LocalFileSystem().get_file_info(found) for found in local_glob.glob(inner)]
+    folder = prefix + posixpath.dirname(_GLOB.split(inner)[0] + "x")
+    return [found for found in _infos(folder, recursive=True) if fnmatch.fnmatch(found.path, inner)]
+
+
+def list_folder(path: str) -> list[str]:
+    """The names of all files and folders in a folder, sorted; none where there is no such folder."""
+    local = local_path(path)
+    if local is None:
+        return sorted(info.base_name for info in _infos(path))
+    with suppress(FileNotFoundError):
+        return sorted(os.listdir(local))
+    return []
+
+
+def files_in(path: str) -> list[File]:
+    """All files in a folder, whatever their names, by name; none where there is no such folder."""
+    prefix = path[: path.index("://") + 3] if is_url(path) else ""
+    return sorted(
+        (_info_file(info, prefix) for info in _infos(path) if info.type == arrow_fs.FileType.File),
+        key=lambda file: file.path,
+    )
+
+
+def make_folder(path: str) -> None:
+    """Makes a folder and those above it. A folder of S3 is there when there is a file in it, so that nothing is to do."""
+    if not is_s3(path):
+        enduring(path, lambda filesystem, inner: filesystem.create_dir(inner, recursive=True))
+
+
+def remove_folder(path: str) -> None:
+    """Removes a folder and all in it if it is there. In S3 the folder that held it stays, empty if need be, as locally."""
+    if _info(path).type == arrow_fs.FileType.Directory:
+        with suppress(FileNotFoundError):
+            enduring(path, lambda filesystem, inner: filesystem.delete_dir(inner))
+
+
+def copy_files(source: str, target: str) -> None:
+    """Copies all files of a folder, and of the folders in it, into another one, which is made where it is missing.
+
+    Raises InputError where there is no such folder.
+    """
+    info = _info(source)
+    if info.type != arrow_fs.FileType.Directory:
+        raise missing(source, "no such folder")
+    make_folder(target)
+    found = _infos(source, recursive=True)
+    names = {item.path: posixpath.relpath(item.path, info.path) for item in found}
+    for item in found:
+        if item.type == arrow_fs.FileType.Directory:
+            make_folder(join(target, names[item.path]))
+    chosen = [names[item.path] for item in found if item.type == arrow_fs.FileType.File]
+    _copy(source, target, chosen)
+
+
+def _copy(source: str, target: str, names: Sequence[str]) -> None:
+    with ThreadPoolExecutor(_NUM_COPIES) as pool:
+        tasks = [pool.submit(copy_context().run, copy_file, join(source, name), join(target, name)) for name in names]
+        try:
+            for task in tasks:
+                task.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def writing_folder(path: str) -> Iterator[str]:
+    """A local folder to fill; on leaving it without an error it appears at `path`.
+
+    At a local path it appears complete or not at all. At a URL, where no folder can be renamed, its files appear one
+    after the other, each complete, those in it named *.json (a manifest) last, and after an error all are removed again;
+    a process killed meanwhile leaves some of them.
+    Raises InputError where `path` already exists.
+    """
+    if exists(path):
+        raise InputError(f"{path}: exists already; remove it or choose another place")
+    target = local_path(path)
+    if target is None:
+        with tempfile.TemporaryDirectory() as folder:
+            yield folder
+            _send(folder, path)
+        return
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    temporary = f"{target}.{uuid.uuid4().hex}.partial"
+    os.makedirs(temporary)
+    try:
+        yield temporary
+        for folder, _, names in os.walk(temporary):
+            for name in names:
+                sync(os.path.join(folder, name))
+            sync(folder)
+        os.rename(temporary, target)
+        sync(os.path.dirname(target))
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _send(folder: str, target: str) -> None:
+    names = sorted(
+        os.path.relpath(os.path.join(inside, name), folder) for inside, _, names in os.walk(folder) for name in names
+    )
+    is_last = [posixpath.dirname(name) == "" and name.endswith(".json") for name in names]
+    try:
+        _copy(folder, target, [name for name, last in zip(names, is_last, strict=True) if not last])
+        _copy(folder, target, [name for name, last in zip(names, is_last, strict=True) if last])
+    except BaseException:
+        with suppress(OSError, InputError):
+            remove_folder(target)
+        raise

@@ -1,0 +1,205 @@
+"""Runs that something happens to every few seconds, by chance: all must end with the weights of one left in peace."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from damage import cut_short, flip_a_bit, remove_file, tear_manifest
+from processes import Run, small_run
+
+from rayrec.checkpoint import committed
+from rayrec.data.synthetic import generate
+
+STEPS = 3000
+LONGEST_START_S = 60.0
+"""Half of the misfortunes wait so long for training to go on."""
+LEFT_ALONE_S = 900.0
+
+
+def kill(role: str) -> Callable[[Run, random.Random], bool]:
+    def one(run: Run, chance: random.Random) -> bool:
+        found = run.session.find(role)
+        if found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(chance.choice(found).pid, signal.SIGKILL)
+        return bool(found)
+
+    return one
+
+
+def kill_data_task(run: Run, chance: random.Random) -> bool:
+    try:
+        return bool(run.session.kill_data_task(timeout_s=3))
+    except AssertionError:
+        return False
+
+
+def kill_driver(run: Run, chance: random.Random) -> bool:
+    run.kill_driver()
+    return True
+
+
+def kill_everything(run: Run, chance: random.Random) -> bool:
+    run.session.end()
+    return True
+
+
+def terminate(run: Run, chance: random.Random) -> bool:
+    run.session.process.terminate()
+    return True
+
+
+def damage(run: Run, chance: random.Random) -> bool:
+    """The newest checkpoint; never the run's last one, which no later one can stand in for."""
+    found = committed(run.path)
+    if not found or found[-1].step == run.config.steps:
+        return False
+    with contextlib.suppress(FileNotFoundError):  # removed meanwhile, for newer ones
+        chance.choice((flip_a_bit, cut_short, remove_file, tear_manifest))(found[-1])
+        return True
+    return False
+
+
+MISFORTUNES: dict[str, Callable[[Run, random.Random], bool]] = {
+    "worker": kill("train worker"),
+    "data task": kill_data_task,
+    "controller": kill("controller"),
+    "driver": kill_driver,
+    "everything": kill_everything,
+    "SIGTERM": terminate,
+    "checkpoint": damage,
+}
+"""What may happen; each returns whether there was something for it to happen to."""
+
+
+class Trial:
+    """One run, disturbed by a seed's chance."""
+
+    def __init__(self, seed: int, run: Run) -> None:
+        self._chance, self._run = random.Random(seed), run
+        self._seed, self._start_s = seed, time.monotonic()
+        self.happened: Counter[str] = Counter()
+        self.refused: list[str] = []
+
+    def say(self, text: str) -> None:
+        step = max((event["step"] for event in self._run.events("step")), default=0)
+        print(f"seed {self._seed} {self.seconds:6.1f} s, step {step:5}: {text}", flush=True)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._start_s
+
+    def disturb(self, seconds: float) -> None:
+        """Until so many seconds have gone since the first step, or the run has finished."""
+        self._run.start()
+        self._run.wait_for("step", timeout_s=LEFT_ALONE_S)
+        self._start_s = time.monotonic()
+        while self.seconds < seconds:
+            if not self._pause(seconds):
+                return
+            kind = self._chance.choice(list(MISFORTUNES))
+            if MISFORTUNES[kind](self._run, self._chance):
+                self.happened[kind] += 1
+                self.say(kind)
+
+    def _pause(self, seconds: float) -> bool:
+        """Waits a few seconds, half of the time after training has gone on; False once the run has finished."""
+        until_s = time.monotonic() + self._chance.uniform(0.5, 6)
+        if self._chance.random() < 0.5:
+            begun_s, since = time.monotonic(), time.time()
+            while not any(event["time"] > since for event in self._run.events("step")):
+                if not self._alive():
+                    return False
+                if time.monotonic() > begun_s + LONGEST_START_S or self.seconds > seconds:
+                    break
+                time.sleep(0.1)
+            until_s += time.monotonic() - begun_s
+        while time.monotonic() < until_s:
+            if not self._alive():
+                return False
+            time.sleep(0.05)
+        return True
+
+    def _alive(self) -> bool:
+        """Runs the command again where it ended; False once the run has finished."""
+        status = self._run.session.process.poll()
+        if status is None:
+            return True
+        if status == 0:
+            return False
+        self.say(f"the command ended with {status}")
+        if status == 2:
+            self.refused.append(self._run.session.err.strip().splitlines()[-1])  # no misfortune is the user's to mend
+        self._run.start()
+        return True
+
+    def finish(self) -> dict[str, Any]:
+        """The summary, once the run is left alone; empty where it does not get there."""
+        self.say("left alone")
+        deadline_s = time.monotonic() + LEFT_ALONE_S
+        while self._alive():
+            if time.monotonic() > deadline_s or self._run.num_commands > 100:
+                print(self._run.session.err[-4000:])
+                return {}
+            time.sleep(0.2)
+        return self._run.summary()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=10, help="runs, each with a chance of its own")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seconds", type=float, default=120, help="for which a run is disturbed")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of each run")
+    arguments = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="rayrec-chaos-"))
+    generate(str(folder / "log"), rows=20_000, days=7, seed=1, parallelism=2)
+    lines, bad = [], 0
+
+    def run_of(name: str) -> Run:
+        failure = {"max_failures": -1}
+        config = small_run(folder / "log", str(folder), name=name, steps=arguments.steps, failure=failure)
+        return Run(config, folder / f"{name}-commands", cache=folder / "cache")
+
+    with run_of("peace") as peace:
+        peace.start()
+        expected = peace.summary(timeout_s=LEFT_ALONE_S)
+    print(f"left in peace: {expected['wall_s']:.0f} s, weights {expected['weights_sha256'][:16]}", flush=True)
+    for seed in range(arguments.first, arguments.first + arguments.seeds):
+        with run_of(f"seed-{seed}") as run:
+            trial = Trial(seed, run)
+            trial.disturb(arguments.seconds)
+            summary = trial.finish()
+        same = bool(summary) and all(
+            summary[key] == expected[key] for key in ("weights_sha256", "rows", "rows_lost", "rows_repeated")
+        )
+        same = same and not trial.refused
+        bad += not same
+        counts = "".join(f"{trial.happened[kind]:>{len(kind) + 2}}" for kind in MISFORTUNES)
+        figures = f"{run.num_commands:>10}{summary.get('restarts', 0):>10}{summary.get('steps_redone', 0):>14}"
+        lines.append(f"{seed:>4}{counts}{figures}{trial.seconds:>9.0f} s  {'same' if same else 'DIFFERENT'}")
+        lines += [f"     {line}" for line in trial.refused]
+        trial.say("finished with the same weights" if same else "NOT the same weights")
+    kinds = "".join(f"  {kind}" for kind in MISFORTUNES)
+    print(f"seed{kinds}  commands  restarts  steps redone  in all     weights", *lines, sep="\n")
+    if bad:
+        print(f"{bad} of {arguments.seeds} differ; what they left is in {folder}", file=sys.stderr)
+        return 1
+    shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

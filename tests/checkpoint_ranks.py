@@ -1,0 +1,278 @@
+"""What ranks of a process group do in tests of checkpoints, each a process of its own.
+
+`run_ranks` starts them, by the name of a function here. Tables are ShardedTensors, as TorchRec has them, others DTensors
+and plain tensors.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import distributed
+
+from rayrec import checkpoint, storage
+from rayrec.checkpoint import Checkpoint, DamagedError, Retention, Saver, claim, folder_of, newest_good, writing
+from rayrec.config import InputError
+
+
+def run_ranks(what: str, size: int, folder: str, *, killed: int | None = None) -> list[str]:
+    """The output of each rank; all must end with status 0, but for one that kills itself."""
+    context = multiprocessing.get_context("forkserver")  # imports torch once
+    context.set_forkserver_preload(
+        ["rayrec.checkpoint", "torch.distributed.tensor", "torch.distributed._shard.sharded_tensor"]
+    )
+    with tempfile.TemporaryDirectory() as meeting:
+        processes = [
+            context.Process(target=_be_rank, args=(what, rank, size, folder, meeting), daemon=True)
+            for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(120)
+        outputs = [Path(meeting, f"output_{rank}").read_text() for rank in range(size)]
+    expected = [-signal.SIGKILL if rank == killed else 0 for rank in range(size)]
+    assert [process.exitcode for process in processes] == expected, "\n".join(outputs)
+    return outputs
+
+
+def _be_rank(what: str, rank: int, size: int, folder: str, meeting: str) -> None:
+    with open(f"{meeting}/output_{rank}", "w", buffering=1) as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        sys.stdout = sys.stderr = output
+        torch.set_num_threads(1)
+        distributed.init_process_group("gloo", init_method=f"file://{meeting}/point", rank=rank, world_size=size)
+        globals()[what](folder, rank)
+        distributed.barrier()  # a rank that goes first would abort the other while it still works
+        distributed.destroy_process_group()
+
+
+def whole(factor: float = 1) -> dict[str, torch.Tensor]:
+    """The tensors of a run, as one process has them."""
+    return {
+        "model.rows": torch.arange(30.0).reshape(10, 3) * factor,
+        "model.columns": torch.arange(30.0).reshape(3, 10) * factor,
+        "model.table": torch.arange(28.0).reshape(7, 4) * factor,
+        "model.same": (torch.arange(5.0) * factor).to(torch.bfloat16),
+        "model.plain": torch.arange(6.0) * factor,
+        "optimizer.plain.step": torch.tensor(3.0) * factor,
+    }
+
+
+def sharded(factor: float = 1) -> dict[str, Any]:
+    """The same over the ranks of the process group."""
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    values, size = whole(factor), distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    for name, placement in (("rows", Shard(0)), ("columns", Shard(1)), ("same", Replicate())):
+        values[f"model.{name}"] = distribute_tensor(values[f"model.{name}"], mesh, [placement])
+    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{rank}/cpu" for rank in range(size)])
+    table = sharded_tensor.zeros(spec, 7, 4)
+    for shard in table.local_shards():
+        (row, _), (rows, _) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+        shard.tensor.copy_(values["model.table"][row : row + rows])
+    return {**values, "model.table": table}
+
+
+def local(value: Any) -> torch.Tensor:
+    """What this rank holds of a tensor, sharing its memory."""
+    if hasattr(value, "local_shards"):
+        shards = value.local_shards()
+        return shards[0].tensor if shards else torch.empty(0)
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(local(one[name]), local(other[name])) for name in one)
+
+
+def save(folder: str, rank: int) -> None:
+    checkpoint.save(folder_of(folder, 1), sharded(), state={"rank": rank})
+
+
+def reshard(folder: str, rank: int) -> None:
+    """Restores step 2 and saves it as step 3."""
+    target = sharded(0)
+    checkpoint.restore(Checkpoint(folder_of(folder, 2)), target)
+    assert same(target, sharded())
+    checkpoint.save(folder_of(folder, 3), target, state={})
+
+
+def restore(folder: str, rank: int) -> None:
+    """Restores step 3, and reports the damage of step 4."""
+    target = sharded(0)
+    checkpoint.restore(Checkpoint(folder_of(folder, 3)), target)
+    assert same(target, sharded())
+    print(raised(lambda: checkpoint.restore(Checkpoint(folder_of(folder, 4)), target)))
+    # The step after is short of a file, so that all ranks go back to the third.
+    told: list[str] = []
+    found = newest_good(folder, log=lambda kind, fields: told.append(fields["path"]), exclude={folder_of(folder, 4)})
+    assert found == Checkpoint(folder_of(folder, 3))
+    found = newest_good(folder, log=lambda kind, fields: told.append(fields["path"]))
+    assert found == Checkpoint(folder_of(folder, 4))
+    assert told == ([folder_of(folder, 5)] if rank == 0 else [])
+
+
+def read_some(folder: str, rank: int) -> None:
+    """Each rank reads the blocks its rows lie in, and no more."""
+    read: list[tuple[int, int]] = []
+    read_into = storage.read_into
+
+    def counted(path: str, start: int, buffer: np.ndarray) -> int:
+        read.append((start, start + len(buffer)))
+        return read_into(path, start, buffer)
+
+    values = torch.arange(4096.0).reshape(512, 8)  # 16 KiB
+    path = f"file://{folder_of(folder, 1)}"
+    if rank == 0:  # one chunk with blocks of 1 KiB, as one process saves it
+        with mock.patch.object(writing, "BLOCK_BYTES", 1024), mock.patch.object(distributed, "is_initialized", bool):
+            checkpoint.save(path, {"a": values}, state={})
+    distributed.barrier()
+    (chunk,) = Checkpoint(path).manifest()["tensors"]["a"]["chunks"]
+    assert (chunk["bytes"], len(chunk["sha256"])) == (16384, 16)
+
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mine = torch.zeros(200 if rank == 0 else 312, 8)  # 6,400 bytes on rank 0: its last block is rank 1's first
+    target = DTensor.from_local(
+        mine, init_device_mesh("cpu", (2,)), [Shard(0)], shape=torch.Size([512, 8]), stride=(8, 1), run_check=False
+    )
+    with mock.patch.object(storage, "read_into", counted), mock.patch(_OFFSETS, _offsets_of(rank)):
+        checkpoint.restore(Checkpoint(path), {"a": target})
+    assert torch.equal(mine, values[:200] if rank == 0 else values[200:])
+    first, last = (0, 7168) if rank == 0 else (6144, 16384)
+    assert read == [(chunk["start"] + first, chunk["start"] + last)]
+
+
+_OFFSETS = "torch.distributed.checkpoint.planner_helpers.compute_local_shape_and_global_offset"
+
+
+def _offsets_of(rank: int) -> Callable[..., tuple[tuple[int, int], tuple[int, int]]]:
+    """DTensor deals rows evenly; here they are not, so that the border lies within a block."""
+    return lambda *_: ((200, 8), (0, 0)) if rank == 0 else ((312, 8), (200, 0))
+
+
+def save_in_background(folder: str, rank: int) -> None:
+    """Late saves, trouble of one rank, and a run that is taken over: all ranks see the same."""
+    events: list[tuple[str, dict[str, Any]]] = []
+    mine = claim(folder) if rank == 0 else None
+    saver = Saver(
+        folder,
+        claim=mine,
+        retention=Retention(),
+        extra_files=lambda path: storage.write_bytes(storage.join(path, "config.yaml"), b"a: 1"),
+        max_outage_s=0.3,
+        log=lambda kind, fields: events.append((kind, fields)),
+    )
+    values, gate = sharded(), threading.Event()
+    with writes(gate.wait if rank == 1 else None):
+        assert saver.begin(1, values, state={"rank": rank}, score=0.5)
+        for value in values.values():
+            local(value).zero_()
+        for _ in range(3):
+            assert not saver.begin(2, values, state={}, score=None)
+        distributed.barrier()  # rank 0 does not ask while the gate opens
+        gate.set()
+        saver.wait()
+    assert saver.last == newest_good(folder, log=lambda *_: None) == Checkpoint(folder_of(folder, 1))
+    assert saver.last.manifest()["state"] == {"rank": 0}
+    checkpoint.restore(saver.last, values)
+    assert same(values, sharded())
+
+    with writes(full if rank == 1 else None):
+        assert saver.begin(2, values, state={}, score=None)
+        assert "step_00000002: no space left; free some or choose another --storage-path" in raised(saver.wait)
+    assert saver.begin(3, values, state={}, score=None)  # space is there again
+    saver.wait()
+    assert "rates is no tensor" in raised(
+        lambda: saver.begin(4, {**values, **({"rates": 1} if rank else {})}, state={}, score=None)
+    )
+    assert "not JSON serializable" in raised(
+        lambda: saver.begin(4, values, state={"a": object()} if rank == 0 else {}, score=None)
+    )
+    if rank == 0:
+        claim(folder)
+    distributed.barrier()
+    assert saver.begin(4, values, state={}, score=None)
+    distributed.barrier()
+    assert "another process has taken over this run" in raised(saver.wait)
+    saver.close()
+    if rank == 0:
+        assert [(kind, fields["step"]) for kind, fields in events] == [
+            ("checkpoint", 1), ("checkpoint_late", 2), ("checkpoint", 3)
+        ]  # fmt: skip
+        assert sorted(os.listdir(folder_of(folder, 2))) == []
+        assert [found.step for found in checkpoint.committed(folder)] == [1, 3]
+
+
+def die_saving(folder: str, rank: int) -> None:
+    """Rank 1 is killed in the midst of its second save; rank 0 notices, and leaves."""
+    saver = Saver(
+        folder,
+        claim=claim(folder) if rank == 0 else None,
+        retention=Retention(),
+        extra_files=None,
+        max_outage_s=60,
+        log=lambda *_: None,
+    )
+    assert saver.begin(1, sharded(), state={}, score=None)
+    saver.wait()
+    with writes((lambda: os.kill(os.getpid(), signal.SIGKILL)) if rank == 1 else None):
+        assert saver.begin(2, sharded(2), state={}, score=None)
+        print(raised(saver.wait))
+    saver.close()
+    os._exit(0)  # the process group is broken
+
+
+def writes(before_the_last_piece: Callable[[], Any] | None) -> Any:
+    """Patches storage.write_stream: something happens when all but the last piece of a rank's file is written."""
+    write_stream = storage.write_stream
+
+    def disturbed(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+        last = None
+        for piece in pieces:
+            if last is not None:
+                yield last
+            last = piece
+        assert before_the_last_piece is not None
+        before_the_last_piece()
+        assert last is not None
+        yield last
+
+    def write(path: str, pieces: Iterable[bytes | memoryview]) -> int:
+        is_data = before_the_last_piece is not None and path.endswith(".safetensors")
+        return write_stream(path, disturbed(pieces) if is_data else pieces)
+
+    return mock.patch.object(storage, "write_stream", write)
+
+
+def full() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def raised(function: Callable[[], Any]) -> str:
+    """The error of a function as text."""
+    try:
+        function()
+    except DamagedError as error:
+        return f"damaged: {error}"
+    except (InputError, RuntimeError, TypeError) as error:
+        return str(error)
+    raise AssertionError("nothing was raised")

@@ -1,0 +1,308 @@
+"""Whatever dies, the run finishes with the weights of one that nothing happened to: processes are killed for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from damage import cut_short, flip_a_bit, remove_file, tear_manifest
+from processes import RayCluster, Run, small_run
+
+from rayrec.checkpoint import committed
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+STEPS = 480
+"""Enough that the run is still at it when the last of its misfortunes comes."""
+Begin = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def expected(click_log: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The summary of the run that nothing happens to."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with Run(small_run(click_log, str(folder), steps=STEPS), folder / "commands", cache=cache) as run:
+        run.start()
+        return run.summary()
+
+
+@pytest.fixture
+def begin(click_log: Path, cache: Path, tmp_path: Path) -> Iterator[Begin]:
+    """Starts runs, and ends what is left of them after the test."""
+    runs: list[Run] = []
+
+    def start(*, storage: str | None = None, **changes: Any) -> Run:
+        config = small_run(click_log, storage or str(tmp_path), **{"steps": STEPS, **changes})
+        runs.append(Run(config, tmp_path / f"commands_{len(runs)}", cache=cache))
+        runs[-1].start()
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.end()
+
+
+def assert_still_training(run: Run) -> None:
+    """A fault that comes when all is over proves nothing."""
+    assert not run.events("finish")
+
+
+def assert_as_expected(summary: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert summary["weights_sha256"] == expected["weights_sha256"]
+    assert (summary["rows_repeated"], summary["rows_lost"]) == (0, 0)
+    assert (summary["rows"], summary["steps"]) == (expected["rows"], STEPS)
+    assert summary["metrics"] == pytest.approx(expected["metrics"], abs=1e-12)
+
+
+def assert_accounted(run: Run, summary: dict[str, Any], *, restarts: int) -> None:
+    """What the summary tells of restarts is what the events tell."""
+    causes = summary["restart_causes"]
+    assert summary["restarts"] == len(causes) == restarts
+    starts = run.events("start")
+    assert len(starts) == restarts + 1
+    redone = 0
+    for before, start in pairwise(starts):
+        steps = [event["step"] for event in run.events("step") if before["time"] <= event["time"] < start["time"]]
+        redone += max(0, max(steps, default=before["step"]) - start["step"])
+    assert summary["steps_redone"] == sum(cause["steps_redone"] for cause in causes) == redone
+    assert summary["lost_s"] == pytest.approx(sum(cause["lost_s"] for cause in causes))
+    first, *_, last = run.events()
+    assert 0 < summary["lost_s"] < last["time"] - first["time"] or not restarts
+    for cause in causes:
+        assert cause["cause"]
+        assert "\n" not in cause["cause"]
+
+
+def test_a_data_task_costs_no_restart_and_a_train_worker_one(expected: dict[str, Any], begin: Begin) -> None:
+    run = begin()
+    run.wait_for_step(60)
+    run.session.kill_data_task()
+    assert_still_training(run)
+    run.wait_for_step(160)
+    assert len(run.events("start")) == 1
+    assert not run.events("failure")
+    run.session.kill("train worker")
+    assert_still_training(run)
+    summary = run.summary()
+    assert_as_expected(summary, expected)
+    assert_accounted(run, summary, restarts=1)
+    assert [event["cause"] for event in run.events("failure")] == [summary["restart_causes"][0]["cause"]]
+    assert "worker" in summary["restart_causes"][0]["cause"]
+    assert run.events("start")[1]["step"] >= 120  # the newest save, or the one before where that was not through
+
+
+def test_the_train_controller(expected: dict[str, Any], begin: Begin) -> None:
+    run = begin()
+    run.wait_for_step(100)
+    run.session.kill("controller")
+    assert_still_training(run)
+    summary = run.summary()
+    assert_as_expected(summary, expected)
+    assert_accounted(run, summary, restarts=1)
+    assert "controller" in summary["restart_causes"][0]["cause"]
+
+
+def test_the_driver(expected: dict[str, Any], begin: Begin) -> None:
+    run = begin()
+    run.wait_for_step(100)
+    run.kill_driver()
+    assert_still_training(run)
+    run.start()  # while what is left of the first command may still be at work
+    summary = run.summary()
+    assert_as_expected(summary, expected)
+    assert_accounted(run, summary, restarts=1)
+    assert run.events("start")[1]["step"] >= 40
+
+
+@pytest.mark.extended
+def test_the_head_with_everything_on_it(expected: dict[str, Any], begin: Begin) -> None:
+    run = begin()
+    run.wait_for_step(100)
+    run.session.kill("gcs")
+    run.session.end()
+    assert_still_training(run)
+    run.start()
+    summary = run.summary()
+    assert_as_expected(summary, expected)
+    assert_accounted(run, summary, restarts=1)
+
+
+def test_stopped_runs_save_and_go_on_where_they_stopped(expected: dict[str, Any], begin: Begin) -> None:
+    """SIGTERM, then Ctrl-C: the very step is saved, and nothing is trained twice."""
+    run = begin()
+    stops = []
+    for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        start = run.wait_for("start", since=stops[-1]["time"] if stops else 0)
+        run.wait_for_step(start["step"] + 50, since=start["time"])
+        run.session.process.send_signal(number)
+        assert run.exit_status(timeout_s=60) == status, run.session.err
+        assert_still_training(run)
+        assert "Traceback" not in run.session.err
+        stops.append(run.events("stop")[-1])
+        assert stops[-1]["cause"] == number.name
+        assert committed(run.path)[-1].step == stops[-1]["step"]
+        run.start()
+    summary = run.summary()
+    assert_as_expected(summary, expected)
+    assert [event["step"] for event in run.events("start")] == [0, *(stop["step"] for stop in stops)]
+    assert summary["steps_redone"] == 0
+
+
+@pytest.mark.extended
+def test_a_second_ctrl_c_ends_at_once(begin: Begin) -> None:
+    run = begin()
+    run.wait_for_step(20)
+    for worker in run.session.find("train worker"):
+        os.kill(worker.pid, signal.SIGSTOP)  # so that the save asked for by the first never comes
+    run.session.process.send_signal(signal.SIGINT)
+    time.sleep(2)
+    assert run.session.process.poll() is None
+    run.session.process.send_signal(signal.SIGINT)
+    assert run.exit_status(timeout_s=20) == 130
+    assert "Traceback" not in run.session.err
+
+
+def test_checkpoints_gone_bad_are_named_and_passed_over(expected: dict[str, Any], begin: Begin) -> None:
+    run = begin()
+    run.wait_for("checkpoint", lambda event: event["step"] >= 200)
+    run.session.end()
+    assert_still_training(run)
+    *_, good, first, second, third, newest = committed(run.path)
+    harmed = [
+        harm(checkpoint)
+        for harm, checkpoint in zip(
+            (flip_a_bit, cut_short, remove_file, tear_manifest), (first, second, third, newest), strict=True
+        )
+    ]
+    run.start()
+    summary = run.summary()
+    assert_as_expected(summary, expected)
+    assert_accounted(run, summary, restarts=1)
+    told = {event["path"]: event["cause"] for event in run.events("checkpoint_damaged")}
+    for checkpoint, path in zip((first, second, third, newest), harmed, strict=True):
+        assert path in told[checkpoint.path]
+        assert "\n" not in told[checkpoint.path]
+    assert run.events("start")[1]["step"] == good.step
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 MB of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no file system may be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Leaves room for events, and none for a checkpoint."""
+    space = os.statvfs(disk)
+    path = disk / "filling"
+    with open(path, "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, space.f_bavail * space.f_frsize - (400 << 10))
+    return path
+
+
+def test_a_disk_that_is_full_for_a_while(expected: dict[str, Any], begin: Begin, small_disk: Path) -> None:
+    run = begin(storage=str(small_disk))
+    run.wait_for("checkpoint", lambda event: event["step"] >= 40)
+    filling = fill(small_disk)
+    late = run.wait_for("checkpoint_late")
+    run.wait_for_step(late["step"] + 20)  # training goes on
+    assert_still_training(run)
+    filling.unlink()
+    summary = run.summary()
+    assert_as_expected(summary, expected)
+    assert_accounted(run, summary, restarts=0)
+    assert committed(run.path)[-1].step == STEPS
+
+
+@pytest.mark.extended
+def test_a_disk_that_stays_full_ends_the_run_in_one_line(begin: Begin, small_disk: Path) -> None:
+    run = begin(storage=str(small_disk), failure={"max_outage_s": 2.0}, steps=20_000)
+    run.wait_for("checkpoint", lambda event: event["step"] >= 40)
+    fill(small_disk)
+    assert run.exit_status(timeout_s=90) == 2, run.session.err
+    assert_still_training(run)
+    *_, last = run.session.err.strip().splitlines()
+    assert last.startswith("rayrec train: ")
+    assert "no space left" in last.lower()
+    assert "Traceback" not in run.session.err
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, cache: Path) -> Iterator[RayCluster]:
+    with RayCluster(tmp_path, cache=cache) as started:
+        yield started
+
+
+@pytest.mark.extended
+def test_a_node_with_the_workers_on_it(expected: dict[str, Any], begin: Begin, cluster: RayCluster) -> None:
+    node = json.dumps({"num_cpus": 1, "resources": {"slot": 2}})
+    cluster.add_node(node)
+    address = cluster.add_node(node)
+    scaling = {"num_workers": 2, "threads_per_worker": 1, "resources_per_worker": {"slot": 1.0}}
+    run = begin(cluster={"address": address}, scaling={**scaling, "placement_strategy": "STRICT_PACK"})
+    run.wait_for_step(100)
+    cluster.kill_node_of(cluster.find("train worker")[0])
+    assert_still_training(run)
+    summary = run.summary()
+    assert_as_expected(summary, expected)
+    assert_accounted(run, summary, restarts=1)
+
+
+@pytest.mark.extended
+def test_workers_that_become_fewer_and_more_again(begin: Begin, cluster: RayCluster, expected: dict[str, Any]) -> None:
+    node = json.dumps({"num_cpus": 1, "resources": {"slot": 1}})
+    cluster.add_node(node)
+    address = cluster.add_node(node)
+    scaling = {"num_workers": (1, 2), "threads_per_worker": 1, "resources_per_worker": {"slot": 1.0}}
+    run = begin(cluster={"address": address}, scaling={**scaling, "resize_interval_s": 1.0}, steps=None, epochs=10)
+    both = run.wait_for("start")
+    assert both["world_size"] == 2
+    run.wait_for_step(100)
+    cluster.kill_node_of(cluster.find("train worker")[0])
+    alone = run.wait_for("start", since=both["time"])
+    assert alone["world_size"] == 1
+    run.wait_for_step(alone["step"] + 60, since=alone["time"])
+    cluster.add_node(node)
+    again = run.wait_for("start", since=alone["time"])
+    assert again["world_size"] == 2
+    assert_still_training(run)
+    summary = run.summary(timeout_s=400)
+    assert (summary["rows_repeated"], summary["rows_lost"]) == (0, 0)
+    assert summary["rows"] == 10 * summary["rows_of_sets"]["train"]
+    assert_accounted(run, summary, restarts=2)
+    assert "more workers" in summary["restart_causes"][1]["cause"]
+    assert summary["restart_causes"][1]["steps_redone"] == 0
+
+
+@pytest.mark.extended
+def test_a_store_that_is_away_for_a_while(expected: dict[str, Any], begin: Begin, s3_server: Any) -> None:
+    run = begin(storage=s3_server.url("runs"))
+    run.wait_for("checkpoint", lambda event: event["step"] >= 40)
+    s3_server.kill()
+    killed = time.time()
+    time.sleep(8)
+    s3_server.start()
+    summary = run.summary()
+    assert run.events("finish")[0]["time"] > killed
+    assert_as_expected(summary, expected)
+    assert_accounted(run, summary, restarts=0)

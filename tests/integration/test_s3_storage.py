@@ -1,0 +1,388 @@
+"""Paths in an S3-compatible store behave as local ones do, through its outages, and say in a line what is wrong."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.observe.events import EventWriter, follow, merge_events, read_events
+
+pytestmark = pytest.mark.extended
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def folder(bucket: str, request: pytest.FixtureRequest) -> str:
+    """The URL of a folder that no other test uses."""
+    return f"{bucket}/{request.node.name}"
+
+
+@contextmanager
+def outage(server: Any, seconds: float) -> Iterator[None]:
+    """The server is killed now and comes back after so many seconds, while the body runs."""
+    server.kill()
+    thread = threading.Timer(seconds, server.start)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _took(call: Callable[[], object], error: type[Exception], match: str) -> float:
+    start = time.monotonic()
+    with pytest.raises(error, match=match) as raised:
+        call()
+    assert "\n" not in str(raised.value)
+    for secret in ("secret-word", "wrong-word"):
+        assert secret not in str(raised.value)
+    return time.monotonic() - start
+
+
+# As locally ----------------------------------------------------------------------------------------------------------
+
+
+def test_files_and_folders_are_as_locally(folder: str, tmp_path: Path) -> None:
+    assert not storage.exists(folder)
+    assert storage.list_folder(folder) == []
+    storage.make_folder(folder)  # makes nothing that would be in the way
+    assert not storage.exists(folder)
+    storage.write_bytes(f"{folder}/a.txt", b"abc")
+    storage.write_json(f"{folder}/deep/er/b.json", {"ä": 1})
+    storage.write_bytes(f"{folder}/empty", b"")
+    assert storage.list_folder(folder) == ["a.txt", "deep", "empty"]
+    assert storage.list_folder(f"{folder}/deep") == ["er"]
+    assert storage.read_json(f"{folder}/deep/er/b.json") == {"ä": 1}
+    assert [storage.size_of(f"{folder}/{name}") for name in ("a.txt", "empty", "deep", "none")] == [3, 0, None, None]
+    assert b"".join(storage.read_stream(f"{folder}/a.txt")) == b"abc"
+    assert list(storage.read_stream(f"{folder}/empty")) == []
+    buffer = np.zeros(4, np.uint8)
+    assert [storage.read_into(f"{folder}/a.txt", start, buffer) for start in (1, 3, 9)] == [2, 0, 0]
+    storage.copy_files(folder, f"{folder}2")
+    storage.copy_files(f"{folder}2", str(tmp_path / "here"))
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()) == [
+        "here/a.txt",
+        "here/deep/er/b.json",
+        "here/empty",
+    ]
+    storage.copy_files(str(tmp_path / "here"), f"{folder}3")
+    assert storage.read_bytes(f"{folder}3/deep/er/b.json") == storage.read_bytes(f"{folder}/deep/er/b.json")
+    storage.remove_file(f"{folder}/a.txt")
+    storage.remove_file(f"{folder}/a.txt")
+    storage.remove_folder(f"{folder}/deep")
+    storage.remove_folder(f"{folder}/deep")
+    assert storage.list_folder(folder) == ["empty"]
+    storage.remove_folder(folder)
+    assert not storage.exists(folder)
+    assert storage.exists(f"{folder}2/deep/er")
+
+
+def test_one_large_piece_and_many_small_ones_are_the_same(folder: str) -> None:
+    data = np.arange(5 * MIB, dtype=np.int32).reshape(5, -1)
+    empty = memoryview(np.zeros((0, 3), np.float32))
+    assert storage.write_stream(f"{folder}/one", [empty, memoryview(data), empty]) == data.nbytes
+    view = memoryview(data).cast("B")
+    small = (view[start : start + 65_537] for start in range(0, len(view), 65_537))
+    assert storage.write_stream(f"{folder}/many", small) == data.nbytes
+    assert storage.read_bytes(f"{folder}/one") == data.tobytes() == storage.read_bytes(f"{folder}/many")
+
+
+def test_keys_are_taken_as_they_are(folder: str) -> None:
+    names = ["100% sure#1 ä+b", "a%20b", "q?x"]
+    for name in names:
+        storage.write_bytes(f"{folder}/{name}", name.encode())
+    assert storage.list_folder(folder) == names
+    files = storage.list_files(folder)
+    assert [storage.read_bytes(file.path).decode() for file in files] == names
+
+
+def test_glob_of_a_single_character(folder: str) -> None:
+    for name in ("day_1", "day_2", "day_10"):
+        storage.write_bytes(f"{folder}/{name}", b"x")
+    assert [file.path for file in storage.list_files(f"{folder}/day_?")] == [f"{folder}/day_1", f"{folder}/day_2"]
+    assert len(storage.list_files(f"{folder}/day_*")) == 3
+
+
+def test_large_streams_come_back_even_if_their_memory_is_used_again(folder: str) -> None:
+    buffer = np.zeros(3 * MIB + 7, np.uint8)
+
+    def pieces() -> Iterator[memoryview]:
+        for number in range(40):
+            buffer[:] = number
+            yield memoryview(buffer)
+
+    assert storage.write_stream(f"{folder}/large", pieces()) == 40 * buffer.nbytes
+    assert storage.size_of(f"{folder}/large") == 40 * buffer.nbytes
+    read = np.frombuffer(b"".join(storage.read_stream(f"{folder}/large")), np.uint8).reshape(40, -1)
+    assert (read == np.arange(40, dtype=np.uint8)[:, None]).all()
+    storage.copy_files(folder, f"{folder}2")
+    assert storage.size_of(f"{folder}2/large") == read.nbytes
+
+
+@pytest.mark.parametrize("size_mib", [1, 50])
+def test_a_failed_stream_leaves_what_was_there(folder: str, size_mib: int) -> None:
+    path = f"{folder}/file"
+    storage.write_bytes(path, b"old")
+
+    def pieces() -> Iterator[bytes]:
+        for _ in range(size_mib):
+            yield bytes(MIB)
+        raise RuntimeError("the producer's own")
+
+    with pytest.raises(RuntimeError, match="the producer's own"):
+        storage.write_stream(path, pieces())
+    assert storage.read_bytes(path) == b"old"
+    code = (
+        "import sys; from rayrec import storage\n"
+        "def pieces():\n"
+        f"    for _ in range({size_mib}): yield bytes(1 << 20)\n"
+        "    raise RuntimeError\n"
+        "storage.write_stream(sys.argv[1], pieces())"
+    )
+    run = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert run.stderr.endswith("RuntimeError\n")  # and nothing of pyarrow's
+    assert storage.read_bytes(path) == b"old"
+    assert storage.list_folder(folder) == ["file"]
+
+
+def test_a_folder_that_fails_leaves_nothing(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rayrec.storage import folders
+
+    with storage.writing_folder(folder) as local:
+        Path(local, "part").write_bytes(b"1")
+        Path(local, "manifest.json").write_bytes(b"{}")
+    assert storage.list_folder(folder) == ["manifest.json", "part"]
+    with pytest.raises(InputError, match="exists already"), storage.writing_folder(folder):
+        pass
+
+    copy_file, copied = folders.copy_file, []
+
+    def copy_or_fail(source: str, target: str) -> None:
+        if target.endswith("manifest.json"):
+            raise OSError("out")
+        copied.append(target)
+        copy_file(source, target)
+
+    monkeypatch.setattr(folders, "copy_file", copy_or_fail)
+
+    def fail() -> None:
+        with storage.writing_folder(f"{folder}2") as local:
+            Path(local, "manifest.json").write_bytes(b"{}")
+            Path(local, "part").write_bytes(b"1")
+
+    with pytest.raises(OSError, match="out"):
+        fail()
+    assert copied == [f"{folder}2/part"]
+    assert not storage.exists(f"{folder}2")
+
+
+def test_a_forked_process_reaches_the_store(folder: str) -> None:
+    storage.write_bytes(f"{folder}/a", b"1")
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            status = 0 if storage.read_bytes(f"{folder}/a") == b"1" else 2
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+# Outages -------------------------------------------------------------------------------------------------------------
+
+
+def test_operations_outlast_an_outage(folder: str, s3_server: Any) -> None:
+    storage.write_bytes(f"{folder}/here", b"abc")
+    operations: dict[str, Callable[[], Any]] = {
+        "read": lambda: storage.read_bytes(f"{folder}/here"),
+        "range": lambda: storage.read_into(f"{folder}/here", 1, np.zeros(2, np.uint8)),
+        "exists": lambda: storage.exists(f"{folder}/here"),
+        "list": lambda: storage.list_folder(folder)[:1],
+        "write": lambda: storage.write_bytes(f"{folder}/new", b"xyz"),
+        "remove": lambda: storage.remove_folder(f"{folder}/none"),
+        "large": lambda: storage.write_stream(f"{folder}/large", (bytes(MIB) for _ in range(20))),
+    }
+    results = {}
+
+    def run(name: str) -> None:
+        results[name] = operations[name]()
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in operations]
+    with outage(s3_server, 3.0):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert results == {
+        "read": b"abc",
+        "range": 2,
+        "exists": True,
+        "list": ["here"],
+        "write": None,
+        "remove": None,
+        "large": 20 * MIB,
+    }
+    assert storage.read_bytes(f"{folder}/new") == b"xyz"
+    assert storage.size_of(f"{folder}/large") == 20 * MIB
+
+
+def test_an_outage_in_the_middle_of_a_stream(folder: str, s3_server: Any) -> None:
+    restarts = []
+
+    def pieces() -> Iterator[bytes]:
+        for number in range(60):
+            if number == 30:
+                s3_server.kill()
+                timer = threading.Timer(3.0, s3_server.start)
+                timer.start()
+                restarts.append(timer)
+            yield bytes([number]) * MIB
+
+    assert storage.write_stream(f"{folder}/large", pieces()) == 60 * MIB
+    restarts[0].join()
+    seen = np.zeros(0, np.uint8)
+    for number, piece in enumerate(storage.read_stream(f"{folder}/large")):
+        if number == 2:
+            s3_server.kill()
+            restarts.append(threading.Timer(2.0, s3_server.start))
+            restarts[1].start()
+        seen = np.concatenate([seen, np.frombuffer(piece, np.uint8)[::MIB]])
+    restarts[1].join()
+    assert seen.tolist() == list(range(60))
+
+
+def test_a_server_that_hangs_is_noticed(folder: str, s3_server: Any) -> None:
+    storage.write_bytes(f"{folder}/here", b"abc")
+    os.kill(s3_server.pid, signal.SIGSTOP)
+    try:
+        with storage.patience(0):
+            match = r"here: the store was out for \d+ s \(timeout was reached\)"
+            took = _took(lambda: storage.read_bytes(f"{folder}/here"), OSError, match)
+    finally:
+        os.kill(s3_server.pid, signal.SIGCONT)
+    assert took < 15
+    assert storage.read_bytes(f"{folder}/here") == b"abc"
+
+
+# What is wrong -------------------------------------------------------------------------------------------------------
+
+
+def _operations(folder: str) -> list[Callable[[], object]]:
+    return [
+        lambda: storage.read_bytes(f"{folder}/a"),
+        lambda: storage.read_into(f"{folder}/a", 0, np.zeros(1, np.uint8)),
+        lambda: list(storage.read_stream(f"{folder}/a")),
+        lambda: storage.list_files(folder),
+        lambda: storage.write_bytes(f"{folder}/a", b"1"),
+        lambda: storage.write_stream(f"{folder}/a", [bytes(20 * MIB)]),
+    ]
+
+
+def test_a_wrong_secret_is_said_at_once(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-word")
+    for operation in [*_operations(folder), lambda: storage.list_folder(folder), lambda: storage.exists(folder)]:
+        match = r"^s3://logs: access denied .*set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        assert _took(operation, InputError, match) < 5
+
+
+def test_missing_credentials_are_said_at_once(folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    for operation in _operations(folder):
+        assert _took(operation, InputError, r"^s3://logs: access denied .*set AWS_ACCESS_KEY_ID") < 5
+
+
+def test_a_missing_bucket_is_said_at_once(s3_server: Any) -> None:
+    for operation in _operations("s3://no-such-bucket/folder"):
+        match = r"^s3://no-such-bucket: no such bucket; create it"
+        assert _took(operation, InputError, match) < 5
+
+
+def test_a_missing_file_is_said_at_once(folder: str) -> None:
+    storage.write_bytes(f"{folder}/b", b"1")
+    for operation in _operations(folder)[:3]:
+        assert _took(operation, InputError, f"^{re.escape(folder)}/a: no such file$") < 5
+    assert _took(lambda: storage.list_files(f"{folder}/none"), InputError, "none: no such file or folder$") < 5
+
+
+def test_a_dead_endpoint_is_given_up(folder: str, s3_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("RAYREC_STORAGE_OUTAGE_S", "1")
+    for operation in [*_operations(folder), lambda: storage.list_folder(folder), lambda: storage.exists(folder)]:
+        match = r"the store was out for \d s \(could not connect.*http://127\.0\.0\.1:1 \(AWS_ENDPOINT_URL\)"
+        assert 0.8 < _took(operation, OSError, match) < 5
+
+
+def test_endpoint_region_and_credentials_come_from_a_profile_too(
+    folder: str, s3_server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    storage.write_bytes(f"{folder}/a", b"1")
+    for name in s3_server.environment:
+        monkeypatch.delenv(name)
+    (tmp_path / "config").write_text(
+        f"[profile mine]\nregion = us-east-1\nendpoint_url = {s3_server.environment['AWS_ENDPOINT_URL']}\n"
+    )
+    (tmp_path / "credentials").write_text(
+        "[mine]\naws_access_key_id = acct:tester\naws_secret_access_key = secret-word\n"
+    )
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    assert storage.read_bytes(f"{folder}/a") == b"1"
+
+
+# Events --------------------------------------------------------------------------------------------------------------
+
+
+def test_events_outlast_an_outage_and_are_followed(folder: str, s3_server: Any) -> None:
+    url, stop, seen = f"{folder}/events.jsonl", threading.Event(), []
+    thread = threading.Thread(target=lambda: seen.extend(follow(url, stop=stop, poll_s=0.2)))
+    thread.start()
+    with EventWriter(url) as writer:
+        writer.write("start", step=0)
+        assert writer.flush()
+        with outage(s3_server, 3.0):
+            start = time.monotonic()
+            for step in range(1, 20):
+                writer.write("step" if step % 2 else "evaluate", step=step)
+            assert time.monotonic() - start < 0.5
+        assert writer.flush()
+    assert writer.num_lost == 0
+    assert [event["step"] for event in read_events(url)] == list(range(20))
+    merge_events(url)
+    assert storage.list_folder(folder) == ["events.jsonl"]
+    with EventWriter(url) as writer:
+        writer.write("step", step=20)
+    assert [event["step"] for event in read_events(url)] == list(range(21))
+    stop.set()
+    thread.join(timeout=10)
+    assert [event["step"] for event in seen] == list(range(21))
+
+
+def test_the_end_of_a_process_flushes_its_events(folder: str) -> None:
+    code = (
+        "import sys; from rayrec.observe.events import EventWriter\n"
+        "writer = EventWriter(sys.argv[1])\n"
+        "for step in range(5): writer.write('step', step=step)\n"
+    )
+    url = f"{folder}/events.jsonl"
+    run = subprocess.run([sys.executable, "-c", code, url], capture_output=True, text=True, check=True)
+    assert run.stderr == ""
+    assert [event["step"] for event in read_events(url)] == list(range(5))

@@ -1,0 +1,279 @@
+"""A supervised run on a real head: its end, a user's error, signals, and the loss of the supervisor, then of the head."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import free_ports
+from processes import Session, environment_for, small_run
+
+from rayrec.checkpoint import committed
+from rayrec.config import InputError
+from rayrec.observe.events import read_events
+from rayrec.workloads.base import TrainConfig
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+MARK = "RAYREC_TEST_HEAD"
+"""In the environment of a head and all that it starts, whichever session and group they move to."""
+STEPS = 480
+
+
+class Head:
+    """A head of a Ray cluster with a dashboard, which can be killed with all that runs on it and started again."""
+
+    def __init__(self, folder: Path, *, cache: Path, first_port: int) -> None:
+        # Ray's sockets lie below, and their paths must be short.
+        self.folder = Path(tempfile.mkdtemp(prefix="rayrec-head-"))
+        self._output, self._cache, self._ports = folder / "head", cache, range(first_port, first_port + 4)
+        self.url = f"http://127.0.0.1:{self._ports[1]}"
+
+    def start(self) -> None:
+        """Returns before it answers."""
+        names = ("port", "dashboard-port", "ray-client-server-port", "dashboard-agent-listen-port")
+        options = {
+            **dict(zip(names, map(str, self._ports), strict=True)),
+            "dashboard-host": "127.0.0.1",
+            "temp-dir": str(self.folder / "ray"),
+            "num-cpus": "2",
+            "object-store-memory": "200000000",
+        }
+        flags = [f"--{name}={value}" for name, value in options.items()]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
+        environment = environment_for(self._cache, RAYREC_TEST_HEAD=str(self.folder))
+        self._session = Session([*command, *flags], environment=environment, output=self._output)
+
+    def wait(self, *, timeout_s: float = 120) -> None:
+        """Until it answers."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            with contextlib.suppress(OSError):
+                try:
+                    urllib.request.urlopen(f"{self.url}/api/version", timeout=5).close()
+                    return
+                except urllib.error.HTTPError as error:
+                    if error.code == 401:  # it wants a token, so it is there
+                        return
+            assert self._session.process.poll() is None, self._session.out + self._session.err
+            assert time.monotonic() < deadline_s, self._session.out + self._session.err
+            time.sleep(0.2)
+
+    def processes(self) -> list[int]:
+        mark, found = f"{MARK}={self.folder}".encode(), []
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                if mark in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+                    found.append(int(name))
+        return found
+
+    def kill(self) -> None:
+        deadline_s = time.monotonic() + 30
+        while found := self.processes():
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            assert time.monotonic() < deadline_s, found
+            time.sleep(0.05)
+        self._session.process.wait()
+
+
+class Supervised:
+    """One run under `rayrec supervise`."""
+
+    def __init__(self, config: TrainConfig, head: Head, folder: Path, *, cache: Path) -> None:
+        assert config.name is not None
+        self.path = os.path.join(config.storage_path, config.name)
+        self.state = folder / f"{config.name}.json"
+        self._cache, self._head, self._folder, self._config = cache, head, folder, config
+        self._file = folder / f"{config.name}.yaml"
+        self._file.write_text(config.to_yaml())
+        self._commands: list[subprocess.Popen[bytes]] = []
+
+    def start(self, *flags: str) -> subprocess.Popen[bytes]:
+        own = ["--address", self._head.url, "--python", sys.executable, "--state", str(self.state), *flags]
+        command = [sys.executable, "-m", "rayrec", "supervise", *own, "--", "train", "--config", str(self._file)]
+        with open(self._stem + ".out", "wb") as out, open(self._stem + ".err", "wb") as err:
+            environment = environment_for(self._cache)
+            self._commands.append(
+                subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment)
+            )
+        return self.command
+
+    @property
+    def command(self) -> subprocess.Popen[bytes]:
+        """The latest."""
+        return self._commands[-1]
+
+    @property
+    def _stem(self) -> str:
+        return str(self._folder / f"{self._config.name}_supervisor")
+
+    @property
+    def out(self) -> str:
+        return Path(self._stem + ".out").read_text()
+
+    @property
+    def err(self) -> str:
+        return Path(self._stem + ".err").read_text()
+
+    @property
+    def log(self) -> str:
+        return self.state.with_suffix(".log").read_text()
+
+    def steps(self) -> list[int]:
+        try:
+            return [event["step"] for event in read_events(os.path.join(self.path, "events.jsonl"), kinds={"step"})]
+        except InputError:
+            return []
+
+    def wait_for(self, what: Callable[[], Any], *, timeout_s: float = 180) -> Any:
+        deadline_s = time.monotonic() + timeout_s
+        while not (found := what()):
+            assert self.command.poll() is None, self.err[-4000:]
+            assert time.monotonic() < deadline_s, self.err[-4000:]
+            time.sleep(0.05)
+        return found
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_for(lambda: max(self.steps(), default=0) >= step)
+
+    def exit_status(self, *, timeout_s: float = 240) -> int:
+        return self.command.wait(timeout=timeout_s)
+
+    def end(self) -> None:
+        for command in self._commands:
+            command.kill()
+            command.wait()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Head]:
+    head = Head(tmp_path_factory.mktemp("head"), cache=cache, first_port=free_ports(4))
+    try:
+        head.start()
+        head.wait()
+        yield head
+    finally:
+        head.kill()
+        shutil.rmtree(head.folder)
+
+
+Begin = Callable[..., Supervised]
+
+
+@pytest.fixture(scope="module")
+def begin(head: Head, click_log: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Begin]:
+    folder = tmp_path_factory.mktemp("supervised")
+    runs: list[Supervised] = []
+
+    def start(name: str, **changes: Any) -> Supervised:
+        config = small_run(click_log, str(folder), **{"name": name, "steps": STEPS, **changes})
+        runs.append(Supervised(config, head, folder, cache=cache))
+        runs[-1].start()
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.end()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(begin: Begin) -> Supervised:
+    run = begin("undisturbed")
+    assert run.exit_status() == 0, run.err
+    return run
+
+
+def test_success_ends_at_once_with_the_summary(undisturbed: Supervised) -> None:
+    summary = json.loads(undisturbed.out)
+    assert summary == json.loads(Path(undisturbed.path, "summary.json").read_text())
+    assert "criteo_demo: finished" in undisturbed.err  # what the job printed
+    for line in ("submitted undisturbed-0001", "undisturbed-0001 is running", "finished, as undisturbed-0001"):
+        assert line in undisturbed.log
+        assert line in undisturbed.err
+    start_s = time.monotonic()
+    again = undisturbed.start("-q")
+    assert again.wait(timeout=60) == 0
+    assert json.loads(undisturbed.out) == summary
+    assert "rows/s" not in undisturbed.err
+    assert "submitted" not in undisturbed.err
+    assert time.monotonic() - start_s < 50
+
+
+def test_a_users_error_is_not_tried_again(begin: Begin) -> None:
+    run = begin("wrong", train_data={"path": "/no/such/log.txt"})
+    assert run.exit_status() == 2
+    assert "/no/such/log.txt" in run.err.splitlines()[-1]
+    assert run.err.splitlines()[-1].startswith("rayrec supervise: ")
+    assert run.log.count("submitted") == 1
+    assert "gave up" in run.log
+    assert run.out == ""
+
+
+def test_ctrl_c_stops_the_job_which_saves_first(begin: Begin) -> None:
+    run = begin("interrupted", steps=100_000)
+    run.wait_for_step(60)
+    run.command.send_signal(signal.SIGINT)
+    assert run.exit_status() == 130
+    assert "interrupted-0001 has ended" in run.log
+    newest = committed(run.path)[-1].step
+    assert newest >= 60
+    assert newest == max(run.steps())  # saved when it stopped, and not only every 40 steps
+
+
+def test_another_supervisor_follows_the_same_job(begin: Begin, undisturbed: Supervised) -> None:
+    run = begin("orphan")
+    run.wait_for_step(40)
+    run.command.kill()
+    run.command.wait()
+    run.start()
+    assert run.exit_status() == 0, run.err
+    assert "following orphan-0001" in run.err
+    assert run.log.count("submitted") == 1
+    assert json.loads(run.out)["weights_sha256"] == json.loads(undisturbed.out)["weights_sha256"]
+    assert json.loads(run.out)["restarts"] == 0
+
+
+def test_a_lost_head_costs_no_more_than_the_steps_since_the_checkpoint(
+    begin: Begin, head: Head, undisturbed: Supervised
+) -> None:
+    run = begin("lost")
+    run.wait_for_step(60)
+    head.kill()
+    assert max(run.steps()) < STEPS
+    run.wait_for(lambda: "head lost" in run.log)
+    head.start()
+    assert run.exit_status() == 0, run.err
+    assert json.loads(run.out)["weights_sha256"] == json.loads(undisturbed.out)["weights_sha256"]
+    lines = run.log.splitlines()
+    order = [
+        "submitted lost-0001",
+        "head lost",
+        "head is back",
+        "lost-0001 was lost with the head",
+        "submitted lost-0002",
+    ]
+    places = [next(place for place, line in enumerate(lines) if text in line) for text in order]
+    assert places == sorted(places)
+    assert run.log.count("submitted") == 2
+    starts = read_events(os.path.join(run.path, "events.jsonl"), kinds={"start"})
+    assert starts[-1]["step"] >= 40

@@ -1,0 +1,300 @@
+"""Runs of `rayrec train` as processes that can be killed for real, in part or whole: for tests, the chaos run and benchmarks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rayrec import recipes, storage
+from rayrec.config import InputError
+from rayrec.observe.events import read_events
+from rayrec.workloads.base import TrainConfig
+
+ROLES = {
+    "train worker": "ray::RayTrainWorker",
+    "data task": "ray::Read",  # Ray Data titles the process of a read task so while it runs one
+    "controller": "ray::TrainController",
+    "raylet": "/raylet/raylet ",
+    "gcs": "/gcs/gcs_server ",
+}
+"""What the command line of a process holds by what it does."""
+POLL_S = 0.02
+
+_CLUSTER = """
+import json, sys
+from ray.cluster_utils import Cluster
+
+memory = {"object_store_memory": 200_000_000}
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **memory})
+for line in sys.stdin:
+    cluster.add_node(**json.loads(line), **memory)
+    print(cluster.address, flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process as /proc shows it."""
+
+    pid: int
+    parent: int
+    state: str
+    command: str
+
+
+def read_process(pid: int) -> Process | None:
+    """None where there is none, or nothing of it but its exit status."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state in "ZX" else Process(pid, int(parent), state, command)
+
+
+class Session:
+    """A command and all that it starts: Ray's processes leave the command's group, but carry its session."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        output: Path,
+        stdin: int = subprocess.DEVNULL,
+    ) -> None:
+        """Standard output and error go to the files `output`.out and `output`.err."""
+        self._output = output
+        with open(f"{output}.out", "wb") as out, open(f"{output}.err", "wb") as err:
+            self.process = subprocess.Popen(
+                list(command), env=dict(environment), stdin=stdin, stdout=out, stderr=err, start_new_session=True
+            )
+
+    @property
+    def out(self) -> str:
+        return Path(f"{self._output}.out").read_text(errors="replace")
+
+    @property
+    def err(self) -> str:
+        return Path(f"{self._output}.err").read_text(errors="replace")
+
+    def processes(self) -> list[Process]:
+        found = []
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(ProcessLookupError):
+                if os.getsid(int(name)) == self.process.pid and (process := read_process(int(name))):
+                    found.append(process)
+        return found
+
+    def find(self, role: str) -> list[Process]:
+        """Those of a role, lowest pid first."""
+        found = {process.pid: process for process in self.processes() if ROLES[role] in process.command}
+        # A process that the raylet is about to start shows the raylet's own command line.
+        return [process for pid, process in sorted(found.items()) if process.parent not in found]
+
+    def kill(self, role: str, *, timeout_s: float = 60) -> int:
+        """SIGKILLs the first process of a role, as soon as there is one, and returns its pid."""
+        deadline_s = time.monotonic() + timeout_s
+        while not (found := self.find(role)):
+            assert time.monotonic() < deadline_s, f"no {role} in {timeout_s} s"
+            time.sleep(POLL_S)
+        os.kill(found[0].pid, signal.SIGKILL)
+        return found[0].pid
+
+    def kill_data_task(self, *, timeout_s: float = 60) -> int:
+        """SIGKILLs a process in the midst of a data task, and returns its pid. Tasks are short, hence it is stopped first."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            for process in self.find("data task"):
+                if self._stopped_in_task(process.pid):
+                    os.kill(process.pid, signal.SIGKILL)
+                    return process.pid
+        raise AssertionError(f"no data task in {timeout_s} s")
+
+    def _stopped_in_task(self, pid: int) -> bool:
+        """Stops a process; goes on with it, and False, where the task was over before."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+            while (process := read_process(pid)) and process.state != "T":
+                time.sleep(0)
+            if process and ROLES["data task"] in process.command:
+                return True
+            os.kill(pid, signal.SIGCONT)
+        return False
+
+    def end(self) -> None:
+        """SIGKILLs whatever is left of the session."""
+        deadline_s = time.monotonic() + 30
+        while left := self.processes():
+            for process in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+            assert time.monotonic() < deadline_s, left
+            time.sleep(POLL_S)
+        self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.end()
+
+
+def environment_for(cache: Path, **more: str) -> dict[str, str]:
+    """This process's environment, less the Ray it may be connected to."""
+    return {
+        **{key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
+        "RAYREC_CACHE": str(cache),
+        **more,
+    }
+
+
+class RayCluster(Session):
+    """A Ray of several nodes on this machine; the head has no CPUs, so that whoever has work needs another."""
+
+    def __init__(self, folder: Path, *, cache: Path) -> None:
+        # A node that is gone is noticed in 2 s rather than 15.
+        health = {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "4"}
+        super().__init__(
+            [sys.executable, "-u", "-c", _CLUSTER],
+            environment=environment_for(cache, RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2", **health),
+            output=folder / "cluster",
+            stdin=subprocess.PIPE,
+        )
+
+    def add_node(self, node: str, *, timeout_s: float = 90) -> str:
+        """Adds a node, by the JSON of what `ray.cluster_utils.Cluster.add_node` takes; returns the cluster's address."""
+        before = len(self.out.splitlines())
+        assert self.process.stdin is not None
+        self.process.stdin.write(node.encode() + b"\n")
+        self.process.stdin.flush()
+        deadline_s = time.monotonic() + timeout_s
+        while len(lines := self.out.splitlines()) == before:
+            assert self.process.poll() is None, self.err
+            assert time.monotonic() < deadline_s, self.err
+            time.sleep(POLL_S)
+        return lines[-1]
+
+    def kill_node_of(self, process: Process) -> None:
+        """SIGKILLs the raylet that started `process`."""
+        assert process.parent in {raylet.pid for raylet in self.find("raylet")}, process
+        os.kill(process.parent, signal.SIGKILL)
+
+
+class Run:
+    """One run of `rayrec train`, through as many commands as it takes; ends what is left of them when it is left."""
+
+    def __init__(self, config: TrainConfig, folder: Path, *, cache: Path, **environment: str) -> None:
+        """`folder` is for the configuration and the commands' output; the run itself is where `config` says."""
+        assert config.name is not None
+        folder.mkdir(parents=True, exist_ok=True)
+        self.config = config
+        self.path = storage.join(config.storage_path, config.name)
+        self._folder = folder
+        self._environment = environment_for(cache, **environment)
+        self._sessions: list[Session] = []
+        (folder / "config.yaml").write_text(config.to_yaml())
+
+    @property
+    def session(self) -> Session:
+        """Of the latest command."""
+        return self._sessions[-1]
+
+    @property
+    def num_commands(self) -> int:
+        return len(self._sessions)
+
+    def start(self) -> None:
+        """Runs the command, the same each time."""
+        command = [sys.executable, "-m", "rayrec", "train", "--config", str(self._folder / "config.yaml")]
+        output = self._folder / f"command_{len(self._sessions) + 1}"
+        self._sessions.append(Session(command, environment=self._environment, output=output))
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        """So far, in the order written."""
+        try:
+            return read_events(storage.join(self.path, "events.jsonl"), kinds=kinds or None)
+        except InputError as error:
+            if "no such event file" in str(error):
+                return []
+            raise
+
+    def wait_for(
+        self,
+        kind: str,
+        fits: Callable[[dict[str, Any]], bool] = lambda event: True,
+        *,
+        since: float = 0.0,
+        timeout_s: float = 180,
+    ) -> dict[str, Any]:
+        """The first event of a kind that fits, written after the time `since` (Unix). Fails where the command ends before."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            ended = self.session.process.poll() is not None
+            for event in self.events(kind):
+                if event["time"] > since and fits(event):
+                    return event
+            assert not ended, f"the command ended with {self.session.process.returncode}:\n{self.session.err[-4000:]}"
+            assert time.monotonic() < deadline_s, f"no such {kind} in {timeout_s} s:\n{self.session.err[-4000:]}"
+            time.sleep(POLL_S)
+
+    def wait_for_step(self, step: int, *, since: float = 0.0, timeout_s: float = 180) -> dict[str, Any]:
+        return self.wait_for("step", lambda event: event["step"] >= step, since=since, timeout_s=timeout_s)
+
+    def exit_status(self, *, timeout_s: float = 180) -> int:
+        try:
+            return self.session.process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            last = "\n".join(str(event)[:300] for event in self.events()[-5:])
+            raise AssertionError(f"still at it after {timeout_s} s:\n{last}\n{self.session.err[-4000:]}") from None
+
+    def summary(self, *, timeout_s: float = 240) -> dict[str, Any]:
+        """Of the run that the latest command finishes."""
+        status = self.exit_status(timeout_s=timeout_s)
+        assert status == 0, f"exit status {status}:\n{self.session.err[-6000:]}"
+        return storage.read_json(storage.join(self.path, "summary.json"))
+
+    def kill_driver(self) -> None:
+        """SIGKILLs the command's own process alone; Ray follows by itself."""
+        self.session.process.kill()
+        self.session.process.wait()
+
+    def end(self) -> None:
+        for session in self._sessions:
+            session.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.end()
+
+
+def small_run(log: Path, storage_path: str, **changes: Any) -> TrainConfig:
+    """A run of a small log in 2 workers, saved every 40 steps. One thread each, wherever they are, so that sums are the same."""
+    fields: dict[str, Any] = {
+        "storage_path": storage_path,
+        "name": "run",
+        "batch_size": 64,
+        "evaluate_every": 160,
+        "log_every": 4,
+        "checkpoint": {"every": 40, "num_to_keep": 5},
+        "early_stopping": {"patience": 0},
+        "scaling": {"num_workers": 2, "threads_per_worker": 1},
+        "train_data": {"block_bytes": 1 << 17, "segments_per_block": 4},
+        "cluster": {"num_cpus": 2},
+    }
+    return recipes.criteo_demo(str(log / "train.txt")).replace(**{**fields, **changes})

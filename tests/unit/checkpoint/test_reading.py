@@ -1,0 +1,92 @@
+"""Rows of a chunk are read by blocks: whatever rows are asked for, in ranges of whatever size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayrec import checkpoint, storage
+from rayrec.checkpoint import Checkpoint, DamagedError, reading, writing
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, torch.Tensor]:
+    """A tensor in one chunk whose rows (12 bytes) do not fit into its blocks (100 bytes)."""
+    folder = str(tmp_path_factory.mktemp("run") / "step_00000001")
+    values = torch.randn(83, 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing, "BLOCK_BYTES", 100)
+        checkpoint.save(folder, {"first": torch.ones(5, dtype=torch.float64), "a": values}, state={})
+    return folder, values
+
+
+def _read(folder: str, rows: tuple[int, int], columns: tuple[int, int], range_bytes: int) -> torch.Tensor:
+    entry = Checkpoint(folder).manifest()["tensors"]["a"]
+    (chunk,) = entry["chunks"]
+    target = torch.zeros(rows[1], columns[1])
+    reader = reading._Reader(folder, 100)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "_RANGE_BYTES", range_bytes)
+        reading._run(reading._copies_of(reader, reading._Rows("a", torch.float32, chunk), (rows, columns), target))
+    return target
+
+
+@given(
+    first=st.integers(0, 82),
+    count=st.integers(0, 83),
+    columns=st.sampled_from([(0, 3), (1, 2), (2, 1)]),
+    range_bytes=st.sampled_from([1, 12, 100, 300, 10_000]),
+    scheme=st.sampled_from(["", "file://"]),
+)
+def test_any_rows(
+    saved: tuple[str, torch.Tensor], first: int, count: int, columns: tuple[int, int], range_bytes: int, scheme: str
+) -> None:
+    folder, values = saved
+    count = min(count, 83 - first)
+    got = _read(scheme + folder, (first, count), columns, range_bytes)
+    assert torch.equal(got, values[first : first + count, columns[0] : sum(columns)])
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_damage_elsewhere_is_not_seen_and_not_read(saved: tuple[str, torch.Tensor], scheme: str) -> None:
+    folder, values = saved
+    (chunk,) = Checkpoint(folder).manifest()["tensors"]["a"]["chunks"]
+    assert len(chunk["sha256"]) == 10
+    path = Path(folder, chunk["file"])
+    intact = path.read_bytes()
+    harmed = bytearray(intact)
+    harmed[chunk["start"] + 399] ^= 1  # the last byte of block 3: in row 33
+    path.write_bytes(harmed)
+    try:
+        assert torch.equal(_read(scheme + folder, (0, 25), (0, 3), 100), values[:25])
+        assert torch.equal(_read(scheme + folder, (34, 49), (0, 3), 100), values[34:])
+        with pytest.raises(DamagedError, match="the checksum of a does not fit"):
+            _read(scheme + folder, (32, 1), (0, 3), 100)
+    finally:
+        path.write_bytes(intact)
+
+
+def test_blocks_are_read_once_where_rows_fit_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "BLOCK_BYTES", 1024)
+    monkeypatch.setattr(reading, "_RANGE_BYTES", 4096)
+    values = torch.randn(512, 8)  # 16 KiB
+    path = f"file://{tmp_path}/step_00000001"
+    checkpoint.save(path, {"a": values}, state={})
+    sizes: list[int] = []
+    read_into = storage.read_into
+
+    def counted(path: str, start: int, buffer: np.ndarray) -> int:
+        sizes.append(len(buffer))
+        return read_into(path, start, buffer)
+
+    monkeypatch.setattr(storage, "read_into", counted)
+    target: dict[str, Any] = {"a": torch.zeros(512, 8)}
+    checkpoint.restore(Checkpoint(path), target)
+    assert torch.equal(target["a"], values)
+    assert sizes == [4096] * 4

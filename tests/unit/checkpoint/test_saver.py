@@ -1,0 +1,323 @@
+"""Saving while training goes on, by one process: what is saved, what is late, what is removed, what is refused."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_ranks import raised, same, writes
+
+from rayrec import checkpoint, storage
+from rayrec.checkpoint import Checkpoint, Claim, Retention, Saver, claim, folder_of, newest_good, saver
+from rayrec.config import InputError
+
+MakeSaver = Callable[..., Saver]
+
+
+@pytest.fixture
+def events() -> list[tuple[str, dict[str, Any]]]:
+    return []
+
+
+@pytest.fixture
+def make_saver(tmp_path: Path, events: list[tuple[str, dict[str, Any]]]) -> Iterator[MakeSaver]:
+    made: list[Saver] = []
+
+    def make(**arguments: Any) -> Saver:
+        folder = arguments.pop("folder", str(tmp_path))
+        given = {
+            "claim": arguments.pop("claim", None) or claim(folder),
+            "retention": Retention(),
+            "extra_files": None,
+            "max_outage_s": 20.0,
+            "log": lambda kind, fields: events.append((kind, fields)),
+        }
+        made.append(Saver(folder, **{**given, **arguments}))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def values(factor: float = 1) -> dict[str, torch.Tensor]:
+    return {"model.a": torch.arange(10.0) * factor, "model.b": torch.ones(2, 2, dtype=torch.int64) * int(factor)}
+
+
+def restored(saved: Checkpoint | None) -> dict[str, torch.Tensor]:
+    assert saved is not None
+    target = values(0)
+    checkpoint.restore(saved, target)
+    return target
+
+
+def steps(folder: Path) -> list[int]:
+    return [found.step for found in checkpoint.committed(str(folder))]
+
+
+def test_what_changes_after_begin_is_not_saved(make_saver: MakeSaver, tmp_path: Path) -> None:
+    saver, live, gate, state = make_saver(), values(), threading.Event(), {"rows": [1]}
+    with writes(gate.wait):
+        assert saver.begin(5, live, state=state, score=0.25)
+        for tensor in live.values():
+            tensor.zero_()
+        state["rows"].append(2)
+        assert (saver.last, steps(tmp_path)) == (None, [])
+        gate.set()
+        saver.wait()
+    assert saver.last == Checkpoint(folder_of(str(tmp_path), 5))
+    assert same(restored(saver.last), values())
+    manifest = saver.last.manifest()
+    assert (manifest["state"], manifest["score"]) == ({"rows": [1]}, 0.25)
+
+
+def test_a_save_is_late_while_the_one_before_is_under_way(make_saver: MakeSaver, tmp_path: Path) -> None:
+    saver, gate = make_saver(), threading.Event()
+    with writes(gate.wait):
+        assert saver.begin(1, values(), state={}, score=None)
+        assert [saver.begin(step, values(2), state={}, score=None) for step in (2, 3)] == [False, False]
+        gate.set()
+        saver.wait()
+    assert saver.begin(4, values(3), state={}, score=None)
+    saver.wait()
+    assert steps(tmp_path) == [1, 4]
+    assert same(restored(saver.last), values(3))
+
+
+def test_events_and_the_stall(make_saver: MakeSaver, tmp_path: Path, events: list[tuple[str, dict[str, Any]]]) -> None:
+    saver, gate = make_saver(), threading.Event()
+    assert saver.stalled_s == 0
+    with writes(gate.wait):
+        assert saver.begin(1, values(), state={}, score=None)
+        begun_s = saver.stalled_s
+        assert begun_s > 0
+        threading.Timer(0.5, gate.set).start()
+        saver.wait()
+    assert saver.stalled_s > begun_s + 0.45
+    assert saver.begin(2, values(), state={}, score=None)
+    saver.wait()
+    assert [kind for kind, _ in events] == ["checkpoint", "checkpoint"]
+    first, second = (fields for _, fields in events)
+    size_bytes = sum(file.stat().st_size for file in Path(first["path"]).glob("data_*"))
+    assert {key: first[key] for key in ("step", "path", "bytes")} == {
+        "step": 1, "path": folder_of(str(tmp_path), 1), "bytes": size_bytes
+    }  # fmt: skip
+    assert first["write_s"] > 0.45
+    assert 0 < second["stall_s"] < 0.45 < first["stall_s"]  # which was waited for
+    assert first["stall_s"] + second["stall_s"] <= saver.stalled_s
+
+
+def test_the_plan_is_made_once_and_again_where_tensors_change(
+    make_saver: MakeSaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    make_plan = saver.make_plan
+    monkeypatch.setattr(saver, "make_plan", lambda *arguments: made.append(1) or make_plan(*arguments))
+    one = make_saver()
+    for step, live in enumerate((values(), values(2), {**values(3), "model.c": torch.zeros(3)}, values(4)), 1):
+        assert one.begin(step, live, state={}, score=None)
+        one.wait()
+        assert same(dict(checkpoint.full_tensors(one.last)), live)  # type: ignore[arg-type]
+        assert len(made) == [1, 1, 2, 3][step - 1]
+
+
+def test_what_belongs_with_the_weights(make_saver: MakeSaver, tmp_path: Path) -> None:
+    def extra(folder: str) -> None:
+        storage.write_bytes(storage.join(folder, "more", "words.txt"), b"abc")
+
+    folder = Path(folder_of(str(tmp_path), 1))
+    left = [
+        "data_00000.safetensors",
+        "data_00007-000000-aaaaaaaa-0001.safetensors",
+        "data_00001.safetensors.ab.partial",
+    ]
+    of_a_successor = "data_00000-000009-aaaaaaaa-0001.safetensors"
+    folder.mkdir(parents=True)
+    for name in (*left, of_a_successor):
+        (folder / name).write_bytes(b"abc")
+    saver = make_saver(extra_files=extra, sweep=False)
+    assert saver.begin(1, values(), state={}, score=None)
+    saver.wait()
+    files = Checkpoint(str(folder)).manifest()["files"]
+    (data,) = (name for name in files if name.startswith("data_00000-000001-"))
+    assert files.keys() == {data, "more/words.txt"}
+    saver.close()  # rank 0 cleans after all know that the save is through
+    assert sorted(os.listdir(folder)) == sorted([data, of_a_successor, "more", "manifest.json"])
+    checkpoint.verify(Checkpoint(str(folder)))
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_what_retention_does_not_keep_goes(make_saver: MakeSaver, tmp_path: Path, scheme: str) -> None:
+    run = f"{scheme}{tmp_path}"
+    saver = make_saver(folder=run, retention=Retention(num_to_keep=2, keep_best=1, keep_every=4))
+    kept = []
+    for step, score in ((1, 0.5), (2, 0.9), (3, None), (4, 0.8), (5, None), (6, 0.9), (7, None), (8, 0.1)):
+        assert saver.begin(step, values(step), state={}, score=score)
+        saver.wait()
+        saver.close()  # so that the cleaning is over; and the next attempt learns the scores anew
+        saver = make_saver(folder=run, retention=Retention(num_to_keep=2, keep_best=1, keep_every=4))
+        kept.append(steps(tmp_path))
+    assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5], [4, 5, 6], [4, 6, 7], [4, 6, 7, 8]]
+    assert len(os.listdir(tmp_path / "checkpoints")) == 4
+    assert same(restored(Checkpoint(folder_of(run, 6))), values(6))
+
+
+def test_damaged_ones_do_not_take_the_place_of_good_ones(make_saver: MakeSaver, tmp_path: Path) -> None:
+    saver = make_saver()
+    for step in (1, 2, 3):
+        assert saver.begin(step, values(step), state={}, score=None)
+        saver.wait()
+    saver.close()
+    for step in (2, 3):
+        manifest = Path(folder_of(str(tmp_path), step), "manifest.json")
+        manifest.write_bytes(manifest.read_bytes()[:-10])
+    assert steps(tmp_path) == [2, 3]
+    saver = make_saver(retention=Retention(num_to_keep=1))
+    assert saver.begin(2, values(20), state={}, score=None)  # over the damaged one; 3 is still to come again
+    saver.wait()
+    saver.close()
+    assert steps(tmp_path) == [2, 3]
+    assert newest_good(str(tmp_path), log=lambda *_: None) == saver.last
+    saver = make_saver()
+    for step in (4, 5):
+        assert saver.begin(step, values(step), state={}, score=None)
+        saver.wait()
+    saver.close()
+    assert steps(tmp_path) == [4, 5]
+    assert same(restored(saver.last), values(5))
+
+
+def test_the_same_step_again(make_saver: MakeSaver, tmp_path: Path) -> None:
+    """By one process and by the next: there is a checkpoint all the time, and nothing of the older is left."""
+    for _ in range(2):
+        saver, gate = make_saver(), threading.Event()
+        for factor in (2, 3):
+            before = steps(tmp_path)
+            gate.clear()
+            with writes(gate.wait):
+                assert saver.begin(1, values(factor), state={}, score=None)
+                assert steps(tmp_path) == before
+                if before:
+                    assert same(restored(Checkpoint(folder_of(str(tmp_path), 1))), values(3 if factor == 2 else 2))
+                gate.set()
+                saver.wait()
+            assert same(restored(saver.last), values(factor))
+        saver.close()
+        assert len(os.listdir(folder_of(str(tmp_path), 1))) == 2
+
+
+def test_a_run_that_was_taken_over_commits_nothing_more(make_saver: MakeSaver, tmp_path: Path) -> None:
+    zombie, gate = make_saver(), threading.Event()
+    assert zombie.begin(1, values(1), state={}, score=None)
+    zombie.wait()
+    with writes(gate.wait):
+        assert zombie.begin(2, values(2), state={}, score=None)
+        heir = claim(str(tmp_path))
+        gate.set()
+        with pytest.raises(InputError, match=r"another process has taken over this run"):
+            zombie.wait()
+    assert steps(tmp_path) == [1]
+    successor = make_saver(claim=heir)
+    with writes(gate.wait):  # both at once, at the same step
+        gate.clear()
+        assert successor.begin(2, values(20), state={}, score=None)
+        assert zombie.begin(2, values(2), state={}, score=None)
+        gate.set()
+        successor.wait()
+        assert "taken over" in raised(zombie.wait)
+    assert same(restored(successor.last), values(20))
+    checkpoint.verify(Checkpoint(folder_of(str(tmp_path), 2)))
+    zombie.close()
+    successor.close()
+    assert len(os.listdir(folder_of(str(tmp_path), 2))) == 2
+
+
+def test_the_claim_is_looked_at_last_of_all(
+    make_saver: MakeSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = make_saver(extra_files=lambda _: claim(str(tmp_path)))
+    assert saver.begin(1, values(1), state={}, score=None)
+    with pytest.raises(InputError, match=r"another process has taken over"):
+        saver.wait()
+    assert steps(tmp_path) == []
+
+
+def test_torn_saves_are_swept(make_saver: MakeSaver, tmp_path: Path) -> None:
+    saver = make_saver()
+    for step in (1, 3):
+        assert saver.begin(step, values(), state={}, score=None)
+        saver.wait()
+    saver.close()
+    for step in (2, 4):
+        (tmp_path / "checkpoints" / f"step_{step:08d}").mkdir()
+        (tmp_path / "checkpoints" / f"step_{step:08d}" / "data_00000.safetensors").touch()
+    names = sorted(os.listdir(tmp_path / "checkpoints"))
+    make_saver(sweep=False).close()
+    lost = claim(str(tmp_path))
+    claim(str(tmp_path))
+    make_saver(claim=lost).close()
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == names
+    make_saver().close()
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step_00000001", "step_00000003"]
+
+
+def test_what_cannot_be_saved_is_refused_at_once(make_saver: MakeSaver, tmp_path: Path) -> None:
+    saver = make_saver()
+    with pytest.raises(TypeError, match="rates is no tensor"):
+        saver.begin(1, {"rates": [1.0]}, state={}, score=None)
+    with pytest.raises(TypeError, match="which no checkpoint holds"):
+        saver.begin(1, {"a": torch.zeros(1, dtype=torch.complex64)}, state={}, score=None)
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        saver.begin(1, values(), state={"a": object()}, score=None)
+    assert saver.begin(1, values(), state={}, score=None)
+    saver.wait()
+    assert steps(tmp_path) == [1]
+
+
+def test_nothing_to_save(make_saver: MakeSaver) -> None:
+    saver = make_saver()
+    assert saver.begin(1, {}, state={"a": 1}, score=None)
+    saver.wait()
+    assert saver.last is not None
+    assert os.listdir(saver.last.path) == ["manifest.json"]
+    assert saver.last.manifest()["state"] == {"a": 1}
+
+
+def test_training_draws_the_same_numbers_with_and_without_saves(make_saver: MakeSaver, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    expected = (torch.rand(3).tolist(), random.random())
+    torch.manual_seed(1)
+    random.seed(1)
+    saver, causes = make_saver(), [OSError("once")]
+
+    def fail_once() -> None:
+        if causes:
+            raise causes.pop()
+
+    with writes(fail_once):
+        assert saver.begin(1, values(), state={}, score=None)
+        saver.wait()
+    saver.close()
+    assert (torch.rand(3).tolist(), random.random()) == expected
+
+
+def test_closing(make_saver: MakeSaver, tmp_path: Path) -> None:
+    make_saver().close()
+    saver, gate = make_saver(), threading.Event()
+    with writes(gate.wait):
+        assert saver.begin(1, values(), state={}, score=None)
+        threading.Timer(0.2, gate.set).start()
+        saver.close()  # the save under way is brought to its end
+    assert steps(tmp_path) == [1]
+    saver.close()
+
+
+def test_a_claim_is_a_plain_value(tmp_path: Path) -> None:
+    assert claim(str(tmp_path)) == Claim(str(tmp_path), os.listdir(tmp_path / "claims")[0])

@@ -1,0 +1,70 @@
+"""How a cluster is shared out: how many workers, what they reserve, what is left for data tasks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rayrec.config import InputError
+from rayrec.launch.cluster import Layout, Node, layout
+
+
+def shared(*resources: dict[str, float], **changes: Any) -> Layout:
+    nodes = [Node(str(number), {"object_store_memory": 1000.0, **each}) for number, each in enumerate(resources)]
+    fields: dict[str, Any] = {
+        "num_workers": 2,
+        "use_gpu": False,
+        "cpus_per_worker": None,
+        "resources_per_worker": {},
+        "keep_data_off_workers": True,
+    }
+    return layout(nodes, **{**fields, **changes})
+
+
+def test_workers_on_cpus_take_half() -> None:
+    shares = shared({"CPU": 2.0})
+    assert (shares.num_workers, shares.cpus_per_worker, shares.worker_resources) == (2, 0.5, {"CPU": 0.5})
+    assert (shares.per_worker.max_cpus, shares.per_worker.label_selector) == (0.5, None)
+
+
+def test_data_tasks_keep_off_the_nodes_of_workers() -> None:
+    shares = shared({"CPU": 4.0}, {"CPU": 2.0, "GPU": 2.0}, use_gpu=True)
+    assert shares.worker_resources == {"CPU": 1.0, "GPU": 1.0}
+    assert shares.per_worker.max_cpus == 2.0
+    assert shares.per_worker.label_selector == {"ray.io/node-id": "!in(1)"}
+
+
+SLOTS = {"resources_per_worker": {"slot": 1.0}, "cpus_per_worker": 0.5, "num_workers": (1, 3)}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ([{"CPU": 1.0, "slot": 1.0}], 1),
+        ([{"CPU": 1.0, "slot": 1.0}] * 2, 2),
+        ([{"CPU": 4.0, "slot": 8.0}] * 2, 3),
+        ([{"CPU": 4.0, "slot": 0.6}, {"CPU": 4.0, "slot": 2.6}], 2),
+        ([{"CPU": 1.0, "slot": 4.0}], 1),  # a second would leave data tasks nothing
+    ],
+)
+def test_as_many_workers_as_there_is_room_for(nodes: list[dict[str, float]], expected: int) -> None:
+    assert shared(*nodes, **SLOTS).num_workers == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "changes", "message"),
+    [
+        ([{"CPU": 2.0}], {"use_gpu": True}, r"a worker needs \{'GPU': 1.0\}, but the cluster has \{'GPU': 0\}"),
+        ([{"CPU": 2.0}], SLOTS, r"but the cluster has \{'slot': 0\}"),
+        ([{"CPU": 2.0, "slot": 1.0}], {**SLOTS, "num_workers": 2}, "2 workers need 2 slot, the cluster has 1 for them"),
+        ([{"CPU": 2.0}], {"cpus_per_worker": 1.5}, "2 workers need 3 CPU, the cluster has 2 for them"),
+        ([{"CPU": 2.0}], {"cpus_per_worker": 1.0}, "reserve all 2 CPUs and leave none for data tasks"),
+        ([{"CPU": 1.0}] * 3, {"cpus_per_worker": 0.6, "num_workers": 4}, "do not fit on the nodes, 3 do"),
+        ([{"CPU": 8.0}], {"num_workers": (1, 4)}, "give --scaling.cpus-per-worker"),
+        ([{"CPU": 1.0, "slot": 1.0}], {**SLOTS, "num_workers": (2, 3)}, "2 workers need 2 slot"),
+    ],
+)
+def test_what_does_not_fit_is_refused(nodes: list[dict[str, float]], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        shared(*nodes, **changes)

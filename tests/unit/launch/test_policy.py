@@ -1,0 +1,109 @@
+"""What a supervisor does after each way an attempt can end: tables, without a cluster."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from rayrec.config import InputError
+from rayrec.launch.policy import Ending, Policy, Quit, Resubmit, Tally, describe, judge, pause_s, shell_status
+
+POLICY = Policy(max_failures=2, healthy_after_s=100.0)
+
+
+def ended(status: int | None, *, lived_s: float = 1.0) -> Ending:
+    return Ending("failed", status=status, lived_s=lived_s, ran=status is not None)
+
+
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [
+        (Ending("succeeded", status=0, lived_s=1.0, ran=True), 0),
+        (Ending("stopped", lived_s=1000.0, ran=True), 130),
+        (ended(130, lived_s=1000.0), 130),
+        (ended(2, lived_s=1000.0), 2),
+        (ended(127), 2),
+        (ended(126), 2),
+    ],
+)
+def test_some_endings_are_final_at_once(ending: Ending, status: int) -> None:
+    tally, decision = judge(POLICY, Tally(attempts=1), ending, jitter=0.5)
+    assert isinstance(decision, Quit)
+    assert decision.status == status
+    assert tally == Tally(attempts=1)
+
+
+@pytest.mark.parametrize("status", [1, 137, 139, 143, 255, None])
+@pytest.mark.parametrize(("lived_s", "wait_s", "short_lived"), [(1.0, 5.0, 1), (99.9, 5.0, 1), (100.0, 0.0, 0)])
+def test_others_lead_to_another_attempt(status: int | None, lived_s: float, wait_s: float, short_lived: int) -> None:
+    tally, decision = judge(POLICY, Tally(attempts=3), ended(status, lived_s=lived_s), jitter=0.5)
+    assert decision == Resubmit(wait_s)
+    assert tally == Tally(attempts=3, short_lived=short_lived, accepted=status is not None)
+
+
+def test_a_lost_head_counts_only_where_the_attempt_was_short_lived() -> None:
+    lost = Ending("lost", lived_s=5000.0, ran=True)
+    assert judge(POLICY, Tally(1, short_lived=2), lost, jitter=0.0) == (Tally(1, 0, True), Resubmit(0.0))
+    short = Ending("lost", lived_s=5.0, ran=True)
+    assert judge(POLICY, Tally(1, short_lived=1), short, jitter=0.5) == (Tally(1, 2, True), Resubmit(10.0))
+    unborn = Ending("lost")
+    assert judge(POLICY, Tally(1), unborn, jitter=0.5)[0] == Tally(1, 1, accepted=False)
+
+
+def run_through(policy: Policy, endings: list[Ending]) -> tuple[int, Quit | None]:
+    """How many attempts there were, and what ended them."""
+    tally = Tally()
+    for number, ending in enumerate(endings, start=1):
+        tally, decision = judge(policy, tally, ending, jitter=0.5)
+        if isinstance(decision, Quit):
+            return number, decision
+    return len(endings), None
+
+
+def test_short_lived_attempts_in_a_row_are_too_many_at_some_point() -> None:
+    attempts, decision = run_through(POLICY, [ended(1)] * 10)
+    assert attempts == 3
+    assert decision == Quit(1, "3 attempts in a row ran for less than 100 s; the last ended with exit status 1")
+    assert run_through(Policy(max_failures=0), [ended(137)] * 10)[0] == 1
+    assert run_through(Policy(max_failures=-1), [ended(1)] * 1000) == (1000, None)
+
+
+def test_a_healthy_attempt_in_between_begins_the_count_anew() -> None:
+    healthy, short = ended(1, lived_s=200.0), ended(1)
+    assert run_through(POLICY, [short, short, healthy] * 50) == (150, None)
+
+
+def test_flags_that_were_good_once_are_tried_again() -> None:
+    """A cluster that is coming back may lack nodes or file systems, which ends an attempt as a wrong flag does."""
+    attempts, decision = run_through(POLICY, [ended(143, lived_s=500.0), *[ended(2)] * 10])
+    assert attempts == 4
+    assert decision is not None
+    assert decision.status == 2
+    assert run_through(POLICY, [ended(None), ended(2)])[0] == 2  # Ray ended the first before the command ran
+
+
+def test_pauses_double_to_a_limit_and_are_spread() -> None:
+    def pauses(jitter: float) -> list[float]:
+        return [pause_s(times, first_s=1.0, longest_s=30.0, jitter=jitter) for times in range(9)]
+
+    assert pauses(0.5) == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+    assert pauses(0.0)[1:3] == [0.75, 1.5]
+    assert pauses(1.0)[1:3] == [1.25, 2.5]
+    assert all(before <= after for before, after in itertools.pairwise(pauses(0.3)))
+    assert pause_s(100_000, first_s=1.0, longest_s=30.0, jitter=0.5) == 30.0
+
+
+def test_exit_statuses_are_told_as_a_shell_and_a_person_would() -> None:
+    assert [shell_status(status) for status in (None, 0, 2, -9, -15, 143)] == [None, 0, 2, 137, 143, 143]
+    assert describe(ended(137)) == "was killed by SIGKILL"
+    assert describe(ended(143)) == "was preempted (exit status 143)"
+    assert describe(ended(255)) == "ended with exit status 255"
+    assert "--python" in describe(ended(127))
+    assert describe(Ending("lost")) == "was lost with the head"
+
+
+def test_a_policy_that_means_nothing_is_refused() -> None:
+    for wrong in ({"max_failures": -2}, {"healthy_after_s": -1.0}, {"max_wait_s": -1.0}):
+        with pytest.raises(InputError):
+            Policy(**wrong)

@@ -1,0 +1,328 @@
+"""A supervisor against a stand-in for Ray Jobs that loses answers, forgets jobs and refuses: no cluster, some seconds."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayrec.config import InputError
+from rayrec.launch import supervisor
+from rayrec.launch.job_output import summary_of
+from rayrec.launch.jobs import dashboard_url
+from rayrec.launch.policy import Policy
+from rayrec.launch.supervision import Notebook, SuperviseConfig, state_path
+from rayrec.launch.supervisor import CONFIG_KEY, RUN_KEY, Outcome
+
+SUMMARY = {"name": "run", "steps": 20, "weights_sha256": "00ff", "metrics": {"auroc": 0.75}}
+
+
+class FakeHead:
+    """What the REST API of Ray Jobs says; tests change it while it runs."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, dict[str, Any]] = {}
+        self.submitted: list[dict[str, Any]] = []
+        self.stopped: list[str] = []
+        self.logs: dict[str, str] = {}
+        self.ends: list[dict[str, Any]] = []
+        """How the jobs that are yet to be submitted end; none: they go on."""
+        self.lose_answers = 0
+        """So many submissions are accepted, and the connection then breaks."""
+        self.busy = 0
+        """So many requests, after the first submission, are answered with status 500."""
+        head = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                head.get(self)
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                head.post(self, json.loads(body) if body else {})
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def add(self, submission_id: str, *, run: str = "run", config_hash: str = "c0ffee", **fields: Any) -> None:
+        self.jobs[submission_id] = {
+            "submission_id": submission_id,
+            "status": "RUNNING",
+            "driver_exit_code": None,
+            "message": "",
+            "metadata": {RUN_KEY: run, CONFIG_KEY: config_hash},
+            **fields,
+        }
+
+    def get(self, request: BaseHTTPRequestHandler) -> None:
+        if self.busy and self.submitted:
+            self.busy -= 1
+            return answer(request, "try again later", status=500)
+        name = request.path.removeprefix("/api/jobs/")
+        if name == "":
+            return answer(request, [*self.jobs.values(), {"submission_id": None}])
+        if name.endswith("/logs"):
+            return answer(request, {"logs": self.logs.get(name.removesuffix("/logs"), "")})
+        if name.endswith("/tail") or name not in self.jobs:
+            return answer(request, f"Job {name} does not exist", status=404)
+        answer(request, self.jobs[name])
+        if self.ends and self.jobs[name]["status"] == "RUNNING":
+            end = self.ends.pop(0)
+            if end.get("forget"):
+                self.jobs.clear()
+            else:
+                self.jobs[name].update(end)
+        return None
+
+    def post(self, request: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        if request.path.endswith("/stop"):
+            name = request.path.split("/")[-2]
+            self.stopped.append(name)
+            self.jobs[name]["status"] = "STOPPED"
+            return answer(request, {"stopped": True})
+        name = body["submission_id"]
+        if name in self.jobs:
+            return answer(request, "ValueError: already exists", status=500)
+        self.submitted.append(body)
+        self.add(name, metadata=body["metadata"])
+        if self.lose_answers:
+            self.lose_answers -= 1
+            return request.connection.close()
+        return answer(request, {"job_id": name, "submission_id": name})
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def answer(request: BaseHTTPRequestHandler, value: Any, *, status: int = 200) -> None:
+    body = (value if isinstance(value, str) else json.dumps(value)).encode()
+    request.send_response(status)
+    request.send_header("Content-Type", "text/plain" if isinstance(value, str) else "application/json")
+    request.send_header("Content-Length", str(len(body)))
+    request.end_headers()
+    request.wfile.write(body)
+
+
+SUCCESS: dict[str, Any] = {"status": "SUCCEEDED", "driver_exit_code": 0}
+
+
+def failure(status: int, message: str = "") -> dict[str, Any]:
+    return {"status": "FAILED", "driver_exit_code": status, "message": message}
+
+
+@pytest.fixture
+def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHead]:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setattr(supervisor, "_POLL_S", 0.01)
+    monkeypatch.setattr("rayrec.launch.outage._FIRST_PROBE_S", 0.01)
+    monkeypatch.setattr("rayrec.launch.policy.FIRST_PAUSE_S", 0.01)
+    fake = FakeHead()
+    yield fake
+    fake.close()
+
+
+Supervise = Callable[..., Outcome]
+
+
+@pytest.fixture
+def notes() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def supervise(head: FakeHead, notes: list[str], tmp_path: Path) -> Supervise:
+    def run(*, policy: Policy | None = None, config_hash: str = "c0ffee", **changes: Any) -> Outcome:
+        config = SuperviseConfig(
+            **{"address": head.url, "state": str(tmp_path / "run.json"), "policy": policy or Policy(), **changes}
+        )
+        return supervisor.supervise(
+            ["criteo_demo", "--name", "run", "--train-data.path", "a log's name"],
+            name="run",
+            config_hash=config_hash,
+            config=config,
+            stop_wait_s=90.0,
+            note=notes.append,
+            show=None,
+        )
+
+    return run
+
+
+def test_success_ends_it_and_gives_the_summary(head: FakeHead, supervise: Supervise, notes: list[str]) -> None:
+    head.ends = [SUCCESS]
+    head.logs["run-0001"] = f"step 1\n{{\n  a table\n{json.dumps(SUMMARY, indent=2)}\nsome thread died"
+    assert supervise() == Outcome("run", 0, "finished", 1, SUMMARY)
+    [job] = head.submitted
+    assert job["entrypoint"] == (
+        "exec python -m rayrec train criteo_demo --name run --train-data.path 'a log'\"'\"'s name'"
+    )
+    assert job["metadata"] == {RUN_KEY: "run", CONFIG_KEY: "c0ffee"}
+    assert job["runtime_env"] == {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "90"}}
+    assert supervise().status == 0  # the job is still known
+    assert len(head.submitted) == 1
+    assert any("finished, as run-0001" in note for note in notes)
+
+
+def test_failures_are_tried_again_and_a_users_error_is_not(
+    head: FakeHead, supervise: Supervise, tmp_path: Path
+) -> None:
+    head.ends = [
+        failure(2, "a table\nrayrec train: steps: -1 makes no sense; give more\nException ignored in a thread")
+    ]
+    outcome = supervise()
+    assert (outcome.status, outcome.cause) == (2, "steps: -1 makes no sense; give more")
+    head.ends = [failure(143), failure(1), failure(-9), SUCCESS]
+    assert supervise() == Outcome("run", 0, "finished", 5)
+    assert [job["submission_id"] for job in head.submitted] == [f"run-000{number}" for number in range(1, 6)]
+    log = (tmp_path / "run.log").read_text()
+    assert "    rayrec train: steps: -1 makes no sense" in log
+    assert "run-0004 was killed by SIGKILL" in log
+
+
+def test_it_gives_up_by_its_policy(head: FakeHead, supervise: Supervise) -> None:
+    head.ends = [failure(1)] * 9
+    outcome = supervise(policy=Policy(max_failures=2))
+    assert (outcome.status, outcome.attempts) == (1, 3)
+    head.ends = [{"status": "STOPPED"}]
+    assert supervise().status == 130
+
+
+def test_a_job_whose_record_is_gone_is_submitted_again(head: FakeHead, supervise: Supervise, notes: list[str]) -> None:
+    head.ends = [{"forget": True}, SUCCESS]
+    assert supervise().attempts == 2
+    head.jobs.clear()
+    head.ends = [SUCCESS]
+    assert supervise().attempts == 3  # a supervisor that comes later finds that out as well
+    assert any("run-0001 was lost with the head" in note for note in notes)
+
+
+def test_a_lost_answer_makes_no_second_job(head: FakeHead, supervise: Supervise) -> None:
+    head.lose_answers, head.ends = 1, [SUCCESS]
+    assert supervise() == Outcome("run", 0, "finished", 1)
+    assert len(head.submitted) == 1
+
+
+def test_a_head_that_is_out_of_sorts_is_waited_for(head: FakeHead, supervise: Supervise, notes: list[str]) -> None:
+    head.busy, head.ends = 3, [SUCCESS]
+    assert supervise().status == 0
+    assert len(head.submitted) == 1
+    assert any("head lost" in note and "try again later" in note for note in notes)
+    assert any("head is back" in note for note in notes)
+
+
+def test_a_head_that_stays_away_is_given_up_and_the_job_remembered(
+    head: FakeHead, supervise: Supervise, notes: list[str]
+) -> None:
+    head.busy = 1_000_000
+    outcome = supervise(policy=Policy(max_wait_s=0.2))
+    assert outcome.status == 1
+    assert head.url in outcome.cause
+    head.busy, head.ends = 0, [SUCCESS]
+    assert supervise() == Outcome("run", 0, "finished", 1)
+    assert len(head.submitted) == 1
+
+
+def test_a_dead_address_is_found_so_at_once(supervise: Supervise, notes: list[str]) -> None:
+    start_s = time.monotonic()
+    assert supervise(address="http://127.0.0.1:9", policy=Policy(max_wait_s=0.1)).status == 1
+    assert time.monotonic() - start_s < 5
+
+
+def test_a_live_job_of_the_run_is_followed_without_any_memory_of_it(head: FakeHead, supervise: Supervise) -> None:
+    head.add("run-0006", status="FAILED")
+    head.add("run-0007")
+    head.add("other-0001", run="other")
+    head.ends = [failure(1), SUCCESS]
+    assert supervise() == Outcome("run", 0, "finished", 8)
+    assert [job["submission_id"] for job in head.submitted] == ["run-0008"]
+
+
+def test_a_live_job_of_other_flags_is_refused(head: FakeHead, supervise: Supervise) -> None:
+    head.add("run-0001", config_hash="another")
+    with pytest.raises(InputError, match="job run-0001 trains run run with other flags"):
+        supervise()
+    assert head.submitted == []
+
+
+def test_other_flags_begin_anew(head: FakeHead, supervise: Supervise) -> None:
+    head.ends = [SUCCESS, SUCCESS]
+    supervise()
+    assert supervise(config_hash="another").attempts == 2
+    assert len(head.submitted) == 2
+
+
+def test_two_supervisors_of_a_run_are_one_too_many(head: FakeHead, supervise: Supervise, tmp_path: Path) -> None:
+    notebook = Notebook(str(tmp_path / "run.json"), name="run", config_hash="c0ffee", note=print)
+    try:
+        with pytest.raises(InputError, match="another supervisor of run run is at work"):
+            supervise()
+    finally:
+        notebook.close()
+
+
+def test_variables_are_passed_and_never_told(
+    head: FakeHead, supervise: Supervise, notes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InputError, match="--env SECRET: not set"):
+        supervise(env=("SECRET",))
+    monkeypatch.setenv("SECRET", "open sesame")
+    head.ends = [failure(1), SUCCESS]
+    supervise(env=("SECRET",))
+    assert head.submitted[-1]["runtime_env"]["env_vars"]["SECRET"] == "open sesame"
+    told = "\n".join([*notes, *(file.read_text() for file in tmp_path.iterdir())])
+    assert "sesame" not in told
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_ctrl_c_stops_the_job_unless_told_otherwise(
+    head: FakeHead, supervise: Supervise, monkeypatch: pytest.MonkeyPatch, detach: bool
+) -> None:
+    def interrupt(self: Any, job: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(supervisor._Supervisor, "_see", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            supervise(detach_on_signal=detach)
+    assert head.stopped == ([] if detach else ["run-0001"])
+    head.ends = [SUCCESS]
+    assert supervise().attempts == (1 if detach else 2)
+
+
+def test_a_file_that_is_no_state_is_refused(supervise: Supervise, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"steps": 3}')
+    with pytest.raises(InputError, match="not a supervisor's file"):
+        supervise()
+
+
+def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
+    assert dashboard_url(None) == "http://127.0.0.1:8265"
+    assert dashboard_url("head:8265") == "http://head:8265"
+    assert dashboard_url("https://head/ray/") == "https://head/ray"
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://there:1")
+    assert dashboard_url(None) == "http://there:1"
+    for wrong in ("ray://head:10001", "http://", "http://head:port"):
+        with pytest.raises(InputError, match="no URL of a Ray dashboard"):
+            dashboard_url(wrong)
+
+
+def test_the_state_lies_with_what_else_is_kept_outside_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYREC_CACHE", "/there")
+    assert state_path("run") == "/there/supervise/run.json"
+
+
+@pytest.mark.parametrize("log", ["", "no braces", "\n{\n cut short", '{\n  "other": 1\n}\n'])
+def test_a_log_without_a_summary_has_none(log: str) -> None:
+    assert summary_of(log) is None

@@ -1,0 +1,282 @@
+"""Events at a URL: parts uploaded in the background, merged, followed, each told once, and never in training's way."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.observe import event_parts
+from rayrec.observe.events import EventWriter, follow, merge_events, read_events
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/run/events.jsonl"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "events"
+
+
+class Store:
+    """Stands between the parts and the disk: out, slow, and a count of uploads."""
+
+    def __init__(self) -> None:
+        self.is_out = False
+        self.num_uploads = 0
+        self._write = storage.write_bytes
+
+    def write_bytes(self, path: str, data: bytes) -> None:
+        if self.is_out:
+            raise OSError(f"{path}: the store was out")
+        self.num_uploads += 1
+        self._write(path, data)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    store = Store()
+    monkeypatch.setattr(storage, "write_bytes", store.write_bytes)
+    monkeypatch.setattr(event_parts, "CLOSE_S", 0.3)
+    return store
+
+
+def _within(seconds: float, condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+def _steps(url: str) -> list[int]:
+    return [event["step"] for event in read_events(url)]
+
+
+def test_steps_wait_and_other_events_go_at_once(url: str, store: Store) -> None:
+    with EventWriter(url) as writer:
+        writer.write("start", step=0)
+        assert _within(1.0, lambda: store.num_uploads == 1)
+        for step in range(1, 50):
+            writer.write("step", step=step)
+        time.sleep(0.2)
+        assert store.num_uploads == 1  # steps, so soon after an upload
+        writer.write("evaluate", step=50)
+        assert _within(1.0, lambda: store.num_uploads == 2)
+        assert _steps(url) == list(range(51))
+        writer.write("step", step=51)
+        assert _within(4.0, lambda: store.num_uploads == 3)
+    assert _steps(url) == list(range(52))
+    assert writer.num_lost == 0
+
+
+def test_flush_uploads_and_says_so(url: str, store: Store) -> None:
+    writer = EventWriter(url)
+    assert writer.flush()
+    writer.write("start", step=1)
+    assert writer.flush()
+    writer.write("step", step=2)
+    assert writer.flush()
+    assert _steps(url) == [1, 2]
+    store.is_out = True
+    writer.write("step", step=3)
+    assert not writer.flush(timeout_s=0.1)
+    store.is_out = False
+    assert writer.flush(timeout_s=5)
+    assert _steps(url) == [1, 2, 3]
+    writer.close()
+
+
+def test_a_long_run_has_several_parts(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_parts, "PART_BYTES", 500)
+    with EventWriter(url) as writer:
+        for step in range(40):
+            writer.write("step", step=step)
+    names = sorted(os.listdir(folder))
+    assert len(names) > 3
+    assert names[1].endswith("-000002.jsonl")
+    assert _steps(url) == list(range(40))
+
+
+def test_an_outage_loses_nothing_and_blocks_nobody(url: str, store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), EventWriter(url) as writer:
+        store.is_out = True
+        start = time.monotonic()
+        for step in range(1000):
+            writer.write("evaluate", step=step)
+        assert time.monotonic() - start < 1.0
+        time.sleep(0.6)  # at least two attempts
+        store.is_out = False
+        assert writer.flush(timeout_s=5)
+    assert writer.num_lost == 0
+    assert _steps(url) == list(range(1000))
+    assert len(caplog.records) == 1
+    assert "the store was out" in caplog.text
+
+
+def test_what_an_outage_outlasts_is_counted(url: str, store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        writer = EventWriter(url)
+        writer.write("start", step=1)
+        assert writer.flush()
+        store.is_out = True
+        writer.write("step", step=2)
+        writer.write("finish", step=3)
+        start = time.monotonic()
+        writer.close()
+        assert time.monotonic() - start < 1.0
+        writer.write("step", step=4)
+    assert writer.num_lost == 3
+    assert "2 events are lost" in caplog.text
+    assert _steps(url) == [1]
+
+
+def test_memory_is_bounded(url: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_parts, "_WAITING_BYTES", 1000)
+    store.is_out = True
+    writer = EventWriter(url)
+    for step in range(100):
+        writer.write("step", step=step)
+    lost = writer.num_lost
+    assert 70 < lost < 100
+    store.is_out = False
+    assert writer.flush(timeout_s=5)
+    assert _steps(url) == list(range(100 - lost))
+    writer.write("step", step=7)  # there is room again
+    writer.close()
+    assert writer.num_lost == lost
+
+
+def test_the_end_of_the_interpreter_flushes(url: str) -> None:
+    code = (
+        "import sys; from rayrec.observe.events import EventWriter\n"
+        "writer = EventWriter(sys.argv[1])\n"
+        "for step in range(5): writer.write('step', step=step)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code, url], capture_output=True, text=True, check=True)
+    assert run.stderr == ""
+    assert _steps(url) == list(range(5))
+
+
+def test_a_forked_process_writes_parts_of_its_own(url: str, folder: Path) -> None:
+    writer = EventWriter(url)
+    writer.write("step", step=1)
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            writer.write("step", step=2)
+            writer.close()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    writer.close()
+    assert _steps(url) == [1, 2]
+    assert len(os.listdir(folder)) == 2
+
+
+def test_writers_are_merged_by_time(url: str, folder: Path) -> None:
+    with EventWriter(url) as one, EventWriter(url) as other:
+        for step in range(0, 20, 2):
+            one.write("step", step=step)
+            other.write("step", step=step + 1)
+    assert _steps(url) == list(range(20))
+    merge_events(url)
+    assert not folder.exists()
+    assert _steps(url) == list(range(20))
+    merge_events(url)
+    with EventWriter(url) as writer:  # the run goes on
+        writer.write("step", step=20)
+    assert _steps(url) == list(range(21))
+    merge_events(url)
+    assert _steps(url) == list(range(21))
+    assert [event["step"] for event in read_events(str(folder) + ".jsonl")] == list(range(21))
+
+
+def test_a_merge_that_died_doubles_nothing(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with EventWriter(url) as writer:
+        for _ in range(3):
+            writer.write("step", step=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "remove_folder", lambda path: None)
+        merge_events(url)
+    assert folder.exists()
+    assert _steps(url) == [1, 1, 1]
+    merge_events(url)
+    assert _steps(url) == [1, 1, 1]
+    assert not folder.exists()
+
+
+def test_a_part_that_grows_is_not_removed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = EventWriter(url)
+    writer.write("start", step=1)
+    assert writer.flush()
+    write_bytes = storage.write_bytes
+
+    def write_and_grow(path: str, data: bytes) -> None:
+        write_bytes(path, data)
+        if path == url:
+            writer.write("finish", step=2)
+            assert writer.flush()
+
+    monkeypatch.setattr(storage, "write_bytes", write_and_grow)
+    merge_events(url)
+    assert _steps(url) == [1, 2]
+    writer.close()
+
+
+def test_follow_tells_each_event_once(url: str) -> None:
+    stop = threading.Event()
+    events = follow(url, stop=stop, poll_s=0.01)
+    with EventWriter(url) as writer:
+        writer.write("start", step=1)
+        assert next(events)["step"] == 1
+        writer.write("step", step=2)
+        assert writer.flush()
+        assert next(events)["step"] == 2
+    merge_events(url)
+    with EventWriter(url) as writer:
+        writer.write("step", step=3)
+    assert next(events)["step"] == 3
+    merge_events(url)
+    with EventWriter(url) as writer:
+        writer.write("step", step=4)
+    stop.set()
+    assert [event["step"] for event in events] == [4]
+
+
+def test_follow_waits_for_a_store_that_is_out(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with EventWriter(url) as one, EventWriter(url) as other:
+        one.write("step", step=1)
+        other.write("step", step=2)
+    read, failures = storage.read_bytes, [False, True, True, True]  # the second part, after the first was read
+
+    def fail(path: str) -> bytes:
+        if failures and failures.pop(0):
+            raise OSError("the store was out")
+        return read(path)
+
+    monkeypatch.setattr(storage, "read_bytes", fail)
+    stop = threading.Event()
+    events = follow(url, stop=stop, poll_s=0.01)
+    assert [next(events)["step"], next(events)["step"]] == [1, 2]
+    stop.set()
+    assert list(events) == []
+
+
+def test_nothing_there_is_said(url: str) -> None:
+    with pytest.raises(InputError, match="no such event file"):
+        read_events(url)
+    merge_events(url)
+    assert not storage.exists(url)

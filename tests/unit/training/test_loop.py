@@ -1,0 +1,205 @@
+"""The loop with a pipeline that pulls ahead: where it evaluates and saves, and how it stops between."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rayrec import recipes
+from rayrec.config import InputError
+from rayrec.training import loop
+from rayrec.training.loop import Boundary, Progress, next_boundary
+
+
+@pytest.mark.parametrize(
+    ("step", "evaluate_every", "save_every", "expected"),
+    [
+        (0, 8, None, Boundary(8, True, True)),
+        (8, 8, None, Boundary(16, True, True)),
+        (16, 8, None, Boundary(20, True, True)),
+        (5, 8, None, Boundary(8, True, True)),
+        (0, 8, 3, Boundary(3, False, True)),
+        (6, 8, 3, Boundary(8, True, False)),
+        (8, 8, 3, Boundary(9, False, True)),
+        (18, 100, 100, Boundary(20, True, True)),
+    ],
+)
+def test_next_boundary(step: int, evaluate_every: int, save_every: int | None, expected: Boundary) -> None:
+    assert next_boundary(step, 20, evaluate_every=evaluate_every, save_every=save_every) == expected
+
+
+class Pipeline:
+    """Pulls `ahead` batches before it trains the first, as TorchRec's pipelines do."""
+
+    def __init__(self, ahead: int) -> None:
+        self.ahead, self.waiting = ahead, list[int]()
+        self.trained: list[int] = []
+
+    def progress(self, batches: Iterator[int]) -> Any:
+        while len(self.waiting) < self.ahead:
+            batch = next(batches, None)
+            if batch is None:
+                break
+            self.waiting.append(batch)
+        if not self.waiting:
+            raise StopIteration
+        batch = self.waiting.pop(0)
+        self.trained.append(batch)
+        return SimpleNamespace(loss=torch.tensor(float("nan") if batch == 99 else 1.0))
+
+    def reset(self) -> None:
+        assert not self.waiting
+
+
+class Loader:
+    """Batch numbers from `start` on."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.steps, self.steps_per_epoch = stop - start, 20
+        self._next, self._stop = start, stop
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> int:
+        if self._next == self._stop:
+            raise StopIteration
+        self._next += 1
+        return self._next - 1
+
+    def rows(self, batches: int) -> int:
+        return 10 * batches
+
+    def state(self) -> dict[str, Any]:
+        return {"next": self._next}
+
+
+@dataclasses.dataclass
+class Interruption:
+    """Asked to stop, or told of a preemption, once so many batches are trained."""
+
+    pipeline: Pipeline
+    stop_at: int | None = None
+    preempt_at: int | None = None
+    told: bool = False
+
+    def seen(self) -> tuple[bool, bool]:
+        done = len(self.pipeline.trained)
+        return (
+            self.stop_at is not None and done >= self.stop_at,
+            self.preempt_at is not None and done >= self.preempt_at,
+        )
+
+    def preempted(self) -> bool:
+        self.told, before = True, self.told
+        return not before
+
+
+class Run:
+    """A run of 20 steps whose saves and events are written down."""
+
+    def __init__(self, *, ahead: int = 3, start: int = 0, progress: Progress | None = None, **config: Any) -> None:
+        self.pipeline = Pipeline(ahead)
+        self.saves: list[tuple[int, int, float | None, bool, bool]] = []
+        self.events: list[tuple[str, int]] = []
+        self.progress = progress or Progress(step=start, rows=10 * start)
+        self.loader = Loader(start, 20)
+        self.interruption = Interruption(self.pipeline)
+        fields = {"evaluate_every": 8, "log_every": 4, "early_stopping": {"patience": 0}, **config}
+        self.config = recipes.criteo_demo("none").replace(**fields)
+
+    def run(self) -> bool:
+        setup = SimpleNamespace(
+            pipeline=self.pipeline,
+            model=SimpleNamespace(train=lambda: None, eval=lambda: None),
+            set_learning_rate=lambda step, total: None,
+            make_metrics=lambda: SimpleNamespace(
+                update=None, compute=lambda: {"auroc": 0.5 + self.progress.step / 100}
+            ),
+            eval_batches={"validation": lambda: iter(())},
+        )
+
+        def save(progress: Progress, state: dict[str, Any], *, score: Any, needed: bool, complete: bool) -> None:
+            assert state["next"] == progress.step  # what was pulled was trained
+            self.saves.append((progress.step, progress.rows, score, needed, complete))
+
+        return loop.run(
+            self.config,
+            setup,  # type: ignore[arg-type]
+            self.loader,  # type: ignore[arg-type]
+            self.progress,
+            log=lambda kind, fields: self.events.append((kind, fields["step"])),
+            save=save,
+            interruption=self.interruption,
+        )
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_segments(ahead: int) -> None:
+    run = Run(ahead=ahead)
+    assert run.run()
+    assert run.pipeline.trained == list(range(20))
+    assert run.saves == [(8, 80, 0.58, False, False), (16, 160, 0.66, False, False), (20, 200, 0.7, True, True)]
+    assert [step for kind, step in run.events if kind == "step"] == [4, 8, 12, 16, 20]
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_a_stop_trains_what_was_pulled_and_saves(ahead: int) -> None:
+    run = Run(ahead=ahead)
+    run.interruption.stop_at = 11
+    assert not run.run()
+    stopped = 12 + ahead - 1
+    assert run.saves[-1] == (stopped, 10 * stopped, None, True, True)
+    assert run.pipeline.trained == list(range(stopped))
+    again = Run(ahead=ahead, progress=run.progress, start=stopped)
+    assert again.run()
+    assert again.pipeline.trained == list(range(stopped, 20))
+    assert [save[0] for save in again.saves] == [16, 20]
+
+
+@pytest.mark.parametrize("stop_at", [15, 20])
+def test_a_stop_where_an_evaluation_is_due_leaves_it_to_the_next_start(stop_at: int) -> None:
+    run = Run(ahead=1)
+    run.interruption.stop_at = stop_at
+    assert not run.run()
+    step = 16 if stop_at == 15 else 20
+    assert run.saves[-1] == (step, 10 * step, None, True, True)
+    assert run.progress.evaluation_due
+    again = Run(progress=run.progress, start=step)
+    assert again.run()
+    assert again.saves[0][:3] == (step, 10 * step, 0.5 + step / 100)
+    assert [at for kind, at in again.events if kind == "evaluate"] == ([16, 20] if step == 16 else [20])
+    assert not again.progress.evaluation_due
+
+
+def test_a_preemption_notice_saves_once_and_goes_on() -> None:
+    run = Run(ahead=3)
+    run.interruption.preempt_at = 10
+    assert run.run()
+    assert [save[0] for save in run.saves] == [8, 14, 16, 20]
+    assert run.saves[1] == (14, 140, None, True, True)
+    assert run.pipeline.trained == list(range(20))
+
+
+def test_early_stopping_saves_the_best_and_the_last() -> None:
+    run = Run(early_stopping={"patience": 1, "min_improvement": 0.2}, evaluate_every=5, checkpoint={"every": 50})
+    assert run.run()
+    # Better at every evaluation, though never by enough: the second ends it.
+    assert [(step, needed, complete) for step, _, _, needed, complete in run.saves] == [
+        (5, True, False),
+        (10, True, True),
+    ]
+    assert ("early_stop", 10) in run.events
+    assert Run(progress=run.progress, start=10, early_stopping={"patience": 1}).run()
+
+
+def test_a_loss_that_is_not_finite_is_the_users_to_mend() -> None:
+    run = Run()
+    run.pipeline.waiting = [99]
+    with pytest.raises(InputError, match="the loss is nan at step 4; lower the learning rates"):
+        run.run()

@@ -1,0 +1,67 @@
+"""Which stored tensors a row-wise state is read from, and what it becomes (all plans: integration/test_resharding.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rayrec.models.replicated import replicated_optimizer
+from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig
+from rayrec.training.state import Targets, all_tensors, make_state, optimizer_tensors
+
+NAME = "optimizer.weight.momentum1"
+
+
+def table(kind: Any = "rowwise_adagrad") -> tuple[torch.nn.Module, Any]:
+    """3 rows by 8 columns."""
+    model = torch.nn.Linear(8, 3, bias=False)
+    return model, replicated_optimizer(SparseOptimizerConfig(kind=kind), dict(model.named_parameters()))
+
+
+def test_names_are_of_parameter_and_state() -> None:
+    model, optimizer = table()
+    assert {name: tuple(tensor.shape) for name, tensor in all_tensors(model, optimizer).items()} == {
+        "model.weight": (3, 8),
+        NAME: (3,),
+    }
+    assert set(optimizer_tensors(table("sgd")[1])) == set()
+
+
+def test_the_same_columns_are_read_in_place() -> None:
+    model, optimizer = table()
+    targets = Targets(model, optimizer, stored=["model.weight", NAME, f"{NAME}.columns_0_4"])
+    assert targets.tensors.keys() == {"model.weight", NAME}
+    targets.tensors[NAME].fill_(5.0)
+    targets.loaded()
+    assert torch.equal(optimizer_tensors(optimizer)[NAME], torch.full((3,), 5.0))
+
+
+def test_parts_count_by_their_width() -> None:
+    model, optimizer = table()
+    parts = [f"{NAME}.columns_0_6", f"{NAME}.columns_6_8"]
+    targets = Targets(model, optimizer, stored=["model.weight", *parts, "optimizer.weights.momentum1.columns_0_8"])
+    assert targets.tensors.keys() == {"model.weight", *parts}
+    targets.tensors[parts[0]].copy_(torch.tensor([1.0, 0.1, 4.0]))
+    targets.tensors[parts[1]].copy_(torch.tensor([5.0, 0.1, 0.0]))
+    targets.loaded()
+    assert torch.equal(optimizer_tensors(optimizer)[NAME], torch.tensor([2.0, 0.1, 3.0]))
+
+
+def test_what_is_not_stored_is_asked_for_by_its_own_name() -> None:
+    model, optimizer = table()
+    for stored in (["model.weight"], [f"{NAME}.columns_0_4"], [f"{NAME}.columns_0_2", f"{NAME}.columns_4_8"]):
+        assert Targets(model, optimizer, stored=stored).tensors.keys() == {"model.weight", NAME}
+
+
+def test_state_is_made_once() -> None:
+    model = torch.nn.Linear(8, 3)
+    optimizer = DenseOptimizerConfig(kind="adam").build_keyed(dict(model.named_parameters()))
+    assert not optimizer_tensors(optimizer)
+    make_state(optimizer)
+    made = optimizer_tensors(optimizer)
+    assert {name.rpartition(".")[2] for name in made} == {"exp_avg", "exp_avg_sq", "step"}
+    assert all(parameter.grad is None for parameter in model.parameters())
+    before = {name: tensor.clone() for name, tensor in made.items()}
+    make_state(optimizer)
+    assert all(torch.equal(before[name], tensor) for name, tensor in optimizer_tensors(optimizer).items())

@@ -1,0 +1,65 @@
+"""What a change of the number of workers does to batches and learning rates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rayrec import recipes
+from rayrec.config import InputError
+from rayrec.workloads.base import ScalingConfig, effective_batch_size, learning_rate_factor
+
+
+@pytest.mark.parametrize(
+    ("policy", "world_size", "expected"),
+    [("global", 4, 100), ("global", 2, 200), ("global", 3, 134), ("per_worker", 3, 100), ("per_worker", 4, 100)],
+)
+def test_batches(policy: str, world_size: int, expected: int) -> None:
+    config = recipes.criteo_demo().replace(batch_size=100, scaling={"num_workers": (1, 4), "batch_policy": policy})
+    assert effective_batch_size(config, rows=1_000_000, world_size=world_size) == expected
+    fixed = config.replace(scaling={"num_workers": 4})
+    assert effective_batch_size(fixed, rows=1_000_000, world_size=4) == 100
+
+
+def test_small_data_makes_small_batches() -> None:
+    config = recipes.criteo_demo().replace(batch_size=100, min_steps_per_epoch=10, scaling={"num_workers": 2})
+    assert effective_batch_size(config, rows=400, world_size=2) == 20
+    assert effective_batch_size(config, rows=3, world_size=2) == 1
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("constant", 1.0), ("linear", 0.25), ("sqrt", 0.5)])
+def test_learning_rates(policy: Any, expected: float) -> None:
+    scaling = ScalingConfig(num_workers=(1, 4), batch_policy="per_worker", learning_rate_policy=policy)
+    assert learning_rate_factor(scaling, world_size=1) == expected
+    assert learning_rate_factor(scaling, world_size=4) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_workers": 0}, "must be at least 1"),
+        ({"num_workers": (3, 2)}, "the least not above the most"),
+        ({"num_workers": (0, 2)}, "must be at least 1"),
+        ({"learning_rate_policy": "linear"}, "with batch_policy global the batch never changes"),
+    ],
+)
+def test_unfit_scaling_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        ScalingConfig(**changes)
+
+
+def test_ranges_of_workers_load_from_yaml_and_flags() -> None:
+    from rayrec.commands import parse_config
+
+    config = recipes.criteo_demo().replace(scaling={"num_workers": (1, 4)})
+    assert recipes.load_config(config.to_yaml()) == config
+    parsed, _ = parse_config("train", ["criteo_demo", "--scaling.num-workers", "1", "4"])
+    assert parsed.scaling.num_workers == (1, 4)
+    parsed, _ = parse_config("train", ["criteo_demo", "--scaling.num-workers", "3"])
+    assert parsed.scaling.num_workers == 3
+
+
+def test_early_stopping_needs_the_best_checkpoint() -> None:
+    with pytest.raises(InputError, match="early stopping ends with the best weights; keep at least 1"):
+        recipes.criteo_demo().replace(checkpoint={"keep_best": 0}, early_stopping={"patience": 2})
