@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import random
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from ports import free_ports
 
 SWIFT = "swift==2.38.3"
 
@@ -97,22 +96,6 @@ class S3Server:
         filesystem, _ = fs.FileSystem.from_uri(f"s3://{bucket}?allow_bucket_creation=true")
         filesystem.create_dir(bucket)
         return f"s3://{bucket}"
-
-
-def free_ports(count: int) -> int:
-    """The first of so many free ports in a row; below those that the system gives to outgoing connections."""
-    for port in random.sample(range(21_000, 30_000, count), 100):
-        sockets = [socket.socket() for _ in range(count)]
-        try:
-            for offset, one in enumerate(sockets):
-                one.bind(("127.0.0.1", port + offset))
-            return port
-        except OSError:
-            continue
-        finally:
-            for one in sockets:
-                one.close()
-    raise AssertionError("no free ports")
 
 
 @pytest.fixture(scope="session")

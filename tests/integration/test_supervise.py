@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import free_ports
+from ports import free_ports
 from processes import Session, environment_for, small_run
 
 from rayrec.checkpoint import committed

@@ -247,20 +247,18 @@ def unpack(file: storage.File, folder: str, progress: Callable[[int], None] | No
 
 
 def _decompressed(path: str) -> Iterator[bytes]:
-    filesystem, inner = storage.resolve(path)
     engine = zlib.decompressobj(wbits=31)
-    with filesystem.open_input_stream(inner, compression=None) as stream:
-        while data := stream.read(1 << 20):
-            while data:
-                try:
-                    yield engine.decompress(data)
-                except zlib.error as error:
-                    raise InputError(f"{path}: damaged gzip file ({error}); fetch it again") from None
-                data = engine.unused_data
-                if engine.eof:
-                    data = data.lstrip(b"\0")  # padding behind the last member, which gzip passes over too
-                if data:  # several gzip members one after the other
-                    engine = zlib.decompressobj(wbits=31)
+    for data in storage.read_stream(path):
+        while data:
+            try:
+                yield engine.decompress(data)
+            except zlib.error as error:
+                raise InputError(f"{path}: damaged gzip file ({error}); fetch it again") from None
+            data = engine.unused_data
+            if engine.eof:
+                data = data.lstrip(b"\0")  # padding behind the last member, which gzip passes over too
+            if data:  # several gzip members one after the other
+                engine = zlib.decompressobj(wbits=31)
     if not engine.eof:
         raise InputError(f"{path}: the gzip file ends in the middle; fetch it again")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import threading
 import time
@@ -11,8 +12,12 @@ from typing import Any
 
 import ray
 import ray.train
+from ray._raylet import PlacementGroupID
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2.api import data_parallel_trainer
 from ray.train.v2.api.exceptions import PreemptionError
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from rayrec.config import InputError
 from rayrec.launch import cluster
@@ -29,6 +34,9 @@ _NODES_S = 2.0
 _QUICK_S = 60.0
 """An attempt that ends sooner was no good one: the next waits a little longer."""
 _LONGEST_PAUSE_S = 30.0
+_CLEANER_S = 0.2
+"""For which Ray Train may wait for its helper that frees what a dead controller leaves. It blocks for 12 s where the cluster has
+no dashboard, at the end of every attempt, and is no use there; `_free_workers` does its work."""
 
 
 def share_out(config: TrainConfig) -> cluster.Layout:
@@ -43,10 +51,27 @@ def share_out(config: TrainConfig) -> cluster.Layout:
     )
 
 
+def wait_for_room(config: TrainConfig, note: Callable[[str], None]) -> cluster.Layout:
+    """How the run shares out the cluster, once it has room. Raises InputError after failure.node_wait_s."""
+    deadline_s = time.monotonic() + config.failure.node_wait_s
+    said = False
+    while True:
+        try:
+            return share_out(config)
+        except InputError as error:
+            if time.monotonic() > deadline_s:
+                raise InputError(f"waited {config.failure.node_wait_s:.0f} s for nodes; {error}") from None
+            if not said:
+                note(f"waiting for nodes: {error}")
+                said = True
+            time.sleep(_NODES_S)
+
+
 def run_attempts(
     config: TrainConfig,
     folder: str,
     prepared: Any,
+    shares: cluster.Layout,
     *,
     events: EventWriter,
     signals: Signals,
@@ -58,7 +83,7 @@ def run_attempts(
     failure.max_failures are used up.
     """
     failures = quick = number = 0
-    shares = share_out(config)
+    groups = _placement_groups()
     while True:
         number += 1
         events.write("attempt", number=number, num_workers=shares.num_workers)
@@ -68,6 +93,7 @@ def run_attempts(
         except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
             cause = cause_of(error)
             events.write("failure", cause=cause)
+            _free_workers(groups)
             if signals.cause is not None:
                 note(f"{cause}, before a last checkpoint was made")
                 return None
@@ -82,7 +108,21 @@ def run_attempts(
                 return outcome
             if signals.cause is not None:
                 return None
-        shares = _share_out_again(config, note)
+        shares = wait_for_room(config, note)
+
+
+def _placement_groups() -> set[str]:
+    """Of this driver, those that hold resources."""
+    job = ray.get_runtime_context().get_job_id()
+    return {
+        name for name, group in placement_group_table().items() if name.endswith(job) and group["state"] != "REMOVED"
+    }
+
+
+def _free_workers(before: set[str]) -> None:
+    """Gives back what a controller that died had reserved for its workers, and with it ends them."""
+    for name in _placement_groups() - before:
+        remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(name))))
 
 
 def _attempt(
@@ -120,7 +160,7 @@ def _attempt(
 def _fit(config: TrainConfig, assignment: Assignment, shares: cluster.Layout) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="rayrec-attempt-") as scratch:  # Ray Train is told of no checkpoint
         trainer = TorchTrainer(
-            train_worker,
+            train_worker,  # type: ignore[arg-type]  # its value is handed on
             train_loop_config={"assignment": assignment},
             torch_config=TorchConfig(backend="nccl" if config.scaling.use_gpu else "gloo"),
             scaling_config=ray.train.ScalingConfig(
@@ -135,6 +175,9 @@ def _fit(config: TrainConfig, assignment: Assignment, shares: cluster.Layout) ->
                 failure_config=ray.train.FailureConfig(max_failures=0),
                 logging_config=ray.train.LoggingConfig(log_level="ERROR"),
             ),
+        )
+        data_parallel_trainer.PlacementGroupCleanerCallback = functools.partial(  # type: ignore[misc,assignment]
+            PlacementGroupCleanerCallback, stop_timeout=_CLEANER_S
         )
         try:
             return trainer.fit().return_value  # type: ignore[attr-defined]  # typed as Train V1's
@@ -194,19 +237,3 @@ class _Growth:
             more = False
         before, self._seen = self._seen, more
         return before and more
-
-
-def _share_out_again(config: TrainConfig, note: Callable[[str], None]) -> cluster.Layout:
-    """Waits for nodes where those left have no room. Raises InputError after failure.node_wait_s."""
-    deadline_s = time.monotonic() + config.failure.node_wait_s
-    said = False
-    while True:
-        try:
-            return share_out(config)
-        except InputError as error:
-            if time.monotonic() > deadline_s:
-                raise InputError(f"waited {config.failure.node_wait_s:.0f} s for nodes; {error}") from None
-            if not said:
-                note(f"waiting for nodes: {error}")
-                said = True
-            time.sleep(_NODES_S)

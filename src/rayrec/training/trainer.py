@@ -13,7 +13,7 @@ from rayrec.config import InputError
 from rayrec.launch import cluster
 from rayrec.launch.versions import versions
 from rayrec.observe.console import Console
-from rayrec.observe.events import EventWriter, follow, read_events
+from rayrec.observe.events import EventWriter, follow, merge_events, read_events
 from rayrec.training.accounting import costs
 from rayrec.training.signals import Signals
 from rayrec.workloads.base import ClusterConfig, RunContext, TrainConfig
@@ -58,16 +58,18 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
         return finished
     _set_environment()
     started_s = time.monotonic()
-    with Signals() as signals:
-        cluster.connect(
-            config.cluster.address,
-            num_cpus=config.cluster.num_cpus,
-            object_store_bytes=config.cluster.object_store_bytes,
-            log_to_driver=console.verbose,
-        )
-        from rayrec.training.attempts import run_attempts, share_out
+    cluster.connect(
+        config.cluster.address,
+        num_cpus=config.cluster.num_cpus,
+        object_store_bytes=config.cluster.object_store_bytes,
+        log_to_driver=console.verbose,
+    )
+    from rayrec.checkpoint import latest
+    from rayrec.training.attempts import run_attempts, share_out, wait_for_room
 
-        placement = share_out(config).driver
+    with Signals() as signals:  # not before: ray.init puts a handler of its own in place
+        # A run that goes on may do so on a cluster whose nodes are still joining; a new one is told at once.
+        shares = wait_for_room(config, console.note) if latest(folder) else share_out(config)
         storage.make_folder(folder)
         config_path = storage.join(folder, "config.yaml")
         head = f"# rayrec {versions()['rayrec']}, config hash {run_hash(config)}\n"
@@ -75,14 +77,23 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
         with EventWriter(storage.join(folder, "events.jsonl")) as events:
             events.write("run", recipe=config.recipe, name=name, config_hash=run_hash(config), versions=versions())
             with console.preparing():
-                context = RunContext(config, folder, placement, console.note, console.progress)
+                context = RunContext(config, folder, shares.driver, console.note, console.progress)
                 prepared = config.workload.prepare(context)
             prepared_s = time.monotonic() - started_s
             events.write("prepared", seconds=prepared_s, **config.workload.summarize(prepared, {}))
             with console.training(lambda stop: follow(storage.join(folder, "events.jsonl"), stop=stop)):
-                finish = run_attempts(config, folder, prepared, events=events, signals=signals, note=console.note)
-            if finish is not None:
-                return _summarize(config, folder, prepared, finish, wall_s=time.monotonic() - started_s, events=events)
+                finish = run_attempts(
+                    config, folder, prepared, shares, events=events, signals=signals, note=console.note
+                )
+            result = finish and _summarize(
+                config, folder, prepared, finish, wall_s=time.monotonic() - started_s, events=events
+            )
+        try:
+            merge_events(storage.join(folder, "events.jsonl"))
+        except (OSError, InputError) as error:
+            console.note(f"the events of this run stay in parts, which can be read as well ({error})")
+        if result:
+            return result
         console.note(f"{folder}: stopped; the same command goes on from {_newest(folder)}")
         signals.throw()
     raise AssertionError("a run ends without a result only where a signal came")

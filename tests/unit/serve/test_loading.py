@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from rayrec import checkpoint as checkpoints
 from rayrec import recipes
+from rayrec.checkpoint.format import seal
 from rayrec.config import InputError
 from rayrec.data.loader import sparse_features
 from rayrec.data.parsing import parse
@@ -158,7 +160,7 @@ def test_another_model_or_version(copied: Path, config: TrainConfig) -> None:
     with pytest.raises(InputError, match=r"bottom_mlp.* has shape"):
         load_model(str(copied), config=config.replace(workload=config.workload.replace(model=deeper)))
     manifest = copied / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 99', 1))
+    manifest.write_text(json.dumps(seal({**json.loads(manifest.read_text()), "version": 99})))
     with pytest.raises(InputError, match="format version 99"):
         load_model(str(copied), config=config)
 
