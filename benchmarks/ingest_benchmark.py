@@ -3,6 +3,7 @@ pipeline."""
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -14,20 +15,23 @@ from peers.notebook_ingest import vocabularies_of
 from rows import emit, interleaved, say, timed
 
 from rayrec.data.counting import count_log
-from rayrec.data.ingest import share_preprocessor
-from rayrec.data.loader import ClickLoader
+from rayrec.data.encoded import from_arrow
+from rayrec.data.ingest import _encode_task, share_preprocessor
+from rayrec.data.loader import ClickLoader, _Slicer
 from rayrec.data.log import select
 from rayrec.data.opening import open_log
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import EpochOrder, Part, Position
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.profiles import ALL, RAYREC, Profile, make_preprocessor
-from rayrec.data.ray_tasks import RayEngine
+from rayrec.data.ray_tasks import RayEngine, tables, tasks_dataset
 from rayrec.data.reading import encode_block
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.launch import cluster
 
 BATCH_SIZE = 2048
+STEPS_BETWEEN_STATES = 50
+"""Of a run that saves very often."""
 
 
 def resident_bytes() -> int:
@@ -101,10 +105,36 @@ def through_ray(order: EpochOrder, preprocessor: ray.ObjectRef, profile: Profile
             placement=TaskPlacement(),
             prefetch_blocks=2,
         )
-        return sum(len(batch) for batch in loader)
+        rows = 0
+        for number, batch in enumerate(loader):
+            rows += len(batch)
+            if number % STEPS_BETWEEN_STATES == 0:
+                loader.state()
+        return rows
 
     rows, seconds = timed(read)
     assert rows == order.rows
+    return rows / seconds
+
+
+def without_position(order: EpochOrder, preprocessor: ray.ObjectRef) -> float:
+    """Rows/s of the same tasks and batches in whatever order blocks come: nobody could say which rows are left."""
+    items = [(block, 0, block.rows) for block in order.blocks(0)]
+    inputs = RAYREC.inputs(SCHEMA)
+
+    def read() -> int:
+        task = functools.partial(_encode_task, preprocessor=preprocessor, labelled=True)
+        block_bytes = 4 * len(inputs.columns) * max(rows for _, _, rows in items)
+        dataset = tasks_dataset("ingest", task, items, placement=TaskPlacement(), block_bytes=block_bytes)
+        dataset.context.execution_options.preserve_order = False
+        encoded = (rows for table in tables(dataset, prefetch_blocks=2) for rows in from_arrow(table))
+        slicer = _Slicer(encoded, num_dense=len(inputs.dense), keys=inputs.sparse)
+        left = order.rows
+        while left:
+            left -= len(slicer.take(min(BATCH_SIZE, left), loss_weight=1.0))
+        return order.rows
+
+    rows, seconds = timed(read)
     return rows / seconds
 
 
@@ -136,6 +166,7 @@ def main(*, quick: bool) -> None:
     rates = interleaved(
         repeats,
         ours=lambda: through_ray(order, shared),
+        any_order=lambda: without_position(order, shared),
         kernels=lambda: without_ray(order, preprocessor),
         notebook=notebook,
     )
@@ -157,6 +188,15 @@ def main(*, quick: bool) -> None:
         ratio=rates["ours"] / (2 * rates["kernels"]),
         repeats=repeats,
         peer_rows_per_s=round(2 * rates["kernels"]),
+    )
+    emit(
+        "ingest",
+        peer="the same tasks and batches without positions, in any order",
+        workload=f"{workload}, position read every {STEPS_BETWEEN_STATES} batches",
+        value=rates["ours"],
+        ratio=rates["ours"] / rates["any_order"],
+        repeats=repeats,
+        peer_rows_per_s=round(rates["any_order"]),
     )
     prepared = {name: prepare(rows, profile) for name, profile in ALL.items()}
     by_profile = interleaved(
