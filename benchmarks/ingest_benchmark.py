@@ -16,8 +16,8 @@ from rows import emit, interleaved, say, timed
 
 from rayrec.data.counting import count_log
 from rayrec.data.encoded import from_arrow
-from rayrec.data.ingest import _encode_task, share_preprocessor
-from rayrec.data.loader import ClickLoader, _Slicer
+from rayrec.data.ingest import encode_task, share_preprocessor
+from rayrec.data.loader import ClickLoader, Slicer
 from rayrec.data.log import select
 from rayrec.data.opening import open_log
 from rayrec.data.placement import TaskPlacement
@@ -123,12 +123,12 @@ def without_position(order: EpochOrder, preprocessor: ray.ObjectRef) -> float:
     inputs = RAYREC.inputs(SCHEMA)
 
     def read() -> int:
-        task = functools.partial(_encode_task, preprocessor=preprocessor, labelled=True)
+        task = functools.partial(encode_task, preprocessor=preprocessor, labelled=True)
         block_bytes = 4 * len(inputs.columns) * max(rows for _, _, rows in items)
         dataset = tasks_dataset("ingest", task, items, placement=TaskPlacement(), block_bytes=block_bytes)
         dataset.context.execution_options.preserve_order = False
         encoded = (rows for table in tables(dataset, prefetch_blocks=2) for rows in from_arrow(table))
-        slicer = _Slicer(encoded, num_dense=len(inputs.dense), keys=inputs.sparse)
+        slicer = Slicer(encoded, num_dense=len(inputs.dense), keys=inputs.sparse)
         left = order.rows
         while left:
             left -= len(slicer.take(min(BATCH_SIZE, left), loss_weight=1.0))

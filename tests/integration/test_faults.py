@@ -104,6 +104,7 @@ def test_a_data_task_costs_no_restart_and_a_train_worker_one(expected: dict[str,
     assert run.events("start")[1]["step"] >= 120  # the newest save, or the one before where that was not through
 
 
+@pytest.mark.extended
 def test_the_train_controller(expected: dict[str, Any], begin: Begin) -> None:
     run = begin()
     run.wait_for_step(100)
@@ -115,6 +116,7 @@ def test_the_train_controller(expected: dict[str, Any], begin: Begin) -> None:
     assert "controller" in summary["restart_causes"][0]["cause"]
 
 
+@pytest.mark.extended
 def test_the_driver(expected: dict[str, Any], begin: Begin) -> None:
     run = begin()
     run.wait_for_step(100)
@@ -220,6 +222,7 @@ def fill(disk: Path) -> Path:
     return path
 
 
+@pytest.mark.extended
 def test_a_disk_that_is_full_for_a_while(expected: dict[str, Any], begin: Begin, small_disk: Path) -> None:
     run = begin(storage=str(small_disk))
     run.wait_for("checkpoint", lambda event: event["step"] >= 40)

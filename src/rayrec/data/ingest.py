@@ -30,7 +30,8 @@ def _shared(reference: ray.ObjectRef) -> Preprocessor:
     return ray.get(reference)
 
 
-def _encode_task(item: tuple[Block, int, int], *, preprocessor: ray.ObjectRef, labelled: bool) -> pa.Table:
+def encode_task(item: tuple[Block, int, int], *, preprocessor: ray.ObjectRef, labelled: bool) -> pa.Table:
+    """What one data task does: rows [start, stop) of a block, encoded."""
     keep_freed_memory()
     return to_arrow(encode_block(*item, _shared(preprocessor), labelled=labelled))
 
@@ -52,7 +53,7 @@ def stream(
     block_bytes = max(piece.rows for _, piece in pieces) * row_bytes
     dataset = tasks_dataset(
         "ingest",
-        functools.partial(_encode_task, preprocessor=preprocessor, labelled=labelled),
+        functools.partial(encode_task, preprocessor=preprocessor, labelled=labelled),
         items,
         placement=placement,
         block_bytes=block_bytes,

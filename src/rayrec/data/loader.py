@@ -168,12 +168,12 @@ class ClickLoader:
                 placement=self._placement,
                 prefetch_blocks=self._prefetch_blocks,
             )
-        slicer = _Slicer(rows, num_dense=len(self._schema.dense), keys=self._schema.sparse)
+        slicer = Slicer(rows, num_dense=len(self._schema.dense), keys=self._schema.sparse)
         for mine, everyone in self._sizes:
             yield slicer.take(mine, loss_weight=self._world_size / everyone)
 
 
-class _Slicer:
+class Slicer:
     """Cuts a stream of encoded rows into batches; one copy a row."""
 
     def __init__(self, rows: Iterator[EncodedRows], *, num_dense: int, keys: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from dataclasses import dataclass
 
 from rayrec.config import InputError
@@ -11,6 +12,9 @@ from rayrec.data.placement import TaskPlacement
 
 _OBJECT_STORE_SHARE = 0.25
 """Part of the cluster's object store that ingest may fill ahead of training; the rest holds vocabularies and slack."""
+
+
+_PROBE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -74,10 +78,24 @@ def connect_for_data(address: str | None) -> TaskPlacement:
     return TaskPlacement(num_cpus=1.0)
 
 
-def alive_nodes() -> list[Node]:
+def alive_nodes(*, probe: bool = False) -> list[Node]:
+    """The nodes that Ray believes alive; with `probe` those that also take a connection. Ray needs some 15 s to see that one
+    is gone, and whoever reserves workers on it waits for them in vain."""
     import ray
 
-    return [Node(node["NodeID"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    return [
+        Node(node["NodeID"], node["Resources"])
+        for node in ray.nodes()
+        if node["Alive"] and (not probe or _answers(node["NodeManagerAddress"], node["NodeManagerPort"]))
+    ]
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=_PROBE_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def layout(
@@ -155,7 +173,7 @@ def _cpus(nodes: list[Node]) -> float:
 
 def _misfit(num_workers: int, nodes: list[Node], worker_resources: dict[str, float]) -> str | None:
     """Why so many workers do not fit on the nodes; None where they do."""
-    for name, each in worker_resources.items():
+    for name, each in sorted(worker_resources.items(), key=lambda item: item[0] == "CPU"):  # what is scarce first
         have = sum(node.resources.get(name, 0) for node in nodes)
         if have < each * num_workers:
             return (

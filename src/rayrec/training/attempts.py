@@ -39,10 +39,11 @@ _CLEANER_S = 0.2
 no dashboard, at the end of every attempt, and is no use there; `_free_workers` does its work."""
 
 
-def share_out(config: TrainConfig) -> cluster.Layout:
-    """How the run shares out the cluster as it is now. Raises InputError where it does not fit."""
+def share_out(config: TrainConfig, *, probe: bool = False) -> cluster.Layout:
+    """How the run shares out the cluster as it is now; `probe` does not believe Ray that nodes are alive. Raises InputError
+    where it does not fit."""
     return cluster.layout(
-        cluster.alive_nodes(),
+        cluster.alive_nodes(probe=probe),
         num_workers=config.scaling.num_workers,
         use_gpu=config.scaling.use_gpu,
         cpus_per_worker=config.scaling.cpus_per_worker,
@@ -57,7 +58,7 @@ def wait_for_room(config: TrainConfig, note: Callable[[str], None]) -> cluster.L
     said = False
     while True:
         try:
-            return share_out(config)
+            return share_out(config, probe=True)
         except InputError as error:
             if time.monotonic() > deadline_s:
                 raise InputError(f"waited {config.failure.node_wait_s:.0f} s for nodes; {error}") from None
