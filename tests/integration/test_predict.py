@@ -178,7 +178,7 @@ def test_refusals(result: Result, config: TrainConfig, lines: list[bytes], tmp_p
         serving.predict(result.checkpoint, str(mixed), config=config, console=QUIET)
 
     damaged = Path(shutil.copytree(result.checkpoint, tmp_path / "step_00000005"))
-    weights = damaged / "data_00000.safetensors"
+    weights = max(damaged.glob("data_*.safetensors"), key=lambda path: path.stat().st_size)
     content = bytearray(weights.read_bytes())
     content[len(content) // 2 : len(content) // 2 + 256] = bytes(256)
     weights.write_bytes(content)

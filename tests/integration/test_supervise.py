@@ -229,6 +229,7 @@ def test_a_users_error_is_not_tried_again(begin: Begin) -> None:
     assert run.out == ""
 
 
+@pytest.mark.extended
 def test_ctrl_c_stops_the_job_which_saves_first(begin: Begin) -> None:
     run = begin("interrupted", steps=100_000)
     run.wait_for_step(60)
@@ -240,6 +241,7 @@ def test_ctrl_c_stops_the_job_which_saves_first(begin: Begin) -> None:
     assert newest == max(run.steps())  # saved when it stopped, and not only every 40 steps
 
 
+@pytest.mark.extended
 def test_another_supervisor_follows_the_same_job(begin: Begin, undisturbed: Supervised) -> None:
     run = begin("orphan")
     run.wait_for_step(40)
@@ -253,6 +255,7 @@ def test_another_supervisor_follows_the_same_job(begin: Begin, undisturbed: Supe
     assert json.loads(run.out)["restarts"] == 0
 
 
+@pytest.mark.extended
 def test_a_lost_head_costs_no_more_than_the_steps_since_the_checkpoint(
     begin: Begin, head: Head, undisturbed: Supervised
 ) -> None:

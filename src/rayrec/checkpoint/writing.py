@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +51,10 @@ def write_rank(folder: str, copy: HostCopy, *, rank: int, tag: str) -> Written |
             for part in parts
         ]
     )
-    checksums: list[list[str]] = [[] for _ in parts]
-    storage.write_stream(storage.join(folder, name), _pieces(head, copy, checksums))
+    with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-sums") as pool:
+        sums_ahead = pool.submit(_checksums, copy)  # both leave Python to itself, so that they overlap
+        storage.write_stream(storage.join(folder, name), _pieces(head, copy))
+        checksums = sums_ahead.result()
     chunks = tuple(
         (
             part.name,
@@ -70,20 +73,23 @@ def write_rank(folder: str, copy: HostCopy, *, rank: int, tag: str) -> Written |
     return Written(name, len(head) + copy.plan.body_bytes, chunks)
 
 
-def _pieces(head: bytes, copy: HostCopy, checksums: list[list[str]]) -> Iterator[bytes | memoryview]:
-    """The file in pieces of at least a block but for the first and last, each summed up while it is in the cache."""
+def _checksums(copy: HostCopy) -> list[list[str]]:
+    """For each part the SHA-256 of its blocks."""
+    body = copy.body()
+    return [
+        [
+            hashlib.sha256(body[start : min(start + BLOCK_BYTES, part.start + part.size_bytes)]).hexdigest()
+            for start in range(part.start, part.start + part.size_bytes, BLOCK_BYTES)
+        ]
+        for part in copy.plan.parts
+    ]
+
+
+def _pieces(head: bytes, copy: HostCopy) -> Iterator[bytes | memoryview]:
     yield head
-    body, sent = copy.body(), 0
-    for part, sums in zip(copy.plan.parts, checksums, strict=True):
-        end = part.start + part.size_bytes
-        for start in range(part.start, end, BLOCK_BYTES):
-            stop = min(start + BLOCK_BYTES, end)
-            sums.append(hashlib.sha256(body[start:stop]).hexdigest())
-            if stop - sent >= BLOCK_BYTES:
-                yield body[sent:stop]
-                sent = stop
-    if sent < len(body):
-        yield body[sent:]
+    body = copy.body()
+    for start in range(0, len(body), BLOCK_BYTES):
+        yield body[start : start + BLOCK_BYTES]
 
 
 def commit(
