@@ -18,6 +18,7 @@ DEMO_LOG := demo/log
 DEMO_ROWS := 1500000
 SEEDS ?= 10
 CHAOS_S ?= 120
+BENCHMARKS ?= ingest vocabulary preprocess train checkpoint recover mnist gpt2
 export DATA # the shell, not make, puts it into commands, so that it may hold spaces
 
 .PHONY: help setup demo test test-extended chaos check lint format types layers spelling docs bench clean
@@ -91,8 +92,8 @@ spelling: setup
 docs: setup ## runs every example of the documentation
 	@if [ -e tests/test_docs.py ]; then $(RUN)/python -m pytest tests/test_docs.py; else echo "docs: no tests/test_docs.py"; fi
 
-bench: setup ## benchmarks: ingest, vocabulary, preprocess, train; one JSON object a row
-	@for name in ingest vocabulary preprocess train; do echo "bench: $$name" >&2; $(RUN)/rayrec benchmark $$name; done
+bench: setup ## benchmarks, one JSON object a row: BENCHMARKS="ingest vocabulary ...", by default all but quality
+	@for name in $(BENCHMARKS); do echo "bench: $$name" >&2; $(RUN)/rayrec benchmark $$name; done
 
 clean: ## removes the environment and everything made here, the demo's log and runs too
 	@rm -rf $(VENV) build demo src/rayrec.egg-info $(SHIM)/build $(SHIM)/*.egg-info .*_cache .hypothesis

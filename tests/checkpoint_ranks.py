@@ -26,8 +26,11 @@ from rayrec.checkpoint import Checkpoint, DamagedError, Retention, Saver, claim,
 from rayrec.config import InputError
 
 
-def run_ranks(what: str, size: int, folder: str, *, killed: int | None = None) -> list[str]:
-    """The output of each rank; all must end with status 0, but for one that kills itself."""
+def run_ranks(
+    what: str | Callable[[str, int], None], size: int, folder: str, *, killed: int | None = None
+) -> list[str]:
+    """The output of each rank, which calls a function of this or another module with the folder and its rank; all must end
+    with status 0, but for one that kills itself."""
     context = multiprocessing.get_context("forkserver")  # imports torch once
     context.set_forkserver_preload(
         ["rayrec.checkpoint", "torch.distributed.tensor", "torch.distributed._shard.sharded_tensor"]
@@ -47,14 +50,15 @@ def run_ranks(what: str, size: int, folder: str, *, killed: int | None = None) -
     return outputs
 
 
-def _be_rank(what: str, rank: int, size: int, folder: str, meeting: str) -> None:
+def _be_rank(what: str | Callable[[str, int], None], rank: int, size: int, folder: str, meeting: str) -> None:
     with open(f"{meeting}/output_{rank}", "w", buffering=1) as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
         sys.stdout = sys.stderr = output
         torch.set_num_threads(1)
         distributed.init_process_group("gloo", init_method=f"file://{meeting}/point", rank=rank, world_size=size)
-        globals()[what](folder, rank)
+        function = globals()[what] if isinstance(what, str) else what
+        function(folder, rank)
         distributed.barrier()  # a rank that goes first would abort the other while it still works
         distributed.destroy_process_group()
 

@@ -106,6 +106,7 @@ def _wanted() -> list[tuple[str, Requirement]]:
         *extras["test"],
         *extras["check"],
         *extras["spark"],
+        *extras["language"],
         *torchrec,
         *shim["dependencies"],
     ]

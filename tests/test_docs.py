@@ -1,9 +1,10 @@
 """The documentation tells the truth: its commands and code run, its links lead somewhere, its flags exist.
 
 In README.md, docs/*.md and the notebooks of examples/:
-- blocks fenced as `python` are run, those of one page in one process and namespace, in order;
-- in blocks fenced as `bash`, lines that begin with `rayrec` are run, in order with the page's Python; of other lines only
-  the targets of `make` are looked up;
+- blocks fenced as `python` are run, those of one page in one process and namespace, in order; one that begins with a comment
+  `# NAME.py` is that file, and is written instead;
+- in blocks fenced as `bash`, lines that begin with `rayrec`, or run such a file with `python`, are run, in order with the
+  page's Python; of other lines only the targets of `make` are looked up;
 - blocks fenced as `yaml` must load as a configuration; `text` and others are only read.
 
 A page finds what docs/quickstart.md leaves behind (log/, runs/), unless it generates its own log.
@@ -32,6 +33,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 LIMIT_S = 900  # of one page; some ten seconds on a quiet machine
 
+FILE = re.compile(r"# (\w+\.py)\n")
+"""Begins a block that is a file."""
+
 # Runs the blocks of a page, given as JSON, in its own namespace; a line of a traceback is a line of the page.
 DRIVER = """
 import json, subprocess, sys
@@ -39,7 +43,10 @@ page, blocks = json.loads(sys.argv[1])
 namespace = {"__name__": "__main__"}
 for kind, line, text in blocks:
     print(f"-- {page}, line {line}", flush=True)
-    if kind == "python":
+    if kind == "file":
+        name = text.split("\\n", 1)[0].removeprefix("# ")
+        open(name, "w").write(text)
+    elif kind == "python":
         exec(compile("\\n" * line + text, page, "exec"), namespace)
     else:
         subprocess.run(["sh", "-c", text], check=True)
@@ -83,12 +90,12 @@ def _commands(block: Block) -> list[str]:
 
 
 def runnable(page: Path) -> list[Block]:
-    found = []
+    found: list[Block] = []
     for block in blocks(page):
         if block.kind == "python":
-            found.append(block)
+            found.append(block._replace(kind="file") if FILE.match(block.text) else block)
         elif block.kind == "bash":
-            ours = [line for line in _commands(block) if line.startswith("rayrec ")]
+            ours = [line for line in _commands(block) if re.match(r"rayrec |python \w+\.py$", line)]
             found += [Block("bash", block.line, line) for line in ours]
     return found
 
@@ -97,12 +104,13 @@ RUNNABLE = [page for page in PAGES if runnable(page) and page != QUICKSTART]
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """The command `rayrec` is this interpreter's; nothing is kept outside the folder; no cluster but a local one."""
+    """Commands `rayrec` and `python` are this interpreter's; nothing is kept outside the folder; no cluster but a local one."""
     programs = folder / ".bin"
     programs.mkdir(exist_ok=True)
-    script = programs / "rayrec"
-    script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m rayrec "$@"\n')
-    script.chmod(0o755)
+    for name, start in (("rayrec", "-m rayrec "), ("python", "")):
+        script = programs / name
+        script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {start}"$@"\n')
+        script.chmod(0o755)
     environment = {**os.environ, "RAYREC_CACHE": str(folder / ".cache"), "PYTHONUNBUFFERED": "1"}
     environment.pop("RAY_ADDRESS", None)
     environment["PATH"] = f"{programs}{os.pathsep}{environment.get('PATH', os.defpath)}"

@@ -10,37 +10,54 @@ if TYPE_CHECKING:
     from rayrec.api import (
         doctor,
         evaluate,
+        export,
         fetch,
         generate,
         plan,
         predict,
+        predict_to,
         preprocess,
+        report,
         supervise,
         train,
         validate,
         vocabulary,
     )
     from rayrec.config import InputError
+    from rayrec.data.rows import ArrayRows
     from rayrec.launch.supervision import SuperviseConfig
+    from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule
     from rayrec.prepare.config import PreparationConfig
     from rayrec.prepare.validate import Gates
     from rayrec.schema import Schema
+    from rayrec.workloads.base import DataConfig, ScalingConfig, TrainConfig
+    from rayrec.workloads.replicated import ReplicatedWorkload
 
 __version__ = "0.1.0"
 __all__ = [
+    "ArrayRows",
+    "DataConfig",
+    "DenseOptimizerConfig",
     "Gates",
     "InputError",
+    "LearningRateSchedule",
     "PreparationConfig",
+    "ReplicatedWorkload",
+    "ScalingConfig",
     "Schema",
     "SuperviseConfig",
+    "TrainConfig",
     "doctor",
     "evaluate",
+    "export",
     "fetch",
     "generate",
     "plan",
     "predict",
+    "predict_to",
     "preprocess",
     "recipes",
+    "report",
     "supervise",
     "train",
     "validate",
@@ -48,11 +65,18 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ArrayRows": "rayrec.data.rows",
+    "DataConfig": "rayrec.workloads.base",
+    "DenseOptimizerConfig": "rayrec.optim",
     "Gates": "rayrec.prepare.validate",
     "InputError": "rayrec.config",
+    "LearningRateSchedule": "rayrec.optim",
     "PreparationConfig": "rayrec.prepare.config",
+    "ReplicatedWorkload": "rayrec.workloads.replicated",
+    "ScalingConfig": "rayrec.workloads.base",
     "Schema": "rayrec.schema",
     "SuperviseConfig": "rayrec.launch.supervision",
+    "TrainConfig": "rayrec.workloads.base",
     "recipes": "rayrec.recipes",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import time
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
     from rayrec.launch.supervisor import Outcome
     from rayrec.observe.console import Console
     from rayrec.prepare.config import PreparationConfig
+    from rayrec.prepare.preprocess import Format
     from rayrec.prepare.validate import Gates
     from rayrec.prepare.validate import Report as DataReport
+    from rayrec.recipes import Recipe
     from rayrec.training.trainer import Result
     from rayrec.workloads.base import TrainConfig
 
@@ -65,7 +68,7 @@ def preprocess(
     path: str,
     *,
     out: str,
-    format: Literal["parquet", "npy", "binary", "npz"],
+    format: Format,
     preprocessor: str | None = None,
     shuffle: Literal["none", "full"] = "none",
     seed: int = 0,
@@ -76,11 +79,14 @@ def preprocess(
     goes on where it stopped. `options` are the fields of `rayrec.PreparationConfig`.
 
     Without a `preprocessor` folder the categories are counted first. shuffle "full" puts the training rows into an order
-    that is random over the whole log. Raises InputError for an unusable log, a format that cannot hold it, or where `out`
-    exists.
+    that is random over the whole log. With format "mds" plain text becomes rows of tokens; `options` are then the fields
+    of `rayrec.prepare.text.TextConfig`, files and address. Raises InputError for an unusable log or text, a format that
+    cannot hold it, or where `out` exists.
     """
     from rayrec.prepare.preprocess import preprocess as run
+    from rayrec.prepare.text import TextConfig
 
+    of_text = {field.name for field in dataclasses.fields(TextConfig)}
     return run(
         path,
         out=out,
@@ -88,7 +94,8 @@ def preprocess(
         preprocessor=preprocessor,
         shuffle=shuffle,
         seed=seed,
-        config=_preparation(options),
+        config=_preparation({name: value for name, value in options.items() if name not in of_text}),
+        text=TextConfig().updated({name: value for name, value in options.items() if name in of_text}),
         console=_console(console),
     )
 
@@ -147,8 +154,8 @@ def supervise(
     """Keeps a run going on a Ray cluster whose head may be lost: submits `rayrec train ARGUMENTS` through Ray Jobs, as
     often as it takes. See rayrec.launch.supervisor.supervise.
 
-    `config` is what `arguments` (a recipe's name or --config FILE, then flags) come to; without a name in it, one is
-    chosen and added to them. `show` takes what the job prints. Raises InputError for what the user can mend.
+    `config` is what `arguments` (a recipe's name or FILE.py:FUNCTION, or --config FILE, then flags) come to; without a name
+    in it, one is chosen and added to them. `show` takes what the job prints. Raises InputError for what the user can mend.
     """
     from rayrec.launch.supervision import SuperviseConfig
     from rayrec.launch.supervisor import supervise as run
@@ -162,7 +169,7 @@ def supervise(
     if not re.fullmatch(r"[\w.-]+", name):
         raise InputError(f"name: {name!r} may hold letters, digits, '.', '_' and '-' only")
     # Flags that follow a subcommand of the command line would be taken for that one's.
-    place = 0 if "--config" in arguments else list(arguments).index(config.recipe) + 1
+    place = 0 if not arguments or arguments[0].startswith("-") else 1
     naming = [] if config.name else ["--name", name]
     return run(
         [*arguments[:place], *naming, *arguments[place:]],
@@ -200,30 +207,61 @@ def plan(config: TrainConfig) -> str:
 
 
 def evaluate(
-    checkpoint: str, path: str, *, max_bad_fraction: float | None = None, cluster_address: str | None = None
+    checkpoint: str, path: str, *, recipe: Recipe | None = None, console: Console | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Scores every row of a labelled log exactly once -> auroc, logloss, normalized_entropy, calibration, rows."""
+    """Scores every labelled row of a path exactly once -> the workload's metrics, rows, checkpoint. `options` are the fields of
+    `rayrec.serve.config.ScoringConfig`: batch_rows, device, max_bad_fraction, cluster_address.
+
+    `checkpoint` is the folder of a checkpoint, or of a run (then the one its summary names, else the newest); `recipe` the
+    function it was trained with, where that is the caller's own. Raises InputError for an unusable checkpoint or path.
+    """
     from rayrec.serve import predict as serving
 
-    return serving.evaluate(checkpoint, path, config=_config_of(checkpoint, max_bad_fraction, cluster_address))
+    return serving.evaluate(checkpoint, path, **_scoring(checkpoint, recipe, options, console))
 
 
 def predict(
-    checkpoint: str, path: str, *, max_bad_fraction: float | None = None, cluster_address: str | None = None
+    checkpoint: str, path: str, *, recipe: Recipe | None = None, console: Console | None = None, **options: Any
 ) -> ray.data.Dataset:
-    """Scores of a log, in input order: a Dataset of `row`, `score`, `logit` and, where there is one, `label`."""
+    """Predictions for the rows of a path, in their order: a Dataset of `row` and what the workload predicts, such as `score`,
+    `logit` and, where there is one, `label`. All else is as in `evaluate`."""
     from rayrec.serve import predict as serving
 
-    return serving.predict(checkpoint, path, config=_config_of(checkpoint, max_bad_fraction, cluster_address))
+    return serving.predict(checkpoint, path, **_scoring(checkpoint, recipe, options, console))
 
 
 def predict_to(
-    checkpoint: str, path: str, *, out: str, max_bad_fraction: float | None = None, cluster_address: str | None = None
+    checkpoint: str,
+    path: str,
+    *,
+    out: str,
+    recipe: Recipe | None = None,
+    console: Console | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Writes what `predict` gives as Parquet files into folder `out`, which appears complete or not at all."""
     from rayrec.serve import predict as serving
 
-    return serving.predict_to(checkpoint, path, out, config=_config_of(checkpoint, max_bad_fraction, cluster_address))
+    return serving.predict_to(checkpoint, path, out, **_scoring(checkpoint, recipe, options, console))
+
+
+def export(checkpoint: str, *, out: str, recipe: Recipe | None = None) -> dict[str, Any]:
+    """Writes a trained model into folder `out` as other tools read it; the folder appears complete or not at all. Checkpoint
+    and recipe are as in `evaluate`.
+
+    Raises InputError for an unusable checkpoint, a model that cannot be exported, and where `out` exists.
+    """
+    from rayrec.serve.export import export as run
+
+    return run(checkpoint, out, config=_config_of(checkpoint, recipe))
+
+
+def report(run: str, *, out: str | None = None) -> str:
+    """Writes what the events of a run's folder tell, of a run in progress too, as one HTML file that needs no other; `out` None:
+    RUN/report.html. Returns where it is. Raises InputError where there is no run."""
+    from rayrec.observe.report import write
+
+    return write(run, out=out)
 
 
 def doctor() -> Report:
@@ -233,16 +271,32 @@ def doctor() -> Report:
     return examine()
 
 
-def _config_of(checkpoint: str, max_bad_fraction: float | None, cluster_address: str | None) -> TrainConfig:
-    """The configuration a checkpoint was trained with, but for the cluster, which is the caller's."""
+def _config_of(checkpoint: str, recipe: Recipe | None) -> TrainConfig:
+    """The configuration a checkpoint was trained with."""
     from rayrec.checkpoint import open_checkpoint
     from rayrec.recipes import load_config
-    from rayrec.workloads.base import ClusterConfig
 
     folder = open_checkpoint(checkpoint).path
-    config = load_config(storage.read_bytes(storage.join(folder, "config.yaml")).decode())
-    config = config.replace(cluster=ClusterConfig(address=cluster_address))
-    return config if max_bad_fraction is None else config.replace(max_bad_fraction=max_bad_fraction)
+    return load_config(storage.read_bytes(storage.join(folder, "config.yaml")).decode(), recipe=recipe)
+
+
+def _scoring(
+    checkpoint: str, recipe: Recipe | None, options: dict[str, Any], console: Console | None
+) -> dict[str, Any]:
+    """What `rayrec.serve.predict` is told: the checkpoint's configuration, but for what the caller decides."""
+    from rayrec.serve.config import ScoringConfig
+    from rayrec.workloads.base import ClusterConfig
+
+    scoring = ScoringConfig().updated(options)
+    config = _config_of(checkpoint, recipe).replace(cluster=ClusterConfig(address=scoring.cluster_address))
+    if scoring.max_bad_fraction is not None:
+        config = config.replace(max_bad_fraction=scoring.max_bad_fraction)
+    return {
+        "config": config,
+        "batch_rows": scoring.batch_rows,
+        "device": scoring.device,
+        "console": _console(console),
+    }
 
 
 def _console(console: Console | None) -> Console:

@@ -1,66 +1,56 @@
-"""Batches: what a loader hands to a model, able to move themselves to a device."""
+"""Batches of any tensors, able to move themselves to a device; nothing here needs more than torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from torchrec.streamable import Pipelineable
 
 
 @dataclass
-class ClickBatch(Pipelineable):
-    """One worker's part of one global batch of a click log."""
+class TensorBatch:
+    """One worker's part of one global batch."""
 
-    dense_features: torch.Tensor
-    """(rows, num_dense) float32, normalised."""
-    sparse_features: KeyedJaggedTensor
-    """One key per sparse column, `rows` bags each."""
-    labels: torch.Tensor
-    """(rows,) float32, 0 or 1."""
+    tensors: dict[str, torch.Tensor]
+    """(rows, ...) each."""
     loss_weight: float
-    """world_size / rows of the global batch: summing row losses times this, then averaging over workers (as DDP
-    does), gives the exact mean over the global batch also when workers hold different numbers of rows."""
-    weights: torch.Tensor | None = None
-    """(rows,) float32: what each row's loss is multiplied by; None: 1 each."""
+    """world_size / rows of the global batch: the sum of row losses times this, averaged over workers (as DDP and FSDP do),
+    is the exact mean over the global batch also where workers hold different numbers of rows. 0: a filler, which counts
+    nowhere, for a worker that has no row where others have."""
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> ClickBatch:
-        return ClickBatch(
-            dense_features=self.dense_features.to(device, non_blocking=non_blocking),
-            sparse_features=self.sparse_features.to(device, non_blocking=non_blocking),
-            labels=self.labels.to(device, non_blocking=non_blocking),
-            loss_weight=self.loss_weight,
-            weights=None if self.weights is None else self.weights.to(device, non_blocking=non_blocking),
-        )
+    def to(self, device: torch.device, non_blocking: bool = False) -> TensorBatch:
+        tensors = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.tensors.items()}
+        return TensorBatch(tensors, self.loss_weight)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        self.dense_features.record_stream(stream)
-        self.sparse_features.record_stream(stream)
-        self.labels.record_stream(stream)
-        if self.weights is not None:
-            self.weights.record_stream(stream)
+        for tensor in self.tensors.values():
+            tensor.record_stream(stream)
 
-    def pin_memory(self) -> ClickBatch:
-        return ClickBatch(
-            dense_features=self.dense_features.pin_memory(),
-            sparse_features=self.sparse_features.pin_memory(),
-            labels=self.labels.pin_memory(),
-            loss_weight=self.loss_weight,
-            weights=None if self.weights is None else self.weights.pin_memory(),
-        )
+    def pin_memory(self) -> TensorBatch:
+        return TensorBatch({name: tensor.pin_memory() for name, tensor in self.tensors.items()}, self.loss_weight)
+
+    def parts(self, count: int) -> list[TensorBatch]:
+        """The batch in exactly so many parts of nearly equal size, so that every worker makes as many passes; where it has
+        fewer rows, fillers make up the number."""
+        if count == 1:
+            return [self]
+        pieces = {name: tensor.tensor_split(count) for name, tensor in self.tensors.items()}
+        parts = [
+            TensorBatch({name: pieces[name][number] for name in pieces}, self.loss_weight) for number in range(count)
+        ]
+        filler = TensorBatch({name: tensor[:1] for name, tensor in self.tensors.items()}, 0.0)
+        return [part if len(part) else filler for part in parts]
 
     def __len__(self) -> int:
-        return self.labels.numel()
+        return len(next(iter(self.tensors.values())))
 
 
 @dataclass(frozen=True)
-class StepOutput:
-    """What a model's forward pass hands to the loop beside the loss to differentiate; detached."""
+class RowOutput:
+    """What a step hands to the loop; detached."""
 
     loss: torch.Tensor
-    """Scalar: this worker's loss, without penalties; its mean over workers is the mean over the global batch."""
-    logits: torch.Tensor
-    """(rows,) float32"""
-    labels: torch.Tensor
-    """(rows,) float32"""
+    """Scalar: this worker's loss; its mean over workers is the mean over the global batch."""
+    measures: Mapping[str, torch.Tensor]
+    """(rows,) each; empty in training."""

@@ -1,7 +1,6 @@
 """Each command: its flags, the public function it calls, and what it prints (results to standard output, as JSON)."""
 
 import contextlib
-import difflib
 import json
 import runpy
 import sys
@@ -17,7 +16,9 @@ from rayrec.launch.policy import Policy
 from rayrec.launch.supervision import SuperviseConfig
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig
+from rayrec.prepare.preprocess import Format
 from rayrec.prepare.preprocess import preprocess as prepare_preprocess
+from rayrec.prepare.text import TextConfig
 from rayrec.prepare.validate import Gates, Report
 from rayrec.prepare.validate import validate as prepare_validate
 from rayrec.prepare.vocabulary import vocabulary as prepare_vocabulary
@@ -30,6 +31,7 @@ DEFAULT_POLICY = Policy()
 Checkpoint = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
 Path_ = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
 Out = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+OwnRecipe = Annotated[str | None, tyro.conf.arg(metavar="FILE.py:FUNCTION")]
 Address = Annotated[str | None, tyro.conf.arg(name="cluster.address")]
 
 
@@ -51,28 +53,29 @@ def _no_arguments(verb: str, arguments: list[str]) -> None:
 
 
 def parse_config(verb: str, arguments: list[str]) -> tuple[TrainConfig, set[str]]:
-    """A recipe's name, or --config FILE, then flags laid over it. Returns the configuration and the switches -v and -q."""
+    """A recipe's name or FILE.py:FUNCTION, --config FILE or both, then flags laid over it. Returns the configuration and the
+    switches -v and -q."""
     switches = {argument for argument in arguments if argument in ("-v", "-q")}
     arguments, schema = _with_schema([argument for argument in arguments if argument not in switches])
+    recipe = None
+    if arguments and not arguments[0].startswith("-"):
+        recipe, arguments = recipes.find(arguments[0]), arguments[1:]
     if "--config" in arguments:
         place = arguments.index("--config")
         if place + 1 == len(arguments):
             raise InputError("--config needs a file")
-        default = recipes.load_config(storage.read_bytes(arguments[place + 1]).decode())
+        default = recipes.load_config(storage.read_bytes(arguments[place + 1]).decode(), recipe=recipe)
         flags = arguments[:place] + arguments[place + 2 :]
-    elif arguments and not arguments[0].startswith("-"):
-        name, flags = arguments[0], arguments[1:]
-        if name not in recipes.ALL:
-            near = difflib.get_close_matches(name, recipes.ALL, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(recipes.ALL)}"
-            raise InputError(f"no recipe '{name}'; {hint}")
-        default = recipes.ALL[name]()
+    elif recipe is not None:
+        default, flags = recipe(), arguments
     elif any(argument in ("-h", "--help") for argument in arguments):
         print(f"usage: rayrec {verb} {VERBS[verb][0]}\n\n{VERBS[verb][1]}\n")
         print(f"Recipes: {', '.join(recipes.ALL)}. `rayrec {verb} RECIPE --help` shows every flag with its meaning.")
         raise SystemExit(0)
     else:
-        raise InputError(f"which recipe? rayrec {verb} RECIPE; there are {', '.join(recipes.ALL)}")
+        raise InputError(
+            f"which recipe? rayrec {verb} RECIPE; there are {', '.join(recipes.ALL)}, and FILE.py:FUNCTION"
+        )
     if schema is not None:
         if not isinstance(default.workload, ClickWorkload):
             raise InputError(f"--schema: recipe {default.recipe} reads no click log")
@@ -130,6 +133,7 @@ def _with_schema(arguments: list[str]) -> tuple[list[str], Schema | None]:
 
 Preparation = Annotated[PreparationConfig, tyro.conf.arg(name="")]
 DEFAULT_GATES = Gates()
+DEFAULT_TEXT = TextConfig()
 
 
 def _prepare(verb: str, function: Callable[[PreparationConfig], Any], arguments: list[str]) -> Any:
@@ -162,22 +166,25 @@ def preprocess(arguments: list[str]) -> None:
         def run(
             path: Path_,
             out: str,
-            format: Literal["parquet", "npy", "binary", "npz"],
+            format: Format,
             preprocessor: str | None = None,
             shuffle: Literal["none", "full"] = "none",
             seed: int = 0,
             config: Preparation = default,
+            text: Annotated[TextConfig, tyro.conf.arg(name="")] = DEFAULT_TEXT,
         ) -> dict[str, Any]:
-            """Write a click log in a ready-made format. --schema FILE names the columns of a log that is not Criteo's.
+            """Write a click log in a ready-made format, or plain text as rows of tokens (mds). --schema FILE names the
+            columns of a log that is not Criteo's.
 
             Args:
                 path: File, glob or folder.
                 out: Folder to write to; an interrupted call made again goes on where it stopped.
-                format: parquet; npy (TorchRec's three arrays a file); binary (int32 rows); npz (multi-hot bags).
+                format: parquet; npy (TorchRec's three arrays a file); binary (int32 rows); npz (multi-hot bags); mds (text).
                 preprocessor: Folder of a Preprocessor; else the categories are counted first.
                 shuffle: full puts the training rows into an order that is random over the whole log.
                 seed: Of that order.
                 config: How the log is read and prepared.
+                text: How text is, with --format mds; of the options of logs, --files and --address are for it too.
             """
             return prepare_preprocess(
                 path,
@@ -187,6 +194,7 @@ def preprocess(arguments: list[str]) -> None:
                 shuffle=shuffle,
                 seed=seed,
                 config=config,
+                text=text,
                 console=Console(),
             )
 
@@ -331,47 +339,100 @@ def summary_rows(summary: dict[str, Any], *, folder: str) -> list[tuple[str, str
             "rows trained",
             f"{summary['rows']:,} in {summary['steps']:,} steps; {summary['wall_s']:.0f} s with preparation",
         ),
-        ("faulty rows left out", f"{summary.get('bad_rows', 0):,}"),
+        *([("faulty rows left out", f"{summary['bad_rows']:,}")] if "bad_rows" in summary else []),
         ("checkpoint", summary["checkpoint"]),
         ("run", folder),
     ]
 
 
-def _evaluate(
-    checkpoint: Checkpoint, path: Path_, max_bad_fraction: float | None = None, address: Address = None
+def _scoring(
+    recipe: OwnRecipe = None,
+    batch_rows: int | None = None,
+    device: Literal["cpu", "cuda"] = "cpu",
+    max_bad_fraction: float | None = None,
+    address: Address = None,
 ) -> dict[str, Any]:
-    """Score every row of a labelled log exactly once.
+    """How rows are scored.
+
+    Args:
+        recipe: The recipe the checkpoint is of, where it is one of your own.
+        batch_rows: Rows the model takes at once; default 8192 for a click model, else as many as in evaluations while training.
+        device: cuda: each scoring process gets one GPU.
+        max_bad_fraction: Share of faulty lines above which a log is refused; default as in training.
+        address: Address of a running Ray cluster; default RAY_ADDRESS, else a local Ray.
+    """
+    return {
+        "recipe": recipes.find(recipe) if recipe else None,
+        "batch_rows": batch_rows,
+        "device": device,
+        "max_bad_fraction": max_bad_fraction,
+        "cluster_address": address,
+    }
+
+
+Scoring = Annotated[dict[str, Any], tyro.conf.arg(name="", constructor=_scoring)]
+
+
+def _evaluate(checkpoint: Checkpoint, path: Path_, scoring: Scoring) -> dict[str, Any]:
+    """Score every labelled row of a path exactly once.
 
     Args:
         checkpoint: Folder of a checkpoint, or of a run (then the one its summary names, else the newest).
-        path: Labelled log: file, glob or folder.
-        max_bad_fraction: Share of faulty lines above which the log is refused; default as in training.
-        address: Address of a running Ray cluster; default RAY_ADDRESS, else a local Ray.
+        path: What is scored, with labels: a click log, images, text; file, glob or folder.
+        scoring: How rows are scored.
     """
-    return api.evaluate(checkpoint, path, max_bad_fraction=max_bad_fraction, cluster_address=address)
+    return api.evaluate(checkpoint, path, **scoring)
 
 
 def evaluate(arguments: list[str]) -> None:
     _print_json(_flags("evaluate", _evaluate, arguments))
 
 
-def _predict(
-    checkpoint: Checkpoint, path: Path_, out: str, max_bad_fraction: float | None = None, address: Address = None
-) -> dict[str, Any]:
-    """Score a log, labelled or not.
+def _predict(checkpoint: Checkpoint, path: Path_, out: str, scoring: Scoring) -> dict[str, Any]:
+    """Score the rows of a path, labelled or not.
 
     Args:
         checkpoint: Folder of a checkpoint, or of a run (then the one its summary names, else the newest).
-        path: Log: file, glob or folder.
-        out: Folder for the Parquet files (columns row, score, logit).
-        max_bad_fraction: Share of faulty lines above which the log is refused; default as in training.
-        address: Address of a running Ray cluster; default RAY_ADDRESS, else a local Ray.
+        path: What is scored: a click log, images, text; file, glob or folder.
+        out: Folder for the Parquet files: column row and what is predicted, such as score and logit.
+        scoring: How rows are scored.
     """
-    return api.predict_to(checkpoint, path, out=out, max_bad_fraction=max_bad_fraction, cluster_address=address)
+    return api.predict_to(checkpoint, path, out=out, **scoring)
 
 
 def predict(arguments: list[str]) -> None:
     _print_json(_flags("predict", _predict, arguments))
+
+
+def _export(checkpoint: Checkpoint, out: str, recipe: OwnRecipe = None) -> dict[str, Any]:
+    """Write a trained model as other tools read it.
+
+    Args:
+        checkpoint: Folder of a checkpoint, or of a run (then the one its summary names, else the newest).
+        out: Folder to write to, which appears complete or not at all.
+        recipe: The recipe the checkpoint is of, where it is one of your own.
+    """
+    return api.export(checkpoint, out=out, recipe=recipes.find(recipe) if recipe else None)
+
+
+def export(arguments: list[str]) -> None:
+    _print_json(_flags("export", _export, arguments))
+
+
+def _report(
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")], out: str | None = None
+) -> dict[str, Any]:
+    """Write what a run's events tell, of a run in progress too, as one HTML file that needs no other.
+
+    Args:
+        run: Folder of a run.
+        out: File to write; default RUN/report.html.
+    """
+    return {"report": api.report(run, out=out)}
+
+
+def report(arguments: list[str]) -> None:
+    _print_json(_flags("report", _report, arguments))
 
 
 def benchmark(arguments: list[str]) -> None:

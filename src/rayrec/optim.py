@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, final
 
 from rayrec.config import Config, InputError
 
@@ -17,7 +18,7 @@ LEARNING_RATE_FLOOR: Final = 1e-7  # absolute, as in MLPerf
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRateSchedule(Config):
-    """Linear warm-up, hold, quadratic decay to a floor; all zero is a constant learning rate.
+    """Linear warm-up, hold, decay to a floor; all zero is a constant learning rate.
 
     The policy of MLPerf's DLRM (Mattson et al. 2020; `LRPolicyScheduler` in facebookresearch/dlrm), with its off-by-one
     mended: there the hold keeps (W-1)/W of the base and warm-up 0 with decay fails.
@@ -28,15 +29,24 @@ class LearningRateSchedule(Config):
     decay_start_step: int = 0
     """First step of the decay; until then the base learning rate holds."""
     decay_steps: int = 0
-    """Steps of the quadratic decay, after which the learning rate stays at 1e-7; 0 never decays."""
+    """Steps of the decay, after which the learning rate stays at its floor; 0 never decays."""
+    warmup_fraction: float = 0.0
+    """In place of warmup_steps: the first part of the run's steps, over which it rises."""
     decay_fraction: float = 0.0
-    """In place of the two above: the last part of the run's steps, over which it decays; 0 never decays."""
+    """In place of decay_start_step and decay_steps: the last part of the run's steps, over which it decays; 0 never decays."""
+    decay: Literal["quadratic", "linear", "cosine"] = "quadratic"
+    """How it decays."""
+    final_fraction: float = 0.0
+    """Share of the base learning rate that the decay ends at; never below 1e-7."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_not_negative(self, "warmup_steps", "decay_start_step", "decay_steps")
-        if not 0 <= self.decay_fraction <= 1:
-            raise InputError(f"decay_fraction {self.decay_fraction} must lie between 0 and 1")
+        for name in ("warmup_fraction", "decay_fraction", "final_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InputError(f"{name} {getattr(self, name)} must lie between 0 and 1")
+        if self.warmup_fraction and self.warmup_steps:
+            raise InputError("warmup_fraction and warmup_steps: give one of the two")
         if self.decay_fraction and self.decay_steps:
             raise InputError("decay_fraction and decay_steps: give one of the two")
         if self.decay_steps and self.decay_start_step < self.warmup_steps:
@@ -46,24 +56,36 @@ class LearningRateSchedule(Config):
             )
 
     def for_steps(self, total: int) -> LearningRateSchedule:
-        """The same schedule for a run of `total` steps, with `decay_fraction` turned into steps."""
-        if not self.decay_fraction:
-            return self
-        decay_steps = max(1, round(total * self.decay_fraction))
-        start = max(self.warmup_steps, total - decay_steps)
-        return self.replace(decay_fraction=0.0, decay_start_step=start, decay_steps=decay_steps)
+        """The same schedule for a run of `total` steps, with fractions turned into steps."""
+        schedule = self
+        if self.warmup_fraction:
+            schedule = schedule.replace(warmup_fraction=0.0, warmup_steps=max(1, round(total * self.warmup_fraction)))
+        if self.decay_fraction:
+            start = max(schedule.warmup_steps, total - max(1, round(total * self.decay_fraction)))
+            schedule = schedule.replace(
+                decay_fraction=0.0, decay_start_step=start, decay_steps=max(1, total - start)
+            )
+        return schedule
 
     def factor(self, step: int) -> float:
         """Share of the base learning rate in step `step` (from 0), before the floor.
 
-        With W warm-up steps: (step + 1) / W below W; with N decay steps: ((N - k) / N)^2 in the k-th step of the decay.
+        With W warm-up steps: (step + 1) / W below W. With N decay steps, in the k-th of them, s = (N - k) / N: s^2, s or
+        (1 - cos(pi s)) / 2, between `final_fraction` and 1.
         """
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if not self.decay_steps or step < self.decay_start_step:
             return 1.0
-        left = max(0, self.decay_start_step + self.decay_steps - step)
-        return (left / self.decay_steps) ** 2
+        left = max(0, self.decay_start_step + self.decay_steps - step) / self.decay_steps
+        match self.decay:
+            case "quadratic":
+                shape = left**2
+            case "linear":
+                shape = left
+            case "cosine":
+                shape = (1 - math.cos(math.pi * left)) / 2
+        return self.final_fraction + (1 - self.final_fraction) * shape
 
     def learning_rate(self, step: int, *, base: float) -> float:
         """Learning rate of step `step` (from 0): the decay stops at 1e-7, or at `base` where that is less."""
@@ -107,7 +129,7 @@ class SparseOptimizerConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class DenseOptimizerConfig(Config):
-    """Optimizer of the replicated parameters, those that the fused kernel does not update."""
+    """Optimizer of replicated parameters, and of those that FSDP splits: all that no fused kernel updates."""
 
     kind: Literal["sgd", "adagrad", "adam", "adamw"] = "adam"
     """Update rule, as in torch.optim."""
@@ -119,12 +141,22 @@ class DenseOptimizerConfig(Config):
     """L2 penalty; with adamw decoupled from the gradient."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of the running mean and square of the gradient (adam, adamw)."""
+    momentum: float = 0.0
+    """Share of the last update that goes into the next (sgd)."""
+    nesterov: bool = False
+    """Nesterov's momentum (sgd)."""
+    decay_matrices_only: bool = False
+    """Weight decay is for parameters of two or more dimensions; biases and normalisations have none."""
     max_gradient_norm: float | None = None
     """Clip the gradients of all dense parameters to this joint 2-norm; None never clips."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_not_negative(self, "learning_rate", "eps", "weight_decay")
+        _check_not_negative(self, "learning_rate", "eps", "weight_decay", "momentum")
+        if (self.momentum and self.kind != "sgd") or (self.nesterov and not self.momentum):
+            raise InputError(
+                f"momentum {self.momentum}, nesterov {self.nesterov}: momentum is for sgd, nesterov for momentum"
+            )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise InputError(f"betas {self.betas}: both must be at least 0 and below 1")
         if self.max_gradient_norm is not None and not self.max_gradient_norm > 0:
@@ -140,21 +172,30 @@ class DenseOptimizerConfig(Config):
             "weight_decay": self.weight_decay,
             "fused": self._fused(parameters),
         }
+        groups: list[Any] = parameters
+        if self.decay_matrices_only:
+            groups = [{"params": [parameter for parameter in parameters if parameter.dim() > 1]}]
+            groups.append(
+                {"params": [parameter for parameter in parameters if parameter.dim() <= 1], "weight_decay": 0.0}
+            )
         match self.kind:
             case "sgd":
-                return torch.optim.SGD(parameters, **shared)
+                return torch.optim.SGD(groups, momentum=self.momentum, nesterov=self.nesterov, **shared)
             case "adagrad":
-                return torch.optim.Adagrad(parameters, eps=self.eps, **shared)
+                return torch.optim.Adagrad(groups, eps=self.eps, **shared)
             case "adam":
-                return torch.optim.Adam(parameters, eps=self.eps, betas=self.betas, **shared)
+                return torch.optim.Adam(groups, eps=self.eps, betas=self.betas, **shared)
             case "adamw":
-                return torch.optim.AdamW(parameters, eps=self.eps, betas=self.betas, **shared)
+                return torch.optim.AdamW(groups, eps=self.eps, betas=self.betas, **shared)
+
+    def build_named(self, named_parameters: Mapping[str, torch.nn.Parameter]) -> NamedOptimizer:
+        """The optimizer with its state under parameter names, without clipping; needs no TorchRec."""
+        return NamedOptimizer(self.build(named_parameters.values()), named_parameters)
 
     def build_keyed(self, named_parameters: Mapping[str, torch.nn.Parameter]) -> KeyedOptimizer:
         """The optimizer under parameter names, for TorchRec's CombinedOptimizer and checkpoints, with the clipping.
 
-        Clipping takes the norm on this process, which is the norm of the mean gradient when DDP has averaged it;
-        parameters sharded by FSDP need torch's own `clip_grad_norm_`.
+        Clipping takes the norm on this process, which is the norm of the mean gradient when DDP has averaged it.
         """
         from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
         from torchrec.optim.keyed import KeyedOptimizerWrapper
@@ -179,8 +220,36 @@ class DenseOptimizerConfig(Config):
         return True if usable else None
 
 
+@final
+class NamedOptimizer:
+    """A torch optimizer whose state dict goes by the names of parameters, for checkpoints; unlike torch's, which go by number
+    and so change their meaning with the grouping."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, named_parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        self.optimizer = optimizer
+        self.params = dict(named_parameters)
+
+    @property
+    def state(self) -> Mapping[Any, dict[str, Any]]:
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        """`state`: parameter name -> state name -> the live values. There is no `load_state_dict`: fill these."""
+        return {"state": {name: state for name, value in self.params.items() if (state := self.state.get(value))}}
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+
 def set_learning_rates(
-    optimizer: torch.optim.Optimizer | KeyedOptimizer,
+    optimizer: torch.optim.Optimizer | KeyedOptimizer | NamedOptimizer,
     *,
     base_rates: Sequence[float],
     schedule: LearningRateSchedule,
@@ -196,7 +265,7 @@ def set_learning_rates(
         group["lr"] = schedule.learning_rate(step, base=base)  # type: ignore[index]
 
 
-def learning_rates(optimizer: torch.optim.Optimizer | KeyedOptimizer) -> list[float]:
+def learning_rates(optimizer: torch.optim.Optimizer | KeyedOptimizer | NamedOptimizer) -> list[float]:
     """The learning rate of each parameter group now."""
     return [float(group["lr"]) for group in optimizer.param_groups]
 

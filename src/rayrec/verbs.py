@@ -11,8 +11,10 @@ VERBS = {
     "plan": ("RECIPE [--flags]", "shows how a recipe's tables are spread over its workers, and whether they fit"),
     "train": ("RECIPE [--flags] [-v|-q]", "trains; the same storage and name again goes on where the run stopped"),
     "supervise": ("-- train RECIPE [--flags]", "trains as a job of a cluster, and goes on when its head was lost"),
-    "evaluate": ("CHECKPOINT PATH", "scores every row of a log exactly once -> metrics as JSON"),
-    "predict": ("CHECKPOINT PATH --out DIR", "writes scores as Parquet, in input order, with the row's number"),
+    "evaluate": ("CHECKPOINT PATH", "scores every labelled row exactly once -> metrics as JSON"),
+    "predict": ("CHECKPOINT PATH --out DIR", "writes predictions as Parquet, in input order, with the row's number"),
+    "export": ("CHECKPOINT --out DIR", "writes a trained model as other tools read it"),
+    "report": ("RUN", "writes what a run's events tell as one HTML file: metrics, curves, failures, samples"),
     "benchmark": ("NAME", "measures, as ratios against a peer or a ceiling in the same run"),
     "doctor": ("[--json]", "what is installed, what fits together, what does not and how to mend it"),
 }

@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from rayrec import storage
-from rayrec.batch import ClickBatch
+from rayrec.click_batch import ClickBatch
 from rayrec.config import InputError
 from rayrec.data.counting import count_log
 from rayrec.data.ingest import share_preprocessor, stream

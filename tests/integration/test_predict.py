@@ -15,6 +15,7 @@ from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.metrics import binary_metrics
 from rayrec.observe.console import Console
+from rayrec.serve import parts as parquet_parts
 from rayrec.serve import predict as serving
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def test_parquet(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(serving, "_PART_ROWS", 7000)
+    monkeypatch.setattr(parquet_parts, "PART_ROWS", 7000)
 
     def predict_to(out: Path) -> dict[str, Any]:
         path = config.train_data.path

@@ -34,7 +34,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from rayrec import checkpoint
-from rayrec.batch import ClickBatch
+from rayrec.click_batch import ClickBatch
 from rayrec.models.dlrm import DLRMConfig
 from rayrec.models.embeddings import feature_names, initialize_shards
 from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig

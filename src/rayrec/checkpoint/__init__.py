@@ -20,6 +20,7 @@ from rayrec.checkpoint.format import MANIFEST, VERSION, DamagedError
 from rayrec.checkpoint.reading import full_tensors, restore, verify, weights_sha256
 from rayrec.checkpoint.retention import Retention, to_remove
 from rayrec.checkpoint.saver import Saver
+from rayrec.checkpoint.tied import untied
 from rayrec.checkpoint.writing import save
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "save",
     "step_of",
     "to_remove",
+    "untied",
     "verify",
     "weights_sha256",
 ]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from rayrec.batch import ClickBatch
+from rayrec.click_batch import ClickBatch
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.ingest import stream
 from rayrec.data.placement import TaskPlacement

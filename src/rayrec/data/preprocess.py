@@ -84,7 +84,7 @@ def preprocess(
         "seed": seed if shuffle == "full" else None,
     }
     made_of = {**settings, "log": _identity(index, sources), "segments_per_task": segments_per_task}
-    going_on = _goes_on(work, made_of)
+    going_on = goes_on(work, made_of)
     if work != out:
         _check_disk(work, layout, preprocessor, index.rows, shuffle)
     if not going_on:
@@ -156,7 +156,7 @@ def _hash(files: list[dict[str, Any]]) -> str:
     return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
 
 
-def _goes_on(work: str, made_of: dict[str, Any]) -> bool:
+def goes_on(work: str, made_of: dict[str, Any]) -> bool:
     """Whether the folder was begun with the same inputs. Raises InputError where they were others."""
     path = storage.join(work, JOB)
     if not storage.exists(path):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
+import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,3 +107,29 @@ def raise_input_error(error: ray.exceptions.RayTaskError) -> None:
     """Raises the InputError behind a failed task, if that is what it was, without Ray's traceback."""
     if isinstance(error.cause, InputError):
         raise InputError(str(error.cause).partition("\n")[0]) from None  # Ray Data adds lines of its own advice
+
+
+@contextmanager
+def input_errors() -> Iterator[None]:
+    """Turns what Ray made of an InputError on its way from an actor of Ray Data into that InputError again.
+
+    Ray Data keeps only the traceback's text of what a function raised (2.60: UserCodeException drops its cause).
+    """
+    logger = logging.getLogger("ray.data")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # it logs what it then raises
+    message = ""
+    try:
+        yield
+    except ray.exceptions.RayError as error:
+        found = re.findall(r"^rayrec\.config\.InputError: (.+)$", str(error), re.MULTILINE)
+        if not found:
+            raise
+        message = found[-1]
+    finally:
+        logger.setLevel(level)
+    if message:
+        # Raised here, without the failure as its context: that would keep the failed pipeline, its actors and their
+        # CPUs alive as long as anybody holds this exception.
+        gc.collect()
+        raise InputError(message)

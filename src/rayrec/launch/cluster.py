@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 from dataclasses import dataclass
 
 from rayrec.config import InputError
@@ -76,6 +77,15 @@ def connect_for_data(address: str | None) -> TaskPlacement:
     """Connects to Ray for work that has no training beside it; returns where its data tasks may run."""
     connect(address, num_cpus=None, object_store_bytes=None, log_to_driver=False)
     return TaskPlacement(num_cpus=1.0)
+
+
+def ship_code(owner: type) -> None:
+    """Where a class is the user's own, its module goes to Ray's processes as code: their nodes need not have its file."""
+    module = owner.__module__
+    if module.partition(".")[0] not in ("rayrec", "__main__"):  # whose classes go as code anyway
+        import ray
+
+        ray.cloudpickle.register_pickle_by_value(sys.modules[module])
 
 
 def alive_nodes(*, probe: bool = False) -> list[Node]:

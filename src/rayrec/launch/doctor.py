@@ -15,6 +15,7 @@ from rayrec.config import InputError
 from rayrec.launch.installation import (
     FBGEMM,
     PROBED,
+    UNNEEDED,
     Installed,
     Machine,
     Probe,
@@ -145,7 +146,7 @@ def diagnose(
 def closure(roots: Iterable[Requirement], installed: Mapping[str, Installed]) -> Iterator[tuple[str, Requirement]]:
     """Every requirement reached from `roots`, with the name of who asks for it ("" for the roots). Pure.
 
-    What is not installed is named, but not followed. Markers are judged for this interpreter.
+    What is not installed is named, but not followed; what is UNNEEDED is left out. Markers are judged for this interpreter.
     """
     from packaging.requirements import Requirement
 
@@ -160,8 +161,12 @@ def closure(roots: Iterable[Requirement], installed: Mapping[str, Installed]) ->
         name = _name(requirement)
         for text in installed[name].requires if name in installed else ():
             inner = Requirement(text)
-            if any(_applies(inner, extra) for extra in ("", *requirement.extras)):
+            if any(_applies(inner, extra) for extra in ("", *requirement.extras)) and _needs(name, inner):
                 waiting.append((name, inner))
+
+
+def _needs(asker: str, requirement: Requirement) -> bool:
+    return _name(requirement) not in UNNEEDED.get(asker, ())
 
 
 def _rayrec_findings(
@@ -230,6 +235,8 @@ def _requirement_findings(installed: Mapping[str, Installed], pip: str) -> Itera
     from packaging.requirements import Requirement
 
     roots = [*_own_requirements(installed), Requirement("torchrec")]
+    if "mosaicml-streaming" in installed:  # nothing else here brings it, so that the extra was meant to be there
+        roots += _extra_requirements(installed, "language")
     asked: dict[str, set[tuple[str, str]]] = {}
     for asker, requirement in closure(roots, installed):
         name, specifier = _name(requirement), str(requirement.specifier)
@@ -291,11 +298,7 @@ def _machine_findings(machine: Machine) -> Iterator[Finding]:
 
 def _tested_versions(installed: Mapping[str, Installed]) -> tuple[str, str, str]:
     """`torchrec`, `fbgemm-gpu` and `fbgemm-gpu-cpu` with the versions that rayrec's extra `cuda` names."""
-    from packaging.requirements import Requirement
-
-    texts = installed["rayrec"].requires if "rayrec" in installed else ()
-    extra = [each for each in map(Requirement, texts) if each.marker is not None and _applies(each, "cuda")]
-    pins = {_name(each): str(each.specifier) for each in extra}
+    pins = {_name(each): str(each.specifier) for each in _extra_requirements(installed, "cuda")}
     fbgemm = pins.get("fbgemm-gpu", "")
     return f"torchrec{pins.get('torchrec', '')}", f"fbgemm-gpu{fbgemm}", f"fbgemm-gpu-cpu{fbgemm}"
 
@@ -306,6 +309,14 @@ def _own_requirements(installed: Mapping[str, Installed]) -> list[Requirement]:
 
     texts = installed["rayrec"].requires if "rayrec" in installed else ()
     return [each for each in map(Requirement, texts) if _applies(each, "")]
+
+
+def _extra_requirements(installed: Mapping[str, Installed], extra: str) -> list[Requirement]:
+    """What one extra of rayrec adds."""
+    from packaging.requirements import Requirement
+
+    texts = installed["rayrec"].requires if "rayrec" in installed else ()
+    return [each for each in map(Requirement, texts) if each.marker is not None and _applies(each, extra)]
 
 
 def _applies(requirement: Requirement, extra: str) -> bool:

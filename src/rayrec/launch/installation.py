@@ -18,6 +18,19 @@ PROBED = ("torch", "fbgemm_gpu", "torchrec", "ray")
 """Modules that are imported to see whether they do; the first three each need those before them."""
 FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 """The distributions that bring the module fbgemm_gpu."""
+UNNEEDED = {
+    "mosaicml-streaming": frozenset(
+        {
+            # Of stores that are not read through it: rayrec.storage fetches the shards.
+            "azure-identity", "azure-storage-blob", "azure-storage-file-datalake", "google-cloud-storage", "oci", "paramiko",
+            "matplotlib",  # of its simulator
+            "torchvision",  # of streaming.vision, which data/mds.py keeps out; beside a CPU build of torch pip's build dies
+            "numpy",  # below 2.2, which nothing in it depends on
+        }
+    )
+}  # fmt: skip
+"""What a distribution's metadata asks for and what of it we import does without, by who asks: left out of the lock, and no
+finding of the doctor's."""
 _PROBE_TIMEOUT_S = 120.0
 """For one process; a cold import of TorchRec takes 15 s."""
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from rayrec.batch import ClickBatch, StepOutput
+from rayrec.click_batch import ClickBatch, StepOutput
 from rayrec.models.dlrm import DLRMConfig
 from rayrec.models.embeddings import build_embeddings, feature_names
 from rayrec.models.interaction import CrossInteraction, DotInteraction, Interaction, ProjectionInteraction

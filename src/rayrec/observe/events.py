@@ -9,12 +9,16 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self, final
+from typing import TYPE_CHECKING, Any, Final, Self, final
 
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.observe.event_lines import TORN_LINE, events_in, line_of
 from rayrec.observe.event_parts import CLOSE_S, EventParts, RemoteEvents, parts_folder
+from rayrec.observe.history import VALIDATION, logged
+
+if TYPE_CHECKING:
+    import pandas
 
 _logger = logging.getLogger(__name__)
 
@@ -149,6 +153,20 @@ def read_events(path: str | Path, *, kinds: Collection[str] | None = None) -> li
             return [event for event in events_in(file, path) if kinds is None or event["kind"] in kinds]
     except FileNotFoundError:
         raise _no_file(path) from None
+
+
+def metrics_dataframe(path: str | Path) -> pandas.DataFrame:
+    """A row for each step that was logged or evaluated: step, rows, loss, rows_per_s, blocked_fraction, validation_METRIC for
+    each metric, and time_s since the run began. What was not logged with a step is NaN; steps that were done again after a
+    failure appear once, as they were the last time. Raises InputError as `read_events` does, and where pandas is missing."""
+    try:
+        import pandas
+    except ModuleNotFoundError:
+        raise InputError("metrics_dataframe: pandas is not installed; `pip install pandas`") from None
+    rows = logged(read_events(path, kinds=("run", "start", "step", "evaluate")))
+    metrics = dict.fromkeys(name for row in rows for name in row if name.startswith(VALIDATION))
+    columns = ["step", "rows", "loss", "rows_per_s", "blocked_fraction", *metrics, "time_s"]
+    return pandas.DataFrame(rows, columns=columns)
 
 
 def follow(path: str | Path, *, stop: threading.Event, poll_s: float | None = None) -> Iterator[dict[str, Any]]:

@@ -1,35 +1,80 @@
-"""A log in a ready-made format, which training, evaluation and prediction use in its place."""
+"""A log in a ready-made format, or a text as rows of tokens, which training, evaluation and prediction use in its place."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
-from rayrec.config import InputError
+from rayrec.config import Config, InputError
 from rayrec.data import preprocess as writing
 from rayrec.data.labels import has_labels
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, engine, raw_index
+from rayrec.prepare.text import TextConfig, preprocess_text
 from rayrec.prepare.vocabulary import count, sets_of
+
+Format = Literal["parquet", "npy", "binary", "npz", "mds"]
 
 
 def preprocess(
     path: str,
     *,
     out: str,
-    format: Literal["parquet", "npy", "binary", "npz"],
+    format: Format,
     preprocessor: str | None = None,
     shuffle: Literal["none", "full"] = "none",
     seed: int = 0,
     config: PreparationConfig,
+    text: TextConfig | None = None,
     console: Console,
 ) -> dict[str, Any]:
     """Writes the log's rows as model inputs into folder `out`, which appears complete or not at all; called again after
-    it was interrupted, it goes on where it stopped. The Preprocessor is that of a folder, or counted from the log.
+    it was interrupted, it goes on where it stopped. The Preprocessor is that of a folder, or counted from the log. With
+    format `mds`, what lies at `path` is plain text instead, see rayrec.prepare.text.preprocess_text.
 
-    Raises InputError for an unusable log, a Preprocessor of another schema, a format that cannot hold the rows, or where
-    `out` exists.
+    Raises InputError for an unusable log, a Preprocessor of another schema, a format that cannot hold the rows, an option
+    that means nothing for the format, or where `out` exists.
     """
+    text = text or TextConfig()
+    if format == "mds":
+        _refuse(_changed(config, PreparationConfig(), but=("address", "files")), "for click logs, not for --format mds")
+        log_options = {"preprocessor": preprocessor is not None, "shuffle": shuffle != "none", "seed": seed != 0}
+        _refuse([name for name, given in log_options.items() if given], "for click logs, not for --format mds")
+        return preprocess_text(path, out=out, text=text, config=config, console=console)
+    _refuse(_changed(text, TextConfig()), f"for text (--format mds), not for --format {format}")
+    return _preprocess_log(
+        path,
+        out=out,
+        format=format,
+        preprocessor=preprocessor,
+        shuffle=shuffle,
+        seed=seed,
+        config=config,
+        console=console,
+    )
+
+
+def _changed(config: Config, default: Config, *, but: Sequence[str] = ()) -> list[str]:
+    return [name for name, value in vars(config).items() if value != getattr(default, name) and name not in but]
+
+
+def _refuse(names: Sequence[str], why: str) -> None:
+    if names:
+        raise InputError(f"--{names[0].replace('_', '-')}: an option {why}; leave it out")
+
+
+def _preprocess_log(
+    path: str,
+    *,
+    out: str,
+    format: str,
+    preprocessor: str | None,
+    shuffle: Literal["none", "full"],
+    seed: int,
+    config: PreparationConfig,
+    console: Console,
+) -> dict[str, Any]:
     given = Preprocessor.load(preprocessor) if preprocessor else None
     if given is not None and given.schema != config.schema:
         raise InputError(

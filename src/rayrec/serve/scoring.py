@@ -1,35 +1,28 @@
-"""Scores the blocks of a log in an ordered stream of Ray Data, by processes that each hold the model once."""
+"""Scores blocks of rows in an ordered stream of Ray Data, by processes that each hold the model once."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, final
 
-import numpy as np
 import pyarrow as pa
 import ray
 import ray.data
 from ray.data import ActorPoolStrategy, DataContext, ExecutionOptions
 
+from rayrec.checkpoint import Checkpoint
 from rayrec.config import InputError
-from rayrec.data.reading import open_block
-from rayrec.serve.lines import good_lines
 
 if TYPE_CHECKING:
-    from rayrec.data.position import Block
-    from rayrec.data.preprocessor import Preprocessor
     from rayrec.launch.cluster import Node
-    from rayrec.schema import Schema
-    from rayrec.workloads.base import Scorer, TrainConfig
-
-Device = Literal["cpu", "cuda"]
+    from rayrec.workloads.scoring import Device, Scoring
 
 _PROCESS_BYTES = 1 << 30
-"""Memory of a scoring process beside its weights: torch and Ray, a block's text, its columns and activations."""
+"""Memory of a scoring process beside its weights: torch and Ray, a block's rows, its columns and activations."""
 
 
 @dataclass(frozen=True)
@@ -77,97 +70,36 @@ def _cpus_each(cpus: float, fitting: int) -> float:
     return math.ceil(int(cpus) / min(fitting, int(cpus))) if cpus >= 1 else cpus
 
 
-@dataclass(frozen=True)
-class Job:
-    """What every scoring process is told."""
-
-    config: TrainConfig
-    checkpoint: str
-    """Folder, reachable from every node."""
-    preprocessor: ray.ObjectRef
-    """In the object store, shared by all processes of a node."""
-    blocks: ray.ObjectRef
-    """Of a list of ScoredBlock."""
-    labelled: bool
-    batch_rows: int
-    threads: int
-    """Of the model's CPU operators."""
-    device: Device
-
-
-@dataclass(frozen=True)
-class ScoredBlock:
-    """Rows that are read, encoded and scored together, in the order of the log."""
-
-    block: Block
-    first_lines: tuple[int, ...]
-    """Position in the log of the first line of each part's segment."""
-    lines_known: bool
-    """Whether every line is a good row, so that rows follow each other without gaps."""
+def weight_bytes(checkpoint: Checkpoint) -> int:
+    """Size of all weights, without optimizer state."""
+    tensors = checkpoint.manifest()["tensors"]
+    return sum(
+        chunk["bytes"] for name, entry in tensors.items() if name.startswith("model.") for chunk in entry["chunks"]
+    )
 
 
 @final
-class BlockScorer:
+class _ScoringProcess:
     """One scoring process. The model is loaded with the first block, so that a damaged one fails as a task does."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, load: Callable[[Device], Callable[[int], pa.Table]], device: Device, threads: int) -> None:
         import torch
 
-        self._job = job
-        torch.set_num_threads(job.threads)
+        torch.set_num_threads(threads)
         logging.getLogger("torch").setLevel(logging.ERROR)  # torchrec's import makes torch.fx warn
-        self._blocks: list[ScoredBlock] = ray.get(job.blocks)
-        self._preprocessor: Preprocessor = ray.get(job.preprocessor)
+        self._load, self._device = load, device
 
     @cached_property
-    def _scorer(self) -> Scorer:
-        job = self._job
-        return job.config.workload.load_scorer(
-            job.config, checkpoint=job.checkpoint, preprocessor=self._preprocessor, device=job.device
-        )
+    def _score(self) -> Callable[[int], pa.Table]:
+        return self._load(self._device)
 
     def __call__(self, numbers: pa.Table) -> pa.Table:
         """The scores of the blocks whose numbers come in column `block`."""
-        return pa.concat_tables([self._score(self._blocks[number.as_py()]) for number in numbers.column("block")])
-
-    def _score(self, scored: ScoredBlock) -> pa.Table:
-        job, preprocessor = self._job, self._preprocessor
-        schema = preprocessor.schema if job.labelled else preprocessor.schema.unlabelled()
-        encoded, num_rows = open_block(scored.block, preprocessor, labelled=job.labelled), scored.block.rows
-        logits = np.empty(num_rows, np.float32)
-        labels = np.empty(num_rows, np.float32)
-        for start in range(0, num_rows, job.batch_rows):
-            rows = encoded(start, min(start + job.batch_rows, num_rows))
-            logits[start : start + len(rows)] = self._scorer.score(rows)
-            if rows.labels is not None:
-                labels[start : start + len(rows)] = rows.labels
-        columns = {
-            "row": pa.array(_rows(scored, schema)),
-            "score": pa.array(sigmoid(logits)),
-            "logit": pa.array(logits),
-        }
-        if job.labelled:
-            columns["label"] = pa.array(labels)
-        return pa.table(columns)
+        return pa.concat_tables([self._score(number.as_py()) for number in numbers.column("block")])
 
 
-def _rows(scored: ScoredBlock, schema: Schema) -> np.ndarray:
-    """int64: where each row of the block stands among all lines of the log."""
-    chosen = []
-    for part, first_line in zip(scored.block.parts, scored.first_lines, strict=True):
-        rows = np.arange(part.start, part.stop, dtype=np.int64)
-        chosen.append(first_line + (rows if scored.lines_known else good_lines(part.segment, schema)[rows]))
-    return np.concatenate(chosen)
-
-
-def sigmoid(logits: np.ndarray) -> np.ndarray:
-    """float32: 1 / (1 + exp(-logit)), without overflow."""
-    small = np.exp(-np.abs(logits.astype(np.float64)))  # in (0, 1]
-    return (np.where(logits >= 0, 1.0, small) / (1.0 + small)).astype(np.float32)
-
-
-def scored_dataset(job: Job, *, num_blocks: int, pool: Pool) -> ray.data.Dataset:
-    """A Dataset with one block of scores a block of the log, in order. Nothing runs until it is read.
+def scored_dataset(scoring: Scoring, *, pool: Pool, device: Device) -> ray.data.Dataset:
+    """A Dataset with one block of scores a block of rows, in order. Nothing runs until it is read.
 
     Its input, the blocks' numbers, lies in the object store already: the pool needs no task to feed it, so it may hold
     all CPUs of a cluster, and a single one is enough.
@@ -177,10 +109,10 @@ def scored_dataset(job: Job, *, num_blocks: int, pool: Pool) -> ray.data.Dataset
     context.print_on_execution_start = False
     context.execution_options = ExecutionOptions(preserve_order=True)
     with DataContext.current(context):
-        numbers = ray.data.from_blocks([pa.table({"block": [number]}) for number in range(num_blocks)])
+        numbers = ray.data.from_blocks([pa.table({"block": [number]}) for number in range(scoring.num_blocks)])
         return numbers.map_batches(
-            BlockScorer,
-            fn_constructor_args=(job,),
+            _ScoringProcess,
+            fn_constructor_args=(scoring.load, device, max(1, int(pool.cpus_per_actor))),
             batch_size=None,
             batch_format="pyarrow",
             compute=ActorPoolStrategy(size=pool.num_actors),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
@@ -129,12 +129,50 @@ def run(
 
     `log(kind, fields)` is called on every worker with the same values. Raises InputError where the loss is not finite.
     """
+    course = steer(config, setup, loader, progress, log=log, save=save)
+    account = Account(config, loader, progress, log=log, interruption=interruption)
+    stopping = None
+    while True:
+        try:
+            stop = next(course) if stopping is None else course.send(stopping)
+        except StopIteration as end:
+            return end.value
+        stopping = _train(setup, loader, account, progress, stop)
+
+
+def _train(setup: WorkerSetup, loader: TrainLoader, account: Account, progress: Progress, stop: int) -> bool:
+    """Trains up to step `stop`, or less far where a save cannot wait; True where the run is to stop."""
+    first = progress.step
+    batches = Batches(islice(loader, stop - first))
+    account.begin()
+    while progress.step < stop:
+        setup.begin_step(progress.step, account.total)
+        if account.count(setup.pipeline.progress(batches).loss, batches, stop=stop):
+            batches.end()
+            stop = first + batches.num_pulled
+    drain(setup.pipeline, batches)
+    return account.stopping
+
+
+def steer(
+    config: TrainConfig,
+    setup: WorkerSetup,
+    loader: TrainLoader,
+    progress: Progress,
+    *,
+    log: Callable[[str, dict[str, Any]], None],
+    save: Save,
+) -> Generator[int, bool, bool]:
+    """What happens between segments, whoever trains these: evaluation, saving, early stopping.
+
+    Yields the step to train up to, before which a segment may end where a save cannot wait; is sent whether the run was
+    asked to stop meanwhile; returns what `run` does.
+    """
     patience = config.early_stopping.patience
     if 0 < patience <= progress.since_best:
         return True  # it had stopped before
     total = progress.step + loader.steps
     evaluate_every = config.evaluate_every or max(1, math.ceil(loader.steps_per_epoch / 4))
-    trainer = _SegmentTrainer(config, setup, loader, progress, total, log, interruption)
     setup.model.train()
     while True:
         cut_short = stopping = False
@@ -145,7 +183,7 @@ def run(
             boundary = next_boundary(
                 progress.step, total, evaluate_every=evaluate_every, save_every=config.checkpoint.every
             )
-            stopping = trainer.train(boundary.step)
+            stopping = yield boundary.step
             cut_short = progress.step < boundary.step
             save_due = boundary.save and not cut_short
             progress.evaluation_due = boundary.evaluate and not cut_short
@@ -172,49 +210,47 @@ def run(
             return True
 
 
-class _SegmentTrainer:
-    """Trains segment after segment, and keeps account of time, rows and losses."""
+class Account:
+    """Counts steps, rows, losses and time, logs them, and finds out whether a segment has to end early."""
 
     def __init__(
         self,
         config: TrainConfig,
-        setup: WorkerSetup,
         loader: TrainLoader,
         progress: Progress,
-        total: int,
+        *,
         log: Callable[[str, dict[str, Any]], None],
         interruption: Interruption,
     ) -> None:
-        self._config, self._setup, self._loader, self._progress = config, setup, loader, progress
-        self._total, self._log, self._interruption = total, log, interruption
+        self._config, self._loader, self._progress = config, loader, progress
+        self._log, self._interruption = log, interruption
         self._first_step, self._rows_before = progress.step, progress.rows
+        self._losses: list[torch.Tensor] = []
+        self._start_s = 0.0
+        self.total = progress.step + loader.steps
+        """The run's steps."""
+        self.stopping = False
+        """Whether the run was asked to stop."""
 
-    def train(self, stop: int) -> bool:
-        """Trains up to step `stop`, or less far where a save cannot wait; True where the run is to stop."""
-        progress, pipeline = self._progress, self._setup.pipeline
-        first = progress.step
-        batches = Batches(islice(self._loader, stop - first))
-        losses: list[torch.Tensor] = []
-        start_s = time.perf_counter()
-        stopping = False
-        while progress.step < stop:
-            self._setup.set_learning_rate(progress.step, self._total)
-            losses.append(pipeline.progress(batches).loss)
-            progress.step += 1
-            if progress.step % self._config.log_every and progress.step < stop:
-                continue
-            # The one device sync between two logs.
-            mine = torch.stack(losses).mean().item()
-            (loss, blocked_s, *_), (*_, asked, look) = over_workers(mine, batches.blocked_s, *self._interruption.seen())
-            now_s = time.perf_counter()
-            self._log_steps(loss, blocked_s, now_s - start_s)
-            losses, start_s, batches.blocked_s = [], now_s, 0.0
-            stopping = stopping or bool(asked)
-            if progress.step < stop and (stopping or (look and self._interruption.preempted())):
-                batches.end()
-                stop = first + batches.num_pulled
-        drain(pipeline, batches)
-        return stopping
+    def begin(self) -> None:
+        """A segment begins."""
+        self._losses, self._start_s = [], time.perf_counter()
+
+    def count(self, loss: torch.Tensor, batches: Batches, *, stop: int) -> bool:
+        """One more step is done; collective where a log is due. True where the segment cannot go on up to `stop`."""
+        progress = self._progress
+        self._losses.append(loss)
+        progress.step += 1
+        if progress.step % self._config.log_every and progress.step < stop:
+            return False
+        # The one device sync between two logs.
+        mine = torch.stack(self._losses).mean().item()
+        (mean, blocked_s, *_), (*_, asked, look) = over_workers(mine, batches.blocked_s, *self._interruption.seen())
+        now_s = time.perf_counter()
+        self._log_steps(mean, blocked_s, now_s - self._start_s)
+        self._losses, self._start_s, batches.blocked_s = [], now_s, 0.0
+        self.stopping = self.stopping or bool(asked)
+        return progress.step < stop and (self.stopping or (bool(look) and self._interruption.preempted()))
 
     def _log_steps(self, loss: float, blocked_s: float, elapsed_s: float) -> None:
         progress = self._progress
@@ -224,7 +260,7 @@ class _SegmentTrainer:
         progress.blocked_s += blocked_s
         fields = {
             "step": progress.step,
-            "steps": self._total,
+            "steps": self.total,
             "loss": loss,
             "rows": progress.rows,
             "rows_per_s": rows / elapsed_s,

@@ -21,7 +21,7 @@ import torch
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
 
-from rayrec.checkpoint import Checkpoint, restore
+from rayrec.checkpoint import Checkpoint, restore, untied
 from rayrec.checkpoint.ranks import Ranks
 
 Columns = tuple[int, int]
@@ -31,8 +31,11 @@ Rows = tuple[int, int]
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, Any]:
-    """`model.NAME` -> tensor or ShardedTensor, for everything in the model's state dict."""
-    return {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    """`model.NAME` -> tensor, ShardedTensor or DTensor, for everything in the model's state dict.
+
+    Tensors that are tied (GPT-2's output layer is its embedding) go by their first name only.
+    """
+    return {f"model.{name}": tensor for name, tensor in untied(model.state_dict()).items()}
 
 
 def optimizer_tensors(optimizer: Any) -> dict[str, Any]:

@@ -6,17 +6,21 @@ import os
 import re
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.launch import cluster
 from rayrec.launch.versions import versions
+from rayrec.observe import report
+from rayrec.observe.accounting import costs
 from rayrec.observe.console import Console
 from rayrec.observe.events import EventWriter, follow, merge_events, read_events
-from rayrec.training.accounting import costs
 from rayrec.training.signals import Signals
 from rayrec.workloads.base import ClusterConfig, RunContext, TrainConfig
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,13 @@ class Result:
     def metrics(self) -> dict[str, float]:
         return self.summary["metrics"]
 
+    @property
+    def metrics_dataframe(self) -> pandas.DataFrame:
+        """A row for each logged step and evaluation: see `rayrec.observe.events.metrics_dataframe`."""
+        from rayrec.observe.events import metrics_dataframe
+
+        return metrics_dataframe(storage.join(self.folder, "events.jsonl"))
+
 
 def train(config: TrainConfig, *, console: Console | None = None) -> Result:
     """Trains a recipe on the Ray cluster that the configuration, or RAY_ADDRESS, names; else on a local one.
@@ -42,10 +53,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
     KeyboardInterrupt. Raises InputError for what the user can mend.
     """
     console = console or Console()
-    if config.train_data.path is None:
-        raise InputError(
-            "train_data.path: no training log given; pass --train-data.path PATH (rayrec generate makes one)"
-        )
+    config.workload.check(config)
     name = config.name or f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     if not re.fullmatch(r"[\w.-]+", name):
         raise InputError(f"name: {name!r} may hold letters, digits, '.', '_' and '-' only")
@@ -67,6 +75,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
     from rayrec.checkpoint import latest
     from rayrec.training.attempts import run_attempts, share_out, wait_for_room
 
+    cluster.ship_code(type(config.workload))
     with Signals() as signals:  # not before: ray.init puts a handler of its own in place
         # A run that goes on may do so on a cluster whose nodes are still joining; a new one is told at once.
         shares = wait_for_room(config, console.note) if latest(folder) else share_out(config)
@@ -92,6 +101,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
             merge_events(storage.join(folder, "events.jsonl"))
         except (OSError, InputError) as error:
             console.note(f"the events of this run stay in parts, which can be read as well ({error})")
+        report.write_or_note(folder, note=console.note)
         if result:
             return result
         console.note(f"{folder}: stopped; the same command goes on from {_newest(folder)}")

@@ -108,7 +108,7 @@ def _train(worker: WorkerContext, assignment: Assignment, log: Log) -> dict[str,
             saver.wait()
 
     try:
-        finished = loop.run(config, setup, loader, progress, log=log, save=save, interruption=watch)
+        finished = _loop(config)(config, setup, loader, progress, log=log, save=save, interruption=watch)
         saver.wait()
     finally:
         watch.close()
@@ -118,6 +118,15 @@ def _train(worker: WorkerContext, assignment: Assignment, log: Log) -> dict[str,
         return _finish(assignment, setup, progress, loader.rows_behind(), log)
     log("stop", {"cause": watch.cause, "step": progress.step})
     return {"stopped": watch.cause}
+
+
+def _loop(config: TrainConfig) -> Callable[..., bool]:
+    """The function that trains; `training.loop.run` says what it is given and gives."""
+    if config.loop == "huggingface":
+        from rayrec.training.huggingface import run
+
+        return run
+    return loop.run
 
 
 def _resume(
@@ -181,6 +190,9 @@ def _finish(
         "validation": progress.metrics if step == progress.step else progress.best_metrics,
     }
     log("finish", finish)
+    samples = setup.make_samples()
+    if samples:
+        log("samples", {"samples": samples})
     return finish
 
 

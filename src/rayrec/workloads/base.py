@@ -5,19 +5,16 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from rayrec.config import Config, InputError
 from rayrec.data.placement import TaskPlacement
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
     from torchrec.distributed.train_pipeline import TrainPipeline
 
-    from rayrec.batch import StepOutput
-    from rayrec.data.encoded import EncodedRows
-    from rayrec.data.preprocessor import Preprocessor
+    from rayrec.workloads.scoring import Scoring, ScoringContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +189,8 @@ class TrainConfig(Config):
     """Steps between progress events."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the dense part; weights, optimizers and embeddings are always fp32."""
+    loop: Literal["rayrec", "huggingface"] = "rayrec"
+    """What drives the steps: rayrec's own loop or, for language models, HuggingFace's Trainer; all around them is the same."""
     seed: int = 0
     """Of initial weights and of the order of rows."""
     max_bad_fraction: float = 0.001
@@ -226,6 +225,10 @@ class TrainConfig(Config):
             )
         if not 0 <= self.max_bad_fraction <= 1:
             raise InputError(f"max_bad_fraction: {self.max_bad_fraction} must lie between 0 and 1")
+        if self.loop not in self.workload.LOOPS:
+            raise InputError(
+                f"loop: {self.loop}: recipe {self.recipe} is trained by the loop {' or '.join(self.workload.LOOPS)}"
+            )
         if self.early_stopping.patience and not self.checkpoint.keep_best:
             raise InputError("checkpoint.keep_best: early stopping ends with the best weights; keep at least 1")
 
@@ -305,19 +308,11 @@ class TrainLoader(Protocol):
 
 
 class Metrics(Protocol):
-    """Gathers outputs of an evaluation; `compute` is collective."""
+    """Gathers outputs of an evaluation, as the workload's pipeline gives them; `compute` is collective."""
 
-    def update(self, output: StepOutput) -> None: ...
+    def update(self, output: Any) -> None: ...
 
     def compute(self) -> dict[str, float]: ...
-
-
-class Scorer(Protocol):
-    """A trained model, whole, in one process."""
-
-    def score(self, rows: EncodedRows) -> np.ndarray:
-        """float32 (rows,): the logits."""
-        ...
 
 
 @dataclass
@@ -325,26 +320,36 @@ class WorkerSetup:
     """All the loop needs of a workload on one worker."""
 
     model: torch.nn.Module
+    """Its state dict has names that no plan and no wrapper shows in."""
     optimizer: Any
-    """A KeyedOptimizer or torch optimizer over all parameters that do not update themselves."""
+    """A KeyedOptimizer or NamedOptimizer over all parameters that do not update themselves."""
     pipeline: TrainPipeline
-    """Over the model: trains it, or, while it is in eval mode, scores with it."""
-    set_learning_rate: Callable[[int, int], None]
-    """Sets the learning rates of a step (from 0) of a run of so many steps."""
+    """Over the model: trains it, or, while it is in eval mode, scores with it. What `progress` gives has a scalar `loss`."""
+    begin_step: Callable[[int, int], None]
+    """Called before each step (from 0) of a run of so many: sets its learning rates and, where chance has a part in it, the
+    seed of that."""
     eval_batches: dict[str, Callable[[], Iterator[Any]]]
     """Named evaluation sets; each call gives this worker's share of every row once, the same number on every worker."""
     make_metrics: Callable[[], Metrics]
     described: dict[str, Any]
     """What a reader of the run may want to know: tables, sharding, sizes."""
+    make_samples: Callable[[], list[dict[str, Any]]] = list
+    """What the final weights make of a few rows, for people to look at: plain JSON values; collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload(Config, abc.ABC):
     """A kind of training. Configuration and recipe of everything specific to it."""
 
+    LOOPS: ClassVar[tuple[str, ...]] = ("rayrec",)
+    """Loops that can train it: `TrainConfig.loop`."""
+
     @abc.abstractmethod
     def score(self, metrics: dict[str, float]) -> float:
         """A finite number that says how good the weights are that gave these metrics; higher is better."""
+
+    def check(self, config: TrainConfig) -> None:
+        """On the driver, before anything is started: raises InputError for what can be seen to be missing."""
 
     @abc.abstractmethod
     def prepare(self, context: RunContext) -> Any:
@@ -367,11 +372,16 @@ class Workload(Config, abc.ABC):
     def add_files(self, folder: str, prepared: Any) -> None:
         """On rank 0: writes into a checkpoint's folder what must travel with the weights."""
 
-    def load_scorer(self, config: TrainConfig, *, checkpoint: str, preprocessor: Preprocessor, device: str) -> Scorer:
-        """The model of a checkpoint's folder, ready to score. Raises InputError for damaged or foreign weights, and in
-        workloads whose models score no click log."""
+    def open_scoring(self, context: ScoringContext) -> Scoring:
+        """The rows of a path, ready to be scored with a checkpoint. Raises InputError for an unusable path, labels that are
+        missing where they are needed, and a checkpoint of another model."""
+        raise InputError(f"{context.checkpoint}: recipe {context.config.recipe} has nothing to score rows with")
+
+    def export(self, config: TrainConfig, *, checkpoint: str, out: str) -> dict[str, Any]:
+        """Writes the model of a checkpoint's folder into the empty folder `out` as other tools read it -> what there is to
+        tell of it, plain JSON values. Raises InputError where that cannot be done."""
         raise InputError(
-            f"{checkpoint}: recipe {config.recipe} trains no click model; there is nothing to score rows with"
+            f"{checkpoint}: recipe {config.recipe} has a model that cannot be exported yet; `rayrec predict` scores with it"
         )
 
     def summarize(self, prepared: Any, metrics: dict[str, float]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from rayrec.data.loader import ClickLoader
     from rayrec.workloads.recsys_scorer import ClickScorer
+    from rayrec.workloads.scoring import Scoring, ScoringContext
 
 PREPROCESSOR_FOLDER = "preprocessor"
 
@@ -78,6 +79,12 @@ class ClickWorkload(Workload):
         return metrics["auroc"] if math.isfinite(metrics["auroc"]) else -metrics["logloss"]
 
     # -- on the driver
+
+    def check(self, config: TrainConfig) -> None:
+        if config.train_data.path is None:
+            raise InputError(
+                "train_data.path: no training log given; pass --train-data.path PATH (rayrec generate makes one)"
+            )
 
     def prepare(self, context: RunContext) -> Prepared:
         from rayrec.data.ingest import share_preprocessor
@@ -220,9 +227,15 @@ class ClickWorkload(Workload):
 
     # -- for scoring
 
+    def open_scoring(self, context: ScoringContext) -> Scoring:
+        from rayrec.workloads.recsys_scoring import open_scoring
+
+        return open_scoring(self, context)
+
     def load_scorer(
         self, config: TrainConfig, *, checkpoint: str, preprocessor: Preprocessor, device: str
     ) -> ClickScorer:
+        """The model of a checkpoint's folder in this process. Raises InputError for damaged or foreign weights."""
         from rayrec.workloads.recsys_scorer import load_scorer
 
         return load_scorer(self, config, checkpoint=checkpoint, preprocessor=preprocessor, device=device)

@@ -43,7 +43,7 @@ class ClickScorer:
 def load_scorer(
     workload: ClickWorkload, config: TrainConfig, *, checkpoint: str, preprocessor: Preprocessor, device: str
 ) -> ClickScorer:
-    """See `Workload.load_scorer`. Memory: the weights once, they are read straight into the tensors that are used."""
+    """See `ClickWorkload.load_scorer`. Memory: the weights once, they are read straight into the tensors that are used."""
     model = workload.model.build(
         num_embeddings=preprocessor.num_embeddings,
         num_dense=len(preprocessor.inputs.dense),

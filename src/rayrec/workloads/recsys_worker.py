@@ -19,7 +19,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from rayrec import storage
-from rayrec.batch import StepOutput
+from rayrec.click_batch import StepOutput
 from rayrec.data import ready
 from rayrec.data.loader import ClickLoader
 from rayrec.data.position import EpochOrder, Position
@@ -111,7 +111,7 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
         model=sharded,
         optimizer=optimizer,
         pipeline=make_pipeline(sharded, optimizer, context),
-        set_learning_rate=lambda step, total: set_learning_rates(
+        begin_step=lambda step, total: set_learning_rates(
             optimizer, base_rates=base_rates, schedule=schedule_for(total), step=step
         ),
         eval_batches={name: partial(eval_batches, name) for name in prepared.sets if name != "train"},

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rayrec import storage
-from rayrec.batch import ClickBatch
+from rayrec.click_batch import ClickBatch
 from rayrec.data import loader as loader_module
 from rayrec.data.counting import count_parts
 from rayrec.data.encoded import Bags, EncodedRows, from_arrow, to_arrow

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torchrec.models.dlrm import DLRM as TorchRecDLRM
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from rayrec.batch import ClickBatch
+from rayrec.click_batch import ClickBatch
 from rayrec.config import InputError
 from rayrec.models.dlrm import DLRMConfig, multiply_adds
 from rayrec.models.dlrm_module import DLRM

@@ -12,8 +12,8 @@ from rayrec.config import InputError
 from rayrec.data.labels import has_labels
 from rayrec.launch.cluster import Node
 from rayrec.schema import Schema
-from rayrec.serve.predict import cache_folder
-from rayrec.serve.scoring import Pool, plan_pool, sigmoid
+from rayrec.serve.scoring import Pool, plan_pool
+from rayrec.workloads.recsys_scoring import cache_folder, sigmoid
 
 GIB = 1 << 30
 SCHEMA = Schema(label="y", dense=("i",), sparse=("c",))

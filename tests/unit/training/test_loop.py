@@ -117,7 +117,7 @@ class Run:
         setup = SimpleNamespace(
             pipeline=self.pipeline,
             model=SimpleNamespace(train=lambda: None, eval=lambda: None),
-            set_learning_rate=lambda step, total: None,
+            begin_step=lambda step, total: None,
             make_metrics=lambda: SimpleNamespace(
                 update=None, compute=lambda: {"auroc": 0.5 + self.progress.step / 100}
             ),

@@ -19,10 +19,16 @@ from rayrec.data.loader import sparse_features
 from rayrec.data.parsing import parse
 from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
 from rayrec.models.dlrm import DLRMConfig
-from rayrec.serve.loading import load_model, open_for_scoring, weight_bytes
+from rayrec.serve.scoring import weight_bytes
 from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.recsys_scoring import LoadedModel
+from rayrec.workloads.recsys_scoring import load_model as load_click_model
 
 NUM_EMBEDDINGS = [5 + column for column in range(26)]
+
+
+def load_model(checkpoint: str, *, config: TrainConfig) -> LoadedModel:
+    return load_click_model(config.workload, config, checkpoint)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +121,7 @@ def test_scores_are_those_of_the_saved_model(run: Path, config: TrainConfig, pre
 
 def test_weight_bytes_leave_the_optimizer_out(run: Path, config: TrainConfig) -> None:
     expected = sum(parameter.numel() * 4 for parameter in _build(config, 0).parameters())
-    assert weight_bytes(open_for_scoring(str(run))) == expected
+    assert weight_bytes(checkpoints.open_checkpoint(str(run))) == expected
 
 
 @pytest.mark.parametrize("name", ["absent", "empty"])
@@ -147,7 +153,7 @@ def test_changed_preprocessor(copied: Path, config: TrainConfig) -> None:
     with pytest.raises(InputError, match="its hash is"):
         load_model(str(copied), config=config)
     shutil.rmtree(copied / "preprocessor")
-    with pytest.raises(InputError, match="only a click model's checkpoint scores rows"):
+    with pytest.raises(InputError, match="holds no preprocessor/, which every checkpoint of a click model has"):
         load_model(str(copied), config=config)
 
 

@@ -1,0 +1,345 @@
+"""Blocks of tokens in MDS shards, through MosaicML streaming, which no other file imports.
+
+`streaming.StreamingDataset` is used as a store of shards: which there are, which are here, fetching the others. What of it
+makes trouble under Ray is kept out:
+
+- *Ranks.* It takes RANK and WORLD_SIZE from the environment, meets its like in barriers of torch.distributed, and has one local
+  process fetch for the others; where one comes late or dies, all hang. Here each is alone in a world of one. The processes of a
+  node share files, not state (data/shard_cache.py): who needs a shard first fetches it, under a lock that ends with its holder.
+- *Shared memory.* Its segments take the first free number of the machine, collide with those of other runs, and outlive a
+  killed process ("Reused local directory"). Here their names are random and go once they are mapped: nothing is left to clean,
+  and nobody else's is cleaned.
+- *Stores.* It reads S3 by settings of its own. Here shards come through `rayrec.storage`: the standard AWS variables, and as much
+  patience with a store that is out as elsewhere.
+- *Failures.* A download that fails leaves its shard marked as on its way, for which others wait forever. Here the mark is taken
+  back.
+
+Rows are copied out of mapped files: each has a fixed size, so nothing is decoded. Its own iteration is not used: order and
+position are rayrec's, as with every other kind of data.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import json
+import logging
+import mmap
+import os
+import posixpath
+import secrets
+import sys
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from types import ModuleType, SimpleNamespace
+from typing import Any, Final, final
+
+import numpy as np
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.data.mds_index import COLUMN, INDEX, Index, Shard
+from rayrec.data.shard_cache import LEAST_FILES, ShardCache, default_folder, in_use
+from rayrec.extras import require_language
+
+_logger = logging.getLogger(__name__)
+
+_OPEN_SHARDS: Final = 256
+"""Mapped at once; each holds a file descriptor."""
+_NUM_DOWNLOADS: Final = 4
+"""Shards fetched ahead at a time."""
+_TRIES: Final = 4
+"""To open a shard that a full cache may lose between its coming and its being opened."""
+
+
+def load_streaming() -> ModuleType:
+    """The package, without its data sets of images, texts and both: streaming.vision needs torchvision, of which pip's build
+    ends a process that has a CPU build of torch, and so empty modules stand for them. Raises InputError without the extra."""
+    require_language("streaming")
+    for name in ("vision", "text", "multimodal"):
+        sys.modules.setdefault(f"streaming.{name}", ModuleType(f"streaming.{name}"))
+    return importlib.import_module("streaming")
+
+
+# Writing -------------------------------------------------------------------------------------------------------------
+
+
+def write_shard(tokens: np.ndarray, path: str) -> dict[str, Any]:
+    """Writes rows of tokens (rows, block_size), uint16 or uint32, as one shard at `path`, which appears complete or not at
+    all, and returns what an index says of it. The same rows give the same bytes."""
+    streaming = load_streaming()
+    columns = {COLUMN: f"ndarray:{tokens.dtype.name}:{tokens.shape[1]}"}
+    with tempfile.TemporaryDirectory() as folder:
+        with streaming.MDSWriter(out=folder, columns=columns, hashes=["xxh64"], size_limit=None) as writer:
+            for row in tokens:
+                writer.write({COLUMN: row})
+        (info,) = storage.read_json(os.path.join(folder, INDEX))["shards"]
+        storage.copy_file(os.path.join(folder, info["raw_data"]["basename"]), path)
+    info["raw_data"]["basename"] = posixpath.basename(path)
+    return info
+
+
+def write_index(folder: str, shards: Sequence[Mapping[str, Any]]) -> None:
+    """Writes the index.json of a folder of shards, from what `write_shard` returned of each, in order."""
+    index = json.dumps({"shards": list(shards), "version": 2}, sort_keys=True)
+    storage.write_bytes(storage.join(folder, INDEX), index.encode())
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
+
+
+@final
+class TokenRows:
+    """Rows of a set's folder (index.json and shards, local or at a URL), as a RowSource: tokens int64 (n, block_size).
+
+    Is made in the process that reads, and not pickled; one thread reads, another may call `will_read`. Shards at a URL are
+    kept in `cache_folder` (default: shards in $RAYREC_CACHE, else in ~/.cache/rayrec), which the processes of a node share, so
+    that each is fetched once; beyond `cache_bytes` of one set, those go that are not in use and were not for longest. Each
+    is checked against the index before its rows are used. Raises InputError where the folder cannot be read.
+    """
+
+    def __init__(self, path: str, *, cache_folder: str | None = None, cache_bytes: int | None = None) -> None:
+        path = storage.absolute(path).rstrip("/")
+        content = storage.read_bytes(storage.join(path, INDEX))
+        self._index = index = Index.parse(content, storage.join(path, INDEX))
+        self.block_size = index.block_size
+        self.chunk_rows: Sequence[int] = tuple(shard.rows for shard in index.shards)
+        self.downloaded_bytes = 0
+        """By this process."""
+        self._counting = threading.Lock()
+        self._path = self._folder = path
+        self._cache: ShardCache | None = None
+        self._most_open = _OPEN_SHARDS
+        self._ahead: ThreadPoolExecutor | None = None
+        if storage.is_url(path):
+            sizes_bytes = {shard.name: shard.size_bytes for shard in index.shards}
+            cache = ShardCache(
+                path,
+                index=content,
+                sizes_bytes=sizes_bytes,
+                folder=cache_folder or default_folder(),
+                limit_bytes=cache_bytes,
+            )
+            storage.write_bytes(os.path.join(cache.folder, INDEX), content)
+            if cache_bytes is not None:  # what is mapped cannot go
+                self._most_open = min(_OPEN_SHARDS, cache_bytes // max(sizes_bytes.values()) // LEAST_FILES)
+            self._folder, self._cache = cache.folder, cache
+            self._ahead = ThreadPoolExecutor(_NUM_DOWNLOADS, thread_name_prefix="shards")
+        self._by_name = {shard.name: shard for shard in index.shards}
+        self._bounds = np.cumsum([0, *self.chunk_rows])
+        self._store = _Store(self._folder, self._fetch)
+        self._mapped: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._checked: set[int] = set()
+        self._coming: dict[int, Future[None]] = {}
+
+    def __len__(self) -> int:
+        return int(self._bounds[-1])
+
+    def __reduce__(self) -> Any:
+        raise TypeError("TokenRows is not to be pickled: make it in the process that reads")
+
+    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """The rows int64 (n,) in the order asked for. Raises InputError for a shard that is damaged or gone, OSError where
+        its store is out for too long."""
+        rows = np.empty((len(indices), self.block_size), np.int64)
+        shards = self._shards_of(indices)
+        for shard in np.unique(shards).tolist():
+            chosen = np.flatnonzero(shards == shard)
+            rows[chosen] = self._rows_of(shard)[indices[chosen] - self._bounds[shard]]
+        return {COLUMN: rows}
+
+    def will_read(self, indices: np.ndarray) -> None:
+        """Fetches the shards of these rows in the background; what fails there is tried again, and told, by `read`."""
+        if self._ahead is None:
+            return
+        for shard in np.unique(self._shards_of(indices)).tolist():
+            known = self._coming.get(shard)
+            if shard not in self._mapped and (known is None or known.done()):
+                self._coming[shard] = self._ahead.submit(self._prepare_ahead, shard)
+
+    def close(self) -> None:
+        """Lets go of files, memory and threads. May be called again."""
+        if self._ahead is not None:
+            self._ahead.shutdown(wait=True, cancel_futures=True)
+        self._mapped.clear()
+        self._store.close()
+
+    def _shards_of(self, indices: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self._bounds, indices, side="right") - 1
+
+    def _rows_of(self, number: int) -> np.ndarray:
+        """A shard's rows (rows, block_size), mapped."""
+        found = self._mapped.get(number)
+        if found is None:
+            found = self._mapped[number] = self._open(number)
+            while len(self._mapped) > self._most_open:
+                self._mapped.popitem(last=False)
+        else:
+            self._mapped.move_to_end(number)
+        return found
+
+    def _open(self, number: int) -> np.ndarray:
+        for _ in range(_TRIES):
+            try:
+                return self._map(number)
+            except FileNotFoundError:
+                pass
+            except InputError as error:
+                if self._cache is None:
+                    raise
+                _logger.warning("%s; fetching it again", error)
+                self._cache.remove(self._index.shards[number].name)
+            self._store.prepare(number)
+        raise InputError(f"{self._folder}: shards go as fast as they come; allow the cache more bytes")
+
+    def _map(self, number: int) -> np.ndarray:
+        """Raises FileNotFoundError where the shard is not here."""
+        shard = self._index.shards[number]
+        path = os.path.join(self._folder, shard.name)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            if self._cache is not None and not in_use(descriptor):
+                raise FileNotFoundError(path)
+            content = _mapped(descriptor, shard, path)
+        finally:
+            os.close(descriptor)
+        if number not in self._checked:
+            _check(content, shard, path)
+            self._checked.add(number)
+        start = np.frombuffer(content, "<u4", shard.rows + 2)
+        row_bytes = self.block_size * self._index.dtype.itemsize
+        if (start[0], start[-1] - start[1], start[-1]) != (shard.rows, shard.rows * row_bytes, shard.size_bytes):
+            raise _damaged(path, f"does not hold {shard.rows:,} rows of {self.block_size} tokens")
+        rows = np.frombuffer(content, self._index.dtype, shard.rows * self.block_size, int(start[1]))
+        return rows.reshape(shard.rows, self.block_size)
+
+    def _prepare_ahead(self, number: int) -> None:
+        with suppress(InputError, OSError):
+            self._store.prepare(number)
+
+    def _fetch(self, name: str) -> None:
+        """Brings a file that is not in the folder there."""
+        if self._cache is None:
+            raise InputError(f"{self._folder}/{name}: no such file; copy it there or prepare the text again")
+
+        def check(local: str) -> None:
+            path, shard = storage.join(self._path, name), self._by_name[name]
+            with open(local, "rb") as file:
+                _check(_mapped(file.fileno(), shard, path), shard, path)
+
+        fetched_bytes = self._cache.fetch(name, check)
+        with self._counting:
+            self.downloaded_bytes += fetched_bytes
+
+
+def _mapped(descriptor: int, shard: Shard, path: str) -> mmap.mmap:
+    size_bytes = os.fstat(descriptor).st_size
+    if size_bytes != shard.size_bytes or size_bytes < 4 * (shard.rows + 2):
+        raise _damaged(path, f"has {size_bytes:,} bytes, its index says {shard.size_bytes:,}")
+    return mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+
+
+def _check(content: mmap.mmap, shard: Shard, path: str) -> None:
+    """Raises InputError where the content is not what the index has a checksum of."""
+    if shard.checksum is not None:
+        algorithm, digits = shard.checksum
+        if importlib.import_module("streaming.base.hashing").get_hash(algorithm, content) != digits:
+            raise _damaged(path, f"its {algorithm} is not {digits}, as its index says")
+
+
+def _damaged(path: str, how: str) -> InputError:
+    return InputError(f"{path}: damaged: {how}; copy it again or prepare the text again")
+
+
+# A data set alone in the world ---------------------------------------------------------------------------------------
+
+
+@final
+class _Store:
+    """The data set over a folder that has its index.json; `fetch` brings a file there."""
+
+    def __init__(self, folder: str, fetch: Callable[[str], None]) -> None:
+        dataset_class, stream_class = _classes()
+        with _making, _world_of_one() as self._segments:
+            self._dataset = dataset_class(streams=[stream_class(folder, fetch)])
+        self._dataset._cache_filelock = threading.Lock()
+
+    def prepare(self, number: int) -> None:
+        """Has the shard be in the folder; waits where another thread is about to bring it, and then may not have it."""
+        try:
+            self._dataset.prepare_shard(number)
+        except BaseException:
+            self._dataset._shard_states[number] = importlib.import_module("streaming.base.dataset")._ShardState.REMOTE
+            raise
+
+    def close(self) -> None:
+        for segment in self._segments:
+            atexit.unregister(segment.cleanup)
+            segment.cleanup()
+
+
+@lru_cache(maxsize=1)
+def _classes() -> tuple[Any, Any]:
+    """Made when first needed, since their bases take seconds to import."""
+    streaming = load_streaming()
+
+    class FetchedStream(streaming.Stream):  # type: ignore[name-defined, misc]
+        def __init__(self, folder: str, fetch: Callable[[str], None]) -> None:
+            super().__init__(local=folder)
+            self._fetch = fetch
+
+        def _download_file(self, from_basename: str, to_basename: str | None = None) -> str:
+            self._fetch(from_basename)
+            return os.path.join(self.local, to_basename or from_basename)
+
+    class AloneDataset(streaming.StreamingDataset):  # type: ignore[name-defined, misc]
+        cache_filelock = True  # by which it knows that it has its lock, here one of threads alone, without a file
+
+    return AloneDataset, FetchedStream
+
+
+_making = threading.Lock()
+
+
+@contextmanager
+def _world_of_one() -> Iterator[list[Any]]:
+    """Data sets made within take this process for the only one. Gives the shared memory they hold, which has no names after."""
+    modules = ("dataset", "world", "shared.memory", "shared.array")
+    dataset, world, memory, array = (importlib.import_module(f"streaming.base.{name}") for name in modules)
+    number = secrets.randbits(62)
+    segments: list[Any] = []
+
+    class Segment(memory.SharedMemory):  # type: ignore[name-defined, misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            segments.append(self)
+
+    alone = SimpleNamespace(detect=lambda: world.World(1, 1, 1, 0))
+    with (
+        _replaced(dataset, "World", alone),
+        _replaced(dataset, "dist", SimpleNamespace(is_available=lambda: False)),
+        _replaced(dataset, "maybe_init_dist", lambda: False),
+        _replaced(dataset, "get_shm_prefix", lambda *_: (number, Segment(f"{number}_locals", True, 4))),
+        _replaced(array, "SharedMemory", Segment),
+    ):
+        try:
+            yield segments
+        finally:
+            for segment in segments:
+                for block in segment.created_shms:
+                    block.unlink()
+
+
+@contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    kept = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, kept)

@@ -1,0 +1,137 @@
+"""What the tasks of preparing a text do: see which characters there are, tokenise a part, write a shard of rows."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.data.ready_tasks import JOB, disk_errors
+from rayrec.data.text_parts import TextPart, read_part
+from rayrec.data.tokenizer import TextTokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class TextJob:
+    """What all tasks know."""
+
+    folder: str
+    tokenizer_hash: str
+    block_size: int
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        return _loaded(storage.join(self.folder, "tokenizer"), self.tokenizer_hash)
+
+    def tokens(self, number: int) -> str:
+        """Where the ids of a part are kept until the shards are written."""
+        return storage.join(self.folder, "tokens", f"part-{number:06d}.bin")
+
+    def marker(self, name: str) -> str:
+        return storage.join(self.folder, "done", f"{name}.json")
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """Neighbouring rows of one set."""
+
+    number: int
+    """Within the set."""
+    set: str
+    pieces: tuple[tuple[int, int, int], ...]
+    """(part, first token in it, tokens) in order; together they fill rows."""
+
+    @property
+    def name(self) -> str:
+        """Of its marker."""
+        return f"{self.set}-{self.number:05d}"
+
+    @property
+    def tokens(self) -> int:
+        return sum(count for _, _, count in self.pieces)
+
+
+def part_name(part: TextPart) -> str:
+    """Of its marker."""
+    return f"part-{part.number:06d}"
+
+
+@lru_cache(maxsize=1)
+def _loaded(folder: str, tokenizer_hash: str) -> TextTokenizer:
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.hash == tokenizer_hash, folder
+    return tokenizer
+
+
+def find_characters(part: TextPart) -> pa.Table:
+    """The characters of a part's text, and its bytes."""
+    text = read_part(part)
+    return pa.table({"characters": ["".join(sorted(set(text)))], "bytes": [part.stop - part.start]})
+
+
+def tokenize(part: TextPart, *, job: TextJob) -> pa.Table:
+    """Writes the ids of a part, then the marker that says how many."""
+    if not storage.exists(storage.join(job.folder, JOB)):
+        raise InputError(
+            f"{job.folder}: not to be seen from a data task on {os.uname().nodename}; give an --out that all nodes share"
+        )
+    tokenizer = job.tokenizer
+    tokens = tokenizer.encode(read_part(part))
+    if part.follows and tokenizer.end_token is not None:
+        tokens = np.concatenate([np.array([tokenizer.end_token], tokens.dtype), tokens])
+    marker = {"number": part.number, "tokens": len(tokens), "bytes": part.stop - part.start}
+    with disk_errors(job.folder):
+        storage.write_bytes(job.tokens(part.number), tokens.data)
+        storage.write_json(job.marker(part_name(part)), marker)
+    return pa.table({"marker": [json.dumps(marker)]})
+
+
+def plan_shards(
+    name: str, tokens_of_parts: Sequence[tuple[int, int]], *, block_size: int, rows_per_shard: int
+) -> list[ShardTask]:
+    """The shards of a set whose parts have so many tokens: (part, tokens) in order. Each has `rows_per_shard` rows, the last
+    one fewer; tokens that fill no row are in none. Pure."""
+    rows = sum(tokens for _, tokens in tokens_of_parts) // block_size
+    waiting = [(part, 0, tokens) for part, tokens in reversed(tokens_of_parts)]
+    shards: list[ShardTask] = []
+    for first in range(0, rows, rows_per_shard):
+        needed = min(rows_per_shard, rows - first) * block_size
+        pieces = []
+        while needed:
+            part, start, left = waiting.pop()
+            taken = min(left, needed)
+            if taken:
+                pieces.append((part, start, taken))
+            if taken < left:
+                waiting.append((part, start + taken, left - taken))
+            needed -= taken
+        shards.append(ShardTask(len(shards), name, tuple(pieces)))
+    return shards
+
+
+def write_shard(shard: ShardTask, *, job: TextJob) -> pa.Table:
+    """Writes the shard's rows, then the marker that holds what the index says of it."""
+    from rayrec.data import mds  # brings torch
+
+    dtype = job.tokenizer.dtype
+    tokens = np.empty(shard.tokens, dtype)
+    done = 0
+    for part, start, count in shard.pieces:
+        target = tokens[done : done + count].view(np.uint8)
+        read_bytes = storage.read_into(job.tokens(part), start * dtype.itemsize, target)
+        assert read_bytes == len(target), job.tokens(part)
+        done += count
+    path = storage.join(job.folder, shard.set, f"shard.{shard.number:05d}.mds")
+    with disk_errors(job.folder):
+        info: dict[str, Any] = mds.write_shard(tokens.reshape(-1, job.block_size), path)
+        marker = {"number": shard.number, "set": shard.set, "info": info}
+        storage.write_json(job.marker(shard.name), marker)
+    return pa.table({"marker": [json.dumps(marker)]})

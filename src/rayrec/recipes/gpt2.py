@@ -1,0 +1,65 @@
+"""GPT-2 on texts: a model of a laptop's size, and the one of 124 million parameters."""
+
+from __future__ import annotations
+
+from rayrec.models.gpt2 import GPT2Config
+from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule
+from rayrec.workloads.base import DataConfig, ScalingConfig, TrainConfig
+from rayrec.workloads.language import LanguageWorkload
+
+
+def gpt2_tiny(path: str | None = None) -> TrainConfig:
+    """A GPT-2 of 0.8 million parameters on a text of a megabyte, by characters, in blocks of 128: a laptop, some minutes."""
+    return TrainConfig(
+        recipe="gpt2_tiny",
+        workload=LanguageWorkload(
+            model=GPT2Config(n_layer=4, n_head=4, n_embd=128, n_positions=128, dropout=0.0),
+            optimizer=DenseOptimizerConfig(
+                kind="adamw",
+                learning_rate=0.003,
+                betas=(0.9, 0.99),
+                weight_decay=0.1,
+                decay_matrices_only=True,
+                max_gradient_norm=1.0,
+            ),
+            schedule=LearningRateSchedule(
+                warmup_fraction=0.05, decay_fraction=0.95, decay="cosine", final_fraction=0.1
+            ),
+        ),
+        train_data=DataConfig(path=path, shuffle="full"),
+        epochs=8,
+        batch_size=8,
+        eval_batch_size=128,
+        precision="bf16",
+        scaling=ScalingConfig(num_workers=2),
+    )
+
+
+def gpt2(path: str | None = None) -> TrainConfig:
+    """GPT-2 of 124 million parameters in blocks of 1024, as nanoGPT reproduces it: 480 blocks (491,520 tokens) a step."""
+    return TrainConfig(
+        recipe="gpt2",
+        workload=LanguageWorkload(
+            model=GPT2Config(n_layer=12, n_head=12, n_embd=768, n_positions=1024, dropout=0.0),
+            accumulate=5,
+            optimizer=DenseOptimizerConfig(
+                kind="adamw",
+                learning_rate=6e-4,
+                betas=(0.9, 0.95),
+                weight_decay=0.1,
+                decay_matrices_only=True,
+                max_gradient_norm=1.0,
+            ),
+            schedule=LearningRateSchedule(
+                warmup_steps=2000, decay_fraction=1.0, decay="cosine", final_fraction=0.1
+            ),
+            max_new_tokens=200,
+        ),
+        train_data=DataConfig(path=path, shuffle="window"),
+        steps=600_000,
+        batch_size=60,
+        eval_batch_size=16,
+        evaluate_every=2000,
+        precision="bf16",
+        scaling=ScalingConfig(num_workers=8, use_gpu=True),
+    )

@@ -1,0 +1,48 @@
+"""ResNet18 on MNIST and on data sets in its format."""
+
+from __future__ import annotations
+
+from rayrec.models.resnet import ResNetConfig
+from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule
+from rayrec.workloads.base import DataConfig, ScalingConfig, TrainConfig
+from rayrec.workloads.vision import AugmentationConfig, VisionWorkload
+
+
+def mnist_resnet18(path: str | None = None) -> TrainConfig:
+    """ResNet18 on MNIST as in Ray's PyTorch tutorial: Adam 1e-5, two epochs, 128 images a step over two workers."""
+    return TrainConfig(
+        recipe="mnist_resnet18",
+        workload=VisionWorkload(
+            model=ResNetConfig(),
+            optimizer=DenseOptimizerConfig(kind="adam", learning_rate=1e-5),
+        ),
+        train_data=DataConfig(path=path, shuffle="full"),
+        epochs=2,
+        batch_size=64,
+        eval_batch_size=500,
+        evaluate_every=469,
+        scaling=ScalingConfig(num_workers=2),
+    )
+
+
+def mnist_resnet18_augmented(path: str | None = None) -> TrainConfig:
+    """ResNet18 on MNIST to more than 99.4 % of the test images: images moved at random, AdamW, a rate that rises and falls."""
+    return TrainConfig(
+        recipe="mnist_resnet18_augmented",
+        workload=VisionWorkload(
+            model=ResNetConfig(),
+            augmentation=AugmentationConfig(max_shift=2.0, max_rotation_degrees=10.0, max_scale=0.1),
+            label_smoothing=0.1,
+            optimizer=DenseOptimizerConfig(
+                kind="adamw", learning_rate=0.002, weight_decay=0.05, decay_matrices_only=True
+            ),
+            schedule=LearningRateSchedule(warmup_fraction=0.2, decay_fraction=0.8, decay="linear"),
+        ),
+        train_data=DataConfig(path=path, shuffle="full"),
+        epochs=7,
+        batch_size=128,
+        eval_batch_size=500,
+        evaluate_every=235,
+        precision="bf16",
+        scaling=ScalingConfig(num_workers=2),
+    )

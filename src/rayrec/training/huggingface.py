@@ -1,0 +1,250 @@
+"""The other loop: HuggingFace's Trainer makes the steps, and everything around them stays rayrec's.
+
+Trainer cannot sit on rayrec's loop, nor the other way round, because both own it: `Trainer.train()` returns when training is
+over, and what happens between steps it lets others do in callbacks only. So control is turned inside out. `loop.steer`, which decides
+where to evaluate, save and stop, waits for `Trainer`'s callback at the end of each step, as it waits for the segments of the own loop.
+Shared are therefore: decisions and their boundaries, the order of rows and the exact position, the model as it was wrapped
+for its workers (DDP or FSDP2), arithmetic of the loss, optimizer, learning rates, seeds, evaluation, checkpoints, events.
+Trainer's own: forward, backward and accumulation in its order, clipping, the optimizer's step through accelerate.
+Its data loading, evaluation, logging, checkpoints and wrapping are off, and it writes no file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any, final
+
+import torch
+from torch import distributed
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from rayrec.batch import TensorBatch
+from rayrec.training.loop import Account, Batches, Interruption, Progress, Save, steer
+from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerSetup
+from rayrec.workloads.replicated import ReplicatedWorkload
+from rayrec.workloads.replicated_worker import RowPipeline
+
+LOSS_WEIGHT = "loss_weight"
+"""Beside the tensors of a part, what `TensorBatch` calls so."""
+
+
+def run(
+    config: TrainConfig,
+    setup: WorkerSetup,
+    loader: TrainLoader,
+    progress: Progress,
+    *,
+    log: Callable[[str, dict[str, Any]], None],
+    save: Save,
+    interruption: Interruption,
+) -> bool:
+    """What `loop.run` does, to the same steps and with the same events; Trainer makes the steps."""
+    course = steer(config, setup, loader, progress, log=log, save=save)
+    account = Account(config, loader, progress, log=log, interruption=interruption)
+    try:
+        stop = next(course)
+    except StopIteration as end:  # nothing is left to train
+        return end.value
+    workload = config.workload
+    assert isinstance(workload, ReplicatedWorkload)
+    losses: list[torch.Tensor] = []
+    batches = Batches(loader)
+    steps = _Steps(setup, progress, account, course, batches, losses, stop)
+    with tempfile.TemporaryDirectory(prefix="rayrec-trainer-") as scratch:
+        with _as_it_is(_pipeline(setup).device):
+            trainer = _Trainer(
+                setup,
+                parts=_Parts(batches, workload.accumulate),
+                losses=losses,
+                args=_arguments(workload, _pipeline(setup).device, steps=account.total, scratch=scratch),
+                callbacks=[steps],
+            )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return steps.finished
+
+
+def _pipeline(setup: WorkerSetup) -> RowPipeline:
+    assert isinstance(setup.pipeline, RowPipeline)
+    return setup.pipeline
+
+
+def _arguments(workload: ReplicatedWorkload, device: torch.device, *, steps: int, scratch: str) -> TrainingArguments:
+    """All of Trainer's own off, and nothing decided twice."""
+    return TrainingArguments(
+        output_dir=scratch,
+        max_steps=steps,
+        gradient_accumulation_steps=workload.accumulate,
+        max_grad_norm=workload.optimizer.max_gradient_norm or 0.0,  # 0 never clips
+        use_cpu=device.type == "cpu",
+        ddp_backend=distributed.get_backend() if distributed.is_initialized() else None,  # the group that is up is used
+        average_tokens_across_devices=False,
+        logging_nan_inf_filter=False,  # would wait for the device in every step; losses are checked where they are logged
+        eval_strategy="no",
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+@contextlib.contextmanager
+def _as_it_is(device: torch.device) -> Iterator[None]:
+    """Keeps the process as rayrec has set it up while accelerate does so by its own lights: the device, by way of the variable
+    that it reads, and the number of threads."""
+    threads, variable = torch.get_num_threads(), "ACCELERATE_TORCH_DEVICE"
+    before = os.environ.get(variable)
+    os.environ[variable] = str(device)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
+
+
+@final
+class _Rates:
+    """Stands where Trainer wants a scheduler: learning rates are set by `begin_step`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def step(self) -> None:
+        pass
+
+    def get_last_lr(self) -> list[float]:
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+
+@final
+class _Wrapped(torch.nn.Module):
+    """What Trainer calls and takes for its own wrapping of the model: rayrec's, which makes a part's loss."""
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        super().__init__()
+        self.module = setup.model
+        self._pipeline = _pipeline(setup)
+
+    def forward(self, part: Mapping[str, Any]) -> torch.Tensor:
+        tensors = {name: value for name, value in part.items() if name != LOSS_WEIGHT}
+        return self._pipeline.loss(TensorBatch(tensors, part[LOSS_WEIGHT]))
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with self._pipeline.exchange(False):
+            yield
+        with self._pipeline.exchange(True):  # FSDP keeps to what it was told last
+            pass
+
+
+@final
+class _Parts:
+    """What Trainer takes for a DataLoader: the loader's batches, each in `accumulate` parts. It has no length, so that Trainer
+    goes by `max_steps`, and sees one epoch."""
+
+    def __init__(self, batches: Batches, accumulate: int) -> None:
+        self._batches, self._accumulate = batches, accumulate
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in self._batches:
+            for part in batch.parts(self._accumulate):
+                yield {**part.tensors, LOSS_WEIGHT: part.loss_weight}
+
+
+@final
+class _Trainer(Trainer):
+    """Trainer over rayrec's batches, wrapped model, loss and optimizer."""
+
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        *,
+        parts: _Parts,
+        losses: list[torch.Tensor],
+        args: TrainingArguments,
+        callbacks: list[TrainerCallback],
+    ) -> None:
+        self._setup, self._parts, self._losses = setup, parts, losses
+        optimizer = setup.optimizer.optimizer
+        super().__init__(model=setup.model, args=args, optimizers=(optimizer, _Rates(optimizer)), callbacks=callbacks)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        # With it accelerate loads the optimizer's state anew, in the place of the tensors that checkpoints are made of.
+        self.accelerator.device_placement = False
+
+    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
+        """It is there already, in shards maybe."""
+
+    def _wrap_model(self, model: torch.nn.Module, training: bool = True, dataloader: Any = None) -> torch.nn.Module:
+        return _Wrapped(self._setup)
+
+    def get_train_dataloader(self) -> Any:
+        return self._parts
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        return 0  # counted to be logged, which Trainer does not do here
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        loss = model(inputs)
+        self._losses.append(loss.detach())
+        # Trainer holds it for a mean over the part, and divides by the number of parts; ours add up to the batch's mean.
+        return loss * self.current_gradient_accumulation_steps
+
+
+@final
+class _Steps(TrainerCallback):
+    """What comes before and after each of Trainer's steps."""
+
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        progress: Progress,
+        account: Account,
+        course: Generator[int, bool, bool],
+        batches: Batches,
+        losses: list[torch.Tensor],
+        stop: int,
+    ) -> None:
+        self._setup, self._progress, self._account, self._course = setup, progress, account, course
+        self._batches, self._losses, self._stop = batches, losses, stop
+        self.finished = False
+        """What `run` returns."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        state.global_step = self._progress.step
+        self._account.begin()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._setup.begin_step(self._progress.step, self._account.total)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        loss = torch.stack(self._losses).sum()
+        self._losses.clear()
+        # Trainer pulls no batch ahead, so a segment can end after any step.
+        cannot_go_on = self._account.count(loss, self._batches, stop=self._stop)
+        if self._progress.step < self._stop and not cannot_go_on:
+            return
+        self._setup.pipeline.reset()
+        try:
+            self._stop = self._course.send(self._account.stopping)
+        except StopIteration as end:
+            self.finished = end.value
+            control.should_training_stop = True
+        self._account.begin()

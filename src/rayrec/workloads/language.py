@@ -1,0 +1,299 @@
+"""Language models: GPT-2 as HuggingFace has it, on blocks of tokens in MDS shards, under either loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.data.tokens import (
+    TokenFolder,
+    copy_tokenizer,
+    is_tokens,
+    load_tokenizer,
+    open_tokens,
+    text_rows,
+)
+from rayrec.extras import require_language
+from rayrec.models.gpt2 import GPT2Config
+from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
+from rayrec.workloads.replicated import ReplicatedWorkload
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import GPT2LMHeadModel
+
+    from rayrec.data.rows import ArrayRows, RowSource
+    from rayrec.workloads.language_model import TextModel
+
+TOKENS = "tokens"
+"""The tensor of a batch: int64 (rows, block_size)."""
+TOKENIZER_FOLDER = "tokenizer"
+"""In a checkpoint."""
+CONFIG_FILE = "config.json"
+"""In a checkpoint and in an export: what the model is, as transformers reads it, and `block_size`."""
+NUM_SAMPLES = 3
+"""Texts made by the final weights."""
+PROMPT_TOKENS = 32
+"""Of each of these texts, from the validation set."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the driver found out and every worker needs."""
+
+    train: TokenFolder
+    validation: TokenFolder
+    validation_set: str
+    """Its name in that folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageWorkload(ReplicatedWorkload):
+    """Trains a model to tell the next token of a text."""
+
+    LOOPS: ClassVar[tuple[str, ...]] = ("rayrec", "huggingface")
+
+    model: GPT2Config = field(default_factory=GPT2Config)
+    """The network; its vocabulary is that of the data."""
+    weights: str | None = None
+    """Folder of initial weights, of `rayrec export` or HuggingFace's own (config.json, model.safetensors), local or a URL that every
+    node reaches; None: random ones."""
+    max_new_tokens: int = 200
+    """Length of a generated text."""
+    temperature: float = 0.8
+    """Of generated text: below 1 likely tokens become likelier; 0 always takes the likeliest."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_new_tokens < 1 or not 0 <= self.temperature < math.inf:
+            raise InputError("workload: max_new_tokens must be at least 1, and temperature at least 0 and finite")
+
+    def metrics(self, means: dict[str, float]) -> dict[str, float]:
+        """`loss`, in nats a token, and `perplexity`."""
+        return {**means, "perplexity": math.exp(min(means["loss"], 700.0))}  # beyond, a float is too small for it
+
+    def score(self, metrics: dict[str, float]) -> float:
+        return -metrics["loss"]
+
+    # -- on the driver
+
+    def check(self, config: TrainConfig) -> None:
+        require_language()
+        data = config.train_data
+        if data.path is None:
+            raise InputError(
+                "train_data.path: no blocks of tokens given; make them with `rayrec preprocess TEXT --format mds --out DIR` and "
+                "pass --train-data.path DIR"
+            )
+        for name, path in (("train_data", data.path), ("eval_data", config.eval_data.path)):
+            if path is not None:
+                _must_be_tokens(name, path)
+
+    def prepare(self, context: RunContext) -> Prepared:
+        config = context.config
+        assert config.train_data.path is not None
+        train = open_tokens(config.train_data.path)
+        if not train.sets.get("train"):
+            raise InputError(f"{train.path}: has no training blocks; preprocess more text, or hold less of it out")
+        validation = train if config.eval_data.path is None else open_tokens(config.eval_data.path)
+        prepared = Prepared(train, validation, _validation_set(validation, own=config.eval_data.path is not None))
+        self._check_sizes(prepared)
+        self._check_same_data(prepared, context.folder)
+        if self.weights is not None:
+            from rayrec.workloads.language_model import check_weights
+
+            check_weights(self.weights, self.model, vocabulary_size=train.vocabulary_size)
+        return prepared
+
+    def _check_sizes(self, prepared: Prepared) -> None:
+        train, validation = prepared.train, prepared.validation
+        if train.block_size > self.model.n_positions:
+            raise InputError(
+                f"{train.path}: blocks of {train.block_size} tokens do not fit the model's {self.model.n_positions}; set "
+                "--workload.model.n-positions, or preprocess with a smaller --block-size"
+            )
+        mine, other = (
+            (folder.block_size, folder.tokenizer_hash, folder.vocabulary_size) for folder in (train, validation)
+        )
+        if mine != other:
+            raise InputError(
+                f"{validation.path}: block size, tokenizer or vocabulary is not that of {train.path}; preprocess it with "
+                f"--tokenizer {train.tokenizer} and --block-size {train.block_size}"
+            )
+
+    def _check_same_data(self, prepared: Prepared, folder: str) -> None:
+        """A run goes on with the very tokens that it began with."""
+        place = storage.join(folder, "tokens.json")
+        hashes = {"train": prepared.train.hash, "validation": prepared.validation.hash}
+        if not storage.exists(place):
+            storage.write_json(place, hashes)
+        elif storage.read_json(place) != hashes:
+            raise InputError(
+                f"{prepared.train.path}: the run in {folder} began with other tokens; give it those, or choose another --name"
+            )
+
+    def set_rows(self, prepared: Prepared) -> dict[str, int]:
+        return {
+            "train": prepared.train.sets["train"],
+            "validation": prepared.validation.sets[prepared.validation_set],
+        }
+
+    def summarize(self, prepared: Prepared, metrics: dict[str, float]) -> dict[str, Any]:
+        train = prepared.train
+        return {
+            **super().summarize(prepared, metrics),
+            "tokens_per_row": train.block_size,
+            "vocabulary_size": train.vocabulary_size,
+            "num_parameters": self.model.num_parameters(train.vocabulary_size),
+            "tokenizer": train.tokenizer_hash,
+            "tokens": train.hash,
+        }
+
+    def add_files(self, folder: str, prepared: Prepared) -> None:
+        train = prepared.train
+        storage.write_json(storage.join(folder, CONFIG_FILE), self._config_json(train))
+        copy_tokenizer(train.tokenizer, storage.join(folder, TOKENIZER_FOLDER))
+
+    def _config_json(self, train: TokenFolder) -> dict[str, Any]:
+        model = self.model.to_huggingface(train.vocabulary_size, end_of_text=train.end_token)
+        return {**model, "block_size": train.block_size}
+
+    # -- on each worker
+
+    def open_set(self, context: WorkerContext, prepared: Prepared, name: str) -> RowSource:
+        from rayrec.data.mds import TokenRows
+
+        if name == "train":
+            return TokenRows(prepared.train.set_path("train"))
+        return TokenRows(prepared.validation.set_path(prepared.validation_set))
+
+    def build(self, prepared: Prepared) -> GPT2LMHeadModel:
+        train = prepared.train
+        model = self.model.build(train.vocabulary_size, end_of_text=train.end_token)
+        if self.weights is not None:
+            from rayrec.workloads.language_model import load_weights
+
+            load_weights(model, self.weights)
+        return model
+
+    def measure(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """`loss`: the mean cross entropy of each row's next tokens, its first token being given."""
+        from rayrec.workloads.language_model import row_losses
+
+        return {"loss": row_losses(model, tensors[TOKENS])}
+
+    def samples(
+        self, model: torch.nn.Module, *, prepared: Prepared, sets: Mapping[str, RowSource], device: torch.device
+    ) -> list[dict[str, Any]]:
+        """Texts that go on from the beginnings of three validation blocks; the same in every run with these weights."""
+        import numpy as np
+
+        from rayrec.workloads.language_model import continued
+
+        train, source = prepared.train, sets["validation"]
+        rows = np.linspace(0, len(source) - 1, num=min(NUM_SAMPLES, len(source)), dtype=np.int64)
+        length = max(1, min(PROMPT_TOKENS, train.block_size // 2))
+        tokenizer = load_tokenizer(train.tokenizer)
+        prompts = source.read(rows)[TOKENS][:, :length]
+        texts = continued(
+            model,
+            prompts,
+            np.full(len(rows), length),
+            tokenizer=tokenizer,
+            window=train.block_size,
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            device=device,
+        )
+        return [
+            {"kind": "text", "prompt": tokenizer.decode(prompt.tolist()), "text": text}
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+
+    # -- for checkpoints that are to be used
+
+    def open_labelled(self, config: TrainConfig, *, checkpoint: str, path: str) -> RowSource:
+        """Blocks of tokens (their validation set, where they have one), or a plain text, cut into blocks with the checkpoint's
+        tokenizer. Raises InputError for tokens of another tokenizer, and for a text shorter than a block."""
+        tokenizer = storage.join(checkpoint, TOKENIZER_FOLDER)
+        if not is_tokens(path):
+            block_size = storage.read_json(storage.join(checkpoint, CONFIG_FILE))["block_size"]
+            return text_rows(path, tokenizer=tokenizer, block_size=block_size)
+        from rayrec.data.mds import TokenRows
+
+        folder = open_tokens(path)
+        if folder.tokenizer_hash != load_tokenizer(tokenizer).hash:
+            raise InputError(
+                f"{path}: its tokens are of another tokenizer than the model's; preprocess the text with --tokenizer {tokenizer}"
+            )
+        return TokenRows(folder.set_path(_validation_set(folder, own=True)))
+
+    def open_inputs(self, config: TrainConfig, *, checkpoint: str, path: str) -> ArrayRows:
+        """A text with a prompt on each line; an empty line stands for a line break. Of a prompt longer than the model's block
+        the end is used."""
+        from rayrec.workloads.language_model import read_prompts
+
+        block_size = storage.read_json(storage.join(checkpoint, CONFIG_FILE))["block_size"]
+        return read_prompts(
+            path, load_tokenizer(storage.join(checkpoint, TOKENIZER_FOLDER)), window=block_size
+        )
+
+    def build_from(self, config: TrainConfig, *, checkpoint: str) -> TextModel:
+        require_language("transformers")
+        from rayrec.workloads.language_model import TextModel
+
+        return TextModel(
+            storage.read_json(storage.join(checkpoint, CONFIG_FILE)),
+            tokenizer=load_tokenizer(storage.join(checkpoint, TOKENIZER_FOLDER)),
+        )
+
+    def predict(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
+        """Columns `prompt`, as the model was given it, and `text`, which goes on from it. The same prompt and settings give the
+        same text, whatever else there is to predict."""
+        from rayrec.workloads.language_model import TextModel
+
+        assert isinstance(model, TextModel)
+        return model.continue_prompts(
+            tensors, max_new_tokens=self.max_new_tokens, temperature=self.temperature
+        )
+
+    def export(self, config: TrainConfig, *, checkpoint: str, out: str) -> dict[str, Any]:
+        """Writes config.json, model.safetensors and the tokenizer's files: a folder that `from_pretrained` of transformers'
+        GPT2LMHeadModel and AutoTokenizer loads."""
+        from rayrec.checkpoint import Checkpoint, full_tensors
+        from rayrec.workloads.weight_files import write_weights
+
+        prefix = "model."
+        weights = {
+            name.removeprefix(prefix): tensor for name, tensor in full_tensors(Checkpoint(checkpoint), prefix)
+        }
+        storage.make_folder(out)
+        size = write_weights(storage.join(out, "model.safetensors"), weights)
+        storage.copy_file(storage.join(checkpoint, CONFIG_FILE), storage.join(out, CONFIG_FILE))
+        copy_tokenizer(storage.join(checkpoint, TOKENIZER_FOLDER), out)
+        return {"path": out, "tensors": len(weights), "bytes": size}
+
+
+def _must_be_tokens(name: str, path: str) -> None:
+    if is_tokens(path):
+        return
+    if not storage.exists(path):
+        raise InputError(f"{name}.path: {path}: no such file or folder")
+    raise InputError(
+        f"{name}.path: {path} holds no blocks of tokens; make them with `rayrec preprocess {path} --format mds --out DIR` and pass "
+        f"--{name.replace('_', '-')}.path DIR"
+    )
+
+
+def _validation_set(folder: TokenFolder, *, own: bool) -> str:
+    """The set to evaluate on; of a folder that is not trained on, its training blocks where nothing is held out."""
+    for name in ("validation", "train") if own else ("validation",):
+        if folder.sets.get(name):
+            return name
+    raise InputError(
+        f"{folder.path}: has no validation blocks; preprocess with a --validation-fraction above 0, or pass --eval-data.path DIR"
+    )

@@ -1,0 +1,221 @@
+"""What language models compute: the loss of rows, text that goes on from prompts, weights that others trained."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, final
+
+import numpy as np
+import torch
+from torch.nn import functional
+from transformers import GPT2Config as HuggingFaceConfig
+from transformers import GPT2LMHeadModel
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.data.rows import ArrayRows
+from rayrec.workloads.weight_files import read_weights
+
+if TYPE_CHECKING:
+    from rayrec.data.tokens import TextTokenizer
+    from rayrec.models.gpt2 import GPT2Config
+
+PROMPTS, LENGTHS = "prompts", "lengths"
+"""Tensors of a batch to predict: int64 (rows, longest), each prompt at the right end of its row; int64 (rows,)."""
+_IGNORED: Final = -100
+_SAMPLING_SEED: Final = 0
+
+
+def row_losses(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """float32 (rows,): the mean cross entropy of tokens 1, 2, ... given those before; tokens are int64 (rows, length).
+
+    Over rows of equal length its mean is the loss that transformers' model itself gives for labels like its input.
+    """
+    logits = model(input_ids=tokens, use_cache=False).logits.float()
+    # The last position predicts nothing. To mark its target costs less than to copy the logits without it.
+    targets = functional.pad(tokens[:, 1:], (0, 1), value=_IGNORED)
+    losses = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=_IGNORED)
+    return losses.view_as(tokens).sum(dim=1) / (tokens.shape[1] - 1)
+
+
+# Generation -------------------------------------------------------------------------------------------------------------
+
+
+@final
+class TextModel(GPT2LMHeadModel):
+    """The model of a checkpoint with all it takes to write text; its state dict is GPT2LMHeadModel's."""
+
+    def __init__(self, config: dict[str, Any], *, tokenizer: TextTokenizer) -> None:
+        super().__init__(HuggingFaceConfig.from_dict(config))
+        self._tokenizer, self._window = tokenizer, config["block_size"]
+
+    def continue_prompts(
+        self, tensors: Mapping[str, torch.Tensor], *, max_new_tokens: int, temperature: float
+    ) -> dict[str, list[str]]:
+        prompts, lengths = tensors[PROMPTS].cpu().numpy(), tensors[LENGTHS].cpu().numpy()
+        texts = continued(
+            self,
+            prompts,
+            lengths,
+            tokenizer=self._tokenizer,
+            window=self._window,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            device=tensors[PROMPTS].device,
+        )
+        decoded = [
+            self._tokenizer.decode(row[len(row) - length :].tolist())
+            for row, length in zip(prompts, lengths, strict=True)
+        ]
+        return {"prompt": decoded, "text": texts}
+
+
+def continued(
+    model: torch.nn.Module,
+    prompts: np.ndarray,
+    lengths: np.ndarray,
+    *,
+    tokenizer: TextTokenizer,
+    window: int,
+    max_new_tokens: int,
+    temperature: float,
+    device: torch.device,
+) -> list[str]:
+    """The text that goes on from each prompt (see PROMPTS), up to the end-of-text token or so many tokens.
+
+    Chance comes of the prompt alone. A wrapped model is called equally often on every worker that has the same prompts.
+    """
+    chances = np.stack([_chances(row[len(row) - length :], max_new_tokens) for row, length in zip(prompts, lengths, strict=True)])
+    model.eval()
+    made = generate(
+        model,
+        torch.from_numpy(prompts).to(device),
+        torch.from_numpy(lengths).to(device),
+        chances=torch.from_numpy(chances).to(device),
+        window=window,
+        temperature=temperature,
+        end_token=tokenizer.end_token,
+    )
+    return [tokenizer.decode(_before(row, tokenizer.end_token)) for row in made.tolist()]
+
+
+def _chances(prompt: np.ndarray, count: int) -> np.ndarray:
+    """float32 (count,), from 0 to below 1: which of the possible tokens each next one is to be."""
+    return np.random.default_rng([_SAMPLING_SEED, zlib.crc32(prompt.tobytes())]).random(count, dtype=np.float32)
+
+
+def _before(tokens: list[int], end_token: int | None) -> list[int]:
+    return tokens[: tokens.index(end_token)] if end_token in tokens else tokens
+
+
+@torch.no_grad()
+def generate(
+    model: torch.nn.Module,
+    prompts: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    chances: torch.Tensor,
+    window: int,
+    temperature: float,
+    end_token: int | None,
+) -> torch.Tensor:
+    """int64 (rows, new): the tokens after each prompt; after `end_token` only more of it.
+
+    `chances`: float (rows, most new tokens), from 0 to below 1. The model sees at most `window` tokens: where a text outgrows it,
+    it goes on from the latter half. All positions but the last are kept from call to call, so a token costs one position.
+    """
+    tokens = prompts[:, -window:]
+    mask = torch.arange(tokens.shape[1], 0, -1, device=tokens.device) <= lengths[:, None]
+    ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+    made: list[torch.Tensor] = []
+    cache = None
+    for chance in chances.unbind(dim=1):
+        if tokens.shape[1] > window:
+            kept = max(1, window // 2)
+            tokens, mask, cache = tokens[:, -kept:], mask[:, -kept:], None
+        fresh = tokens if cache is None else tokens[:, -1:]
+        positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
+        output = model(
+            input_ids=fresh,
+            attention_mask=mask.long(),
+            position_ids=positions[:, -fresh.shape[1] :],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        cache = output.past_key_values
+        following = _pick(output.logits[:, -1].float(), chance, temperature)
+        if end_token is not None:
+            following = torch.where(ended, end_token, following)
+            ended |= following == end_token
+        made.append(following)
+        if end_token is not None and bool(ended.all()):  # device sync
+            break
+        tokens = torch.cat([tokens, following[:, None]], dim=1)
+        mask = functional.pad(mask, (0, 1), value=True)
+    return torch.stack(made, dim=1)
+
+
+def _pick(logits: torch.Tensor, chance: torch.Tensor, temperature: float) -> torch.Tensor:
+    """int64 (rows,): the token at which the probabilities, added up in the order of tokens, go beyond each row's chance."""
+    if temperature == 0:
+        return logits.argmax(dim=1)
+    reached = (logits / temperature).softmax(dim=1).cumsum(dim=1)
+    return (reached <= chance[:, None] * reached[:, -1:]).sum(dim=1).clamp(max=logits.shape[1] - 1)
+
+
+def read_prompts(path: str, tokenizer: TextTokenizer, *, window: int) -> ArrayRows:
+    """PROMPTS and LENGTHS of a text's lines. Raises InputError where it is missing, empty, no UTF-8 or cannot be encoded."""
+    try:
+        lines = storage.read_bytes(path).decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: no UTF-8 at byte {error.start:,}; prompts are plain text, one on each line") from None
+    if not lines:
+        raise InputError(f"{path}: holds no prompts; write one on each line")
+    encoded = [np.asarray(tokenizer.encode(line or "\n"), np.int64)[-window:] for line in lines]
+    lengths = np.array([len(tokens) for tokens in encoded], np.int64)
+    prompts = np.zeros((len(encoded), int(lengths.max())), np.int64)
+    for row, tokens in zip(prompts, encoded, strict=True):
+        row[len(row) - len(tokens) :] = tokens
+    return ArrayRows({PROMPTS: prompts, LENGTHS: lengths})
+
+
+# Weights of others ------------------------------------------------------------------------------------------------------
+
+
+def check_weights(folder: str, model: GPT2Config, *, vocabulary_size: int) -> None:
+    """Raises InputError where a folder's config.json is missing or of another model."""
+    path = storage.join(folder, "config.json")
+    found = storage.read_json(path)
+    wanted = model.to_huggingface(vocabulary_size)
+    for name in ("model_type", "vocab_size", "n_layer", "n_head", "n_embd", "n_positions"):
+        if not isinstance(found, dict) or found.get(name) != wanted[name]:
+            stored = found.get(name) if isinstance(found, dict) else None
+            raise InputError(
+                f"workload.weights: {path} has {name} {stored}, the model {wanted[name]}; make them alike, the vocabulary by "
+                "`rayrec preprocess --tokenizer` with that model's tokenizer"
+            )
+
+
+def load_weights(model: GPT2LMHeadModel, folder: str) -> None:
+    """Fills the model from a folder's model.safetensors, with or without the prefix `transformer.`, as both are in use. Raises
+    InputError for missing, surplus or misshapen weights."""
+    path = storage.join(folder, "model.safetensors")
+    if not storage.exists(path):
+        raise InputError(
+            f"workload.weights: {path} is missing; other formats, which may hold code, are not read: save with safe_serialization"
+        )
+    own = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}  # tied
+    found = {}
+    for name, tensor in read_weights(path).items():
+        full = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
+        if full != "lm_head.weight" and not full.endswith((".attn.bias", ".attn.masked_bias")):  # causal masks
+            found[full] = tensor
+    for name in sorted(own.keys() | found.keys()):
+        shapes = [list(tensors[name].shape) if name in tensors else None for tensors in (found, own)]
+        if shapes[0] != shapes[1]:
+            raise InputError(f"workload.weights: {path}: {name} has shape {shapes[0]}, the model's {shapes[1]}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(found[name])

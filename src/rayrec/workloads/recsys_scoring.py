@@ -1,0 +1,246 @@
+"""Scores a click log with a trained model: what is opened before, and what each scoring process does."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+import numpy as np
+import pyarrow as pa
+
+from rayrec import storage
+from rayrec.checkpoint import Checkpoint, open_checkpoint
+from rayrec.config import InputError
+from rayrec.data import ready
+from rayrec.data.ingest import share_preprocessor
+from rayrec.data.labels import has_labels
+from rayrec.data.lines import first_lines, good_lines
+from rayrec.data.log import LogIndex, select
+from rayrec.data.opening import open_log
+from rayrec.data.position import Block, Part, blocks_of_epoch
+from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.ray_tasks import RayEngine, input_errors
+from rayrec.data.reading import open_block
+from rayrec.metrics import BinaryMetricsAccumulator
+from rayrec.schema import Schema
+from rayrec.workloads.recsys import PREPROCESSOR_FOLDER
+from rayrec.workloads.scoring import Device, Scoring, ScoringContext
+
+if TYPE_CHECKING:
+    import ray
+
+    from rayrec.data.parsing import RawRows
+    from rayrec.workloads.base import TrainConfig
+    from rayrec.workloads.recsys import ClickWorkload
+    from rayrec.workloads.recsys_scorer import ClickScorer
+
+_BATCH_ROWS = 8192
+
+
+def open_scoring(workload: ClickWorkload, context: ScoringContext) -> Scoring:
+    """See `Workload.open_scoring`: columns `score` and `logit` float32 and, where the log has labels, `label`. A faulty line has
+    a place in the log but no score."""
+    preprocessor = load_preprocessor(context.checkpoint)
+    labelled = has_labels(context.path, preprocessor.schema)
+    if context.evaluating and not labelled:
+        raise InputError(
+            f"{context.path}: holds no labels, so there is nothing to compare scores with; `rayrec predict` scores it"
+        )
+    schema = preprocessor.schema if labelled else preprocessor.schema.unlabelled()
+    index, blocks = _blocks(context, schema)
+    import ray
+
+    process = _Process(
+        workload=workload,
+        config=context.config,
+        checkpoint=context.checkpoint,
+        preprocessor=share_preprocessor(preprocessor),
+        blocks=ray.put(blocks),
+        labelled=labelled,
+        batch_rows=context.batch_rows or _BATCH_ROWS,
+    )
+    return Scoring(
+        rows=index.rows,
+        num_blocks=len(blocks),
+        load=process.load,
+        make_totals=_ClickTotals,
+        described={"bad_rows": index.faults.total, "preprocessor": preprocessor.hash()},
+    )
+
+
+def _blocks(context: ScoringContext, schema: Schema) -> tuple[LogIndex, list[ScoredBlock]]:
+    """The log's index, and its rows in blocks that are scored one by one."""
+    path, data, console = context.path, context.config.eval_data, context.console
+    engine = RayEngine(context.connect())
+    with console.preparing(), input_errors():
+        index = open_log(
+            path,
+            schema,
+            segment_bytes=data.segment_bytes,
+            engine=engine,
+            cache_folder=cache_folder(context.checkpoint),
+            note=console.note,
+            progress=console.progress,
+        )
+        index.check(context.config.max_bad_fraction, path)
+        if index.faults.total:
+            console.note(f"{path}: {index.faults.describe()}; they are left out")
+        lines = first_lines(index, segments_per_task=data.segments_per_block, engine=engine)
+    parts = [Part(segment, start, stop) for segment, start, stop in select(index, 0, index.rows)]
+    rows_follow = not index.faults.total or index.format in ready.FORMATS
+    return index, [
+        ScoredBlock(block, tuple(lines[part.segment] for part in block.parts), rows_follow)
+        for block in blocks_of_epoch(parts, shuffle="none", seed=0, epoch=0, segments_per_block=data.segments_per_block)
+    ]
+
+
+def cache_folder(checkpoint: str) -> str:
+    """Where unpacked files and indices are kept: $RAYREC_CACHE, else where the run keeps its own, else ~/.cache/rayrec.
+
+    The run's has the index of the log it was trained on already, and every node can reach it.
+    """
+    chosen = os.environ.get("RAYREC_CACHE")
+    if chosen:
+        return chosen
+    root = checkpoint.rstrip("/").rsplit("/", 3)[0]  # ROOT/RUN/checkpoints/step_00001000
+    of_run = storage.join(root, ".cache")
+    if storage.exists(of_run) and (storage.is_url(of_run) or os.access(of_run, os.W_OK)):
+        return of_run
+    return os.path.join(os.path.expanduser("~"), ".cache", "rayrec")
+
+
+@final
+class _ClickTotals:
+    """Keeps 5 bytes a row."""
+
+    def __init__(self) -> None:
+        self._kept = BinaryMetricsAccumulator()
+
+    @property
+    def rows(self) -> int:
+        return self._kept.rows
+
+    def update(self, table: pa.Table) -> None:
+        self._kept.update(table.column("logit").to_numpy(), table.column("label").to_numpy())
+
+    def compute(self) -> dict[str, float]:
+        return self._kept.compute()
+
+
+@dataclass(frozen=True)
+class ScoredBlock:
+    """Rows that are read, encoded and scored together, in the order of the log."""
+
+    block: Block
+    first_lines: tuple[int, ...]
+    """Position in the log of the first line of each part's segment."""
+    lines_known: bool
+    """Whether every line is a good row, so that rows follow each other without gaps."""
+
+
+@dataclass(frozen=True)
+class _Process:
+    """What every scoring process is told."""
+
+    workload: ClickWorkload
+    config: TrainConfig
+    checkpoint: str
+    preprocessor: ray.ObjectRef
+    """In the object store, shared by all processes of a node."""
+    blocks: ray.ObjectRef
+    """Of a list of ScoredBlock."""
+    labelled: bool
+    batch_rows: int
+
+    def load(self, device: Device) -> _BlockScorer:
+        import ray
+
+        preprocessor: Preprocessor = ray.get(self.preprocessor)
+        scorer = self.workload.load_scorer(
+            self.config, checkpoint=self.checkpoint, preprocessor=preprocessor, device=device
+        )
+        return _BlockScorer(self, preprocessor, ray.get(self.blocks), scorer)
+
+
+@final
+class _BlockScorer:
+    def __init__(
+        self, told: _Process, preprocessor: Preprocessor, blocks: list[ScoredBlock], scorer: ClickScorer
+    ) -> None:
+        self._told, self._preprocessor, self._blocks, self._scorer = told, preprocessor, blocks, scorer
+
+    def __call__(self, number: int) -> pa.Table:
+        scored, told, preprocessor = self._blocks[number], self._told, self._preprocessor
+        schema = preprocessor.schema if told.labelled else preprocessor.schema.unlabelled()
+        encoded, num_rows = open_block(scored.block, preprocessor, labelled=told.labelled), scored.block.rows
+        logits = np.empty(num_rows, np.float32)
+        labels = np.empty(num_rows, np.float32)
+        for start in range(0, num_rows, told.batch_rows):
+            rows = encoded(start, min(start + told.batch_rows, num_rows))
+            logits[start : start + len(rows)] = self._scorer.score(rows)
+            if rows.labels is not None:
+                labels[start : start + len(rows)] = rows.labels
+        columns = {
+            "row": pa.array(_rows(scored, schema)),
+            "score": pa.array(sigmoid(logits)),
+            "logit": pa.array(logits),
+        }
+        if told.labelled:
+            columns["label"] = pa.array(labels)
+        return pa.table(columns)
+
+
+def _rows(scored: ScoredBlock, schema: Schema) -> np.ndarray:
+    """int64: where each row of the block stands among all lines of the log."""
+    chosen = []
+    for part, first_line in zip(scored.block.parts, scored.first_lines, strict=True):
+        rows = np.arange(part.start, part.stop, dtype=np.int64)
+        chosen.append(first_line + (rows if scored.lines_known else good_lines(part.segment, schema)[rows]))
+    return np.concatenate(chosen)
+
+
+def sigmoid(logits: np.ndarray) -> np.ndarray:
+    """float32: 1 / (1 + exp(-logit)), without overflow."""
+    small = np.exp(-np.abs(logits.astype(np.float64)))  # in (0, 1]
+    return (np.where(logits >= 0, 1.0, small) / (1.0 + small)).astype(np.float32)
+
+
+# -- in one process
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A trained model with the very Preprocessor it was trained with."""
+
+    checkpoint: Checkpoint
+    config: TrainConfig
+    preprocessor: Preprocessor
+    preprocessor_hash: str
+    scorer: ClickScorer
+
+    def score(self, raw: RawRows) -> np.ndarray:
+        """float32 (rows,): the logits of parsed rows, labelled or not."""
+        return self.scorer.score(self.preprocessor.encode(raw))
+
+
+def load_preprocessor(checkpoint: str) -> Preprocessor:
+    """The Preprocessor stored with the weights. Raises InputError where there is none, or its hash does not fit its content."""
+    folder = storage.join(checkpoint, PREPROCESSOR_FOLDER)
+    if not storage.exists(folder):
+        raise InputError(f"{checkpoint}: holds no {PREPROCESSOR_FOLDER}/, which every checkpoint of a click model has")
+    return Preprocessor.load(folder)
+
+
+def load_model(workload: ClickWorkload, config: TrainConfig, checkpoint: str, *, device: Device = "cpu") -> LoadedModel:
+    """Loads a checkpoint of its own or a run's folder (the newest) into this process. `config` is that of its config.yaml,
+    as `recipes.load_config` reads it.
+
+    No file is unpickled and none chooses code: the classes are those of `config`. Every checksum is verified. Raises
+    InputError for a folder that is no checkpoint of a click model, and for damaged files.
+    """
+    opened = open_checkpoint(checkpoint)
+    opened.manifest()
+    preprocessor = load_preprocessor(opened.path)
+    scorer = workload.load_scorer(config, checkpoint=opened.path, preprocessor=preprocessor, device=device)
+    return LoadedModel(opened, config, preprocessor, preprocessor.hash(), scorer)

@@ -1,0 +1,155 @@
+"""Scores any rows with a trained replicated model: its blocks, what each scoring process does, and exact means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from rayrec.checkpoint import Checkpoint, full_tensors, untied
+from rayrec.config import InputError
+from rayrec.data.rows import RowSource
+from rayrec.workloads.scoring import Device, Scoring, ScoringContext
+
+if TYPE_CHECKING:
+    from rayrec.workloads.base import TrainConfig
+    from rayrec.workloads.replicated import ReplicatedWorkload
+
+_PREFIX = "model."
+_BLOCK_BATCHES = 8
+"""Batches that are scored before anything is handed on; fewer where there are few in all."""
+_LEAST_BLOCKS = 16
+"""Blocks that rows are cut into at least, if they fill as many batches, so that all processes have something to do."""
+
+
+def open_scoring(workload: ReplicatedWorkload, context: ScoringContext) -> Scoring:
+    """See `Workload.open_scoring`: the columns of `predict`, or those of `measure` where labels are to be compared with."""
+    process = _Process(
+        workload=workload,
+        config=context.config,
+        checkpoint=context.checkpoint,
+        path=context.path,
+        evaluating=context.evaluating,
+        batch_rows=context.batch_rows or context.config.eval_batch_size,
+    )
+    source = process.open()
+    rows = len(source)
+    source.close()
+    if not rows:
+        raise InputError(f"{context.path}: has no rows to score")
+    return Scoring(
+        rows=rows,
+        num_blocks=-(-rows // process.block_rows(rows)),
+        load=process.load,
+        make_totals=lambda: MeasureTotals(workload.metrics),
+        described={},
+    )
+
+
+@dataclass(frozen=True)
+class _Process:
+    """What every scoring process is told."""
+
+    workload: ReplicatedWorkload
+    config: TrainConfig
+    checkpoint: str
+    path: str
+    evaluating: bool
+    batch_rows: int
+
+    def open(self) -> RowSource:
+        """The rows; each process has a source of its own."""
+        open_rows = self.workload.open_labelled if self.evaluating else self.workload.open_inputs
+        return open_rows(self.config, checkpoint=self.checkpoint, path=self.path)
+
+    def block_rows(self, rows: int) -> int:
+        """Rows of every block but the last: whole batches."""
+        num_batches = -(-rows // self.batch_rows)
+        return self.batch_rows * max(1, min(_BLOCK_BATCHES, num_batches // _LEAST_BLOCKS))
+
+    def load(self, device: Device) -> _BlockScorer:
+        model = load_model(self.workload, self.config, checkpoint=self.checkpoint, device=device)
+        return _BlockScorer(self, model, self.open(), torch.device(device))
+
+
+@final
+class _BlockScorer:
+    def __init__(self, told: _Process, model: torch.nn.Module, source: RowSource, device: torch.device) -> None:
+        self._told, self._model, self._source, self._device = told, model, source, device
+        self._block_rows = told.block_rows(len(source))
+
+    def __call__(self, number: int) -> pa.Table:
+        start = number * self._block_rows
+        stop = min(start + self._block_rows, len(self._source))
+        self._source.will_read(np.arange(start, stop, dtype=np.int64))
+        size = self._told.batch_rows
+        return pa.concat_tables([self._batch(first, min(first + size, stop)) for first in range(start, stop, size)])
+
+    def _batch(self, start: int, stop: int) -> pa.Table:
+        told, rows = self._told, np.arange(start, stop, dtype=np.int64)
+        arrays = self._source.read(rows)
+        tensors = {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
+        with (
+            torch.inference_mode(),
+            torch.autocast(self._device.type, torch.bfloat16, enabled=told.config.precision == "bf16"),
+        ):
+            columns = self._measured(tensors) if told.evaluating else told.workload.predict(self._model, tensors)
+        assert all(len(values) == len(rows) for values in columns.values())
+        return pa.table({"row": rows, **{name: _column(values) for name, values in columns.items()}})
+
+    def _measured(self, tensors: dict[str, torch.Tensor]) -> Mapping[str, np.ndarray]:
+        measures = self._told.workload.measure(self._model, tensors)
+        return {name: values.double().cpu().numpy() for name, values in measures.items()}  # device sync
+
+
+def _column(values: np.ndarray | list[str]) -> pa.Array:
+    if isinstance(values, np.ndarray) and values.ndim > 1:
+        return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values[0].size)
+    return pa.array(values)
+
+
+@final
+class MeasureTotals:
+    """Means of measures over all rows, added up in float64, in the order of the rows."""
+
+    def __init__(self, finish: Callable[[dict[str, float]], dict[str, float]]) -> None:
+        self._finish = finish
+        self._sums: dict[str, float] = {}
+        self.rows = 0
+
+    def update(self, table: pa.Table) -> None:
+        for name in table.column_names:
+            if name != "row":
+                self._sums[name] = self._sums.get(name, 0.0) + float(table.column(name).to_numpy().sum())
+        self.rows += len(table)
+
+    def compute(self) -> dict[str, float]:
+        return self._finish({name: total / self.rows for name, total in self._sums.items()})
+
+
+def load_model(
+    workload: ReplicatedWorkload, config: TrainConfig, *, checkpoint: str, device: str = "cpu"
+) -> torch.nn.Module:
+    """The trained model of a checkpoint's folder, in eval mode and without gradients. Every checksum is verified.
+
+    Raises InputError for damaged weights and for those of another model.
+    """
+    model = workload.build_from(config, checkpoint=checkpoint)
+    wanted = untied(model.state_dict())
+    weights = dict(full_tensors(Checkpoint(checkpoint), _PREFIX))
+    for name in sorted(weights.keys() | {_PREFIX + name for name in wanted}):
+        stored = list(weights[name].shape) if name in weights else None
+        own = wanted.get(name.removeprefix(_PREFIX))
+        if own is None or stored != list(own.shape):
+            raise InputError(
+                f"{checkpoint}: {name} has shape {stored}, its config.yaml asks for {own if own is None else list(own.shape)}; "
+                "the files are not of one checkpoint"
+            )
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            tensor.copy_(weights[_PREFIX + name])
+    return model.requires_grad_(requires_grad=False).eval().to(device)

@@ -1,0 +1,253 @@
+"""A replicated workload on one worker: the model under DDP or FSDP, its optimizer, its steps and its batches."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from typing import Any, final
+
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from rayrec.batch import RowOutput, TensorBatch
+from rayrec.data.row_loader import RowLoader
+from rayrec.data.row_order import RowOrder
+from rayrec.data.rows import RowSource
+from rayrec.optim import NamedOptimizer, learning_rates, set_learning_rates
+from rayrec.workloads.base import DataConfig, WorkerContext, WorkerSetup, effective_batch_size, learning_rate_factor
+from rayrec.workloads.replicated import ReplicatedWorkload
+
+
+def train_loader(
+    workload: ReplicatedWorkload, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int
+) -> RowLoader:
+    """The training batches from a stored position on."""
+    config = context.config
+    source = workload.open_set(context, prepared, "train")
+    return RowLoader(
+        source,
+        _order(source, config.train_data, config.seed),
+        epochs=None if config.steps is not None else config.epochs,
+        batch_size=_batch_size(workload, context, prepared),
+        rank=context.rank,
+        world_size=context.world_size,
+        state=state,
+        max_steps=None if config.steps is None else max(0, config.steps - step),
+        prefetch_batches=config.train_data.prefetch_blocks,
+    )
+
+
+def _order(source: RowSource, data: DataConfig, seed: int) -> RowOrder:
+    return RowOrder(tuple(source.chunk_rows), data.shuffle, seed, data.segments_per_block)
+
+
+def _batch_size(workload: ReplicatedWorkload, context: WorkerContext, prepared: Any) -> int:
+    rows = workload.set_rows(prepared)["train"]
+    return effective_batch_size(context.config, rows=rows, world_size=context.world_size)
+
+
+def set_up(workload: ReplicatedWorkload, context: WorkerContext, prepared: Any) -> WorkerSetup:
+    """Everything the loop needs."""
+    config = context.config
+    torch.manual_seed(config.seed)  # of the initial weights: the same on every worker
+    model = workload.build(prepared).to(context.device)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    wrapped = spread(model, workload.parallel, context)
+    optimizer = workload.optimizer.build_named(dict(model.named_parameters()))
+    pipeline = RowPipeline(workload, model, wrapped, optimizer, context)
+    factor = learning_rate_factor(config.scaling, world_size=context.world_size)
+    base_rates = [rate * factor for rate in learning_rates(optimizer)]
+    schedule_for = lru_cache(maxsize=1)(workload.schedule.for_steps)
+
+    def begin_step(step: int, total: int) -> None:
+        set_learning_rates(optimizer, base_rates=base_rates, schedule=schedule_for(total), step=step)
+        torch.manual_seed(step_seed(config.seed, step, context.rank))
+
+    sets = {name: workload.open_set(context, prepared, name) for name in workload.set_rows(prepared) if name != "train"}
+    return WorkerSetup(
+        model=model,
+        optimizer=optimizer,
+        pipeline=pipeline,
+        begin_step=begin_step,
+        eval_batches={name: partial(eval_batches, source, context) for name, source in sets.items()},
+        make_metrics=lambda: RowMetrics(workload.metrics, context.device),
+        described={
+            "parallel": workload.parallel,
+            "num_parameters": num_parameters,
+            "batch_size": _batch_size(workload, context, prepared),
+        },
+        make_samples=lambda: workload.samples(wrapped, prepared=prepared, sets=sets, device=context.device),
+    )
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """What chance within a step comes of, so that a step done again after a crash is the same step."""
+    digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def spread(model: torch.nn.Module, parallel: str, context: WorkerContext) -> torch.nn.Module:
+    """The module to call: it makes the mean gradient of all workers."""
+    if parallel == "fsdp":
+        mesh = init_device_mesh(context.device.type, (context.world_size,))
+        for block in _blocks(model):
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+    if context.world_size == 1:
+        return model
+    devices = [context.device] if context.device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+
+
+def _blocks(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The repeated parts of a model, each to be gathered and let go of as a whole."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential):
+            for block in module:
+                # A list within a block is the block's own affair.
+                if any(True for _ in block.parameters()) and any(True for _ in block.children()):
+                    yield block
+
+
+def eval_batches(source: RowSource, context: WorkerContext) -> Iterator[TensorBatch]:
+    """Every row once, over all workers; the same number of batches on each."""
+    loader = RowLoader(
+        source,
+        RowOrder(tuple(source.chunk_rows), "none", 0, context.config.eval_data.segments_per_block),
+        epochs=1,
+        batch_size=context.config.eval_batch_size,
+        rank=context.rank,
+        world_size=context.world_size,
+        small_batches=True,
+    )
+    try:
+        yield from loader
+    finally:
+        loader.stop()  # the source is used again by the next evaluation
+
+
+@final
+class RowPipeline:
+    """Steps over batches: on a GPU the next batch is copied while the present one computes."""
+
+    def __init__(
+        self,
+        workload: ReplicatedWorkload,
+        model: torch.nn.Module,
+        wrapped: torch.nn.Module,
+        optimizer: NamedOptimizer,
+        context: WorkerContext,
+    ) -> None:
+        self.wrapped, self.device = wrapped, context.device
+        self._workload, self._model, self._optimizer = workload, model, optimizer
+        self._world_size = context.world_size
+        self._bf16 = context.config.precision == "bf16"
+        self._stream = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
+        self._next: TensorBatch | None = None
+
+    def progress(self, batches: Iterator[TensorBatch]) -> RowOutput:
+        """Trains on the next batch, or measures it while the model is in eval mode. Raises StopIteration at the end."""
+        batch = self._next if self._next is not None else self._fetch(batches)
+        self._next = None
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+            batch.record_stream(torch.cuda.current_stream(self.device))
+        output = self._train(batch) if self._model.training else self._measure(batch)
+        if self._stream is not None:
+            with contextlib.suppress(StopIteration):
+                self._next = self._fetch(batches)
+        return output
+
+    def reset(self) -> None:
+        """Nothing is in flight any more: what a step leaves different on each worker (statistics of batch normalisation)
+        becomes that of worker 0, as DDP has it before each forward pass."""
+        self._next = None
+        if self._world_size > 1:
+            for buffer in self._model.buffers():
+                distributed.broadcast(buffer, src=0)
+
+    def _fetch(self, batches: Iterator[TensorBatch]) -> TensorBatch:
+        batch = next(batches)
+        if self._stream is None:
+            return batch
+        with torch.cuda.stream(self._stream):
+            return batch.pin_memory().to(self.device, non_blocking=True)
+
+    def _train(self, batch: TensorBatch) -> RowOutput:
+        self._optimizer.zero_grad()
+        total = torch.zeros((), device=self.device)
+        parts = batch.parts(self._workload.accumulate)
+        for number, part in enumerate(parts):
+            with self.exchange(number == len(parts) - 1):
+                loss = self.loss(part)
+                loss.backward()
+            total += loss.detach()
+        if self._workload.optimizer.max_gradient_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.wrapped.parameters(), self._workload.optimizer.max_gradient_norm)
+        self._optimizer.step()
+        return RowOutput(total, {})
+
+    def loss(self, part: TensorBatch) -> torch.Tensor:
+        """Of a part of a training batch, on the device: the losses of all parts add up to the batch's."""
+        with self._autocast():
+            losses = self._workload.measure(self.wrapped, self._workload.augment(part.tensors))["loss"]
+        # The factor is 1 where all workers have as many rows, in one part.
+        return losses.float().mean() * (len(part) * part.loss_weight)
+
+    @contextlib.contextmanager
+    def exchange(self, wanted: bool) -> Iterator[None]:
+        """Whether gradients are averaged over the workers in this pass."""
+        if isinstance(self.wrapped, FSDPModule):
+            self.wrapped.set_requires_gradient_sync(wanted)
+            yield
+        elif isinstance(self.wrapped, DistributedDataParallel) and not wanted:
+            with self.wrapped.no_sync():
+                yield
+        else:
+            yield
+
+    @torch.no_grad()
+    def _measure(self, batch: TensorBatch) -> RowOutput:
+        with self._autocast():
+            measures = self._workload.measure(self.wrapped, batch.tensors)
+        if not batch.loss_weight:
+            measures = {name: values[:0] for name, values in measures.items()}
+        return RowOutput(measures["loss"].sum() * batch.loss_weight, measures)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self._bf16)
+
+
+@final
+class RowMetrics:
+    """Means of measures over all rows of all workers, added up in float64."""
+
+    def __init__(self, finish: Callable[[dict[str, float]], dict[str, float]], device: torch.device) -> None:
+        self._finish, self._device = finish, device
+        self._sums: dict[str, torch.Tensor] = {}
+        self._rows = 0
+
+    def update(self, output: RowOutput) -> None:
+        for name, values in output.measures.items():
+            total = values.double().sum()
+            self._sums[name] = self._sums[name] + total if name in self._sums else total
+        self._rows += len(output.measures["loss"])
+
+    def compute(self) -> dict[str, float]:
+        """Collective. The parts are added in the order of the workers."""
+        names = sorted(self._sums)
+        rows = torch.tensor(self._rows, dtype=torch.float64, device=self._device)
+        mine = torch.stack([rows, *(self._sums[name] for name in names)])
+        total = mine
+        if distributed.is_initialized() and distributed.get_world_size() > 1:
+            everyone = [torch.empty_like(mine) for _ in range(distributed.get_world_size())]
+            distributed.all_gather(everyone, mine)
+            total = torch.stack(everyone).sum(dim=0)
+        count, *sums = total.tolist()
+        return self._finish({name: value / count for name, value in zip(names, sums, strict=True)})

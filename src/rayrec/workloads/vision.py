@@ -1,0 +1,301 @@
+"""Image classifiers: a ResNet on images in the idx format, which all workers hold in memory once a node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rayrec import storage
+from rayrec.config import Config, InputError
+from rayrec.data.rows import ArrayRows, RowSource
+from rayrec.datasets import idx
+from rayrec.models.resnet import ResNetConfig
+from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
+from rayrec.workloads.replicated import ReplicatedWorkload
+
+if TYPE_CHECKING:
+    import ray
+    import torch
+
+    from rayrec.models.resnet_module import ResNet
+
+IMAGES, LABELS = "images", "labels"
+"""Names of the tensors of a batch: uint8 (rows, height, width) and, where they are known, int64 (rows,)."""
+NUM_SAMPLES = 9
+"""Images of the test set shown with what the model takes them for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AugmentationConfig(Config):
+    """How far each training image is moved at random, anew in every epoch; all zero leaves it as it is."""
+
+    max_shift: float = 0.0
+    """Pixels, in either direction of both axes."""
+    max_rotation_degrees: float = 0.0
+    """Degrees, either way."""
+    max_scale: float = 0.0
+    """Share by which it grows or shrinks; below 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.max_shift, self.max_rotation_degrees, self.max_scale) < 0 or self.max_scale >= 1:
+            raise InputError(
+                "augmentation: max_shift, max_rotation_degrees and max_scale must be at least 0, max_scale below 1"
+            )
+
+    @property
+    def moves(self) -> bool:
+        return bool(self.max_shift or self.max_rotation_degrees or self.max_scale)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of one pair of files in the object store."""
+
+    arrays: ray.ObjectRef
+    """Of a dict with IMAGES and LABELS; each node has it once, and its workers read it in place."""
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the driver read and every worker needs."""
+
+    sets: dict[str, Part]
+    """`train`, `validation` and `test`, the last two the same rows where no training rows are held out."""
+    weights: ray.ObjectRef | None
+    """Of a dict of arrays by name: the initial weights, where a file gave them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionWorkload(ReplicatedWorkload):
+    """Trains a ResNet to tell classes of gray images."""
+
+    model: ResNetConfig = field(default_factory=ResNetConfig)
+    """The network."""
+    weights: str | None = None
+    """File of initial weights under torchvision's names, .safetensors or .pt, local or a URL; None: random ones."""
+    mean: float = 0.5
+    """Subtracted from pixels, which go from 0 to 1, before they are divided by `std`."""
+    std: float = 0.5
+    """Of the normalisation; above 0."""
+    validation_rows: int = 0
+    """Last training rows that are held out to choose the best weights by; 0: the test rows do that as well."""
+    augmentation: AugmentationConfig = field(default_factory=AugmentationConfig)
+    """Of training images."""
+    label_smoothing: float = 0.0
+    """Share of a training row's target that is spread over all classes."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model.num_channels != 1:
+            raise InputError(
+                f"workload.model.num_channels: {self.model.num_channels}: images in the idx format are gray, 1"
+            )
+        if not self.std > 0:
+            raise InputError(f"workload.std: {self.std} must be above 0")
+        if self.validation_rows < 0 or not 0 <= self.label_smoothing < 1:
+            raise InputError("workload: validation_rows must be at least 0, and label_smoothing from 0 to below 1")
+
+    def score(self, metrics: dict[str, float]) -> float:
+        """Share of the rows whose class is told right."""
+        return metrics["accuracy"]
+
+    # -- on the driver
+
+    def check(self, config: TrainConfig) -> None:
+        if config.train_data.path is None:
+            raise InputError(
+                "train_data.path: no folder of images given; pass --train-data.path DIR (`rayrec fetch mnist --out DIR`)"
+            )
+        for folder, part in ((config.train_data.path, "train"), (_test_folder(config), "t10k")):
+            for what in ("images", "labels"):
+                if idx.find(folder, part, what) is None:
+                    raise idx.missing(folder, part, what)
+        if self.weights is not None and not storage.exists(self.weights):
+            raise InputError(f"workload.weights: {self.weights}: no such file")
+
+    def prepare(self, context: RunContext) -> Prepared:
+        import ray
+
+        config = context.config
+        assert config.train_data.path is not None
+        classes = self.model.num_classes
+        train = idx.read_part(config.train_data.path, "train", num_classes=classes)
+        folder = _test_folder(config)
+        test = idx.read_part(folder, "t10k", num_classes=classes)
+        if train.images.shape[1:] != test.images.shape[1:]:
+            raise InputError(
+                f"{folder}: test images have {test.images.shape[1:]} pixels, training images {train.images.shape[1:]}; use "
+                "files of one data set"
+            )
+        kept = len(train.images) - self.validation_rows
+        if kept < 1 or not len(test.images):
+            raise InputError(
+                f"{config.train_data.path}: has {len(train.images):,} training and {len(test.images):,} test rows; both are "
+                f"needed, and more than validation_rows ({self.validation_rows:,}) to train on"
+            )
+        train_ref, test_ref = ray.put(_arrays(train)), ray.put(_arrays(test))
+        whole_test = Part(test_ref, 0, len(test.images))
+        held_out = Part(train_ref, kept, len(train.images)) if self.validation_rows else whole_test
+        sets = {"train": Part(train_ref, 0, kept), "validation": held_out, "test": whole_test}
+        return Prepared(sets, None if self.weights is None else ray.put(self._initial_weights(self.weights)))
+
+    def _initial_weights(self, path: str) -> dict[str, np.ndarray]:
+        from rayrec.models.resnet_module import load_weights
+        from rayrec.workloads.weight_files import read_weights
+
+        model = self.model.build()
+        load_weights(model, read_weights(path), where=path)
+        return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+
+    def set_rows(self, prepared: Prepared) -> dict[str, int]:
+        return {name: part.stop - part.start for name, part in prepared.sets.items()}
+
+    # -- on each worker
+
+    def open_set(self, context: WorkerContext, prepared: Prepared, name: str) -> RowSource:
+        import ray
+
+        part = prepared.sets[name]
+        arrays = ray.get(part.arrays)
+        return ArrayRows({key: array[part.start : part.stop] for key, array in arrays.items()})
+
+    def build(self, prepared: Prepared) -> ResNet:
+        import ray
+        import torch
+
+        model = self.model.build()
+        if prepared.weights is not None:
+            weights = ray.get(prepared.weights)  # arrays of the object store, which nobody may write to
+            model.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in weights.items()})
+        return model
+
+    def augment(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        from rayrec.workloads.vision_model import augmented
+
+        if not self.augmentation.moves:
+            return tensors
+        return {**tensors, IMAGES: augmented(tensors[IMAGES], self.augmentation)}
+
+    def measure(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """`loss`, the cross entropy, in training against smoothed targets; and `accuracy`, 1 where the class is right."""
+        import torch
+        from torch.nn import functional
+
+        logits, labels = self._logits(model, tensors), tensors[LABELS]
+        smoothing = self.label_smoothing if torch.is_grad_enabled() else 0.0
+        loss = functional.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+        return {"loss": loss, "accuracy": (logits.argmax(dim=1) == labels).float()}
+
+    def _logits(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """float32 (rows, num_classes)."""
+        from rayrec.workloads.vision_model import normalised
+
+        return model(normalised(tensors[IMAGES], mean=self.mean, std=self.std)).float()
+
+    def samples(
+        self, model: torch.nn.Module, *, prepared: Prepared, sets: Mapping[str, RowSource], device: torch.device
+    ) -> list[dict[str, Any]]:
+        """Nine test images, the same in every run on them: pixels, label, prediction and its probability."""
+        import torch
+
+        source = sets["test"]
+        rows = np.random.default_rng(0).choice(len(source), size=min(NUM_SAMPLES, len(source)), replace=False)
+        arrays = source.read(rows)
+        columns = self.predict(model, {name: torch.from_numpy(array).to(device) for name, array in arrays.items()})
+        return [
+            {
+                "kind": "image",
+                "pixels": image.tolist(),
+                "label": str(label),
+                "prediction": str(prediction),
+                "probability": float(probability),
+            }
+            for image, label, prediction, probability in zip(
+                arrays[IMAGES], arrays[LABELS], columns["prediction"], columns["probability"], strict=True
+            )
+        ]
+
+    # -- for checkpoints that are to be used
+
+    def open_labelled(self, config: TrainConfig, *, checkpoint: str, path: str) -> ArrayRows:
+        """Images and labels of a folder (its test files, else its training files), or of a file of images with its labels
+        beside it. Raises InputError where they are missing, damaged or do not fit each other."""
+        images, labels = _paths(path)
+        if labels is None:
+            raise InputError(
+                f"{images}: its labels are not beside it; call the two files ...-images-idx3-ubyte and ...-labels-idx1-ubyte"
+            )
+        return ArrayRows(_arrays(idx.read_pair(images, labels, num_classes=self.model.num_classes)))
+
+    def open_inputs(self, config: TrainConfig, *, checkpoint: str, path: str) -> ArrayRows:
+        """As `open_labelled`, but where there are no labels, without them."""
+        images, labels = _paths(path)
+        if labels is None:
+            return ArrayRows({IMAGES: idx.read_images(images)})
+        return ArrayRows(_arrays(idx.read_pair(images, labels, num_classes=self.model.num_classes)))
+
+    def build_from(self, config: TrainConfig, *, checkpoint: str) -> ResNet:
+        return self.model.build()
+
+    def predict(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+        """Columns `prediction` (int64), `probability` (float32) of that class and, where labels are known, `label` (int64)."""
+        import torch
+
+        with torch.no_grad():
+            probability, prediction = self._logits(model, tensors).softmax(dim=1).max(dim=1)
+        columns = {"prediction": prediction, "probability": probability}
+        if LABELS in tensors:
+            columns["label"] = tensors[LABELS]
+        return {name: column.cpu().numpy() for name, column in columns.items()}  # device sync
+
+    def export(self, config: TrainConfig, *, checkpoint: str, out: str) -> dict[str, Any]:
+        """Writes `model.safetensors`, whose names `torchvision.models.resnet18(num_classes=...)` loads once its first layer
+        has one channel, and `config.json`: what the network is and how its input is normalised."""
+        from rayrec.checkpoint import Checkpoint, full_tensors
+        from rayrec.workloads.weight_files import write_weights
+
+        weights = {
+            name.removeprefix("model."): tensor for name, tensor in full_tensors(Checkpoint(checkpoint), "model.")
+        }
+        size = write_weights(storage.join(out, "model.safetensors"), weights)
+        storage.write_json(
+            storage.join(out, "config.json"), {**self.model.to_dict(), "mean": self.mean, "std": self.std}
+        )
+        return {"tensors": len(weights), "bytes": size}
+
+
+def _test_folder(config: TrainConfig) -> str:
+    folder = config.train_data.path if config.eval_data.path is None else config.eval_data.path
+    assert folder is not None
+    return folder
+
+
+def _arrays(rows: idx.LabelledImages) -> dict[str, np.ndarray]:
+    assert rows.labels is not None
+    return {IMAGES: rows.images, LABELS: rows.labels.astype(np.int64)}
+
+
+def _paths(path: str) -> tuple[str, str | None]:
+    """The files of the images and of the labels that a path names. Raises InputError where there are no images."""
+    if storage.size_of(path) is not None:
+        return path, _labels_beside(path)
+    for part in ("t10k", "train"):
+        images = idx.find(path, part, "images")
+        if images is not None:
+            return images, idx.find(path, part, "labels")
+    raise idx.missing(path, "t10k", "images")
+
+
+def _labels_beside(images: str) -> str | None:
+    """The file with the labels of a file of images, by its name: plain or .gz."""
+    folder, slash, name = images.rpartition("/")
+    plain = name.removesuffix(".gz").replace("images", "labels").replace("idx3", "idx1")
+    if plain == name.removesuffix(".gz"):
+        return None
+    return next((path for end in ("", ".gz") if storage.exists(path := f"{folder}{slash}{plain}{end}")), None)

@@ -1,0 +1,223 @@
+"""Text through the whole of it: prepared, trained by either loop with one worker and two, DDP and FSDP, killed and gone on
+with, and put to use."""
+
+from __future__ import annotations
+
+import math
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from processes import Run
+
+from rayrec import api
+from rayrec.checkpoint import Checkpoint, committed, weights_sha256
+from rayrec.observe.console import Console
+from rayrec.observe.events import read_events
+from rayrec.recipes.gpt2 import gpt2_tiny
+
+if TYPE_CHECKING:
+    from rayrec.training.trainer import Result
+    from rayrec.workloads.base import TrainConfig
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+BLOCK, STEPS = 16, 60
+LOOPS = ("rayrec", "huggingface")
+QUIET = Console(quiet=True)
+
+
+def write_text(path: Path, *, sentences: int, seed: int) -> None:
+    """Sentences of few words, so that there is something to learn in a minute."""
+    chance = np.random.default_rng(seed)
+    subjects, verbs, objects = ("the cat", "a dog", "my horse"), ("sees", "hears", "follows"), ("it.", "us.", "them.")
+    words = [[group[index] for index in chance.integers(3, size=sentences)] for group in (subjects, verbs, objects)]
+    path.write_text("\n".join(map(" ".join, zip(*words, strict=True))) + "\n")
+
+
+@pytest.fixture(scope="module")
+def tokens(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    write_text(folder / "text.txt", sentences=1200, seed=0)
+    api.preprocess(
+        str(folder / "text.txt"),
+        out=str(folder / "tokens"),
+        format="mds",
+        tokenizer="characters",
+        block_size=BLOCK,
+        shard_bytes=1 << 13,
+        console=QUIET,
+    )
+    return folder / "tokens"
+
+
+def small(tokens: Path, storage_path: Path, *, workload: dict[str, Any] | None = None, **changes: Any) -> TrainConfig:
+    """A run of some seconds. One thread each, so that sums are the same."""
+    fields: dict[str, Any] = {
+        "storage_path": str(storage_path),
+        "name": "run",
+        "steps": STEPS,
+        "batch_size": 8,
+        "eval_batch_size": 20,
+        "evaluate_every": 20,
+        "log_every": 1,
+        "scaling": {"num_workers": 2, "threads_per_worker": 1},
+        "cluster": {"num_cpus": 2},
+    }
+    own = {
+        "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": BLOCK, "dropout": 0.1},
+        "optimizer": {"learning_rate": 0.01},
+        "max_new_tokens": 24,
+    }
+    return gpt2_tiny(str(tokens)).replace(**{**fields, "workload": {**own, **(workload or {})}, **changes})
+
+
+def trained(config: TrainConfig) -> Result:
+    from rayrec.training.trainer import train
+
+    return train(config, console=QUIET)
+
+
+def events(folder: str, kind: str) -> list[dict[str, Any]]:
+    return read_events(f"{folder}/events.jsonl", kinds={kind})
+
+
+def losses(folder: str) -> list[float]:
+    return [event["loss"] for event in events(folder, "step")]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one worker", "two workers"])
+def runs(request: pytest.FixtureRequest, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    """The same run under each loop."""
+    scaling = {"num_workers": request.param, "threads_per_worker": 1}
+    folder = tmp_path_factory.mktemp("runs")
+    return {
+        loop: trained(small(tokens, folder, name=loop, loop=loop, scaling=scaling, batch_size=16 // request.param))
+        for loop in LOOPS
+    }
+
+
+def test_a_run_learns_and_leaves_its_folder_complete(runs: dict[str, Result]) -> None:
+    for result in runs.values():
+        summary = result.summary
+        rows = summary["rows_of_sets"]
+        assert rows["train"] > 1000
+        assert summary["rows"] == STEPS * 16
+        assert (summary["rows_lost"], summary["rows_repeated"], summary["restarts"]) == (0, 0, 0)
+        assert summary["weights_sha256"] == weights_sha256(Checkpoint(summary["checkpoint"]))
+        assert summary["tokens_per_row"] == BLOCK
+        [start] = events(result.folder, "start")
+        assert start["num_parameters"] == summary["num_parameters"]
+        curve = losses(result.folder)
+        assert len(curve) == STEPS
+        assert abs(curve[0] - math.log(summary["vocabulary_size"])) < 1
+        assert summary["metrics"]["loss"] < 0.5 * curve[0]
+        assert summary["metrics"]["perplexity"] == pytest.approx(math.exp(summary["metrics"]["loss"]))
+        [samples] = [event["samples"] for event in events(result.folder, "samples")]
+        assert [sample["kind"] for sample in samples] == ["text"] * 3
+        assert all(len(sample["text"]) == 24 for sample in samples)
+
+
+def test_both_loops_learn_the_same(runs: dict[str, Result]) -> None:
+    own, other = (runs[loop] for loop in LOOPS)
+    assert losses(own.folder) == losses(other.folder)
+    assert own.summary["weights_sha256"] == other.summary["weights_sha256"]
+    assert own.summary["metrics"] == other.summary["metrics"]
+    assert [event["step"] for event in events(own.folder, "checkpoint")] == [
+        event["step"] for event in events(other.folder, "checkpoint")
+    ]
+
+
+def test_a_checkpoint_is_evaluated_predicted_with_and_exported(
+    runs: dict[str, Result], tokens: Path, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+    from transformers import AutoTokenizer, GPT2LMHeadModel
+
+    result = runs["huggingface"]
+    metrics = api.evaluate(result.folder, str(tokens), console=QUIET)
+    assert metrics["rows"] == result.summary["rows_of_sets"]["validation"]
+    assert metrics["loss"] == pytest.approx(result.summary["metrics"]["loss"], rel=1e-2)  # of bf16, in other batches
+    write_text(tmp_path / "more.txt", sentences=50, seed=1)
+    assert api.evaluate(result.folder, str(tmp_path / "more.txt"), console=QUIET)["loss"] == pytest.approx(
+        metrics["loss"], rel=0.1
+    )
+    (tmp_path / "prompts.txt").write_text("the cat\na dog sees\n")
+    api.predict_to(result.folder, str(tmp_path / "prompts.txt"), out=str(tmp_path / "out"), console=QUIET)
+    table = pq.read_table(tmp_path / "out").to_pydict()
+    assert table["row"] == [0, 1]
+    assert table["prompt"] == ["the cat", "a dog sees"]
+    assert [len(text) for text in table["text"]] == [24, 24]
+    told = api.export(result.folder, out=str(tmp_path / "export"))
+    assert told["bytes"] > 0
+    model = GPT2LMHeadModel.from_pretrained(tmp_path / "export")
+    assert "lm_head.weight" not in load_file(tmp_path / "export" / "model.safetensors")
+    batch = AutoTokenizer.from_pretrained(tmp_path / "export")(["the cat sees it."], return_tensors="pt")["input_ids"]
+    assert batch.shape == (1, BLOCK)
+    assert model(batch, labels=batch).loss.item() < 2 * metrics["loss"]
+    # A run begins where that one ended.
+    begun = trained(small(tokens, tmp_path, steps=1, workload={"weights": str(tmp_path / "export")}))
+    assert losses(begun.folder)[0] < 0.6 * losses(result.folder)[0]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_fsdp_learns_what_ddp_learns(tokens: Path, tmp_path: Path, loop: str) -> None:
+    fields: dict[str, Any] = {"steps": 12, "evaluate_every": 6, "precision": "fp32", "loop": loop}
+    ddp = trained(small(tokens, tmp_path, name="ddp", **fields))
+    fsdp = trained(small(tokens, tmp_path, name="fsdp", workload={"parallel": "fsdp", "accumulate": 2}, **fields))
+    assert losses(fsdp.folder)[0] == pytest.approx(losses(ddp.folder)[0], rel=0.05)  # dropout is drawn for other parts
+    assert losses(fsdp.folder)[-1] == pytest.approx(losses(ddp.folder)[-1], rel=0.2)
+    [samples] = [event["samples"] for event in events(fsdp.folder, "samples")]
+    assert all(len(sample["text"]) == 24 for sample in samples)
+    stored, other = (Checkpoint(run.checkpoint).manifest()["tensors"] for run in (ddp, fsdp))
+    assert {name: tensor["shape"] for name, tensor in stored.items()} == {
+        name: tensor["shape"] for name, tensor in other.items()
+    }
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_whatever_is_killed_the_weights_are_the_same(tokens: Path, tmp_path: Path, loop: str) -> None:
+    """A worker, then the driver, then SIGTERM; with dropout, and data read from the middle of an epoch."""
+    fields: dict[str, Any] = {"steps": 400, "evaluate_every": 100, "checkpoint": {"every": 20}, "loop": loop}
+    undisturbed = small(tokens, tmp_path / "undisturbed", **fields)
+    with Run(undisturbed, tmp_path / "commands_1", cache=tmp_path / "cache") as run:
+        run.start()
+        expected = run.summary()
+    with Run(small(tokens, tmp_path / "killed", **fields), tmp_path / "commands_2", cache=tmp_path / "cache") as run:
+        run.start()
+        run.wait_for_step(50)
+        run.session.kill("train worker")
+        run.wait_for("start", lambda event: event["step"] >= 20)
+        run.wait_for_step(120)
+        run.kill_driver()
+        assert not run.events("finish")
+        run.start()
+        begun = run.wait_for("start", lambda event: event["step"] >= 80)
+        run.wait_for_step(begun["step"] + 40, since=begun["time"])
+        run.session.process.send_signal(signal.SIGTERM)
+        assert run.exit_status(timeout_s=60) == 143, run.session.err
+        assert committed(run.path)[-1].step == run.events("stop")[-1]["step"]
+        run.start()
+        summary = run.summary()
+    assert summary["weights_sha256"] == expected["weights_sha256"]
+    assert summary["metrics"] == expected["metrics"]
+    assert (summary["rows"], summary["rows_repeated"], summary["rows_lost"]) == (400 * 16, 0, 0)
+
+
+def test_a_run_goes_on_under_the_other_loop_with_another_number_of_workers(tokens: Path, tmp_path: Path) -> None:
+    """The position is in rows of the whole run, and the loop is none of the checkpoint's business."""
+    fields: dict[str, Any] = {"steps": 120, "evaluate_every": 40, "checkpoint": {"every": 20}}
+    scaling = {"num_workers": 1, "threads_per_worker": 1}
+    with Run(small(tokens, tmp_path, **fields), tmp_path / "commands", cache=tmp_path / "cache") as run:
+        run.start()
+        run.wait_for_step(50)
+        run.session.end()
+        assert not run.events("finish")
+    result = trained(small(tokens, tmp_path, **fields, loop="huggingface", scaling=scaling, batch_size=16))
+    start = events(result.folder, "start")[-1]
+    assert (start["world_size"], start["step"] >= 20) == (1, True)
+    assert (result.summary["rows"], result.summary["rows_lost"]) == (120 * 16, 0)
+    assert result.summary["metrics"]["loss"] < 0.5 * losses(result.folder)[0]

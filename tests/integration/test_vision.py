@@ -1,0 +1,176 @@
+"""Images through the whole of it: training with one worker and two, DDP and FSDP, killed and gone on with, and put to use."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from digits import write_digits
+from processes import Run
+
+from rayrec import api
+from rayrec.checkpoint import Checkpoint, weights_sha256
+from rayrec.datasets.idx import read_labels
+from rayrec.models.resnet import ResNetConfig
+from rayrec.observe.console import Console
+from rayrec.observe.events import read_events
+from rayrec.recipes.mnist import mnist_resnet18
+from rayrec.workloads.weight_files import read_weights
+
+if TYPE_CHECKING:
+    from rayrec.training.trainer import Result
+    from rayrec.workloads.base import TrainConfig
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+TRAIN_ROWS, TEST_ROWS, EPOCHS = 410, 90, 4
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_digits(tmp_path_factory.mktemp("digits"), train=TRAIN_ROWS, test=TEST_ROWS)
+
+
+def small(digits: Path, storage_path: Path, *, workload: dict[str, Any] | None = None, **changes: Any) -> TrainConfig:
+    """A run of some seconds. One thread each, so that sums are the same."""
+    fields: dict[str, Any] = {
+        "storage_path": str(storage_path),
+        "name": "run",
+        "epochs": EPOCHS,
+        "batch_size": 16,
+        "eval_batch_size": 20,
+        "evaluate_every": 20,
+        "log_every": 1,
+        "scaling": {"num_workers": 2, "threads_per_worker": 1},
+        "cluster": {"num_cpus": 2},
+    }
+    own = {
+        "model": {"blocks": (1, 1, 1, 1)},
+        "optimizer": {"learning_rate": 1e-3},
+        "augmentation": {"max_shift": 1.0, "max_rotation_degrees": 3.0},
+        "label_smoothing": 0.05,
+    }
+    return mnist_resnet18(str(digits)).replace(**{**fields, "workload": {**own, **(workload or {})}, **changes})
+
+
+def trained(config: TrainConfig) -> Result:
+    from rayrec.training.trainer import train
+
+    return train(config, console=QUIET)
+
+
+def losses(folder: str) -> list[float]:
+    return [event["loss"] for event in read_events(f"{folder}/events.jsonl", kinds={"step"})]
+
+
+@pytest.fixture(scope="module")
+def two(local_ray: None, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return trained(small(digits, tmp_path_factory.mktemp("runs")))
+
+
+@pytest.fixture(scope="module")
+def one(local_ray: None, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    scaling = {"num_workers": 1, "threads_per_worker": 1}
+    return trained(small(digits, tmp_path_factory.mktemp("runs"), scaling=scaling, batch_size=32))
+
+
+@pytest.mark.parametrize("workers", ["one", "two"])
+def test_a_run_learns_and_leaves_its_folder_complete(request: pytest.FixtureRequest, workers: str) -> None:
+    result: Result = request.getfixturevalue(workers)
+    summary = result.summary
+    assert summary["metrics"].keys() >= {"accuracy", "loss"}
+    assert summary["metrics"]["accuracy"] > 0.7  # of ten classes
+    assert summary["rows"] == EPOCHS * TRAIN_ROWS
+    assert summary["steps"] == EPOCHS * math.ceil(TRAIN_ROWS / 32)
+    assert (summary["rows_lost"], summary["rows_repeated"], summary["restarts"]) == (0, 0, 0)
+    assert summary["rows_of_sets"] == {"train": TRAIN_ROWS, "validation": TEST_ROWS, "test": TEST_ROWS}
+    assert summary["weights_sha256"] == weights_sha256(Checkpoint(summary["checkpoint"]))
+    curve = losses(result.folder)
+    assert len(curve) == summary["steps"]
+    assert abs(curve[0] - math.log(10)) < 1
+    assert sum(curve[-5:]) < 0.6 * sum(curve[:5])
+    [samples] = [event["samples"] for event in read_events(f"{result.folder}/events.jsonl", kinds={"samples"})]
+    assert len(samples) == 9
+    assert {len(sample["pixels"]) for sample in samples} == {28}
+    assert sum(sample["label"] == sample["prediction"] for sample in samples) >= 5
+
+
+def test_metrics_are_over_all_rows_of_all_workers(two: Result, digits: Path, tmp_path: Path) -> None:
+    """An evaluation in one process, and the predictions themselves, agree with what two workers found."""
+    metrics = api.evaluate(two.folder, str(digits), console=QUIET)
+    assert metrics["rows"] == TEST_ROWS
+    for name in ("accuracy", "loss"):
+        assert metrics[name] == pytest.approx(two.summary["metrics"][name], rel=1e-4)
+    images = digits / "t10k-images-idx3-ubyte.gz"
+    api.predict_to(two.folder, str(images), out=str(tmp_path / "out"), console=QUIET)
+    table = pq.read_table(tmp_path / "out")
+    labels = read_labels(str(digits / "t10k-labels-idx1-ubyte.gz"), num_classes=10)
+    assert table["row"].to_pylist() == list(range(TEST_ROWS))
+    assert table["label"].to_pylist() == labels.tolist()
+    right = table["prediction"].to_numpy() == labels
+    assert right.mean() == pytest.approx(two.summary["metrics"]["accuracy"], abs=1e-9)
+    assert np.all((table["probability"].to_numpy() > 0.1) & (table["probability"].to_numpy() <= 1))
+
+
+def test_an_export_predicts_the_same(two: Result, digits: Path, tmp_path: Path) -> None:
+    api.export(two.folder, out=str(tmp_path / "out"))
+    weights = read_weights(str(tmp_path / "out" / "model.safetensors"))
+    model = ResNetConfig(blocks=(1, 1, 1, 1)).build()
+    model.load_state_dict(weights)
+    # Going on from it: weights by torchvision's names, which the first step's loss shows.
+    config = small(
+        digits,
+        tmp_path,
+        steps=1,
+        workload={"weights": str(tmp_path / "out" / "model.safetensors"), "augmentation": {"max_shift": 0.0}},
+    )
+    again = trained(config)
+    assert losses(again.folder)[0] < 0.7 * losses(two.folder)[0]
+    assert all(torch.isfinite(value).all() for value in weights.values())
+
+
+def test_fsdp_learns_what_ddp_learns(two: Result, digits: Path, tmp_path: Path) -> None:
+    result = trained(small(digits, tmp_path, workload={"parallel": "fsdp"}))
+    first, second = losses(two.folder), losses(result.folder)
+    assert second[:8] == pytest.approx(first[:8], rel=2e-3)
+    assert sum(second[-10:]) == pytest.approx(sum(first[-10:]), rel=0.3)  # differences of rounding grow
+    stored, other = (Checkpoint(run.checkpoint).manifest()["tensors"] for run in (two, result))
+    assert {name: tensor["shape"] for name, tensor in stored.items()} == {
+        name: tensor["shape"] for name, tensor in other.items()
+    }
+    assert result.summary["metrics"]["accuracy"] > 0.7
+
+
+def test_accumulation_and_bf16(local_ray: None, digits: Path, tmp_path: Path) -> None:
+    scaling = {"num_workers": 1, "threads_per_worker": 1}
+    config = small(
+        digits, tmp_path, scaling=scaling, batch_size=32, steps=3, precision="bf16", workload={"accumulate": 3}
+    )
+    result = trained(config)
+    assert result.summary["rows"] == 3 * 32
+    assert losses(result.folder)[0] == pytest.approx(math.log(10), abs=1)
+
+
+def test_a_killed_worker_changes_nothing(digits: Path, tmp_path: Path) -> None:
+    """Neither rows nor chance: images are moved at random, and a step that is done again moves them as before."""
+    fields: dict[str, Any] = {"epochs": 12, "evaluate_every": 60, "checkpoint": {"every": 10}}
+    undisturbed = small(digits, tmp_path / "undisturbed", **fields)
+    with Run(undisturbed, tmp_path / "commands_1", cache=tmp_path / "cache") as run:
+        run.start()
+        expected = run.summary()
+    with Run(small(digits, tmp_path / "killed", **fields), tmp_path / "commands_2", cache=tmp_path / "cache") as run:
+        run.start()
+        run.wait_for_step(35)
+        run.session.kill("train worker")
+        assert not run.events("finish")
+        summary = run.summary()
+        assert run.events("start")[1]["step"] >= 10
+    assert summary["restarts"] == 1
+    assert summary["weights_sha256"] == expected["weights_sha256"]
+    assert (summary["rows"], summary["rows_repeated"], summary["rows_lost"]) == (12 * TRAIN_ROWS, 0, 0)

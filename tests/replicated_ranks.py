@@ -1,0 +1,168 @@
+"""A small replicated workload, and what ranks of a process group do with it in tests, each a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from checkpoint_ranks import local
+from torch import distributed
+from torch.nn import functional
+
+from rayrec import checkpoint
+from rayrec.checkpoint import Checkpoint
+from rayrec.data.rows import ArrayRows, RowSource
+from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule
+from rayrec.training import loop
+from rayrec.training.loop import Progress
+from rayrec.training.state import all_tensors, restore_all
+from rayrec.workloads.base import DataConfig, RunContext, ScalingConfig, TrainConfig, WorkerContext
+from rayrec.workloads.replicated import ReplicatedWorkload
+
+ROWS = {"train": 101, "validation": 37}
+
+
+class Net(torch.nn.Module):
+    """Two blocks, tied at input and output, with or without what depends on the batch."""
+
+    def __init__(self, batch_norm: bool) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6) if batch_norm else torch.nn.Tanh())
+            for _ in range(2)
+        )
+        self.inner = torch.nn.Linear(6, 6, bias=False)
+        self.outer = torch.nn.Linear(6, 6, bias=False)
+        self.outer.weight = self.inner.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.outer(x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Small(ReplicatedWorkload):
+    """Tells which of six numbers is the largest."""
+
+    batch_norm: bool = False
+    noise: float = 0.0
+
+    def prepare(self, context: RunContext) -> Any:
+        raise AssertionError("not called here")
+
+    def set_rows(self, prepared: Any) -> dict[str, int]:
+        return ROWS
+
+    def open_set(self, context: WorkerContext, prepared: Any, name: str) -> RowSource:
+        x = np.random.default_rng(len(name)).normal(size=(ROWS[name], 6)).astype(np.float32)
+        return ArrayRows({"x": x, "label": x.argmax(axis=1)})
+
+    def build(self, prepared: Any) -> torch.nn.Module:
+        return Net(self.batch_norm)
+
+    def measure(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        logits = model(tensors["x"]).float()
+        loss = functional.cross_entropy(logits, tensors["label"], reduction="none")
+        return {"loss": loss, "accuracy": (logits.argmax(dim=1) == tensors["label"]).float()}
+
+    def augment(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {**tensors, "x": tensors["x"] + self.noise * torch.randn_like(tensors["x"])}
+
+    def score(self, metrics: dict[str, float]) -> float:
+        return metrics["accuracy"]
+
+
+def config(world_size: int, *, steps: int = 12, **workload: Any) -> TrainConfig:
+    return TrainConfig(
+        recipe="small",
+        workload=Small(
+            optimizer=DenseOptimizerConfig(kind="adamw", learning_rate=0.02, max_gradient_norm=0.5),
+            schedule=LearningRateSchedule(warmup_steps=3),
+            **workload,
+        ),
+        train_data=DataConfig(shuffle="full"),
+        steps=steps,
+        batch_size=16 // world_size,
+        eval_batch_size=5,
+        evaluate_every=6,
+        log_every=1,
+        scaling=ScalingConfig(num_workers=world_size),
+    )
+
+
+def train(folder: str, rank: int, configuration: TrainConfig, *, from_step: int | None = None) -> list[dict[str, Any]]:
+    """Trains, saves FOLDER/STEP at every evaluation, and returns the events; from a checkpoint on where a step is given."""
+    world_size = distributed.get_world_size() if distributed.is_initialized() else 1
+    context = WorkerContext(configuration, rank, world_size, torch.device("cpu"), None)  # type: ignore[arg-type]
+    stored = None if from_step is None else Checkpoint(f"{folder}/{from_step}")
+    state = stored.manifest()["state"] if stored else None
+    progress = Progress(**state["progress"]) if state else Progress()
+    loader = configuration.workload.make_loader(
+        context, None, state=state["loader"] if state else None, step=progress.step
+    )
+    setup = configuration.workload.set_up(context, None)
+    if stored:
+        restore_all(stored, setup.model, setup.optimizer)
+    events: list[dict[str, Any]] = []
+
+    def save(progress: Progress, position: dict[str, Any], **_: Any) -> None:
+        tensors = all_tensors(setup.model, setup.optimizer)
+        state = {"progress": vars(progress), "loader": position}
+        checkpoint.save(f"{folder}/{progress.step}", tensors, state=state)
+
+    loop.run(
+        configuration,
+        setup,
+        loader,
+        progress,
+        log=lambda kind, fields: events.append({"kind": kind, **fields}),
+        save=save,
+        interruption=SimpleNamespace(seen=lambda: (False, False), preempted=lambda: False),
+    )
+    loader.close()
+    return events
+
+
+def ddp(folder: str, rank: int) -> None:
+    train(folder, rank, config(2))
+
+
+def fsdp(folder: str, rank: int) -> None:
+    train(folder, rank, config(2, parallel="fsdp", accumulate=3))
+
+
+def fsdp_goes_on(folder: str, rank: int) -> None:
+    """From a checkpoint of one worker."""
+    train(folder, rank, config(2, parallel="fsdp"), from_step=6)
+
+
+def noisy(folder: str, rank: int) -> None:
+    """With all that could differ after a crash: augmentation, statistics of batches; once whole, once from the middle on."""
+    configuration = config(2, batch_norm=True, noise=0.3)
+    train(folder, rank, configuration)
+    whole = checkpoint.weights_sha256(Checkpoint(f"{folder}/12"))
+    train(folder, rank, configuration, from_step=6)
+    assert checkpoint.weights_sha256(Checkpoint(f"{folder}/12")) == whole
+
+
+def statistics(folder: str, rank: int) -> None:
+    """Of batch normalisation are the same on every worker once a segment is over."""
+    configuration = config(2, batch_norm=True)
+    context = WorkerContext(configuration, rank, 2, torch.device("cpu"), None)  # type: ignore[arg-type]
+    setup = configuration.workload.set_up(context, None)
+    loader = configuration.workload.make_loader(context, None, state=None, step=0)
+    setup.model.train()
+    for _ in range(3):
+        setup.pipeline.progress(loader)
+    setup.pipeline.reset()
+    loader.close()
+    for buffer in setup.model.buffers():
+        everyone = [torch.empty_like(buffer) for _ in range(2)]
+        distributed.all_gather(everyone, local(buffer))
+        assert torch.equal(*everyone)

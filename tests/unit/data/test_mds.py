@@ -1,0 +1,370 @@
+"""Rows of tokens in MDS shards: what is read is what was written, and streaming's well-known troubles do not occur."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.data import mds, shard_cache
+from rayrec.data.mds import TokenRows
+
+BLOCK = 16
+SHARDS = (30, 30, 30, 7)
+ROWS = np.random.default_rng(0).integers(0, 50_000, (sum(SHARDS), BLOCK)).astype(np.uint16)
+SEGMENT = re.compile(
+    r"\d+_(locals|barrier|next_epoch|cache_usage|shard_states|shard_access_times|resume|epoch_shape|epoch_data)"
+)
+"""Names of streaming's shared memory."""
+
+
+def write(folder: Path, rows: np.ndarray = ROWS, sizes: Sequence[int] = SHARDS) -> Path:
+    edges = np.cumsum([0, *sizes])
+    infos = [
+        mds.write_shard(rows[low:high], str(folder / f"shard.{number:05d}.mds"))
+        for number, (low, high) in enumerate(zip(edges, edges[1:], strict=False))
+    ]
+    mds.write_index(str(folder), infos)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("mds") / "train")
+
+
+def url(folder: Path) -> str:
+    """That takes the way of a store's."""
+    return f"file://{folder}"
+
+
+def copies(cache: Path) -> list[Path]:
+    return sorted(cache.glob("*/*.mds"))
+
+
+def segments() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if SEGMENT.fullmatch(name)}
+
+
+def edited(written: Path, folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """A copy of the set whose index is changed."""
+    folder.mkdir()
+    for file in written.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    index = json.loads((folder / "index.json").read_text())
+    change(index)
+    (folder / "index.json").write_text(json.dumps(index))
+    return folder
+
+
+# -- what is read
+
+
+@pytest.mark.parametrize("place", [str, url], ids=["folder", "url"])
+def test_rows_are_those_written_in_the_order_asked_for(
+    written: Path, tmp_path: Path, place: Callable[[Path], str]
+) -> None:
+    rows = TokenRows(place(written), cache_folder=str(tmp_path))
+    assert (len(rows), tuple(rows.chunk_rows), rows.block_size) == (97, SHARDS, BLOCK)
+    order = np.random.default_rng(1).permutation(97)
+    rows.will_read(order[:40])
+    found = rows.read(order)["tokens"]
+    assert found.dtype == np.int64
+    np.testing.assert_array_equal(found, ROWS[order])
+    np.testing.assert_array_equal(rows.read(np.array([96, 0, 96]))["tokens"], ROWS[[96, 0, 96]])
+    assert rows.read(np.empty(0, np.int64))["tokens"].shape == (0, BLOCK)
+    rows.close()
+    rows.close()
+
+
+def test_anybody_reads_what_is_written_and_what_anybody_writes_is_read(written: Path, tmp_path: Path) -> None:
+    streaming = mds.load_streaming()
+    theirs = streaming.StreamingDataset(local=str(written), shuffle=False, batch_size=1)
+    np.testing.assert_array_equal(np.stack([sample["tokens"] for sample in theirs]), ROWS)
+    wide = ROWS.astype(np.uint32) + 100_000
+    columns = {"tokens": f"ndarray:uint32:{BLOCK}"}
+    with streaming.MDSWriter(
+        out=str(tmp_path / "theirs"), columns=columns, hashes=["sha1"], size_limit=2_000
+    ) as writer:
+        for row in wide:
+            writer.write({"tokens": row})
+    rows = TokenRows(str(tmp_path / "theirs"))
+    assert len(rows.chunk_rows) > 2
+    np.testing.assert_array_equal(rows.read(np.arange(97))["tokens"], wide)
+
+
+def test_the_same_rows_are_the_same_bytes(written: Path, tmp_path: Path) -> None:
+    again = write(tmp_path / "again")
+    for file in written.iterdir():
+        assert (again / file.name).read_bytes() == file.read_bytes()
+
+
+# -- one among many processes, runs and ranks
+
+READER = """
+import os, signal, sys
+import numpy as np
+from rayrec.data.mds import TokenRows
+path, cache, how = sys.argv[1:]
+print("ready", flush=True)
+sys.stdin.readline()
+rows = TokenRows(path, cache_folder=cache)
+total = rows.read(np.arange(len(rows)))["tokens"].sum()
+print(total, rows.downloaded_bytes, flush=True)
+if how == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+rows.close()
+"""
+
+
+def reader(path: str, cache: Path, *, how: str = "close", **environment: str) -> subprocess.Popen[str]:
+    """A process that reads all rows once it is told to; returns when it can be."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", READER, path, str(cache), how],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def told(*processes: subprocess.Popen[str]) -> list[list[int]]:
+    """(sum of tokens, bytes downloaded) of each, all reading at once."""
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    return [[int(word) for word in process.communicate(timeout=100)[0].split()] for process in processes]
+
+
+def test_one_of_many_ranks_reads_alone_and_leaves_nothing_however_it_ends(written: Path, tmp_path: Path) -> None:
+    """Streaming itself would wait for the other ranks, and leave six segments."""
+    before = segments()
+    ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
+    ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TMPDIR": str(tmp_path / "tmp")}
+    (tmp_path / "tmp").mkdir()
+    killed, closed = reader(str(written), tmp_path, how="kill", **ranks), reader(str(written), tmp_path, **ranks)
+    assert told(killed, closed) == [[int(ROWS.sum(dtype=np.int64)), 0]] * 2
+    assert (killed.returncode, closed.returncode) == (-9, 0)
+    assert segments() <= before
+    assert not list((tmp_path / "tmp").iterdir())  # nor a lock
+
+
+def test_processes_of_a_node_fetch_a_shard_once(written: Path, tmp_path: Path) -> None:
+    size_bytes = sum(file.stat().st_size for file in written.glob("*.mds"))
+    found = told(*(reader(url(written), tmp_path) for _ in range(3)))
+    assert {total for total, _ in found} == {int(ROWS.sum(dtype=np.int64))}
+    assert sum(downloaded for _, downloaded in found) == size_bytes
+    assert len(copies(tmp_path)) == len(SHARDS)
+
+
+def test_another_run_on_the_node_is_left_alone(written: Path) -> None:
+    """A data set of streaming's own on the same folder, and one of ours that came and went."""
+    theirs = mds.load_streaming().StreamingDataset(local=str(written), shuffle=False, batch_size=1)
+    known = segments()
+    assert known
+    rows = [TokenRows(str(written)) for _ in range(3)]
+    assert segments() == known
+    for each in rows:
+        each.close()
+    np.testing.assert_array_equal(theirs[96]["tokens"], ROWS[96])
+    assert segments() == known
+
+
+def test_memory_and_threads_are_given_back(written: Path, tmp_path: Path) -> None:
+    def held() -> tuple[int, int, int]:
+        maps = Path("/proc/self/maps").read_text()
+        return len(os.listdir("/proc/self/fd")), maps.count("/dev/shm/"), threading.active_count()
+
+    TokenRows(url(written), cache_folder=str(tmp_path)).close()
+    before = held()
+    for _ in range(5):
+        rows = TokenRows(url(written), cache_folder=str(tmp_path))
+        rows.will_read(np.arange(97))
+        rows.read(np.arange(97))
+        rows.close()
+    del rows
+    assert held() == before
+
+
+def test_it_is_not_pickled(written: Path) -> None:
+    with pytest.raises(TypeError, match="in the process that reads"):
+        pickle.dumps(TokenRows(str(written)))
+
+
+# -- a store of shards
+
+
+def test_what_is_here_is_not_fetched_again(written: Path, tmp_path: Path) -> None:
+    for expected in (True, False):
+        rows = TokenRows(url(written), cache_folder=str(tmp_path))
+        rows.read(np.arange(97))
+        assert (rows.downloaded_bytes > 0) is expected
+        rows.close()
+    changed = write(tmp_path / "changed", ROWS + 1)
+    other = TokenRows(url(changed), cache_folder=str(tmp_path))
+    np.testing.assert_array_equal(other.read(np.arange(97))["tokens"], ROWS + 1)
+
+
+def test_a_limited_cache_keeps_its_limit_and_what_is_in_use(tmp_path: Path) -> None:
+    many = ROWS[:96]
+    source = write(tmp_path / "source", many, [4] * 24)
+    shard_bytes = (source / "shard.00000.mds").stat().st_size
+    limit_bytes = 8 * shard_bytes
+    cache = tmp_path / "cache"
+    first = TokenRows(url(source), cache_folder=str(cache), cache_bytes=limit_bytes)
+    np.testing.assert_array_equal(first.read(np.array([0, 5]))["tokens"], many[[0, 5]])
+    second = TokenRows(url(source), cache_folder=str(cache), cache_bytes=limit_bytes)
+    order = np.random.default_rng(0).permutation(96)
+    for batch in np.array_split(order, 12):
+        second.will_read(batch)
+        np.testing.assert_array_equal(second.read(batch)["tokens"], many[batch])
+    second.close()
+    assert sum(file.stat().st_size for file in copies(cache)) <= limit_bytes
+    assert first.downloaded_bytes == 2 * shard_bytes
+    assert (copies(cache)[1].name, first.downloaded_bytes) == (
+        "shard.00001.mds",
+        2 * shard_bytes,
+    )  # mapped all the time
+    first.close()
+    with pytest.raises(InputError, match=r"^file://[^\n]* at least [\d,]+ bytes[^\n]*$"):
+        TokenRows(url(source), cache_folder=str(cache), cache_bytes=3 * shard_bytes)
+
+
+def test_a_process_killed_in_a_download_is_in_nobody_s_way(written: Path, tmp_path: Path) -> None:
+    dying = """
+import os, signal, sys
+import numpy as np
+from rayrec import storage
+from rayrec.data.mds import TokenRows
+rows = TokenRows(sys.argv[1], cache_folder=sys.argv[2])
+def broken(path):
+    yield b"half"
+    os.kill(os.getpid(), signal.SIGKILL)
+storage.read_stream = broken
+rows.read(np.arange(3))
+"""
+    done = subprocess.run([sys.executable, "-c", dying, url(written), str(tmp_path)], check=False, timeout=100)
+    assert done.returncode == -9
+    assert list(tmp_path.glob("*/*.partial"))
+    rows = TokenRows(url(written), cache_folder=str(tmp_path))
+    np.testing.assert_array_equal(rows.read(np.arange(97))["tokens"], ROWS)
+    assert not list(tmp_path.glob("*/*.partial"))
+
+
+def test_a_download_that_failed_is_tried_again(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streaming would wait for it for ever."""
+    rows = TokenRows(url(written), cache_folder=str(tmp_path))
+
+    def out(*_: Any) -> Any:
+        raise OSError("the store is out")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_cache.ShardCache, "fetch", out)
+        rows.will_read(np.arange(97))
+        with pytest.raises(OSError, match="the store is out"):
+            rows.read(np.arange(3))
+    rows.will_read(np.arange(97))
+    np.testing.assert_array_equal(rows.read(np.arange(97))["tokens"], ROWS)
+    rows.close()
+
+
+def test_will_read_fetches_ahead(written: Path, tmp_path: Path) -> None:
+    rows = TokenRows(url(written), cache_folder=str(tmp_path))
+    rows.will_read(np.array([40]))
+    deadline_s = time.monotonic() + 30
+    while not copies(tmp_path):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert [file.name for file in copies(tmp_path)] == ["shard.00001.mds"]
+    rows.close()
+
+
+def test_a_copy_that_went_bad_is_fetched_again(written: Path, tmp_path: Path) -> None:
+    rows = TokenRows(url(written), cache_folder=str(tmp_path))
+    rows.read(np.arange(97))
+    rows.close()
+    for number, change in enumerate((lambda data: data[:-3], lambda data: data[:-1] + b"\xff")):
+        copy = copies(tmp_path)[number]
+        copy.write_bytes(change(copy.read_bytes()))
+    again = TokenRows(url(written), cache_folder=str(tmp_path))
+    np.testing.assert_array_equal(again.read(np.arange(97))["tokens"], ROWS)
+    assert again.downloaded_bytes == sum(file.stat().st_size for file in copies(tmp_path)[:2])
+    again.close()
+
+
+# -- damage and misuse
+
+
+@pytest.mark.parametrize("place", [str, url], ids=["folder", "url"])
+@pytest.mark.parametrize("damage", ["short", "flipped", "gone"])
+def test_a_damaged_shard_is_named(written: Path, tmp_path: Path, place: Callable[[Path], str], damage: str) -> None:
+    folder = edited(written, tmp_path / "set", lambda index: None)
+    shard = folder / "shard.00001.mds"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] if damage == "short" else content[:-1] + bytes([content[-1] ^ 1]))
+    if damage == "gone":
+        shard.unlink()
+    rows = TokenRows(place(folder), cache_folder=str(tmp_path / "cache"))
+    np.testing.assert_array_equal(rows.read(np.arange(30))["tokens"], ROWS[:30])
+    with pytest.raises(InputError, match=r"^[^\n]*set/shard\.00001\.mds: [^\n]*$"):
+        rows.read(np.array([31]))
+    np.testing.assert_array_equal(rows.read(np.array([96]))["tokens"], ROWS[96:])
+    rows.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda index: index.update(version=3), "names no shards"),
+        (lambda index: index.update(shards=[]), "names no shards"),
+        (lambda index: index.pop("shards"), "damaged"),
+        (lambda index: index["shards"][1].update(compression="zstd"), "not compressed|without compression"),
+        (lambda index: index["shards"][0].update(column_names=["text"]), "one column, 'tokens'"),
+        (
+            lambda index: [shard.update(column_encodings=["pkl"]) for shard in index["shards"]],
+            "hold mds, None, tokens, pkl",
+        ),
+        (lambda index: index["shards"][0]["raw_data"].update(basename="../x.mds"), "beside it"),
+        (lambda index: index["shards"][0].update(samples="many"), "damaged"),
+    ],
+)
+def test_an_index_that_is_not_ours_is_refused(
+    written: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], told: str
+) -> None:
+    folder = edited(written, tmp_path / "set", change)
+    with pytest.raises(InputError, match=rf"^[^\n]*index\.json: [^\n]*({told})[^\n]*$"):
+        TokenRows(str(folder))
+
+
+def test_a_shard_of_other_rows_than_its_index_says_is_refused(written: Path, tmp_path: Path) -> None:
+    def fewer(index: dict[str, Any]) -> None:
+        index["shards"][0]["samples"] = 29
+
+    with pytest.raises(InputError, match=r"shard\.00000\.mds: damaged: does not hold 29 rows"):
+        TokenRows(str(edited(written, tmp_path / "set", fewer))).read(np.array([0]))
+
+
+def test_what_is_missing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match=r"^[^\n]*index\.json: no such file$"):
+        TokenRows(str(tmp_path / "nothing"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"^streaming is not installed; pip install 'rayrec\[language\]'$"):
+        mds.load_streaming()
+    assert storage.exists(str(tmp_path))

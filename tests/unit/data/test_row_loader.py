@@ -1,0 +1,194 @@
+"""Rows are dealt out as DistributedSampler does, each once an epoch, from any position, to any number of workers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DistributedSampler
+
+from rayrec.batch import TensorBatch
+from rayrec.config import InputError
+from rayrec.data.row_loader import RowLoader
+from rayrec.data.row_order import RowOrder
+from rayrec.data.rows import ArrayRows
+
+
+class Shards(ArrayRows):  # type: ignore[misc]  # final for others
+    """Numbers 0, 1, 2, ... in chunks, with a note of what was announced."""
+
+    def __init__(self, *chunks: int) -> None:
+        super().__init__({"number": np.arange(sum(chunks))})
+        self._chunks = chunks
+        self.announced: list[np.ndarray] = []
+        self.closed = False
+
+    @property
+    def chunk_rows(self) -> tuple[int, ...]:
+        return self._chunks
+
+    def will_read(self, indices: np.ndarray) -> None:
+        self.announced.append(indices)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def _order(source: ArrayRows, shuffle: str = "full", *, seed: int = 0, chunks_per_window: int = 2) -> RowOrder:
+    return RowOrder(tuple(source.chunk_rows), shuffle, seed, chunks_per_window)  # type: ignore[arg-type]
+
+
+def _loader(
+    source: ArrayRows, *, rank: int = 0, world_size: int = 1, batch_size: int = 4, **options: object
+) -> RowLoader:
+    arguments = {"epochs": 1, **options}
+    order = arguments.pop("order", None) or _order(source)
+    return RowLoader(source, order, batch_size=batch_size, rank=rank, world_size=world_size, **arguments)  # type: ignore[arg-type]
+
+
+def _numbers(batches: list[TensorBatch]) -> list[list[int]]:
+    """Of each batch, without fillers."""
+    return [batch.tensors["number"].tolist() if batch.loss_weight else [] for batch in batches]
+
+
+def _all_workers(source: ArrayRows, world_size: int, **options: object) -> list[list[int]]:
+    """Each step's rows over all workers, in the order of the epoch."""
+    shares = [
+        _numbers(list(_loader(source, rank=rank, world_size=world_size, **options))) for rank in range(world_size)
+    ]
+    steps = []
+    for parts in zip(*shares, strict=True):
+        merged = [0] * sum(map(len, parts))
+        for rank, part in enumerate(parts):
+            merged[rank::world_size] = part
+        steps.append(merged)
+    return steps
+
+
+def test_a_full_shuffle_is_that_of_distributed_sampler() -> None:
+    source = Shards(24)
+    for epoch in range(2):
+        for rank in range(2):
+            sampler = DistributedSampler(range(24), num_replicas=2, rank=rank, seed=7)  # type: ignore[arg-type]
+            sampler.set_epoch(epoch)
+            loader = _loader(source, rank=rank, world_size=2, batch_size=3, epochs=2, order=_order(source, seed=7))
+            mine = _numbers(list(loader))[4 * epoch : 4 * epoch + 4]
+            assert [number for batch in mine for number in batch] == list(sampler)
+
+
+@given(
+    chunks=st.lists(st.integers(1, 9), min_size=1, max_size=7),
+    shuffle=st.sampled_from(["none", "files", "window", "full"]),
+    worlds=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    batch_size=st.integers(1, 5),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_row_comes_once_an_epoch_whoever_goes_on(
+    chunks: list[int], shuffle: str, worlds: list[int], batch_size: int, data: st.DataObject
+) -> None:
+    """Stopped again and again, and dealt out to other numbers of workers: the sequence of rows stays the same."""
+    source, epochs = Shards(*chunks), 2
+    order = _order(source, shuffle)
+    whole = [number for epoch in range(epochs) for piece in order.numbers(epoch, 0) for number in piece.tolist()]
+    assert sorted(whole) == sorted(list(range(len(source))) * epochs)
+    seen: list[int] = []
+    state = None
+    for place, world_size in enumerate(worlds):
+        options = {"batch_size": batch_size, "epochs": epochs, "state": state, "order": order}
+        steps = _loader(source, world_size=world_size, **options).steps
+        taken = steps if place == len(worlds) - 1 else data.draw(st.integers(0, steps))
+        rows = [
+            number for step in _all_workers(source, world_size, **{**options, "max_steps": taken}) for number in step
+        ]
+        loader = _loader(source, world_size=world_size, **options)
+        assert loader.rows(taken) == len(rows)
+        for _ in range(taken):
+            next(loader)
+        seen += rows
+        assert loader.rows_behind() == len(seen)
+        state = loader.state()
+        loader.close()
+    assert seen == whole
+
+
+def test_a_short_rest_joins_the_batch_before() -> None:
+    source = Shards(17)
+    sizes = [len(step) for step in _all_workers(source, 2, batch_size=4)]
+    assert sizes == [8, 9]
+    assert [len(step) for step in _all_workers(source, 2, batch_size=4, small_batches=True)] == [8, 8, 1]
+
+
+def test_a_worker_without_a_row_gets_a_filler_that_counts_nowhere() -> None:
+    source = Shards(5)
+    batches = [list(_loader(source, rank=rank, world_size=2, batch_size=2, small_batches=True)) for rank in range(2)]
+    assert [len(batch) for batch in batches[0]] == [2, 1]
+    assert [batch.loss_weight for batch in batches[0]] == [0.5, 2.0]
+    assert batches[1][1].loss_weight == 0.0
+    assert len(batches[1][1]) == 1
+
+
+def test_windows_are_announced_before_they_are_read_and_mix_their_chunks_only() -> None:
+    source = Shards(4, 4, 4, 4)
+    order = _order(source, "window", chunks_per_window=2)
+    windows = list(order.numbers(0, 0))
+    assert [len(set((window // 4).tolist())) for window in windows] == [2, 2]
+    assert list(map(len, order.numbers(0, 10))) == [6]
+    list(_loader(source, order=order, epochs=1))
+    assert [sorted(window.tolist()) for window in source.announced] == [sorted(window.tolist()) for window in windows]
+    assert not any(np.array_equal(window, np.sort(window)) for window in windows)
+
+
+def test_epochs_differ_and_seeds_differ() -> None:
+    source = Shards(50)
+    first, second = (np.concatenate(list(_order(source).numbers(epoch, 0))) for epoch in range(2))
+    other = np.concatenate(list(_order(source, seed=9).numbers(0, 0)))
+    assert not np.array_equal(first, second)
+    assert not np.array_equal(first, other)
+
+
+def test_a_position_in_other_data_is_refused() -> None:
+    source = Shards(10)
+    state = _loader(source).state()
+    with pytest.raises(InputError, match="rows 10, and this has 11"):
+        _loader(Shards(11), state=state)
+    with pytest.raises(InputError, match="seed 0, and this has 3"):
+        _loader(source, state=state, order=_order(source, seed=3))
+
+
+def test_an_error_of_the_rows_is_raised_where_the_batch_is_asked_for() -> None:
+    class Damaged(Shards):
+        def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+            if 9 in indices:
+                raise InputError("shard 2: damaged")
+            return super().read(indices)
+
+    loader = _loader(Damaged(12), order=_order(Shards(12), "none"))
+    assert len(next(loader)) == 4
+    next(loader)
+    with pytest.raises(InputError, match="damaged"):
+        next(loader)
+
+
+def test_closing_ends_the_thread_and_the_rows() -> None:
+    source = Shards(1000)
+    loader = _loader(source, batch_size=1)
+    next(loader)
+    loader.close()
+    assert source.closed
+    assert loader._thread is not None
+    assert not loader._thread.is_alive()
+
+
+def test_no_rows_are_refused() -> None:
+    with pytest.raises(InputError, match="no rows"):
+        _loader(Shards(0))
+
+
+@pytest.mark.parametrize(("rows", "count", "sizes"), [(5, 2, [3, 2]), (2, 3, [1, 1, 1]), (4, 1, [4])])
+def test_a_batch_in_parts_has_exactly_as_many(rows: int, count: int, sizes: list[int]) -> None:
+    parts = TensorBatch({"x": torch.arange(rows)}, 0.5).parts(count)
+    assert [len(part) for part in parts] == sizes
+    assert sum(len(part) for part in parts if part.loss_weight) == rows

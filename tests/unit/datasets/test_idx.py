@@ -1,0 +1,112 @@
+"""Files in the idx format are read as they are meant, and damaged or missing ones refused in one clear line."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rayrec.config import InputError
+from rayrec.datasets import mnist
+from rayrec.datasets.idx import find, read_idx, read_images, read_labels, read_pair, read_part
+
+
+def idx(array: np.ndarray, *, code: int = 0x08) -> bytes:
+    head = bytes([0, 0, code, array.ndim]) + np.asarray(array.shape, ">i4").tobytes()
+    return head + array.tobytes()
+
+
+IMAGES = np.arange(5 * 4 * 3, dtype=np.uint8).reshape(5, 4, 3)
+LABELS = np.array([3, 0, 9, 1, 1], np.uint8)
+
+
+def test_a_file_spelt_out_in_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(bytes([0, 0, 8, 2, 0, 0, 0, 2, 0, 0, 0, 3, 1, 2, 3, 4, 5, 255]))
+    array = read_idx(str(path))
+    assert array.dtype == np.uint8
+    assert array.tolist() == [[1, 2, 3], [4, 5, 255]]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("separator", ["-", "."])
+def test_the_pairs_of_a_folder(tmp_path: Path, packed: bool, separator: str) -> None:
+    pack = gzip.compress if packed else bytes
+    end = ".gz" if packed else ""
+    for part, rows in (("train", 5), ("t10k", 2)):
+        (tmp_path / f"{part}-images{separator}idx3-ubyte{end}").write_bytes(pack(idx(IMAGES[:rows])))
+        (tmp_path / f"{part}-labels{separator}idx1-ubyte{end}").write_bytes(pack(idx(LABELS[:rows])))
+    for part, rows in (("train", 5), ("t10k", 2)):
+        read = read_part(str(tmp_path), part, num_classes=10)
+        assert read.labels is not None
+        assert (read.images.tolist(), read.labels.tolist()) == (IMAGES[:rows].tolist(), LABELS[:rows].tolist())
+    assert read_part(f"file://{tmp_path}", "t10k", num_classes=10).images.shape == (2, 4, 3)
+
+
+def test_names_are_those_that_are_fetched(tmp_path: Path) -> None:
+    for file in mnist.FILES:
+        (tmp_path / file.name).touch()
+    found = [find(str(tmp_path), part, what) for part in ("train", "t10k") for what in ("images", "labels")]
+    assert found == [str(tmp_path / file.name) for file in mnist.FILES]
+    plain = tmp_path / "t10k-labels-idx1-ubyte"  # unpacked beside its packed self: the same rows, faster to read
+    plain.touch()
+    assert find(str(tmp_path), "t10k", "labels") == str(plain)
+    (tmp_path / "t10k-labels.idx1-ubyte").touch()
+    with pytest.raises(InputError, match=r"t10k-labels-idx1-ubyte and t10k-labels\.idx1-ubyte; keep one"):
+        find(str(tmp_path), "t10k", "labels")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not an idx file .it begins with nothing"),
+        (b"\0\0\x08", "not an idx file .it begins with 00 00 08"),
+        (b"<html>not found</html>", "not an idx file .it begins with 3c 68 74 6d"),
+        (b"\1" + idx(LABELS)[1:], "not an idx file"),
+        (bytes([0, 0, 8, 0]), "not an idx file"),
+        (idx(LABELS.astype(">f4"), code=0x0D), "holds values of idx type 0x0d; images and labels are bytes"),
+        (idx(IMAGES)[:10], "cut short, ends inside its head of 16 bytes"),
+        (idx(IMAGES)[:-1], "cut short, has 75 bytes, 76 hold its 5 x 4 x 3 values"),
+        (idx(IMAGES) + b"\0", "too long, has 77 bytes, 76 hold"),
+        (gzip.compress(idx(IMAGES))[:-9], "cut short, not a whole gzip file"),
+        (gzip.compress(idx(IMAGES))[:-8] + bytes(8), "damaged, not a gzip file to its end .CRC"),
+        (gzip.compress(b"")[:10] + b"\xff" * 30, "damaged, not a gzip file to its end"),
+        (gzip.compress(idx(IMAGES)) + b"more", "damaged, not a gzip file to its end"),
+    ],
+    ids=range(13),
+)
+def test_damaged_files_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "train-images-idx3-ubyte"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=message) as raised:
+        read_idx(str(path))
+    assert str(raised.value).startswith(f"{path}: ")
+    assert "\n" not in str(raised.value)
+    if "idx type" not in message:
+        assert f"rayrec fetch mnist --out {tmp_path}" in str(raised.value)
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    images, labels = tmp_path / "train-images-idx3-ubyte", tmp_path / "train-labels-idx1-ubyte"
+    with pytest.raises(InputError, match=r"holds no train-images-idx3-ubyte.* rayrec fetch mnist --out "):
+        read_part(str(tmp_path), "train", num_classes=10)
+    images.write_bytes(idx(IMAGES))
+    with pytest.raises(InputError, match=r"holds no train-labels-idx1-ubyte.* rayrec fetch mnist --out "):
+        read_part(str(tmp_path), "train", num_classes=10)
+    with pytest.raises(InputError, match=r"nowhere: holds no train-images"):
+        read_part(str(tmp_path / "nowhere"), "train", num_classes=10)
+    with pytest.raises(InputError, match=r"nowhere: no such file; get it again .rayrec fetch mnist"):
+        read_images(str(tmp_path / "nowhere"))
+    labels.write_bytes(idx(LABELS[:4]))
+    with pytest.raises(InputError, match=r"has 5 images, but .*train-labels-idx1-ubyte has 4 labels"):
+        read_pair(str(images), str(labels), num_classes=10)
+    labels.write_bytes(idx(np.array([3, 0, 10, 1, 200], np.uint8)))
+    with pytest.raises(InputError, match=r"row 2 has label 10, not 0 to 9; set num_classes to 201"):
+        read_part(str(tmp_path), "train", num_classes=10)
+    assert read_labels(str(labels), num_classes=201).tolist() == [3, 0, 10, 1, 200]
+    with pytest.raises(InputError, match=r"has shape \(5,\), not \(rows, height, width\); name the file of the images"):
+        read_images(str(labels))
+    with pytest.raises(InputError, match=r"has shape \(5, 4, 3\), not \(rows,\); name the file of the labels"):
+        read_labels(str(images), num_classes=10)

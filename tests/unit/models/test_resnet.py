@@ -1,0 +1,223 @@
+"""ResNet has torchvision's names, shapes, arithmetic and start values, and takes torchvision's weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from rayrec.config import InputError
+from rayrec.models.resnet import ResNetConfig, multiply_adds
+from rayrec.models.resnet_module import BatchNorm, ResNet, load_weights
+
+# Of torchvision 0.28's resnet18(), but for the first layer's channels and the last one's classes.
+CONVOLUTIONS = {
+    "conv1": (64, 1, 7, 7),
+    "layer1.0.conv1": (64, 64, 3, 3),
+    "layer1.0.conv2": (64, 64, 3, 3),
+    "layer1.1.conv1": (64, 64, 3, 3),
+    "layer1.1.conv2": (64, 64, 3, 3),
+    "layer2.0.conv1": (128, 64, 3, 3),
+    "layer2.0.conv2": (128, 128, 3, 3),
+    "layer2.0.downsample.0": (128, 64, 1, 1),
+    "layer2.1.conv1": (128, 128, 3, 3),
+    "layer2.1.conv2": (128, 128, 3, 3),
+    "layer3.0.conv1": (256, 128, 3, 3),
+    "layer3.0.conv2": (256, 256, 3, 3),
+    "layer3.0.downsample.0": (256, 128, 1, 1),
+    "layer3.1.conv1": (256, 256, 3, 3),
+    "layer3.1.conv2": (256, 256, 3, 3),
+    "layer4.0.conv1": (512, 256, 3, 3),
+    "layer4.0.conv2": (512, 512, 3, 3),
+    "layer4.0.downsample.0": (512, 256, 1, 1),
+    "layer4.1.conv1": (512, 512, 3, 3),
+    "layer4.1.conv2": (512, 512, 3, 3),
+}
+NORMALISATIONS = {
+    "bn1": 64,
+    "layer1.0.bn1": 64,
+    "layer1.0.bn2": 64,
+    "layer1.1.bn1": 64,
+    "layer1.1.bn2": 64,
+    "layer2.0.bn1": 128,
+    "layer2.0.bn2": 128,
+    "layer2.0.downsample.1": 128,
+    "layer2.1.bn1": 128,
+    "layer2.1.bn2": 128,
+    "layer3.0.bn1": 256,
+    "layer3.0.bn2": 256,
+    "layer3.0.downsample.1": 256,
+    "layer3.1.bn1": 256,
+    "layer3.1.bn2": 256,
+    "layer4.0.bn1": 512,
+    "layer4.0.bn2": 512,
+    "layer4.0.downsample.1": 512,
+    "layer4.1.bn1": 512,
+    "layer4.1.bn2": 512,
+}
+
+
+def built(**fields: Any) -> ResNet:
+    torch.manual_seed(0)
+    return ResNetConfig(**fields).build()
+
+
+def test_names_and_shapes_are_torchvisions() -> None:
+    expected = {f"{name}.weight": shape for name, shape in CONVOLUTIONS.items()}
+    for name, width in NORMALISATIONS.items():
+        expected |= {f"{name}.{part}": (width,) for part in ("weight", "bias", "running_mean", "running_var")}
+        expected[f"{name}.num_batches_tracked"] = ()
+    expected |= {"fc.weight": (10, 512), "fc.bias": (10,)}
+    model = built()
+    assert {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()} == expected
+    assert len(expected) == 122
+    # 11,689,512 of the one for 3 channels and 1,000 classes.
+    assert sum(parameter.numel() for parameter in built(num_channels=3, num_classes=1000).parameters()) == 11_689_512
+    deeper = ResNetConfig(blocks=(3, 4, 6, 3), num_channels=3, num_classes=1000).build()
+    assert sum(parameter.numel() for parameter in deeper.parameters()) == 21_797_672  # resnet34
+
+
+def test_start_values() -> None:
+    model = built()
+    again = built()
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+    torch.manual_seed(1)
+    assert not torch.equal(ResNetConfig().build().conv1.weight, model.conv1.weight)
+    state = model.state_dict()
+    for name, (width, _, height, _) in CONVOLUTIONS.items():
+        weight = state[f"{name}.weight"]
+        assert weight.std().item() == pytest.approx(math.sqrt(2 / (width * height**2)), rel=0.06), name
+        assert abs(weight.mean().item()) < 0.1 * weight.std().item()
+    for name in NORMALISATIONS:
+        assert (state[f"{name}.weight"] == 1).all()
+        assert (state[f"{name}.bias"] == 0).all()
+    assert state["fc.weight"].abs().max() <= 1 / math.sqrt(512)
+
+
+def spelt_out(state: dict[str, torch.Tensor], images: torch.Tensor, *, training: bool) -> torch.Tensor:
+    """The same network from its weights alone."""
+
+    def normalised(name: str, values: torch.Tensor) -> torch.Tensor:
+        dimensions = (0, 2, 3)
+        mean, variance = (
+            (values.mean(dimensions), values.var(dimensions, correction=0))
+            if training
+            else (state[f"{name}.running_mean"], state[f"{name}.running_var"])
+        )
+        weight, bias = state[f"{name}.weight"], state[f"{name}.bias"]
+        scale = (weight / torch.sqrt(variance + 1e-5))[:, None, None]
+        return (values - mean[:, None, None]) * scale + bias[:, None, None]
+
+    def block(name: str, inputs: torch.Tensor, stride: int) -> torch.Tensor:
+        outputs = functional.conv2d(inputs, state[f"{name}.conv1.weight"], stride=stride, padding=1)
+        outputs = normalised(f"{name}.bn1", outputs).clamp(min=0)
+        outputs = functional.conv2d(outputs, state[f"{name}.conv2.weight"], padding=1)
+        outputs = normalised(f"{name}.bn2", outputs)
+        if f"{name}.downsample.0.weight" in state:
+            inputs = functional.conv2d(inputs, state[f"{name}.downsample.0.weight"], stride=stride)
+            inputs = normalised(f"{name}.downsample.1", inputs)
+        return (outputs + inputs).clamp(min=0)
+
+    values = functional.conv2d(images, state["conv1.weight"], stride=2, padding=3)
+    values = functional.max_pool2d(normalised("bn1", values).clamp(min=0), 3, stride=2, padding=1)
+    for stage in range(1, 5):
+        values = block(f"layer{stage}.0", values, 1 if stage == 1 else 2)
+        values = block(f"layer{stage}.1", values, 1)
+    pooled = functional.adaptive_avg_pool2d(values, 1).flatten(1)
+    return pooled @ state["fc.weight"].T + state["fc.bias"]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_forward_is_the_network_spelt_out(training: bool) -> None:
+    model = built()
+    generator = torch.Generator().manual_seed(3)
+    for name, value in model.state_dict().items():  # other than 0 and 1
+        if name.endswith(("running_mean", "running_var")) or (value.ndim == 1 and "fc" not in name):
+            value.copy_(torch.rand(value.shape, generator=generator) + 0.5)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    images = torch.randn(5, 1, 28, 28, generator=generator)
+    with torch.no_grad():
+        logits = model.train(training)(images)
+        torch.testing.assert_close(logits, spelt_out(state, images, training=training), rtol=1e-4, atol=1e-4)
+    counted = model.bn1.num_batches_tracked.item()
+    assert counted == (1 if training else 0)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_rest_of_an_epoch_may_be_one_row(rows: int) -> None:
+    """Torch refuses a single value a channel, which the last stage has on small images."""
+    model = built().train()
+    before = model.layer4[1].bn2.running_var.clone()
+    model(torch.randn(rows, 1, 28, 28)).sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert torch.equal(model.layer4[1].bn2.running_var, before) == (rows == 1)
+    plain, ours = torch.nn.BatchNorm2d(3), BatchNorm(3)
+    values = torch.randn(2, 3, 2, 2)
+    assert torch.equal(plain(values), ours(values))
+    assert torch.equal(plain.running_var, ours.running_var)
+
+
+def test_weights_for_three_channels_see_gray_as_before() -> None:
+    coloured = built(num_channels=3).eval()
+    gray = ResNetConfig().build().eval()
+    load_weights(gray, coloured.state_dict(), where="a.pt")
+    images = torch.randn(4, 1, 28, 28)
+    torch.testing.assert_close(gray(images), coloured(images.expand(-1, 3, -1, -1)), rtol=1e-4, atol=1e-5)
+    # Files of the first years have no counters.
+    old = {name: value for name, value in coloured.state_dict().items() if "num_batches" not in name}
+    load_weights(gray, old, where="a.pt")
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            {"num_classes": 1000},
+            r"a\.pt: fc\.weight has shape \(1000, 512\), the model's has \(10, 512\); choose weights",
+        ),
+        (
+            {"blocks": (3, 4, 6, 3)},
+            r"a\.pt: holds layer1\.2\.conv1\.weight, .* more, unlike a ResNet with blocks \(2, 2",
+        ),
+        ({"blocks": (1, 1, 1, 1)}, r"a\.pt: holds no layer1\.1\.conv1\.weight, .* more, unlike"),
+    ],
+)
+def test_weights_of_another_network_are_refused(other: dict[str, Any], message: str) -> None:
+    model, weights = built(), ResNetConfig(**other).build().state_dict()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(InputError, match=message) as raised:
+        load_weights(model, weights, where="a.pt")
+    assert "\n" not in str(raised.value)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(InputError, match=r"conv1\.weight has shape \(64, 1, 7, 7\), the model's has \(64, 3, 7, 7\)"):
+        load_weights(built(num_channels=3), before, where="a.pt")
+
+
+@pytest.mark.parametrize(
+    ("channels", "classes", "size", "expected"), [(3, 1000, 224, 1_814_073_344), (1, 10, 28, None)]
+)
+def test_multiply_adds_are_those_of_the_layers(channels: int, classes: int, size: int, expected: int | None) -> None:
+    config = ResNetConfig(num_channels=channels, num_classes=classes)
+    if expected is None:
+        expected = 0
+
+        def count(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> None:
+            nonlocal expected
+            weight = module.weight
+            expected += output[0, 0].numel() * weight.numel()
+
+        model = config.build().eval()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Conv2d | torch.nn.Linear):
+                module.register_forward_hook(count)
+        model(torch.zeros(1, channels, size, size))
+    assert multiply_adds(config, image_size=size) == expected
+
+
+@pytest.mark.parametrize("changes", [{"blocks": (2, 2, 0, 2)}, {"num_channels": 0}, {"num_classes": 0}])
+def test_impossible_settings_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=r"ResNetConfig\.\w+: .* at least 1"):
+        ResNetConfig(**changes)

@@ -1,0 +1,78 @@
+"""Recipes are found by name or in a file of the user's own, and configurations are laid over them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rayrec import recipes
+from rayrec.config import InputError
+
+OWN = """
+from rayrec import recipes
+
+NUMBER = 3
+
+def small():
+    return recipes.criteo_demo().replace(recipe="small", batch_size=7)
+
+def wrong():
+    return {"recipe": "wrong"}
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "own_recipes_of_a_test.py"
+    path.write_text(OWN)
+    yield path
+    sys.modules.pop(path.stem, None)
+
+
+def test_every_recipe_names_itself_and_survives_yaml() -> None:
+    for name, recipe in recipes.ALL.items():
+        config = recipe()
+        assert config.recipe == name
+        assert recipes.load_config(config.to_yaml()) == config
+        assert (recipe.__doc__ or "").strip()
+
+
+def test_a_recipe_of_ones_own_goes_by_file_and_function(own: Path) -> None:
+    recipe = recipes.find(f"{own}:small")
+    assert recipe().batch_size == 7
+    assert recipes.find(f"{own}:small") is recipe  # the file is run once
+    text = recipe().replace(seed=5).to_yaml()
+    assert recipes.load_config(text, recipe=recipe).seed == 5
+    with pytest.raises(InputError, match=r"no recipe 'small'.*FILE.py:FUNCTION"):
+        recipes.load_config(text)
+    with pytest.raises(InputError, match="is one of recipe 'criteo_demo', and the recipe given is 'small'"):
+        recipes.load_config(recipes.criteo_demo().to_yaml(), recipe=recipe)
+
+
+def test_what_is_no_recipe_is_told(own: Path) -> None:
+    with pytest.raises(InputError, match="has no function 'NUMBER'"):
+        recipes.find(f"{own}:NUMBER")
+    with pytest.raises(InputError, match="has no function 'none'"):
+        recipes.find(f"{own}:none")
+    with pytest.raises(InputError, match=r"wrong\(\) returns no rayrec.TrainConfig"):
+        recipes.find(f"{own}:wrong")
+    with pytest.raises(InputError, match="no such file"):
+        recipes.find(f"{own.parent}/absent.py:small")
+    with pytest.raises(InputError, match="did you mean 'criteo_demo'"):
+        recipes.find("criteo_dmo")
+
+
+def test_a_file_may_not_take_the_name_of_another_module(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text(OWN)
+    with pytest.raises(InputError, match="there is another module 'json' already; rename the file"):
+        recipes.find(f"{tmp_path}/json.py:small")
+
+
+def test_an_error_in_the_file_is_the_users_to_see(own: Path) -> None:
+    own.write_text("raise RuntimeError('in the file')")
+    with pytest.raises(RuntimeError, match="in the file"):
+        recipes.find(f"{own}:small")
+    assert own.stem not in sys.modules

@@ -1,0 +1,296 @@
+"""The loop of HuggingFace's Trainer: the steps, boundaries and events of rayrec's own, to the last bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from rayrec.config import InputError
+from rayrec.data.rows import ArrayRows
+from rayrec.models.gpt2 import GPT2Config
+from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule
+from rayrec.training import huggingface, loop
+from rayrec.training.loop import Progress
+from rayrec.training.state import all_tensors, make_state
+from rayrec.workloads.base import CheckpointConfig, RunContext, TrainConfig, WorkerContext
+from rayrec.workloads.language_model import row_losses
+from rayrec.workloads.replicated import ReplicatedWorkload
+
+VOCABULARY, LENGTH = 13, 8
+ROWS = {"train": 44, "validation": 10}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextToken(ReplicatedWorkload):
+    """A GPT-2 of next to no size on rows of counting."""
+
+    LOOPS: ClassVar[tuple[str, ...]] = ("rayrec", "huggingface")
+
+    model: GPT2Config = field(default_factory=lambda: GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=LENGTH))
+
+    def prepare(self, context: RunContext) -> None:
+        pass
+
+    def set_rows(self, prepared: Any) -> dict[str, int]:
+        return ROWS
+
+    def open_set(self, context: WorkerContext, prepared: Any, name: str) -> ArrayRows:
+        starts = np.random.default_rng(len(name)).integers(VOCABULARY, size=(ROWS[name], 1))
+        return ArrayRows({"tokens": (starts + np.arange(LENGTH)) % VOCABULARY})
+
+    def build(self, prepared: Any) -> torch.nn.Module:
+        return self.model.build(VOCABULARY)
+
+    def measure(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"loss": row_losses(model, tensors["tokens"])}
+
+    def score(self, metrics: dict[str, float]) -> float:
+        return -metrics["loss"]
+
+
+def config(**changes: Any) -> TrainConfig:
+    """13 steps of 8 rows in two epochs and a bit, each epoch's last step of 4; evaluated every 5, saved every 4."""
+    workload = NextToken(
+        optimizer=DenseOptimizerConfig(kind="adamw", learning_rate=0.01, max_gradient_norm=0.5),
+        schedule=LearningRateSchedule(warmup_steps=3, decay_fraction=0.5),
+    )
+    made = TrainConfig(
+        recipe="next_token",
+        workload=workload,
+        steps=13,
+        batch_size=8,
+        evaluate_every=5,
+        log_every=2,
+        checkpoint=CheckpointConfig(every=4),
+    )
+    return made.replace(**changes)
+
+
+@dataclass
+class Interruption:
+    """Asks to stop, or tells of a preemption, once so many steps were trained."""
+
+    progress: Progress
+    stop_at: float = math.inf
+    preempt_at: float = math.inf
+
+    def seen(self) -> tuple[bool, bool]:
+        return self.progress.step >= self.stop_at, self.progress.step >= self.preempt_at
+
+    def preempted(self) -> bool:
+        self.preempt_at = math.inf
+        return True
+
+
+@dataclass(frozen=True)
+class Save:
+    progress: dict[str, Any]
+    loader: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+
+
+class Attempt:
+    """One call of a loop, from the start or from a save."""
+
+    def __init__(self, run: Any, wanted: TrainConfig, *, start: Save | None = None, **interruption: float) -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.saves: dict[int, Save] = {}
+        self.rates: list[float] = []
+        progress = Progress(**start.progress) if start else Progress()
+        context = WorkerContext(wanted, 0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]
+        loader = wanted.workload.make_loader(context, None, state=start and start.loader, step=progress.step)
+        self.setup = wanted.workload.set_up(context, None)
+        if start:
+            make_state(self.setup.optimizer)
+            with torch.no_grad():
+                for name, tensor in self.tensors().items():
+                    tensor.copy_(start.tensors[name])
+
+        def save(progress: Progress, state: dict[str, Any], *, score: Any, needed: bool, complete: bool) -> None:
+            copies = {name: tensor.clone() for name, tensor in self.tensors().items()}
+            self.saves[progress.step] = Save(dataclasses.asdict(progress), state, copies)
+
+        self.finished = run(
+            wanted,
+            self.setup,
+            loader,
+            progress,
+            log=lambda kind, fields: self.events.append((kind, fields)),
+            save=save,
+            interruption=Interruption(progress, **interruption),
+        )
+        loader.close()
+        self.progress = progress
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return all_tensors(self.setup.model, self.setup.optimizer)
+
+    def told(self) -> list[tuple[str, dict[str, Any]]]:
+        """The events, without what depends on the clock."""
+        timed = {"rows_per_s", "blocked_fraction"}
+        return [(kind, {k: v for k, v in fields.items() if k not in timed}) for kind, fields in self.events]
+
+
+def assert_same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"precision": "bf16"},
+        {"workload": {"accumulate": 2}},
+        {"workload": {"accumulate": 4, "optimizer": {"max_gradient_norm": None}}},
+        {"workload": {"model": {"dropout": 0.0}}, "log_every": 1},
+    ],
+    ids=str,
+)
+def test_both_loops_do_the_same(changes: dict[str, Any]) -> None:
+    own, other = (Attempt(run, config(**changes)) for run in (loop.run, huggingface.run))
+    assert own.finished
+    assert other.finished
+    assert own.told() == other.told()
+    assert own.saves.keys() == other.saves.keys() == {4, 8, 12, 13}
+    for step, save in own.saves.items():
+        assert_same(save.tensors, other.saves[step].tensors)
+        assert save.loader == other.saves[step].loader
+    assert {**dataclasses.asdict(own.progress), "train_s": 0, "blocked_s": 0} == {
+        **dataclasses.asdict(other.progress),
+        "train_s": 0,
+        "blocked_s": 0,
+    }
+
+
+def test_parts_of_any_number_add_up_to_the_batch() -> None:
+    """Three parts of eight rows, and of the epoch's last four: rounding alone may differ."""
+    own = Attempt(loop.run, config(workload={"model": {"dropout": 0.0}}))
+    parts = Attempt(huggingface.run, config(workload={"model": {"dropout": 0.0}, "accumulate": 3}))
+    losses = [[fields["loss"] for _, fields in attempt.told()] for attempt in (own, parts)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("step", [4, 8, 12])
+def test_an_attempt_that_goes_on_ends_with_the_same_weights(step: int) -> None:
+    whole = Attempt(huggingface.run, config())
+    rest = Attempt(huggingface.run, config(), start=whole.saves[step])
+    assert rest.finished
+    assert_same(rest.tensors(), whole.tensors())
+    assert [event for event in rest.told() if event[0] == "evaluate"] == [
+        event for event in whole.told() if event[0] == "evaluate" and event[1]["step"] > step
+    ]
+
+
+def test_asked_to_stop_it_saves_the_very_step_and_goes_on_from_it() -> None:
+    whole = Attempt(huggingface.run, config())
+    first = Attempt(huggingface.run, config(), stop_at=6)
+    assert not first.finished
+    assert first.progress.step == 6
+    assert list(first.saves) == [4, 6]
+    rest = Attempt(loop.run, config(), start=first.saves[6])  # either loop may go on where the other stopped
+    assert_same(rest.tensors(), whole.tensors())
+
+
+def test_a_notice_saves_at_once_and_training_goes_on() -> None:
+    whole = Attempt(huggingface.run, config())
+    warned = Attempt(huggingface.run, config(), preempt_at=6)
+    assert warned.finished
+    assert list(warned.saves) == [4, 6, 8, 12, 13]
+    assert_same(warned.tensors(), whole.tensors())
+
+
+def test_asked_to_stop_where_an_evaluation_is_due_it_is_made_up_for() -> None:
+    first = Attempt(huggingface.run, config(log_every=5), stop_at=5)
+    assert (first.progress.step, first.progress.evaluation_due) == (5, True)
+    rest = Attempt(huggingface.run, config(log_every=5), start=first.saves[5])
+    assert rest.told()[0][0] == "evaluate"
+    assert_same(rest.tensors(), Attempt(huggingface.run, config(log_every=5)).tensors())
+
+
+def test_nothing_is_left_to_train() -> None:
+    whole = Attempt(huggingface.run, config())
+    assert Attempt(huggingface.run, config(), start=whole.saves[13]).finished
+
+
+def test_a_loss_that_is_not_finite_is_the_users_to_mend() -> None:
+    with pytest.raises(InputError, match="the loss is (nan|inf) at step 2; lower the learning rates"):
+        Attempt(huggingface.run, config(workload={"optimizer": {"learning_rate": 1e38}}, log_every=2))
+
+
+def test_it_is_the_loss_of_a_plain_script(tmp_path: Path) -> None:
+    """Trainer as its users know it, on the same rows in the same order."""
+    from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
+
+    wanted = config(
+        steps=10,
+        log_every=1,
+        batch_size=4,  # whole epochs of full batches
+        workload={
+            "model": {"dropout": 0.0},
+            "schedule": {"warmup_steps": 0, "decay_fraction": 0.0},
+            "optimizer": {"eps": 1e-8, "weight_decay": 0.01},
+        },
+    )
+    ours = Attempt(huggingface.run, wanted)
+    context = WorkerContext(wanted, 0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]
+    loader = wanted.workload.make_loader(context, None, state=None, step=0)
+    rows = [row for batch in loader for row in batch.tensors["tokens"]]
+    # Trainer divides by the number of labels, also where nothing predicts them: the first of a row.
+    labels = [torch.cat([torch.tensor([-100]), row[1:]]) for row in rows]
+    loader.close()
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
+
+    set_seed(wanted.seed)
+    model = wanted.workload.build(None)
+    trainer = InOrder(
+        model=model,
+        train_dataset=[{"input_ids": row, "labels": label} for row, label in zip(rows, labels, strict=True)],  # type: ignore[arg-type]
+        args=TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=10,
+            per_device_train_batch_size=4,
+            learning_rate=0.01,
+            weight_decay=0.01,
+            lr_scheduler_type="constant",
+            max_grad_norm=0.5,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+        ),
+    )
+    trainer.remove_callback(PrinterCallback)
+    # Its own optimizer spares biases and normalisations the weight decay.
+    trainer.create_optimizer()
+    for group in trainer.optimizer.param_groups:
+        group["weight_decay"] = 0.01
+    trainer.train()
+    theirs = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert [fields["loss"] for kind, fields in ours.told() if kind == "step"] == pytest.approx(theirs, abs=6e-5)
+    for name, tensor in ours.setup.model.state_dict().items():
+        torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-5, atol=1e-5)
+
+
+def test_it_leaves_the_process_and_the_disk_as_they_were(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    before = torch.get_num_threads(), os.environ.get("ACCELERATE_TORCH_DEVICE")
+    Attempt(huggingface.run, config())
+    assert (torch.get_num_threads(), os.environ.get("ACCELERATE_TORCH_DEVICE")) == before
+    assert not list(tmp_path.iterdir())

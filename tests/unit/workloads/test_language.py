@@ -1,0 +1,451 @@
+"""Language models: the loss of a row, text that goes on from prompts, weights that travel, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, GPT2LMHeadModel
+
+from rayrec import checkpoint
+from rayrec.config import InputError
+from rayrec.data.placement import TaskPlacement
+from rayrec.data.rows import ArrayRows
+from rayrec.data.tokenizer import Files, TextTokenizer, bytes_bpe, characters, write_tokenizer
+from rayrec.data.tokens import TokenFolder, load_tokenizer
+from rayrec.models.gpt2 import GPT2Config
+from rayrec.recipes.gpt2 import gpt2, gpt2_tiny
+from rayrec.workloads.base import RunContext, TrainConfig
+from rayrec.workloads.language import LanguageWorkload, Prepared
+from rayrec.workloads.language_model import (
+    LENGTHS,
+    PROMPTS,
+    TextModel,
+    continued,
+    generate,
+    load_weights,
+    read_prompts,
+    row_losses,
+)
+from rayrec.workloads.replicated_scoring import load_model
+
+BLOCK = 16
+TEXT = "the quick brown fox jumps over the lazy dog.\n"
+SMALL = GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=BLOCK, dropout=0.0)
+
+
+def tokenizer_of(files: Files) -> TextTokenizer:
+    return TextTokenizer(files, "tokenizer")
+
+
+def folder_of(
+    path: Path, *, files: Files | None = None, block_size: int = BLOCK, sets: dict[str, int] | None = None, text: str = ""
+) -> TokenFolder:
+    """What `rayrec preprocess` leaves, but for the rows."""
+    files = characters(set(TEXT)) if files is None else files
+    tokenizer = tokenizer_of(files)
+    write_tokenizer(files, str(path / "tokenizer"))
+    rows = {"train": 20, "validation": 4} if sets is None else sets
+    manifest = {
+        "format": "rayrec-tokens",
+        "version": 1,
+        "block_size": block_size,
+        "vocabulary_size": tokenizer.vocabulary_size,
+        "tokenizer": tokenizer.hash,
+        "end_token": tokenizer.end_token,
+        "sets": {name: {"blocks": count} for name, count in rows.items()},
+        "hash": f"{block_size}{text}",
+    }
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    from rayrec.data.tokens import open_tokens
+
+    return open_tokens(str(path))
+
+
+def small(path: Path | None, **workload: Any) -> TrainConfig:
+    model = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": BLOCK}
+    return gpt2_tiny(path and str(path)).replace(workload={"model": model, "max_new_tokens": 12, **workload})
+
+
+def prepare(config: TrainConfig, folder: Path) -> Prepared:
+    config.workload.check(config)
+    context = RunContext(
+        config, str(folder), TaskPlacement(num_cpus=1.0), lambda text: None, lambda what, done, total: None
+    )
+    return config.workload.prepare(context)
+
+
+def model_of(vocabulary_size: int = 30, *, seed: int = 0, scale: float = 5.0) -> GPT2LMHeadModel:
+    """Random, and sure enough of itself that its choices differ."""
+    torch.manual_seed(seed)
+    model = SMALL.build(vocabulary_size).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.mul_(scale)
+    return model
+
+
+# -- the arithmetic
+
+
+def test_the_loss_of_rows_is_that_of_the_model_itself() -> None:
+    model = model_of(scale=1.0)
+    tokens = torch.randint(0, 30, (5, BLOCK))
+    losses = row_losses(model, tokens)
+    assert losses.shape == (5,)
+    assert losses.mean().item() == pytest.approx(model(tokens, labels=tokens).loss.item(), rel=1e-6)
+    for row, loss in zip(tokens, losses, strict=True):
+        assert loss.item() == pytest.approx(model(row[None], labels=row[None]).loss.item(), rel=1e-5)
+
+
+def test_perplexity_and_score() -> None:
+    workload = LanguageWorkload()
+    assert workload.metrics({"loss": 2.0}) == {"loss": 2.0, "perplexity": pytest.approx(math.exp(2.0))}
+    assert math.isfinite(workload.metrics({"loss": 1e6})["perplexity"])
+    assert workload.score({"loss": 1.0}) > workload.score({"loss": 2.0})
+
+
+# -- generation
+
+
+def prompts_of(*rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each at the right end, behind numbers that must not matter."""
+    width = max(map(len, rows))
+    padded = [[7] * (width - len(row)) + row for row in rows]
+    return torch.tensor(padded), torch.tensor([len(row) for row in rows])
+
+
+def made(model: torch.nn.Module, *rows: list[int], count: int, temperature: float = 0.0, **how: Any) -> list[list[int]]:
+    prompts, lengths = prompts_of(*rows)
+    chances = how.pop("chances", torch.full((len(rows), count), 0.5))
+    how = {"window": BLOCK, "end_token": None, **how}
+    return generate(model, prompts, lengths, chances=chances, temperature=temperature, **how).tolist()
+
+
+def test_the_likeliest_text_is_that_of_transformers() -> None:
+    model = model_of()
+    expected = model.generate(
+        torch.tensor([[3, 1, 4]]),
+        attention_mask=torch.ones(1, 3, dtype=torch.long),
+        max_new_tokens=BLOCK - 3,
+        do_sample=False,
+        pad_token_id=0,
+    )[0, 3:].tolist()
+    assert made(model, [3, 1, 4], count=BLOCK - 3) == [expected]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_prompt_goes_on_alike_alone_and_among_longer_ones(temperature: float) -> None:
+    """Past the window too, where it goes on from the latter half."""
+    model = model_of()
+    chances = torch.rand(3, 40, generator=torch.Generator().manual_seed(1))
+    rows = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [2]]
+    together = made(model, *rows, count=40, temperature=temperature, chances=chances)
+    for number, row in enumerate(rows[1:2], start=1):  # the longest has no padding in either
+        assert made(model, row, count=40, temperature=temperature, chances=chances[number : number + 1])[0] == together[number]
+    for number, row in enumerate(rows):  # the others up to where windows end at other tokens
+        alone = made(model, row, count=10, temperature=temperature, chances=chances[number : number + 1, :10])[0]
+        assert alone == together[number][:10]
+
+
+def test_without_a_cache_it_is_the_same_text() -> None:
+    class Forgetful(torch.nn.Module):
+        """Is shown every token in every call."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.seen = model_of(), torch.empty(1, 0, dtype=torch.long)
+
+        def forward(self, *, input_ids: torch.Tensor, past_key_values: Any, **_: Any) -> Any:
+            self.seen = input_ids if past_key_values is None else torch.cat([self.seen, input_ids], dim=1)
+            output = self.model(self.seen, use_cache=False)
+            output.past_key_values = "there is one"
+            return output
+
+    assert made(Forgetful(), [3, 1, 4], count=40) == made(model_of(), [3, 1, 4], count=40)
+
+
+def test_sampling_follows_the_probabilities() -> None:
+    model = model_of(scale=2.0)
+    probabilities = model(torch.tensor([[3, 1, 4]])).logits[0, -1].softmax(dim=0)
+    rows = 4000
+    chances = torch.rand(rows, 1, generator=torch.Generator().manual_seed(0))
+    drawn = torch.tensor(made(model, *[[3, 1, 4]] * rows, count=1, temperature=1.0, chances=chances)).flatten()
+    shares = torch.bincount(drawn, minlength=30) / rows
+    assert (shares - probabilities).abs().max() < 0.03
+    assert made(model, [3, 1, 4], count=1, temperature=1.0, chances=torch.tensor([[0.0]]))[0][0] >= 0
+    assert made(model, [3, 1, 4], count=1, temperature=1.0, chances=torch.tensor([[1 - 2**-24]]))[0][0] < 30
+
+
+def test_text_ends_with_its_end() -> None:
+    tokenizer = tokenizer_of(bytes_bpe([TEXT * 20], 280))
+    model = model_of(tokenizer.vocabulary_size)
+    free = made(model, [3, 1, 4], [5, 9], count=30)
+    end = free[0][4]
+    stopped = made(model, [3, 1, 4], [5, 9], count=30, end_token=end)
+    assert stopped[0][: free[0].index(end) + 1] == free[0][: free[0].index(end) + 1]
+    assert set(stopped[0][free[0].index(end) :]) == {end}
+    if end in free[1]:
+        assert len(stopped[0]) <= 30
+    assert len(made(model, [3, 1, 4], count=30, end_token=end)[0]) == free[0].index(end) + 1  # nothing is made after it
+
+
+def test_chance_comes_of_the_prompt() -> None:
+    tokenizer = tokenizer_of(characters(set(TEXT)))
+    model = model_of(tokenizer.vocabulary_size, scale=1.0)
+
+    def texts(*prompts: str) -> list[str]:
+        width = max(map(len, prompts))
+        rows = np.stack([np.pad(tokenizer.encode(prompt).astype(np.int64), (width - len(prompt), 0)) for prompt in prompts])
+        return continued(
+            model,
+            rows,
+            np.array([len(prompt) for prompt in prompts]),
+            tokenizer=tokenizer,
+            window=BLOCK,
+            max_new_tokens=8,
+            temperature=1.0,
+            device=torch.device("cpu"),
+        )
+
+    together = texts("the dog", "fox", "the dog")
+    assert together[0] == together[2] == texts("the dog")[0]
+    assert together[1] == texts("fox")[0]
+    assert together[0] != together[1]
+    assert all(len(text) == 8 for text in together)
+
+
+def test_prompts_are_lines(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(characters(set(TEXT)))
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"the fox\r\n\n" + b"the lazy dog " * 3)
+    arrays = read_prompts(str(path), tokenizer, window=BLOCK).read(np.arange(3))
+    assert arrays[LENGTHS].tolist() == [7, 1, BLOCK]
+    texts = [
+        tokenizer.decode(row[len(row) - length :])
+        for row, length in zip(arrays[PROMPTS], arrays[LENGTHS], strict=True)
+    ]
+    assert texts == ["the fox", "\n", ("the lazy dog " * 3)[-BLOCK:]]
+    path.write_bytes(b"caf\xe9\n")
+    with pytest.raises(InputError, match="no UTF-8 at byte 3"):
+        read_prompts(str(path), tokenizer, window=BLOCK)
+    path.write_bytes(b"")
+    with pytest.raises(InputError, match="holds no prompts"):
+        read_prompts(str(path), tokenizer, window=BLOCK)
+
+
+# -- checkpoints, exports and initial weights
+
+
+@pytest.fixture(scope="module", params=["characters", "bytes_bpe"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, str, Any]:
+    """(configuration, checkpoint's folder, the model that was saved)."""
+    folder = tmp_path_factory.mktemp("saved")
+    files = characters(set(TEXT)) if request.param == "characters" else bytes_bpe([TEXT * 20], 280)
+    config = small(folder / "tokens")
+    (folder / "tokens").mkdir()
+    folder_of(folder / "tokens", files=files)
+    prepared = prepare(config, folder)
+    torch.manual_seed(0)
+    model = config.workload.build(prepared)
+    tensors = {f"model.{name}": value for name, value in checkpoint.untied(model.state_dict()).items()}
+    checkpoint.save(
+        str(folder / "step"), tensors, state={}, extra_files=lambda place: config.workload.add_files(place, prepared)
+    )
+    return config, str(folder / "step"), model
+
+
+def test_a_checkpoint_stores_tied_weights_once_and_builds_the_model(saved: tuple[TrainConfig, str, Any]) -> None:
+    config, folder, model = saved
+    names = list(checkpoint.Checkpoint(folder).manifest()["tensors"])
+    assert "model.transformer.wte.weight" in names
+    assert "model.lm_head.weight" not in names
+    loaded = load_model(config.workload, config, checkpoint=folder)
+    assert isinstance(loaded, TextModel)
+    tokens = torch.randint(0, model.config.vocab_size, (2, BLOCK))
+    assert torch.equal(loaded(tokens).logits, model.eval()(tokens).logits)
+
+
+def test_predictions_go_on_from_prompts(saved: tuple[TrainConfig, str, Any], tmp_path: Path) -> None:
+    config, folder, _ = saved
+    path = tmp_path / "prompts.txt"
+    path.write_text("the fox\n\nquick\n")
+    source = config.workload.open_inputs(config, checkpoint=folder, path=str(path))
+    model = load_model(config.workload, config, checkpoint=folder)
+
+    def predicted(*numbers: int) -> dict[str, list[str]]:
+        tensors = {name: torch.from_numpy(array) for name, array in source.read(np.array(numbers)).items()}
+        with torch.inference_mode():
+            return config.workload.predict(model, tensors)
+
+    columns = predicted(0, 1, 2)
+    assert columns["prompt"] == ["the fox", "\n", "quick"]
+    assert columns == {name: [predicted(number)[name][0] for number in range(3)] for name in columns}
+    assert all(columns["text"])
+
+
+def test_text_is_scored_with_the_checkpoints_tokenizer(saved: tuple[TrainConfig, str, Any], tmp_path: Path) -> None:
+    config, folder, _ = saved
+    (tmp_path / "more.txt").write_text(TEXT * 3)
+    source = config.workload.open_labelled(config, checkpoint=folder, path=str(tmp_path / "more.txt"))
+    rows = source.read(np.arange(len(source)))["tokens"]
+    assert rows.shape[1] == BLOCK
+    decoded = load_tokenizer(f"{folder}/tokenizer").decode(rows.reshape(-1))
+    assert (TEXT * 3).startswith(decoded)
+    (tmp_path / "other").mkdir()
+    folder_of(tmp_path / "other", files=characters(set("other characters")))
+    with pytest.raises(InputError, match="of another tokenizer than the model's"):
+        config.workload.open_labelled(config, checkpoint=folder, path=str(tmp_path / "other"))
+
+
+def test_an_export_is_a_folder_of_transformers(saved: tuple[TrainConfig, str, Any], tmp_path: Path) -> None:
+    config, folder, model = saved
+    told = config.workload.export(config, checkpoint=folder, out=str(tmp_path / "out"))
+    assert told["bytes"] == (tmp_path / "out" / "model.safetensors").stat().st_size
+    other, problems = GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(problems.values())
+    tokens = torch.randint(0, model.config.vocab_size, (2, BLOCK))
+    assert torch.equal(other(tokens).logits, model.eval()(tokens).logits)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    ours = load_tokenizer(f"{folder}/tokenizer")
+    assert tokenizer("the lazy fox")["input_ids"] == ours.encode("the lazy fox").tolist()
+    assert tokenizer.eos_token_id == ours.end_token == other.config.eos_token_id
+
+
+def test_weights_of_others_are_taken_on(saved: tuple[TrainConfig, str, Any], tmp_path: Path) -> None:
+    """Those of an export and of save_pretrained, and the hub's, whose names lack the prefix and which hold masks."""
+    from safetensors.torch import load_file, save_file
+
+    config, folder, model = saved
+    export = tmp_path / "export"
+    config.workload.export(config, checkpoint=folder, out=str(export))
+    model.save_pretrained(tmp_path / "saved")
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    plain = {name.removeprefix("transformer."): tensor for name, tensor in load_file(export / "model.safetensors").items()}
+    save_file({**plain, "h.0.attn.bias": torch.ones(1, 1, BLOCK, BLOCK)}, hub / "model.safetensors")
+    for place in (export, tmp_path / "saved", hub):
+        other = SMALL.build(model.config.vocab_size)
+        load_weights(other, str(place))
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(other.state_dict()[name], tensor), (place, name)
+    del plain["ln_f.bias"]
+    save_file(plain, hub / "model.safetensors")
+    with pytest.raises(InputError, match=r"ln_f.bias has shape None, the model's \[16\]"):
+        load_weights(SMALL.build(model.config.vocab_size), str(hub))
+    (hub / "model.safetensors").rename(hub / "pytorch_model.bin")
+    with pytest.raises(InputError, match="model.safetensors is missing; other formats, which may hold code, are not read"):
+        load_weights(SMALL.build(model.config.vocab_size), str(hub))
+
+
+def test_initial_weights_fit_the_model_or_are_refused(saved: tuple[TrainConfig, str, Any], tmp_path: Path) -> None:
+    config, folder, model = saved
+    config.workload.export(config, checkpoint=folder, out=str(tmp_path / "export"))
+    begun = config.replace(workload={"weights": str(tmp_path / "export")})
+    torch.manual_seed(5)
+    built = begun.workload.build(prepare(begun, tmp_path))
+    assert torch.equal(built.transformer.wte.weight, model.transformer.wte.weight)
+    wider = begun.replace(workload={"model": {"n_embd": 32}})
+    with pytest.raises(InputError, match="has n_embd 16, the model 32"):
+        prepare(wider, tmp_path)
+
+
+# -- the run around it
+
+
+def test_what_a_run_is_told_of(tmp_path: Path) -> None:
+    folder_of(tmp_path)
+    config = small(tmp_path)
+    prepared = prepare(config, tmp_path)
+    told = config.workload.summarize(prepared, {})
+    assert told["rows_of_sets"] == {"train": 20, "validation": 4}
+    assert (told["tokens_per_row"], told["vocabulary_size"]) == (BLOCK, len(set(TEXT)))
+    assert told["num_parameters"] == SMALL.num_parameters(len(set(TEXT)))
+
+
+def test_samples_go_on_from_validation_text(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    tokenizer = load_tokenizer(folder.tokenizer)
+    config = small(tmp_path)
+    prepared = prepare(config, tmp_path)
+    rows = np.stack([tokenizer.encode(TEXT)[start : start + BLOCK] for start in range(4)]).astype(np.int64)
+    model = config.workload.build(prepared)
+    sets = {"validation": ArrayRows({"tokens": rows})}
+
+    def samples() -> list[dict[str, Any]]:
+        return config.workload.samples(model, prepared=prepared, sets=sets, device=torch.device("cpu"))
+
+    made = samples()
+    assert [sample["kind"] for sample in made] == ["text"] * 3
+    assert [sample["prompt"] for sample in made] == [TEXT[start : start + BLOCK // 2] for start in (0, 1, 3)]
+    assert all(len(sample["text"]) == 12 for sample in made)
+    assert samples() == made
+    json.dumps(made)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_size": 2 * BLOCK}, "blocks of 32 tokens do not fit the model's 16; set --workload.model.n-positions"),
+        ({"sets": {"train": 4}}, "has no validation blocks; preprocess with a --validation-fraction above 0"),
+        ({"sets": {"train": 0, "validation": 4}}, "has no training blocks"),
+    ],
+)
+def test_tokens_that_do_not_do_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    folder_of(tmp_path, **changes)
+    with pytest.raises(InputError, match=message):
+        prepare(small(tmp_path), tmp_path)
+
+
+def test_plain_text_is_refused_with_the_command_that_mends_it(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    with pytest.raises(InputError, match=rf"rayrec preprocess {text} --format mds --out DIR` and pass --train-data.path DIR$"):
+        prepare(small(text), tmp_path)
+    with pytest.raises(InputError, match=f"{tmp_path}/none: no such file or folder$"):
+        prepare(small(tmp_path / "none"), tmp_path)
+    with pytest.raises(InputError, match="no blocks of tokens given"):
+        prepare(small(None), tmp_path)
+
+
+def test_other_tokens_are_refused_where_a_run_goes_on_and_where_it_evaluates(tmp_path: Path) -> None:
+    for name in ("tokens", "same", "other", "run"):
+        (tmp_path / name).mkdir()
+    folder_of(tmp_path / "tokens")
+    folder_of(tmp_path / "same")
+    folder_of(tmp_path / "other", files=characters(set("others")), text="others")
+    prepare(small(tmp_path / "tokens"), tmp_path / "run")
+    prepare(small(tmp_path / "same"), tmp_path / "run")
+    with pytest.raises(InputError, match="began with other tokens"):
+        prepare(small(tmp_path / "other"), tmp_path / "run")
+    apart = small(tmp_path / "tokens").replace(eval_data={"path": str(tmp_path / "other")})
+    with pytest.raises(InputError, match="block size, tokenizer or vocabulary is not that of"):
+        prepare(apart, tmp_path)
+
+
+def test_an_evaluation_folder_without_held_out_blocks_is_used_whole(tmp_path: Path) -> None:
+    for name, sets in (("tokens", {"train": 8}), ("held_out", {"train": 5})):
+        (tmp_path / name).mkdir()
+        folder_of(tmp_path / name, sets=sets)
+    config = small(tmp_path / "tokens").replace(eval_data={"path": str(tmp_path / "held_out")})
+    assert config.workload.set_rows(prepare(config, tmp_path)) == {"train": 8, "validation": 5}
+
+
+def test_recipes_are_what_they_say() -> None:
+    tiny, full = gpt2_tiny(), gpt2()
+    assert tiny.workload.model.num_parameters(65) == 818_048
+    assert full.workload.model.num_parameters(50_257) == 124_439_808
+    assert full.batch_size * full.scaling.max_workers * full.workload.model.n_positions == 491_520
+    assert full.batch_size % full.workload.accumulate == 0
+    for config in (tiny, full):
+        assert config.replace(loop="huggingface").loop == "huggingface"
+
+
+@pytest.mark.parametrize("fields", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"temperature": math.inf}])
+def test_settings_of_generation_are_checked(fields: dict[str, float]) -> None:
+    with pytest.raises(InputError, match="max_new_tokens must be at least 1, and temperature"):
+        LanguageWorkload(**fields)  # type: ignore[arg-type]

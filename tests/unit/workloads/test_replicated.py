@@ -1,0 +1,129 @@
+"""Replicated models learn the same whatever spreads them over workers, and go on from each other's checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import replicated_ranks
+import torch
+from checkpoint_ranks import run_ranks
+from torch.nn import functional
+
+from rayrec.batch import RowOutput
+from rayrec.checkpoint import Checkpoint, full_tensors, untied, weights_sha256
+from rayrec.config import InputError
+from rayrec.workloads.replicated_worker import RowMetrics, step_seed
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(full_tensors(Checkpoint(str(folder))))
+
+
+def _close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.allclose(one[name].float(), other[name].float(), atol=1e-6) for name in one
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """One worker's run: 12 steps of 16 rows, saved at steps 6 and 12, and its events."""
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, replicated_ranks.train(str(folder), 0, replicated_ranks.config(1))
+
+
+def test_one_worker_learns_what_plain_torch_learns(alone: tuple[Path, list[dict[str, Any]]]) -> None:
+    """A loop of plain torch over the same rows, bit for bit."""
+    folder, events = alone
+    configuration = replicated_ranks.config(1)
+    torch.manual_seed(configuration.seed)
+    model = replicated_ranks.Net(batch_norm=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0, fused=True)
+    rows = configuration.workload.open_set(None, None, "train")  # type: ignore[attr-defined]
+    losses = []
+    epochs = [torch.randperm(101, generator=torch.Generator().manual_seed(epoch)) for epoch in range(2)]
+    order = [batch for epoch in epochs for batch in epoch.split(16)]
+    for step in range(12):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.02 * min(1.0, (step + 1) / 3)
+        arrays = rows.read(order[step].numpy())
+        logits = model(torch.from_numpy(arrays["x"]))
+        loss = functional.cross_entropy(logits, torch.from_numpy(arrays["label"]))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    assert [event["loss"] for event in events if event["kind"] == "step"] == pytest.approx(losses, abs=1e-6)
+    stored = _tensors(folder / "12")
+    for name, value in untied(model.state_dict()).items():
+        assert torch.equal(stored[f"model.{name}"], value), name
+
+
+def test_events_and_evaluation(alone: tuple[Path, list[dict[str, Any]]]) -> None:
+    _, events = alone
+    evaluations = [event for event in events if event["kind"] == "evaluate"]
+    assert [event["step"] for event in evaluations] == [6, 12]
+    assert evaluations[-1]["accuracy"] * 37 == pytest.approx(round(evaluations[-1]["accuracy"] * 37))
+    assert evaluations[-1]["loss"] < evaluations[0]["loss"] < 2.0
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_workers_learn_what_one_does(kind: str, alone: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    """FSDP here in three parts a step, of 8 rows: sums in another order, nothing else."""
+    run_ranks(getattr(replicated_ranks, kind), 2, str(tmp_path))
+    assert _close(_tensors(alone[0] / "12"), _tensors(tmp_path / "12"))
+
+
+def test_a_checkpoint_of_fsdp_goes_on_alone_and_back(alone: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    run_ranks(replicated_ranks.fsdp, 2, str(tmp_path))
+    replicated_ranks.train(str(tmp_path), 0, replicated_ranks.config(1), from_step=6)
+    assert _close(_tensors(alone[0] / "12"), _tensors(tmp_path / "12"))
+    run_ranks(replicated_ranks.fsdp_goes_on, 2, str(alone[0]))
+    assert _close(_tensors(alone[0] / "12"), _tensors(tmp_path / "12"))
+
+
+def test_a_step_done_again_after_a_crash_is_the_same_step(tmp_path: Path) -> None:
+    run_ranks(replicated_ranks.noisy, 2, str(tmp_path))
+
+
+def test_going_on_with_no_new_step_changes_nothing(alone: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, _ = alone
+    before = weights_sha256(Checkpoint(str(folder / "12")))
+    replicated_ranks.train(str(folder), 0, replicated_ranks.config(1), from_step=12)
+    assert weights_sha256(Checkpoint(str(folder / "12"))) == before
+
+
+def test_statistics_of_batches_are_the_same_on_every_worker(tmp_path: Path) -> None:
+    run_ranks(replicated_ranks.statistics, 2, str(tmp_path))
+
+
+def test_tied_weights_are_saved_once(alone: tuple[Path, list[dict[str, Any]]]) -> None:
+    names = set(_tensors(alone[0] / "12"))
+    assert "model.inner.weight" in names
+    assert "model.outer.weight" not in names
+    assert "optimizer.inner.weight.exp_avg" in names
+
+
+def test_means_are_over_rows_not_batches() -> None:
+    metrics = RowMetrics(lambda means: {**means, "double": 2 * means["loss"]}, torch.device("cpu"))
+    for values in ([1.0, 1.0, 1.0], [5.0], []):
+        tensor = torch.tensor(values)
+        metrics.update(RowOutput(tensor.sum(), {"loss": tensor}))
+    assert metrics.compute() == {"loss": 2.0, "double": 4.0}
+
+
+def test_seeds_of_steps_differ() -> None:
+    seeds = {step_seed(seed, step, rank) for seed in range(3) for step in range(5) for rank in range(2)}
+    assert len(seeds) == 30
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert step_seed(1, 2, 0) == step_seed(1, 2, 0)
+
+
+def test_unusable_settings_are_refused() -> None:
+    with pytest.raises(InputError, match="accumulate: 0 must be at least 1"):
+        replicated_ranks.Small(accumulate=0)
+    with pytest.raises(InputError, match="trained by the loop rayrec"):
+        replicated_ranks.config(1).replace(loop="huggingface")

@@ -1,0 +1,174 @@
+"""Scoring any rows: all of them once and in order, by the weights that were saved, and exact means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from scored_rows import Net, rows_file, scored, trained
+
+from rayrec import recipes
+from rayrec.checkpoint import Checkpoint
+from rayrec.config import InputError
+from rayrec.data.placement import TaskPlacement
+from rayrec.observe.console import Console
+from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.replicated_scoring import load_model
+from rayrec.workloads.scoring import Scoring, ScoringContext
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Net]:
+    return trained(tmp_path_factory.mktemp("run"))
+
+
+def _never() -> TaskPlacement:
+    raise AssertionError("opening rows needs no Ray")
+
+
+def _open(
+    checkpoint: str,
+    path: str,
+    *,
+    evaluating: bool = False,
+    batch_rows: int | None = None,
+    config: TrainConfig | None = None,
+) -> Scoring:
+    config = config or scored()
+    return config.workload.open_scoring(
+        ScoringContext(
+            config=config,
+            checkpoint=checkpoint,
+            path=path,
+            evaluating=evaluating,
+            batch_rows=batch_rows,
+            connect=_never,
+            console=Console(quiet=True),
+        )
+    )
+
+
+def _tables(scoring: Scoring) -> list[pa.Table]:
+    score = scoring.load("cpu")
+    return [score(block) for block in range(scoring.num_blocks)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch_rows", "num_blocks"), [(1, None, 1), (10, None, 1), (11, None, 2), (1000, 10, 17), (1000, 3, 42)]
+)
+def test_every_row_is_predicted_once_in_order(
+    saved: tuple[str, Net], tmp_path: Path, rows: int, batch_rows: int | None, num_blocks: int
+) -> None:
+    path = rows_file(tmp_path, rows, labelled=False)
+    scoring = _open(saved[0], path, batch_rows=batch_rows)
+    assert (scoring.rows, scoring.num_blocks) == (rows, num_blocks)
+    table = pa.concat_tables(_tables(scoring))
+    assert table.column("row").to_pylist() == list(range(rows))
+    assert table.column("row").type == pa.int64()
+    with torch.no_grad():
+        expected = saved[1](torch.from_numpy(np.load(path)["x"])).numpy()
+    logits = np.array(table.column("logits").to_pylist())
+    np.testing.assert_allclose(logits, expected, atol=1e-6)
+    best = logits.argmax(axis=1)
+    assert table.column("best").to_pylist() == best.tolist()
+    assert table.column("named").to_pylist() == [f"class {number}" for number in best]
+
+
+def test_means_are_over_all_rows(saved: tuple[str, Net], tmp_path: Path) -> None:
+    path = rows_file(tmp_path, 1003)
+    scoring = _open(saved[0], path, evaluating=True)
+    totals = scoring.make_totals()
+    for table in _tables(scoring):
+        totals.update(table)
+    assert totals.rows == 1003
+    arrays = np.load(path)
+    with torch.no_grad():
+        losses = torch.nn.functional.cross_entropy(
+            saved[1](torch.from_numpy(arrays["x"])), torch.from_numpy(arrays["label"]), reduction="none"
+        )
+    metrics = totals.compute()
+    assert metrics["loss"] == pytest.approx(losses.double().mean().item(), rel=1e-7)
+    assert metrics["perplexity"] == pytest.approx(np.exp(metrics["loss"]))
+    assert metrics["bits"] == 32
+
+
+def test_scoring_has_the_precision_of_training(saved: tuple[str, Net], tmp_path: Path) -> None:
+    scoring = _open(saved[0], rows_file(tmp_path, 5), evaluating=True, config=scored().replace(precision="bf16"))
+    totals = scoring.make_totals()
+    for table in _tables(scoring):
+        totals.update(table)
+    assert totals.compute()["bits"] == 16
+
+
+def test_what_cannot_be_scored_is_refused(saved: tuple[str, Net], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="has no labels"):
+        _open(saved[0], rows_file(tmp_path, 5, labelled=False), evaluating=True)
+    with pytest.raises(InputError, match="has no rows to score"):
+        _open(saved[0], rows_file(tmp_path, 0))
+
+
+def test_the_model_is_the_saved_one(saved: tuple[str, Net]) -> None:
+    model = load_model(scored().workload, scored(), checkpoint=saved[0])  # type: ignore[arg-type]
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert model.outer.weight is model.inner.weight
+    for name, tensor in saved[1].state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    assert not any(name.startswith("model.outer.weight") for name in Checkpoint(saved[0]).manifest()["tensors"])
+
+
+class _Wider(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(9)
+
+
+class _Deeper(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = torch.nn.Linear(2, 2)
+
+
+class _Untied(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = torch.nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (_Wider, r"model.norm.bias has shape \[4\], its config.yaml asks for \[9\]"),
+        (_Deeper, r"model.more.bias has shape None"),
+        (_Untied, r"model.outer.weight has shape None, its config.yaml asks for \[4, 4\]"),
+        (lambda: torch.nn.Linear(1, 1), r"model.bias has shape None"),
+    ],
+)
+def test_weights_of_another_model_are_refused(
+    saved: tuple[str, Net], monkeypatch: pytest.MonkeyPatch, other: Any, message: str
+) -> None:
+    config = scored()
+    monkeypatch.setattr(type(config.workload), "build_from", lambda *_, **__: other())
+    with pytest.raises(InputError, match=message):
+        load_model(config.workload, config, checkpoint=saved[0])  # type: ignore[arg-type]
+
+
+def test_damaged_weights_are_refused(tmp_path: Path) -> None:
+    checkpoint, _ = trained(tmp_path)
+    chunk = Checkpoint(checkpoint).manifest()["tensors"]["model.inner.weight"]["chunks"][0]
+    data = Path(checkpoint, chunk["file"])
+    content = bytearray(data.read_bytes())
+    content[chunk["start"]] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(InputError, match="damaged, the checksum"):
+        load_model(scored().workload, scored(), checkpoint=checkpoint)  # type: ignore[arg-type]
+
+
+def test_click_models_are_not_exported(tmp_path: Path) -> None:
+    config = recipes.criteo_demo()
+    with pytest.raises(InputError, match=r"recipe criteo_demo .* cannot be exported yet; `rayrec predict`"):
+        config.workload.export(config, checkpoint="run", out=str(tmp_path))

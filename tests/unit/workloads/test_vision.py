@@ -1,0 +1,418 @@
+"""Images on their way from the files through the network to predictions and exports, and what is refused on that way."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from digits import idx, pictures, write_digits
+
+from rayrec import checkpoint
+from rayrec.config import InputError
+from rayrec.data.placement import TaskPlacement
+from rayrec.models.resnet import ResNetConfig
+from rayrec.recipes.mnist import mnist_resnet18, mnist_resnet18_augmented
+from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
+from rayrec.workloads.vision import AugmentationConfig, Prepared, VisionWorkload
+from rayrec.workloads.vision_model import augmented, normalised
+from rayrec.workloads.weight_files import read_weights, write_weights
+
+SMALL = ResNetConfig(blocks=(1, 1, 1, 1))
+
+
+@pytest.fixture
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is put into the object store is handed out as it is."""
+    monkeypatch.setattr("ray.put", lambda value: value)
+    monkeypatch.setattr("ray.get", lambda value: value)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_digits(tmp_path_factory.mktemp("digits"), train=60, test=30)
+
+
+def prepare(config: TrainConfig) -> Prepared:
+    context = RunContext(config, "run", TaskPlacement(num_cpus=1.0), lambda text: None, lambda what, done, total: None)
+    prepared = config.workload.prepare(context)
+    assert isinstance(prepared, Prepared)
+    return prepared
+
+
+def on_worker(config: TrainConfig) -> WorkerContext:
+    return WorkerContext(config, 0, 1, torch.device("cpu"), TaskPlacement(num_cpus=1.0))
+
+
+# -- the arithmetic
+
+
+@pytest.mark.parametrize(("mean", "std"), [(0.5, 0.5), (0.1307, 0.3081), (0.485, 0.229)])
+def test_normalisation_is_torchvisions_to_the_last_bit(mean: float, std: float) -> None:
+    images = torch.arange(256, dtype=torch.uint8).reshape(4, 8, 8)
+    expected = images.unsqueeze(1).to(torch.float32).div(255)  # ToTensor
+    expected.sub_(torch.tensor(mean)).div_(torch.tensor(std))  # Normalize
+    for given in (images, images.float()):
+        result = normalised(given, mean=mean, std=std)
+        assert (result.dtype, result.shape) == (torch.float32, (4, 1, 8, 8))
+        assert torch.equal(result, expected)
+
+
+def moved(images: torch.Tensor, *, seed: int = 0, **fields: float) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return augmented(images, AugmentationConfig(**fields))
+
+
+def test_augmentation_comes_of_the_seed_and_keeps_the_range() -> None:
+    images = torch.from_numpy(pictures(np.arange(20) % 10, seed=0))
+    how = {"max_shift": 3.0, "max_rotation_degrees": 15.0, "max_scale": 0.1}
+    result = moved(images, **how)
+    assert (result.dtype, result.shape) == (torch.float32, images.shape)
+    assert result.min() >= 0
+    assert result.max() <= 255
+    assert torch.equal(result, moved(images, **how))
+    assert not torch.equal(result, moved(images, seed=1, **how))
+    # Each image is moved in its own way: the same one twice becomes two.
+    twice = moved(images[:1].expand(2, -1, -1), **how)
+    assert not torch.equal(twice[0], twice[1])
+    torch.testing.assert_close(moved(images), images.float(), atol=1e-2, rtol=0)
+    assert moved(images[:0], **how).shape == (0, 28, 28)
+    assert not AugmentationConfig().moves
+
+
+def centres(images: torch.Tensor) -> torch.Tensor:
+    """(rows, 2): where the ink of each image lies in the mean, down and right, in pixels."""
+    down, right = (torch.arange(size, dtype=torch.float32) for size in images.shape[1:])
+    ink = images.sum(dim=(1, 2))
+    return torch.stack([(images.sum(2) @ down) / ink, (images.sum(1) @ right) / ink], dim=1)
+
+
+def spots(rows: int, *places: tuple[int, int]) -> torch.Tensor:
+    """(rows, 24, 48) with a spot of 2 x 2 pixels at each place."""
+    images = torch.zeros(rows, 24, 48, dtype=torch.uint8)
+    for down, right in places:
+        images[:, down : down + 2, right : right + 2] = 200
+    return images
+
+
+def test_shifts_are_pixels() -> None:
+    images = spots(400, (11, 23))
+    shift = centres(moved(images, max_shift=3.0)) - centres(images.float())
+    assert shift.abs().max() <= 3.01
+    assert shift.max(dim=0).values.min() > 2.8
+    assert shift.min(dim=0).values.max() < -2.8
+    assert shift.mean(dim=0).abs().max() < 0.3
+
+
+@pytest.mark.parametrize("fields", [{"max_rotation_degrees": 20.0}, {"max_scale": 0.2}])
+def test_turning_and_scaling_are_about_the_middle_without_distortion(fields: dict[str, float]) -> None:
+    """Also in images that are not square: the ratio of width and height stays out of the angle."""
+    middle = torch.tensor([11.5, 23.5])
+    across = centres(moved(spots(400, (11, 33)), **fields)) - middle
+    up = centres(moved(spots(400, (3, 23)), **fields)) - middle
+    lengths = across.norm(dim=1) / 10, up.norm(dim=1) / 8
+    torch.testing.assert_close(*lengths, atol=0.02, rtol=0)  # the same chance in both calls
+    angles = torch.atan2(across[:, 0], across[:, 1]).rad2deg(), torch.atan2(-up[:, 1], up[:, 0]).rad2deg()
+    angles = angles[0], (angles[1] + 360) % 360 - 180
+    torch.testing.assert_close(*angles, atol=1.0, rtol=0)
+    if "max_scale" in fields:
+        assert angles[0].abs().max() < 0.5
+        assert (lengths[0].min().item(), lengths[0].max().item()) == pytest.approx((0.8, 1.2), abs=0.02)
+    else:
+        assert lengths[0].sub(1).abs().max() < 0.02
+        assert (angles[0].min().item(), angles[0].max().item()) == pytest.approx((-20, 20), abs=0.7)
+
+
+def test_measures_are_cross_entropy_and_hits() -> None:
+    workload = VisionWorkload(model=SMALL, label_smoothing=0.2)
+    table = torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 0.0]])
+    tensors = {"images": torch.zeros(2, 8, 8, dtype=torch.uint8), "labels": torch.tensor([0, 2])}
+
+    def model(images: torch.Tensor) -> torch.Tensor:
+        assert torch.equal(images, torch.full((2, 1, 8, 8), -1.0))
+        return table
+
+    likely = table.double().exp() / table.double().exp().sum(1, keepdim=True)
+    plain = [-math.log(likely[0, 0]), -math.log(likely[1, 2])]
+    smooth = [0.8 * plain[row] - 0.2 / 3 * sum(math.log(p) for p in likely[row]) for row in range(2)]
+    measures = workload.measure(model, tensors)  # type: ignore[arg-type]
+    assert measures["loss"].tolist() == pytest.approx(smooth)
+    with torch.no_grad():
+        measures = workload.measure(model, tensors)  # type: ignore[arg-type]
+    assert measures["loss"].tolist() == pytest.approx(plain)
+    assert measures["accuracy"].tolist() == [1.0, 0.0]
+    assert workload.score({"accuracy": 0.5, "loss": 3.0}) == 0.5
+
+
+def test_only_training_images_are_moved() -> None:
+    tensors = {"images": torch.full((2, 8, 8), 7, dtype=torch.uint8), "labels": torch.tensor([0, 2])}
+    assert VisionWorkload(model=SMALL).augment(tensors) is tensors
+    changed = VisionWorkload(model=SMALL, augmentation=AugmentationConfig(max_shift=4.0)).augment(tensors)
+    assert changed["images"].dtype == torch.float32
+    assert changed["labels"] is tensors["labels"]
+    assert tensors["images"].dtype == torch.uint8
+
+
+# -- from files to rows
+
+
+def test_sets_are_the_files_rows(without_ray: None, folder: Path, tmp_path: Path) -> None:
+    config = mnist_resnet18(str(folder))
+    config.workload.check(config)
+    prepared = prepare(config)
+    assert config.workload.set_rows(prepared) == {"train": 60, "validation": 30, "test": 30}
+    held_out = config.replace(workload={"validation_rows": 7})
+    prepared = prepare(held_out)
+    assert held_out.workload.set_rows(prepared) == {"train": 53, "validation": 7, "test": 30}
+    sets = {
+        name: held_out.workload.open_set(on_worker(held_out), prepared, name)
+        for name in held_out.workload.set_rows(prepared)
+    }
+    whole = mnist_resnet18().workload.open_labelled(
+        config, checkpoint="", path=str(folder / "train-images-idx3-ubyte.gz")
+    )
+    rows = whole.read(np.arange(60))
+    joined = [sets[name].read(np.arange(len(sets[name]))) for name in ("train", "validation")]
+    for name in ("images", "labels"):
+        assert np.array_equal(np.concatenate([part[name] for part in joined]), rows[name])
+    assert (rows["images"].dtype, rows["labels"].dtype) == (np.uint8, np.int64)
+    other = write_digits(tmp_path / "other", train=20, test=10)
+    elsewhere = config.replace(eval_data={"path": str(other)})
+    assert elsewhere.workload.set_rows(prepare(elsewhere)) == {"train": 60, "validation": 10, "test": 10}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"train_data": {"path": None}}, "no folder of images given; .*rayrec fetch mnist --out DIR"),
+        (
+            {"train_data": {"path": "nowhere"}},
+            "nowhere: holds no train-images-idx3-ubyte, .* rayrec fetch mnist --out nowhere",
+        ),
+        ({"eval_data": {"path": "nowhere"}}, "nowhere: holds no t10k-images-idx3-ubyte"),
+        ({"workload": {"weights": "nowhere.pt"}}, r"workload\.weights: nowhere\.pt: no such file"),
+        ({"workload": {"validation_rows": 60}}, r"has 60 training and 30 test rows; .* validation_rows \(60\)"),
+        ({"workload": {"model": {"num_classes": 9}}}, "has label 9, not 0 to 8; set num_classes to 10"),
+    ],
+)
+def test_unusable_input_is_refused(without_ray: None, folder: Path, change: dict[str, Any], message: str) -> None:
+    config = mnist_resnet18(str(folder)).replace(**change)
+    with pytest.raises(InputError, match=message) as raised:  # noqa: PT012
+        config.workload.check(config)
+        prepare(config)
+    assert "\n" not in str(raised.value)
+
+
+def test_test_images_of_another_size_are_refused(without_ray: None, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "t10k-images-idx3-ubyte").write_bytes(idx(np.zeros((2, 8, 8), np.uint8)))
+    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(np.zeros(2, np.uint8)))
+    with pytest.raises(InputError, match=r"test images have \(8, 8\) pixels, training images \(28, 28\)"):
+        prepare(mnist_resnet18(str(folder)).replace(eval_data={"path": str(tmp_path)}))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": ResNetConfig(num_channels=3)},
+        {"std": 0.0},
+        {"validation_rows": -1},
+        {"label_smoothing": 1.0},
+        {"accumulate": 0},
+    ],
+)
+def test_impossible_settings_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=r"^workload"):
+        VisionWorkload(**fields)
+    with pytest.raises(InputError, match=r"^augmentation: "):
+        AugmentationConfig(max_scale=1.0)
+
+
+# -- weights
+
+
+def test_initial_weights_come_from_a_file(without_ray: None, folder: Path, tmp_path: Path) -> None:
+    coloured = ResNetConfig(num_channels=3).build()
+    torch.save(coloured.state_dict(), tmp_path / "weights.pt")
+    config = mnist_resnet18(str(folder)).replace(workload={"weights": str(tmp_path / "weights.pt")})
+    prepared = prepare(config)
+    model = config.workload.build(prepared)
+    assert torch.equal(model.conv1.weight, coloured.conv1.weight.sum(dim=1, keepdim=True))
+    assert torch.equal(model.fc.weight, coloured.fc.weight)
+    with torch.no_grad():
+        model.fc.bias.fill_(3.0)  # its own, not the shared array
+    assert torch.equal(config.workload.build(prepared).fc.bias, coloured.fc.bias)
+    torch.save(ResNetConfig(num_classes=1000).build().state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(InputError, match=r"weights\.pt: fc\.weight has shape \(1000, 512\)"):
+        prepare(config)
+
+
+def test_weight_files_keep_every_bit(tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.randn(3, 4),
+        "half": torch.randn(5).bfloat16(),
+        "count": torch.tensor(7),
+        "none": torch.zeros(0, 3),
+        "turned": torch.randn(3, 4).t(),
+    }
+    path = str(tmp_path / "w.safetensors")
+    assert write_weights(path, tensors) == Path(path).stat().st_size
+    torch.save(tensors, tmp_path / "w.pt")
+    readers: list[Callable[[], dict[str, torch.Tensor]]] = [
+        lambda: read_weights(path),
+        lambda: read_weights(str(tmp_path / "w.pt")),
+    ]
+    for read in readers:
+        found = read()
+        assert found.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert found[name].dtype == tensor.dtype
+            assert torch.equal(found[name], tensor)
+
+
+def test_the_format_is_that_of_the_safetensors_library(tmp_path: Path) -> None:
+    library = pytest.importorskip("safetensors.torch")
+    tensors = {"a": torch.randn(3, 4), "count": torch.tensor(7)}
+    write_weights(str(tmp_path / "ours.safetensors"), tensors)
+    library.save_file(tensors, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
+    for found in (library.load_file(tmp_path / "ours.safetensors"), read_weights(str(tmp_path / "theirs.safetensors"))):
+        assert found.keys() == tensors.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+class Trap:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pytest.fail, ("executed",)
+
+
+@pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
+def test_damaged_and_dangerous_weights_are_refused(tmp_path: Path, name: str) -> None:
+    path, good = tmp_path / name, tmp_path / f"good_{name}"
+    if name == "w.pt":
+        torch.save({"a": torch.ones(100)}, good)
+    else:
+        write_weights(str(good), {"a": torch.ones(100)})
+    whole = good.read_bytes()
+    contents = [b"", b"\xff" * 40, whole[:-7], whole[: len(whole) // 2], pickle.dumps(Trap())]
+    for content in contents:
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=rf"{name}: (damaged|not a file of tensors)") as raised:
+            read_weights(str(path))
+        assert "\n" not in str(raised.value)
+    if name == "w.safetensors":
+        for head in (
+            b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}',
+            b'{"a":{"dtype":"F9"}}',
+            b"[1]",
+            b'{"a":3}',
+        ):
+            path.write_bytes(len(head).to_bytes(8, "little") + head + bytes(8))
+            with pytest.raises(InputError, match="damaged, not a whole safetensors file"):
+                read_weights(str(path))
+    else:
+        for value in ([torch.ones(2)], {"state_dict": {"a": torch.ones(2)}}):
+            torch.save(value, path)
+            with pytest.raises(InputError, match="holds other things than named tensors"):
+                read_weights(str(path))
+    with pytest.raises(InputError, match="no such file"):
+        read_weights(str(tmp_path / f"gone_{name}"))
+
+
+# -- trained models
+
+
+def test_what_a_path_means(folder: Path, tmp_path: Path) -> None:
+    config = mnist_resnet18()
+    workload = config.workload
+    assert isinstance(workload, VisionWorkload)
+
+    def labelled(path: Path) -> int:
+        return len(workload.open_labelled(config, checkpoint="", path=str(path)))
+
+    def inputs(path: Path) -> tuple[int, list[str]]:
+        source = workload.open_inputs(config, checkpoint="", path=str(path))
+        return len(source), sorted(source.read(np.arange(1)))
+
+    both = ["images", "labels"]
+    assert labelled(folder) == 30
+    assert labelled(folder / "train-images-idx3-ubyte.gz") == 60
+    assert inputs(folder) == (30, both)
+    (tmp_path / "train-images.idx3-ubyte").write_bytes(idx(np.zeros((4, 28, 28), np.uint8)))
+    assert inputs(tmp_path) == (4, ["images"])
+    with pytest.raises(InputError, match=r"train-images\.idx3-ubyte: its labels are not beside it; call the two files"):
+        labelled(tmp_path)
+    (tmp_path / "train-labels.idx1-ubyte").write_bytes(idx(np.zeros(4, np.uint8)))
+    assert labelled(tmp_path) == 4
+    (tmp_path / "mine").write_bytes(idx(np.zeros((3, 28, 28), np.uint8)))
+    assert inputs(tmp_path / "mine") == (3, ["images"])
+    with pytest.raises(InputError, match="mine: its labels are not beside it"):
+        labelled(tmp_path / "mine")
+    with pytest.raises(InputError, match=r"nowhere: holds no t10k-images-idx3-ubyte, .*; rayrec fetch mnist"):
+        inputs(tmp_path / "nowhere")
+
+
+def test_predictions_and_samples(without_ray: None, folder: Path) -> None:
+    config = mnist_resnet18(str(folder)).replace(workload={"model": SMALL})
+    workload = config.workload
+    assert isinstance(workload, VisionWorkload)
+    torch.manual_seed(0)
+    model = workload.build_from(config, checkpoint="").eval()
+    rows = workload.open_labelled(config, checkpoint="", path=str(folder)).read(np.arange(30))
+    tensors = {name: torch.from_numpy(array) for name, array in rows.items()}
+    columns = workload.predict(model, tensors)
+    assert {name: column.dtype for name, column in columns.items()} == {
+        "prediction": np.int64,
+        "probability": np.float32,
+        "label": np.int64,
+    }
+    with torch.no_grad():
+        likely = model(normalised(tensors["images"], mean=0.5, std=0.5)).softmax(dim=1).numpy()
+    assert np.array_equal(columns["prediction"], likely.argmax(axis=1))
+    assert np.array_equal(columns["probability"], likely.max(axis=1))
+    assert "label" not in workload.predict(model, {"images": tensors["images"]})
+
+    prepared = prepare(config)
+    sets = {name: workload.open_set(on_worker(config), prepared, name) for name in ("validation", "test")}
+    samples = workload.samples(model, prepared=prepared, sets=sets, device=torch.device("cpu"))
+    assert samples == workload.samples(model, prepared=prepared, sets=sets, device=torch.device("cpu"))
+    assert len(samples) == 9
+    for sample in samples:
+        places = [place for place in range(30) if rows["images"][place].tolist() == sample["pixels"]]
+        assert len(places) == 1
+        assert sample["kind"] == "image"
+        assert sample["label"] == str(rows["labels"][places[0]])
+        assert sample["prediction"] == str(columns["prediction"][places[0]])
+        assert sample["probability"] == pytest.approx(columns["probability"][places[0]], abs=1e-5)
+
+
+def test_an_export_has_torchvisions_names_and_the_weights(tmp_path: Path) -> None:
+    config = mnist_resnet18().replace(workload={"model": SMALL, "mean": 0.25})
+    assert isinstance(config.workload, VisionWorkload)
+    model = SMALL.build()
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    checkpoint.save(str(tmp_path / "step"), {**tensors, "optimizer.fc.bias.exp_avg": torch.zeros(10)}, state={})
+    told = config.workload.export(config, checkpoint=str(tmp_path / "step"), out=str(tmp_path / "out"))
+    found = read_weights(str(tmp_path / "out" / "model.safetensors"))
+    assert told["tensors"] == len(found) == len(tensors)
+    other = SMALL.build()
+    other.load_state_dict(found)
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+    described = (tmp_path / "out" / "config.json").read_text()
+    assert '"mean": 0.25' in described
+    assert '"blocks": [' in described
+
+
+def test_recipes_are_complete() -> None:
+    plain, better = mnist_resnet18("digits"), mnist_resnet18_augmented("digits")
+    assert (plain.batch_size * plain.scaling.max_workers, plain.epochs, plain.train_data.shuffle) == (128, 2, "full")
+    assert isinstance(plain.workload, VisionWorkload)
+    assert (plain.workload.optimizer.kind, plain.workload.optimizer.learning_rate) == ("adam", 1e-5)
+    assert not plain.workload.augmentation.moves
+    assert isinstance(better.workload, VisionWorkload)
+    assert better.workload.augmentation.moves
+    for config in (plain, better):
+        assert type(config)(**{name: getattr(config, name) for name in config.to_dict()}) == config
