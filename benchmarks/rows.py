@@ -42,7 +42,7 @@ def emit(
         "name": name,
         "peer": peer,
         "workload": workload,
-        unit: round(value, 4 if value < 100 else 0),
+        unit: round(value) if value >= 100 else float(f"{value:.4g}"),
         "ratio": None if ratio is None else round(ratio, 4),
         "repeats": repeats,
         "hardware": hardware(),

@@ -9,12 +9,12 @@ from pathlib import Path
 # In tests there is what runs and kills processes.
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
 
-NAMES = ("ingest", "vocabulary", "preprocess", "train", "checkpoint", "recover", "quality")
+NAMES = ("ingest", "vocabulary", "preprocess", "train", "checkpoint", "recover", "mnist", "gpt2", "quality")
 
 
 def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(f"usage: rayrec benchmark NAME [--quick]; NAME: {', '.join((*NAMES, 'all'))}")
+        print(f"usage: rayrec benchmark NAME [--quick] [--data PATH]; NAME: {', '.join((*NAMES, 'all'))}")
         return 0 if arguments else 2
     wanted = NAMES if arguments[0] == "all" else (arguments[0],)
     if not set(wanted) <= set(NAMES):

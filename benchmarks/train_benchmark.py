@@ -3,34 +3,19 @@ DLRM, and the machine's matrix-product peak. Every candidate runs in a process o
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
+from children import child, run_task
 from logs import synthetic_log
 from rows import emit, interleaved, say
 
 MULTIPLY_ADDS = 486_032
 FLOP_PER_ROW = 6 * MULTIPLY_ADDS - 2 * 13 * 512  # backward costs twice the forward pass, less the gradient of the input
-HERE = Path(__file__).parent
-
-
-def child(task: str, **arguments: Any) -> float:
-    """Runs `task` in a fresh process and returns the number it prints last."""
-    command = [sys.executable, __file__, task, json.dumps(arguments)]
-    # One OpenMP thread by default, and then as many of torch's own as there are cores: what Ray gives its workers, and a
-    # quarter faster than two pools that compete. It holds for all candidates alike.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, check=False, timeout=900, env=environment)
-    if done.returncode:
-        raise RuntimeError(f"{task} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return float(done.stdout.strip().splitlines()[-1])
 
 
 def recipe(path: str, *, precision: str, batch_size: int, workers: int, steps: int, storage: str) -> Any:
@@ -108,7 +93,7 @@ def _ready_batches(path: str, batch_size: int, number: int) -> tuple[list[int], 
     import numpy as np
     import torch
 
-    from rayrec.batch import ClickBatch
+    from rayrec.click_batch import ClickBatch
     from rayrec.data.loader import sparse_features
     from rayrec.data.parsing import RawRows, max_rows_in, padded, parse_into
     from rayrec.data.preprocessor import Preprocessor
@@ -179,7 +164,7 @@ def from_ready(*, path: str, precision: str, batch_size: int, steps: int) -> flo
     prepared = Prepared(None, "", SCHEMA, sizes, {"train": order}, 0, "", None)  # type: ignore[arg-type]
     setup = config.workload.set_up(WorkerContext(config, 0, 1, torch.device("cpu"), TaskPlacement()), prepared)
     setup.model.train()
-    return _rate(setup.pipeline, batches, steps, setup.set_learning_rate)
+    return _rate(setup.pipeline, batches, steps, setup.begin_step)
 
 
 def torchrec_dlrm(*, path: str, precision: str, batch_size: int, steps: int) -> float:
@@ -218,18 +203,18 @@ def main(*, quick: bool) -> None:
     path = synthetic_log(rows)
     repeats = 1 if quick else 2
     for precision in ("fp32", "bf16"):
-        peak = child("matrix_peak", precision=precision, engine="onednn")
-        default_peak = child("matrix_peak", precision=precision, engine="default")
+        peak = child(__file__, "matrix_peak", precision=precision, engine="onednn")
+        default_peak = child(__file__, "matrix_peak", precision=precision, engine="default")
         for batch_size in (2048, 8192):
             steps = (60 if quick else 450) * 2048 // batch_size
             common = {"path": path, "precision": precision, "batch_size": batch_size, "steps": steps}
             say(f"{precision}, batch {batch_size}:")
             rates = interleaved(
                 repeats,
-                raw=lambda common=common: child("from_raw", workers=1, **common),
-                binary=lambda common=common: child("from_binary", workers=1, **common),
-                ready=lambda common=common: child("from_ready", **common),
-                torchrec=lambda common=common: child("torchrec_dlrm", **common),
+                raw=lambda common=common: child(__file__, "from_raw", workers=1, **common),
+                binary=lambda common=common: child(__file__, "from_binary", workers=1, **common),
+                ready=lambda common=common: child(__file__, "from_ready", **common),
+                torchrec=lambda common=common: child(__file__, "torchrec_dlrm", **common),
             )
             workload = f"criteo_kaggle network, {precision}, batch {batch_size}, 1 worker, from raw TSV"
             limit = peak / FLOP_PER_ROW
@@ -254,5 +239,4 @@ def main(*, quick: bool) -> None:
 
 
 if __name__ == "__main__":
-    tasks = {task.__name__: task for task in (from_raw, from_binary, from_ready, torchrec_dlrm, matrix_peak)}
-    print(tasks[sys.argv[1]](**json.loads(sys.argv[2])))
+    run_task(from_raw, from_binary, from_ready, torchrec_dlrm, matrix_peak)

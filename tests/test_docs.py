@@ -236,7 +236,8 @@ def _flags_of(*command: str) -> set[str]:
 def flags() -> dict[str, set[str]]:
     """Every flag of a command; `train` stands for those that take the same."""
     found = {name: _flags_of(name) | {"--schema"} for name in ("vocabulary", "preprocess", "validate", "fetch")}
-    found["train"] = _flags_of("train", "criteo_demo") | {"--config", "--schema"}
+    kinds = ("criteo_demo", "mnist_resnet18", "gpt2_tiny")  # of each workload one
+    found["train"] = {"--config", "--schema"}.union(*(_flags_of("train", recipe) for recipe in kinds))
     return found
 
 

@@ -62,9 +62,7 @@ class LearningRateSchedule(Config):
             schedule = schedule.replace(warmup_fraction=0.0, warmup_steps=max(1, round(total * self.warmup_fraction)))
         if self.decay_fraction:
             start = max(schedule.warmup_steps, total - max(1, round(total * self.decay_fraction)))
-            schedule = schedule.replace(
-                decay_fraction=0.0, decay_start_step=start, decay_steps=max(1, total - start)
-            )
+            schedule = schedule.replace(decay_fraction=0.0, decay_start_step=start, decay_steps=max(1, total - start))
         return schedule
 
     def factor(self, step: int) -> float:

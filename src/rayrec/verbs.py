@@ -5,7 +5,7 @@ VERBS = {
     "config": ("RECIPE [--flags]", "prints the resolved configuration as YAML"),
     "generate": ("OUT --rows N", "writes a synthetic click log with a planted truth, and truth.json beside it"),
     "vocabulary": ("PATH --out DIR", "one pass over a click log -> the Preprocessor (schema, constants, vocabularies)"),
-    "preprocess": ("PATH --out DIR --format F", "writes a log in a ready-made format: parquet, npy, binary, npz"),
+    "preprocess": ("PATH --out DIR --format F", "writes a log as parquet, npy, binary or npz, ready-made; text as mds"),
     "validate": ("PATH", "reports on a log: faults, missing values, categories, drift; exit 2 where a gate fails"),
     "fetch": ("NAME --out DIR", "downloads a published data set, resuming and checking each file"),
     "plan": ("RECIPE [--flags]", "shows how a recipe's tables are spread over its workers, and whether they fit"),

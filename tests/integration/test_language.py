@@ -17,7 +17,7 @@ from rayrec import api
 from rayrec.checkpoint import Checkpoint, committed, weights_sha256
 from rayrec.observe.console import Console
 from rayrec.observe.events import read_events
-from rayrec.recipes.gpt2 import gpt2_tiny
+from rayrec.recipes.gpt2 import gpt2, gpt2_tiny
 
 if TYPE_CHECKING:
     from rayrec.training.trainer import Result
@@ -221,3 +221,33 @@ def test_a_run_goes_on_under_the_other_loop_with_another_number_of_workers(token
     assert (start["world_size"], start["step"] >= 20) == (1, True)
     assert (result.summary["rows"], result.summary["rows_lost"]) == (120 * 16, 0)
     assert result.summary["metrics"]["loss"] < 0.5 * losses(result.folder)[0]
+
+
+@pytest.mark.extended
+def test_the_124_million_parameters_start_and_step(local_ray: None, tmp_path: Path) -> None:
+    """The recipe as it is, but for what a machine without GPUs cannot have."""
+    write_text(tmp_path / "text.txt", sentences=2000, seed=0)
+    api.preprocess(
+        str(tmp_path / "text.txt"),
+        out=str(tmp_path / "tokens"),
+        format="mds",
+        vocabulary_size=257,  # every byte, so that there is a block of them
+        block_size=1024,
+        console=QUIET,
+    )
+    result = trained(
+        gpt2(str(tmp_path / "tokens")).replace(
+            storage_path=str(tmp_path),
+            name="run",
+            steps=2,
+            batch_size=1,
+            eval_batch_size=1,
+            log_every=1,
+            loop="huggingface",
+            workload={"accumulate": 1, "max_new_tokens": 1},
+            scaling={"num_workers": 1, "use_gpu": False},
+            cluster={"num_cpus": 2},
+        )
+    )
+    assert result.summary["num_parameters"] == gpt2().workload.model.num_parameters(257)
+    assert losses(result.folder)[0] == pytest.approx(math.log(257), abs=1)

@@ -14,12 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import made_up_run
 import numpy as np
 import pytest
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.observe.events import EventWriter, follow, merge_events, read_events
+from rayrec.observe import report
+from rayrec.observe.events import EventWriter, follow, merge_events, metrics_dataframe, read_events
 
 pytestmark = pytest.mark.extended
 
@@ -386,3 +388,19 @@ def test_the_end_of_a_process_flushes_its_events(folder: str) -> None:
     run = subprocess.run([sys.executable, "-c", code, url], capture_output=True, text=True, check=True)
     assert run.stderr == ""
     assert [event["step"] for event in read_events(url)] == list(range(5))
+
+
+def test_a_run_in_progress_is_reported_there_and_here(folder: str, tmp_path: Path) -> None:
+    storage.write_bytes(f"{folder}/config.yaml", made_up_run.CONFIG.encode())
+    with EventWriter(f"{folder}/events.jsonl") as writer:
+        for event in made_up_run.run(finished=False):
+            writer.write(
+                event["kind"], **{name: value for name, value in event.items() if name not in ("time", "kind")}
+            )
+        assert writer.flush()
+        assert report.write(folder) == f"{folder}/report.html"
+    assert b"not finished at step 150 of 200" in storage.read_bytes(f"{folder}/report.html")
+    here = tmp_path / "report.html"
+    assert report.write(folder, out=str(here)) == str(here)
+    assert here.read_bytes() == storage.read_bytes(f"{folder}/report.html")
+    assert metrics_dataframe(f"{folder}/events.jsonl")["step"].tolist() == list(range(10, 151, 10))

@@ -71,6 +71,12 @@ def test_a_run_leaves_its_folder_complete(finished: tuple[TrainConfig, Result]) 
     assert kinds[0] == "run"
     assert {"prepared", "start", "step", "evaluate", "checkpoint", "finish", "summary"} <= set(kinds)
     assert list(Path(result.folder, "logs").glob("worker_*.log"))
+    page = Path(result.folder, "report.html").read_text()
+    assert "Validation auroc" in page
+    assert summary["config_hash"] in page
+    frame = result.metrics_dataframe
+    assert frame["step"].tolist()[-1] == 20
+    assert frame["validation_auroc"].dropna().tolist()[-1] == summary["validation"]["auroc"]
 
 
 def test_retention_keeps_the_best_and_the_newest(finished: tuple[TrainConfig, Result]) -> None:

@@ -15,7 +15,7 @@ from processes import Run
 
 from rayrec import api
 from rayrec.checkpoint import Checkpoint, weights_sha256
-from rayrec.datasets.idx import read_labels
+from rayrec.data.idx import read_labels
 from rayrec.models.resnet import ResNetConfig
 from rayrec.observe.console import Console
 from rayrec.observe.events import read_events
@@ -166,7 +166,7 @@ def test_a_killed_worker_changes_nothing(digits: Path, tmp_path: Path) -> None:
         expected = run.summary()
     with Run(small(digits, tmp_path / "killed", **fields), tmp_path / "commands_2", cache=tmp_path / "cache") as run:
         run.start()
-        run.wait_for_step(35)
+        run.wait_for_step(35, timeout_s=400)
         run.session.kill("train worker")
         assert not run.events("finish")
         summary = run.summary()

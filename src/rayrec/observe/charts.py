@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from rayrec.observe.quantities import number_text
+
 Point = tuple[float, float]
 
 _WIDTH, _HEIGHT = 480.0, 230.0
@@ -107,14 +109,6 @@ def tick_step(low: float, high: float, *, most: int) -> float:
     wanted = (high - low) / most
     power = 10.0 ** math.floor(math.log10(wanted))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= wanted * (1 - 1e-9))
-
-
-def number_text(value: float) -> str:
-    """Short: 1.5M, 20k, 0.0125."""
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= limit:
-            return f"{value / (1e3 if unit == 'k' else limit):.4g}{unit}"
-    return f"{0.0 if abs(value) < 1e-12 else value:.6g}"
 
 
 def _grid(x_axis: _Axis, y_axis: _Axis, x_label: str) -> list[str]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.observe.charts import Line, Mark, line_chart, number_text
+from rayrec.observe.charts import Line, Mark, line_chart
 from rayrec.observe.events import read_events
 from rayrec.observe.history import VALIDATION, Attempt, Event, attempts, logged, metrics_of, standing
 from rayrec.observe.pictures import data_url
+from rayrec.observe.quantities import clock_text, date_text, duration_text, number_text, size_text, value_text
 from rayrec.observe.report_style import STYLE
 
 _LONG_TABLE = 12
@@ -81,8 +81,8 @@ def _facts(run: Event, events: Sequence[Event]) -> str:
     if events:
         began_s, ended_s = events[0]["time"], events[-1]["time"]
         facts += [
-            ("began", _date(began_s)),
-            ("last event", f"{_date(ended_s)}, {_duration(ended_s - began_s)} later"),
+            ("began", date_text(began_s)),
+            ("last event", f"{date_text(ended_s)}, {duration_text(ended_s - began_s)} later"),
         ]
     if run:
         versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
@@ -103,7 +103,7 @@ def _figures(
             ("rows trained", number_text(summary["rows"])),
             ("rows/s", number_text(round(summary["rows_per_s"]))),
             ("blocked on data", f"{summary['blocked_fraction']:.1%}"),
-            ("training", _duration(summary["train_s"])),
+            ("training", duration_text(summary["train_s"])),
             ("held up by saves", f"{summary['checkpoint_stall_fraction']:.1%}"),
         ]
     elif last is not None:
@@ -118,7 +118,7 @@ def _figures(
         figures.append(("restarts", str(len(costs))))
     if costs:
         figures += [
-            ("lost to restarts", _duration(sum(cost.lost_s for cost in costs))),
+            ("lost to restarts", duration_text(sum(cost.lost_s for cost in costs))),
             ("steps done again", f"{sum(cost.steps_redone for cost in costs):,}"),
         ]
     tiles = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in figures)
@@ -136,7 +136,7 @@ def _metrics(events: Sequence[Event], summary: Mapping[str, Any] | None) -> str:
             return ""
         sets = {f"{evaluation['set']} at step {evaluation['step']:,}": metrics_of(evaluation)}
     names = list(dict.fromkeys(name for metrics in sets.values() for name in metrics))
-    table = [[name, *(_value(metrics.get(name)) for metrics in sets.values())] for name in names]
+    table = [[name, *(value_text(metrics.get(name)) for metrics in sets.values())] for name in names]
     return _section("Metrics", _table(["", *sets], table))
 
 
@@ -235,12 +235,12 @@ def _attempts(tried: Sequence[Attempt]) -> str:
         rows.append(
             [
                 str(number),
-                _duration(attempt.begin_s),
+                clock_text(attempt.begin_s),
                 str(attempt.num_workers or "-"),
                 began,
                 reached,
                 attempt.end or "under way, or its end was not told",
-                _duration(cost.lost_s) if cost else "",
+                duration_text(cost.lost_s) if cost else "",
                 f"{cost.steps_redone:,}" if cost else "",
             ]
         )
@@ -251,10 +251,10 @@ def _attempts(tried: Sequence[Attempt]) -> str:
 def _checkpoints(events: Sequence[Event]) -> str:
     rows: list[list[str]] = []
     for event in events:
-        after = _duration(event["time"] - events[0]["time"])
+        after = clock_text(event["time"] - events[0]["time"])
         if event["kind"] == "checkpoint":
-            cells = [_size(event["bytes"]), _duration(event["stall_s"]), _duration(event["write_s"]), event["path"]]
-            rows.append([after, f"{event['step']:,}", *cells])
+            cells = [size_text(event["bytes"]), duration_text(event["stall_s"]), duration_text(event["write_s"])]
+            rows.append([after, f"{event['step']:,}", *cells, ""])
         elif event["kind"] == "checkpoint_late":
             rows.append([after, f"{event['step']:,}", "", "", "", f"not saved: {event['cause']}"])
         elif event["kind"] == "checkpoint_damaged":
@@ -272,30 +272,3 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     table = f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     return f"<details><summary>{len(rows)} rows</summary>{table}</details>" if len(rows) > _LONG_TABLE else table
-
-
-# -- values
-
-
-def _value(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _date(time_s: float) -> str:
-    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.3g} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def _size(size_bytes: float) -> str:
-    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size_bytes >= limit:
-            return f"{size_bytes / limit:.3g} {unit}"
-    return f"{size_bytes:.0f} B"

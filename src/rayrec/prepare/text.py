@@ -51,7 +51,7 @@ from rayrec.prepare.text_tasks import (
 )
 
 BPE_SAMPLE_BYTES = 256 << 20
-"""Of training text that a BPE is learnt from, spread over all of it; it is held in memory piece by piece, its words whole."""
+"""Training text that a BPE is learnt from; of more, parts spread over all of it. Its different words are held in memory."""
 DEFAULT_VOCABULARY_SIZE = 1024
 """Of a BPE: few ids, for small texts and models."""
 
@@ -173,7 +173,7 @@ class _Work:
                 found.update(table.column("characters")[0].as_py())
             return characters(found)
         training = [part for part in self.parts if part.set == "train"]
-        every = max(1, sum(part.stop - part.start for part in training) // BPE_SAMPLE_BYTES)
+        every = max(1, -(-sum(part.stop - part.start for part in training) // BPE_SAMPLE_BYTES))
         size = self.text.vocabulary_size or DEFAULT_VOCABULARY_SIZE
         self.console.note(f"learning a byte-level BPE of {size:,} tokens from the training text")
         return bytes_bpe(map(text_parts.read_part, training[::every]), size)

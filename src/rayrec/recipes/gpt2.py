@@ -50,9 +50,7 @@ def gpt2(path: str | None = None) -> TrainConfig:
                 decay_matrices_only=True,
                 max_gradient_norm=1.0,
             ),
-            schedule=LearningRateSchedule(
-                warmup_steps=2000, decay_fraction=1.0, decay="cosine", final_fraction=0.1
-            ),
+            schedule=LearningRateSchedule(warmup_steps=2000, decay_fraction=1.0, decay="cosine", final_fraction=0.1),
             max_new_tokens=200,
         ),
         train_data=DataConfig(path=path, shuffle="window"),

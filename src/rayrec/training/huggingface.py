@@ -1,12 +1,13 @@
 """The other loop: HuggingFace's Trainer makes the steps, and everything around them stays rayrec's.
 
-Trainer cannot sit on rayrec's loop, nor the other way round, because both own it: `Trainer.train()` returns when training is
-over, and what happens between steps it lets others do in callbacks only. So control is turned inside out. `loop.steer`, which decides
-where to evaluate, save and stop, waits for `Trainer`'s callback at the end of each step, as it waits for the segments of the own loop.
-Shared are therefore: decisions and their boundaries, the order of rows and the exact position, the model as it was wrapped
-for its workers (DDP or FSDP2), arithmetic of the loss, optimizer, learning rates, seeds, evaluation, checkpoints, events.
-Trainer's own: forward, backward and accumulation in its order, clipping, the optimizer's step through accelerate.
-Its data loading, evaluation, logging, checkpoints and wrapping are off, and it writes no file.
+Trainer cannot sit on rayrec's loop, because it is one: `train()` returns when training is over, and what happens between steps
+it lets others do in callbacks only. So control is turned inside out: `loop.steer`, which decides where to evaluate, save and
+stop, is told by a callback at the end of each step, as it is told by the own loop at the end of each segment.
+
+Shared are those decisions, the order of rows and their exact position, the model as it was wrapped for its workers (DDP or
+FSDP2), the arithmetic of the loss, the optimizer, learning rates, seeds, evaluation, checkpoints and events. Trainer's own are
+the order of passes, accumulation, clipping and the optimizer's step, through accelerate. Its data loading, wrapping,
+evaluation, logging and checkpoints are off, and it leaves no file behind.
 """
 
 from __future__ import annotations
@@ -53,17 +54,17 @@ def run(
     losses: list[torch.Tensor] = []
     batches = Batches(loader)
     steps = _Steps(setup, progress, account, course, batches, losses, stop)
-    with tempfile.TemporaryDirectory(prefix="rayrec-trainer-") as scratch:
-        with _as_it_is(_pipeline(setup).device):
-            trainer = _Trainer(
-                setup,
-                parts=_Parts(batches, workload.accumulate),
-                losses=losses,
-                args=_arguments(workload, _pipeline(setup).device, steps=account.total, scratch=scratch),
-                callbacks=[steps],
-            )
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
+    device = _pipeline(setup).device
+    with _as_it_is(device):
+        trainer = _Trainer(
+            setup,
+            parts=_Parts(batches, workload.accumulate),
+            losses=losses,
+            args=_arguments(workload, device, steps=account.total),
+            callbacks=[steps],
+        )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
     return steps.finished
 
 
@@ -72,10 +73,10 @@ def _pipeline(setup: WorkerSetup) -> RowPipeline:
     return setup.pipeline
 
 
-def _arguments(workload: ReplicatedWorkload, device: torch.device, *, steps: int, scratch: str) -> TrainingArguments:
+def _arguments(workload: ReplicatedWorkload, device: torch.device, *, steps: int) -> TrainingArguments:
     """All of Trainer's own off, and nothing decided twice."""
     return TrainingArguments(
-        output_dir=scratch,
+        output_dir=tempfile.gettempdir(),  # wants a folder, and has nothing to write
         max_steps=steps,
         gradient_accumulation_steps=workload.accumulate,
         max_grad_norm=workload.optimizer.max_gradient_norm or 0.0,  # 0 never clips

@@ -60,8 +60,8 @@ class LanguageWorkload(ReplicatedWorkload):
     model: GPT2Config = field(default_factory=GPT2Config)
     """The network; its vocabulary is that of the data."""
     weights: str | None = None
-    """Folder of initial weights, of `rayrec export` or HuggingFace's own (config.json, model.safetensors), local or a URL that every
-    node reaches; None: random ones."""
+    """Folder of initial weights, of `rayrec export` or HuggingFace's own (config.json, model.safetensors), local or a URL, which
+    every node reaches; None: random ones."""
     max_new_tokens: int = 200
     """Length of a generated text."""
     temperature: float = 0.8
@@ -238,9 +238,7 @@ class LanguageWorkload(ReplicatedWorkload):
         from rayrec.workloads.language_model import read_prompts
 
         block_size = storage.read_json(storage.join(checkpoint, CONFIG_FILE))["block_size"]
-        return read_prompts(
-            path, load_tokenizer(storage.join(checkpoint, TOKENIZER_FOLDER)), window=block_size
-        )
+        return read_prompts(path, load_tokenizer(storage.join(checkpoint, TOKENIZER_FOLDER)), window=block_size)
 
     def build_from(self, config: TrainConfig, *, checkpoint: str) -> TextModel:
         require_language("transformers")
@@ -257,9 +255,7 @@ class LanguageWorkload(ReplicatedWorkload):
         from rayrec.workloads.language_model import TextModel
 
         assert isinstance(model, TextModel)
-        return model.continue_prompts(
-            tensors, max_new_tokens=self.max_new_tokens, temperature=self.temperature
-        )
+        return model.continue_prompts(tensors, max_new_tokens=self.max_new_tokens, temperature=self.temperature)
 
     def export(self, config: TrainConfig, *, checkpoint: str, out: str) -> dict[str, Any]:
         """Writes config.json, model.safetensors and the tokenizer's files: a folder that `from_pretrained` of transformers'
@@ -268,14 +264,12 @@ class LanguageWorkload(ReplicatedWorkload):
         from rayrec.workloads.weight_files import write_weights
 
         prefix = "model."
-        weights = {
-            name.removeprefix(prefix): tensor for name, tensor in full_tensors(Checkpoint(checkpoint), prefix)
-        }
+        weights = {name.removeprefix(prefix): tensor for name, tensor in full_tensors(Checkpoint(checkpoint), prefix)}
         storage.make_folder(out)
         size = write_weights(storage.join(out, "model.safetensors"), weights)
         storage.copy_file(storage.join(checkpoint, CONFIG_FILE), storage.join(out, CONFIG_FILE))
         copy_tokenizer(storage.join(checkpoint, TOKENIZER_FOLDER), out)
-        return {"path": out, "tensors": len(weights), "bytes": size}
+        return {"tensors": len(weights), "bytes": size}
 
 
 def _must_be_tokens(name: str, path: str) -> None:
@@ -284,8 +278,8 @@ def _must_be_tokens(name: str, path: str) -> None:
     if not storage.exists(path):
         raise InputError(f"{name}.path: {path}: no such file or folder")
     raise InputError(
-        f"{name}.path: {path} holds no blocks of tokens; make them with `rayrec preprocess {path} --format mds --out DIR` and pass "
-        f"--{name.replace('_', '-')}.path DIR"
+        f"{name}.path: {path} holds no blocks of tokens; make them with `rayrec preprocess {path} --format mds --out DIR` and "
+        f"pass --{name.replace('_', '-')}.path DIR"
     )
 
 

@@ -86,7 +86,9 @@ def continued(
 
     Chance comes of the prompt alone. A wrapped model is called equally often on every worker that has the same prompts.
     """
-    chances = np.stack([_chances(row[len(row) - length :], max_new_tokens) for row, length in zip(prompts, lengths, strict=True)])
+    chances = np.stack(
+        [_chances(row[len(row) - length :], max_new_tokens) for row, length in zip(prompts, lengths, strict=True)]
+    )
     model.eval()
     made = generate(
         model,
@@ -170,7 +172,9 @@ def read_prompts(path: str, tokenizer: TextTokenizer, *, window: int) -> ArrayRo
     try:
         lines = storage.read_bytes(path).decode().splitlines()
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: no UTF-8 at byte {error.start:,}; prompts are plain text, one on each line") from None
+        raise InputError(
+            f"{path}: no UTF-8 at byte {error.start:,}; prompts are plain text, one on each line"
+        ) from None
     if not lines:
         raise InputError(f"{path}: holds no prompts; write one on each line")
     encoded = [np.asarray(tokenizer.encode(line or "\n"), np.int64)[-window:] for line in lines]

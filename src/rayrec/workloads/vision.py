@@ -10,8 +10,8 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.config import Config, InputError
+from rayrec.data import idx
 from rayrec.data.rows import ArrayRows, RowSource
-from rayrec.datasets import idx
 from rayrec.models.resnet import ResNetConfig
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 from rayrec.workloads.replicated import ReplicatedWorkload

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rayrec.data.lines import good_lines, line_starts, read_text
 from rayrec.data.log import Chunk, Segment, index_chunk, numbered
 from rayrec.schema import Schema
-from rayrec.data.lines import good_lines, line_starts, read_text
 
 SCHEMA = Schema(label="y", dense=("i",), sparse=("c",))
 GOOD = b"1\t3\t0000000a"

@@ -77,6 +77,22 @@ def test_what_fits_has_no_findings() -> None:
     assert diagnose(CUDA, WORKS_ON_CUDA, GPU_MACHINE) == []
 
 
+def test_what_the_language_extra_can_do_without_is_not_missed() -> None:
+    wants = ("numpy<2.1", "torchvision>=0.10", "oci<3", "xxhash<4", "boto3<2")
+    extra = 'mosaicml-streaming==0.13.0; extra == "language"'
+    with_it = {
+        **CPU,
+        "rayrec": replace(RAYREC, requires=(*RAYREC.requires, extra)),
+        "mosaicml-streaming": Installed("0.13.0", requires=wants),
+        "xxhash": Installed("3.8"),
+        "boto3": Installed("1.44"),
+    }
+    assert diagnose(with_it, WORKS, MACHINE) == []
+    found = _only(diagnose(_without(with_it, "xxhash"), WORKS, MACHINE))
+    assert found.text == "not installed: xxhash; mosaicml-streaming needs xxhash<4"
+    assert diagnose(_without(with_it, "xxhash", "mosaicml-streaming"), WORKS, MACHINE) == []
+
+
 def test_pytorch_s_own_cpu_build_of_fbgemm_gpu_fits() -> None:
     installed = {**_without(CPU, "fbgemm-gpu-cpu"), "fbgemm-gpu": Installed("1.8.0+cpu", holds_fbgemm=True)}
     assert diagnose(installed, WORKS, MACHINE) == []

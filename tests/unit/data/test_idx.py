@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rayrec.config import InputError
+from rayrec.data.idx import find, read_idx, read_images, read_labels, read_pair, read_part
 from rayrec.datasets import mnist
-from rayrec.datasets.idx import find, read_idx, read_images, read_labels, read_pair, read_part
 
 
 def idx(array: np.ndarray, *, code: int = 0x08) -> bytes:

@@ -1,0 +1,196 @@
+"""GPT-2 by real runs of recipe gpt2_tiny, on our loop and on HuggingFace's, against a plain script around HuggingFace's Trainer
+on the same shards: the same losses, step for step? As many tokens a second? `--data FILE` names a text; without it a synthetic
+one is used."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from children import child, run_child, run_task
+from measured import interleaved_rates, largest_difference, measured_run
+from rows import emit, say
+from samples import synthetic_text
+
+PLAIN = Path(__file__).parent / "peers" / "plain_huggingface.py"
+LOOPS = ("rayrec", "huggingface")
+
+
+def recipe(*, path: str, workers: int, steps: int, precision: str, loop: str) -> Any:
+    """The recipe with a constant learning rate, which is what both sides mean the same by."""
+    from rayrec.optim import LearningRateSchedule
+    from rayrec.recipes import gpt2_tiny
+
+    config = gpt2_tiny(path)
+    return config.replace(
+        precision=precision,
+        loop=loop,
+        steps=steps,
+        batch_size=config.batch_size * config.scaling.max_workers // workers,
+        evaluate_every=10**9,
+        checkpoint={"every": 10**9},
+        workload={"schedule": LearningRateSchedule(), "max_new_tokens": 1},
+        scaling={"num_workers": workers},
+        cluster={"num_cpus": 2},
+    )
+
+
+def ours(*, log_every: int, warm_steps: int, **arguments: Any) -> dict[str, Any]:
+    """Global mean losses of the steps logged, and blocks/s of all workers behind the warm-up."""
+    return measured_run(recipe(**arguments).replace(log_every=log_every), warm_steps=warm_steps)
+
+
+def plain(*, loader_workers: int, steps: int, warm_steps: int, **arguments: Any) -> dict[str, Any]:
+    """The same of the plain script, told what the recipe tells ours."""
+    from rayrec.data.tokens import open_tokens
+
+    config = recipe(**arguments, steps=steps, loop="huggingface")
+    tokens, optimizer = open_tokens(arguments["path"]), config.workload.optimizer
+    assert optimizer.kind == "adamw"
+    told = {
+        "path": tokens.set_path("train"),
+        "model": config.workload.model.to_huggingface(tokens.vocabulary_size, end_of_text=tokens.end_token),
+        "workers": arguments["workers"],
+        "steps": steps,
+        "warm_steps": warm_steps,
+        "seed": config.seed,
+        "arguments": {
+            "per_device_train_batch_size": config.batch_size,
+            "learning_rate": optimizer.learning_rate,
+            "lr_scheduler_type": "constant",
+            "adam_beta1": optimizer.betas[0],
+            "adam_beta2": optimizer.betas[1],
+            "adam_epsilon": optimizer.eps,
+            "weight_decay": optimizer.weight_decay,
+            "max_grad_norm": optimizer.max_gradient_norm or 0.0,
+            "bf16": config.precision == "bf16",
+            "dataloader_num_workers": loader_workers,
+        },
+    }
+    found = run_child(PLAIN, json.dumps(told))
+    return {"losses": [statistics.fmean(step) for step in found["losses"]], "rows_per_s": found["rows_per_s"]}
+
+
+def prepare(*, text: str, out: str) -> None:
+    """The text in MDS shards."""
+    from rayrec import preprocess
+
+    preprocess(text, out=out, format="mds", tokenizer="characters", block_size=128)
+
+
+def workload(*, workers: int, precision: str, loop: str, rows: int, block_size: int) -> str:
+    return (
+        f"gpt2_tiny, loop {loop}, {precision}, {rows} blocks of {block_size} tokens a step, "
+        f"{workers} worker{'s' * (workers > 1)}, 2 CPUs"
+    )
+
+
+def compare_losses(*, steps: int, about: dict[str, Any], **common: Any) -> None:
+    """The largest distance of our two loss curves from the plain one."""
+    peer = plain(loader_workers=0, steps=steps, warm_steps=0, **common)["losses"]
+    for loop in LOOPS:
+        found = child(__file__, "ours", steps=steps, warm_steps=0, log_every=1, loop=loop, **common)
+        difference = largest_difference(found["losses"], peer)
+        emit(
+            "gpt2",
+            peer="plain HuggingFace Trainer script",
+            workload=f"{workload(loop=loop, **about)}: global mean loss of each of the first {steps} steps",
+            unit="max_loss_difference",
+            value=difference,
+            ratio=None,
+            repeats=1,
+            config_hash=found["config_hash"],
+            first_loss=round(peer[0], 6),
+            last_loss=round(peer[-1], 6),
+        )
+        say(
+            f"  {about['workers']} worker(s), loop {loop}: losses differ by {difference:.2g} at most over {steps} steps"
+        )
+
+
+def compare_speed(
+    *, repeats: int, steps: int, warm_steps: int, peak: float, about: dict[str, Any], **common: Any
+) -> None:
+    """Tokens/s of all workers, the candidates in turn."""
+    length = {"steps": steps, "warm_steps": warm_steps}
+    rates, last = interleaved_rates(
+        repeats,
+        **{
+            loop: lambda loop=loop: child(__file__, "ours", log_every=10, loop=loop, **length, **common)
+            for loop in LOOPS
+        },
+        plain_0=lambda: plain(loader_workers=0, **length, **common),
+        plain_1=lambda: plain(loader_workers=1, **length, **common),
+    )
+    best = max((0, 1), key=lambda loader_workers: rates[f"plain_{loader_workers}"])
+    flop, block_size = flop_per_token(common["path"]), about["block_size"]
+    for loop in LOOPS:
+        ours_per_s = rates[loop] * block_size
+        for peer, rate in (
+            (
+                f"plain HuggingFace Trainer script, {best} DataLoader workers, the better of 0 and 1",
+                rates[f"plain_{best}"] * block_size,
+            ),
+            (f"matrix-product peak {peak / 1e9:.0f} GFLOP/s at {flop / 1e6:.2f} MFLOP a trained token", peak / flop),
+        ):
+            emit(
+                "gpt2",
+                peer=peer,
+                workload=workload(loop=loop, **about),
+                unit="tokens_per_s",
+                value=ours_per_s,
+                ratio=ours_per_s / rate,
+                repeats=repeats,
+                config_hash=last[loop]["config_hash"],
+                peer_tokens_per_s=round(rate),
+                gflop_per_s=round(ours_per_s * flop / 1e9, 1),
+                blocked_fraction=round(last[loop]["blocked_fraction"], 4),
+            )
+
+
+def flop_per_token(path: str) -> float:
+    """Of a training step: six for each weight of a matrix product, and for attention's two products over the block."""
+    from rayrec.data.tokens import open_tokens
+
+    from rayrec.recipes import gpt2_tiny
+
+    tokens, model = open_tokens(path), gpt2_tiny().workload.model
+    weights = 12 * model.n_layer * model.n_embd**2 + tokens.vocabulary_size * model.n_embd
+    attention = 2 * model.n_layer * tokens.block_size * model.n_embd
+    return 6 * (weights + attention)
+
+
+def main(*, quick: bool) -> None:
+    arguments = sys.argv[1:]
+    text = arguments[arguments.index("--data") + 1] if "--data" in arguments else synthetic_text(1_000_000)
+    with tempfile.TemporaryDirectory() as scratch:
+        path = os.path.join(scratch, "tokens")
+        child(__file__, "prepare", text=os.path.abspath(text), out=path)
+        for workers in (1, 2):
+            for precision in ("fp32", "bf16"):
+                compare(quick=quick, path=path, workers=workers, precision=precision)
+
+
+def compare(*, quick: bool, **common: Any) -> None:
+    config = recipe(**common, steps=1, loop="rayrec")
+    about = {
+        "workers": common["workers"],
+        "precision": common["precision"],
+        "rows": config.batch_size * common["workers"],
+        "block_size": config.workload.model.n_positions,
+    }
+    if common["precision"] == "fp32":
+        compare_losses(steps=10 if quick else 200, about=about, **common)
+    script = str(Path(__file__).with_name("train_benchmark.py"))
+    peak = child(script, "matrix_peak", precision=common["precision"], engine="onednn")
+    length = {"steps": 30, "warm_steps": 10} if quick else {"steps": 300, "warm_steps": 50}
+    compare_speed(repeats=1 if quick else 3, peak=peak, about=about, **length, **common)
+
+
+if __name__ == "__main__":
+    run_task(prepare, ours)

@@ -1,0 +1,54 @@
+"""Losses and speed of a real `rayrec.train` run, read from its events."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+from rows import say
+
+from rayrec.observe.console import Console
+from rayrec.observe.events import read_events
+from rayrec.workloads.base import TrainConfig
+
+
+def measured_run(config: TrainConfig, *, warm_steps: int) -> dict[str, Any]:
+    """Trains, and returns `losses` (the global mean of each step logged), `rows_per_s` of the steps that are logged behind the
+    warm-up, `blocked_fraction` of these, and the summary's `config_hash`."""
+    import rayrec
+
+    with tempfile.TemporaryDirectory() as storage:
+        result = rayrec.train(config.replace(storage_path=storage, name="run"), console=Console(quiet=True))
+        events = read_events(os.path.join(result.folder, "events.jsonl"), kinds={"step"})
+    found = {"losses": [event["loss"] for event in events], "config_hash": result.summary["config_hash"]}
+    late = [(a["rows"], b) for a, b in pairwise(events) if a["step"] >= warm_steps]
+    if not late:
+        return found
+    # Each event's speed is that of the steps since the one before.
+    seconds = [(event["rows"] - rows) / event["rows_per_s"] for rows, event in late]
+    blocked_s = sum(event["blocked_fraction"] * of for (_, event), of in zip(late, seconds, strict=True))
+    rows = late[-1][1]["rows"] - late[0][0]
+    return {**found, "rows_per_s": rows / sum(seconds), "blocked_fraction": blocked_s / sum(seconds)}
+
+
+def largest_difference(losses: list[float], peer: list[float]) -> float:
+    """Between two loss curves of as many steps."""
+    return max(abs(a - b) for a, b in zip(losses, peer, strict=True))
+
+
+def interleaved_rates(
+    repeats: int, **candidates: Callable[[], dict[str, Any]]
+) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
+    """Runs the candidates in turn, `repeats` rounds: the median `rows_per_s` of each, and what each returned last."""
+    rates: dict[str, list[float]] = {name: [] for name in candidates}
+    last = {}
+    for number in range(repeats):
+        for name, candidate in candidates.items():
+            last[name] = candidate()
+            rates[name].append(last[name]["rows_per_s"])
+            say(f"  round {number + 1}: {name} {rates[name][-1]:,.1f}/s")
+    return {name: statistics.median(values) for name, values in rates.items()}, last

@@ -1,0 +1,129 @@
+"""ResNet18 on MNIST, by a real run of recipe mnist_resnet18, against a plain PyTorch DDP script: the same losses, step for
+step? As many images a second? `--data DIR` names the folder of MNIST's files; without it synthetic digits are used."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from children import child, run_child, run_task
+from measured import interleaved_rates, largest_difference, measured_run
+from rows import emit, say
+from samples import synthetic_digits
+
+PLAIN = Path(__file__).parent / "peers" / "plain_ddp.py"
+BATCH_SIZE = 128
+"""Of all workers, as in Ray's tutorial."""
+LEARNING_RATE = 1e-5
+
+
+def recipe(*, path: str, workers: int, steps: int, precision: str) -> Any:
+    """The recipe held to what the plain script does."""
+    from rayrec.recipes import mnist_resnet18
+
+    return mnist_resnet18(path).replace(
+        precision=precision,
+        steps=steps,
+        batch_size=BATCH_SIZE // workers,
+        evaluate_every=10**9,
+        checkpoint={"every": 10**9},
+        workload={"optimizer": {"kind": "adam", "learning_rate": LEARNING_RATE}},
+        scaling={"num_workers": workers},
+        cluster={"num_cpus": 2},
+    )
+
+
+def ours(*, log_every: int, warm_steps: int, **arguments: Any) -> dict[str, Any]:
+    """Global mean losses of the steps logged, and images/s of all workers behind the warm-up."""
+    return measured_run(recipe(**arguments).replace(log_every=log_every), warm_steps=warm_steps)
+
+
+def plain(*, loader_workers: int, **arguments: Any) -> dict[str, Any]:
+    """The same of the plain script."""
+    arguments |= {"batch_size": BATCH_SIZE, "learning_rate": LEARNING_RATE, "seed": 0, "loader_workers": loader_workers}
+    found = run_child(PLAIN, json.dumps(arguments))
+    return {"losses": [statistics.fmean(step) for step in found["losses"]], "rows_per_s": found["rows_per_s"]}
+
+
+def compare_losses(*, steps: int, **common: Any) -> None:
+    """The largest distance of the two loss curves."""
+    workers = common["workers"]
+    peer = plain(loader_workers=0, steps=steps, warm_steps=0, **common)["losses"]
+    found = child(__file__, "ours", steps=steps, warm_steps=0, log_every=1, **common)
+    difference = largest_difference(found["losses"], peer)
+    emit(
+        "mnist",
+        peer="plain PyTorch DDP script",
+        workload=f"{workload(**common)}: global mean loss of each of the first {steps} steps",
+        unit="max_loss_difference",
+        value=difference,
+        ratio=None,
+        repeats=1,
+        config_hash=found["config_hash"],
+        first_loss=round(peer[0], 6),
+        last_loss=round(peer[-1], 6),
+    )
+    say(f"  {workers} worker(s): losses differ by {difference:.2g} at most over {steps} steps")
+
+
+def workload(*, workers: int, precision: str, path: str) -> str:
+    return f"mnist_resnet18, {precision}, global batch {BATCH_SIZE}, {workers} worker{'s' * (workers > 1)}, 2 CPUs"
+
+
+def compare_speed(*, repeats: int, steps: int, warm_steps: int, peak: float, **common: Any) -> None:
+    """Images/s of all workers, the candidates in turn."""
+    length = {"steps": steps, "warm_steps": warm_steps}
+    rates, last = interleaved_rates(
+        repeats,
+        ours=lambda: child(__file__, "ours", log_every=10, **length, **common),
+        plain_0=lambda: plain(loader_workers=0, **length, **common),
+        plain_1=lambda: plain(loader_workers=1, **length, **common),
+    )
+    best = max((0, 1), key=lambda loader_workers: rates[f"plain_{loader_workers}"])
+    flop = flop_per_image()
+    for peer, rate in (
+        (f"plain PyTorch DDP script, {best} DataLoader workers, the better of 0 and 1", rates[f"plain_{best}"]),
+        (f"matrix-product peak {peak / 1e9:.0f} GFLOP/s at {flop / 1e6:.0f} MFLOP a trained image", peak / flop),
+    ):
+        emit(
+            "mnist",
+            peer=peer,
+            workload=workload(**common),
+            unit="images_per_s",
+            value=rates["ours"],
+            ratio=rates["ours"] / rate,
+            repeats=repeats,
+            config_hash=last["ours"]["config_hash"],
+            peer_images_per_s=round(rate, 1),
+            gflop_per_s=round(rates["ours"] * flop / 1e9, 1),
+            blocked_fraction=round(last["ours"]["blocked_fraction"], 4),
+        )
+
+
+def flop_per_image() -> float:
+    """Of a training step: backward costs twice the forward pass, less the gradient of the image."""
+    from rayrec.models.resnet import STAGE_WIDTHS, ResNetConfig, multiply_adds
+
+    first_layer = STAGE_WIDTHS[0] * 7 * 7 * 14 * 14
+    return 6 * multiply_adds(ResNetConfig(), image_size=28) - 2 * first_layer
+
+
+def main(*, quick: bool) -> None:
+    arguments = sys.argv[1:]
+    path = arguments[arguments.index("--data") + 1] if "--data" in arguments else synthetic_digits(20_000, 1_000)
+    path = os.path.abspath(path)
+    peak = child(str(Path(__file__).with_name("train_benchmark.py")), "matrix_peak", precision="fp32", engine="onednn")
+    for workers in (1, 2):
+        common = {"path": path, "workers": workers, "precision": "fp32"}
+        compare_losses(steps=10 if quick else 100, **common)
+        compare_speed(
+            repeats=1 if quick else 3, steps=20 if quick else 120, warm_steps=5 if quick else 20, peak=peak, **common
+        )
+
+
+if __name__ == "__main__":
+    run_task(ours)

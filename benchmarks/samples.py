@@ -1,0 +1,67 @@
+"""Synthetic images and text the image and language benchmarks run on where they are given no data; the same bytes on every
+machine."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+SIDE = 28
+WORDS = 5_000
+
+
+def synthetic_digits(rows: int, test_rows: int) -> str:
+    """Folder of four plain idx files under MNIST's names; made once per machine. A class is a pattern of blocks; an image is
+    its class's pattern, moved by up to three pixels, and noise."""
+    folder = _folder(f"digits-{rows}-{test_rows}")
+    if (folder / "done").exists():
+        return str(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(0)
+    coarse = random.random((10, 7, 7)) < 0.4
+    patterns = np.kron(coarse, np.ones((4, 4), bool))
+    for name, count in (("train", rows), ("t10k", test_rows)):
+        labels = random.integers(0, 10, count, dtype=np.uint8)
+        images = np.empty((count, SIDE, SIDE), np.uint8)
+        for row, label in enumerate(labels):
+            moved = np.roll(patterns[label], random.integers(-3, 4, 2), axis=(0, 1))
+            images[row] = moved * random.integers(100, 256, dtype=np.int64) * random.random((SIDE, SIDE))
+        write_idx(folder / f"{name}-images-idx3-ubyte", images)
+        write_idx(folder / f"{name}-labels-idx1-ubyte", labels)
+    (folder / "done").touch()
+    return str(folder)
+
+
+def write_idx(path: Path, values: np.ndarray) -> None:
+    """uint8 values of any shape, as MNIST's files hold them."""
+    head = bytes([0, 0, 8, values.ndim]) + np.array(values.shape, ">u4").tobytes()
+    path.write_bytes(head + values.tobytes())
+
+
+def synthetic_text(characters: int) -> str:
+    """Path of a text of about so many characters; made once per machine. Each word is drawn from four that often follow the word
+    before, or else by Zipf's law, so that there is something to learn."""
+    path = _folder(f"text-{characters}") / "text.txt"
+    if path.exists():
+        return str(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(0)
+    letters = np.array(list("etaoinshrdlucmfwypvbgk"))
+    words = ["".join(random.choice(letters, random.integers(2, 9))) for _ in range(WORDS)]
+    following = np.minimum(random.zipf(1.3, (WORDS, 4)), WORDS) - 1
+    pieces, length, word = [], 0, 0
+    while length < characters:
+        word = int(following[word, random.integers(4)] if random.random() < 0.7 else min(random.zipf(1.3), WORDS) - 1)
+        pieces.append(words[word] + (".\n" if random.random() < 0.08 else " "))
+        length += len(pieces[-1])
+    written = path.with_suffix(".part")
+    written.write_text("".join(pieces))
+    written.rename(path)
+    return str(path)
+
+
+def _folder(name: str) -> Path:
+    return Path(tempfile.gettempdir()) / f"rayrec-benchmark-{os.getuid()}" / name

@@ -1,0 +1,156 @@
+"""Text prepared through Ray: the bytes of one process alone, whoever did the work and whatever was killed meanwhile."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import ray
+from processes import POLL_S, Session, environment_for
+
+import rayrec
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.data.mds import TokenRows
+from rayrec.data.tokenizer import load_tokenizer
+from rayrec.data.tokens import open_tokens
+from rayrec.observe.console import Console
+from rayrec.prepare import text as preparing
+
+if TYPE_CHECKING:
+    from conftest import S3Server
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+QUIET = Console(quiet=True)
+OPTIONS = {"vocabulary_size": 400, "block_size": 32, "part_bytes": 16384, "shard_bytes": 8000}
+
+
+class HereEngine:
+    """Runs the tasks in this process."""
+
+    def run(
+        self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 0
+    ) -> Iterator[pa.Table]:
+        yield from map(function, items)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng = np.random.default_rng(0)
+    words = ["".join(chr(97 + letter) for letter in rng.integers(0, 26, rng.integers(2, 9))) for _ in range(300)]
+    chosen = rng.zipf(1.3, 50_000) % len(words)
+    file = tmp_path_factory.mktemp("text") / "words.txt"
+    file.write_text("\n".join(" ".join(words[word] for word in line) for line in np.array_split(chosen, 5_000)) + "\n")
+    return file
+
+
+@contextmanager
+def here() -> Iterator[None]:
+    """Within it tasks run in this process."""
+
+    @contextmanager
+    def started(*_: Any) -> Iterator[HereEngine]:
+        yield HereEngine()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preparing, "engine", started)
+        yield
+
+
+@pytest.fixture(scope="module")
+def alone(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that one process makes."""
+    out = tmp_path_factory.mktemp("alone") / "out"
+    with here():
+        rayrec.preprocess(str(text), out=str(out), format="mds", console=QUIET, **OPTIONS)
+    return out
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_ray_makes_the_bytes_of_one_process(text: Path, alone: Path, tmp_path: Path) -> None:
+    rayrec.preprocess(str(text), out=str(tmp_path / "out"), format="mds", console=QUIET, **OPTIONS)
+    assert files_of(tmp_path / "out") == files_of(alone)
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_an_error_of_a_task_is_one_line(text: Path, tmp_path: Path) -> None:
+    content = text.read_bytes()
+    (tmp_path / "bad.txt").write_bytes(content[:100_000] + b"\xfe" + content[100_000:])
+    with pytest.raises(InputError, match=r"^[^\n]*bad\.txt: byte 100,000 is not UTF-8[^\n]*$"):
+        rayrec.preprocess(
+            str(tmp_path / "bad.txt"),
+            out=str(tmp_path / "out"),
+            format="mds",
+            tokenizer=str(tokenizer_of(text, tmp_path)),
+            console=QUIET,
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def tokenizer_of(text: Path, folder: Path) -> Path:
+    from rayrec.data.tokenizer import bytes_bpe, write_tokenizer
+
+    write_tokenizer(bytes_bpe([text.read_text()], 300), str(folder / "tokenizer"))
+    return folder / "tokenizer"
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_killed_and_called_again_it_goes_on_with_the_same_bytes(text: Path, alone: Path, tmp_path: Path) -> None:
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+    command = [sys.executable, "-m", "rayrec", "preprocess", str(text), "--out", str(tmp_path / "out")]
+    command += ["--format", "mds", "--address", ray.get_runtime_context().gcs_address, *flags]
+    partial = tmp_path / "out.partial"
+    for number, name in enumerate(("part-*", "train-*")):  # killed while tokenising, then while writing shards
+        with Session(command, environment=environment_for(tmp_path / "cache"), output=tmp_path / str(number)) as run:
+            deadline_s = time.monotonic() + 300
+            while len(list(partial.glob(f"done/{name}.json"))) < 2:
+                assert run.process.poll() is None, run.err
+                assert time.monotonic() < deadline_s, run.err
+                time.sleep(POLL_S)
+        assert run.process.returncode == -9
+        assert not (tmp_path / "out").exists()
+    with Session(command, environment=environment_for(tmp_path / "cache"), output=tmp_path / "last") as run:
+        assert run.process.wait(timeout=300) == 0, run.err
+        assert json.loads(run.out)["hash"] == json.loads((alone / "manifest.json").read_text())["hash"]
+        assert "going on" in run.err
+    assert files_of(tmp_path / "out") == files_of(alone)
+
+
+@pytest.mark.extended
+def test_text_in_s3_is_prepared_there_and_read_from_there(
+    bucket: str, s3_server: S3Server, text: Path, alone: Path, tmp_path: Path
+) -> None:
+    """By the standard variables alone; the store may go and come back meanwhile."""
+    storage.copy_file(str(text), f"{bucket}/text/words.txt")
+    with here():
+        made = rayrec.preprocess(f"{bucket}/text", out=f"{bucket}/tokens", format="mds", console=QUIET, **OPTIONS)
+        with pytest.raises(InputError, match=r"^s3://[^\n]*exists already[^\n]*$"):
+            rayrec.preprocess(f"{bucket}/text", out=f"{bucket}/tokens", format="mds", console=QUIET, **OPTIONS)
+    folder = open_tokens(f"{bucket}/tokens")
+    assert (folder.hash, folder.hash) == (made["hash"], open_tokens(str(alone)).hash)
+    there = sorted(storage.list_folder(folder.set_path("train")))
+    assert there == sorted(file.name for file in (alone / "train").iterdir())
+    assert load_tokenizer(folder.tokenizer).hash == folder.tokenizer_hash
+    rows = TokenRows(folder.set_path("train"), cache_folder=str(tmp_path))
+    local = TokenRows(str(alone / "train"))
+    order = np.random.default_rng(0).permutation(len(rows))
+    s3_server.kill()
+    restart = threading.Timer(3, s3_server.start)
+    restart.start()
+    np.testing.assert_array_equal(rows.read(order)["tokens"], local.read(order)["tokens"])
+    restart.join()
+    rows.close()

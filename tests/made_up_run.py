@@ -1,0 +1,91 @@
+"""The events of a run that lost a worker once, made up."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+CONFIG = "# rayrec 0.1.0, config hash 0123\nrecipe: gpt2_tiny\nname: <b>bold</b> & more\n"
+
+
+class Events:
+    """Events a second apart."""
+
+    def __init__(self) -> None:
+        self.all: list[dict[str, Any]] = []
+        self.now_s = 1_790_000_000.0
+
+    def add(self, kind: str, *, after_s: float = 1.0, **fields: Any) -> None:
+        self.now_s += after_s
+        self.all.append({"time": self.now_s, "kind": kind, **fields})
+
+    def steps(self, first: int, last: int, *, loss: float | None = None) -> None:
+        """Logs every 10 steps, and at every 50 an evaluation and a save."""
+        for step in range(first, last + 1, 10):
+            self.add(
+                "step",
+                step=step,
+                steps=200,
+                loss=math.exp(-step / 100) if loss is None else loss,
+                rows=step * 64,
+                rows_per_s=1000.0 + step,
+                blocked_fraction=0.01,
+            )
+            if step % 50 == 0:
+                self.add("evaluate", step=step, set="validation", loss=math.exp(-step / 90), perplexity=2.0, rows=640)
+                path = f"runs/run/checkpoints/step_{step:08d}"
+                self.add("checkpoint", step=step, path=path, bytes=44_000_000, stall_s=0.25, write_s=1.5)
+
+
+def begin(events: Events, name: str = "<script>alert(1)</script>") -> None:
+    """The driver and its first workers."""
+    versions = {"python": "3.11.7", "torch": "2.13.0"}
+    events.add("run", recipe="gpt2_tiny", name=name, config_hash="0123456789abcdef", versions=versions)
+    events.add("prepared", seconds=1.0)
+    events.add("attempt", number=1, num_workers=2)
+    events.add("start", step=0, steps=200, world_size=2, checkpoint=None)
+
+
+def samples() -> list[dict[str, Any]]:
+    """Nine images, one of them taken for another class, and a text."""
+    images = [
+        {
+            "kind": "image",
+            "pixels": [[0, 128], [255, number]],
+            "label": str(number),
+            "prediction": "1" if number == 7 else str(number),
+            "probability": 0.875,
+        }
+        for number in range(9)
+    ]
+    return [*images, {"kind": "text", "prompt": "ROMEO:\n", "text": "What <light> through\nyonder"}]
+
+
+def run(*, finished: bool = True) -> list[dict[str, Any]]:
+    """Trains to step 120, dies, goes on from step 100 with one worker, and ends at 200 if it is to finish, else at 150."""
+    events = Events()
+    begin(events)
+    events.steps(10, 120, loss=9.0)
+    events.add("failure", cause="worker 1 died of SIGKILL & <more>")
+    events.add("attempt", number=2, num_workers=1)
+    events.add("checkpoint_damaged", path="runs/run/checkpoints/step_00000110", cause="cut short")
+    events.add("start", after_s=5.0, step=100, steps=200, world_size=1, checkpoint="runs/run/checkpoints/step_00000100")
+    events.steps(110, 200 if finished else 150)
+    if finished:
+        events.add("samples", samples=samples())
+        events.add("finish", step=200)
+        events.add("summary", steps=200)
+    return events.all
+
+
+SUMMARY: dict[str, Any] = {
+    "steps": 200,
+    "chosen_step": 150,
+    "rows": 12_800,
+    "rows_per_s": 1234.5,
+    "blocked_fraction": 0.0123,
+    "train_s": 75.0,
+    "checkpoint_stall_fraction": 0.004,
+    "metrics": {"loss": 0.5, "perplexity": 1.6487},
+    "validation": {"loss": 0.25, "perplexity": None},
+}

@@ -1,0 +1,99 @@
+"""Parts of a text hold all of it, once, in order; they begin where lines do; a tokenizer learns the same on any threads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayrec.config import InputError
+from rayrec.data import text_parts
+from rayrec.data.text_parts import Source, cut, parts_of, read_part
+from rayrec.data.tokenizer import load_tokenizer
+
+WORDS = st.lists(st.sampled_from(["a", "é", "日本", "😀", "\n", "\n\n", "\r\n", " "]), max_size=60).map("".join)
+
+
+def cuts_of(content: bytes, positions: range) -> list[int]:
+    return [cut(lambda start, count: content[start : start + count], len(content), position) for position in positions]
+
+
+@given(text=WORDS)
+def test_a_cut_is_the_next_start_of_a_line(text: str) -> None:
+    content = text.encode()
+    starts = [0, *(place + 1 for place, byte in enumerate(content) if byte == ord("\n")), len(content)]
+    for position, found in enumerate(cuts_of(content, range(len(content) + 1))):
+        assert found == min(start for start in starts if start >= position)
+
+
+@given(text=WORDS)
+def test_a_line_without_end_is_cut_between_characters(text: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_parts, "LINE_BYTES", 4)
+        patch.setattr(text_parts, "_LOOK_BYTES", 3)
+        content = text.encode()
+        found = cuts_of(content, range(len(content) + 1))
+    assert found == sorted(found)
+    for place in found:
+        content[:place].decode()
+    assert all(place - position <= 8 for position, place in enumerate(found))
+
+
+@given(
+    texts=st.lists(WORDS, min_size=1, max_size=4),
+    part_bytes=st.integers(1, 40),
+    fraction=st.sampled_from([0.0, 0.1, 0.5, 0.99]),
+)
+def test_parts_are_the_whole_text(
+    texts: list[str], part_bytes: int, fraction: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("parts")
+    sources = []
+    for number, text in enumerate(texts):
+        (folder / str(number)).write_bytes(text.encode())
+        sources.append(Source(str(folder / str(number)), f"{number}.txt", len(text.encode())))
+    parts = parts_of(sources, validation_fraction=fraction, part_bytes=part_bytes)
+    assert "".join(map(read_part, parts)) == "".join(texts)
+    assert [part.number for part in parts] == list(range(len(parts)))
+    sets = [part.set for part in parts]
+    assert sets == sorted(sets)  # training text comes first
+    total = len("".join(texts).encode())
+    held_out = sum(part.stop - part.start for part in parts if part.set == "validation")
+    assert held_out == (0 if fraction == 0 else total - int(total * (1 - fraction)))
+    begun = {part.path for part in parts if part.start == 0}
+    assert sum(part.follows for part in parts) >= len(begun) - 2  # but for the first of each set
+
+
+def test_what_is_not_utf_8_is_told_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"line\n" * 10 + "hé".encode("latin-1"))
+    source = Source(str(tmp_path / "latin.txt"), "latin.txt", 52)
+    parts = parts_of([source], validation_fraction=0.0, part_bytes=16)
+    assert read_part(parts[0]) == "line\n" * 4
+    with pytest.raises(InputError, match=r"^latin\.txt: byte 51 is not UTF-8 [^\n]*iconv[^\n]*$"):
+        read_part(parts[-1])
+
+
+def test_a_bpe_is_the_same_on_any_number_of_threads(tmp_path: Path) -> None:
+    code = """
+import sys
+from rayrec.data.tokenizer import bytes_bpe, write_tokenizer
+texts = [" ".join(f"w{i * j % 997}" for i in range(200)) for j in range(60)]
+write_tokenizer(bytes_bpe(texts, 600), sys.argv[1])
+"""
+    for threads in ("1", "4"):
+        environment = {**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
+        subprocess.run([sys.executable, "-c", code, str(tmp_path / threads)], env=environment, check=True, timeout=100)
+    assert (tmp_path / "1" / "tokenizer.json").read_bytes() == (tmp_path / "4" / "tokenizer.json").read_bytes()
+
+
+def test_what_is_no_tokenizer_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^[^\n]*holds no tokenizer; [^\n]*$"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(InputError, match=r"^[^\n]*: not a tokenizer, or of another version[^\n]*$"):
+        load_tokenizer(str(tmp_path))

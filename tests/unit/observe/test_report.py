@@ -1,0 +1,253 @@
+"""A report is whole, needs nothing else, shows what happened, and runs nothing that a run's events hold."""
+
+from __future__ import annotations
+
+import base64
+import re
+import struct
+import zlib
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import made_up_run
+import pytest
+
+from rayrec.config import InputError
+from rayrec.observe import report
+from rayrec.observe.charts import Line, Mark, line_chart, tick_step
+from rayrec.observe.events import EventWriter
+from rayrec.observe.pictures import data_url
+from rayrec.observe.quantities import clock_text, duration_text, number_text, size_text, value_text
+
+VOID = {"meta", "img"}
+
+
+class _Page(HTMLParser):
+    """Raises where an element is not closed in its place; keeps elements and text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] != ["style"]:
+            self.text += data
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def _charts(page: str) -> list[ElementTree.Element]:
+    return [ElementTree.fromstring(found) for found in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
+
+
+@pytest.fixture(scope="module")
+def finished() -> str:
+    return report.render(made_up_run.CONFIG, made_up_run.run(), made_up_run.SUMMARY)
+
+
+def test_the_page_is_whole_and_stands_alone(finished: str) -> None:
+    page = _Page(finished)
+    assert not {tag for tag, _ in page.elements} & {"script", "link", "iframe", "object"}
+    for _, attributes in page.elements:
+        assert not [name for name in attributes if name.startswith("on")]
+        for name in ("src", "href"):
+            assert (attributes.get(name) or "data:image/png;base64,").startswith("data:image/png;base64,")
+    assert "http" not in finished.replace("http-equiv", "")
+    assert "prefers-color-scheme: dark" in finished
+    assert "url(" not in finished
+
+
+def test_what_events_and_configuration_hold_is_text(finished: str) -> None:
+    page = _Page(finished)
+    assert "<script>alert(1)</script>" in page.text
+    assert "<b>bold</b> & more" in page.text
+    assert "worker 1 died of SIGKILL & <more>" in page.text
+    assert "What <light> through\nyonder" in page.text
+
+
+def test_numbers_are_there(finished: str) -> None:
+    text = _Page(finished).text
+    for wanted in (
+        "finished",
+        "0123456789abcdef",
+        "torch 2.13.0",
+        "1.6487",
+        "0.25",
+        "75 s",
+        "0.4%",
+        "44 MB",
+        "cut short",
+    ):
+        assert wanted in text, wanted
+    assert "2026-09-21 14:13:21 UTC" in text
+    assert "0:00:02" in text  # when the first attempt began
+    assert re.search(r"20steps done again", text)
+
+
+def test_curves_and_marks(finished: str) -> None:
+    titles = re.findall(r'aria-label="(.*?)"', finished)
+    assert titles == ["Loss", "Validation perplexity", "Rows per second", "Share of time blocked on data"]
+    loss, _, speed, _ = _charts(finished)
+    assert len(loss.findall("polyline")) == 2  # training, validation
+    assert len(speed.findall("polyline")) == 2  # broken at the restart
+    marks = [group.findtext("title") for group in loss.iter("g")]
+    assert marks == ["restart 1 from step 100: worker 1 died of SIGKILL & <more>", "the weights to use: step 150"]
+    tooltips = [circle.findtext("title") for circle in loss.iter("circle")]
+    assert "training 9 (step 100)" in tooltips
+    for chart in _charts(finished):
+        _, _, width, height = map(float, chart.get("viewBox", "").split())
+        for line in chart.iter("polyline"):
+            for x, y in (pair.split(",") for pair in line.get("points", "").split()):
+                assert 0 <= float(x) <= width
+                assert 0 <= float(y) <= height
+
+
+def test_samples_show_what_is_wrong(finished: str) -> None:
+    page = _Page(finished)
+    images = page.all("img")
+    assert len(images) == 9
+    assert [image["alt"] for image in images][7] == "label 7, prediction 1"
+    kinds = [attributes.get("class") for attributes in page.all("figure") if attributes.get("class")]
+    assert kinds == ["right"] * 7 + ["wrong", "right"]
+    assert "✗ 1 (88%), is 7" in page.text
+    assert "✓ 8 (88%)" in page.text
+
+
+def test_a_run_in_progress_and_one_that_has_only_begun() -> None:
+    page = _Page(report.render(made_up_run.CONFIG, made_up_run.run(finished=False), None))
+    assert "not finished at step 150 of 200" in page.text
+    assert "validation at step 150" in page.text
+    assert "150 of 200" in page.text
+    events = made_up_run.Events()
+    made_up_run.begin(events)
+    for count in range(len(events.all) + 1):
+        text = _Page(report.render("", events.all[:count], None)).text
+        assert "not finished before its first step" in text
+        assert "Curves" not in text
+
+
+def test_the_same_events_give_the_same_page(finished: str) -> None:
+    assert report.render(made_up_run.CONFIG, made_up_run.run(), made_up_run.SUMMARY) == finished
+
+
+def _write_run(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "config.yaml").write_text(made_up_run.CONFIG)
+    with EventWriter(folder / "events.jsonl") as writer:
+        for event in made_up_run.run(finished=False):
+            writer.write(
+                event["kind"], **{name: value for name, value in event.items() if name not in ("time", "kind")}
+            )
+
+
+def test_writing(tmp_path: Path) -> None:
+    _write_run(tmp_path / "run")
+    assert report.write(str(tmp_path / "run")) == str(tmp_path / "run" / "report.html")
+    elsewhere = tmp_path / "new" / "page.html"
+    assert report.write(str(tmp_path / "run"), out=str(elsewhere)) == str(elsewhere)
+    assert elsewhere.read_bytes() == (tmp_path / "run" / "report.html").read_bytes()
+    with pytest.raises(InputError, match="not the folder of a run"):
+        report.write(str(tmp_path))
+
+
+def test_trouble_with_a_report_is_noted(tmp_path: Path) -> None:
+    notes: list[str] = []
+    report.write_or_note(str(tmp_path), note=notes.append)
+    assert len(notes) == 1
+    assert "no report could be written" in notes[0]
+    _write_run(tmp_path / "run")
+    with EventWriter(tmp_path / "run" / "events.jsonl") as writer:
+        writer.write("samples", samples=[{"kind": "image", "pixels": [[300]], "label": "1", "prediction": "1"}])
+    report.write_or_note(str(tmp_path / "run"), note=notes.append)
+    assert len(notes) == 2
+    assert not (tmp_path / "run" / "report.html").exists()
+
+
+# -- charts
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "most", "expected"), [(0, 1, 5, 0.2), (0, 1000, 7, 200), (0.82, 1, 5, 0.05), (0, 7e-5, 5, 2e-5)]
+)
+def test_ticks_are_round(low: float, high: float, most: int, expected: float) -> None:
+    assert tick_step(low, high, most=most) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (1e-17, "0"), (0.0125, "0.0125"), (9500, "9500"), (20000, "20k"), (1.5e6, "1.5M"), (-3e9, "-3G")],
+)
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert number_text(value) == text
+
+
+def test_quantities_are_readable() -> None:
+    assert [duration_text(seconds) for seconds in (0.0312, 75, 130, 7300)] == ["0.0312 s", "75 s", "2 min", "2 h 2 min"]
+    assert [clock_text(seconds) for seconds in (0.9, 61, 7325)] == ["0:00:00", "0:01:01", "2:02:05"]
+    assert [size_text(size) for size in (12, 3400, 44_000_000, 5e10)] == ["12 B", "3.4 kB", "44 MB", "50 GB"]
+    assert [value_text(value) for value in (None, 0.123456789, 12345, "x")] == ["-", "0.123457", "12,345", "x"]
+
+
+@pytest.mark.parametrize("points", [[(1.0, 0.5)], [(1.0, 0.0), (2.0, 0.0)], [(0.0, 3.0)], [(1.0, None), (2.0, 1e30)]])
+def test_a_flat_line_is_drawn(points: list[tuple[float, float | None]]) -> None:
+    for from_zero in (False, True):
+        figure = line_chart("flat", [Line("flat", points)], x_label="step", from_zero=from_zero)
+        assert "nan" not in figure
+        assert "<circle" in figure
+
+
+def test_no_points_no_chart() -> None:
+    points: Any = [(1.0, None), (2.0, float("nan")), (3.0, float("inf"))]
+    assert line_chart("none", [Line("none", points)], x_label="step") == ""
+    assert line_chart("none", [], x_label="step") == ""
+
+
+def test_long_lines_are_thinned_and_keep_their_peaks() -> None:
+    points: list[tuple[float, float | None]] = [(float(x), 1.0 if x == 77_777 else 0.0) for x in range(100_000)]
+    figure = line_chart("long", [Line("long", points)], x_label="step", marks=[Mark(2e5, "1", "beyond")])
+    assert len(figure) < 30_000
+    assert "beyond" not in figure
+    ys = {pair.split(",")[1] for pair in re.findall(r"[\d.]+,[\d.]+", figure)}
+    assert len(ys) == 2
+
+
+# -- pictures
+
+
+@pytest.mark.parametrize(
+    ("pixels", "kind", "lines"),
+    [([[0, 7, 255], [1, 2, 3]], 0, [b"\0\0\7\xff", b"\0\1\2\3"]), ([[(1, 2, 3), (4, 5, 6)]], 2, [b"\0\1\2\3\4\5\6"])],
+)
+def test_pixels_become_a_png(pixels: Any, kind: int, lines: list[bytes]) -> None:
+    data = base64.b64decode(data_url(pixels).removeprefix("data:image/png;base64,"))
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    chunks, place = {}, 8
+    while place < len(data):
+        length, name = struct.unpack(">I4s", data[place : place + 8])
+        body = data[place + 8 : place + 8 + length]
+        (checksum,) = struct.unpack(">I", data[place + 8 + length : place + 12 + length])
+        assert checksum == zlib.crc32(name + body)
+        chunks[name] = body
+        place += 12 + length
+    assert list(chunks) == [b"IHDR", b"IDAT", b"IEND"]
+    assert struct.unpack(">IIBBBBB", chunks[b"IHDR"]) == (len(pixels[0]), len(pixels), 8, kind, 0, 0, 0)
+    assert zlib.decompress(chunks[b"IDAT"]) == b"".join(lines)

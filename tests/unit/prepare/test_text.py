@@ -1,0 +1,330 @@
+"""Text becomes rows of tokens: all of it, in order, held-out text apart, the same bytes whatever happened on the way."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rayrec
+from rayrec.config import InputError
+from rayrec.data.mds import TokenRows
+from rayrec.data.tokenizer import load_tokenizer
+from rayrec.data.tokens import open_tokens, text_rows
+from rayrec.observe.console import Console
+from rayrec.prepare import text as preparing
+from rayrec.prepare.text_tasks import plan_shards
+
+QUIET = Console(quiet=True)
+LINES = [f"{number} bottles of beer on the wall, {number} bottles — hé!\n" for number in range(400, 0, -1)]
+TEXT = "".join(LINES)
+SMALL = {"vocabulary_size": 300, "block_size": 16, "part_bytes": 2048, "shard_bytes": 4096}
+
+
+class Died(Exception):
+    pass
+
+
+class HereEngine:
+    """Runs the tasks in this process, and dies after some."""
+
+    def __init__(self, tasks: int = 10**9) -> None:
+        self.left, self.ran = tasks, 0
+
+    def run(
+        self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 0
+    ) -> Iterator[pa.Table]:
+        for item in items:
+            if not self.left:
+                raise Died
+            self.left -= 1
+            self.ran += 1
+            yield function(item)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> HereEngine:
+    engine = HereEngine()
+
+    @contextmanager
+    def started(*_: Any) -> Iterator[HereEngine]:
+        yield engine
+
+    monkeypatch.setattr(preparing, "engine", started)
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+    return engine
+
+
+@pytest.fixture
+def beer(tmp_path: Path) -> Path:
+    (tmp_path / "beer.txt").write_text(TEXT)
+    return tmp_path / "beer.txt"
+
+
+def prepared(path: Path | str, out: Path, **options: Any) -> dict[str, Any]:
+    return rayrec.preprocess(str(path), out=str(out), format="mds", console=QUIET, **{**SMALL, **options})
+
+
+def tokens_of(folder: Path, name: str) -> np.ndarray:
+    rows = TokenRows(open_tokens(str(folder)).set_path(name))
+    found = rows.read(np.arange(len(rows)))["tokens"]
+    rows.close()
+    return found.reshape(-1)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+# -- what is written
+
+
+def test_the_rows_are_the_text(here: HereEngine, beer: Path, tmp_path: Path) -> None:
+    made = prepared(beer, tmp_path / "out")
+    tokenizer = load_tokenizer(str(tmp_path / "out" / "tokenizer"))
+    train, validation = (tokens_of(tmp_path / "out", name) for name in ("train", "validation"))
+    held_out = "".join(LINES[-LINES[::-1].index(tokenizer.decode(validation[:80]).splitlines()[0] + "\n") - 1 :])
+    assert held_out.startswith(tokenizer.decode(validation))
+    assert TEXT.removesuffix(held_out).startswith(tokenizer.decode(train))
+    assert len(held_out.encode()) / len(TEXT.encode()) == pytest.approx(0.1, abs=0.01)
+    assert made["sets"]["train"]["blocks"] * 16 == len(train)
+    left_out = len(tokenizer.encode(TEXT.removesuffix(held_out)[len(tokenizer.decode(train)) :]))
+    assert abs(left_out - made["sets"]["train"]["tokens_left_out"]) <= 1  # a token cut in two may be another two
+    assert made["sets"]["train"]["tokens_left_out"] < 16
+    assert made["vocabulary_size"] == tokenizer.vocabulary_size == 300
+    assert here.ran > 10
+
+
+def test_a_folder_says_what_it_holds(here: HereEngine, beer: Path, tmp_path: Path) -> None:
+    made = prepared(beer, tmp_path / "out")
+    found = open_tokens(str(tmp_path / "out"))
+    assert (found.block_size, found.vocabulary_size, found.end_token) == (16, 300, 0)
+    assert found.sets == {name: described["blocks"] for name, described in made["sets"].items()}
+    assert (found.hash, found.tokenizer_hash) == (made["hash"], made["tokenizer"])
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["source"] == [{"path": str(beer), "bytes": len(TEXT.encode())}]
+    index = json.loads((tmp_path / "out" / "train" / "index.json").read_text())
+    assert [shard["raw_data"]["basename"] for shard in index["shards"]] == [
+        f"shard.{number:05d}.mds" for number in range(len(index["shards"]))
+    ]
+    sizes = [shard["samples"] for shard in index["shards"]]
+    assert len(set(sizes[:-1])) == 1
+    assert sizes[-1] <= sizes[0]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "manifest.json", "tokenizer", "train", "validation",
+    ]  # fmt: skip
+
+
+def test_transformers_loads_the_tokenizer(here: HereEngine, beer: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    for kind, size in (("bytes_bpe", 300), ("characters", None)):
+        prepared(beer, tmp_path / kind, tokenizer=kind, vocabulary_size=size)
+        theirs = AutoTokenizer.from_pretrained(str(tmp_path / kind / "tokenizer"), local_files_only=True)
+        ours = load_tokenizer(str(tmp_path / kind / "tokenizer"))
+        assert theirs(TEXT, add_special_tokens=False)["input_ids"] == ours.encode(TEXT).tolist()
+        assert theirs.decode(ours.encode(TEXT)) == ours.decode(ours.encode(TEXT)) == TEXT
+        assert len(theirs) == ours.vocabulary_size
+        assert theirs.eos_token_id == ours.end_token
+
+
+def test_a_character_a_token(here: HereEngine, beer: Path, tmp_path: Path) -> None:
+    made = prepared(beer, tmp_path / "out", tokenizer="characters", vocabulary_size=None)
+    known = sorted(set(TEXT))
+    assert made["vocabulary_size"] == len(known)
+    train = tokens_of(tmp_path / "out", "train")
+    assert "".join(known[token] for token in train) == TEXT[: len(train)]
+    with pytest.raises(InputError, match=r"^[^\n]*tokenizer: cannot tokenise[^\n]*\['Ω'\][^\n]*$"):
+        load_tokenizer(str(tmp_path / "out" / "tokenizer")).encode("1 Ω")
+
+
+def test_a_tokenizer_of_ones_own(here: HereEngine, beer: Path, tmp_path: Path) -> None:
+    """A folder, also in GPT-2's older form; nothing else that lies there is taken along."""
+    first = prepared(beer, tmp_path / "first")
+    own = tmp_path / "first" / "tokenizer"
+    (own / "model.safetensors").write_bytes(b"weights")
+    again = prepared(beer, tmp_path / "again", tokenizer=str(own), vocabulary_size=None)
+    assert (again["hash"], again["tokenizer"]) == (first["hash"], first["tokenizer"])
+    assert sorted(file.name for file in (tmp_path / "again" / "tokenizer").iterdir()) == [
+        "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
+    old = tmp_path / "old"
+    old.mkdir()
+    model = json.loads((own / "tokenizer.json").read_text())["model"]
+    (old / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    (old / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    (old / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    converted = prepared(beer, tmp_path / "converted", tokenizer=str(old), vocabulary_size=None)
+    assert converted["sets"] == first["sets"]
+    np.testing.assert_array_equal(tokens_of(tmp_path / "converted", "train"), tokens_of(tmp_path / "first", "train"))
+
+
+def test_ids_beyond_16_bits(here: HereEngine, beer: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = [f"w{number}" for number in range(70_000)]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "tokenizer.json").write_text(tokenizer.to_str())
+    beer.write_text("\n".join(words[60_000:]))
+    made = prepared(beer, tmp_path / "out", tokenizer=str(tmp_path / "own"), vocabulary_size=None)
+    assert made["vocabulary_size"] == 70_000
+    train = tokens_of(tmp_path / "out", "train")
+    np.testing.assert_array_equal(train, np.arange(60_000, 60_000 + len(train)))
+    assert train.max() > 1 << 16
+
+
+def test_files_are_one_text_with_an_end_between(here: HereEngine, beer: Path, tmp_path: Path) -> None:
+    """Plain and gzip, by folder, glob and names."""
+    prepared(beer, tmp_path / "one")
+    folder = tmp_path / "many"
+    folder.mkdir()
+    (folder / "a.txt").write_text(TEXT)
+    (folder / "b.txt.gz").write_bytes(gzip.compress(TEXT.encode()))
+    own = str(tmp_path / "one" / "tokenizer")
+    options = {"tokenizer": own, "vocabulary_size": None, "validation_fraction": 0.0}
+    made = prepared(folder, tmp_path / "two", **options)
+    assert list(made["sets"]) == ["train"]
+    tokens = tokens_of(tmp_path / "two", "train")
+    (ends,) = np.flatnonzero(tokens == 0)
+    assert load_tokenizer(own).decode(tokens[:ends]) == TEXT
+    assert TEXT.startswith(load_tokenizer(own).decode(tokens[ends + 1 :]))
+    assert prepared(f"{folder}/*", tmp_path / "three", **options)["hash"] == made["hash"]
+    single = prepared(folder, tmp_path / "four", files=("b",), **options)
+    assert single["hash"] == prepared(folder / "a.txt", tmp_path / "five", **options)["hash"]
+
+
+def test_text_in_memory_has_the_same_tokens(here: HereEngine, beer: Path, tmp_path: Path) -> None:
+    prepared(beer, tmp_path / "out", validation_fraction=0.0, part_bytes=4 << 20)
+    rows = text_rows(str(beer), tokenizer=str(tmp_path / "out" / "tokenizer"), block_size=16)
+    np.testing.assert_array_equal(
+        rows.read(np.arange(len(rows)))["tokens"].reshape(-1), tokens_of(tmp_path / "out", "train")
+    )
+    (tmp_path / "beer.txt.gz").write_bytes(gzip.compress(TEXT.encode()))
+    packed = text_rows(str(tmp_path / "beer.txt.gz"), tokenizer=str(tmp_path / "out" / "tokenizer"), block_size=16)
+    assert len(packed) == len(rows)
+    beer.write_text("too short")
+    with pytest.raises(InputError, match=r"^[^\n]*less than one row of 16; give more text$"):
+        text_rows(str(beer), tokenizer=str(tmp_path / "out" / "tokenizer"), block_size=16)
+
+
+# -- what happens on the way
+
+
+@pytest.mark.parametrize(("tokenizer", "tasks_a_call"), [("bytes_bpe", 5), ("characters", 15)])
+def test_whatever_interrupts_the_bytes_are_the_same(
+    here: HereEngine, beer: Path, tmp_path: Path, tokenizer: str, tasks_a_call: int
+) -> None:
+    options = {"tokenizer": tokenizer, "vocabulary_size": None}
+    prepared(beer, tmp_path / "whole", **options)
+    tasks, here.ran = here.ran, 0
+    calls = 0
+    while not (tmp_path / "parts").exists():
+        calls += 1
+        here.left = tasks_a_call  # enough to find all characters, which is begun anew
+        try:
+            prepared(beer, tmp_path / "parts", **options)
+        except Died:
+            assert not (tmp_path / "parts").exists()
+            (tmp_path / "parts.partial" / "train").mkdir(parents=True, exist_ok=True)
+            (tmp_path / "parts.partial" / "train" / "shard.00000.mds.0f.partial").write_text("of a killed task")
+    assert calls > 1
+    assert here.ran == tasks
+    assert files_of(tmp_path / "parts") == files_of(tmp_path / "whole")
+    assert not (tmp_path / "parts.partial").exists()
+
+
+def test_another_text_or_option_is_not_gone_on_with(here: HereEngine, beer: Path, tmp_path: Path) -> None:
+    here.left = 5
+    with pytest.raises(Died):
+        prepared(beer, tmp_path / "out")
+    here.left = 10**9
+    with pytest.raises(InputError, match=r"^[^\n]*out\.partial: left by an unfinished[^\n]*another block_size[^\n]*$"):
+        prepared(beer, tmp_path / "out", block_size=8)
+    beer.write_text(TEXT + "one more\n")
+    with pytest.raises(InputError, match=r"^[^\n]*another text;[^\n]*$"):
+        prepared(beer, tmp_path / "out")
+
+
+@given(
+    counts=st.lists(st.integers(0, 50), min_size=1, max_size=12),
+    block_size=st.integers(1, 9),
+    rows_per_shard=st.integers(1, 7),
+)
+def test_shards_hold_every_token_once_and_in_order(counts: list[int], block_size: int, rows_per_shard: int) -> None:
+    parts = list(enumerate(counts, start=3))
+    planned = plan_shards("train", parts, block_size=block_size, rows_per_shard=rows_per_shard)
+    everything = [(part, token) for part, count in parts for token in range(count)]
+    placed = [
+        (part, token)
+        for shard in planned
+        for part, start, count in shard.pieces
+        for token in range(start, start + count)
+    ]
+    assert placed == everything[: sum(counts) // block_size * block_size]
+    assert all(shard.tokens == rows_per_shard * block_size for shard in planned[:-1])
+    assert [shard.number for shard in planned] == list(range(len(planned)))
+
+
+# -- misuse
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"tokenizer": "gpt2"}, "gpt2 is no folder here"),
+        ({"tokenizer": "characters", "vocabulary_size": 300}, "of tokenizer bytes_bpe only"),
+        ({"vocabulary_size": 200}, "below 257"),
+        ({"block_size": 100_000}, "less than one row of 100000"),
+        ({"validation_fraction": 1.0}, "below 1"),
+        ({"validation_fraction": 0.00001}, "the validation text has"),
+        ({"preprocessor": "x"}, "--preprocessor: an option for click logs, not for --format mds"),
+        ({"shuffle": "full"}, "--shuffle: an option for click logs"),
+        ({"min_count": 3}, "--min-count: an option for click logs"),
+        ({"engine": "spark"}, "--engine: an option for click logs"),
+        ({"format": "npy"}, "an option for text"),
+        ({"blocksize": 3}, "blocksize"),
+        ({"files": ("c",)}, "."),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(
+    here: HereEngine, beer: Path, tmp_path: Path, options: dict[str, Any], told: str
+) -> None:
+    arguments = {"format": "mds", **SMALL, **({"vocabulary_size": None} if "tokenizer" in options else {}), **options}
+    path = beer.parent if "files" in options else beer
+    with pytest.raises(InputError, match=rf"^[^\n]*{told}[^\n]*$"):
+        rayrec.preprocess(str(path), out=str(tmp_path / "out"), console=QUIET, **arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_text_that_is_none_is_one_line(here: HereEngine, beer: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^[^\n]*nothing\.txt: no such file or folder$"):
+        prepared(tmp_path / "nothing.txt", tmp_path / "out")
+    beer.write_bytes(TEXT.encode()[:9_001] + b"\xff" + TEXT.encode())
+    with pytest.raises(InputError, match=r"^[^\n]*beer\.txt: byte 9,001 is not UTF-8[^\n]*$"):
+        prepared(beer, tmp_path / "out", tokenizer="characters", vocabulary_size=None)
+    beer.write_bytes(b"")
+    with pytest.raises(InputError, match=r"^[^\n]*beer\.txt: holds no text$"):
+        prepared(beer, tmp_path / "empty")
+    (tmp_path / "there").mkdir()
+    with pytest.raises(InputError, match=r"^[^\n]*there: exists already; [^\n]*$"):
+        prepared(beer, tmp_path / "there")
+
+
+def test_a_folder_that_is_not_of_tokens_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^[^\n]*holds no manifest\.json; make it by rayrec preprocess[^\n]*$"):
+        open_tokens(str(tmp_path))
+    (tmp_path / "manifest.json").write_text('{"format": "rayrec-tokens", "version": 99}')
+    with pytest.raises(InputError, match=r"^[^\n]*another version than 1[^\n]*$"):
+        open_tokens(str(tmp_path))
