@@ -135,6 +135,7 @@ def test_an_export_predicts_the_same(two: Result, digits: Path, tmp_path: Path) 
     assert all(torch.isfinite(value).all() for value in weights.values())
 
 
+@pytest.mark.extended
 def test_fsdp_learns_what_ddp_learns(two: Result, digits: Path, tmp_path: Path) -> None:
     result = trained(small(digits, tmp_path, workload={"parallel": "fsdp"}))
     first, second = losses(two.folder), losses(result.folder)
@@ -147,6 +148,7 @@ def test_fsdp_learns_what_ddp_learns(two: Result, digits: Path, tmp_path: Path) 
     assert result.summary["metrics"]["accuracy"] > 0.7
 
 
+@pytest.mark.extended
 def test_accumulation_and_bf16(local_ray: None, digits: Path, tmp_path: Path) -> None:
     scaling = {"num_workers": 1, "threads_per_worker": 1}
     config = small(
@@ -157,6 +159,7 @@ def test_accumulation_and_bf16(local_ray: None, digits: Path, tmp_path: Path) ->
     assert losses(result.folder)[0] == pytest.approx(math.log(10), abs=1)
 
 
+@pytest.mark.extended
 def test_a_killed_worker_changes_nothing(digits: Path, tmp_path: Path) -> None:
     """Neither rows nor chance: images are moved at random, and a step that is done again moves them as before."""
     fields: dict[str, Any] = {"epochs": 12, "evaluate_every": 60, "checkpoint": {"every": 10}}

@@ -207,6 +207,6 @@ def quiet_logs(path: str) -> None:
         handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root.handlers = [handler]
-    for name in ("torchrec", "fbgemm_gpu", "ray.data", "torch.distributed"):
+    for name in ("torchrec", "fbgemm_gpu", "ray.data", "torch.distributed", "transformers", "accelerate"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [], True
