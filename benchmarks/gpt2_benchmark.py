@@ -119,7 +119,7 @@ def compare_speed(
     """Tokens/s of all workers, the candidates in turn.
 
     Where there are several processes, the plain script reads in them: in DataLoader workers of two of them StreamingDataset
-    ended now and then with status 1.
+    ended with status 1 in the only run that had them.
     """
     readers = (0, 1) if about["workers"] == 1 else (0,)
     length = {"steps": steps, "warm_steps": warm_steps}

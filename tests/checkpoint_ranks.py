@@ -165,6 +165,28 @@ def read_some(folder: str, rank: int) -> None:
     assert read == [(chunk["start"] + first, chunk["start"] + last)]
 
 
+def read_once(folder: str, rank: int) -> None:
+    """Of what both ranks hold whole, each reads a share; of what one alone holds, that one reads all."""
+    read: list[int] = []
+    read_into = storage.read_into
+
+    def counted(path: str, start: int, buffer: np.ndarray) -> int:
+        read.append(len(buffer))
+        return read_into(path, start, buffer)
+
+    values = {f"model.{size}": torch.arange(float(size)) for size in (100, 200, 300, 400)} | {"own": torch.ones(50)}
+    path = f"file://{folder_of(folder, 1)}"
+    checkpoint.save(path, values, state={})
+    names = [name for name in values if name != "own" or rank == 1]
+    target = {name: torch.nn.Parameter(torch.zeros_like(values[name])) for name in names}
+    with mock.patch.object(storage, "read_into", counted):
+        checkpoint.restore(Checkpoint(path), target)
+    assert all(torch.equal(target[name], values[name]) for name in names)
+    assert sum(read) == 4 * (500 if rank == 0 else 550)
+    target["model.100"] = torch.nn.Parameter(torch.zeros(99 if rank else 100))  # then each reads its own, and is told
+    assert "has shape [100], the model's is [99]" in raised(lambda: checkpoint.restore(Checkpoint(path), target))
+
+
 _OFFSETS = "torch.distributed.checkpoint.planner_helpers.compute_local_shape_and_global_offset"
 
 

@@ -22,6 +22,7 @@ from rayrec import storage
 from rayrec.checkpoint.folders import Checkpoint
 from rayrec.checkpoint.format import DTYPES, TORCH_DTYPES, DamagedError, sha256_of
 from rayrec.checkpoint.ranks import Ranks
+from rayrec.checkpoint.sharing import pass_on, share_out
 from rayrec.config import InputError
 
 NUM_THREADS = 8
@@ -30,14 +31,18 @@ _RANGE_BYTES = 64 * 2**20
 
 
 def restore(checkpoint: Checkpoint, tensors: dict[str, Any]) -> None:
-    """Fills `tensors` in place from a checkpoint, each rank reading what it holds, under any plan and world size.
+    """Fills `tensors` in place from a checkpoint, each rank reading what it holds, under any plan and world size. What all
+    ranks hold is fetched from a URL by one of them, so that a store gives out every byte once.
 
     Collective where a process group is up. Raises, on all ranks, DamagedError where any rank found a file damaged (rank 0
     looks at the extra files too), InputError for a tensor that is missing or misshapen; tensors may then be half filled.
     """
     ranks = Ranks.all()
     manifest = ranks.from_first(checkpoint.manifest)
-    ranks.together(lambda: _restore_mine(checkpoint.path, manifest, tensors, extra_files=ranks.first))
+    shared = share_out(tensors, ranks) if storage.is_url(checkpoint.path) else {}
+    mine = {name: tensor for name, tensor in tensors.items() if shared.get(name, ranks.rank) == ranks.rank}
+    ranks.together(lambda: _restore_mine(checkpoint.path, manifest, mine, extra_files=ranks.first))
+    pass_on(tensors, shared)
 
 
 def _restore_mine(folder: str, manifest: dict[str, Any], tensors: dict[str, Any], *, extra_files: bool) -> None:

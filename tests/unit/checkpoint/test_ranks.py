@@ -45,6 +45,10 @@ def test_a_rank_reads_the_blocks_it_needs(tmp_path: Path) -> None:
     run_ranks("read_some", 2, str(tmp_path))
 
 
+def test_what_all_ranks_hold_is_fetched_once(tmp_path: Path) -> None:
+    run_ranks("read_once", 2, str(tmp_path))
+
+
 def test_ranks_save_in_the_background(tmp_path: Path) -> None:
     run_ranks("save_in_background", 2, str(tmp_path))
 
