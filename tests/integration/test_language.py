@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rayrec.training.trainer import Result
     from rayrec.workloads.base import TrainConfig
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended]
 
 BLOCK, STEPS = 16, 60
 LOOPS = ("rayrec", "huggingface")
@@ -163,7 +163,6 @@ def test_a_checkpoint_is_evaluated_predicted_with_and_exported(
     assert losses(begun.folder)[0] < 0.6 * losses(result.folder)[0]
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("loop", LOOPS)
 def test_fsdp_learns_what_ddp_learns(tokens: Path, tmp_path: Path, loop: str) -> None:
     fields: dict[str, Any] = {"steps": 12, "evaluate_every": 6, "precision": "fp32", "loop": loop}
@@ -179,7 +178,6 @@ def test_fsdp_learns_what_ddp_learns(tokens: Path, tmp_path: Path, loop: str) ->
     }
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("loop", LOOPS)
 def test_whatever_is_killed_the_weights_are_the_same(tokens: Path, tmp_path: Path, loop: str) -> None:
     """A worker, then the driver, then SIGTERM; with dropout, and data read from the middle of an epoch."""
@@ -209,7 +207,6 @@ def test_whatever_is_killed_the_weights_are_the_same(tokens: Path, tmp_path: Pat
     assert (summary["rows"], summary["rows_repeated"], summary["rows_lost"]) == (expected["rows"], 0, 0)
 
 
-@pytest.mark.extended
 def test_a_run_goes_on_under_the_other_loop_with_another_number_of_workers(tokens: Path, tmp_path: Path) -> None:
     """The position is in rows of the whole run, and the loop is none of the checkpoint's business."""
     fields: dict[str, Any] = {"steps": 120, "evaluate_every": 40, "checkpoint": {"every": 20}}
@@ -226,7 +223,6 @@ def test_a_run_goes_on_under_the_other_loop_with_another_number_of_workers(token
     assert result.summary["metrics"]["loss"] < 0.5 * losses(result.folder)[0]
 
 
-@pytest.mark.extended
 def test_the_124_million_parameters_start_and_step(local_ray: None, tmp_path: Path) -> None:
     """The recipe as it is, but for what a machine without GPUs cannot have."""
     write_text(tmp_path / "text.txt", sentences=2000, seed=0)

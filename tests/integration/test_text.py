@@ -108,6 +108,7 @@ def tokenizer_of(text: Path, folder: Path) -> Path:
     return folder / "tokenizer"
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("local_ray")
 def test_killed_and_called_again_it_goes_on_with_the_same_bytes(text: Path, alone: Path, tmp_path: Path) -> None:
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]

@@ -168,6 +168,7 @@ def test_one_of_many_ranks_reads_alone_and_leaves_nothing_however_it_ends(writte
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_processes_of_a_node_fetch_a_shard_once(written: Path, tmp_path: Path) -> None:
     size_bytes = sum(file.stat().st_size for file in written.glob("*.mds"))
     found = told(*(reader(url(written), tmp_path) for _ in range(3)))
