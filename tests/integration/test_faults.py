@@ -177,6 +177,7 @@ def test_a_second_ctrl_c_ends_at_once(begin: Begin) -> None:
     assert "Traceback" not in run.session.err
 
 
+@pytest.mark.extended
 def test_checkpoints_gone_bad_are_named_and_passed_over(expected: dict[str, Any], begin: Begin) -> None:
     run = begin()
     run.wait_for("checkpoint", lambda event: event["step"] >= 200)

@@ -83,6 +83,7 @@ def test_ready_made_data_trains_the_same_weights(
     assert ready["metrics"] == raw["metrics"]
 
 
+@pytest.mark.extended
 def test_ready_made_data_is_scored_like_the_raw_log(
     log: Path, raw_run: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -324,6 +325,7 @@ def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
         writer.writerows({**row, "genres": "|".join(row["genres"])} for row in rows)
 
 
+@pytest.mark.extended
 def test_a_log_of_ones_own_in_csv_and_parquet(tmp_path: Path) -> None:
     """Both files give the same Preprocessor and weights; lists and weights are used; what is learnt is the taste."""
     rows = ratings(4_000)

@@ -203,6 +203,7 @@ def undisturbed(begin: Begin) -> Supervised:
     return run
 
 
+@pytest.mark.extended
 def test_success_ends_at_once_with_the_summary(undisturbed: Supervised) -> None:
     summary = json.loads(undisturbed.out)
     assert summary == json.loads(Path(undisturbed.path, "summary.json").read_text())
