@@ -24,8 +24,7 @@ def share_out(tensors: dict[str, Any], ranks: Ranks) -> Shared:
     mine = {
         name: (tuple(tensor.shape), tensor.dtype, tensor.nbytes)
         for name, tensor in tensors.items()
-        if isinstance(tensor, torch.Tensor)
-        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.device.type == device
         and tensor.is_contiguous()
     }

@@ -260,16 +260,13 @@ class LanguageWorkload(ReplicatedWorkload):
     def export(self, config: TrainConfig, *, checkpoint: str, out: str) -> dict[str, Any]:
         """Writes config.json, model.safetensors and the tokenizer's files: a folder that `from_pretrained` of transformers'
         GPT2LMHeadModel and AutoTokenizer loads."""
-        from rayrec.checkpoint import Checkpoint, full_tensors
-        from rayrec.workloads.weight_files import write_weights
+        from rayrec.workloads.weight_files import export_weights
 
-        prefix = "model."
-        weights = {name.removeprefix(prefix): tensor for name, tensor in full_tensors(Checkpoint(checkpoint), prefix)}
         storage.make_folder(out)
-        size = write_weights(storage.join(out, "model.safetensors"), weights)
+        written = export_weights(checkpoint, out)
         storage.copy_file(storage.join(checkpoint, CONFIG_FILE), storage.join(out, CONFIG_FILE))
         copy_tokenizer(storage.join(checkpoint, TOKENIZER_FOLDER), out)
-        return {"tensors": len(weights), "bytes": size}
+        return dict(written)
 
 
 def _must_be_tokens(name: str, path: str) -> None:

@@ -257,17 +257,13 @@ class VisionWorkload(ReplicatedWorkload):
     def export(self, config: TrainConfig, *, checkpoint: str, out: str) -> dict[str, Any]:
         """Writes `model.safetensors`, whose names `torchvision.models.resnet18(num_classes=...)` loads once its first layer
         has one channel, and `config.json`: what the network is and how its input is normalised."""
-        from rayrec.checkpoint import Checkpoint, full_tensors
-        from rayrec.workloads.weight_files import write_weights
+        from rayrec.workloads.weight_files import export_weights
 
-        weights = {
-            name.removeprefix("model."): tensor for name, tensor in full_tensors(Checkpoint(checkpoint), "model.")
-        }
-        size = write_weights(storage.join(out, "model.safetensors"), weights)
+        written = export_weights(checkpoint, out)
         storage.write_json(
             storage.join(out, "config.json"), {**self.model.to_dict(), "mean": self.mean, "std": self.std}
         )
-        return {"tensors": len(weights), "bytes": size}
+        return dict(written)
 
 
 def _test_folder(config: TrainConfig) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from rayrec import storage
+from rayrec.checkpoint import Checkpoint, full_tensors
 from rayrec.checkpoint.format import TORCH_DTYPES, header
 from rayrec.config import InputError
 
@@ -61,6 +62,14 @@ def _state_dict(data: bytearray, path: str) -> dict[str, torch.Tensor]:
     ):
         raise InputError(f"{path}: holds other things than named tensors; save a state_dict() there")
     return dict(tensors)
+
+
+def export_weights(checkpoint: str, out: str) -> dict[str, int]:
+    """Writes the weights of a checkpoint's folder, under the model's own names, as model.safetensors into a folder. Returns how
+    many `tensors` and `bytes` they are."""
+    prefix = "model."
+    weights = {name.removeprefix(prefix): tensor for name, tensor in full_tensors(Checkpoint(checkpoint), prefix)}
+    return {"tensors": len(weights), "bytes": write_weights(storage.join(out, "model.safetensors"), weights)}
 
 
 def write_weights(path: str, tensors: Mapping[str, torch.Tensor]) -> int:

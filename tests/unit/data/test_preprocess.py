@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from here_engine import Died, HereEngine
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,27 +33,6 @@ from rayrec.data.split import Split
 from rayrec.datasets.criteo import SCHEMA
 
 ROWS = 2_000
-
-
-class Died(Exception):
-    pass
-
-
-class HereEngine:
-    """Runs the tasks in this process, and dies after some."""
-
-    def __init__(self, tasks: int = 10**9) -> None:
-        self.left, self.ran = tasks, 0
-
-    def run(
-        self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 0
-    ) -> Iterator[pa.Table]:
-        for item in items:
-            if not self.left:
-                raise Died
-            self.left -= 1
-            self.ran += 1
-            yield function(item)
 
 
 def make(multi_hot: MultiHot | None = None) -> Preprocessor:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
+from here_engine import Died, HereEngine
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,27 +28,6 @@ QUIET = Console(quiet=True)
 LINES = [f"{number} bottles of beer on the wall, {number} bottles — hé!\n" for number in range(400, 0, -1)]
 TEXT = "".join(LINES)
 SMALL = {"vocabulary_size": 300, "block_size": 16, "part_bytes": 2048, "shard_bytes": 4096}
-
-
-class Died(Exception):
-    pass
-
-
-class HereEngine:
-    """Runs the tasks in this process, and dies after some."""
-
-    def __init__(self, tasks: int = 10**9) -> None:
-        self.left, self.ran = tasks, 0
-
-    def run(
-        self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 0
-    ) -> Iterator[pa.Table]:
-        for item in items:
-            if not self.left:
-                raise Died
-            self.left -= 1
-            self.ran += 1
-            yield function(item)
 
 
 @pytest.fixture
