@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from children import child, run_child, run_task
-from measured import interleaved_rates, largest_difference, measured_run
-from rows import emit, say
+from measured import emit_losses, interleaved_rates, measured_run
+from rows import emit
 from samples import synthetic_text
 
 PLAIN = Path(__file__).parent / "peers" / "plain_huggingface.py"
@@ -95,22 +95,8 @@ def compare_losses(*, steps: int, about: dict[str, Any], **common: Any) -> None:
     peer = plain(loader_workers=0, steps=steps, warm_steps=0, **common)["losses"]
     for loop in LOOPS:
         found = child(__file__, "ours", steps=steps, warm_steps=0, log_every=1, loop=loop, **common)
-        difference = largest_difference(found["losses"], peer)
-        emit(
-            "gpt2",
-            peer="plain HuggingFace Trainer script",
-            workload=f"{workload(loop=loop, **about)}: global mean loss of each of the first {steps} steps",
-            unit="max_loss_difference",
-            value=difference,
-            ratio=None,
-            repeats=1,
-            config_hash=found["config_hash"],
-            first_loss=round(peer[0], 6),
-            last_loss=round(peer[-1], 6),
-        )
-        say(
-            f"  {about['workers']} worker(s), loop {loop}: losses differ by {difference:.2g} at most over {steps} steps"
-        )
+        described = workload(loop=loop, **about)
+        emit_losses("gpt2", peer="plain HuggingFace Trainer script", workload=described, found=found, peer_losses=peer)
 
 
 def compare_speed(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from rows import say
+from rows import emit, say
 
 from rayrec.observe.console import Console
 from rayrec.observe.events import read_events
@@ -52,3 +52,21 @@ def interleaved_rates(
             rates[name].append(last[name]["rows_per_s"])
             say(f"  round {number + 1}: {name} {rates[name][-1]:,.1f}/s")
     return {name: statistics.median(values) for name, values in rates.items()}, last
+
+
+def emit_losses(name: str, *, peer: str, workload: str, found: dict[str, Any], peer_losses: list[float]) -> None:
+    """A row with the largest distance of a run's loss curve (of `measured_run`) from the peer's, step by step."""
+    steps, difference = len(peer_losses), largest_difference(found["losses"], peer_losses)
+    emit(
+        name,
+        peer=peer,
+        workload=f"{workload}: global mean loss of each of the first {steps} steps",
+        unit="max_loss_difference",
+        value=difference,
+        ratio=None,
+        repeats=1,
+        config_hash=found["config_hash"],
+        first_loss=round(peer_losses[0], 6),
+        last_loss=round(peer_losses[-1], 6),
+    )
+    say(f"  {workload}: losses differ by {difference:.2g} at most over {steps} steps")

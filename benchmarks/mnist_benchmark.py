@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from children import child, run_child, run_task
-from measured import interleaved_rates, largest_difference, measured_run
-from rows import emit, say
+from measured import emit_losses, interleaved_rates, measured_run
+from rows import emit
 from samples import synthetic_digits
 
 PLAIN = Path(__file__).parent / "peers" / "plain_ddp.py"
@@ -51,23 +51,9 @@ def plain(*, loader_workers: int, **arguments: Any) -> dict[str, Any]:
 
 def compare_losses(*, steps: int, **common: Any) -> None:
     """The largest distance of the two loss curves."""
-    workers = common["workers"]
     peer = plain(loader_workers=0, steps=steps, warm_steps=0, **common)["losses"]
     found = child(__file__, "ours", steps=steps, warm_steps=0, log_every=1, **common)
-    difference = largest_difference(found["losses"], peer)
-    emit(
-        "mnist",
-        peer="plain PyTorch DDP script",
-        workload=f"{workload(**common)}: global mean loss of each of the first {steps} steps",
-        unit="max_loss_difference",
-        value=difference,
-        ratio=None,
-        repeats=1,
-        config_hash=found["config_hash"],
-        first_loss=round(peer[0], 6),
-        last_loss=round(peer[-1], 6),
-    )
-    say(f"  {workers} worker(s): losses differ by {difference:.2g} at most over {steps} steps")
+    emit_losses("mnist", peer="plain PyTorch DDP script", workload=workload(**common), found=found, peer_losses=peer)
 
 
 def workload(*, workers: int, precision: str, path: str) -> str:
