@@ -103,10 +103,7 @@ def _wanted() -> list[tuple[str, Requirement]]:
     torchrec = [text for text in extras["cuda"] if text.startswith("torchrec")]
     texts = [
         *project["dependencies"],
-        *extras["test"],
-        *extras["check"],
-        *extras["spark"],
-        *extras["language"],
+        *(text for name in ("test", "check", "spark", "language", "mlflow", "wandb", "onnx") for text in extras[name]),
         *torchrec,
         *shim["dependencies"],
     ]
