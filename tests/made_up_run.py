@@ -89,3 +89,73 @@ SUMMARY: dict[str, Any] = {
     "metrics": {"loss": 0.5, "perplexity": 1.6487},
     "validation": {"loss": 0.25, "perplexity": None},
 }
+
+TABLES = [
+    {
+        "table": f"cat_{number}",
+        "num_embeddings": 1000 * (number + 1),
+        "embedding_dim": 16,
+        "sharding_type": "row_wise" if number == 2 else "table_wise",
+        "bytes_of_rank": {"0": 64_000, "1": 64_000} if number == 2 else {str(number): 68_000 * (number + 1)},
+    }
+    for number in range(3)
+]
+
+
+def click_run(*, name: str = "clicks", auroc: float = 0.78, seconds: float = 1.0) -> list[dict[str, Any]]:
+    """A click model's, from end to end, with all that its events may tell; a step is logged every so many seconds."""
+    events = Events()
+    events.add("run", recipe="criteo_demo", name=name, config_hash=f"{name}-hash", versions={"torch": "2.13.0"})
+    events.add("prepared", seconds=1.0, rows_of_sets={"train": 6400, "validation": 640, "test": 640})
+    events.add("attempt", number=1, num_workers=2)
+    events.add("start", step=0, steps=100, world_size=2, checkpoint=None, tables=TABLES)
+    parts = {"data": 0.2, "forward": 0.25, "backward": 0.35, "optimizer": 0.05, "collectives": 0.1, "other": 0.05}
+    for step in range(10, 101, 10):
+        events.add(
+            "step",
+            after_s=seconds,
+            step=step,
+            steps=100,
+            loss=0.6 - step / 1000,
+            rows=step * 128,
+            rows_per_s=1280.0 / seconds,
+            blocked_fraction=0.2,
+            times_s={part: share * seconds for part, share in parts.items()},
+            multiply_adds_per_s=1e9,
+            peak_fraction=0.125,
+        )
+        if step % 50 == 0:
+            events.add(
+                "evaluate", after_s=0.5, step=step, set="validation", auroc=auroc - 1 / step, logloss=0.5, rows=640
+            )
+            events.add("checkpoint", after_s=0.1, step=step, path="x", bytes=1_000_000, stall_s=0.05, write_s=0.1)
+    stages = [
+        {"stage": "read", "rows_per_s": 5000.0, "busy": 0.9},
+        {"stage": "encode", "rows_per_s": 9000.0, "busy": 0.5},
+    ]
+    events.add("data", step=100, stages=stages, object_store_bytes=50_000_000, spilled_bytes=0)
+    events.add("finish", step=100, rows=12_800, metrics={"auroc": auroc, "logloss": 0.5})
+    bins = [{"rows": 64, "predicted": place / 10, "observed": place / 10 + 0.01} for place in range(1, 9)]
+    columns = [
+        {"column": "cat_0", "num_tokens": 998, "num_embeddings": 1000, "unknown": 0.0123, "missing": 0.5},
+        {"column": "<i>", "num_tokens": None, "num_embeddings": 3000, "unknown": None, "missing": 0.0},
+    ]
+    shown = [
+        {"kind": "reliability", "set": "test", "bins": bins},
+        {"kind": "categories", "set": "test", "columns": columns},
+    ]
+    events.add("samples", samples=shown)
+    events.add("summary", steps=100)
+    return events.all
+
+
+def click_summary(auroc: float = 0.78) -> dict[str, Any]:
+    metrics = {"auroc": auroc, "logloss": 0.5}
+    return {
+        **SUMMARY,
+        "steps": 100,
+        "chosen_step": 100,
+        "metrics": metrics,
+        "validation": {"auroc": auroc - 0.01, "logloss": 0.5},
+        "verdict": "blocked on data 20.0 % of the time: <read> tasks are CPU-bound",
+    }

@@ -256,12 +256,21 @@ def export(checkpoint: str, *, out: str, recipe: Recipe | None = None) -> dict[s
     return run(checkpoint, out, config=_config_of(checkpoint, recipe))
 
 
-def report(run: str, *, out: str | None = None) -> str:
-    """Writes what the events of a run's folder tell, of a run in progress too, as one HTML file that needs no other; `out` None:
-    RUN/report.html. Returns where it is. Raises InputError where there is no run."""
-    from rayrec.observe.report import write
+def report(*runs: str, out: str | None = None, price_per_node_hour: float | None = None, nodes: int = 1) -> str:
+    """Writes what the events of a run's folder tell, of a run in progress too, as one HTML file that needs no other; of several
+    runs, side by side. `out` None: RUN/report.html, which several runs do not have. With the price of each of so many nodes it
+    tells what the run cost. Returns where it is. Raises InputError where there is no run."""
+    from rayrec.observe import report, report_comparison
+    from rayrec.observe.cost import Price
 
-    return write(run, out=out)
+    price = None if price_per_node_hour is None else Price(price_per_node_hour, nodes)
+    if len(runs) == 1:
+        return report.write(runs[0], out=out, price=price)
+    if not runs:
+        raise InputError("which run? give the folder of one, or of several to compare them")
+    if out is None:
+        raise InputError("out: several runs have no folder in common; say which file to write, --out FILE.html")
+    return report_comparison.write(runs, out=out, price=price)
 
 
 def doctor() -> Report:

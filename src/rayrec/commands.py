@@ -420,15 +420,21 @@ def export(arguments: list[str]) -> None:
 
 
 def _report(
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")], out: str | None = None
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
+    out: str | None = None,
+    price_per_node_hour: float | None = None,
+    nodes: int = 1,
 ) -> dict[str, Any]:
-    """Write what a run's events tell, of a run in progress too, as one HTML file that needs no other.
+    """Write what a run's events tell, of a run in progress too, as one HTML file that needs no other; of several runs, side by
+    side.
 
     Args:
-        run: Folder of a run.
-        out: File to write; default RUN/report.html.
+        runs: Folder of a run, or of up to eight.
+        out: File to write; default RUN/report.html, which several runs do not have.
+        price_per_node_hour: Tells what the run cost: in all, for each epoch, for each point of AUROC.
+        nodes: Machines that this price was paid for.
     """
-    return {"report": api.report(run, out=out)}
+    return {"report": api.report(*runs, out=out, price_per_node_hour=price_per_node_hour, nodes=nodes)}
 
 
 def report(arguments: list[str]) -> None:

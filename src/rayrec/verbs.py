@@ -14,7 +14,7 @@ VERBS = {
     "evaluate": ("CHECKPOINT PATH", "scores every labelled row exactly once -> metrics as JSON"),
     "predict": ("CHECKPOINT PATH --out DIR", "writes predictions as Parquet, in input order, with the row's number"),
     "export": ("CHECKPOINT --out DIR", "writes a trained model as other tools read it"),
-    "report": ("RUN", "writes what a run's events tell as one HTML file: metrics, curves, failures, samples"),
+    "report": ("RUN [RUN ...]", "writes what a run's events tell as one HTML file: metrics, curves, times, failures; or several"),
     "benchmark": ("NAME", "measures, as ratios against a peer or a ceiling in the same run"),
     "doctor": ("[--json]", "what is installed, what fits together, what does not and how to mend it"),
 }

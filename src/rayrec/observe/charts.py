@@ -1,4 +1,4 @@
-"""Line charts as inline SVG: axes with round numbers, a line or two, marks where something happened. Pure."""
+"""Line charts as inline SVG: axes with round numbers, up to eight lines, marks where something happened. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from rayrec.observe.page import folded, table
 from rayrec.observe.quantities import number_text
+from rayrec.observe.report_style import NUM_SERIES
 
 Point = tuple[float, float]
 
@@ -16,6 +18,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 14.0, 14.0, 36.0
 """Margins around the lines, for labels."""
 _MOST_POINTS = 800
 """Of a line; more are thinned out, which keeps peaks."""
+_MOST_ROWS = 20
+"""Of the table of numbers under a chart."""
 _MOST_DOTS = 60
 """A line of more points has no dot, and so no tooltip, for each."""
 
@@ -44,7 +48,7 @@ def line_chart(
     title: str, lines: Sequence[Line], *, x_label: str, marks: Sequence[Mark] = (), from_zero: bool = False
 ) -> str:
     """A `<figure>` with the chart, or nothing where there is no point. `from_zero`: the y axis begins at 0."""
-    drawn = [(line, _pieces(line.points)) for line in lines]
+    drawn = [(line, _pieces(line.points)) for line in lines[:NUM_SERIES]]
     points = [point for _, pieces in drawn for piece in pieces for point in piece]
     if not points:
         return ""
@@ -58,11 +62,33 @@ def line_chart(
     body = [*_grid(x_axis, y_axis, x_label), *_marks(marks, x_axis)]
     for number, (line, pieces) in enumerate(drawn, start=1):
         body += _line(line.name, pieces, number, x_axis, y_axis, x_label)
-    legend = "".join(_legend(line.name, number) for number, (line, _) in enumerate(drawn, start=1)) if drawn[1:] else ""
+    named = legend([line.name for line, _ in drawn]) if drawn[1:] else ""
+    said = "; ".join(_said(line.name, pieces) for line, pieces in drawn if pieces)
     return (
-        f"<figure><figcaption>{escape(title)}{legend}</figcaption>"
-        f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img" aria-label="{escape(title)}">{"".join(body)}</svg></figure>'
+        f"<figure><figcaption>{escape(title)}{named}</figcaption>"
+        f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img" aria-label="{escape(f"{title}: {said}")}">{"".join(body)}</svg>'
+        f"{_numbers(title, drawn, x_label)}</figure>"
     )
+
+
+def _said(name: str, pieces: Sequence[list[Point]]) -> str:
+    """A line in words."""
+    points = [point for piece in pieces for point in piece]
+    values = [y for _, y in points]
+    first, lowest, highest, last = map(number_text, (values[0], min(values), max(values), values[-1]))
+    return f"{name} from {first} to {last}, lowest {lowest}, highest {highest}"
+
+
+def _numbers(title: str, drawn: Sequence[tuple[Line, Sequence[list[Point]]]], x_label: str) -> str:
+    """A few points of every line as a table, for those who do not see the chart or have no mouse for its tooltips."""
+    values = [dict(point for piece in pieces for point in piece) for _, pieces in drawn]
+    places = sorted({x for line in values for x in line})
+    if len(places) > _MOST_ROWS:
+        places = [places[round(number * (len(places) - 1) / (_MOST_ROWS - 1))] for number in range(_MOST_ROWS)]
+    rows = [
+        [number_text(x), *(f"{line[x]:.6g}" if x in line else "" for line in values)] for x in dict.fromkeys(places)
+    ]
+    return folded("numbers", table([x_label, *(line.name for line, _ in drawn)], rows, name=title, unfolded=True))
 
 
 def _pieces(points: Iterable[tuple[float, float | None]]) -> list[list[Point]]:
@@ -179,5 +205,9 @@ def _thinned(points: list[Point], *, keep: int) -> list[Point]:
     return kept
 
 
-def _legend(name: str, number: int) -> str:
-    return f'<span class="legend"><span class="swatch series-{number}"></span>{escape(name)}</span>'
+def legend(names: Sequence[str]) -> str:
+    """The names of the series, each with its colour."""
+    return "".join(
+        f'<span class="legend"><span class="swatch series-{number}"></span>{escape(name)}</span>'
+        for number, name in enumerate(names, start=1)
+    )

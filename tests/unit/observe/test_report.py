@@ -14,14 +14,17 @@ from xml.etree import ElementTree
 import made_up_run
 import pytest
 
+import rayrec
 from rayrec.config import InputError
-from rayrec.observe import report
+from rayrec.observe import report, report_comparison
 from rayrec.observe.charts import Line, Mark, line_chart, tick_step
+from rayrec.observe.cost import Price, cost
 from rayrec.observe.events import EventWriter
 from rayrec.observe.pictures import data_url
 from rayrec.observe.quantities import clock_text, duration_text, number_text, size_text, value_text
 
 VOID = {"meta", "img"}
+FINISHED = report.Run(made_up_run.CONFIG, made_up_run.run(), made_up_run.SUMMARY)
 
 
 class _Page(HTMLParser):
@@ -61,7 +64,7 @@ def _charts(page: str) -> list[ElementTree.Element]:
 
 @pytest.fixture(scope="module")
 def finished() -> str:
-    return report.render(made_up_run.CONFIG, made_up_run.run(), made_up_run.SUMMARY)
+    return report.render(FINISHED)
 
 
 def test_the_page_is_whole_and_stands_alone(finished: str) -> None:
@@ -70,7 +73,7 @@ def test_the_page_is_whole_and_stands_alone(finished: str) -> None:
     for _, attributes in page.elements:
         assert not [name for name in attributes if name.startswith("on")]
         for name in ("src", "href"):
-            assert (attributes.get(name) or "data:image/png;base64,").startswith("data:image/png;base64,")
+            assert (attributes.get(name) or "#").startswith(("data:image/png;base64,", "#"))
     assert "http" not in finished.replace("http-equiv", "")
     assert "prefers-color-scheme: dark" in finished
     assert "url(" not in finished
@@ -104,9 +107,16 @@ def test_numbers_are_there(finished: str) -> None:
 
 
 def test_curves_and_marks(finished: str) -> None:
-    titles = re.findall(r'aria-label="(.*?)"', finished)
-    assert titles == ["Loss", "Validation perplexity", "Rows per second", "Share of time blocked on data"]
-    loss, _, speed, _ = _charts(finished)
+    said = [chart.get("aria-label", "") for chart in _charts(finished)]
+    assert [text.split(":")[0] for text in said] == [
+        "Loss",
+        "Validation perplexity",
+        "Rows per second",
+        "Share of time blocked on data",
+        "What happened when",
+    ]
+    assert said[0].startswith("Loss: training from 9 to 0.135335, lowest 0.135335, highest 9; validation from ")
+    loss, _, speed, _, _ = _charts(finished)
     assert len(loss.findall("polyline")) == 2  # training, validation
     assert len(speed.findall("polyline")) == 2  # broken at the restart
     marks = [group.findtext("title") for group in loss.iter("g")]
@@ -126,27 +136,29 @@ def test_samples_show_what_is_wrong(finished: str) -> None:
     images = page.all("img")
     assert len(images) == 9
     assert [image["alt"] for image in images][7] == "label 7, prediction 1"
-    kinds = [attributes.get("class") for attributes in page.all("figure") if attributes.get("class")]
+    kinds = [
+        attributes.get("class") for attributes in page.all("figure") if attributes.get("class") in ("right", "wrong")
+    ]
     assert kinds == ["right"] * 7 + ["wrong", "right"]
     assert "✗ 1 (88%), is 7" in page.text
     assert "✓ 8 (88%)" in page.text
 
 
 def test_a_run_in_progress_and_one_that_has_only_begun() -> None:
-    page = _Page(report.render(made_up_run.CONFIG, made_up_run.run(finished=False), None))
+    page = _Page(report.render(report.Run(made_up_run.CONFIG, made_up_run.run(finished=False), None)))
     assert "not finished at step 150 of 200" in page.text
     assert "validation at step 150" in page.text
     assert "150 of 200" in page.text
     events = made_up_run.Events()
     made_up_run.begin(events)
     for count in range(len(events.all) + 1):
-        text = _Page(report.render("", events.all[:count], None)).text
+        text = _Page(report.render(report.Run("", events.all[:count], None))).text
         assert "not finished before its first step" in text
         assert "Curves" not in text
 
 
 def test_the_same_events_give_the_same_page(finished: str) -> None:
-    assert report.render(made_up_run.CONFIG, made_up_run.run(), made_up_run.SUMMARY) == finished
+    assert report.render(FINISHED) == finished
 
 
 def _write_run(folder: Path) -> None:
@@ -180,6 +192,129 @@ def test_trouble_with_a_report_is_noted(tmp_path: Path) -> None:
     report.write_or_note(str(tmp_path / "run"), note=notes.append)
     assert len(notes) == 2
     assert not (tmp_path / "run" / "report.html").exists()
+
+
+# -- clicks: where time, memory and money went, and what to make of the scores
+
+
+def _click(name: str = "clicks", *, auroc: float = 0.78, seconds: float = 1.0, config: str = "seed: 0\n") -> report.Run:
+    return report.Run(
+        config, made_up_run.click_run(name=name, auroc=auroc, seconds=seconds), made_up_run.click_summary(auroc)
+    )
+
+
+def test_where_the_time_went() -> None:
+    page = report.render(_click())
+    drawn = {chart.get("aria-label"): chart for chart in _charts(page)}
+    whole, course = drawn["Training as a whole"], drawn["In the course of the run"]
+    tips = [rectangle.findtext("title") for rectangle in whole.iter("rect")]
+    assert "all steps, backward: 3.5 s (35.0%)" in tips
+    assert len(list(course.iter("rect"))) == 5 * 6  # fifths of the run, parts that were measured
+    assert "host to device" not in page
+    text = _Page(page).text
+    assert "blocked on data 20.0 % of the time: <read> tasks are CPU-bound" in text
+    assert "Share of the device's measured peak" in text
+    assert "read5000" in text
+    assert "object store50 MB" in text
+
+
+def test_calibration_categories_and_tables() -> None:
+    page = report.render(_click())
+    calibration = next(
+        chart for chart in _charts(page) if chart.get("aria-label", "").startswith("Share of clicks in the test rows")
+    )
+    tooltips = [circle.findtext("title") for circle in calibration.iter("circle")]
+    assert "observed 0.81 (predicted probability 0.8)" in tooltips
+    text = _Page(page).text
+    assert "cat_09981,0001.23%50.00%" in text
+    assert "<i>hashed3,000-0.00%" in text
+    memory = next(
+        chart for chart in _charts(page) if (chart.get("aria-label") or "").startswith("Weights and optimizer state")
+    )
+    tips = [rectangle.findtext("title") for rectangle in memory.iter("rect")]
+    assert tips == [
+        "worker 0, table_wise: 68 kB (51.5%)",
+        "worker 0, row_wise: 64 kB (48.5%)",
+        "worker 1, table_wise: 136 kB (68.0%)",
+        "worker 1, row_wise: 64 kB (32.0%)",
+    ]
+
+
+def test_what_it_cost() -> None:
+    events = made_up_run.click_run(seconds=360.0)
+    hours = (events[-1]["time"] - events[0]["time"]) / 3600
+    spent = cost(events, Price(2.5, nodes=4))
+    assert spent.node_hours == pytest.approx(4 * hours)
+    assert spent.total == pytest.approx(10 * hours)
+    assert spent.per_epoch == pytest.approx(spent.total / 2)
+    assert spent.per_auroc_point == pytest.approx(spent.total / 28)
+    page = _Page(report.render(_click(seconds=360.0), price=Price(2.5, nodes=4)))
+    assert f"cost{spent.total:.4g}" in page.text
+    assert "Cost" not in _Page(report.render(_click(seconds=360.0))).text
+    with pytest.raises(InputError, match="at least 1 node"):
+        Price(1.0, nodes=0)
+
+
+def test_machines_that_stand_idle_cost_the_run_nothing() -> None:
+    events = made_up_run.Events()
+    made_up_run.begin(events)
+    events.steps(10, 100)
+    before = cost(events.all, Price(1.0)).node_hours
+    events.add("run", after_s=36_000.0, recipe="gpt2_tiny", name="again", config_hash="0", versions={})
+    events.add("start", after_s=3600.0, step=100, steps=200, world_size=1, checkpoint=None)
+    spent = cost(events.all, Price(1.0))
+    assert spent.node_hours == pytest.approx(before + 1)
+    assert (spent.per_epoch, spent.per_auroc_point) == (None, None)
+
+
+def test_runs_side_by_side() -> None:
+    runs = [_click("first"), _click("second", auroc=0.8, seconds=2.0, config="seed: 1\nmodel:\n  dim: 8\n"), FINISHED]
+    page = report_comparison.render(runs, price=Price(1.0))
+    text = _Page(page).text
+    auroc = next(chart for chart in _charts(page) if (chart.get("aria-label") or "").startswith("Validation auroc"))
+    assert len(auroc.findall("polyline")) == 2
+    loss = next(chart for chart in _charts(page) if (chart.get("aria-label") or "").startswith("Training loss"))
+    assert [line.get("class") for line in loss.findall("polyline")] == [
+        "line series-1",
+        "line series-2",
+        "line series-3",
+    ]
+    assert "test auroc0.780.8-" in text
+    assert "seed01-" in text
+    assert "model.dim-8-" in text
+    assert "cost per epoch" in text
+    same = _Page(report_comparison.render([_click(), _click()])).text
+    assert "They are the same." in same
+    assert "clicks (1)clicks (2)" in same
+
+
+def test_writing_several(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        _write_run(tmp_path / name)
+    out = str(tmp_path / "both.html")
+    assert rayrec.report(str(tmp_path / "one"), str(tmp_path / "two"), out=out) == out
+    assert "2 runs" in _Page((tmp_path / "both.html").read_text()).text
+    with pytest.raises(InputError, match="--out"):
+        rayrec.report(str(tmp_path / "one"), str(tmp_path / "two"))
+    with pytest.raises(InputError, match="at most 8"):
+        rayrec.report(*[str(tmp_path / "one")] * 9, out=out)
+    with pytest.raises(InputError, match="which run"):
+        rayrec.report(out=out)
+
+
+def test_a_keyboard_and_a_screen_reader_reach_everything() -> None:
+    page = _Page(report.render(_click()))
+    places = {attributes["id"] for _, attributes in page.elements if attributes.get("id")}
+    links = {str(attributes["href"]).removeprefix("#") for attributes in page.all("a")}
+    assert links == places >= {"curves", "where-the-time-went", "calibration", "categories", "embedding-tables"}
+    assert all(attributes.get("aria-label") and attributes.get("role") == "img" for attributes in page.all("svg"))
+    assert all(attributes.get("scope") in ("col", "row") for attributes in page.all("th"))
+    for tag, attributes in page.elements:
+        if attributes.get("class") == "wide" and attributes.get("role"):
+            assert (tag, attributes["tabindex"]) == ("div", "0")
+            assert attributes["aria-label"]
+    # A table of numbers under each chart says what its tooltips do.
+    assert page.text.count("numbers") >= len(page.all("svg")) - 1  # a timeline's are in the table of attempts
 
 
 # -- charts
