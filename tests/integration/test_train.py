@@ -117,6 +117,7 @@ def test_golden_loss_curves(finished: tuple[TrainConfig, Result], tmp_path: Path
         assert curve == pytest.approx(golden[workers], rel=2e-4), workers
 
 
+@pytest.mark.extended
 def test_two_logs_and_a_ready_preprocessor(
     finished: tuple[TrainConfig, Result], click_log: Path, tmp_path: Path
 ) -> None:
@@ -192,6 +193,7 @@ def test_saves_apart_from_evaluations_keep_the_best(local_ray: None, click_log: 
     assert Checkpoint(summary["checkpoint"]).manifest()["state"]["progress"]["step"] == best["step"]
 
 
+@pytest.mark.extended
 def test_validation_of_one_class_is_judged_by_logloss(local_ray: None, click_log: Path, tmp_path: Path) -> None:
     lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)
     clicks = [line for line in lines if line.startswith(b"1")][:300]
@@ -229,7 +231,9 @@ def test_another_number_of_workers_goes_on_without_loss(click_log: Path, tmp_pat
     assert (summary["rows"], summary["rows_lost"], summary["rows_repeated"]) == (rows, 0, 0)
 
 
-@pytest.mark.parametrize("name", ["criteo_demo", "criteo_kaggle"])  # the others: test_prepare.py
+@pytest.mark.parametrize(  # the others: test_prepare.py
+    "name", [pytest.param("criteo_demo", marks=pytest.mark.extended), "criteo_kaggle"]
+)
 def test_recipes_build_and_train_two_steps(local_ray: None, click_log: Path, tmp_path: Path, name: str) -> None:
     config = recipes.ALL[name]().replace(
         train_data={"path": str(click_log / "train.txt")},
@@ -243,7 +247,7 @@ def test_recipes_build_and_train_two_steps(local_ray: None, click_log: Path, tmp
     assert 0.3 < summary["metrics"]["auroc"] < 0.9
 
 
-@pytest.mark.parametrize("interaction", ["cross", "projection"])
+@pytest.mark.parametrize("interaction", ["cross", pytest.param("projection", marks=pytest.mark.extended)])
 def test_every_interaction_trains(local_ray: None, click_log: Path, tmp_path: Path, interaction: str) -> None:
     config = small(click_log, tmp_path, steps=4, evaluate_every=4)
     model = {
