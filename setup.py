@@ -16,6 +16,7 @@ setup(
                 "src/rayrec/native/wide_tokens.c",
                 "src/rayrec/native/text_columns.c",
                 "src/rayrec/native/ready.c",
+                "src/rayrec/native/tables.c",
             ],
             depends=["src/rayrec/native/kernels.h", "src/rayrec/native/format.h"],
             extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra", "-fno-math-errno"],

@@ -16,3 +16,16 @@ def require_language(*modules: str) -> None:
     for module in modules or LANGUAGE:
         if importlib.util.find_spec(module) is None:
             raise InputError(f"{module} is not installed; pip install 'rayrec[language]'")
+
+
+def require(module: str, *, extra: str) -> None:
+    """Raises InputError, with what mends it, where a module of an extra is not installed."""
+    if importlib.util.find_spec(module) is None:
+        raise InputError(f"{module} is not installed; pip install 'rayrec[{extra}]'")
+
+
+def require_onnx() -> None:
+    """Raises InputError, with what mends it, where a module of the extra `onnx` is not installed."""
+    for module in ("onnx", "onnxscript", "onnxruntime"):
+        if importlib.util.find_spec(module) is None:
+            raise InputError(f"{module} is not installed; pip install 'rayrec[onnx]'")

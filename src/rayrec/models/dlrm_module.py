@@ -11,9 +11,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from rayrec.click_batch import ClickBatch, StepOutput
+from rayrec.models.dense_part import DensePart
 from rayrec.models.dlrm import DLRMConfig
 from rayrec.models.embeddings import build_embeddings, feature_names
-from rayrec.models.interaction import CrossInteraction, DotInteraction, Interaction, ProjectionInteraction
+from rayrec.models.interaction import Interaction
 from rayrec.models.mlp import MLP, Precision
 
 
@@ -86,31 +87,11 @@ def build_dlrm(
             num_embeddings, embedding_dim=dim, seed=seed, device=embedding_device, features=features
         )
         torch.manual_seed(seed)
-        bottom_mlp = MLP(num_dense, config.bottom_mlp, final_activation=True, precision=precision)
-        interaction: Interaction
-        if config.interaction == "dot":
-            interaction = DotInteraction(features, dim=dim)
-        elif config.interaction == "cross":
-            interaction = CrossInteraction(
-                features,
-                dim=dim,
-                num_layers=config.cross_layers,
-                low_rank=config.cross_low_rank,
-                precision=precision,
-            )
-        else:
-            interaction = ProjectionInteraction(
-                features,
-                dim=dim,
-                first_branch=config.projection_first,
-                second_branch=config.projection_second,
-                precision=precision,
-            )
-        top_mlp = MLP(interaction.out_features, config.top_mlp, final_activation=False, precision=precision)
+        dense_part = DensePart(config, num_dense=num_dense, features=features, precision=precision)
     return DLRM(
         embeddings,
-        bottom_mlp=bottom_mlp,
-        interaction=interaction,
-        top_mlp=top_mlp,
+        bottom_mlp=dense_part.bottom_mlp,
+        interaction=dense_part.interaction,
+        top_mlp=dense_part.top_mlp,
         embedding_penalty=config.embedding_penalty,
     )

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from rayrec.models.mlp import MLP, Precision, compute_dtype, linear_stack
+
+if TYPE_CHECKING:
+    from torchrec.sparse.jagged_tensor import KeyedTensor
 
 Order = tuple[int, ...]
 """order[k] is the feature whose embedding stands at place k."""

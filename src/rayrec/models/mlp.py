@@ -18,6 +18,8 @@ Precision = Literal["fp32", "bf16"]
 # Below these widths oneDNN's set-up costs more than its product (measured at 1,024 to 8,192 rows).
 _NARROW_OUTPUT = 8
 _NARROW_INPUT = 64
+_FEW_ROWS = 8
+"""Where no gradient is wanted, up to so many rows go through plain operators: setting up the fused step takes 0.1 ms."""
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
@@ -112,7 +114,9 @@ class _LinearStack(torch.autograd.Function):
 
 
 def _has_onednn(inputs: torch.Tensor) -> bool:
-    return inputs.is_cpu and inputs.shape[0] > 0 and torch.backends.mkldnn.is_available()
+    return (
+        inputs.is_cpu and inputs.numel() > 0 and torch.backends.mkldnn.is_available()
+    )  # oneDNN knows no empty product
 
 
 def linear_stack(
@@ -128,9 +132,12 @@ def linear_stack(
     `parameters` alternates weights (out, in) and biases (or None), float32. Products and activations have `dtype`;
     with `float_last` the last layer's product is float32, as logits need more than bfloat16's eight bits.
     """
-    if not torch.compiler.is_compiling():
+    # torch.export and torch.compile fuse for themselves and want plain operators. They are asked about first: to look at the
+    # number of rows would bind what they make to it.
+    plain = torch.compiler.is_compiling() or (not torch.is_grad_enabled() and inputs.shape[0] <= _FEW_ROWS)
+    if not plain:
         return _LinearStack.apply(inputs, relus, dtype, float_last, *parameters)
-    outputs = inputs.to(dtype)  # torch.export and torch.compile fuse for themselves, and want plain operators
+    outputs = inputs.to(dtype)
     for layer, relu in enumerate(relus):
         layer_dtype = torch.float32 if float_last and layer == len(relus) - 1 else dtype
         weight, bias = parameters[2 * layer], parameters[2 * layer + 1]
@@ -158,7 +165,7 @@ class MLP(nn.Module):
         self.out_features = sizes[-1] if sizes else in_features
         self.layers = nn.ModuleList()
         for out_features in sizes:
-            layer = nn.utils.skip_init(nn.Linear, in_features, out_features)
+            layer = nn.utils.skip_init(nn.Linear, in_features, out_features, device=torch.get_default_device())
             nn.init.normal_(layer.weight, std=(2.0 / (in_features + out_features)) ** 0.5)
             nn.init.normal_(layer.bias, std=(1.0 / out_features) ** 0.5)
             self.layers.append(layer)

@@ -87,6 +87,22 @@ typedef struct {
     int64_t count;
 } rayrec_runs;
 
+/* How the values of a table's rows are stored: float32, IEEE half; a byte or (low bits first) half a byte each, then scale and
+ * offset as float32 or half, a value being integer * scale + offset. The last two are the packed formats of PyTorch's
+ * quantized::embedding_bag_byte_prepack and embedding_bag_4bit_prepack. */
+enum rayrec_table_kind { TABLE_FP32, TABLE_FP16, TABLE_INT8, TABLE_INT4 };
+
+/* What one column of a batch looks up. */
+typedef struct {
+    const uint8_t *table;
+    int64_t num_embeddings; /* rows of the table */
+    int64_t row_bytes;
+    const void *ids;
+    const int64_t *offsets; /* (rows + 1): where each row's ids start; NULL: `size` ids a row */
+    int64_t size;
+    int64_t id_bytes; /* 4 or 8 */
+} rayrec_lookup;
+
 int64_t rayrec_parse(const uint8_t *text, int64_t length, const rayrec_layout *layout, const rayrec_raw_rows *out,
                      int64_t *fault_counts, rayrec_fault *faults, int64_t max_faults, int64_t *num_faults);
 int64_t rayrec_last_line_start(const uint8_t *text, int64_t length);
@@ -118,6 +134,9 @@ void rayrec_look_up(const uint32_t *tokens, int64_t count, const rayrec_sparse_c
 
 void rayrec_expand_bags(const void *ids, int64_t rows, int64_t id_bytes, int64_t size, int64_t num_embeddings,
                         uint64_t seed, int64_t column, int32_t pareto, void *out);
+
+int64_t rayrec_pool_tables(const rayrec_lookup *lookups, int64_t columns, int64_t rows, int64_t dim, int32_t kind,
+                           float *out);
 
 void rayrec_gather_rows(const rayrec_runs *runs, const int64_t *order, int64_t rows, int64_t columns, int64_t item_bytes,
                         int32_t transposed, void *out);

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rayrec.models.mlp import MLP, linear_stack
+from rayrec.models.mlp import MLP, Precision, linear_stack
 
 
 def reference(mlp: MLP, *, final_activation: bool) -> nn.Sequential:
@@ -111,3 +111,23 @@ def test_export_gives_plain_operators() -> None:
     program = torch.export.export(mlp, (inputs,))
     torch.testing.assert_close(program.module()(inputs), mlp(inputs), atol=1e-5, rtol=1e-4)
     assert "mkldnn" not in program.graph_module.code
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_few_rows_are_scored_as_many_are(precision: Precision) -> None:
+    torch.manual_seed(0)
+    mlp, inputs = MLP(13, (32, 16, 1), final_activation=False, precision=precision), torch.randn(40, 13)
+    with torch.no_grad():
+        together = mlp(inputs)
+        alone = torch.cat([mlp(inputs[row : row + 1]) for row in range(40)])
+    tolerance = 1e-6 if precision == "fp32" else 0.03
+    torch.testing.assert_close(alone, together, atol=tolerance, rtol=tolerance)
+
+
+def test_a_layer_without_inputs_learns_its_bias() -> None:
+    mlp = MLP(0, (16, 8), final_activation=True)
+    output = mlp(torch.zeros(20, 0))
+    torch.testing.assert_close(output[0], mlp.layers[1](mlp.layers[0].bias.relu()).relu())
+    output.sum().backward()
+    assert mlp.layers[0].bias.grad is not None
+    assert mlp.layers[0].bias.grad.abs().sum() > 0

@@ -1,0 +1,30 @@
+"""Peer of serving: the exported click model under ONNX Runtime, on ready-made arrays."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+
+import numpy as np
+import onnxruntime
+
+from rayrec.serve.exported import open_export
+from rayrec.serve.onnx_model import INPUTS, OUTPUT, write_onnx
+
+
+def load(export: str, *, num_threads: int = 0) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """The model of an export's folder as a function of dense float32 (rows, num_dense) and ids integer (rows, ids a row) that
+    gives logits float32 (rows,). `num_threads` 0: ONNX Runtime's choice. Callable by several threads at once."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = num_threads
+    with tempfile.TemporaryDirectory() as folder:
+        graph = os.path.join(folder, "model.onnx")
+        write_onnx(open_export(export), graph)
+        session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+
+    def score(dense: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        feeds = dict(zip(INPUTS, (dense, np.asarray(ids, np.int64)), strict=True))
+        return session.run([OUTPUT], feeds)[0][:, 0]
+
+    return score

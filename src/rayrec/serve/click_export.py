@@ -1,0 +1,218 @@
+"""Writes a trained click model as a folder that needs neither TorchRec nor Ray to score, and proves it on rows."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rayrec import storage
+from rayrec.checkpoint import MANIFEST, Checkpoint, full_tensors
+from rayrec.checkpoint.format import header, sha256_of
+from rayrec.config import InputError
+from rayrec.data.encoded import EncodedRows
+from rayrec.extras import require_onnx
+from rayrec.models.dense_part import DensePart
+from rayrec.models.tables import Quantization, RowFormat
+from rayrec.serve.export_config import ExportConfig
+from rayrec.serve.export_readme import readme
+from rayrec.serve.exported import (
+    DENSE,
+    PROGRAM,
+    README,
+    REPORT,
+    TABLES,
+    ExportedModel,
+    OpenedExport,
+    manifest_of,
+    open_export,
+)
+from rayrec.serve.onnx_model import id_widths
+from rayrec.serve.parity import BATCH_ROWS, Comparison, ParityRows, compare, parity_rows
+from rayrec.serve.served import open_served, version_of
+from rayrec.serve.triton import write_repository
+from rayrec.workloads.recsys import PREPROCESSOR_FOLDER
+from rayrec.workloads.recsys_scorer import PREFIX, click_settings, empty_dense_part, table_weight
+from rayrec.workloads.weight_files import write_weights
+
+if TYPE_CHECKING:
+    from rayrec.data.preprocessor import Preprocessor
+    from rayrec.workloads.base import TrainConfig
+
+_CHUNK_ROWS = 1 << 18
+"""Rows of a table that are quantised and written at once."""
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """What the checkpoint makes of the rows to compare on."""
+
+    logits: np.ndarray
+    rows_per_s: float
+    weight_bytes: int
+
+
+def export_clicks(
+    checkpoint: Checkpoint, out: str, *, config: TrainConfig, settings: ExportConfig, cache: str
+) -> dict[str, Any]:
+    """Writes a checkpoint's model into the empty local folder `out`; returns what report.json says. Indices of logs are kept in
+    folder `cache`.
+
+    Memory: the checkpoint's weights once, then one table of them, then the export's. Raises InputError for damaged weights,
+    values that the quantisation cannot hold, unusable parity_path, and an export that scores otherwise than its checkpoint.
+    """
+    served = open_served(checkpoint.path, config=config)
+    model, precision = click_settings(checkpoint, config)
+    preprocessor = served.preprocessor
+    exported = ExportedModel(
+        model=model,
+        precision=precision,
+        quantization=settings.quantization,
+        checkpoint_version=version_of(checkpoint),
+        preprocessor_hash=served.preprocessor_hash,
+        features=tuple(preprocessor.inputs.sparse),
+        num_dense=len(preprocessor.inputs.dense),
+        num_embeddings=tuple(preprocessor.num_embeddings),
+    )
+    exported.row_format.check()
+    if settings.triton:  # refused before there is much done
+        require_onnx()
+        id_widths(preprocessor)
+    rows = parity_rows(config, preprocessor, settings=settings, cache=cache)
+    reference = _Reference(rows.score(served.score), rows.rows_per_s(served.score), served.weight_bytes)
+    del served  # its weights; the export's are to take their place
+    dense_part = _write_weights(checkpoint, out, exported, preprocessor)
+    _write_program(dense_part, storage.join(out, PROGRAM), exported)
+    preprocessor.save(storage.join(out, PREPROCESSOR_FOLDER))
+    storage.write_bytes(storage.join(out, README), readme(exported).encode())
+    files = _seal(out, exported, {})
+    report = _compare(out, exported, rows, reference, settings)
+    if settings.triton:
+        report["triton"] = write_repository(out, storage.join(out, "triton"), rows=rows)
+    storage.write_json(storage.join(out, REPORT), report)
+    _seal(out, exported, files)
+    return report
+
+
+def _write_weights(checkpoint: Checkpoint, out: str, exported: ExportedModel, preprocessor: Preprocessor) -> DensePart:
+    """Tables as they are read, one at a time, and the dense weights; returns the dense part that holds the latter."""
+    row_format, dense = exported.row_format, {}
+    feature_of = {PREFIX + table_weight(feature): feature for feature in exported.features}
+    order = [feature_of[name] for name in sorted(feature_of)]  # as full_tensors gives them
+    rows_of = dict(zip(exported.features, exported.num_embeddings, strict=True))
+
+    def pieces() -> Iterator[memoryview]:
+        for name, tensor in full_tensors(checkpoint, PREFIX):
+            if name not in feature_of:
+                dense[name.removeprefix(PREFIX)] = tensor
+                continue
+            values = tensor.numpy()
+            for start in range(0, len(values), _CHUNK_ROWS):
+                packed = row_format.pack(values[start : start + _CHUNK_ROWS], table=feature_of[name])
+                yield np.ascontiguousarray(packed).data
+
+    storage.write_stream(
+        storage.join(out, TABLES), itertools.chain([_tables_header(order, rows_of, row_format)], pieces())
+    )
+    write_weights(storage.join(out, DENSE), dense)
+    dense_part = empty_dense_part(exported.model, preprocessor=preprocessor, precision=exported.precision)
+    dense_part.load_state_dict(dense, assign=True)
+    return dense_part
+
+
+def _tables_header(order: list[str], rows_of: dict[str, int], row_format: RowFormat) -> bytes:
+    dtype = torch.from_numpy(np.empty(0, row_format.dtype)).dtype
+    entries, start = [], 0
+    for feature in order:
+        shape = (rows_of[feature], row_format.width)
+        size_bytes = shape[0] * shape[1] * row_format.dtype.itemsize
+        entries.append((feature, dtype, shape, start, size_bytes))
+        start += size_bytes
+    return header(entries)
+
+
+def _write_program(dense_part: DensePart, path: str, exported: ExportedModel) -> None:
+    width = len(exported.features) * exported.model.embedding_dim
+    examples = torch.zeros(BATCH_ROWS, exported.num_dense), torch.zeros(BATCH_ROWS, width)
+    rows = torch.export.Dim("rows", min=1)
+    program = torch.export.export(dense_part, examples, dynamic_shapes=({0: rows}, {0: rows}))
+    torch.export.save(program, path)
+
+
+def _seal(out: str, exported: ExportedModel, known: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Writes the manifest over all that is in the folder; returns size and checksum of every file, those `known` unread."""
+    files = dict(known)
+    for inside, _, names in os.walk(out):
+        for name in names:
+            path = os.path.join(inside, name)
+            relative = os.path.relpath(path, out).replace(os.sep, "/")
+            if relative not in known and relative != MANIFEST:
+                files[relative] = {"bytes": os.path.getsize(path), "sha256": sha256_of(path)}
+    storage.write_json(storage.join(out, MANIFEST), manifest_of(exported, dict(sorted(files.items()))))
+    return files
+
+
+def _compare(
+    out: str, exported: ExportedModel, rows: ParityRows, reference: _Reference, settings: ExportConfig
+) -> dict[str, Any]:
+    """What there is to report of an export. Raises InputError where it differs from its checkpoint by more than allowed."""
+    opened = open_export(out)
+    labels, score = rows.labels(), opened.scorer.score
+    comparisons = {
+        "export": compare(rows.origin, labels, reference.logits, rows.score(score)),
+        "program": compare(rows.origin, labels, reference.logits, _score_by_program(out, opened, rows)),
+    }
+    failure = _failure(comparisons, exported, settings)
+    if failure and not settings.ignore_parity:
+        raise InputError(
+            f"export: gives {failure}, on {rows.rows} {rows.origin}; choose another --quantize, raise --max-auroc-loss, or pass "
+            "--ignore-parity"
+        )
+    rows_per_s = rows.rows_per_s(score)
+    return {
+        "version": exported.version,
+        "quantization": exported.quantization,
+        "parity": {**comparisons["export"].to_dict(), "auroc_limit": settings.auroc_limit, "failure": failure},
+        "program_parity": comparisons["program"].to_dict(),
+        "size": {
+            "table_bytes": os.path.getsize(storage.join(out, TABLES)),
+            "dense_bytes": os.path.getsize(storage.join(out, DENSE)),
+            "weight_bytes": opened.scorer.weight_bytes,
+            "checkpoint_weight_bytes": reference.weight_bytes,
+            "ratio": opened.scorer.weight_bytes / reference.weight_bytes,
+        },
+        "speed": {
+            "batch_rows": BATCH_ROWS,
+            "rows_per_s": rows_per_s,
+            "checkpoint_rows_per_s": reference.rows_per_s,
+            "ratio": rows_per_s / reference.rows_per_s,
+        },
+    }
+
+
+def _failure(comparisons: dict[str, Comparison], exported: ExportedModel, settings: ExportConfig) -> str | None:
+    """Of the folder as rayrec reads it, then of the program in it. In bf16 the latter rounds in other places than the fused
+    layers do, so there its AUROC alone counts."""
+    failure = comparisons["export"].failure(exported.quantization, auroc_limit=settings.auroc_limit)
+    if failure:
+        return failure
+    exact = exported.quantization == "fp32" and exported.precision == "fp32"
+    told: Quantization = "fp32" if exact else "fp16"
+    failure = comparisons["program"].failure(told, auroc_limit=settings.auroc_limit, relative=True)
+    return failure and f"{failure} by {PROGRAM}"
+
+
+def _score_by_program(out: str, opened: OpenedExport, rows: ParityRows) -> np.ndarray:
+    """Logits of the exported program, on what the exported tables give."""
+    program = torch.export.load(storage.join(out, PROGRAM)).module()
+
+    def score(batch: EncodedRows) -> np.ndarray:
+        with torch.inference_mode():
+            return program(torch.from_numpy(batch.dense), opened.scorer.pool(batch)).numpy()
+
+    return rows.score(score)

@@ -1,0 +1,85 @@
+"""The page in an export that tells a stranger what lies there and how to score with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from rayrec.serve.exported import ExportedModel
+
+LOADER: Final = '''\
+import json
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file
+
+FOLDER = "."
+model = json.load(open(f"{FOLDER}/manifest.json"))["model"]
+dim = model["model"]["embedding_dim"]
+tables = load_file(f"{FOLDER}/tables.safetensors")
+program = torch.export.load(f"{FOLDER}/dense.pt2").module()
+
+
+def unpack(rows):  # rows of a table as they are stored -> float32 (n, dim)
+    if model["quantization"] in ("fp32", "fp16"):
+        return rows.astype(np.float32)
+    if model["quantization"] == "int8":  # dim bytes, then scale and offset, float32 each
+        scale, offset = np.ascontiguousarray(rows[:, dim:]).view(np.float32).T
+        values = rows[:, :dim]
+    else:  # int4: half bytes, the even values in the low bits, then scale and offset, float16 each
+        scale, offset = np.ascontiguousarray(rows[:, dim // 2 :]).view(np.float16).astype(np.float32).T
+        values = np.stack([rows[:, : dim // 2] & 15, rows[:, : dim // 2] >> 4], axis=2).reshape(len(rows), dim)
+    return values.astype(np.float32) * scale[:, None] + offset[:, None]
+
+
+def score(dense, ids):
+    """Logits (rows,) of dense float32 (rows, num_dense) and, for each of the features, integers (rows,) or (rows, ids a row)."""
+    pooled = []
+    for name, column in zip(model["features"], ids):
+        column = column.reshape(len(dense), -1)
+        pooled.append(unpack(tables[name][column.reshape(-1)]).reshape(*column.shape, dim).sum(axis=1))
+    with torch.inference_mode():
+        return program(torch.from_numpy(dense), torch.from_numpy(np.concatenate(pooled, axis=1))).numpy()
+'''
+"""Scores with what an export holds by means of PyTorch, NumPy and safetensors alone."""
+
+
+def readme(exported: ExportedModel) -> str:
+    """The text of an export's README.md."""
+    return f"""# {exported.version}
+
+A click model trained with rayrec: {exported.num_dense} dense features, {len(exported.features)} embedding tables of
+{exported.model.embedding_dim} values a row (stored as {exported.quantization}), interaction `{exported.model.interaction}`,
+arithmetic in {exported.precision}. It gives a logit; the probability of a click is 1 / (1 + exp(-logit)).
+
+| file | holds |
+| --- | --- |
+| `manifest.json` | the architecture, the names and sizes of the tables, size and SHA-256 of every other file |
+| `tables.safetensors` | a tensor for each sparse column, a row for each id |
+| `dense.safetensors` | the weights of everything else, float32 |
+| `dense.pt2` | everything but the tables as a `torch.export` program, for any number of rows |
+| `preprocessor/` | how raw columns become dense features and ids: constants and vocabularies |
+| `report.json` | how this folder's scores compare with the checkpoint's, sizes, speed |
+
+No file holds code or needs to be unpickled to be used through rayrec: it builds the network from `manifest.json` and the two
+safetensors files. `dense.pt2` is for other runtimes.
+
+With rayrec, from raw lines:
+
+```bash
+rayrec serve .
+```
+
+```python
+from rayrec.serve.served import open_served
+
+served = open_served(".")
+logits = served.score(served.preprocessor.encode(raw_rows))
+```
+
+Without rayrec, from encoded rows, with PyTorch, NumPy and safetensors:
+
+```python
+{LOADER}```
+"""

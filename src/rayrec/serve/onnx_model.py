@@ -1,0 +1,136 @@
+"""An exported click model, tables and all, as one ONNX graph, for runtimes that know no PyTorch."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import nn
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.extras import require_onnx
+from rayrec.models.tables import RowFormat
+from rayrec.serve.exported import OpenedExport
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from rayrec.data.encoded import EncodedRows
+    from rayrec.data.preprocessor import Preprocessor
+    from rayrec.models.dense_part import DensePart
+
+INPUTS: Final = ("dense", "ids")
+OUTPUT: Final = "logit"
+_EXAMPLE_ROWS = 4
+
+
+class _WholeModel(nn.Module):
+    """dense float32 (rows, num_dense) and ids int64 (rows, ids of all columns side by side) -> logits (rows, 1)."""
+
+    def __init__(
+        self, dense_part: DensePart, tables: Sequence[torch.Tensor], *, row_format: RowFormat, hotness: Sequence[int]
+    ) -> None:
+        super().__init__()
+        self._dense_part, self._format, self._hotness = dense_part, row_format, tuple(hotness)
+        dim, packed = row_format.dim, row_format.quantization in ("int8", "int4")
+        width = {"int8": dim, "int4": dim // 2}.get(row_format.quantization, dim)
+        for number, table in enumerate(tables):
+            self.register_buffer(f"values_{number}", table[:, :width].contiguous())
+            if packed:  # ONNX cannot see floats in bytes
+                kind = torch.float32 if row_format.quantization == "int8" else torch.float16
+                self.register_buffer(
+                    f"affine_{number}", table[:, width:].clone(memory_format=torch.contiguous_format).view(kind).float()
+                )
+
+    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        pooled, start = [], 0
+        for number, size in enumerate(self._hotness):
+            column = ids[:, start : start + size]
+            pooled.append(self._rows(number, column).sum(1) if size > 1 else self._rows(number, column.squeeze(1)))
+            start += size
+        return self._dense_part(dense, torch.cat(pooled, dim=1)).unsqueeze(1)
+
+    def _rows(self, number: int, ids: torch.Tensor) -> torch.Tensor:
+        values = getattr(self, f"values_{number}")[ids]
+        if self._format.quantization in ("fp32", "fp16"):
+            return values.float()
+        affine = getattr(self, f"affine_{number}")[ids]
+        if self._format.quantization == "int4":
+            pairs = torch.stack((values % 16, values // 16), dim=-1)
+            values = pairs.reshape(*ids.shape, self._format.dim)
+        return values.float() * affine[..., :1] + affine[..., 1:]
+
+
+def write_onnx(opened: OpenedExport, path: str) -> None:
+    """Writes the model into local file `path`, its weights beside it in `path`.data (a graph alone ends at 2 GiB).
+
+    Memory: the weights twice more. Raises InputError where the extra `onnx` is not installed, and for models that inputs of a
+    fixed width cannot feed: without dense columns, or with columns of any number of ids a row.
+    """
+    require_onnx()
+    import torch.onnx
+
+    hotness = id_widths(opened.preprocessor)
+    dense_part, tables, row_format = opened.scorer.parts()
+    model = _WholeModel(dense_part, tables, row_format=row_format, hotness=hotness).eval()
+    inputs = opened.preprocessor.inputs
+    examples = (
+        torch.zeros(_EXAMPLE_ROWS, len(inputs.dense)),
+        torch.zeros(_EXAMPLE_ROWS, sum(hotness), dtype=torch.int64),
+    )
+    rows = torch.export.Dim("rows", min=1)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with _quietly():
+        program = torch.onnx.export(
+            model,
+            examples,
+            dynamo=True,
+            dynamic_shapes=({0: rows}, {0: rows}),
+            input_names=list(INPUTS),
+            output_names=[OUTPUT],
+            verbose=False,
+        )
+        assert program is not None
+        program.save(storage.absolute(path), external_data=True)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without what PyTorch's exporter tells of itself: operators of packages that are not here, uses it deprecates."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def id_widths(preprocessor: Preprocessor) -> list[int]:
+    """Ids a row has in each sparse column. Raises InputError for a model that `write_onnx` refuses."""
+    if not preprocessor.inputs.dense:
+        raise InputError("onnx: a model without dense columns has no such graph; serve the export with rayrec")
+    widths = []
+    for name, size in zip(preprocessor.inputs.sparse, preprocessor.hotness, strict=True):
+        if size is None:
+            raise InputError(
+                f"onnx: column {name} has any number of ids a row, and inputs have a fixed width; serve with rayrec"
+            )
+        widths.append(size)
+    return widths
+
+
+def onnx_inputs(rows: EncodedRows) -> dict[str, np.ndarray]:
+    """Encoded rows as the graph's inputs."""
+    import numpy as np
+
+    columns = [np.asarray(column, np.int64).reshape(len(rows), -1) for column in rows.ids]
+    return {"dense": rows.dense, "ids": np.concatenate(columns, axis=1)}

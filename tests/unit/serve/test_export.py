@@ -1,0 +1,341 @@
+"""An exported click model: it scores as its checkpoint does, or is not written; and it runs nothing that lies in its folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from saved_clicks import SMALL, Saved, bucketed_preprocessor, lists_preprocessor, save_clicks
+
+from rayrec import commands, recipes
+from rayrec.config import InputError
+from rayrec.data.log import Segment
+from rayrec.models.tables import Quantization
+from rayrec.serve.export import export
+from rayrec.serve.export_config import ExportConfig
+from rayrec.serve.export_readme import LOADER
+from rayrec.serve.exported import read_manifest
+from rayrec.serve.parity import compare, spread
+from rayrec.serve.served import open_served
+
+ROWS = 600
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("rayrec.serve.parity._SPEED_S", 0.01)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return save_clicks(tmp_path_factory.mktemp("run"), scale=3.0)
+
+
+def _log(path: Path, rows: int, *, labelled: bool = True) -> str:
+    rng, lines = np.random.default_rng(0), []
+    for row in range(rows):
+        columns = [str(row % 3 // 2)] if labelled else []
+        columns += [str(value) for value in rng.integers(0, 50, 13)]
+        columns += [f"{token:08x}" for token in rng.integers(0, 1 << 32, 26)]
+        lines.append("\t".join(columns))
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def _export(saved: Saved, out: Path, **settings: Any) -> dict[str, Any]:
+    return export(
+        str(saved.run), str(out), config=saved.config, settings=ExportConfig(parity_rows=ROWS).replace(**settings)
+    )
+
+
+@pytest.fixture(scope="module")
+def exports(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One of each kind of tables."""
+    folder = tmp_path_factory.mktemp("exports")
+    for quantize in (None, "fp16", "int8", "int4"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("rayrec.serve.parity._SPEED_S", 0.01)
+            _export(saved, folder / (quantize or "fp32"), quantize=quantize, max_auroc_loss=0.05)
+    return {name: folder / name for name in ("fp32", "fp16", "int8", "int4")}
+
+
+@pytest.mark.parametrize(("quantization", "tolerance"), [("fp32", 1e-6), ("fp16", 2e-3), ("int8", 0.03), ("int4", 0.5)])
+def test_scores_are_the_checkpoints(
+    saved: Saved, exports: dict[str, Path], quantization: Quantization, tolerance: float
+) -> None:
+    served, checkpoint = open_served(str(exports[quantization])), open_served(str(saved.run))
+    assert (served.kind, served.quantization) == ("export", quantization)
+    assert served.version == checkpoint.version.removesuffix("fp32") + quantization
+    assert served.preprocessor_hash == checkpoint.preprocessor_hash
+    rows = saved.rows(300)
+    logits, expected = served.score(rows), saved.logits(rows)
+    assert np.abs(logits - expected).max() <= tolerance
+    assert quantization == "fp32" or (logits != expected).any()
+    assert np.std(expected) > 10 * np.abs(logits - expected).mean()
+    width = {"fp32": 32, "fp16": 16, "int8": 16, "int4": 8}[quantization]  # bytes of 8 values
+    dense = sum(p.nbytes for name, p in saved.network.named_parameters() if "embedding_bags" not in name)
+    assert served.weight_bytes == width * sum(saved.preprocessor.num_embeddings) + dense
+
+
+@pytest.mark.parametrize("quantization", ["fp32", "fp16", "int8", "int4"])
+def test_the_loader_for_strangers_gives_the_same(
+    saved: Saved, exports: dict[str, Path], quantization: Quantization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = exports[quantization]
+    assert LOADER in (folder / "README.md").read_text()
+    monkeypatch.chdir(folder)
+    names: dict[str, Any] = {}
+    exec(LOADER, names)
+    for count in (100, 1):
+        rows = saved.rows(count)
+        logits = open_served(str(folder)).score(rows)
+        np.testing.assert_allclose(names["score"](rows.dense, list(rows.ids)), logits, rtol=0, atol=2e-5)
+
+
+def test_the_report_says_what_it_is_worth(exports: dict[str, Path]) -> None:
+    report = json.loads((exports["int8"] / "report.json").read_text())
+    assert report["parity"]["rows"] == ROWS
+    assert "drawn at random" in report["parity"]["origin"]
+    assert report["parity"]["failure"] is None
+    assert 0 < report["parity"]["max_logit_difference"] < 0.05
+    assert 0.5 < report["parity"]["auroc_checkpoint"] <= 1
+    assert 0 < report["size"]["ratio"] < 1
+    assert report["speed"]["rows_per_s"] > 0
+    report = json.loads((exports["fp32"] / "report.json").read_text())
+    assert report["parity"]["max_logit_difference"] < 1e-6
+    assert report["program_parity"]["max_logit_difference"] <= 1e-5
+
+
+def test_the_manifest_names_every_file(exports: dict[str, Path]) -> None:
+    folder = exports["int8"]
+    _, files = read_manifest(str(folder))
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert found == set(files) | {"manifest.json"}
+    assert all((folder / name).stat().st_size == file["bytes"] for name, file in files.items())
+
+
+def test_loading_needs_neither_torchrec_nor_ray_and_unpickles_nothing(saved: Saved, exports: dict[str, Path]) -> None:
+    code = (
+        "import sys, pickle, torch\n"
+        "def refuse(*_, **__): raise AssertionError('unpickled')\n"
+        "pickle.load = pickle.loads = torch.load = torch.export.load = refuse\n"
+        "from rayrec.serve.served import open_served\n"
+        f"print([open_served(path).kind for path in ({str(exports['int8'])!r}, {str(saved.run)!r})])\n"
+        "loaded = {'torchrec', 'fbgemm_gpu', 'ray', 'tensordict', 'torchmetrics'} & set(sys.modules)\n"
+        "assert not loaded, loaded\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "['export', 'checkpoint']\n"
+
+
+class _Trap:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.abort, ()  # type: ignore[return-value]
+
+
+@pytest.fixture
+def copied(exports: dict[str, Path], tmp_path: Path) -> Path:
+    """An export to spoil."""
+    return Path(shutil.copytree(exports["int8"], tmp_path / "copied"))
+
+
+@pytest.mark.parametrize(
+    "name", ["tables.safetensors", "dense.safetensors", "dense.pt2", "preprocessor/preprocessor.json", "README.md"]
+)
+def test_damage_is_found(copied: Path, name: str) -> None:
+    path = copied / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="damaged, its checksum does not fit"):
+        open_served(str(copied))
+    path.write_bytes(content[:-1])
+    with pytest.raises(InputError, match="missing or of another size"):
+        open_served(str(copied))
+    path.unlink()
+    with pytest.raises(InputError, match="missing or of another size"):
+        open_served(str(copied))
+
+
+def test_a_changed_manifest_is_found(copied: Path) -> None:
+    path = copied / "manifest.json"
+    path.write_text(path.read_text().replace('"int8"', '"int4"'))
+    with pytest.raises(InputError, match="damaged, its checksum"):
+        open_served(str(copied))
+    path.write_text("{}")
+    with pytest.raises(InputError):
+        open_served(str(copied))
+
+
+def _resealed(folder: Path, change: Any) -> None:
+    """As an attacker would: sound checksums over what was changed."""
+    from rayrec.checkpoint.format import seal, sha256_of
+
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name, file in manifest["files"].items():
+        file.update(bytes=(folder / name).stat().st_size, sha256=sha256_of(str(folder / name)))
+    del manifest["checksum"]
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(seal(manifest)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m["model"]["num_embeddings"].__setitem__(0, 10**9), "Preprocessor is not the one"),
+        (lambda m: m["model"]["model"].update(top_mlp=[10**9, 1]), "not those of the model"),
+        (lambda m: m["model"]["model"].update(no_field=1), "not the manifest of an export"),
+        (lambda m: m["model"].update(quantization="int2"), "not the manifest of an export"),
+        (lambda m: m["files"].update({"../outside": {"bytes": 1, "sha256": ""}}), "outside of it"),
+        (lambda m: m["files"].pop("tables.safetensors"), r"names no tables\.safetensors"),
+        (lambda m: m.pop("model"), "not the manifest of an export"),
+        (lambda m: m.update(version=99), "version 99"),
+    ],
+)
+def test_a_forged_manifest_is_refused(copied: Path, change: Any, message: str) -> None:
+    _resealed(copied, change)
+    with pytest.raises(InputError, match=message):
+        open_served(str(copied))
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"\xff" * 8,
+        b"\x02\0\0\0\0\0\0\0[]",
+        b"\x02\0\0\0\0\0\0\0{}",
+        pickle.dumps(_Trap()),
+        b"",
+    ],
+)
+def test_forged_weights_are_refused(copied: Path, head: bytes) -> None:
+    (copied / "tables.safetensors").write_bytes(head)
+    _resealed(copied, lambda _: None)
+    with pytest.raises(InputError, match="safetensors"):
+        open_served(str(copied))
+
+
+def test_tensors_beyond_the_file_are_refused(copied: Path) -> None:
+    path = copied / "tables.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    table = json.loads(data[8 : 8 + length])
+    for entry in table.values():
+        entry["data_offsets"] = [place + 10**6 for place in entry["data_offsets"]]
+    head = json.dumps(table).encode()
+    path.write_bytes(len(head).to_bytes(8, "little") + head + data[8 + length :])
+    _resealed(copied, lambda _: None)
+    with pytest.raises(InputError, match="outside of the file"):
+        open_served(str(copied))
+
+
+# -- the gate
+
+
+def test_the_runs_own_rows_are_compared(tmp_path: Path) -> None:
+    path = _log(tmp_path / "log.tsv", 700)
+    saved = save_clicks(tmp_path / "run", train_data={"path": path})
+    told = _export(saved, tmp_path / "out", parity_rows=40)
+    assert told["parity"]["origin"] == f"test rows of {path}"
+    assert told["parity"]["rows"] == 40  # of 50, the last 14th
+    told = _export(saved, tmp_path / "more", parity_rows=60)
+    assert (told["parity"]["origin"], told["parity"]["rows"]) == (f"rows of {path}", 60)  # the test rows are too few
+    elsewhere = _log(tmp_path / "other.tsv", 90)
+    told = _export(saved, tmp_path / "two", parity_path=elsewhere, quantize="fp16", max_auroc_loss=0.1)
+    assert (told["parity"]["origin"], told["parity"]["rows"]) == (f"rows of {elsewhere}", 90)
+
+
+def test_an_export_that_scores_otherwise_leaves_nothing(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InputError, match=r"an AUROC that differs by .*more than 0, on .*; choose another --quantize"):
+        _export(saved, tmp_path / "out", quantize="int4", max_auroc_loss=0.0)
+    assert not list(tmp_path.glob("out*"))
+    told = _export(saved, tmp_path / "out", quantize="int4", max_auroc_loss=0.0, ignore_parity=True)
+    assert "AUROC" in told["parity"]["failure"]
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["parity"] == told["parity"]
+    with pytest.raises(InputError, match="exists already"):
+        _export(saved, tmp_path / "out")
+
+
+def test_the_command_prints_the_report(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--quantize", "fp16", "--parity-rows", "50", "--max-auroc-loss", "0.2", "--out", str(tmp_path / "out")]
+    commands.export([str(saved.run), *flags])
+    told = json.loads(capsys.readouterr().out)
+    assert told["quantization"] == "fp16"
+    assert (told["out"], told["checkpoint"]) == (str(tmp_path / "out"), str(saved.checkpoint))
+    assert (told["parity"]["rows"], told["parity"]["auroc_limit"]) == (50, 0.2)
+
+
+def test_unusable_requests_are_told_in_one_line(saved: Saved, tmp_path: Path) -> None:
+    unlabelled = _log(tmp_path / "log.tsv", 5, labelled=False)
+    with pytest.raises(InputError, match="holds no labels"):
+        _export(saved, tmp_path / "out", parity_path=unlabelled)
+    with pytest.raises(InputError, match=r"absent\.tsv"):
+        _export(saved, tmp_path / "out", parity_path=str(tmp_path / "absent.tsv"))
+    with pytest.raises(InputError, match="trains no click model"):
+        export(
+            str(saved.run), str(tmp_path / "out"), config=recipes.mnist_resnet18(), settings=ExportConfig(triton=True)
+        )
+    with pytest.raises(InputError, match="parity_rows"):
+        ExportConfig(parity_rows=0)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("make", ["bags", "no dense columns", "bf16"])
+def test_other_makes_are_exported_too(make: str, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {
+        "bags": {"preprocessor": lists_preprocessor()},
+        "no dense columns": {"preprocessor": bucketed_preprocessor()},
+        "bf16": {"model": SMALL.replace(interaction="cross"), "precision": "bf16"},
+    }[make]
+    saved = save_clicks(tmp_path / "run", **arguments)
+    _export(saved, tmp_path / "out", quantize="int8", max_auroc_loss=0.01)
+    served, rows = open_served(str(tmp_path / "out")), saved.rows(100)
+    np.testing.assert_allclose(served.score(rows), saved.logits(rows), rtol=0, atol=0.02)
+
+
+def test_values_that_are_not_finite_are_not_exported(tmp_path: Path) -> None:
+    saved = save_clicks(tmp_path / "run", scale=float("nan"))
+    with pytest.raises(InputError, match=r"table cat_0: has a value of nan"):
+        _export(saved, tmp_path / "out", quantize="int8")
+    with pytest.raises(InputError, match="not finite"):
+        _export(saved, tmp_path / "out")
+
+
+def test_compare_counts_the_worst_row() -> None:
+    labels = np.array([0, 1, 0, 1], np.float32)
+    logits = np.array([-1, 1, -2, 2], np.float32)
+    same = compare("rows", labels, logits, logits)
+    assert same.failure("fp32", auroc_limit=0.0) is None
+    moved = compare("rows", labels, logits, logits + np.array([0, 0, 2e-5, 0], np.float32))
+    assert "a logit that differs by 2e-05" in str(moved.failure("fp32", auroc_limit=1.0))
+    assert moved.failure("int8", auroc_limit=0.0) is None
+    large = compare("rows", labels, 30 * logits, 30 * logits + np.array([0, 0, 4e-5, 0], np.float32))
+    assert large.failure("fp32", auroc_limit=1.0) is not None
+    assert large.failure("fp32", auroc_limit=1.0, relative=True) is None
+    flipped = compare("rows", labels, logits, -logits)
+    assert flipped.auroc_difference == 1.0
+    assert "AUROC" in str(flipped.failure("int8", auroc_limit=0.1))
+    one_class = compare("rows", np.zeros(4, np.float32), logits, logits)
+    assert one_class.to_dict()["auroc_difference"] is None
+    assert one_class.failure("int8", auroc_limit=0.0) is None
+
+
+def test_rows_are_spread_over_the_log() -> None:
+    found = [(Segment("a", 0, 1, 100 * n, 100), 0, 100) for n in range(50)]
+    parts = spread(found, rows=1000)
+    assert sum(part.stop - part.start for part in parts) == 1000
+    assert [part.segment.first_row for part in parts] == list(range(0, 5000, 500))
+    assert sum(part.stop - part.start for part in spread(found, rows=10**6)) == 5000
+    assert sum(part.stop - part.start for part in spread(found, rows=7)) == 7
