@@ -32,7 +32,7 @@ def auroc(logits: Any, labels: Any) -> float:
     `logits` and `labels` are arrays or tensors of any shape with equally many elements; logits count as float32, labels
     are 0 or 1. Infinite logits are ordered, NaN raises InputError. With one class only the result is nan.
     """
-    checked_logits, checked_labels = _checked(logits, labels)
+    checked_logits, checked_labels = checked(logits, labels)
     negatives, positives = _sorted_keys(checked_logits, checked_labels)
     return _area(_twice_u(negatives, positives), num_positives=len(positives), num_negatives=len(negatives))
 
@@ -56,6 +56,12 @@ def calibration(logits: Any, labels: Any) -> float:
     return _local_metrics(logits, labels, with_auroc=False)["calibration"]
 
 
+def sigmoid(logits: npt.NDArray[Any]) -> Floats:
+    """float32: the predicted probability 1 / (1 + exp(-logit)), without overflow."""
+    small = np.exp(-np.abs(logits.astype(np.float64)))  # in (0, 1]
+    return (np.where(logits >= 0, 1.0, small) / (1.0 + small)).astype(np.float32)
+
+
 def binary_metrics(logits: Any, labels: Any) -> dict[str, float]:
     """auroc, logloss, normalized_entropy, calibration, rows and label_rate of the rows at hand.
 
@@ -66,7 +72,7 @@ def binary_metrics(logits: Any, labels: Any) -> dict[str, float]:
 
 
 def _local_metrics(logits: Any, labels: Any, *, with_auroc: bool) -> dict[str, float]:
-    checked_logits, checked_labels = _checked(logits, labels)
+    checked_logits, checked_labels = checked(logits, labels)
     loss_sum, probability_sum = _sums(checked_logits, checked_labels)
     num_positives = int(np.count_nonzero(checked_labels))
     return _metrics(
@@ -96,7 +102,8 @@ def _converted(logits: Any, labels: Any) -> tuple[Floats, Labels]:
     return flat_logits.astype(np.float32, copy=False), flat_labels.astype(np.uint8, copy=False)
 
 
-def _checked(logits: Any, labels: Any) -> tuple[Floats, Labels]:
+def checked(logits: Any, labels: Any) -> tuple[Floats, Labels]:
+    """Flat float32 logits and uint8 labels. Raises InputError for lengths that differ, labels other than 0 and 1, and NaN."""
     flat_logits, flat_labels = _converted(logits, labels)
     missing = int(np.count_nonzero(np.isnan(flat_logits)))
     if missing:
@@ -104,15 +111,22 @@ def _checked(logits: Any, labels: Any) -> tuple[Floats, Labels]:
     return flat_logits, flat_labels
 
 
+def row_losses(logits: Floats, labels: Labels) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Of each row, in float64: the log loss in nats and the predicted probability; of infinite logits too."""
+    logit = logits.astype(np.float64)
+    towards_wrong = np.where(labels == 1, -logit, logit)
+    small = np.exp(-np.abs(logit))  # in (0, 1]: never overflows
+    return np.maximum(towards_wrong, 0.0) + np.log1p(small), np.where(logit >= 0, 1.0, small) / (1.0 + small)
+
+
 def _sums(logits: Floats, labels: Labels) -> tuple[float, float]:
     """Sums over the rows of the log loss and of the predicted probability, in float64."""
     losses, probabilities = [], []
     for start in range(0, len(logits), _BLOCK_ROWS):
-        logit = logits[start : start + _BLOCK_ROWS].astype(np.float64)
-        towards_wrong = np.where(labels[start : start + _BLOCK_ROWS] == 1, -logit, logit)
-        small = np.exp(-np.abs(logit))  # in (0, 1]: never overflows
-        losses.append(float(np.sum(np.maximum(towards_wrong, 0.0) + np.log1p(small))))
-        probabilities.append(float(np.sum(np.where(logit >= 0, 1.0, small) / (1.0 + small))))
+        block = slice(start, start + _BLOCK_ROWS)
+        loss, probability = row_losses(logits[block], labels[block])
+        losses.append(float(np.sum(loss)))
+        probabilities.append(float(np.sum(probability)))
     return math.fsum(losses), math.fsum(probabilities)
 
 
@@ -191,7 +205,7 @@ def distributed_binary_metrics(
     error: InputError | None = None
     checked_logits, checked_labels = np.empty(0, np.float32), np.empty(0, np.uint8)
     try:
-        checked_logits, checked_labels = _checked(logits, labels)
+        checked_logits, checked_labels = checked(logits, labels)
     except InputError as caught:
         error = caught
     num_positives = int(np.count_nonzero(checked_labels))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -17,6 +20,11 @@ from rayrec.metrics import binary_metrics
 from rayrec.observe.console import Console
 from rayrec.serve import parts as parquet_parts
 from rayrec.serve import predict as serving
+from rayrec.serve.config import EvaluationConfig
+from rayrec.serve.evaluate import evaluate
+from rayrec.serve.opening import Opened
+from rayrec.serve.readable import readable
+from rayrec.significance import METRICS
 
 if TYPE_CHECKING:
     from rayrec.training.trainer import Result
@@ -77,7 +85,7 @@ def test_evaluate_gives_the_metrics_of_training(
 ) -> None:
     rows = result.summary["rows_of_sets"]["test"]
     (tmp_path / "test.tsv").write_bytes(b"".join(lines[-rows:]))
-    metrics = serving.evaluate(result.checkpoint, str(tmp_path / "test.tsv"), config=config, console=QUIET)
+    metrics = evaluate(result.checkpoint, str(tmp_path / "test.tsv"), config=config, console=QUIET)
     assert metrics["rows"] == rows
     for name, value in result.metrics.items():
         assert metrics[name] == pytest.approx(value, abs=1e-6), name
@@ -95,7 +103,7 @@ def test_predictions_are_in_order(
     assert whole["label"].tolist() == [float(line[:1]) for line in lines]
     np.testing.assert_allclose(whole["score"], 1 / (1 + np.exp(-whole["logit"].astype(float))), rtol=1e-6)
     assert len(np.unique(whole["logit"])) > 10_000
-    metrics = serving.evaluate(result.checkpoint, str(click_log), config=config, console=QUIET)
+    metrics = evaluate(result.checkpoint, str(click_log), config=config, console=QUIET)
     by_hand = binary_metrics(whole["logit"], whole["label"])
     assert {name: metrics[name] for name in by_hand} == pytest.approx(by_hand, abs=1e-6)
 
@@ -131,26 +139,37 @@ def test_faulty_lines_keep_their_place(
     expected = np.delete(np.arange(count), faulty)
     np.testing.assert_array_equal(got["row"], expected)
     np.testing.assert_allclose(got["logit"], whole["logit"][expected], atol=1e-6)
-    metrics = serving.evaluate(result.checkpoint, str(tmp_path / "faulty.txt"), config=lenient, console=QUIET)
+    metrics = evaluate(result.checkpoint, str(tmp_path / "faulty.txt"), config=lenient, console=QUIET)
     assert (metrics["rows"], metrics["bad_rows"]) == (len(expected), len(faulty))
 
 
+@pytest.fixture(scope="module")
+def scores(
+    result: Result, config: TrainConfig, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
+    """The log's predictions as files of 7000 rows, and what was told of them."""
+    out = tmp_path_factory.mktemp("scores") / "scores"
+    with pytest.MonkeyPatch.context() as patch:
+        _small_parts(patch)
+        return out, _predict_to(result.folder, config, out)  # of the run's folder: its newest checkpoint
+
+
+def _small_parts(patch: pytest.MonkeyPatch) -> None:
+    for module in (parquet_parts, serving):
+        patch.setattr(module, "PART_ROWS", 7000)
+
+
+def _predict_to(checkpoint: str, config: TrainConfig, out: Path, *, batch_rows: int = 1000) -> dict[str, Any]:
+    assert config.train_data.path is not None
+    return serving.predict_to(
+        checkpoint, config.train_data.path, str(out), config=config, batch_rows=batch_rows, console=QUIET
+    )
+
+
 def test_parquet(
-    whole: dict[str, np.ndarray],
-    result: Result,
-    config: TrainConfig,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    whole: dict[str, np.ndarray], scores: tuple[Path, dict[str, Any]], result: Result, config: TrainConfig
 ) -> None:
-    monkeypatch.setattr(parquet_parts, "PART_ROWS", 7000)
-
-    def predict_to(out: Path) -> dict[str, Any]:
-        path = config.train_data.path
-        assert path is not None
-        return serving.predict_to(result.folder, path, str(out), config=config, batch_rows=1000, console=QUIET)
-
-    out = tmp_path / "scores"
-    done = predict_to(out)  # of the run's folder: its newest checkpoint
+    out, done = scores
     assert (done["rows"], done["bad_rows"], done["out"]) == (20_000, 0, str(out))
     assert done["rows_per_s"] > 0
     parts = sorted(out.iterdir())
@@ -160,7 +179,99 @@ def test_parquet(
     for name, values in whole.items():
         np.testing.assert_array_equal(table.column(name).to_numpy(), values, name)
     with pytest.raises(InputError, match="exists already"):
-        predict_to(out)
+        _predict_to(result.folder, config, out)
+
+
+def test_a_killed_call_goes_on(
+    scores: tuple[Path, dict[str, Any]],
+    result: Result,
+    config: TrainConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the same bytes; what was done is not scored again."""
+    _small_parts(monkeypatch)
+    out, tables, begun = tmp_path / "out", Opened.tables, []
+
+    def watched(self: Opened, console: Console, *, first_row: int = 0) -> Iterator[pa.Table]:
+        begun.append(first_row)
+        for table in tables(self, console, first_row=first_row):
+            if len(begun) == 1 and table.column("row")[0].as_py() > 9000:
+                raise KeyboardInterrupt
+            yield table
+
+    monkeypatch.setattr(Opened, "tables", watched)
+    with pytest.raises(KeyboardInterrupt):
+        _predict_to(result.checkpoint, config, out)
+    assert not out.exists()
+    assert [path.name for path in Path(f"{out}.partial").glob("*.parquet")] == ["part-00000.parquet"]
+    with pytest.raises(InputError, match="with another batch_rows; give the same"):
+        _predict_to(result.checkpoint, config, out, batch_rows=999)
+    assert _predict_to(result.checkpoint, config, out)["rows"] == 20_000
+    assert begun[0] == 0
+    assert 7000 < begun[1] <= 11_000
+    expected = {path.name: path.read_bytes() for path in scores[0].iterdir()}
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == expected
+    assert not Path(f"{out}.partial").exists()
+
+
+def test_slices_intervals_and_another_checkpoint(
+    result: Result, config: TrainConfig, click_log: Path, whole: dict[str, np.ndarray], lines: list[bytes]
+) -> None:
+    checkpoints = sorted((Path(result.folder) / "checkpoints").iterdir())
+    log = str(click_log / "train.txt")
+    options = EvaluationConfig(
+        slice_by=("day", "cat_0", "frequency:cat_2", "int_1"),
+        slice_top=3,
+        confidence=0.9,
+        resamples=20,
+        compare=str(checkpoints[-1]),
+        batch_rows=1000,
+    )
+    found = evaluate(result.checkpoint, log, config=config, options=options, other=config, console=QUIET)
+    metrics = binary_metrics(whole["logit"], whole["label"])
+    assert {name: found[name] for name in metrics} == metrics
+    for name in METRICS:
+        low, high = found["intervals"][name]
+        assert low < found[name] < high
+        assert found["compared"][name] == found[name]
+        assert found["compared"]["differences"][name]["p_value"] == 1  # it is the same checkpoint
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    for slices in found["slices"].values():
+        assert sum(piece["rows"] for piece in slices) == len(lines)
+    assert [piece["value"] for piece in found["slices"]["day"]] == [f"seventh {number}" for number in range(1, 8)]
+    last = slice(len(lines) - found["slices"]["day"][-1]["rows"], None)
+    last_day = binary_metrics(whole["logit"][last], whole["label"][last])
+    assert found["slices"]["day"][-1]["auroc"] == pytest.approx(last_day["auroc"], abs=1e-12)
+
+    tokens = np.array([line.rstrip(b"\n").split(b"\t")[14].decode() for line in lines])
+    values, counts = np.unique(tokens, return_counts=True)
+    most = [value or "(missing)" for value in values[np.argsort(-counts)][:4].tolist()]
+    assert {piece["value"] for piece in found["slices"]["cat_0"]} <= {*most, "(others)", "(missing)"}
+    piece = found["slices"]["cat_0"][0]
+    expected = binary_metrics(whole["logit"][tokens == piece["value"]], whole["label"][tokens == piece["value"]])
+    assert piece["rows"] == expected["rows"]
+    assert piece["logloss"] == pytest.approx(expected["logloss"], rel=1e-12)
+    assert "by int_1:\n" in readable(found)
+
+
+def test_what_cannot_be_told(result: Result, config: TrainConfig, click_log: Path) -> None:
+    log = str(click_log / "train.txt")
+    for by, message in (
+        ("cat5", "no column 'cat5'; did you mean 'cat_5'"),
+        ("user", "no column 'user'; there are day"),
+    ):
+        with pytest.raises(InputError, match=message):
+            evaluate(result.checkpoint, log, config=config, options=EvaluationConfig(slice_by=(by,)), console=QUIET)
+    with pytest.raises(InputError, match="holds no complete checkpoint"):
+        evaluate(
+            result.checkpoint,
+            log,
+            config=config,
+            options=EvaluationConfig(compare=str(click_log)),
+            other=config,
+            console=QUIET,
+        )
 
 
 def test_refusals(result: Result, config: TrainConfig, lines: list[bytes], tmp_path: Path) -> None:
@@ -168,11 +279,11 @@ def test_refusals(result: Result, config: TrainConfig, lines: list[bytes], tmp_p
     labelled.write_bytes(b"".join(lines[:100]))
     unlabelled.write_bytes(_unlabelled(lines[:100]))
     with pytest.raises(InputError, match="holds no labels"):
-        serving.evaluate(result.checkpoint, str(unlabelled), config=config, console=QUIET)
+        evaluate(result.checkpoint, str(unlabelled), config=config, console=QUIET)
     with pytest.raises(InputError, match="holds no complete checkpoint"):
-        serving.evaluate(str(tmp_path / "none"), str(labelled), config=config, console=QUIET)
+        evaluate(str(tmp_path / "none"), str(labelled), config=config, console=QUIET)
     with pytest.raises(InputError, match="no such file"):
-        serving.evaluate(result.checkpoint, str(tmp_path / "none.txt"), config=config, console=QUIET)
+        evaluate(result.checkpoint, str(tmp_path / "none.txt"), config=config, console=QUIET)
     mixed = tmp_path / "mixed.txt"
     mixed.write_bytes(_unlabelled(lines[:2]) + lines[2])
     with pytest.raises(InputError, match=r"too many columns"):

@@ -46,6 +46,7 @@ def test_rows_are_evaluated_and_predicted(local_ray: None, tmp_path: Path) -> No
 def test_trouble_is_told_in_one_line(local_ray: None, tmp_path: Path) -> None:
     checkpoint, _ = trained(tmp_path / "run")
     unlabelled, out = rows_file(tmp_path, 20, labelled=False), tmp_path / "out"
+    labelled = rows_file(tmp_path, 20)
     with pytest.raises(InputError, match="has no labels"):
         api.evaluate(checkpoint, unlabelled, recipe=scored, console=QUIET)
     with pytest.raises(InputError, match="no recipe 'scored'"):
@@ -54,6 +55,8 @@ def test_trouble_is_told_in_one_line(local_ray: None, tmp_path: Path) -> None:
         api.evaluate(checkpoint, unlabelled, recipe=scored, batch_row=3)
     with pytest.raises(InputError, match="batch_rows: 0 must be at least 1"):
         api.evaluate(checkpoint, unlabelled, recipe=scored, batch_rows=0, console=QUIET)
+    with pytest.raises(InputError, match="predicts no clicks, and only of clicks there are slice_by and confidence"):
+        api.evaluate(checkpoint, labelled, recipe=scored, slice_by=("day",), confidence=0.9, console=QUIET)
     with pytest.raises(InputError, match="cuda needs a GPU"):
         api.predict(checkpoint, unlabelled, recipe=scored, device="cuda", console=QUIET)
     data = next(Path(checkpoint).glob("data_*.safetensors"))

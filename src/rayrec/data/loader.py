@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -18,12 +18,17 @@ from rayrec.data.ingest import stream
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import Block, EpochOrder, Piece, Position, after, steps_in
 from rayrec.data.ready import stream_ready
+from rayrec.data.stages import StageAccount
 from rayrec.schema import Schema
 
 if TYPE_CHECKING:
     import ray
 
     from rayrec.data.preprocessor import Preprocessor
+
+
+Targets = Callable[[EncodedRows], np.ndarray]
+"""What labelled rows are to be scored as: float32 (rows), from 0 to 1."""
 
 
 class ClickLoader:
@@ -46,13 +51,17 @@ class ClickLoader:
         max_steps: int | None = None,
         mapped: Preprocessor | None = None,
         in_memory: bool = False,
+        targets: Targets | None = None,
     ) -> None:
         """`schema` is that of the model's inputs. `mapped`: the rows are ready-made files of this machine, which the worker
-        reads itself, with `in_memory` all of them first; else data tasks make the rows."""
+        reads itself, with `in_memory` all of them first; else data tasks make the rows. `targets`: what rows are to be scored as;
+        None: their labels."""
         self._order, self._preprocessor, self._schema = order, preprocessor, schema
         self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
         self._placement, self._prefetch_blocks = placement, prefetch_blocks
-        self._mapped, self._in_memory = mapped, in_memory
+        self._mapped, self._in_memory, self._targets = mapped, in_memory, targets
+        # One thread reads what is mapped.
+        self.stages = StageAccount(cpus=1.0 if mapped is not None else placement.max_cpus or placement.num_cpus)
         self._handed_out = 0
         self.steps_per_epoch = steps_in(-(-order.rows // world_size), batch_size)
         self._start = position
@@ -158,7 +167,11 @@ class ClickLoader:
             total += piece.rows
         if self._mapped is not None:
             rows = stream_ready(
-                kept, self._mapped, in_memory=self._in_memory, prefetch_blocks=max(1, self._prefetch_blocks)
+                kept,
+                self._mapped,
+                in_memory=self._in_memory,
+                prefetch_blocks=max(1, self._prefetch_blocks),
+                account=self.stages,
             )
         else:
             rows = stream(
@@ -167,8 +180,9 @@ class ClickLoader:
                 schema=self._schema,
                 placement=self._placement,
                 prefetch_blocks=self._prefetch_blocks,
+                account=self.stages,
             )
-        slicer = Slicer(rows, num_dense=len(self._schema.dense), keys=self._schema.sparse)
+        slicer = Slicer(rows, num_dense=len(self._schema.dense), keys=self._schema.sparse, targets=self._targets)
         for mine, everyone in self._sizes:
             yield slicer.take(mine, loss_weight=self._world_size / everyone)
 
@@ -176,8 +190,10 @@ class ClickLoader:
 class Slicer:
     """Cuts a stream of encoded rows into batches; one copy a row."""
 
-    def __init__(self, rows: Iterator[EncodedRows], *, num_dense: int, keys: Sequence[str]) -> None:
-        self._rows, self._num_dense, self._keys = rows, num_dense, keys
+    def __init__(
+        self, rows: Iterator[EncodedRows], *, num_dense: int, keys: Sequence[str], targets: Targets | None = None
+    ) -> None:
+        self._rows, self._num_dense, self._keys, self._targets = rows, num_dense, keys, targets
         self._current: EncodedRows | None = None
         self._offsets: list[np.ndarray | None] = []
         self._used = 0
@@ -208,9 +224,13 @@ class Slicer:
                 assert rows.weights is not None
                 weights[done : done + size] = rows.weights[start:stop]
             done += size
+        ids = self._ids(slices, count)
+        if self._targets is not None and count:
+            # Batch by batch: a model's last digits depend on the rows it takes together, and these are the same in every run.
+            labels = self._targets(EncodedRows(dense, ids, labels))
         return ClickBatch(
             dense_features=torch.from_numpy(dense),
-            sparse_features=sparse_features(self._keys, self._ids(slices, count), count, self._constant),
+            sparse_features=sparse_features(self._keys, ids, count, self._constant),
             labels=torch.from_numpy(labels),
             loss_weight=loss_weight,
             weights=None if weights is None else torch.from_numpy(weights),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from rayrec.data import ready
 from rayrec.data.columns import RawColumns
@@ -11,6 +12,7 @@ from rayrec.data.log import Segment, read_segments
 from rayrec.data.parsing import RawRows
 from rayrec.data.position import Block
 from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.stages import stage
 from rayrec.data.tables import read_tables
 from rayrec.schema import Schema
 
@@ -22,18 +24,28 @@ def read_raw(segments: Sequence[Segment], schema: Schema) -> RawRows | RawColumn
     return read_segments(segments, schema)
 
 
-def open_block(block: Block, preprocessor: Preprocessor, *, labelled: bool = True) -> Callable[[int, int], EncodedRows]:
-    """A function of start and stop that gives rows [start, stop) of a block, permuted and encoded. A raw log is read and
-    parsed here, ready-made rows when they are asked for."""
+@dataclass(frozen=True)
+class OpenedBlock:
+    """A block whose rows are encoded when they are asked for."""
+
+    encode: Callable[[int, int], EncodedRows]
+    """Of start and stop: rows [start, stop) of the block, permuted and encoded."""
+    raw: RawRows | RawColumns | None
+    """All rows of the block's segments, in their own order; None where they are ready-made."""
+
+
+def open_block(block: Block, preprocessor: Preprocessor, *, labelled: bool = True) -> OpenedBlock:
+    """A raw log is read and parsed here, ready-made rows when they are asked for."""
     segments, order = [part.segment for part in block.parts], block.order()
     if segments[0].format in ready.FORMATS:
-        return lambda start, stop: ready.read(segments, order[start:stop], preprocessor)
+        read = stage("read")(lambda start, stop: ready.read(segments, order[start:stop], preprocessor))
+        return OpenedBlock(read, None)
     raw = read_raw(segments, preprocessor.schema if labelled else preprocessor.schema.unlabelled())
-    return lambda start, stop: preprocessor.encode(raw, order[start:stop])
+    return OpenedBlock(stage("encode")(lambda start, stop: preprocessor.encode(raw, order[start:stop])), raw)
 
 
 def encode_block(
     block: Block, start: int, stop: int, preprocessor: Preprocessor, *, labelled: bool = True
 ) -> EncodedRows:
     """Rows [start, stop) of a block, permuted and encoded."""
-    return open_block(block, preprocessor, labelled=labelled)(start, stop)
+    return open_block(block, preprocessor, labelled=labelled).encode(start, stop)

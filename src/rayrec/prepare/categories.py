@@ -14,8 +14,8 @@ from rayrec.data.engine import Engine
 from rayrec.data.log import LogIndex
 from rayrec.data.preprocessor import Preprocessor, bucket_integers
 from rayrec.data.profiles import RAYREC, Profile
+from rayrec.data.stretches import Slice, parts_of
 from rayrec.prepare.config import PreparationConfig
-from rayrec.prepare.slices import Slice, parts_of
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from rayrec.data.parsing import PADDING_BYTES
 from rayrec.data.position import Part
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.reading import read_raw
+from rayrec.data.stretches import Slice, parts_of, slices_of
 from rayrec.data.tally import Tally, TallyJob, as_columns, faults_by_column, quantile_edges
 from rayrec.native import keep_freed_memory
 from rayrec.observe.console import Console
@@ -28,7 +29,6 @@ from rayrec.prepare.categories import Categories, examine_categories
 from rayrec.prepare.config import PreparationConfig, cache_folder, engine
 from rayrec.prepare.data_report import Report
 from rayrec.prepare.gates import Gates, failures_of, warnings_of
-from rayrec.prepare.slices import Slice, parts_of, slices_of
 from rayrec.schema import Schema
 
 _TASK_ROWS = 500_000

@@ -11,7 +11,15 @@ from collections.abc import Callable
 
 from rayrec.config import InputError
 from rayrec.recipes.clicks import clicks
-from rayrec.recipes.criteo import criteo_demo, criteo_full, criteo_kaggle, criteo_small, mlperf_dcnv2, mlperf_dlrm
+from rayrec.recipes.criteo import (
+    criteo_demo,
+    criteo_full,
+    criteo_kaggle,
+    criteo_kaggle_distilled,
+    criteo_small,
+    mlperf_dcnv2,
+    mlperf_dlrm,
+)
 from rayrec.recipes.gpt2 import gpt2, gpt2_tiny
 from rayrec.recipes.mnist import mnist_resnet18, mnist_resnet18_augmented
 from rayrec.workloads.base import TrainConfig
@@ -23,6 +31,7 @@ __all__ = [
     "criteo_demo",
     "criteo_full",
     "criteo_kaggle",
+    "criteo_kaggle_distilled",
     "criteo_small",
     "find",
     "gpt2",
@@ -41,6 +50,7 @@ ALL: dict[str, Recipe] = {
     for recipe in (
         criteo_demo,
         criteo_kaggle,
+        criteo_kaggle_distilled,
         criteo_small,
         criteo_full,
         mlperf_dlrm,
@@ -56,6 +66,7 @@ ALL: dict[str, Recipe] = {
 
 PUBLISHED = {
     "criteo_kaggle": "criteo_kaggle",
+    "criteo_kaggle_distilled": "criteo_kaggle",
     "criteo_small": "criteo_small",
     "criteo_full": "criteo_full",
     "mlperf_dlrm": "criteo_full",

@@ -9,6 +9,7 @@ from rayrec.datasets.remote import RemoteFile
 from rayrec.models.dlrm import DLRMConfig
 from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.workloads.base import DataConfig, EarlyStoppingConfig, ScalingConfig, TrainConfig
+from rayrec.workloads.distillation import TeacherConfig
 from rayrec.workloads.recsys import ClickWorkload
 
 
@@ -56,6 +57,17 @@ def criteo_kaggle(path: str | None = None) -> TrainConfig:
         batch_size=2048,
         scaling=ScalingConfig(num_workers=2),
         early_stopping=EarlyStoppingConfig(patience=3),
+    )
+
+
+def criteo_kaggle_distilled(path: str | None = None) -> TrainConfig:
+    """A DLRM a quarter as wide that learns from a criteo_kaggle model beside the labels: --workload.teacher.checkpoint RUN."""
+    config = criteo_kaggle(path)
+    workload = config.workload
+    assert isinstance(workload, ClickWorkload)
+    small = DLRMConfig(interaction="dot", embedding_dim=4, bottom_mlp=(64, 16, 4), top_mlp=(128, 64, 1))
+    return config.replace(
+        recipe="criteo_kaggle_distilled", workload=workload.replace(model=small, teacher=TeacherConfig(weight=0.5))
     )
 
 

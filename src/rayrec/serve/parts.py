@@ -1,50 +1,102 @@
-"""Tables that come one after the other, as numbered Parquet files."""
+"""Rows that come one after the other, as numbered Parquet files; who was killed goes on where it stopped.
+
+A file is written when all its rows are there. Until then they are in a journal beside it, an entry a table: how many bytes
+follow, their CRC-32, and the table as an Arrow stream. An entry that was cut short ends the journal.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
+import struct
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rayrec import storage
+
 PART_ROWS = 1 << 20
 """Rows of one file, about 12 MB of click scores."""
+GROUP_ROWS = 1 << 17
+"""Rows of one row group: the same however the rows came, so that the same rows make the same bytes."""
+_HEADER = struct.Struct("<QI")
 
 
 @final
 class Parts:
-    """Writes part-00000.parquet, part-00001.parquet, ... into a local folder; a context that ends the last one."""
+    """Writes part-00000.parquet, part-00001.parquet, ... into a folder; a context, behind which the journal is closed.
+
+    In a folder that holds some already it goes on: of a folder at a URL with the last file that is complete, of a local one
+    with the last table.
+    """
 
     def __init__(self, folder: str) -> None:
-        self._folder, self._number, self._in_part = folder, 0, 0
-        self._writer: pq.ParquetWriter | None = None
-        self.rows = 0
+        self._folder, self._exit = folder, ExitStack()
+        names = set(storage.list_folder(folder))
+        self._number = next(number for number in itertools.count() if _name(number) not in names)
+        """Of the file that is next."""
+        place = self._exit.enter_context(tempfile.TemporaryDirectory()) if storage.is_url(folder) else folder
+        self._journal = _Journal(os.path.join(place, f"_journal-{self._number:05d}"))
+        self.rows = self._number * PART_ROWS + self._journal.rows
+        """Written so far, by whoever began too."""
 
     def __enter__(self) -> Parts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close()
+        self._journal.close()
+        self._exit.close()
 
     def write(self, table: pa.Table) -> None:
         start = 0
         while start < len(table):
-            piece = table.slice(start, PART_ROWS - self._in_part)
-            if self._writer is None:
-                name = os.path.join(self._folder, f"part-{self._number:05d}.parquet")
-                self._writer = pq.ParquetWriter(name, table.schema, use_dictionary=_repeating(table.schema))
-            self._writer.write_table(piece)
+            piece = table.slice(start, PART_ROWS - self._journal.rows)
+            self._journal.append(piece)
             start += len(piece)
-            self._in_part += len(piece)
             self.rows += len(piece)
-            if self._in_part == PART_ROWS:
-                self._close()
+            if self._journal.rows == PART_ROWS:
+                self._end_part()
 
-    def _close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer, self._in_part, self._number = None, 0, self._number + 1
+    def finish(self) -> list[str]:
+        """Writes what is left as the last file; returns the names of all."""
+        if self._journal.rows:
+            self._end_part()
+        return [_name(number) for number in range(self._number)]
+
+    def _end_part(self) -> None:
+        with storage.writing(storage.join(self._folder, _name(self._number))) as path:
+            _write_parquet(self._journal.tables(), path)
+        self._journal.remove()
+        self._number += 1
+        self._journal = _Journal(os.path.join(os.path.dirname(self._journal.path), f"_journal-{self._number:05d}"))
+
+
+def _name(number: int) -> str:
+    return f"part-{number:05d}.parquet"
+
+
+def _write_parquet(tables: Iterator[pa.Table], path: str) -> None:
+    waiting, num_waiting = [], 0
+    with ExitStack() as opened:
+        writer: pq.ParquetWriter | None = None
+        for table in itertools.chain(tables, [None]):
+            if table is not None:
+                waiting.append(table)
+                num_waiting += len(table)
+            while num_waiting >= GROUP_ROWS or (table is None and num_waiting):
+                joined = pa.concat_tables(waiting)
+                if writer is None:
+                    dictionaries = _repeating(joined.schema)
+                    writer = opened.enter_context(pq.ParquetWriter(path, joined.schema, use_dictionary=dictionaries))
+                # One chunk: where chunks end must not show in the file.
+                writer.write_table(joined.slice(0, GROUP_ROWS).combine_chunks(), row_group_size=GROUP_ROWS)
+                waiting = [joined.slice(GROUP_ROWS)]
+                num_waiting = len(waiting[0])
 
 
 def _repeating(schema: pa.Schema) -> list[str]:
@@ -54,3 +106,56 @@ def _repeating(schema: pa.Schema) -> list[str]:
         for field in schema
         if field.name == "label" or (field.name != "row" and not pa.types.is_floating(field.type))
     ]
+
+
+@final
+class _Journal:
+    """Tables in a local file that a killed process leaves readable."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.rows = path, 0
+        self._file = open(path, "ab+", buffering=0)  # noqa: SIM115
+        whole_bytes = 0
+        for end, data in self._entries():
+            whole_bytes = end
+            self.rows += len(_table(data))
+        self._file.truncate(whole_bytes)
+
+    def append(self, table: pa.Table) -> None:
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table)
+        data = sink.getvalue()
+        for piece in (_HEADER.pack(data.size, zlib.crc32(data)), memoryview(data)):
+            while len(piece):
+                piece = piece[self._file.write(piece) :]
+        self.rows += len(table)
+
+    def tables(self) -> Iterator[pa.Table]:
+        for _, data in self._entries():
+            yield _table(data)
+
+    def _entries(self) -> Iterator[tuple[int, bytes]]:
+        """Where each whole entry ends, and its table."""
+        with open(self.path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            while len(header := file.read(_HEADER.size)) == _HEADER.size:
+                length, checksum = _HEADER.unpack(header)
+                if length > size - file.tell():
+                    return
+                data = file.read(length)
+                if zlib.crc32(data) != checksum:
+                    return
+                yield file.tell(), data
+
+    def close(self) -> None:
+        self._file.close()
+
+    def remove(self) -> None:
+        self.close()
+        os.remove(self.path)
+
+
+def _table(data: bytes) -> pa.Table:
+    with pa.ipc.open_stream(data) as stream:
+        return stream.read_all()

@@ -98,8 +98,8 @@ class _ScoringProcess:
         return pa.concat_tables([self._score(number.as_py()) for number in numbers.column("block")])
 
 
-def scored_dataset(scoring: Scoring, *, pool: Pool, device: Device) -> ray.data.Dataset:
-    """A Dataset with one block of scores a block of rows, in order. Nothing runs until it is read.
+def scored_dataset(scoring: Scoring, *, pool: Pool, device: Device, first_block: int = 0) -> ray.data.Dataset:
+    """A Dataset with one block of scores a block of rows, in order, from block `first_block` on. Nothing runs until it is read.
 
     Its input, the blocks' numbers, lies in the object store already: the pool needs no task to feed it, so it may hold
     all CPUs of a cluster, and a single one is enough.
@@ -109,7 +109,8 @@ def scored_dataset(scoring: Scoring, *, pool: Pool, device: Device) -> ray.data.
     context.print_on_execution_start = False
     context.execution_options = ExecutionOptions(preserve_order=True)
     with DataContext.current(context):
-        numbers = ray.data.from_blocks([pa.table({"block": [number]}) for number in range(scoring.num_blocks)])
+        wanted = range(first_block, scoring.num_blocks)
+        numbers = ray.data.from_blocks([pa.table({"block": [number]}) for number in wanted])
         return numbers.map_batches(
             _ScoringProcess,
             fn_constructor_args=(scoring.load, device, max(1, int(pool.cpus_per_actor))),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
@@ -10,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 
 from rayrec import storage
-from rayrec.checkpoint import Checkpoint, open_checkpoint
 from rayrec.config import InputError
 from rayrec.data import ready
 from rayrec.data.ingest import share_preprocessor
@@ -20,21 +21,24 @@ from rayrec.data.log import LogIndex, select
 from rayrec.data.opening import open_log
 from rayrec.data.position import Block, Part, blocks_of_epoch
 from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.raw_values import stretch_of, values_of
 from rayrec.data.ray_tasks import RayEngine, input_errors
 from rayrec.data.reading import open_block
-from rayrec.metrics import BinaryMetricsAccumulator
+from rayrec.data.stretches import Slice, slices_of
+from rayrec.metrics import BinaryMetricsAccumulator, sigmoid
 from rayrec.schema import Schema
-from rayrec.workloads.recsys import PREPROCESSOR_FOLDER
-from rayrec.workloads.scoring import Device, Scoring, ScoringContext
+from rayrec.workloads.recsys_scorer import load_preprocessor
+from rayrec.workloads.scoring import KEY, Device, Scoring, ScoringContext
 
 if TYPE_CHECKING:
     import ray
 
-    from rayrec.data.parsing import RawRows
     from rayrec.workloads.base import TrainConfig
     from rayrec.workloads.recsys import ClickWorkload
     from rayrec.workloads.recsys_scorer import ClickScorer
 
+DAY = "day"
+FREQUENCY = "frequency:"
 _BATCH_ROWS = 8192
 
 
@@ -48,7 +52,13 @@ def open_scoring(workload: ClickWorkload, context: ScoringContext) -> Scoring:
             f"{context.path}: holds no labels, so there is nothing to compare scores with; `rayrec predict` scores it"
         )
     schema = preprocessor.schema if labelled else preprocessor.schema.unlabelled()
+    columns = key_columns(context.slice_by, schema)
     index, blocks = _blocks(context, schema)
+    if columns and index.format in ready.FORMATS:
+        raise InputError(
+            f"{context.path}: is ready-made and holds ids in place of categories; give the raw log to tell metrics by "
+            f"{', '.join(columns)}"
+        )
     import ray
 
     process = _Process(
@@ -59,14 +69,31 @@ def open_scoring(workload: ClickWorkload, context: ScoringContext) -> Scoring:
         blocks=ray.put(blocks),
         labelled=labelled,
         batch_rows=context.batch_rows or _BATCH_ROWS,
+        key_columns=columns,
+        stretches=tuple(slices_of(index)[1]) if DAY in context.slice_by else (),
     )
+    assert sum(scored.block.rows for scored in blocks) == index.rows
     return Scoring(
-        rows=index.rows,
-        num_blocks=len(blocks),
+        block_rows=tuple(scored.block.rows for scored in blocks),
         load=process.load,
         make_totals=_ClickTotals,
         described={"bad_rows": index.faults.total, "preprocessor": preprocessor.hash()},
+        is_clicks=True,
     )
+
+
+def key_columns(slice_by: Sequence[str], schema: Schema) -> tuple[str, ...]:
+    """The columns whose values tell the slices apart. Raises InputError for what metrics cannot be told by."""
+    columns = dict.fromkeys(by.removeprefix(FREQUENCY) for by in slice_by if by != DAY)
+    known = [name for name in (*schema.dense, *schema.sparse) if name not in schema.lists]
+    for name in columns:
+        if name in schema.lists:
+            raise InputError(f"slice_by: column {name} holds lists; choose a column with one value a row")
+        if name not in known:
+            near = difflib.get_close_matches(name, [DAY, *known], n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"there are {DAY}, {', '.join(known)}"
+            raise InputError(f"slice_by: the log has no column '{name}'; {hint}")
+    return tuple(columns)
 
 
 def _blocks(context: ScoringContext, schema: Schema) -> tuple[LogIndex, list[ScoredBlock]]:
@@ -152,6 +179,10 @@ class _Process:
     """Of a list of ScoredBlock."""
     labelled: bool
     batch_rows: int
+    key_columns: tuple[str, ...]
+    """Whose values come along, so that metrics can be told by them."""
+    stretches: tuple[Slice, ...]
+    """Of the log, if metrics are to be told by them."""
 
     def load(self, device: Device) -> _BlockScorer:
         import ray
@@ -173,11 +204,12 @@ class _BlockScorer:
     def __call__(self, number: int) -> pa.Table:
         scored, told, preprocessor = self._blocks[number], self._told, self._preprocessor
         schema = preprocessor.schema if told.labelled else preprocessor.schema.unlabelled()
-        encoded, num_rows = open_block(scored.block, preprocessor, labelled=told.labelled), scored.block.rows
+        opened = open_block(scored.block, preprocessor, labelled=told.labelled)
+        num_rows = scored.block.rows
         logits = np.empty(num_rows, np.float32)
         labels = np.empty(num_rows, np.float32)
         for start in range(0, num_rows, told.batch_rows):
-            rows = encoded(start, min(start + told.batch_rows, num_rows))
+            rows = opened.encode(start, min(start + told.batch_rows, num_rows))
             logits[start : start + len(rows)] = self._scorer.score(rows)
             if rows.labels is not None:
                 labels[start : start + len(rows)] = rows.labels
@@ -188,6 +220,11 @@ class _BlockScorer:
         }
         if told.labelled:
             columns["label"] = pa.array(labels)
+        if told.stretches:
+            columns[KEY + DAY] = stretch_of(scored.block, told.stretches)
+        for name in told.key_columns:
+            assert opened.raw is not None, "refused before"
+            columns[KEY + name] = values_of(scored.block, opened.raw, name, schema)
         return pa.table(columns)
 
 
@@ -198,49 +235,3 @@ def _rows(scored: ScoredBlock, schema: Schema) -> np.ndarray:
         rows = np.arange(part.start, part.stop, dtype=np.int64)
         chosen.append(first_line + (rows if scored.lines_known else good_lines(part.segment, schema)[rows]))
     return np.concatenate(chosen)
-
-
-def sigmoid(logits: np.ndarray) -> np.ndarray:
-    """float32: 1 / (1 + exp(-logit)), without overflow."""
-    small = np.exp(-np.abs(logits.astype(np.float64)))  # in (0, 1]
-    return (np.where(logits >= 0, 1.0, small) / (1.0 + small)).astype(np.float32)
-
-
-# -- in one process
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A trained model with the very Preprocessor it was trained with."""
-
-    checkpoint: Checkpoint
-    config: TrainConfig
-    preprocessor: Preprocessor
-    preprocessor_hash: str
-    scorer: ClickScorer
-
-    def score(self, raw: RawRows) -> np.ndarray:
-        """float32 (rows,): the logits of parsed rows, labelled or not."""
-        return self.scorer.score(self.preprocessor.encode(raw))
-
-
-def load_preprocessor(checkpoint: str) -> Preprocessor:
-    """The Preprocessor stored with the weights. Raises InputError where there is none, or its hash does not fit its content."""
-    folder = storage.join(checkpoint, PREPROCESSOR_FOLDER)
-    if not storage.exists(folder):
-        raise InputError(f"{checkpoint}: holds no {PREPROCESSOR_FOLDER}/, which every checkpoint of a click model has")
-    return Preprocessor.load(folder)
-
-
-def load_model(workload: ClickWorkload, config: TrainConfig, checkpoint: str, *, device: Device = "cpu") -> LoadedModel:
-    """Loads a checkpoint of its own or a run's folder (the newest) into this process. `config` is that of its config.yaml,
-    as `recipes.load_config` reads it.
-
-    No file is unpickled and none chooses code: the classes are those of `config`. Every checksum is verified. Raises
-    InputError for a folder that is no checkpoint of a click model, and for damaged files.
-    """
-    opened = open_checkpoint(checkpoint)
-    opened.manifest()
-    preprocessor = load_preprocessor(opened.path)
-    scorer = workload.load_scorer(config, checkpoint=opened.path, preprocessor=preprocessor, device=device)
-    return LoadedModel(opened, config, preprocessor, preprocessor.hash(), scorer)

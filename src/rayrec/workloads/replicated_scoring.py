@@ -41,9 +41,9 @@ def open_scoring(workload: ReplicatedWorkload, context: ScoringContext) -> Scori
     source.close()
     if not rows:
         raise InputError(f"{context.path}: has no rows to score")
+    size = process.block_rows(rows)
     return Scoring(
-        rows=rows,
-        num_blocks=-(-rows // process.block_rows(rows)),
+        block_rows=tuple(min(size, rows - start) for start in range(0, rows, size)),
         load=process.load,
         make_totals=lambda: MeasureTotals(workload.metrics),
         described={},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -34,6 +36,12 @@ class ScoringContext:
     connect: Callable[[], TaskPlacement]
     """Reaches Ray, if nobody has before, and says where data tasks may run."""
     console: Console
+    slice_by: tuple[str, ...] = ()
+    """What metrics are to be told by, beside all rows: day, COLUMN, frequency:COLUMN; only a click model's are."""
+
+
+KEY = "key:"
+"""What the column begins with that holds, for each row, the value its slice is told by: key:day, key:COLUMN."""
 
 
 class Totals(Protocol):
@@ -53,8 +61,8 @@ class Totals(Protocol):
 class Scoring:
     """The rows of an input, ready to be scored in blocks that follow each other."""
 
-    rows: int
-    num_blocks: int
+    block_rows: tuple[int, ...]
+    """Rows of each block, which follow each other."""
     load: Callable[[Device], Callable[[int], pa.Table]]
     """Called once in each scoring process; picklable. Loads the model; what it returns scores a block by its number, into a table
     with a row for each: `row` (int64, its 0-based place in the input) and the workload's own columns."""
@@ -62,3 +70,19 @@ class Scoring:
     """Takes the same tables where `evaluating` was asked for."""
     described: dict[str, Any]
     """What a result tells beside rows and metrics; plain JSON values."""
+    is_clicks: bool = False
+    """Whether tables have `logit` and, where `evaluating` was asked for, `label` and the keys of `slice_by`."""
+
+    @property
+    def rows(self) -> int:
+        return sum(self.block_rows)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.block_rows)
+
+    def block_of(self, row: int) -> tuple[int, int]:
+        """The number of the block that holds a row, and that block's first row; behind the last row the number of blocks."""
+        ends = list(itertools.accumulate(self.block_rows))
+        number = bisect_right(ends, row)
+        return number, ends[number - 1] if number else 0

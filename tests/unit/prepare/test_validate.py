@@ -26,7 +26,7 @@ from rayrec.prepare import validate as module
 from rayrec.prepare.config import PreparationConfig
 from rayrec.prepare.data_report import Report
 from rayrec.prepare.gates import Gates
-from rayrec.prepare.slices import MAX_SLICES, parts_of, slices_of
+from rayrec.data.stretches import MAX_SLICES, parts_of, slices_of
 from rayrec.schema import Schema
 
 SCHEMA = Schema(label="click", dense=("a", "b"), sparse=("s", "t"))

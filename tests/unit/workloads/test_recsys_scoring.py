@@ -20,15 +20,10 @@ from rayrec.data.parsing import parse
 from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
 from rayrec.models.dlrm import DLRMConfig
 from rayrec.serve.scoring import weight_bytes
+from rayrec.serve.served import open_served
 from rayrec.workloads.base import TrainConfig
-from rayrec.workloads.recsys_scoring import LoadedModel
-from rayrec.workloads.recsys_scoring import load_model as load_click_model
 
 NUM_EMBEDDINGS = [5 + column for column in range(26)]
-
-
-def load_model(checkpoint: str, *, config: TrainConfig) -> LoadedModel:
-    return load_click_model(config.workload, config, checkpoint)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -102,21 +97,21 @@ def test_scores_are_those_of_the_saved_model(run: Path, config: TrainConfig, pre
             torch.from_numpy(rows.dense), sparse_features(preprocessor.inputs.sparse, rows.ids, len(rows))
         ).numpy()
 
-    loaded = load_model(str(run), config=config)  # the newest of the run
-    assert loaded.checkpoint.step == 2
+    loaded = open_served(str(run), config=config)  # the newest of the run
+    assert loaded.source.endswith("step_00000002")
     assert loaded.preprocessor_hash == preprocessor.hash()
-    scores = loaded.score(raw)
+    scores = loaded.score(rows)
     assert scores.dtype == np.float32
     np.testing.assert_array_equal(scores, expected)
 
     unlabelled, faults = parse(preprocessor.schema.unlabelled(), _text(100, labelled=False))
     assert not faults.total
-    np.testing.assert_array_equal(loaded.score(unlabelled), scores)
+    np.testing.assert_array_equal(loaded.score(preprocessor.encode(unlabelled)), scores)
     single, _ = parse(preprocessor.schema, _text(1, labelled=True))
-    np.testing.assert_allclose(loaded.score(single), scores[:1], atol=1e-6)
+    np.testing.assert_allclose(loaded.score(preprocessor.encode(single)), scores[:1], atol=1e-6)
 
-    older = load_model(str(run / "checkpoints" / "step_00000001"), config=config)
-    assert not np.allclose(older.score(raw), scores)
+    older = open_served(str(run / "checkpoints" / "step_00000001"), config=config)
+    assert not np.allclose(older.score(rows), scores)
 
 
 def test_weight_bytes_leave_the_optimizer_out(run: Path, config: TrainConfig) -> None:
@@ -128,7 +123,7 @@ def test_weight_bytes_leave_the_optimizer_out(run: Path, config: TrainConfig) ->
 def test_no_checkpoint(tmp_path: Path, config: TrainConfig, name: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"holds no complete checkpoint.*step_00001000"):
-        load_model(str(tmp_path / name), config=config)
+        open_served(str(tmp_path / name), config=config)
 
 
 def test_damaged_weights(copied: Path, config: TrainConfig) -> None:
@@ -138,37 +133,37 @@ def test_damaged_weights(copied: Path, config: TrainConfig) -> None:
     content[chunk["start"]] ^= 1
     data.write_bytes(content)
     with pytest.raises(InputError, match="damaged, the checksum"):
-        load_model(str(copied), config=config)
+        open_served(str(copied), config=config)
     data.write_bytes(content[: chunk["start"] + 4])
     with pytest.raises(InputError, match="cut short"):
-        load_model(str(copied), config=config)
+        open_served(str(copied), config=config)
     data.unlink()
     with pytest.raises(InputError, match="missing"):
-        load_model(str(copied), config=config)
+        open_served(str(copied), config=config)
 
 
 def test_changed_preprocessor(copied: Path, config: TrainConfig) -> None:
     stored = copied / "preprocessor" / "preprocessor.json"
     stored.write_text(stored.read_text().replace('"mean": 1.0', '"mean": 2.0', 1))
     with pytest.raises(InputError, match="its hash is"):
-        load_model(str(copied), config=config)
+        open_served(str(copied), config=config)
     shutil.rmtree(copied / "preprocessor")
     with pytest.raises(InputError, match="holds no preprocessor/, which every checkpoint of a click model has"):
-        load_model(str(copied), config=config)
+        open_served(str(copied), config=config)
 
 
 def test_another_model_or_version(copied: Path, config: TrainConfig) -> None:
     wider = DLRMConfig(interaction="dot", embedding_dim=8, bottom_mlp=(8, 8), top_mlp=(8, 1))
     other = config.replace(workload=config.workload.replace(model=wider))
     with pytest.raises(InputError, match=r"has shape .* asks for"):
-        load_model(str(copied), config=other)
+        open_served(str(copied), config=other)
     deeper = DLRMConfig(interaction="dot", embedding_dim=4, bottom_mlp=(8, 8, 4), top_mlp=(8, 1))
     with pytest.raises(InputError, match=r"bottom_mlp.* has shape"):
-        load_model(str(copied), config=config.replace(workload=config.workload.replace(model=deeper)))
+        open_served(str(copied), config=config.replace(workload=config.workload.replace(model=deeper)))
     manifest = copied / "manifest.json"
     manifest.write_text(json.dumps(seal({**json.loads(manifest.read_text()), "version": 99})))
     with pytest.raises(InputError, match="format version 99"):
-        load_model(str(copied), config=config)
+        open_served(str(copied), config=config)
 
 
 class _Trap:
@@ -192,11 +187,11 @@ def test_nothing_is_unpickled(copied: Path, config: TrainConfig, monkeypatch: py
 
     for module, function in ((pickle, "load"), (pickle, "loads"), (torch, "load")):
         monkeypatch.setattr(module, function, refuse)
-    load_model(str(copied), config=config)
+    open_served(str(copied), config=config)
     tokens = copied / "preprocessor" / "tokens.npy"
     np.save(tokens, np.array([_Trap(str(mark))], object), allow_pickle=True)
     with pytest.raises(ValueError, match="allow_pickle"):
-        load_model(str(copied), config=config)
+        open_served(str(copied), config=config)
     assert not mark.exists()
 
 

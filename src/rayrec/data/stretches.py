@@ -1,4 +1,4 @@
-"""The stretches of a log that a data report compares: its files, or the sevenths of a single one."""
+"""The stretches of a log that a data report and an evaluation compare: its files, or the sevenths of a single one."""
 
 from __future__ import annotations
 

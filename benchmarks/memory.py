@@ -1,0 +1,56 @@
+"""Memory of processes while a candidate runs, shared pages counted once."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+def _descendants(root: int) -> list[int]:
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with suppress(OSError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found = [root]
+    for process in found:
+        found += [child for child, parent in parents.items() if parent == process]
+    return found
+
+
+def memory_bytes(root: int) -> int:
+    """Proportional set size of a process and of all below it; what ends meanwhile counts nothing."""
+    total = 0
+    for process in _descendants(root):
+        with suppress(OSError):
+            for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
+                if line.startswith("Pss:"):
+                    total += int(line.split()[1]) << 10
+    return total
+
+
+class Peak:
+    """The most that was seen."""
+
+    size_bytes = 0
+
+
+@contextmanager
+def watched(*, every_s: float = 0.5) -> Iterator[Peak]:
+    """Of this process and those below it, looked at every so many seconds, which costs some milliseconds each time."""
+    peak, stop = Peak(), threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(every_s):
+            peak.size_bytes = max(peak.size_bytes, memory_bytes(os.getpid()))
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        stop.set()
+        thread.join()

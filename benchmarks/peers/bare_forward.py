@@ -1,0 +1,38 @@
+"""DLRM's forward pass as plain PyTorch has it: one embedding look-up a table, linear layers, pairwise products."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+class BareDLRM(nn.Module):
+    """With the weights of a `criteo_kaggle` checkpoint (interaction "dot")."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], features: Sequence[str]) -> None:
+        super().__init__()
+        self.tables = [weights[f"embeddings.embedding_bags.{name}.weight"] for name in features]
+        self.bottom, self.top = _layers(weights, "bottom_mlp"), _layers(weights, "top_mlp")
+        self.pairs = torch.triu_indices(len(features) + 1, len(features) + 1, offset=1)
+
+    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """float32 (rows,) of dense features (rows, num_dense) and ids (num_sparse, rows)."""
+        for weight, bias in self.bottom:
+            dense = functional.relu(functional.linear(dense, weight, bias))
+        looked_up = [functional.embedding(column, table) for column, table in zip(ids, self.tables, strict=True)]
+        vectors = torch.stack([dense, *looked_up], dim=1)
+        products = torch.bmm(vectors, vectors.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
+        hidden = torch.cat([dense, products], dim=1)
+        for weight, bias in self.top[:-1]:
+            hidden = functional.relu(functional.linear(hidden, weight, bias))
+        return functional.linear(hidden, *self.top[-1]).squeeze(1)
+
+
+def _layers(weights: Mapping[str, torch.Tensor], name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    places = sorted(
+        int(key.split(".")[2]) for key in weights if key.startswith(f"{name}.layers.") and key.endswith(".weight")
+    )
+    return [(weights[f"{name}.layers.{place}.weight"], weights[f"{name}.layers.{place}.bias"]) for place in places]

@@ -1,0 +1,135 @@
+"""What a student is to score rows as: its teacher's probabilities and the labels, the same however a run is cut up."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rayrec import checkpoint as checkpoints
+from rayrec import recipes
+from rayrec.config import InputError
+from rayrec.data.encoded import EncodedRows
+from rayrec.data.loader import Slicer, sparse_features
+from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
+from rayrec.datasets.criteo import SCHEMA
+from rayrec.models.dlrm import DLRMConfig
+from rayrec.workloads.distillation import RECORD, Teacher, TeacherConfig, load_targets, open_teacher
+
+NUM_EMBEDDINGS = [5 + column for column in range(26)]
+
+
+@pytest.fixture(scope="module")
+def preprocessor() -> Preprocessor:
+    return Preprocessor(
+        profile="rayrec",
+        schema=SCHEMA,
+        dense=(DenseColumn(),) * 13,
+        sparse=tuple(SparseColumn(num_embeddings=rows, num_tokens=None) for rows in NUM_EMBEDDINGS),
+        tokens=np.empty(0, np.uint32),
+        constants={},
+    )
+
+
+def _model(seed: int) -> torch.nn.Module:
+    config = DLRMConfig(interaction="dot", embedding_dim=4, bottom_mlp=(8, 4), top_mlp=(8, 1))
+    return config.build(
+        num_embeddings=NUM_EMBEDDINGS, num_dense=13, seed=seed, embedding_device="cpu", features=SCHEMA.sparse
+    )
+
+
+@pytest.fixture(scope="module")
+def run(preprocessor: Preprocessor, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A teacher's run, with two checkpoints."""
+    folder = tmp_path_factory.mktemp("teacher")
+    config = recipes.criteo_demo()
+    model = DLRMConfig(interaction="dot", embedding_dim=4, bottom_mlp=(8, 4), top_mlp=(8, 1))
+    config = config.replace(workload=config.workload.replace(model=model))
+
+    def extra_files(target: str) -> None:
+        Path(target, "config.yaml").write_text(config.to_yaml())
+        preprocessor.save(f"{target}/preprocessor")
+
+    for step in (1, 2):
+        weights = {f"model.{name}": tensor for name, tensor in _model(step).state_dict().items()}
+        checkpoints.save(checkpoints.folder_of(str(folder), step), weights, state={}, extra_files=extra_files)
+    return folder
+
+
+def _rows(count: int) -> EncodedRows:
+    rng = np.random.default_rng(count)
+    ids = np.stack([rng.integers(0, rows, count) for rows in NUM_EMBEDDINGS]).astype(np.int32)
+    dense = rng.normal(size=(count, 13)).astype(np.float32)
+    return EncodedRows(dense, ids, (rng.random(count) < 0.3).astype(np.float32))  # type: ignore[arg-type]
+
+
+def _slice(rows: EncodedRows, start: int, stop: int) -> EncodedRows:
+    assert rows.labels is not None
+    return EncodedRows(rows.dense[start:stop], [ids[start:stop] for ids in rows.ids], rows.labels[start:stop])  # type: ignore[index]
+
+
+def test_targets_are_labels_and_probabilities(run: Path, preprocessor: Preprocessor) -> None:
+    rows = _rows(300)
+    assert rows.labels is not None
+    with torch.no_grad():
+        logits = _model(2).score(  # type: ignore[operator]
+            torch.from_numpy(rows.dense), sparse_features(SCHEMA.sparse, rows.ids, len(rows))
+        )
+    for weight in (0.25, 1.0):
+        teacher = Teacher(str(run / "checkpoints" / "step_00000002"), weight)
+        targets = load_targets(teacher, preprocessor)(rows)
+        assert targets.dtype == np.float32
+        expected = (1 - weight) * rows.labels + weight * torch.sigmoid(logits).numpy()
+        np.testing.assert_allclose(targets, expected, atol=1e-6)
+
+
+def test_batches_have_the_same_targets_wherever_a_run_goes_on(run: Path, preprocessor: Preprocessor) -> None:
+    """Bit for bit: each batch is scored as a whole, and not as the pieces come that it is made of."""
+    targets = load_targets(Teacher(str(run / "checkpoints" / "step_00000001"), 0.5), preprocessor)
+    rows = _rows(500)
+
+    def labels(start: int, piece: int) -> list[np.ndarray]:
+        pieces = (_slice(rows, begin, min(begin + piece, 500)) for begin in range(start, 500, piece))
+        slicer = Slicer(pieces, num_dense=13, keys=SCHEMA.sparse, targets=targets)
+        return [slicer.take(100, loss_weight=0.01).labels.numpy() for _ in range(start, 500, 100)]
+
+    whole = labels(0, 500)
+    assert not np.isin(whole[0], [0, 1]).any()
+    for start, piece in ((0, 70), (200, 300), (300, 33)):
+        for expected, got in zip(whole[start // 100 :], labels(start, piece), strict=True):
+            np.testing.assert_array_equal(got, expected)
+    assert len(Slicer(iter(()), num_dense=13, keys=SCHEMA.sparse, targets=targets).take(0, loss_weight=1)) == 0
+
+
+def test_a_run_keeps_its_teacher(run: Path, tmp_path: Path) -> None:
+    teachers = Path(shutil.copytree(run, tmp_path / "teacher"))
+    student = tmp_path / "student"
+    config = TeacherConfig(checkpoint=str(teachers), weight=0.5)
+    teacher = open_teacher(config, run=str(student))
+    assert teacher == Teacher(str(teachers / "checkpoints" / "step_00000002"), 0.5)
+    shutil.copytree(teachers / "checkpoints" / "step_00000001", teachers / "checkpoints" / "step_00000003")
+    assert open_teacher(config, run=str(student)) == teacher  # though there is a newer one
+    record = json.loads((student / RECORD).read_text())
+    (student / RECORD).write_text(json.dumps({**record, "weights": "0" * 16}))
+    with pytest.raises(InputError, match="the teacher's weights changed since"):
+        open_teacher(config, run=str(student))
+    assert open_teacher(TeacherConfig(), run=str(student)) is None
+    with pytest.raises(InputError, match="holds no complete checkpoint"):
+        open_teacher(TeacherConfig(checkpoint=str(tmp_path / "none"), weight=0.5), run=str(tmp_path / "other"))
+
+
+def test_a_teacher_needs_a_weight_and_a_weight_a_teacher() -> None:
+    distilled = recipes.criteo_kaggle_distilled("log.txt")
+    with pytest.raises(InputError, match=r"pass --workload.teacher.checkpoint RUN"):
+        distilled.workload.check(distilled)
+    given = distilled.replace(workload={"teacher": {"checkpoint": "runs/teacher"}})
+    given.workload.check(given)
+    none = given.replace(workload={"teacher": {"weight": 0.0}})
+    with pytest.raises(InputError, match="nothing is learnt from the teacher"):
+        none.workload.check(none)
+    with pytest.raises(InputError, match=r"weight: 1\.5 must lie between 0 and 1"):
+        TeacherConfig(checkpoint="runs/teacher", weight=1.5)
