@@ -1,0 +1,118 @@
+"""A run as a run of MLflow: parameters, metrics, tags and how it ended. Needs the extra `mlflow`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, final
+
+from mlflow.entities import Metric, Param, RunStatus, RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
+
+from rayrec.observe.run_identity import run_identity
+from rayrec.observe.scalars import Firsts, scalars, series
+
+IDENTITY: Final = "rayrec.run"
+"""Tag by which a driver that goes on finds the run of the one before."""
+_MOST_METRICS: Final = 1000
+_MOST_PARAMS: Final = 100
+"""MLflow's limits for one request."""
+_PARAM_LENGTH: Final = 6000
+
+
+@final
+class MlflowTracker:
+    """Sends each measure once, in requests of up to a thousand. What an earlier driver sent, and steps done again, are left
+    out: MLflow can take nothing back, and would show both."""
+
+    def __init__(self, uri: str | None, *, experiment: str, config: Mapping[str, Any]) -> None:
+        self._client = MlflowClient(tracking_uri=uri)
+        self._experiment = experiment
+        self._config = config
+        self._identity = ""
+        self._run_id: str | None = None
+        self._tags: dict[str, str] = {}
+        self._waiting: list[dict[str, Any]] = []
+        self._metrics: list[Metric] = []
+        self._firsts = Firsts()
+        self._status = RunStatus.to_string(RunStatus.RUNNING)
+
+    def update(self, event: dict[str, Any]) -> None:
+        kind = event["kind"]
+        if not self._identity:
+            self._identity = run_identity(self._config["name"], event["time"])
+        if kind == "run":
+            self._tags["rayrec.config_hash"] = str(event["config_hash"])
+            self._tags |= {f"version.{name}": str(version) for name, version in event["versions"].items()}
+            self._status = RunStatus.to_string(RunStatus.RUNNING)
+        elif kind == "finish":
+            self._status = RunStatus.to_string(RunStatus.FINISHED)
+        elif kind in ("stop", "failure"):
+            stopped = kind == "stop"
+            self._status = RunStatus.to_string(RunStatus.KILLED if stopped else RunStatus.FAILED)
+        elif kind == "start":
+            self._status = RunStatus.to_string(RunStatus.RUNNING)
+        if "step" in event and scalars(event):
+            self._waiting.append(event)
+
+    def flush(self) -> None:
+        if not self._identity:
+            return
+        if self._run_id is None:
+            self._run_id = self._opened()
+        while self._waiting:
+            event = self._waiting[0]
+            if not self._firsts.knows(series(event)):
+                self._firsts.told(series(event), self._last_step(next(iter(scalars(event)))))
+            if self._firsts.new(event):
+                self._metrics += _metrics(event)
+            del self._waiting[0]
+        while self._metrics:
+            self._client.log_batch(self._run_id, metrics=self._metrics[:_MOST_METRICS])
+            del self._metrics[:_MOST_METRICS]
+
+    def close(self) -> None:
+        self.flush()
+        if self._run_id is not None:
+            self._client.set_terminated(self._run_id, status=self._status)
+
+    def _opened(self) -> str:
+        """The id of the run, found or made, with its parameters and tags."""
+        experiment = self._client.get_experiment_by_name(self._experiment)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
+        found = self._client.search_runs([number], f"tags.`{IDENTITY}` = '{self._identity}'", max_results=1)
+        name = self._config["name"]
+        run = found[0] if found else self._client.create_run(number, run_name=name, tags={IDENTITY: self._identity})
+        run_id = run.info.run_id
+        self._client.update_run(run_id, status=RunStatus.to_string(RunStatus.RUNNING))
+        tags = [RunTag(key, value) for key, value in self._tags.items()]
+        params = [Param(key, value) for key, value in parameters(self._config) if key not in run.data.params]
+        self._client.log_batch(run_id, tags=tags)
+        for first in range(0, len(params), _MOST_PARAMS):
+            self._client.log_batch(run_id, params=params[first : first + _MOST_PARAMS])
+        return run_id
+
+    def _last_step(self, key: str) -> int:
+        """The last step at which a metric was sent before; -1 where it never was."""
+        assert self._run_id is not None
+        try:
+            history = self._client.get_metric_history(self._run_id, key)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return -1
+        return max((metric.step for metric in history), default=-1)
+
+
+def _metrics(event: Mapping[str, Any]) -> list[Metric]:
+    time_ms = int(event["time"] * 1000)
+    return [Metric(name, value, time_ms, event["step"]) for name, value in scalars(event).items()]
+
+
+def parameters(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """The fields of a configuration by their dotted names, as text of at most 6000 characters."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from parameters(item, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, str(value)[:_PARAM_LENGTH]

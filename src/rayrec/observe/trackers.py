@@ -1,0 +1,106 @@
+"""Which trackers show a run, and what each needs: TensorBoard, Prometheus, MLflow, Weights & Biases, and two old kinds of log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from rayrec.config import Config, InputError
+from rayrec.extras import require
+from rayrec.observe.tracking import Tracker
+
+Makers = dict[str, Callable[[], Tracker]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackersConfig(Config):
+    """Where else a run can be looked at, beside the console and the report."""
+
+    tensorboard: bool = True
+    """Curves for TensorBoard, in RUN/tensorboard."""
+    prometheus: bool = True
+    """Metrics at Ray's own Prometheus endpoint, while the driver lives; deploy/grafana has a dashboard of them."""
+    mlflow: bool = False
+    """Parameters and metrics to the MLflow server that mlflow_uri or MLFLOW_TRACKING_URI names."""
+    mlflow_uri: str | None = None
+    """Address of the MLflow server; None: MLFLOW_TRACKING_URI. User and password belong into MLFLOW_TRACKING_USERNAME and
+    MLFLOW_TRACKING_PASSWORD."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Configuration and metrics to Weights & Biases; offline: kept in RUN/wandb, for `wandb sync`."""
+    project: str = "rayrec"
+    """Experiment of MLflow, project of Weights & Biases."""
+    mllog: bool = False
+    """Lines of MLPerf's log (:::MLLOG) in RUN/mllog.log."""
+    iteration_lines: bool = False
+    """Lines such as `Finished training it 16/150 of epoch 0, 439.75 ms/it, loss 0.5` in RUN/iterations.log."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mlflow_uri and (urlsplit(self.mlflow_uri).username or urlsplit(self.mlflow_uri).password):
+            raise InputError(
+                "trackers.mlflow_uri: holds a user or a password, which would be written into config.yaml; give them as "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+            )
+        if not self.project:
+            raise InputError("trackers.project: is empty; give a name")
+
+    def check(self, environment: Mapping[str, str]) -> None:
+        """Raises InputError where a package or an address is missing, before anything is started."""
+        if self.mlflow:
+            require("mlflow", extra="mlflow")
+            if not (self.mlflow_uri or environment.get("MLFLOW_TRACKING_URI")):
+                raise InputError(
+                    "trackers.mlflow: which server? give --trackers.mlflow-uri or set MLFLOW_TRACKING_URI in the environment"
+                )
+        if self.wandb != "off":
+            require("wandb", extra="wandb")
+
+    def build(self, folder: str, config: Config) -> Makers:
+        """What makes each tracker of the run in `folder` (its whole configuration is `config`), by its name; that for
+        Prometheus, which needs Ray, is in `rayrec.training.prometheus`. Nothing is imported or reached before they are called."""
+        values = config.to_dict()
+        makers: Makers = {}
+        if self.tensorboard:
+            makers["TensorBoard"] = partial(_tensorboard, folder, config.to_yaml())
+        if self.mlflow:
+            makers["MLflow"] = partial(_mlflow, self, values)
+        if self.wandb != "off":
+            makers["Weights & Biases"] = partial(_wandb, self, folder, values)
+        if self.mllog:
+            makers["MLLOG"] = partial(_mllog, folder, values)
+        if self.iteration_lines:
+            makers["iteration lines"] = partial(_iteration_lines, folder)
+        return makers
+
+
+def _tensorboard(folder: str, config: str) -> Tracker:
+    from rayrec.observe.tensorboard import TensorBoardTracker
+
+    return TensorBoardTracker(folder, config=config)
+
+
+def _mlflow(trackers: TrackersConfig, config: dict[str, Any]) -> Tracker:
+    from rayrec.observe.mlflow import MlflowTracker
+
+    return MlflowTracker(trackers.mlflow_uri, experiment=trackers.project, config=config)
+
+
+def _wandb(trackers: TrackersConfig, folder: str, config: dict[str, Any]) -> Tracker:
+    from rayrec.observe.wandb import WandbTracker
+
+    return WandbTracker(folder, project=trackers.project, offline=trackers.wandb == "offline", config=config)
+
+
+def _mllog(folder: str, config: dict[str, Any]) -> Tracker:
+    from rayrec.observe.mllog import MlLogTracker
+
+    return MlLogTracker(folder, config=config)
+
+
+def _iteration_lines(folder: str) -> Tracker:
+    from rayrec.observe.iteration_lines import IterationTracker
+
+    return IterationTracker(folder)

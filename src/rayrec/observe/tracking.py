@@ -1,0 +1,125 @@
+"""Trackers follow the events of a run, each in a thread of its own, so that none of them can hold up training or another."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, Protocol, final
+
+from rayrec import storage
+from rayrec.observe.events import follow
+
+FLUSH_S: Final = 2.0
+"""Between two deliveries, so that what comes at once goes at once."""
+CLOSE_S: Final = 10.0
+"""What all trackers together may take at the end of a run; who takes longer is left behind."""
+_FIRST_WAIT_S: Final = 1.0
+_LONGEST_WAIT_S: Final = 30.0
+"""Between two attempts on a tracker that cannot be reached."""
+_URL_POLL_S: Final = 10.0
+
+
+class Tracker(Protocol):
+    """Shows the events of a run elsewhere. It is given every event of the run, also of earlier drivers, in their order."""
+
+    def update(self, event: dict[str, Any]) -> None:
+        """Takes an event; neither waits nor writes."""
+        ...
+
+    def flush(self) -> None:
+        """Delivers what was taken. May raise anything and may take its time; what was not delivered is kept, and is
+        delivered by a later call."""
+        ...
+
+    def close(self) -> None:
+        """Delivers the rest; nothing is called after it."""
+        ...
+
+
+@contextmanager
+def tracking(makers: Mapping[str, Callable[[], Tracker]], path: str, *, note: Callable[[str], None]) -> Iterator[None]:
+    """Within it trackers follow the event file, made by `makers` in their threads; on leaving it they get what is left of it.
+
+    Whatever a tracker does, nothing is raised here, and leaving takes `CLOSE_S` at most; the first trouble of each is
+    noted. The events' writers must be closed before it is left.
+    """
+    stop = threading.Event()
+    feeds = [Feed(name, make, path, stop=stop, note=note) for name, make in makers.items()]
+    for feed in feeds:
+        feed.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        deadline_s = time.monotonic() + CLOSE_S
+        for feed in feeds:
+            feed.finish(deadline_s)
+
+
+@final
+class Feed:
+    """One tracker and its thread. The event file is its queue: it reads on when the tracker has taken what came before."""
+
+    def __init__(
+        self, name: str, make: Callable[[], Tracker], path: str, *, stop: threading.Event, note: Callable[[str], None]
+    ) -> None:
+        self.num_failures = 0
+        """Attempts at anything that failed."""
+        self._name, self._make, self._path, self._stop, self._note = name, make, path, stop, note
+        self._noted = False
+        self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def finish(self, deadline_s: float) -> None:
+        """Waits for the thread until `deadline_s` of the monotonic clock; `stop` was set before."""
+        self._thread.join(max(0.0, deadline_s - time.monotonic()))
+        if self._thread.is_alive():
+            self._tell(f"not done {CLOSE_S:.0f} s after the end; its last events may be missing there")
+
+    def _run(self) -> None:
+        poll_s = _URL_POLL_S if storage.is_url(self._path) else None
+        try:
+            tracker = self._make()
+            next_flush_s = 0.0
+            for event in follow(self._path, stop=self._stop, poll_s=poll_s):
+                self._take(tracker, event)
+                if time.monotonic() >= next_flush_s:
+                    self._deliver(tracker)
+                    next_flush_s = time.monotonic() + FLUSH_S
+            tracker.close()
+        except Exception as error:  # of a tracker anything may come, and none of it is a reason to end a run
+            self.num_failures += 1
+            self._tell(f"{_line(error)}; the run goes on without it")
+
+    def _take(self, tracker: Tracker, event: dict[str, Any]) -> None:
+        try:
+            tracker.update(event)
+        except Exception as error:  # an event of another version, perhaps
+            self.num_failures += 1
+            self._tell(f"an event of kind {event['kind']} was left out ({_line(error)}); later ones are only counted")
+
+    def _deliver(self, tracker: Tracker) -> None:
+        """Flushes until it works, or the run ends."""
+        pause_s = _FIRST_WAIT_S
+        while True:
+            try:
+                return tracker.flush()
+            except Exception as error:  # as above
+                self.num_failures += 1
+                self._tell(f"{_line(error)}; it is tried again, and the run goes on")
+            if self._stop.wait(pause_s):
+                return None
+            pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
+
+    def _tell(self, text: str) -> None:
+        if not self._noted:
+            self._noted = True
+            self._note(f"{self._name}: {text}")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

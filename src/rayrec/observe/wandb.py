@@ -1,0 +1,111 @@
+"""A run as a run of Weights & Biases, online or kept in the run's folder. Needs the extra `wandb`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, final
+
+import wandb
+
+from rayrec import storage
+from rayrec.observe.run_identity import run_identity
+from rayrec.observe.scalars import Firsts, scalars
+
+_STEP: Final = "step"
+"""The axis of all curves. W&B's own counts what was sent and only goes up, so a save that is through late would be lost."""
+
+
+@final
+class WandbTracker:
+    """Sends each measure once, under the step it belongs to; steps done again are left out.
+
+    A driver that goes on continues the online run, from the step that W&B knows. Offline there is nobody to ask: the run is
+    written anew from its events, and takes the place of what an earlier driver left in RUN/wandb.
+    """
+
+    def __init__(self, folder: str, *, project: str, offline: bool, config: Mapping[str, Any]) -> None:
+        self._folder, self._project, self._offline, self._config = folder, project, offline, config
+        self._identity = ""
+        self._config_hash = ""
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._run: Any = None
+        self._waiting: list[dict[str, Any]] = []
+        self._known_step = -1
+        self._firsts = Firsts()
+        self._exit_code = 1
+
+    def update(self, event: dict[str, Any]) -> None:
+        if not self._identity:
+            self._identity = run_identity(self._config["name"], event["time"])
+        if event["kind"] == "run":
+            self._config_hash = str(event["config_hash"])
+        if event["kind"] in ("finish", "stop"):
+            self._exit_code = 0
+        if _STEP in event and scalars(event) and self._firsts.new(event):
+            self._waiting.append(event)
+
+    def flush(self) -> None:
+        if not self._identity:
+            return
+        if self._run is None:
+            self._run = self._opened()
+        while self._waiting:
+            event = self._waiting.pop(0)
+            if event[_STEP] > self._known_step:
+                self._run.log({_STEP: event[_STEP], **scalars(event)})
+
+    def close(self) -> None:
+        self.flush()
+        if self._run is not None:
+            self._run.finish(exit_code=self._exit_code)
+            if wandb.run is None:  # the user has none of their own in this process, which it would end
+                wandb.teardown()  # returns when W&B's own process has written all; `finish` does not wait for that
+        if self._scratch is not None:
+            if self._offline:
+                self._send(Path(self._scratch.name) / "wandb")
+            self._scratch.cleanup()
+
+    def _opened(self) -> Any:
+        run = wandb.init(
+            project=self._project,
+            id=self._identity,
+            name=self._config["name"],
+            config={**self._config, "config_hash": self._config_hash},
+            dir=self._folder_to_write(),
+            mode="offline" if self._offline else "online",
+            resume=None if self._offline else "allow",
+            reinit="create_new",  # leaves a run of the user's own alone
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                x_disable_stats=True,  # the machine's load belongs to Ray's metrics, and its names to nobody
+                x_disable_meta=True,
+                x_disable_machine_info=True,
+                disable_git=True,
+                disable_code=True,
+                save_code=False,
+            ),
+        )
+        run.define_metric("*", step_metric=_STEP)
+        if run.resumed:
+            self._known_step = int(run.summary.get(_STEP, -1))
+        return run
+
+    def _folder_to_write(self) -> str:
+        """Where W&B makes its folder wandb: the run's, where that is a local one and what is written stays there."""
+        if self._offline:
+            kept = storage.join(self._folder, "wandb")
+            for name in storage.list_folder(kept):
+                if name.startswith("offline-run-") and name.endswith(self._identity):
+                    storage.remove_folder(storage.join(kept, name))
+            if not storage.is_url(self._folder):
+                return self._folder
+        if self._scratch is None:
+            self._scratch = tempfile.TemporaryDirectory(prefix="rayrec-wandb-", ignore_cleanup_errors=True)
+        return self._scratch.name
+
+    def _send(self, written: Path) -> None:
+        for run in written.glob("offline-run-*"):
+            storage.copy_files(str(run), storage.join(self._folder, "wandb", run.name))

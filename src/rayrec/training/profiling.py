@@ -1,0 +1,209 @@
+"""A running run is asked for a profile by a file in its folder: the driver finds it, tells an actor, and that the workers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, Final
+
+import ray
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.training.step_profiler import OPERATIONS, StepProfiler, Window
+from rayrec.workloads.base import WorkerContext
+
+TIMELINE: Final = "ray_timeline.json"
+"""What Ray's tasks did, as a trace; beside the folders of the ranks."""
+_REQUEST: Final = "request.json"
+_POLL_S: Final = 1.0
+_URL_POLL_S: Final = 10.0
+_LEAD_S: Final = 3.0
+"""Beyond a poll, that a request needs to reach all workers, so that they begin at the same step."""
+_KINETO: Final = "KINETO_"
+
+_logger = logging.getLogger(__name__)
+
+
+def profile_folder(folder: str) -> str:
+    return storage.join(folder, "profile")
+
+
+def worker_runtime_env(environment: Mapping[str, str]) -> dict[str, Any]:
+    """What Ray gives workers of the driver's environment before they import torch: with KINETO_USE_DAEMON Kineto registers with
+    dynolog's daemon then, and other KINETO_* variables tell how. Empty where it is not set."""
+    if not environment.get("KINETO_USE_DAEMON"):
+        return {}
+    return {"env_vars": {name: value for name, value in environment.items() if name.startswith(_KINETO)}}
+
+
+# The driver's side ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def watched_requests(folder: str, mailbox: Any) -> Iterator[None]:
+    """Within it requests in the run's folder are taken and handed to `mailbox`."""
+    ended = threading.Event()
+    thread = threading.Thread(target=_watch, args=(folder, mailbox, ended), name="profile-requests", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def _watch(folder: str, mailbox: Any, ended: threading.Event) -> None:
+    path = storage.join(profile_folder(folder), _REQUEST)
+    while not ended.wait(_poll_s(folder)):
+        try:
+            with storage.patience(0):
+                if storage.exists(path):
+                    window = _window(storage.read_json(path))
+                    storage.remove_file(path)  # which tells who asked that it was heard
+                    mailbox.ask.remote(asdict(window))
+        except InputError as error:
+            _logger.warning("%s: removed (%s)", path, error)
+            with contextlib.suppress(OSError):
+                storage.remove_file(path)
+        except (OSError, ray.exceptions.RayError) as error:
+            _logger.warning("%s: not read (%s)", path, error)
+
+
+def _window(request: Any) -> Window:
+    """Raises InputError for what `request_profile` has not written."""
+    try:
+        window = Window(str(request["name"]), int(request["first"]), int(request["end"]))
+    except (TypeError, KeyError, ValueError) as error:
+        raise InputError(f"no request for a profile ({error!r})") from None
+    if not re.fullmatch(r"[\w-]+", window.name) or window.end <= window.first:
+        raise InputError(f"no request for a profile: {request!r}")
+    return window
+
+
+def _poll_s(folder: str) -> float:
+    return _URL_POLL_S if storage.is_url(folder) else _POLL_S
+
+
+# A worker's side -----------------------------------------------------------------------------------------------------
+
+
+def make_profiler(
+    worker: WorkerContext, folder: str, mailbox: Any, log: Callable[[str, dict[str, Any]], None]
+) -> StepProfiler:
+    """The profiler of one worker: it records what the configuration says, and what `mailbox` is asked for."""
+    config = worker.config.profile
+    target = profile_folder(folder)
+
+    def written(window: Window) -> None:
+        if worker.rank == 0:
+            _write_timeline(storage.join(target, window.name, TIMELINE))
+            path = storage.join(target, window.name)
+            log("profile", {"step": window.first, "end": window.end, "path": path, "ranks": worker.world_size})
+
+    def failed(window: Window, cause: str) -> None:
+        log("profile_failed", {"step": window.first, "name": window.name, "cause": cause})
+
+    profiler = StepProfiler(
+        target,
+        rank=worker.rank,
+        device=worker.device,
+        memory=config.memory,
+        stack=config.stack,
+        written=written,
+        failed=failed,
+    )
+    steps = config.window()
+    if steps is not None:
+        window = Window(f"step_{steps[0]:08d}", *steps)
+        if not storage.exists(storage.join(target, window.name, f"rank_{worker.rank}")):  # by an earlier attempt
+            profiler.ask(window)
+
+    def heard(future: Any) -> None:
+        with contextlib.suppress(Exception):  # the mailbox is gone: the attempt is over, or the driver lost
+            profiler.ask(Window(**future.result()))
+            wait_for_next()
+
+    def wait_for_next() -> None:
+        mailbox.next_profile.remote().future().add_done_callback(heard)
+
+    wait_for_next()
+    return profiler
+
+
+def profiled(begin_step: Callable[[int, int], None], profiler: StepProfiler) -> Callable[[int, int], None]:
+    """`WorkerSetup.begin_step` that tells the profiler too."""
+
+    def begin(step: int, total: int) -> None:
+        profiler.begin_step(step)
+        begin_step(step, total)
+
+    return begin
+
+
+def _write_timeline(path: str) -> None:
+    try:
+        with storage.writing(path) as local:
+            ray.timeline(filename=local)
+    except Exception as error:  # Ray keeps it where it can; a profile without it is one too
+        _logger.warning("%s: not written (%s)", path, error)
+
+
+# Who asks ------------------------------------------------------------------------------------------------------------
+
+
+def request_profile(
+    folder: str, events: list[dict[str, Any]], *, steps: int, note: Callable[[str], None], timeout_s: float
+) -> dict[str, Any]:
+    """Asks the run in `folder`, whose events so far are given, for a profile of so many steps, and waits until all workers have
+    written it. Raises InputError where the run does not answer, or ends before."""
+    start = _running(folder, events)
+    first, goal = _first_step(events, lead_s=_LEAD_S + _poll_s(folder))
+    first = max(0, min(first, goal - steps))
+    window = Window(f"step_{first:08d}-{uuid.uuid4().hex[:6]}", first, first + steps)
+    request = storage.join(profile_folder(folder), _REQUEST)
+    storage.make_folder(profile_folder(folder))
+    storage.write_json(request, asdict(window))
+    note(f"asked for {steps} steps from step {first:,} on")
+    target = storage.join(profile_folder(folder), window.name)
+    ranks = [storage.join(target, f"rank_{rank}") for rank in range(start["world_size"])]
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        while not all(storage.exists(storage.join(rank, OPERATIONS)) for rank in ranks):
+            if time.monotonic() > deadline_s:
+                heard = not storage.exists(request)
+                raise InputError(
+                    f"{folder}: no profile after {timeout_s:.0f} s; "
+                    + ("training is slow, or has ended; see its events" if heard else "the run has no living driver")
+                )
+            time.sleep(_POLL_S)
+    finally:
+        storage.remove_file(request)
+    return {"profile": target, "first_step": first, "steps": steps, "ranks": len(ranks)}
+
+
+def _running(folder: str, events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The last event of kind start. Raises InputError where nothing trains."""
+    for event in reversed(events):
+        if event["kind"] == "start":
+            return event
+        if event["kind"] in ("finish", "stop", "failure", "run"):
+            break
+    raise InputError(f"{folder}: is not training; a profile can be made of a run in progress")
+
+
+def _first_step(events: list[dict[str, Any]], *, lead_s: float) -> tuple[int, int]:
+    """(a step that will be reached in about `lead_s`, the run's last step), by the speed of the last logs. Pure."""
+    logs = [event for event in events if event["kind"] in ("start", "step")]
+    last = logs[-1]
+    sooner = logs[-2] if len(logs) > 1 else last
+    elapsed_s = last["time"] - sooner["time"]
+    rate = max(0.0, (last["step"] - sooner["step"]) / elapsed_s) if elapsed_s > 0 else 0.0
+    since_s = max(0.0, time.time() - last["time"])
+    return last["step"] + math.ceil(rate * (since_s + lead_s)), last["steps"]

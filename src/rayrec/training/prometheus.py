@@ -1,0 +1,112 @@
+"""A run as Prometheus metrics, by way of Ray, whose endpoint on the driver's node exports them with its own."""
+
+from __future__ import annotations
+
+from typing import Any, Final, final
+
+from ray.util.metrics import Counter, Gauge
+
+from rayrec.observe.scalars import Intervals, scalars
+
+GAUGES: Final = {
+    "rayrec_step": "Steps done",
+    "rayrec_goal_steps": "Steps of the whole run",
+    "rayrec_workers": "Training workers of the present attempt",
+    "rayrec_loss": "Training loss, mean of the last logged interval",
+    "rayrec_rows_per_s": "Training rows per second, of all workers",
+    "rayrec_blocked_fraction": "Share of time in which workers waited for data",
+    "rayrec_multiply_adds_per_s": "Multiply-adds per second, of all workers",
+    "rayrec_peak_fraction": "Share of the multiply-adds that the devices can do at most",
+    "rayrec_checkpoint_bytes": "Size of the last checkpoint",
+    "rayrec_checkpoint_write_s": "Seconds in which the last checkpoint was written, in the background",
+}
+"""With the label run; Ray puts `ray_` before each name."""
+COUNTERS: Final = {
+    "rayrec_rows_total": "Rows trained on, those done again after a failure too",
+    "rayrec_steps_total": "Steps trained, those done again after a failure too",
+    "rayrec_steps_redone_total": "Steps to be done again after a failure",
+    "rayrec_checkpoints_total": "Checkpoints saved",
+    "rayrec_checkpoint_stall_s_total": "Seconds in which training waited for saves",
+    "rayrec_failures_total": "Failures of workers",
+}
+"""With the label run."""
+_GAUGE_FIELDS: Final = ("loss", "rows_per_s", "blocked_fraction", "multiply_adds_per_s", "peak_fraction")
+
+
+@final
+class PrometheusTracker:
+    """Sets metrics as events come. They are live ones: what happened before `since_s`, under an earlier driver, is in that
+    driver's, and counters begin at 0 with each. They vanish with the driver's process."""
+
+    def __init__(self, run: str, *, since_s: float) -> None:
+        tags = {"run": run}
+        self._since_s = since_s
+        self._gauges = {name: Gauge(name, description=text, tag_keys=("run",)) for name, text in GAUGES.items()}
+        self._counters = {name: Counter(name, description=text, tag_keys=("run",)) for name, text in COUNTERS.items()}
+        self._metric = Gauge(
+            "rayrec_metric", description="Metrics of the last evaluation", tag_keys=("run", "set", "metric")
+        )
+        self._time = Counter(
+            "rayrec_time_s_total", description="Seconds of training by what they went to", tag_keys=("run", "phase")
+        )
+        self._data = Gauge(
+            "rayrec_data",
+            description="What data tasks do, each stage of them and all together",
+            tag_keys=("run", "stage", "measure"),
+        )
+        for metric in (*self._gauges.values(), *self._counters.values(), self._metric, self._time, self._data):
+            metric.set_default_tags(tags)
+        self._intervals = Intervals()
+
+    def update(self, event: dict[str, Any]) -> None:
+        live = event["time"] >= self._since_s
+        kind = event["kind"]
+        if kind == "start":
+            redone = self._intervals.begin(event)
+            if live:
+                self._gauges["rayrec_workers"].set(event["world_size"])
+                self._count("rayrec_steps_redone_total", redone)
+        elif kind == "step":
+            interval = self._intervals.of(event)
+            if live:
+                self._count("rayrec_rows_total", interval.rows)
+                self._count("rayrec_steps_total", interval.steps)
+                self._step(event)
+        elif live:
+            self._other(kind, event)
+
+    def flush(self) -> None:
+        """Ray collects the metrics by itself."""
+
+    def close(self) -> None:
+        pass
+
+    def _step(self, event: dict[str, Any]) -> None:
+        self._gauges["rayrec_step"].set(event["step"])
+        self._gauges["rayrec_goal_steps"].set(event["steps"])
+        for name in _GAUGE_FIELDS:
+            if event.get(name) is not None:
+                self._gauges[f"rayrec_{name}"].set(event[name])
+        for phase, seconds in event.get("times_s", {}).items():
+            if seconds > 0:  # Ray refuses 0
+                self._time.inc(seconds, tags={"phase": phase})
+
+    def _other(self, kind: str, event: dict[str, Any]) -> None:
+        if kind == "evaluate":
+            for name, value in scalars(event).items():
+                self._metric.set(value, tags={"set": event["set"], "metric": name.partition("/")[2]})
+        elif kind == "checkpoint":
+            self._count("rayrec_checkpoints_total", 1)
+            self._count("rayrec_checkpoint_stall_s_total", event["stall_s"])
+            self._gauges["rayrec_checkpoint_bytes"].set(event["bytes"])
+            self._gauges["rayrec_checkpoint_write_s"].set(event["write_s"])
+        elif kind == "failure":
+            self._count("rayrec_failures_total", 1)
+        elif kind == "data":
+            for name, value in scalars(event).items():
+                *stage, measure = name.split("/")[1:]
+                self._data.set(value, tags={"stage": "/".join(stage) or "all", "measure": measure})
+
+    def _count(self, name: str, amount: float) -> None:
+        if amount > 0:
+            self._counters[name].inc(amount)

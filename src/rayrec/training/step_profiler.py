@@ -1,0 +1,240 @@
+"""Records whole steps of a worker with torch.profiler, and leaves what it saw in files that other tools open."""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import orjson
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from rayrec import storage
+
+TRACE: Final = "trace.json.gz"
+TABLE: Final = "operations.txt"
+OPERATIONS: Final = "operations.json"
+"""The last file to appear: where it is, the others are."""
+MEMORY: Final = "memory.json"
+_NUM_OPERATIONS: Final = 50
+_MOST_POINTS: Final = 2000
+"""Of a memory timeline; the peaks between are kept."""
+_GZIP_LEVEL: Final = 3
+_PATIENCE_S: Final = 10.0
+"""With a store that is out: the end of an attempt waits for this."""
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Steps to record."""
+
+    name: str
+    """Of the folder for it in RUN/profile."""
+    first: int
+    """Steps done when recording begins."""
+    end: int
+    """Steps done when it ends."""
+
+
+@final
+class StepProfiler:
+    """One worker's profiler. While nobody asks for anything, a step costs it two comparisons.
+
+    What is recorded appears in FOLDER/NAME/rank_N, complete or not at all: `trace.json.gz` (Chrome's trace format, for
+    Perfetto or chrome://tracing, with a track of memory), `operations.txt` (a table of those that took longest),
+    `operations.json` (the same for programs) and `memory.json`. A thread writes it, so that training goes on; it shares
+    Python's interpreter lock with it. `written(window)` and `failed(window, cause)` are called from that thread.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        rank: int,
+        device: torch.device,
+        memory: bool = True,
+        stack: bool = False,
+        written: Callable[[Window], None],
+        failed: Callable[[Window, str], None],
+    ) -> None:
+        self._folder, self._rank, self._device = folder, rank, device
+        self._memory, self._stack = memory, stack
+        self._written, self._failed = written, failed
+        self._asked: Window | None = None
+        self._active: _Recording | None = None
+        self._writers: list[threading.Thread] = []
+
+    def ask(self, window: Window) -> None:
+        """Records these steps, or, where they are past, as many from the next one on. Any thread may call it; one wish at a time
+        waits, the last."""
+        self._asked = window
+
+    def begin_step(self, step: int) -> None:
+        """Called before each step; `step` are done."""
+        active = self._active
+        if active is not None:
+            if step >= active.end:
+                self._finish(active)
+            else:
+                active.mark(step)
+        elif self._asked is not None and step >= self._asked.first:
+            self._begin(self._asked, step)
+
+    def close(self) -> None:
+        """Ends a recording that is on, and returns when all is written."""
+        if self._active is not None:
+            self._finish(self._active)
+        for writer in self._writers:
+            writer.join()
+
+    def _begin(self, window: Window, step: int) -> None:
+        self._asked = None
+        end = window.end if step < window.end else step + window.end - window.first
+        try:
+            self._active = _Recording(window, end, self._device, memory=self._memory, stack=self._stack)
+            self._active.mark(step)
+        except RuntimeError as error:  # another profiler is at work in this process, dynolog's for one
+            self._active = None
+            self._failed(window, str(error))
+
+    def _finish(self, recording: _Recording) -> None:
+        self._active = None
+        try:
+            recording.stop()
+        except RuntimeError as error:
+            self._failed(recording.window, str(error))
+            return
+        writer = threading.Thread(target=self._write, args=(recording,), name="profile", daemon=True)
+        writer.start()
+        self._writers.append(writer)
+
+    def _write(self, recording: _Recording) -> None:
+        target = storage.join(self._folder, recording.window.name, f"rank_{self._rank}")
+        try:
+            with storage.patience(_PATIENCE_S), storage.writing_folder(target) as folder:
+                recording.write(folder)
+        except Exception as error:  # a full disk, a store that is out: a profile is never worth a run
+            _logger.warning("%s: not written (%s)", target, error)
+            self._failed(recording.window, str(error))
+        else:
+            self._written(recording.window)
+
+
+@final
+class _Recording:
+    """torch.profiler at work."""
+
+    def __init__(self, window: Window, end: int, device: torch.device, *, memory: bool, stack: bool) -> None:
+        self.window, self.end = window, end
+        self._device = device
+        activities = [ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities, profile_memory=memory, with_stack=stack)
+        self._profile.start()
+        self._step: record_function | None = None
+
+    def mark(self, step: int) -> None:
+        """A step begins, and with it the one before has ended."""
+        self._leave()
+        self._step = record_function(f"step {step + 1}")
+        self._step.__enter__()
+
+    def _leave(self) -> None:
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+            self._step = None
+
+    def stop(self) -> None:
+        self._leave()
+        self._profile.stop()
+
+    def write(self, folder: str) -> None:
+        """Writes all files into a local folder."""
+        averages = self._profile.key_averages()
+        kind = "cuda" if self._device.type == "cuda" else "cpu"
+        table = averages.table(sort_by=f"self_{kind}_time_total", row_limit=_NUM_OPERATIONS, max_name_column_width=80)
+        _write(folder, TABLE, table.encode())
+        raw = os.path.join(folder, "trace.json")
+        self._profile.export_chrome_trace(raw)
+        with open(raw, "rb") as file:
+            trace = orjson.loads(file.read())
+        os.remove(raw)
+        timelines = memory_timelines(trace["traceEvents"])
+        trace["traceEvents"] += _memory_track(timelines)
+        with gzip.open(os.path.join(folder, TRACE), "wb", compresslevel=_GZIP_LEVEL) as packed:
+            packed.write(orjson.dumps(trace))
+        _write(folder, MEMORY, orjson.dumps(_memory_summary(timelines)))
+        _write(folder, OPERATIONS, orjson.dumps(_operations(averages)))
+
+
+def _write(folder: str, name: str, data: bytes) -> None:
+    with open(os.path.join(folder, name), "wb") as file:
+        file.write(data)
+
+
+def _operations(averages: Iterable[Any]) -> list[dict[str, Any]]:
+    """Those that took longest themselves, first those of the device."""
+    rows = [
+        {
+            "name": average.key,
+            "calls": average.count,
+            "self_cpu_s": average.self_cpu_time_total / 1e6,
+            "cpu_s": average.cpu_time_total / 1e6,
+            "self_device_s": average.self_device_time_total / 1e6,
+            "device_s": average.device_time_total / 1e6,
+        }
+        for average in averages
+        if not average.key.startswith("step ")
+    ]
+    rows.sort(key=lambda row: (row["self_device_s"], row["self_cpu_s"]), reverse=True)
+    return rows[:_NUM_OPERATIONS]
+
+
+def memory_timelines(events: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[float, int]]]:
+    """(microseconds of the trace, bytes allocated) by device, from a trace's events named [memory]."""
+    found: dict[str, list[tuple[float, int]]] = {}
+    for event in events:
+        if event.get("name") != "[memory]":
+            continue
+        arguments = event["args"]
+        is_cpu = arguments["Device Type"] == DeviceType.CPU.value
+        device = "cpu" if is_cpu else f"gpu {arguments['Device Id']}"
+        found.setdefault(device, []).append((event["ts"], arguments["Total Allocated"]))
+    return {device: sorted(points) for device, points in found.items()}
+
+
+def _memory_track(timelines: Mapping[str, list[tuple[float, int]]]) -> list[dict[str, Any]]:
+    """Counters of the trace format, which viewers draw as a curve."""
+    return [
+        {"ph": "C", "name": f"allocated on {device}", "pid": 0, "ts": time_us, "args": {"bytes": size_bytes}}
+        for device, points in timelines.items()
+        for time_us, size_bytes in points
+    ]
+
+
+def _memory_summary(timelines: Mapping[str, list[tuple[float, int]]]) -> dict[str, Any]:
+    begin_us = min((points[0][0] for points in timelines.values()), default=0.0)
+    return {
+        device: {
+            "peak_bytes": max(size_bytes for _, size_bytes in points),
+            "timeline": [[round((time_us - begin_us) / 1e6, 6), size_bytes] for time_us, size_bytes in thinned(points)],
+        }
+        for device, points in timelines.items()
+    }
+
+
+def thinned(points: list[tuple[float, int]], *, most: int = _MOST_POINTS) -> list[tuple[float, int]]:
+    """At most so many of the points, of each run of neighbours the highest."""
+    width = -(-len(points) // most)
+    return [
+        max(points[start : start + width], key=lambda point: point[1]) for start in range(0, len(points), width or 1)
+    ]

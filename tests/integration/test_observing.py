@@ -1,0 +1,103 @@
+"""A run looked at from elsewhere: trackers of it, steps of it recorded, one asked for a profile while it trains."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import Run, small_run
+
+from rayrec import recipes
+from rayrec.config import InputError
+from rayrec.observe.events import read_events
+from rayrec.training.trainer import run_hash, train
+from rayrec.workloads.base import TrainConfig
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+def small(log: Path, storage: Path, **changes: Any) -> TrainConfig:
+    fields: dict[str, Any] = {
+        "storage_path": str(storage),
+        "name": "run",
+        "steps": 12,
+        "batch_size": 64,
+        "evaluate_every": 12,
+        "log_every": 4,
+        "early_stopping": {"patience": 0},
+        "train_data": {"block_bytes": 1 << 20, "segments_per_block": 4},
+    }
+    return recipes.criteo_demo(str(log / "train.txt")).replace(**{**fields, **changes})
+
+
+def test_a_run_with_trackers_and_a_window_of_steps(
+    local_ray: None, click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    trackers = {
+        "mlflow": True,
+        "mlflow_uri": (tmp_path / "mlruns").as_uri(),
+        "wandb": "offline",
+        "mllog": True,
+        "iteration_lines": True,
+    }
+    config = small(click_log, tmp_path, trackers=trackers, profile={"steps": "5:8"})
+    folder = Path(train(config).folder)
+    assert list(folder.glob("tensorboard/events.out.tfevents.*"))
+    assert list(folder.glob("wandb/offline-run-*/run-*.wandb"))
+    assert list((tmp_path / "mlruns").glob("*/*/metrics/train/loss"))
+    lines = (folder / "mllog.log").read_text().splitlines()
+    assert json.loads(lines[-1].removeprefix(":::MLLOG "))["metadata"]["status"] == "success"
+    assert "Finished training it 12/" in (folder / "iterations.log").read_text()
+    (profile,) = read_events(folder / "events.jsonl", kinds={"profile"})
+    assert (profile["step"], profile["end"], profile["ranks"]) == (5, 8, 2)
+    window = folder / "profile" / "step_00000005"
+    assert profile["path"] == str(window)
+    for rank in range(2):
+        trace = json.loads(gzip.decompress((window / f"rank_{rank}" / "trace.json.gz").read_bytes()))
+        assert {"step 6", "step 7", "step 8"} <= {event["name"] for event in trace["traceEvents"]}
+    assert json.loads((window / "ray_timeline.json").read_bytes())
+    assert run_hash(config) == run_hash(small(click_log, tmp_path))  # how a run is looked at does not change its result
+
+
+def test_what_is_missing_is_said_before_anything_starts(
+    click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(InputError, match=r"which server\?"):
+        train(small(click_log, tmp_path, trackers={"mlflow": True}))
+    with pytest.raises(InputError, match="MLFLOW_TRACKING_PASSWORD"):
+        small(click_log, tmp_path, trackers={"mlflow_uri": "https://me:secret@host"})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.extended
+def test_a_run_in_progress_is_asked_for_a_profile(click_log: Path, tmp_path: Path) -> None:
+    config = small_run(click_log, str(tmp_path), steps=100_000, evaluate_every=50_000, checkpoint={"every": 50_000})
+    with Run(config, tmp_path / "asked", cache=tmp_path, KINETO_USE_DAEMON="1") as run:
+        run.start()
+        run.wait_for("step")
+        (worker, *_) = run.session.find("train worker")
+        assert b"KINETO_USE_DAEMON=1" in Path(f"/proc/{worker.pid}/environ").read_bytes()
+        command = [sys.executable, "-m", "rayrec", "profile", run.path, "--steps", "3"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stderr
+        told = json.loads(done.stdout)
+        assert told["ranks"] == 2
+        starts = set()
+        for rank in range(2):
+            trace = gzip.decompress(Path(told["profile"], f"rank_{rank}", "trace.json.gz").read_bytes())
+            names = {event["name"] for event in json.loads(trace)["traceEvents"]}
+            starts.add(min(int(name[5:]) for name in names if name.startswith("step ")))
+        assert starts == {told["first_step"] + 1}  # the same on both
+        assert run.wait_for("profile")["path"] == told["profile"]
+        run.session.process.terminate()
+        assert run.exit_status() == 143
+    again = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert again.returncode == 2
+    assert "is not training" in again.stderr

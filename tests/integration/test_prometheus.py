@@ -1,0 +1,155 @@
+"""Metrics of a run at Ray's own endpoint, and a dashboard that asks for nothing that is not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended]
+
+DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "rayrec.json"
+NAME = re.compile(r"\bray_rayrec_\w+")
+SELECTOR = re.compile(r"(\bray_rayrec_\w+)\{([^}]*)\}")
+MATCHER = re.compile(r'(\w+)\s*(=~|!=|=)\s*"([^"]*)"')
+
+# In a process of its own: how often Ray passes on metrics is decided when it starts.
+EXPORTER = """
+import json, sys, time, urllib.request
+import made_up_run, ray
+from rayrec.training.prometheus import PrometheusTracker
+
+ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False,
+         object_store_memory=100_000_000)
+events = json.loads(sys.stdin.read())
+PrometheusTracker("older", since_s=events[-1]["time"] + 1)  # a run before, in the same process
+tracker = PrometheusTracker("run-1", since_s=0.0)
+for event in events:
+    tracker.update(event)
+    tracker.flush()
+tracker.close()
+url = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
+for _ in range(240):
+    time.sleep(0.25)
+    try:
+        text = urllib.request.urlopen(url, timeout=5).read().decode()
+    except OSError:
+        continue
+    if "ray_rayrec_steps_redone_total" in text:
+        break
+print(text)
+ray.shutdown()
+"""
+
+
+@pytest.fixture(scope="module")
+def scraped() -> dict[str, list[tuple[dict[str, str], float]]]:
+    """What an exporter says after a made-up run: of each name the samples, labels and value."""
+    import made_up_run
+
+    events = []
+    for event in made_up_run.run():
+        event = dict(event)
+        if event["kind"] == "start":
+            event["rows"] = event["step"] * 64
+        elif event["kind"] == "evaluate":
+            event["auroc"] = 0.75
+        elif event["kind"] == "step":
+            event |= {"times_s": {"data": 0.5, "forward": 1.5, "other": 0.0}}
+            event |= {"multiply_adds_per_s": 1e9, "peak_fraction": 0.25}
+        elif event["kind"] == "finish":
+            event["metrics"] = {"auroc": 0.75}
+        events.append(event)
+    stages = [{"stage": "parse", "rows_per_s": 10.0, "busy": 0.5, "cpu_share": 1.0}]
+    store = {"object_store_bytes": 5, "object_store_limit_bytes": 50, "spilled_bytes": 0}
+    data = {
+        "kind": "data",
+        "time": events[-1]["time"],
+        "step": 200,
+        "rows_per_s": 10.0,
+        "busy": 0.5,
+        "backlog_rows": 3.0,
+    }
+    events.append({**data, "stages": stages, **store})
+    environment = {**os.environ, "RAY_metrics_report_interval_ms": "500", "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment.pop("RAY_ADDRESS", None)
+    done = subprocess.run(
+        [sys.executable, "-c", EXPORTER],
+        input=json.dumps(events),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("#", "ray_rayrec_"))]
+    for family in text_string_to_metric_families("\n".join(lines) + "\n"):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return found
+
+
+def value(scraped: dict[str, list[tuple[dict[str, str], float]]], name: str, **labels: str) -> float:
+    (sample,) = [value for found, value in scraped[name] if labels.items() <= found.items()]
+    return sample
+
+
+def test_metrics_are_those_of_the_run(scraped: dict[str, list[tuple[dict[str, str], float]]]) -> None:
+    assert value(scraped, "ray_rayrec_step", run="run-1") == 200
+    assert value(scraped, "ray_rayrec_goal_steps", run="run-1") == 200
+    assert value(scraped, "ray_rayrec_steps_total", run="run-1") == 120 + 100  # 20 of them again
+    assert value(scraped, "ray_rayrec_rows_total", run="run-1") == 220 * 64
+    assert value(scraped, "ray_rayrec_steps_redone_total", run="run-1") == 20
+    assert value(scraped, "ray_rayrec_failures_total", run="run-1") == 1
+    assert value(scraped, "ray_rayrec_checkpoints_total", run="run-1") == 4
+    assert value(scraped, "ray_rayrec_checkpoint_stall_s_total", run="run-1") == 1.0
+    assert value(scraped, "ray_rayrec_workers", run="run-1") == 1
+    assert value(scraped, "ray_rayrec_metric", set="validation", metric="auroc") == 0.75
+    assert value(scraped, "ray_rayrec_time_s_total", phase="forward") == 22 * 1.5
+    assert value(scraped, "ray_rayrec_data", stage="parse", measure="busy") == 0.5
+    assert not [labels for samples in scraped.values() for labels, _ in samples if labels["run"] == "older"]
+
+
+def test_the_dashboard_asks_for_what_is_exported(scraped: dict[str, list[tuple[dict[str, str], float]]]) -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    queries += [entry["definition"] for entry in dashboard["templating"]["list"] if entry["type"] == "query"]
+    assert len(queries) > 20
+    asked = set()
+    for query in queries:
+        names = NAME.findall(query)
+        assert names, query
+        asked |= set(names)
+        for name, matchers in SELECTOR.findall(query):
+            samples = [labels for labels, _ in scraped[name]]
+            for label, operator, wanted in MATCHER.findall(matchers):
+                assert all(label in labels for labels in samples), (query, label)
+                if operator == "=":
+                    samples = [labels for labels in samples if labels[label] == wanted]
+            assert samples, query
+        for grouping in re.findall(r"by \(([^)]*)\)", query):
+            assert set(re.findall(r"\w+", grouping)) <= scraped[names[0]][0][0].keys(), query
+    assert asked <= scraped.keys()
+
+
+def test_legends_and_places_of_the_dashboard() -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    cells: set[tuple[int, int]] = set()
+    for panel in dashboard["panels"]:
+        place = panel["gridPos"]
+        taken = {(place["x"] + right, place["y"] + down) for right in range(place["w"]) for down in range(place["h"])}
+        assert place["x"] + place["w"] <= 24
+        assert not taken & cells, panel["title"]
+        cells |= taken
+        assert panel["datasource"]["uid"] == "${datasource}"
+        for target in panel["targets"]:
+            assert '"$run"' in target["expr"]
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])

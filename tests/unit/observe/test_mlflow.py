@@ -1,0 +1,101 @@
+"""A run in MLflow: what it is told, that drivers share one run of it, and that a server out of reach costs nothing."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import made_up_run
+import pytest
+from ports import free_ports
+
+from rayrec import recipes
+from rayrec.observe import tracking as tracking_module
+from rayrec.observe.events import EventWriter
+from rayrec.observe.tracking import tracking
+
+mlflow = pytest.importorskip("mlflow")
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A store of files: the server's own needs a database."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    return (tmp_path / "mlruns").as_uri()
+
+
+def track(store: str, events: list[dict[str, Any]], **config: Any) -> None:
+    from rayrec.observe.mlflow import MlflowTracker
+
+    values = recipes.criteo_demo().replace(name="run", **config).to_dict()
+    tracker = MlflowTracker(store, experiment="rayrec", config=values)
+    for event in events:
+        tracker.update(event)
+        tracker.flush()
+    tracker.close()
+
+
+def runs(store: str) -> list[Any]:
+    client = mlflow.MlflowClient(tracking_uri=store)
+    return list(client.search_runs([client.get_experiment_by_name("rayrec").experiment_id]))
+
+
+def history(store: str, run: Any, key: str) -> list[tuple[int, float]]:
+    client = mlflow.MlflowClient(tracking_uri=store)
+    return [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, key)]
+
+
+def test_a_run_and_the_driver_that_went_on(store: str) -> None:
+    events = [event for event in made_up_run.run() if event["kind"] != "finish"]
+    cut = next(number for number, event in enumerate(events) if event["kind"] == "failure")
+    track(store, events[: cut + 1])
+    (run,) = runs(store)
+    assert run.info.status == "FAILED"
+    assert run.info.run_name == "run"
+    assert history(store, run, "train/loss")[-1] == (120, 9.0)
+    end = {"kind": "finish", "time": events[-1]["time"], "step": 200, "metrics": {"loss": 0.5}}
+    track(store, [*events, end])
+    (run,) = runs(store)
+    assert run.info.status == "FINISHED"
+    steps = [step for step, _ in history(store, run, "train/loss")]
+    assert steps == list(range(10, 201, 10))  # those done again are the first time's
+    assert [step for step, _ in history(store, run, "validation/loss")] == [50, 100, 150, 200]
+    assert history(store, run, "final/loss") == [(200, 0.5)]
+    assert run.data.params["scaling.num_workers"] == "2"
+    assert len(run.data.params) > 100  # more than one request takes
+    assert run.data.tags["rayrec.config_hash"] == "0123456789abcdef"
+    assert run.data.tags["version.torch"] == "2.13.0"
+
+
+def test_a_new_run_of_the_same_name_is_another(store: str) -> None:
+    first = made_up_run.run(finished=False)
+    track(store, first)
+    track(store, [{**event, "time": event["time"] + 1000.0} for event in first])
+    assert len(runs(store)) == 2
+    assert {run.info.status for run in runs(store)} == {"RUNNING"}  # nobody told how they ended
+
+
+def test_a_server_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rayrec.observe.mlflow import MlflowTracker
+
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setattr(tracking_module, "CLOSE_S", 2.0)
+    uri = f"http://127.0.0.1:{free_ports(1)}"
+    path = tmp_path / "events.jsonl"
+    notes: list[str] = []
+    config = recipes.gpt2_tiny().replace(name="run").to_dict()
+    with (
+        tracking({"MLflow": lambda: MlflowTracker(uri, experiment="x", config=config)}, str(path), note=notes.append),
+        EventWriter(path) as writer,
+    ):
+        writer.write("run", config_hash="", versions={})
+        begin_s = time.monotonic()
+        for step in range(1000):
+            writer.write("step", step=step, loss=1.0)
+        assert time.monotonic() - begin_s < 1.0
+        begin_s = time.monotonic()
+    assert time.monotonic() - begin_s < 4.0
+    assert len(notes) == 1
+    assert notes[0].startswith("MLflow: ")
+    assert "\n" not in notes[0]

@@ -1,0 +1,180 @@
+"""MLPerf's log and DLRM's lines of a run, read by the grammar and the rules of those who read them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import made_up_run
+import pytest
+
+from rayrec import recipes
+from rayrec.observe.epochs import Epochs
+from rayrec.observe.iteration_lines import IterationTracker
+from rayrec.observe.mllog import MlLogTracker, optimizer_lines
+
+EXACTLY_ONE = [
+    "submission_benchmark",
+    "submission_org",
+    "submission_division",
+    "submission_platform",
+    "init_stop",
+    "run_start",
+    "run_stop",
+    "train_samples",
+    "eval_samples",
+    "gradient_accumulation_steps",
+    "global_batch_size",
+    "opt_name",
+    "opt_base_learning_rate",
+    "opt_adagrad_learning_rate_decay",
+    "opt_weight_decay",
+    "opt_adagrad_initial_accumulator_value",
+    "opt_adagrad_epsilon",
+    "opt_learning_rate_warmup_steps",
+    "opt_learning_rate_decay_start_step",
+    "opt_learning_rate_decay_steps",
+    "seed",
+]
+AT_LEAST_ONE = ["cache_clear", "init_start", "eval_accuracy", "eval_start", "eval_stop", "epoch_start", "epoch_stop"]
+VALUES = {
+    "submission_division": "open",
+    "submission_benchmark": "dlrm_dcnv2",
+    "opt_name": "adagrad",
+    "opt_weight_decay": 0,
+    "opt_adagrad_learning_rate_decay": 0,
+    "opt_adagrad_initial_accumulator_value": 0,
+    "opt_adagrad_epsilon": 1e-8,
+    "opt_learning_rate_warmup_steps": 0,
+    "opt_learning_rate_decay_start_step": 0,
+    "opt_learning_rate_decay_steps": 0,
+    "gradient_accumulation_steps": 1,
+    "global_batch_size": 64,
+    "train_samples": 6400,
+    "eval_samples": 640,
+}
+"""What closed_dlrm_dcnv2 of the rules 6.0 asks for, as far as the run made up here fulfils it."""
+
+
+def parse(path: Path) -> list[dict[str, Any]]:
+    """By the grammar of mlperf-logging: the token at the beginning, one JSON object, these fields."""
+    found = []
+    for line in path.read_text(encoding="latin-1").splitlines():
+        assert line.startswith(":::MLLOG ")
+        record = json.loads(line.removeprefix(":::MLLOG "))
+        assert list(record) == ["namespace", "time_ms", "event_type", "key", "value", "metadata"]
+        assert isinstance(record["time_ms"], int)
+        assert record["event_type"] in ("POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END")
+        assert {"file", "lineno"} <= record["metadata"].keys()
+        found.append(record)
+    return found
+
+
+def check(records: list[dict[str, Any]]) -> None:
+    """The rules that hold for any benchmark (common.yaml of 6.0), in the words of the checker's."""
+    keys = [record["key"] for record in records]
+    for key in EXACTLY_ONE:
+        assert keys.count(key) == 1, key
+    for key in AT_LEAST_ONE:
+        assert key in keys, key
+    assert keys.index("init_start") < keys.index("init_stop") < keys.index("run_start") < keys.index("epoch_start")
+    assert keys[-1] == "run_stop"
+    for record in records:
+        metadata, key = record["metadata"], record["key"]
+        if re.match("(epoch|eval)_", key) and key != "eval_samples":
+            assert "epoch_num" in metadata or "samples_count" in metadata
+        if key == "run_stop":
+            assert "status" in metadata
+        if key == "eval_accuracy":
+            assert record["value"] <= 1.0
+            assert "epoch_num" in metadata
+    times = [record["time_ms"] for record in records]
+    assert times == sorted(times)
+    for name in ("init", "run", "epoch", "eval"):  # every interval that was opened is closed
+        opened = [record["event_type"] for record in records if record["key"] in (f"{name}_start", f"{name}_stop")]
+        assert opened == ["INTERVAL_START", "INTERVAL_END"] * (len(opened) // 2), name
+
+
+def run(*, finished: bool = True) -> list[dict[str, Any]]:
+    """A made-up run of a click model: 200 steps of 64 rows, two epochs; it goes on from step 100 after a failure."""
+    events = []
+    for event in made_up_run.run(finished=finished):
+        event = dict(event)
+        if event["kind"] == "prepared":
+            event["rows_of_sets"] = {"train": 6400, "validation": 640}
+        elif event["kind"] == "start":
+            event |= {"batch_size": 64 // event["world_size"], "rows": event["step"] * 64}
+        elif event["kind"] == "evaluate":
+            event["auroc"] = 0.7 + event["step"] / 10_000
+        elif event["kind"] == "finish":
+            event["metrics"] = {"auroc": 0.72}
+        events.append(event)
+    return events
+
+
+def write(folder: Path, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    tracker = MlLogTracker(str(folder), config=recipes.mlperf_dcnv2().to_dict())
+    for event in events:
+        tracker.update(event)
+        tracker.flush()
+    tracker.close()
+    return parse(folder / "mllog.log")
+
+
+def test_a_run_that_failed_once_and_ended(tmp_path: Path) -> None:
+    write(tmp_path, run()[:20])  # by a driver that was lost; the next begins anew
+    records = write(tmp_path, run())
+    check(records)
+    values = {record["key"]: record["value"] for record in records}
+    assert {key: values[key] for key in VALUES} == VALUES
+    assert records[-1]["metadata"]["status"] == "success"
+    scores = [
+        (record["metadata"]["epoch_num"], record["value"]) for record in records if record["key"] == "eval_accuracy"
+    ]
+    assert scores == [(0.5, 0.705), (1.0, 0.71), (1.5, 0.715), (2.0, 0.72)]
+    epochs = [record["metadata"]["epoch_num"] for record in records if record["key"] == "epoch_start"]
+    assert epochs == [0, 1]
+
+
+def test_a_run_that_was_stopped(tmp_path: Path) -> None:
+    events = run(finished=False)
+    events.append({"kind": "stop", "time": events[-1]["time"] + 1, "step": 150, "cause": "SIGTERM"})
+    records = write(tmp_path, events)
+    check(records)
+    assert records[-1]["metadata"]["status"] == "aborted"
+
+
+def test_a_run_in_progress_has_no_end(tmp_path: Path) -> None:
+    assert "run_stop" not in [record["key"] for record in write(tmp_path, run(finished=False))]
+
+
+@pytest.mark.parametrize("name", list(recipes.ALL))
+def test_every_recipe_tells_its_optimizer(name: str) -> None:
+    lines = dict(optimizer_lines(recipes.ALL[name]().to_dict()["workload"]))
+    assert lines["opt_base_learning_rate"] > 0
+
+
+def test_lines_of_the_first_dlrm(tmp_path: Path) -> None:
+    tracker = IterationTracker(str(tmp_path))
+    for event in run():
+        tracker.update(event)
+    tracker.close()
+    lines = (tmp_path / "iterations.log").read_text().splitlines()
+    pattern = r"Finished training it (\d+)/(\d+) of epoch (\d+), (\d+\.\d\d) ms/it, loss (\d+\.\d{6})"
+    found = [match.groups() for line in lines if (match := re.fullmatch(pattern, line))]
+    assert len(found) == 12 + 10  # the steps that were done again appear again
+    assert found[0] == ("10", "100", "0", f"{1000 * 640 / 1010 / 10:.2f}", "9.000000")
+    assert found[12][:3] == ("10", "100", "1")  # step 110, again
+    assert found[-1][:3] == ("100", "100", "1")
+    assert "Testing at - 50/100 of epoch 0, loss 0.573753, perplexity 2.000000, auroc 0.705000" in lines
+    assert len(lines) == len(found) + 4
+
+
+def test_epochs_of_a_run_that_does_not_tell_them() -> None:
+    epochs = Epochs()
+    epochs.update({"kind": "start", "step": 0, "steps": 150, "world_size": 2})
+    assert epochs.of(16) == (0, 16)
+    assert epochs.steps_per_epoch == 150
+    assert epochs.of(0) == (0, 1)

@@ -1,0 +1,102 @@
+"""What TensorBoard reads of a run, by its own format: the curves of the event file, once each, whoever wrote them."""
+
+from __future__ import annotations
+
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import made_up_run
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.record_writer import masked_crc32c
+
+from rayrec.observe.history import logged
+from rayrec.observe.tensorboard import TensorBoardTracker
+
+
+def records(path: Path) -> list[Event]:
+    """Reads a file of the TFRecord format, with its checksums."""
+    data, found = path.read_bytes(), []
+    while data:
+        length, checksum = struct.unpack_from("<QI", data)
+        assert checksum == masked_crc32c(data[:8])
+        body = data[12 : 12 + length]
+        assert struct.unpack_from("<I", data, 12 + length)[0] == masked_crc32c(body)
+        found.append(Event.FromString(body))
+        data = data[16 + length :]
+    return found
+
+
+def curves(folder: Path) -> dict[str, dict[int, float]]:
+    """What TensorBoard shows: of each tag value by step, without what a SessionLog START purges."""
+    shown: dict[str, dict[int, float]] = {}
+    for path in sorted((folder / "tensorboard").iterdir()):
+        for record in records(path):
+            if record.session_log.status == SessionLog.START:
+                for points in shown.values():
+                    for step in [step for step in points if step >= record.step]:
+                        del points[step]
+            for value in record.summary.value:
+                if value.WhichOneof("value") == "simple_value":
+                    points = shown.setdefault(value.tag, {})
+                    assert record.step not in points, "doubled"
+                    points[record.step] = value.simple_value
+    return shown
+
+
+def track(folder: Path, events: list[dict[str, Any]]) -> None:
+    tracker = TensorBoardTracker(str(folder), config="recipe: x\nseed: 0\n")
+    for event in events:
+        tracker.update(event)
+        tracker.flush()
+    tracker.close()
+
+
+def test_curves_are_those_of_the_events(tmp_path: Path) -> None:
+    events = made_up_run.run()
+    track(tmp_path, [event for event in events if event["kind"] != "finish"])
+    shown = curves(tmp_path)
+    rows = logged(events)
+    loss = {row["step"]: row["loss"] for row in rows}
+    assert shown["train/loss"].keys() == loss.keys()
+    assert all(math.isclose(shown["train/loss"][step], value, rel_tol=1e-6) for step, value in loss.items())
+    assert list(shown["validation/loss"]) == [50, 100, 150, 200]
+    assert shown["checkpoint/stall_s"] == dict.fromkeys((50, 100, 150, 200), 0.25)
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    assert path.name.startswith("events.out.tfevents.")  # what TensorBoard looks for
+    version, *_ = records(path)
+    assert version.file_version == "brain.Event:2"
+    (text,) = [value for record in records(path) for value in record.summary.value if value.HasField("tensor")]
+    assert text.tensor.string_val[0] == b"    recipe: x\n    seed: 0"
+    times = [record.wall_time for record in records(path)]
+    assert times[-1] == events[-4]["time"]
+
+
+def test_a_driver_that_goes_on_doubles_nothing(tmp_path: Path) -> None:
+    events = made_up_run.run()
+    cut = next(number for number, event in enumerate(events) if event["kind"] == "failure")
+    track(tmp_path, events[:cut])
+    other = tmp_path / "tensorboard" / "events.out.tfevents.of.somebody"
+    other.write_bytes(b"")
+    before = set((tmp_path / "tensorboard").iterdir())
+    track(
+        tmp_path, [*events[:-3], {"kind": "finish", "time": events[-1]["time"], "step": 200, "metrics": {"auroc": 0.5}}]
+    )
+    after = set((tmp_path / "tensorboard").iterdir())
+    assert len(before) == len(after) == 2
+    assert before & after == {other}
+    shown = curves(tmp_path)
+    assert list(shown["train/loss"]) == list(range(10, 201, 10))
+    assert shown["final/auroc"] == {200: 0.5}
+
+
+def test_an_older_file_stays_until_the_new_one_is_there(tmp_path: Path, monkeypatch: Any) -> None:
+    events = made_up_run.run(finished=False)
+    track(tmp_path, events[:20])
+    before = list((tmp_path / "tensorboard").iterdir())
+    tracker = TensorBoardTracker(str(tmp_path), config="")
+    tracker.update(events[0])
+    assert list((tmp_path / "tensorboard").iterdir()) == before
+    tracker.close()
+    assert list((tmp_path / "tensorboard").iterdir()) != before

@@ -1,0 +1,213 @@
+"""Trackers follow events whatever happens to them, and neither hold up a run nor end it; files of a run grow whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayrec import storage
+from rayrec.observe import tracking as tracking_module
+from rayrec.observe import view_file
+from rayrec.observe.events import EventWriter
+from rayrec.observe.scalars import Firsts, Intervals, scalars
+from rayrec.observe.tracking import tracking
+from rayrec.observe.view_file import ViewFile
+
+
+class Recorder:
+    """Keeps what it is told; fails or waits where it is told to."""
+
+    def __init__(self, *, failures: int = 0, refuse: str = "", wait_s: float = 0.0) -> None:
+        self.taken: list[dict[str, Any]] = []
+        self.delivered: list[dict[str, Any]] = []
+        self.closed = False
+        self._failures, self._refuse, self._wait_s = failures, refuse, wait_s
+
+    def update(self, event: dict[str, Any]) -> None:
+        if event["kind"] == self._refuse:
+            raise KeyError("loss")
+        self.taken.append(event)
+
+    def flush(self) -> None:
+        time.sleep(self._wait_s)
+        if self._failures:
+            self._failures -= 1
+            raise ConnectionError("connection\nrefused")
+        self.delivered = list(self.taken)
+
+    def close(self) -> None:
+        self.flush()
+        self.closed = True
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking_module, "FLUSH_S", 0.0)
+    monkeypatch.setattr(tracking_module, "_FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(tracking_module, "CLOSE_S", 1.0)
+
+
+def follow(path: Path, trackers: dict[str, Recorder], *, events: int = 5, pause_s: float = 0.0) -> list[str]:
+    """Writes events under the eyes of trackers; returns what was noted."""
+    notes: list[str] = []
+    makers = {name: (lambda tracker=tracker: tracker) for name, tracker in trackers.items()}
+    with tracking(makers, str(path), note=notes.append), EventWriter(path) as writer:
+        for step in range(events):
+            writer.write("step", step=step)
+            time.sleep(pause_s)
+    return notes
+
+
+def test_every_event_arrives_once_and_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    first, second, third = Recorder(), Recorder(), Recorder()
+    assert follow(path, {"first": first, "second": second}) == []
+    assert [event["step"] for event in first.delivered] == list(range(5))
+    assert second.delivered == first.delivered
+    assert first.closed
+    assert follow(path, {"third": third}) == []  # another driver's tracker is told all of the run
+    assert [event["step"] for event in third.delivered] == [*range(5), *range(5)]
+
+
+def test_a_tracker_that_fails_for_a_while_gets_everything_later(tmp_path: Path) -> None:
+    flaky, steady = Recorder(failures=4), Recorder()
+    notes = follow(tmp_path / "events.jsonl", {"flaky": flaky, "steady": steady}, pause_s=0.05)
+    assert notes == ["flaky: connection refused; it is tried again, and the run goes on"]  # once
+    assert [event["step"] for event in flaky.delivered] == list(range(5))
+    assert steady.delivered == flaky.delivered
+
+
+def test_a_tracker_out_of_reach_delays_nothing(tmp_path: Path) -> None:
+    gone, steady = Recorder(failures=10**9), Recorder()
+    begin_s = time.monotonic()
+    notes = follow(tmp_path / "events.jsonl", {"gone": gone, "steady": steady})
+    assert time.monotonic() - begin_s < 5
+    assert len(notes) == 1
+    assert len(steady.delivered) == 5
+    assert not gone.closed
+
+
+def test_a_tracker_that_hangs_is_left_behind(tmp_path: Path) -> None:
+    hanging, steady = Recorder(wait_s=20.0), Recorder()
+    begin_s = time.monotonic()
+    notes = follow(tmp_path / "events.jsonl", {"hanging": hanging, "steady": steady})
+    assert 0.5 < time.monotonic() - begin_s < 5
+    assert notes == ["hanging: not done 1 s after the end; its last events may be missing there"]
+    assert steady.closed
+
+
+def test_an_event_a_tracker_cannot_read_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventWriter(path) as writer:
+        writer.write("odd", step=0)
+        writer.write("odd", step=1)
+    picky = Recorder(refuse="odd")
+    notes = follow(path, {"picky": picky})
+    assert notes == ["picky: an event of kind odd was left out ('loss'); later ones are only counted"]
+    assert len(picky.delivered) == 5
+
+
+def test_a_tracker_that_cannot_be_made_is_noted(tmp_path: Path) -> None:
+    def make() -> Recorder:
+        raise ModuleNotFoundError("No module named 'mlflow'")
+
+    notes: list[str] = []
+    with tracking({"MLflow": make}, str(tmp_path / "events.jsonl"), note=notes.append):
+        pass
+    assert notes == ["MLflow: No module named 'mlflow'; the run goes on without it"]
+
+
+def test_no_thread_is_left(tmp_path: Path) -> None:
+    before = threading.active_count()
+    follow(tmp_path / "events.jsonl", {"a": Recorder(), "b": Recorder()})
+    assert threading.active_count() == before
+
+
+def test_what_a_full_disk_refuses_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = ViewFile(str(tmp_path / "new" / "file"))
+    write = os.write
+    room = 3
+
+    def little_room(descriptor: int, data: bytes) -> int:
+        nonlocal room
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        done = write(descriptor, bytes(data[:room]))
+        room -= done
+        return done
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", little_room)
+        file.append(b"abcdef")
+        with pytest.raises(OSError, match="No space"):
+            file.flush()
+    assert not os.path.exists(file.path)  # an older one would still be there
+    file.append(b"gh")
+    file.flush()
+    assert Path(file.path).read_bytes() == b"abcdefgh"
+    file.append(b"i")
+    file.close()
+    assert Path(file.path).read_bytes() == b"abcdefghi"
+    again = ViewFile(file.path)
+    again.append(b"anew")
+    again.close()
+    assert Path(file.path).read_bytes() == b"anew"
+    assert os.listdir(tmp_path / "new") == ["file"]
+
+
+def test_a_store_gets_the_whole_file_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[bytes] = []
+    monkeypatch.setattr(storage, "write_bytes", lambda path, data: sent.append(bytes(data)))
+    file = ViewFile("s3://bucket/run/file")
+    file.append(b"a")
+    file.flush()
+    file.append(b"b")
+    file.flush()  # too soon
+    assert sent == [b"a"]
+    monkeypatch.setattr(view_file, "UPLOAD_S", 0.0)
+    file.close()
+    file.close()  # nothing new
+    assert sent == [b"a", b"ab"]
+
+
+def test_scalars_of_events() -> None:
+    step = {"kind": "step", "time": 1.0, "step": 3, "steps": 9, "loss": 0.5, "times_s": {"data": 1, "other": None}}
+    assert scalars(step) == {"train/loss": 0.5, "train/times_s/data": 1.0}
+    evaluation = {"kind": "evaluate", "time": 1.0, "step": 3, "set": "validation", "auroc": 0.75, "exact": True}
+    assert scalars(evaluation) == {"validation/auroc": 0.75}
+    assert scalars({"kind": "finish", "time": 1.0, "step": 9, "metrics": {"auroc": 0.8}}) == {"final/auroc": 0.8}
+    data = {"kind": "data", "time": 1.0, "backlog_rows": 7, "stages": [{"stage": "read", "busy": 0.5}]}
+    assert scalars(data) == {"data/backlog_rows": 7.0, "data/read/busy": 0.5}
+    assert scalars({"kind": "start", "time": 1.0, "step": 9}) == {}
+
+
+def test_steps_done_again_are_no_firsts() -> None:
+    firsts = Firsts()
+    assert [firsts.new({"kind": "step", "step": step}) for step in (10, 20, 10, 20, 30)] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert firsts.new({"kind": "evaluate", "set": "validation", "step": 20})
+    firsts.told(("checkpoint", ""), 20)
+    assert not firsts.new({"kind": "checkpoint", "step": 20})
+    assert firsts.new({"kind": "checkpoint", "step": 30})
+
+
+def test_intervals_over_a_restart() -> None:
+    intervals = Intervals()
+    assert intervals.begin({"step": 0, "rows": 0}) == 0
+    first = intervals.of({"step": 10, "rows": 640, "rows_per_s": 320.0})
+    assert (first.steps, first.rows, first.elapsed_s) == (10, 640, 2.0)
+    intervals.of({"step": 20, "rows": 1280, "rows_per_s": 320.0})
+    assert intervals.begin({"step": 10, "rows": 640}) == 10
+    again = intervals.of({"step": 15, "rows": 960, "rows_per_s": 160.0})
+    assert (again.steps, again.rows, again.elapsed_s) == (5, 320, 2.0)

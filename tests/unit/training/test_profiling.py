@@ -1,0 +1,131 @@
+"""How a run in progress is asked for a profile: the request's way to the workers, and what whoever asks is told."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayrec import recipes
+from rayrec.config import InputError
+from rayrec.training import profiling
+from rayrec.training.profiling import request_profile, watched_requests, worker_runtime_env
+from rayrec.workloads.base import ProfileConfig
+
+
+class Mailbox:
+    """Stands for the actor; `ask.remote(wish)` does what it is told to."""
+
+    def __init__(self, heard: Any) -> None:
+        self.ask = self
+        self.remote = heard
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "_POLL_S", 0.02)
+    monkeypatch.setattr(profiling, "_LEAD_S", 0.0)
+
+
+def events(*, rate: float = 0.0) -> list[dict[str, Any]]:
+    """Of a run in progress that has reached step 40 of 100 with two workers."""
+    now = time.time()
+    return [
+        {"kind": "run", "time": now - 50},
+        {"kind": "start", "time": now - 40, "step": 0, "steps": 100, "world_size": 2},
+        {"kind": "step", "time": now - 1, "step": 40 - round(rate), "steps": 100},
+        {"kind": "step", "time": now, "step": 40, "steps": 100},
+    ]
+
+
+def test_a_request_reaches_the_workers_and_waits_for_all_of_them(tmp_path: Path) -> None:
+    heard: list[dict[str, Any]] = []
+
+    def write(wish: dict[str, Any]) -> None:
+        heard.append(wish)
+        for rank in range(2):
+            folder = tmp_path / "profile" / wish["name"] / f"rank_{rank}"
+            folder.mkdir(parents=True)
+            threading.Timer(0.1 * rank, (folder / "operations.json").write_text, args=["[]"]).start()
+
+    with watched_requests(str(tmp_path), Mailbox(write)):
+        told = request_profile(str(tmp_path), events(), steps=5, note=lambda text: None, timeout_s=20.0)
+    (wish,) = heard
+    assert (wish["first"], wish["end"]) == (40, 45)
+    assert told == {"profile": str(tmp_path / "profile" / wish["name"]), "first_step": 40, "steps": 5, "ranks": 2}
+    assert (tmp_path / "profile" / wish["name"] / "rank_1" / "operations.json").exists()
+    assert not (tmp_path / "profile" / "request.json").exists()
+
+
+def test_the_first_step_is_one_that_all_workers_have_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "_LEAD_S", 2.0)
+    notes: list[str] = []
+    with pytest.raises(InputError, match="the run has no living driver"):
+        request_profile(str(tmp_path), events(rate=4), steps=5, note=notes.append, timeout_s=0.0)
+    (note,) = notes
+    assert 48 <= int(note.removeprefix("asked for 5 steps from step ").removesuffix(" on")) <= 50
+    with pytest.raises(InputError):
+        request_profile(str(tmp_path), events(rate=40), steps=30, note=notes.append, timeout_s=0.0)
+    assert notes[1] == "asked for 30 steps from step 70 on"  # the last there are
+    assert not (tmp_path / "profile" / "request.json").exists()
+
+
+def test_a_run_that_does_not_train_is_not_asked(tmp_path: Path) -> None:
+    ended = [*events(), {"kind": "finish", "time": time.time(), "step": 100}]
+    for of in (ended, events()[:1], []):
+        with pytest.raises(InputError, match="is not training"):
+            request_profile(str(tmp_path), of, steps=5, note=print, timeout_s=1.0)
+    assert not (tmp_path / "profile").exists()
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        "no JSON",
+        "[]",
+        '{"name": "../../elsewhere", "first": 1, "end": 2}',
+        '{"name": "/etc", "first": 1, "end": 2}',
+        '{"name": "..", "first": 1, "end": 2}',
+        '{"name": "x", "first": 2, "end": 2}',
+        '{"name": "x", "first": "many", "end": 2}',
+    ],
+)
+def test_other_requests_are_refused(tmp_path: Path, request_: str) -> None:
+    heard: list[dict[str, Any]] = []
+    folder = tmp_path / "profile"
+    folder.mkdir()
+    (folder / "request.json").write_text(request_)
+    with watched_requests(str(tmp_path), Mailbox(heard.append)):
+        while (folder / "request.json").exists():
+            time.sleep(0.02)
+        (folder / "request.json").write_text(json.dumps({"name": "good", "first": 1, "end": 2}))
+        deadline_s = time.monotonic() + 10
+        while not heard and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+    assert heard == [{"name": "good", "first": 1, "end": 2}]
+
+
+def test_variables_of_kineto_go_to_workers() -> None:
+    environment = {
+        "KINETO_USE_DAEMON": "1",
+        "KINETO_DAEMON_INIT_DELAY_S": "3",
+        "HOME": "x",
+        "AWS_SECRET_ACCESS_KEY": "y",
+    }
+    passed = {"KINETO_USE_DAEMON": "1", "KINETO_DAEMON_INIT_DELAY_S": "3"}
+    assert worker_runtime_env(environment) == {"env_vars": passed}
+    assert worker_runtime_env({"KINETO_DAEMON_INIT_DELAY_S": "3"}) == {}
+
+
+def test_configuration() -> None:
+    assert ProfileConfig(steps="10:20").window() == (10, 20)
+    assert ProfileConfig().window() is None
+    for steps in ("10", "20:10", "10:10", ":5", "a:b", "-1:5", "1:2:3"):
+        with pytest.raises(InputError, match=r"profile\.steps"):
+            ProfileConfig(steps=steps)
+    config = recipes.criteo_demo().replace(profile={"steps": "1:2"}, trackers={"wandb": "offline"})
+    assert recipes.load_config(config.to_yaml()) == config
