@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from children import child, run_task
-from logs import synthetic_log
+from logs import preprocessor_of, synthetic_log
 from rows import emit, interleaved, say
 
 MULTIPLY_ADDS = 486_032
@@ -30,7 +30,7 @@ def recipe(path: str, *, precision: str, batch_size: int, workers: int, steps: i
         storage_path=storage,
         scaling={"num_workers": workers},
         cluster={"num_cpus": 2},
-        workload={"preprocessor": _preprocessor_folder(path)},
+        workload={"preprocessor": preprocessor_of(path)},
     )
 
 
@@ -41,7 +41,7 @@ def from_binary(**arguments: Any) -> float:
     path = arguments["path"]
     folder = os.path.join(os.path.dirname(path), "binary")
     if not os.path.exists(folder):
-        preprocess(path, out=folder, format="binary", preprocessor=_preprocessor_folder(path), split="sevenths")
+        preprocess(path, out=folder, format="binary", preprocessor=preprocessor_of(path), split="sevenths")
     return from_raw(**{**arguments, "path": folder, "log": path})
 
 
@@ -68,25 +68,6 @@ def from_raw(*, path: str, precision: str, batch_size: int, workers: int, steps:
     return rows / seconds
 
 
-def _preprocessor_folder(path: str) -> str:
-    """Of the log's Preprocessor, made once: all candidates have the same tables and the same ids."""
-    from rayrec.data.parsing import RawRows, max_rows_in, padded, parse_into
-    from rayrec.data.profiles import RAYREC, make_preprocessor
-    from rayrec.datasets.criteo import SCHEMA
-
-    folder = os.path.join(os.path.dirname(path), "preprocessor")
-    if not os.path.exists(os.path.join(folder, "preprocessor.json")):
-        with open(path, "rb") as file:
-            text = file.read()
-        raw = RawRows(SCHEMA, max_rows_in(SCHEMA, len(text)))
-        parse_into(raw, padded(text), len(text))
-        profile = RAYREC.replace(min_count=10)
-        counts = profile.counting(SCHEMA).empty()
-        counts.add_rows(raw, 0)
-        make_preprocessor(profile, SCHEMA, counts).save(folder)
-    return folder
-
-
 def _ready_batches(path: str, batch_size: int, number: int) -> tuple[list[int], list[Any]]:
     """Sizes of the tables, and batches of the log's own rows, permuted, encoded and held in memory. As many as there are
     steps: a model that sees few rows again and again learns them by heart, and computes at another speed."""
@@ -99,7 +80,7 @@ def _ready_batches(path: str, batch_size: int, number: int) -> tuple[list[int], 
     from rayrec.data.preprocessor import Preprocessor
     from rayrec.datasets.criteo import SCHEMA
 
-    preprocessor = Preprocessor.load(_preprocessor_folder(path))
+    preprocessor = Preprocessor.load(preprocessor_of(path))
     with open(path, "rb") as file:
         text = file.read(300 * batch_size * number)
     text = text[: text.rindex(b"\n") + 1]
@@ -150,6 +131,7 @@ def from_ready(*, path: str, precision: str, batch_size: int, steps: int) -> flo
     from rayrec.data.log import Segment
     from rayrec.data.placement import TaskPlacement
     from rayrec.data.position import EpochOrder, Part
+    from rayrec.data.preprocessor import Preprocessor
     from rayrec.datasets.criteo import SCHEMA
     from rayrec.native import keep_freed_memory
     from rayrec.workloads.base import WorkerContext
@@ -161,7 +143,8 @@ def from_ready(*, path: str, precision: str, batch_size: int, steps: int) -> flo
     config = recipe(path, precision=precision, batch_size=batch_size, workers=1, steps=steps, storage="")
     sizes, batches = _ready_batches(path, batch_size, number=steps * 6 // 5 + 20)
     order = EpochOrder((Part(Segment("", 0, 1, 0, 10**9), 0, 10**9),), "none", 0, 1)
-    prepared = Prepared(None, "", SCHEMA, sizes, {"train": order}, 0, "", None)  # type: ignore[arg-type]
+    preprocessor = Preprocessor.load(preprocessor_of(path))
+    prepared = Prepared(preprocessor, "", SCHEMA, sizes, {"train": order}, 0, "", None)
     setup = config.workload.set_up(WorkerContext(config, 0, 1, torch.device("cpu"), TaskPlacement()), prepared)
     setup.model.train()
     return _rate(setup.pipeline, batches, steps, setup.begin_step)

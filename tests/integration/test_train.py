@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,12 @@ def test_a_run_leaves_its_folder_complete(finished: tuple[TrainConfig, Result]) 
     assert kinds[0] == "run"
     assert {"prepared", "start", "step", "evaluate", "checkpoint", "finish", "summary"} <= set(kinds)
     assert list(Path(result.folder, "logs").glob("worker_*.log"))
+    steps = read_events(os.path.join(result.folder, "events.jsonl"), kinds={"step"})
+    for before, step in pairwise(steps):
+        assert sum(step["times_s"].values()) == pytest.approx((step["rows"] - before["rows"]) / step["rows_per_s"])
+        assert min(step["times_s"][phase] for phase in ("forward", "backward", "optimizer", "collectives")) > 0
+        assert step["peak_fraction"] > 0
+    assert summary["verdict"].endswith(".")
     page = Path(result.folder, "report.html").read_text()
     assert "Validation auroc" in page
     assert summary["config_hash"] in page

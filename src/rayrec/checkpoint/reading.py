@@ -65,7 +65,7 @@ def _restore_mine(folder: str, manifest: dict[str, Any], tensors: dict[str, Any]
 
     _run(copies())
     if extra_files:
-        _check_extra_files(folder, manifest)
+        check_extra_files(folder, manifest)
 
 
 def _metadata(manifest: dict[str, Any]) -> Metadata:
@@ -206,7 +206,8 @@ class _Reader:
             return self._maps[path]
 
 
-def _check_extra_files(folder: str, manifest: dict[str, Any]) -> None:
+def check_extra_files(folder: str, manifest: dict[str, Any]) -> None:
+    """Raises DamagedError where a file beside the tensors (config.yaml, the workload's own) is not as it was written."""
     for name, file in manifest["files"].items():
         path = storage.join(folder, name)
         if "sha256" not in file:
@@ -243,7 +244,7 @@ def verify(checkpoint: Checkpoint, prefix: str = "") -> None:
     was written."""
     for _ in full_tensors(checkpoint, prefix):
         pass
-    _check_extra_files(checkpoint.path, checkpoint.manifest())
+    check_extra_files(checkpoint.path, checkpoint.manifest())
 
 
 def weights_sha256(checkpoint: Checkpoint, prefix: str = "model.") -> str:

@@ -15,6 +15,7 @@ from rayrec.data.position import Block, Piece
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.ray_tasks import tables, tasks_dataset
 from rayrec.data.reading import encode_block
+from rayrec.data.stages import StageAccount, measured, stage, times_of, with_times
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
 
@@ -33,7 +34,18 @@ def _shared(reference: ray.ObjectRef) -> Preprocessor:
 def encode_task(item: tuple[Block, int, int], *, preprocessor: ray.ObjectRef, labelled: bool) -> pa.Table:
     """What one data task does: rows [start, stop) of a block, encoded."""
     keep_freed_memory()
-    return to_arrow(encode_block(*item, _shared(preprocessor), labelled=labelled))
+    shared = _shared(preprocessor)
+    table, times = measured(
+        lambda: encoded_block(item, shared, labelled=labelled), rows_of=lambda table: table.num_rows
+    )
+    return with_times(table, times)
+
+
+def encoded_block(item: tuple[Block, int, int], preprocessor: Preprocessor, *, labelled: bool = True) -> pa.Table:
+    """Rows [start, stop) of a block as `to_arrow` makes them, in this process; its stages may be `measured`."""
+    rows = encode_block(*item, preprocessor, labelled=labelled)
+    with stage("encode"):
+        return to_arrow(rows)
 
 
 def stream(
@@ -44,8 +56,9 @@ def stream(
     placement: TaskPlacement,
     labelled: bool = True,
     prefetch_blocks: int = 2,
+    account: StageAccount | None = None,
 ) -> Iterator[EncodedRows]:
-    """Encoded rows of the pieces, in order, made by Ray Data tasks ahead of the reader."""
+    """Encoded rows of the pieces, in order, made by Ray Data tasks ahead of the reader; `account` is told what they took."""
     if not pieces:
         return
     items = [(block, piece.start, piece.stop) for block, piece in pieces]
@@ -59,4 +72,7 @@ def stream(
         block_bytes=block_bytes,
     )
     for table in tables(dataset, prefetch_blocks=prefetch_blocks):
+        times = times_of(table)
+        if account is not None and times is not None:
+            account.add(times)
         yield from from_arrow(table)

@@ -17,6 +17,7 @@ import numpy as np
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.parsing import MAX_LINE_BYTES, PADDING_BYTES, Faults, RawRows, max_rows_in, parse_into
+from rayrec.data.stages import stage
 from rayrec.native import library
 from rayrec.schema import Schema
 
@@ -204,9 +205,11 @@ def read_segments(segments: Sequence[Segment], schema: Schema) -> RawRows:
         text = np.zeros(size + PADDING_BYTES, np.uint8)
         before = raw.rows
         raw.begin_file(segment.path)
-        got = storage.read_into(segment.path, segment.start, text[:size])
+        with stage("read"):
+            got = storage.read_into(segment.path, segment.start, text[:size])
         if got == size:
-            parse_into(raw, text, size, path=segment.path, first_byte=segment.start)
+            with stage("parse"):
+                parse_into(raw, text, size, path=segment.path, first_byte=segment.start)
         if raw.rows - before != segment.rows:
             raise InputError(
                 f"{segment.path}: bytes {segment.start}-{segment.stop} hold {raw.rows - before} rows where there were "

@@ -272,6 +272,16 @@ class Preprocessor:
         _ = self.slots  # built here, so that whoever is given this object finds them there
         return self
 
+    @cached_property
+    def _c_columns(self) -> tuple[ctypes.Array[CDenseColumn], ctypes.Array[CSparseColumn]]:
+        """Kept: to make them costs as much as to encode 300 rows, and servers encode single ones."""
+        dense = (CDenseColumn * len(self.dense))(*(column.c_column() for column in self.dense))
+        return dense, self.c_sparse_columns()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what points into this process's memory."""
+        return {name: value for name, value in self.__dict__.items() if name != "_c_columns"}
+
     def c_sparse_columns(self) -> ctypes.Array[CSparseColumn]:
         """Descriptors for the kernels of 32-bit tokens; they point into `slots`, which must outlive them."""
         columns = (CSparseColumn * len(self.sparse))()
@@ -301,8 +311,7 @@ class Preprocessor:
             ctypes.byref(raw.layout),
             ctypes.c_void_p(order.ctypes.data),
             ctypes.c_int64(rows),
-            (CDenseColumn * len(self.dense))(*(column.c_column() for column in self.dense)),
-            self.c_sparse_columns(),
+            *self._c_columns,
             ctypes.c_void_p(dense.ctypes.data),
             ctypes.c_void_p(ids.ctypes.data),
             ctypes.c_int64(ids.itemsize),

@@ -29,6 +29,7 @@ from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.ready_files import FORMATS, MAPPED, file_checksum
 from rayrec.data.ready_formats import from_named_columns
 from rayrec.data.ready_maps import ReadyMaps, Run, damaged
+from rayrec.data.stages import BlockTimes, StageAccount, measured, stage
 
 __all__ = ["FORMATS", "MAPPED", "ReadyDataset", "is_ready", "open_ready", "read", "stream_ready"]
 
@@ -245,29 +246,41 @@ def stream_ready(
     *,
     in_memory: bool = False,
     prefetch_blocks: int = 2,
+    account: StageAccount | None = None,
 ) -> Iterator[EncodedRows]:
     """Rows of the pieces, in order, read in this process by one thread that stays `prefetch_blocks` pieces ahead (the
     kernels release the GIL). With `in_memory`, the files the pieces are of are read wholly first, and stay in memory as
-    long as the process. For formats in MAPPED; ingest.stream reads the others."""
+    long as the process. `account` is told what each took. For formats in MAPPED; ingest.stream reads the others."""
     if not pieces:
         return
     if in_memory:
         dataset, _ = _dataset_of(pieces[0][0].parts[0].segment)
         dataset.maps.hold(sorted({_dataset_of(part.segment)[1] for block, _ in pieces for part in block.parts}))
     thread = ThreadPoolExecutor(1, thread_name_prefix="read-ready")
-    ahead: deque[Future[EncodedRows]] = deque()
+    ahead: deque[Future[tuple[EncodedRows, BlockTimes]]] = deque()
+
+    def taken() -> EncodedRows:
+        rows, times = ahead.popleft().result()
+        if account is not None:
+            account.add(times)
+        return rows
+
     waiting = iter(pieces)
     try:
         for block, piece in waiting:
             ahead.append(thread.submit(_read_piece, block, piece, preprocessor))
             if len(ahead) > prefetch_blocks:
-                yield ahead.popleft().result()
+                yield taken()
         while ahead:
-            yield ahead.popleft().result()
+            yield taken()
     finally:
         thread.shutdown(wait=True, cancel_futures=True)
 
 
-def _read_piece(block: Block, piece: Piece, preprocessor: Preprocessor) -> EncodedRows:
-    order = block.order()[piece.start : piece.stop]
-    return read([part.segment for part in block.parts], order, preprocessor)
+def _read_piece(block: Block, piece: Piece, preprocessor: Preprocessor) -> tuple[EncodedRows, BlockTimes]:
+    def make() -> EncodedRows:
+        with stage("read"):
+            order = block.order()[piece.start : piece.stop]
+            return read([part.segment for part in block.parts], order, preprocessor)
+
+    return measured(make, rows_of=len)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -14,6 +15,7 @@ from rayrec.batch import TensorBatch
 from rayrec.config import InputError
 from rayrec.data.row_order import RowOrder
 from rayrec.data.rows import RowSource
+from rayrec.data.stages import BlockTimes, StageAccount, measured, stage
 
 _CLOSE_S = 10.0
 """For which `stop` waits for a read under way, which may hang where storage is away."""
@@ -57,7 +59,10 @@ class RowLoader:
         self.steps_per_epoch = self._steps_left(0)
         to_end = None if epochs is None else self._steps_to(epochs)
         self.steps = min(count for count in (to_end, max_steps) if count is not None)
-        self._ready: queue.Queue[TensorBatch | BaseException] = queue.Queue(maxsize=max(1, prefetch_batches))
+        self.stages = StageAccount(cpus=1.0)
+        self._ready: queue.Queue[tuple[TensorBatch, BlockTimes] | BaseException] = queue.Queue(
+            maxsize=max(1, prefetch_batches)
+        )
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -74,9 +79,11 @@ class RowLoader:
         if self._handed_out == self.steps:
             raise StopIteration
         self.start()
-        batch = self._ready.get()
-        if isinstance(batch, BaseException):
-            raise batch
+        item = self._ready.get()
+        if isinstance(item, BaseException):
+            raise item
+        batch, times = item
+        self.stages.add(times)
         self._handed_out += 1
         return batch
 
@@ -144,7 +151,7 @@ class RowLoader:
         except BaseException as error:  # raised where the batch is asked for
             self._put(error)
 
-    def _put(self, item: TensorBatch | BaseException) -> bool:
+    def _put(self, item: tuple[TensorBatch, BlockTimes] | BaseException) -> bool:
         while not self._stop.is_set():
             try:
                 self._ready.put(item, timeout=0.1)
@@ -153,12 +160,13 @@ class RowLoader:
             return True
         return False
 
-    def _batches(self) -> Iterator[TensorBatch]:
+    def _batches(self) -> Iterator[tuple[TensorBatch, BlockTimes]]:
         epoch, offset = self._epoch, self._offset
         while True:
             numbers = _Numbers(self._announced(epoch, offset))
             for start, stop in self._stops(offset):
-                yield self._batch(numbers.take(stop - start))
+                taken = numbers.take(stop - start)
+                yield measured(partial(self._batch, taken), rows_of=len)
             epoch, offset = epoch + 1, 0
 
     def _announced(self, epoch: int, offset: int) -> Iterator[np.ndarray]:
@@ -178,7 +186,8 @@ class RowLoader:
         mine, weight = numbers[self._rank :: self._world_size], self._world_size / len(numbers)
         if not len(mine):
             mine, weight = numbers[:1], 0.0
-        arrays = self._source.read(mine)
+        with stage("read"):
+            arrays = self._source.read(mine)
         return TensorBatch({name: torch.from_numpy(array) for name, array in arrays.items()}, weight)
 
 

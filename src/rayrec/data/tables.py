@@ -24,6 +24,7 @@ from rayrec.data.engine import Engine
 from rayrec.data.log import CachedIndex, Entry, LogIndex, Segment, numbered
 from rayrec.data.parsing import Faults, RawRows
 from rayrec.data.row_groups import VERSION, Part, changed, is_parquet, open_parquet, prepared, read_rows
+from rayrec.data.stages import stage
 from rayrec.schema import Schema
 
 SUFFIXES = (".parquet", ".csv", ".csv.gz")
@@ -189,8 +190,10 @@ def _other_rows(segment: Segment, rows: int) -> InputError:
 def _read(path: str, segments: Iterable[Segment], schema: Schema) -> Iterator[tuple[str, RawRows | RawColumns]]:
     with open_parquet(path) as parquet:
         for segment in segments:
-            table = read_rows(parquet, path, segment.start, segment.stop, schema.columns)
-            raw, _ = parse_table(table, schema, path=path)
+            with stage("read"):
+                table = read_rows(parquet, path, segment.start, segment.stop, schema.columns)
+            with stage("parse"):
+                raw, _ = parse_table(table, schema, path=path)
             if raw.rows != segment.rows:
                 raise _other_rows(segment, raw.rows)
             yield path, raw

@@ -1,4 +1,4 @@
-"""What a person sees of a run: notes, progress of the preparation, and training as one live line."""
+"""What a person sees of a run: notes, progress of the preparation, and training as one live panel."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console as RichConsole
+from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+
+from rayrec.observe.panel import panel
+from rayrec.observe.run_view import RunView, count_text, note_of
 
 _PLAIN_INTERVAL_S = 10.0
 """Seconds between progress lines where standard error is no terminal."""
@@ -61,7 +65,7 @@ class Console:
         now = time.monotonic()
         start = self._started.setdefault(what, now)
         rate = done / (now - start) if now > start else 0.0
-        note = note or (f"{_count(rate)}/s" if rate else "")
+        note = note or (f"{count_text(rate)}/s" if rate else "")
         if self._progress is not None:
             if what not in self._tasks:
                 self._tasks[what] = self._progress.add_task(what, total=total, note=note)
@@ -69,21 +73,23 @@ class Console:
         elif now - self._said.get(what, start) >= _PLAIN_INTERVAL_S or (total is not None and done >= total):
             self._said[what] = now
             left = f", {(total - done) / rate:.0f} s left" if total and rate and done < total else ""
-            share = f" of {_count(total)}" if total else ""
-            self.note(f"{what}: {_count(done)}{share}, {note}{left}")
+            share = f" of {count_text(total)}" if total else ""
+            self.note(f"{what}: {count_text(done)}{share}, {note}{left}")
 
     @contextmanager
     def training(self, follow: Callable[[threading.Event], Iterator[dict[str, Any]]]) -> Iterator[None]:
-        """Shows the events of a run while it trains."""
+        """Shows the events of a run while it trains: a live panel on a terminal, else a line now and then."""
         stop = threading.Event()
         since = time.time()
+        view = RunView()
 
         def show() -> None:
             for event in follow(stop):
+                view.update(event)
                 if event["time"] >= since:
-                    self._show(event)
+                    self._show(event, view)
 
-        with self._live():
+        with self._panel(view):
             thread = threading.Thread(target=show, daemon=True)
             thread.start()
             try:
@@ -92,33 +98,23 @@ class Console:
                 stop.set()
                 thread.join(timeout=5)
 
-    def _show(self, event: dict[str, Any]) -> None:
-        kind = event["kind"]
-        if kind == "step":
-            note = (
-                f"loss {_number(event['loss'])}  "
-                f"{_count(event['rows_per_s'])} rows/s  blocked {event['blocked_fraction'] or 0:.1%}"
-            )
-            self.progress("train", event["step"], event["steps"], note)
-        elif kind == "evaluate":
-            values = "  ".join(
-                f"{name} {_number(event[name])}" for name in ("auroc", "logloss", "accuracy") if name in event
-            )
-            self.note(f"step {event['step']:,}  {event['set']}  {values}")
-        elif kind == "start" and event["step"]:
-            self.note(f"goes on from step {event['step']:,} with {event['world_size']} workers")
-        elif kind == "failure":
-            self.note(f"{event['cause']}: starting again")
-        elif kind == "checkpoint_damaged":
-            self.note(f"passed over: {event['cause']}")
-        elif kind == "checkpoint_late":
-            self.note(f"step {event['step']:,}  not saved yet: {event['cause']}")
-        elif kind == "stop":
-            self.note(f"step {event['step']:,}  saved, stopping ({event['cause']})")
-        elif kind == "checkpoint" and self.verbose:
-            self.note(f"step {event['step']:,}  saved {event['path']} ({event['bytes'] / 1e6:.1f} MB)")
-        elif kind == "early_stop":
-            self.note(f"step {event['step']:,}  no better since step {event['best_step']:,}: stopping early")
+    @contextmanager
+    def _panel(self, view: RunView) -> Iterator[None]:
+        if not self._out.is_terminal or self._out.quiet:
+            yield
+            return
+        with Live(get_renderable=lambda: panel(view), console=self._out, refresh_per_second=4):
+            yield
+
+    def _show(self, event: dict[str, Any], view: RunView) -> None:
+        if event["kind"] == "step" and not self._out.is_terminal:
+            now = time.monotonic()
+            if now - self._said.get("train", -_PLAIN_INTERVAL_S) >= _PLAIN_INTERVAL_S or view.step == view.steps:
+                self._said["train"] = now
+                self.note(f"train: step {view.step:,} of {view.steps:,}  {view.line()}")
+        note = note_of(event, verbose=self.verbose)
+        if note is not None:
+            self.note(note)
 
     def table(self, title: str, rows: list[tuple[str, str]]) -> None:
         """Two columns."""
@@ -128,14 +124,3 @@ class Console:
         for row in rows:
             table.add_row(*row)
         self._out.print(table)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
-
-
-def _count(value: float) -> str:
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if value >= limit:
-            return f"{value / (1e3 if unit == 'k' else limit):.4g}{unit}"
-    return f"{value:.0f}"

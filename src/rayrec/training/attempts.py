@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import tempfile
 import threading
 import time
@@ -22,6 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 from rayrec.config import InputError
 from rayrec.launch import cluster
 from rayrec.observe.events import EventWriter
+from rayrec.training.profiling import watched_requests, worker_runtime_env
 from rayrec.training.signals import Signals
 from rayrec.training.stopping import StopRequest
 from rayrec.training.worker import Assignment, train_worker
@@ -144,7 +146,7 @@ def _attempt(
     threading.Thread(target=fit, name="attempt", daemon=True).start()
     growth = _Growth(config, shares.num_workers)
     deadline_s = None
-    with signals.held():
+    with signals.held(), watched_requests(folder, request.mailbox):
         while not future.done():
             wait([future], timeout=_LOOK_S)
             if signals.cause is not None:
@@ -175,6 +177,7 @@ def _fit(config: TrainConfig, assignment: Assignment, shares: cluster.Layout) ->
                 storage_path=scratch,
                 failure_config=ray.train.FailureConfig(max_failures=0),
                 logging_config=ray.train.LoggingConfig(log_level="ERROR"),
+                worker_runtime_env=worker_runtime_env(os.environ),
             ),
         )
         data_parallel_trainer.PlacementGroupCleanerCallback = functools.partial(  # type: ignore[misc,assignment]

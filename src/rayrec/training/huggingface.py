@@ -25,6 +25,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerContr
 from rayrec.batch import TensorBatch
 from rayrec.training.loop import Account, Batches, Interruption, Progress, Save, steer
 from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerSetup
+from rayrec.workloads.phases import OTHER, StepClock
 from rayrec.workloads.replicated import ReplicatedWorkload
 from rayrec.workloads.replicated_worker import RowPipeline
 
@@ -44,7 +45,7 @@ def run(
 ) -> bool:
     """What `loop.run` does, to the same steps and with the same events; Trainer makes the steps."""
     course = steer(config, setup, loader, progress, log=log, save=save)
-    account = Account(config, loader, progress, log=log, interruption=interruption)
+    account = Account(config, setup, loader, progress, log=log, interruption=interruption)
     try:
         stop = next(course)
     except StopIteration as end:  # nothing is left to train
@@ -52,7 +53,7 @@ def run(
     workload = config.workload
     assert isinstance(workload, ReplicatedWorkload)
     losses: list[torch.Tensor] = []
-    batches = Batches(loader)
+    batches = Batches(loader, setup.clock)
     steps = _Steps(setup, progress, account, course, batches, losses, stop)
     device = _pipeline(setup).device
     with _as_it_is(device):
@@ -64,8 +65,26 @@ def run(
             callbacks=[steps],
         )
     trainer.remove_callback(PrinterCallback)
-    trainer.train()
+    hooks = _timed_steps(setup)
+    try:
+        trainer.train()
+    finally:
+        for hook in hooks:
+            hook.remove()
     return steps.finished
+
+
+def _timed_steps(setup: WorkerSetup) -> list[Any]:
+    """Tells the clock of the optimizer's steps, which accelerate makes."""
+    optimizer, clock = setup.optimizer.optimizer, setup.clock
+    return [
+        optimizer.register_step_pre_hook(lambda *_: _entered(clock, "optimizer")),
+        optimizer.register_step_post_hook(lambda *_: _entered(clock, OTHER)),
+    ]
+
+
+def _entered(clock: StepClock, name: str) -> None:
+    clock.enter(name)
 
 
 def _pipeline(setup: WorkerSetup) -> RowPipeline:
@@ -188,6 +207,14 @@ class _Trainer(Trainer):
 
     def get_train_dataloader(self) -> Any:
         return self._parts
+
+    def training_step(self, *arguments: Any, **named: Any) -> torch.Tensor:
+        with self._setup.clock.phase("backward"):  # within which copying and the forward pass are told apart
+            return super().training_step(*arguments, **named)
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        with self._setup.clock.phase("host_to_device"):
+            return super()._prepare_inputs(inputs)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         return 0  # counted to be logged, which Trainer does not do here

@@ -13,7 +13,12 @@ import torch
 from torch import distributed
 
 from rayrec.config import InputError
+from rayrec.training.data_report import DataReport
 from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerSetup
+from rayrec.workloads.phases import StepClock
+
+TRAINING_COST = 3
+"""Of a step, in forward passes: the backward pass has two products for each of the forward's."""
 
 
 @dataclass
@@ -46,8 +51,8 @@ class Progress:
 class Batches:
     """The batches of one segment: counts them, adds up the time spent waiting for them, and may be ended early."""
 
-    def __init__(self, source: Iterator[Any]) -> None:
-        self._source = source
+    def __init__(self, source: Iterator[Any], clock: StepClock) -> None:
+        self._source, self._clock = source, clock
         self.num_pulled = 0
         self.blocked_s = 0.0
 
@@ -57,7 +62,8 @@ class Batches:
     def __next__(self) -> Any:
         start = time.perf_counter()
         try:
-            batch = next(self._source)
+            with self._clock.phase("data"):
+                batch = next(self._source)
         finally:
             self.blocked_s += time.perf_counter() - start
         self.num_pulled += 1
@@ -130,7 +136,7 @@ def run(
     `log(kind, fields)` is called on every worker with the same values. Raises InputError where the loss is not finite.
     """
     course = steer(config, setup, loader, progress, log=log, save=save)
-    account = Account(config, loader, progress, log=log, interruption=interruption)
+    account = Account(config, setup, loader, progress, log=log, interruption=interruption)
     stopping = None
     while True:
         try:
@@ -143,7 +149,7 @@ def run(
 def _train(setup: WorkerSetup, loader: TrainLoader, account: Account, progress: Progress, stop: int) -> bool:
     """Trains up to step `stop`, or less far where a save cannot wait; True where the run is to stop."""
     first = progress.step
-    batches = Batches(islice(loader, stop - first))
+    batches = Batches(islice(loader, stop - first), setup.clock)
     account.begin()
     while progress.step < stop:
         setup.begin_step(progress.step, account.total)
@@ -184,6 +190,7 @@ def steer(
                 progress.step, total, evaluate_every=evaluate_every, save_every=config.checkpoint.every
             )
             stopping = yield boundary.step
+            setup.clock.stop()
             cut_short = progress.step < boundary.step
             save_due = boundary.save and not cut_short
             progress.evaluation_due = boundary.evaluate and not cut_short
@@ -216,6 +223,7 @@ class Account:
     def __init__(
         self,
         config: TrainConfig,
+        setup: WorkerSetup,
         loader: TrainLoader,
         progress: Progress,
         *,
@@ -223,7 +231,9 @@ class Account:
         interruption: Interruption,
     ) -> None:
         self._config, self._loader, self._progress = config, loader, progress
+        self._clock, self._cost, self._peak = setup.clock, setup.multiply_adds_per_row, setup.peak_multiply_adds_per_s
         self._log, self._interruption = log, interruption
+        self._data = DataReport(loader) if config.observe.times else None
         self._first_step, self._rows_before = progress.step, progress.rows
         self._losses: list[torch.Tensor] = []
         self._start_s = 0.0
@@ -235,6 +245,7 @@ class Account:
     def begin(self) -> None:
         """A segment begins."""
         self._losses, self._start_s = [], time.perf_counter()
+        self._clock.start()
 
     def count(self, loss: torch.Tensor, batches: Batches, *, stop: int) -> bool:
         """One more step is done; collective where a log is due. True where the segment cannot go on up to `stop`."""
@@ -243,22 +254,30 @@ class Account:
         progress.step += 1
         if progress.step % self._config.log_every and progress.step < stop:
             return False
+        self._clock.cut()
         # The one device sync between two logs.
         mine = torch.stack(self._losses).mean().item()
-        (mean, blocked_s, *_), (*_, asked, look) = over_workers(mine, batches.blocked_s, *self._interruption.seen())
         now_s = time.perf_counter()
-        self._log_steps(mean, blocked_s, now_s - self._start_s)
+        times_s = self._clock.read()
+        own = [mine, batches.blocked_s, now_s - self._start_s, *times_s.values()]
+        data = self._data.take() if self._data else []
+        means, (*_, asked, look) = over_workers(*own, *data, *self._interruption.seen())
+        mean, blocked_s, elapsed_s = means[:3]
+        times_s = dict(zip(times_s, means[3:], strict=False))
+        self._log_steps(mean, blocked_s, sum(times_s.values()) or elapsed_s, times_s)
+        if self._data:
+            self._data.tell(means[len(own) : len(own) + len(data)], step=progress.step, log=self._log)
         self._losses, self._start_s, batches.blocked_s = [], now_s, 0.0
         self.stopping = self.stopping or bool(asked)
         return progress.step < stop and (self.stopping or (bool(look) and self._interruption.preempted()))
 
-    def _log_steps(self, loss: float, blocked_s: float, elapsed_s: float) -> None:
+    def _log_steps(self, loss: float, blocked_s: float, elapsed_s: float, times_s: dict[str, float]) -> None:
         progress = self._progress
         rows = self._rows_before + self._loader.rows(progress.step - self._first_step) - progress.rows
         progress.rows += rows
         progress.train_s += elapsed_s
         progress.blocked_s += blocked_s
-        fields = {
+        fields: dict[str, Any] = {
             "step": progress.step,
             "steps": self.total,
             "loss": loss,
@@ -266,6 +285,13 @@ class Account:
             "rows_per_s": rows / elapsed_s,
             "blocked_fraction": blocked_s / elapsed_s,
         }
+        if times_s:
+            fields["times_s"] = times_s
+        if self._cost is not None:
+            done = TRAINING_COST * self._cost * rows / elapsed_s
+            fields["multiply_adds_per_s"] = done
+            if self._peak is not None:
+                fields["peak_fraction"] = done / self._peak
         self._log("step", fields)
         if not math.isfinite(loss):
             raise InputError(f"the loss is {loss} at step {progress.step}; lower the learning rates")

@@ -1,7 +1,9 @@
-"""How a run is asked to save and end: the driver tells an actor, and worker 0 asks it now and then."""
+"""How a run is asked to save and end: the driver tells an actor, and worker 0 asks it now and then. Wishes for a profile take
+the same way, but come to all workers at once."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
@@ -14,19 +16,37 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 POLL_S = 0.5
 PREEMPTION_POLL_S = 5.0
 """As often as Ray Train itself looks for nodes that are to go."""
+_MOST_CALLS = 100_000
+"""At once, of the mailbox: one of every worker waits all the time."""
 
 
 class _Mailbox:
-    """Holds the first reason to stop that it was told."""
+    """Holds the first reason to stop that it was told; hands wishes for a profile to whoever waits for one."""
 
     def __init__(self) -> None:
         self._cause: str | None = None
+        self._wish: dict[str, Any] | None = None
+        self._wished = asyncio.Condition()
 
-    def tell(self, cause: str) -> None:
+    async def tell(self, cause: str) -> None:
         self._cause = self._cause or cause
 
-    def read(self) -> str | None:
+    async def read(self) -> str | None:
         return self._cause
+
+    async def ask(self, wish: dict[str, Any]) -> None:
+        """`rayrec.training.profiling` says what of."""
+        async with self._wished:
+            self._wish = wish
+            self._wished.notify_all()
+
+    async def next_profile(self) -> dict[str, Any]:
+        """The next wish from now on."""
+        before = self._wish
+        async with self._wished:
+            await self._wished.wait_for(lambda: self._wish is not before)
+        assert self._wish is not None
+        return self._wish
 
 
 class StopRequest:
@@ -34,7 +54,8 @@ class StopRequest:
 
     def __init__(self) -> None:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self.mailbox: Any = ray.remote(_Mailbox).options(num_cpus=0, scheduling_strategy=here).remote()
+        options = {"num_cpus": 0, "max_concurrency": _MOST_CALLS, "scheduling_strategy": here}
+        self.mailbox: Any = ray.remote(_Mailbox).options(**options).remote()
         self.cause: str | None = None
 
     def send(self, cause: str) -> None:

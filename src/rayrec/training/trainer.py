@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import time
@@ -16,8 +17,11 @@ from rayrec.observe import report
 from rayrec.observe.accounting import costs
 from rayrec.observe.console import Console
 from rayrec.observe.events import EventWriter, follow, merge_events, read_events
+from rayrec.observe.trackers import Makers, TrackersConfig
+from rayrec.observe.tracking import tracking
+from rayrec.observe.verdict import verdict
 from rayrec.training.signals import Signals
-from rayrec.workloads.base import ClusterConfig, RunContext, TrainConfig
+from rayrec.workloads.base import ClusterConfig, ObserveConfig, ProfileConfig, RunContext, TrainConfig
 
 if TYPE_CHECKING:
     import pandas
@@ -54,6 +58,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
     """
     console = console or Console()
     config.workload.check(config)
+    config.trackers.check(os.environ)
     name = config.name or f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     if not re.fullmatch(r"[\w.-]+", name):
         raise InputError(f"name: {name!r} may hold letters, digits, '.', '_' and '-' only")
@@ -83,7 +88,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
         config_path = storage.join(folder, "config.yaml")
         head = f"# rayrec {versions()['rayrec']}, config hash {run_hash(config)}\n"
         storage.write_bytes(config_path, (head + config.to_yaml()).encode())
-        with EventWriter(storage.join(folder, "events.jsonl")) as events:
+        place = storage.join(folder, "events.jsonl")
+        with tracking(_trackers(config, folder), place, note=console.note), EventWriter(place) as events:
             events.write("run", recipe=config.recipe, name=name, config_hash=run_hash(config), versions=versions())
             with console.preparing():
                 context = RunContext(config, folder, shares.driver, console.note, console.progress)
@@ -109,6 +115,15 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
     raise AssertionError("a run ends without a result only where a signal came")
 
 
+def _trackers(config: TrainConfig, folder: str) -> Makers:
+    makers = config.trackers.build(folder, config)
+    if config.trackers.prometheus:
+        from rayrec.training.prometheus import PrometheusTracker
+
+        makers["Prometheus"] = functools.partial(PrometheusTracker, str(config.name), since_s=time.time())
+    return makers
+
+
 def _newest(folder: str) -> str:
     from rayrec.checkpoint import latest
 
@@ -118,7 +133,8 @@ def _newest(folder: str) -> str:
 
 def run_hash(config: TrainConfig) -> str:
     """The hash of what decides a run's result: the configuration without names and places of this one run."""
-    return config.replace(name=None, storage_path="", cluster=ClusterConfig()).config_hash()
+    plain = config.replace(name=None, storage_path="", cluster=ClusterConfig(), observe=ObserveConfig())
+    return plain.replace(trackers=TrackersConfig(), profile=ProfileConfig()).config_hash()
 
 
 def _set_environment() -> None:
@@ -149,6 +165,8 @@ def _summarize(
     from rayrec.checkpoint import Checkpoint, weights_sha256
 
     place = storage.join(folder, "events.jsonl")
+    told = read_events(place)
+    found = verdict(told)
     summary = {
         "recipe": config.recipe,
         "name": config.name,
@@ -166,7 +184,9 @@ def _summarize(
         "metrics": finish["metrics"],
         "validation": finish["validation"],
         "checkpoint": finish["checkpoint"],
-        **costs(read_events(place), train_s=finish["train_s"]),
+        **costs(told, train_s=finish["train_s"]),
+        "verdict": found and found.text,
+        "bottleneck": found and found.bottleneck,
         "weights_sha256": weights_sha256(Checkpoint(finish["checkpoint"])),
         **config.workload.summarize(prepared, finish["metrics"]),
         "versions": versions(),

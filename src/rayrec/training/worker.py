@@ -19,10 +19,14 @@ from rayrec.data.placement import TaskPlacement
 from rayrec.native import keep_freed_memory
 from rayrec.observe.events import EventWriter
 from rayrec.training import loop
+from rayrec.training.device_peak import multiply_adds_per_s
 from rayrec.training.loop import Progress
+from rayrec.training.profiling import make_profiler, profiled
 from rayrec.training.state import all_tensors, model_tensors, restore_all
 from rayrec.training.stopping import StopWatch
+from rayrec.training.store_watch import StoreWatch
 from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerContext, WorkerSetup
+from rayrec.workloads.phases import waits_noticed
 
 Log = Callable[[str, dict[str, Any]], None]
 
@@ -57,22 +61,33 @@ def train_worker(arguments: dict[str, Assignment]) -> dict[str, Any]:
     torch.manual_seed(config.seed)
     events = EventWriter(storage.join(folder, "events.jsonl")) if rank == 0 else None
 
+    store = StoreWatch() if rank == 0 and config.observe.times else None
+
     def log(kind: str, fields: dict[str, Any]) -> None:
         if events is not None:
-            events.write(kind, **fields)
+            events.write(kind, **fields, **(store.latest() if store is not None and kind == "data" else {}))
 
     try:
         return _train(WorkerContext(config, rank, world_size, device, assignment.placement), assignment, log)
     finally:
+        if store is not None:
+            store.close()
         if events is not None:
             events.close()
 
 
 def _train(worker: WorkerContext, assignment: Assignment, log: Log) -> dict[str, Any]:
     config, folder = assignment.config, assignment.folder
+    # Before data tasks begin, which compute as well.
+    peak = multiply_adds_per_s(worker.device, precision=config.precision) if config.observe.times else None
     mine = claim(folder) if worker.rank == 0 else None
     checkpoint, setup, loader, progress = _resume(worker, assignment, log)
+    if peak is not None:
+        (mean, *_), _ = loop.over_workers(peak)
+        setup.peak_multiply_adds_per_s = mean * worker.world_size
     watch = StopWatch(assignment.mailbox, rank=worker.rank)
+    profiler = make_profiler(worker, folder, assignment.mailbox, log)
+    setup.begin_step = profiled(setup.begin_step, profiler)
     saver = Saver(
         folder,
         claim=mine,
@@ -90,7 +105,9 @@ def _train(worker: WorkerContext, assignment: Assignment, log: Log) -> dict[str,
         {
             "step": progress.step,
             "steps": progress.step + loader.steps,
+            "rows": progress.rows,
             "world_size": worker.world_size,
+            "peak_multiply_adds_per_s": setup.peak_multiply_adds_per_s,
             "checkpoint": checkpoint and checkpoint.path,
             **setup.described,
         },
@@ -108,9 +125,11 @@ def _train(worker: WorkerContext, assignment: Assignment, log: Log) -> dict[str,
             saver.wait()
 
     try:
-        finished = _loop(config)(config, setup, loader, progress, log=log, save=save, interruption=watch)
+        with waits_noticed(setup.clock):
+            finished = _loop(config)(config, setup, loader, progress, log=log, save=save, interruption=watch)
         saver.wait()
     finally:
+        profiler.close()
         watch.close()
         saver.close()
         loader.close()

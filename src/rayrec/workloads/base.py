@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from rayrec.config import Config, InputError
 from rayrec.data.placement import TaskPlacement
+from rayrec.observe.trackers import TrackersConfig
 
 if TYPE_CHECKING:
     import torch
     from torchrec.distributed.train_pipeline import TrainPipeline
 
+    from rayrec.workloads.calibration import Calibration
+    from rayrec.workloads.phases import StepClock
     from rayrec.workloads.scoring import Scoring, ScoringContext
 
 
@@ -162,6 +165,38 @@ class ClusterConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ObserveConfig(Config):
+    """What a run finds out about itself while it trains."""
+
+    times: bool = True
+    """Split every logged interval into phases, measure the device's peak at the start, and count what data tasks do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig(Config):
+    """What torch.profiler records of a run, into RUN/profile; `rayrec profile RUN` asks a run in progress for more."""
+
+    steps: str | None = None
+    """Steps to record, such as 10:20: from the 10th step done to the 20th, on every worker; None: none."""
+    memory: bool = True
+    """Record allocations, for the memory timeline."""
+    stack: bool = False
+    """Record the Python stack of every operation; costs far more time."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps is not None and self.window() is None:
+            raise InputError(f"profile.steps: {self.steps!r} is no FIRST:END with FIRST below END, such as 10:20")
+
+    def window(self) -> tuple[int, int] | None:
+        """(first, end) of `steps`, from 0, the end excluded."""
+        first, _, end = (self.steps or "").partition(":")
+        if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
+            return None
+        return int(first), int(end)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig(Config):
     """One training run, complete: what a recipe returns."""
 
@@ -209,6 +244,12 @@ class TrainConfig(Config):
     """What the run survives."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """Where to run."""
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+    """What the run finds out about itself."""
+    trackers: TrackersConfig = field(default_factory=TrackersConfig)
+    """Where else the run can be looked at."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """What torch.profiler records of it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -315,6 +356,12 @@ class Metrics(Protocol):
     def compute(self) -> dict[str, float]: ...
 
 
+def _no_clock() -> StepClock:
+    from rayrec.workloads.phases import NoClock  # which needs torch, and a configuration does not
+
+    return NoClock()
+
+
 @dataclass
 class WorkerSetup:
     """All the loop needs of a workload on one worker."""
@@ -333,6 +380,12 @@ class WorkerSetup:
     make_metrics: Callable[[], Metrics]
     described: dict[str, Any]
     """What a reader of the run may want to know: tables, sharding, sizes."""
+    clock: StepClock = field(default_factory=_no_clock)
+    """Told by pipeline, model and optimizer which phase a step is in; by default nobody tells it, and it measures nothing."""
+    multiply_adds_per_row: float | None = None
+    """Of one row's forward pass, in matrix products and convolutions; None: not known. Training costs three times as many."""
+    peak_multiply_adds_per_s: float | None = None
+    """That the devices of all workers reach together in a matrix product; None: not measured."""
     make_samples: Callable[[], list[dict[str, Any]]] = list
     """What the final weights make of a few rows, for people to look at: plain JSON values; collective."""
 
@@ -368,6 +421,13 @@ class Workload(Config, abc.ABC):
     def plan(self, config: TrainConfig) -> str:
         """How the model is spread over the workers, readable; nothing is started. Raises InputError where it won't fit."""
         raise InputError(f"{type(self).__name__} is not sharded; every worker holds the whole model")
+
+    def calibrate(self, config: TrainConfig, *, num_workers: int, local_workers: int, cuda: bool) -> Calibration:
+        """Measures a slice of the real stages on this machine, training with `local_workers` of the run's `num_workers`.
+        Raises InputError where that cannot be done."""
+        raise InputError(
+            f"plan: recipe {config.recipe} cannot be measured before it is trained; only click models can yet"
+        )
 
     def add_files(self, folder: str, prepared: Any) -> None:
         """On rank 0: writes into a checkpoint's folder what must travel with the weights."""

@@ -20,11 +20,13 @@ from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, SparseOptim
 from rayrec.schema import Schema
 from rayrec.sharding import ShardingConfig
 from rayrec.workloads.base import DataConfig, RunContext, TrainConfig, WorkerContext, WorkerSetup, Workload
+from rayrec.workloads.distillation import Teacher, TeacherConfig, open_teacher
 
 if TYPE_CHECKING:
     import ray
 
     from rayrec.data.loader import ClickLoader
+    from rayrec.workloads.calibration import Calibration
     from rayrec.workloads.recsys_scorer import ClickScorer
     from rayrec.workloads.scoring import Scoring, ScoringContext
 
@@ -35,8 +37,8 @@ PREPROCESSOR_FOLDER = "preprocessor"
 class Prepared:
     """What the driver found out and every worker needs."""
 
-    preprocessor: ray.ObjectRef
-    """In the object store, shared by all processes of a node."""
+    preprocessor: ray.ObjectRef | Preprocessor
+    """In the object store, shared by all processes of a node; itself where there is no Ray."""
     preprocessor_hash: str
     inputs: Schema
     """Columns the model gets."""
@@ -48,6 +50,13 @@ class Prepared:
     """Of the stored Preprocessor."""
     best_auroc: float | None
     """The best any model could reach on the test rows; known for a synthetic log."""
+    teacher: Teacher | None = None
+
+    def open_preprocessor(self) -> Preprocessor:
+        """On any process of the run."""
+        import ray
+
+        return self.preprocessor if isinstance(self.preprocessor, Preprocessor) else ray.get(self.preprocessor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +82,8 @@ class ClickWorkload(Workload):
     """Learning rate over the steps, for both."""
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     """How tables are spread over workers."""
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    """A larger model to learn from, beside the labels."""
 
     def score(self, metrics: dict[str, float]) -> float:
         """AUROC; where the validation rows are all of one class and have none, the negative logloss."""
@@ -85,6 +96,7 @@ class ClickWorkload(Workload):
             raise InputError(
                 "train_data.path: no training log given; pass --train-data.path PATH (rayrec generate makes one)"
             )
+        self.teacher.check()
 
     def prepare(self, context: RunContext) -> Prepared:
         from rayrec.data.ingest import share_preprocessor
@@ -99,7 +111,7 @@ class ClickWorkload(Workload):
         index = self._index(config.train_data, context)
         bad_rows = index.faults.total
         if config.eval_data.path is None:
-            rows = self._split(config.train_data.path, index)
+            rows = self.split_rows(config.train_data.path, index)
             train = _order(index, rows["train"], config.train_data, config.seed)
             held_out = {
                 name: _order(index, rows[name], config.eval_data.replace(shuffle="none"), 0)
@@ -116,7 +128,8 @@ class ClickWorkload(Workload):
         counted = train
         if self.profile.counted == "all":
             counted = _order(index, (0, index.rows), config.train_data.replace(shuffle="none"), 0)
-        preprocessor = self._preprocessor(folder, counted, context)
+        teacher = open_teacher(self.teacher, run=context.folder)
+        preprocessor = self._preprocessor(folder, counted, context, teacher)
         if preprocessor.schema != self.schema:
             raise InputError(
                 f"the Preprocessor was made for columns {preprocessor.schema.columns}, the recipe has {self.schema.columns}"
@@ -130,6 +143,7 @@ class ClickWorkload(Workload):
             bad_rows=bad_rows,
             folder=folder,
             best_auroc=_best_auroc(config.train_data.path, index) if config.eval_data.path is None else None,
+            teacher=teacher,
         )
 
     def _index(self, data: DataConfig, context: RunContext) -> LogIndex:
@@ -152,40 +166,54 @@ class ClickWorkload(Workload):
             context.note(f"{data.path}: {index.faults.describe()}; they are left out")
         return index
 
-    def _split(self, path: str, index: LogIndex) -> dict[str, tuple[int, int]]:
-        """Row ranges of the sets; ready-made data knows them already."""
+    def split_rows(self, path: str, index: LogIndex) -> dict[str, tuple[int, int]]:
+        """Row ranges [start, stop) of the sets of a training log; ready-made data knows them already."""
         sets = ready.open_ready(path).sets if ready.is_ready(path) else None
         return sets or self.profile.split.rows(index)
 
-    def _preprocessor(self, folder: str, counted: EpochOrder, context: RunContext) -> Preprocessor:
-        from rayrec.data.counting import count_log
-        from rayrec.data.profiles import make_preprocessor
-        from rayrec.data.ray_tasks import RayEngine
-
+    def _preprocessor(
+        self, folder: str, counted: EpochOrder, context: RunContext, teacher: Teacher | None
+    ) -> Preprocessor:
         path = context.config.train_data.path
         assert path is not None
         if storage.exists(storage.join(folder, "preprocessor.json")):  # the run goes on
             return Preprocessor.load(folder)
-        if ready.is_ready(path):
-            preprocessor = Preprocessor.load(ready.open_ready(path).preprocessor)
-            if self.preprocessor is not None and Preprocessor.load(self.preprocessor).hash() != preprocessor.hash():
+        given = self._given_preprocessors(path, teacher)
+        preprocessor = next(iter(given.values()), None)
+        for place, other in given.items():
+            if preprocessor is not None and other.hash() != preprocessor.hash():
                 raise InputError(
-                    f"{path}: was made with Preprocessor {preprocessor.hash()}, another one than {self.preprocessor}; leave "
-                    "--workload.preprocessor out, or preprocess the log again"
+                    f"{place}: was made with Preprocessor {other.hash()}, {next(iter(given))} with {preprocessor.hash()}, and a "
+                    "run has one; leave --workload.preprocessor out, or preprocess the log again"
                 )
-        elif self.preprocessor is not None:
-            preprocessor = Preprocessor.load(self.preprocessor)
-        else:
-            with count_log(
-                self.profile.counting(self.schema),
-                counted.parts,
-                engine=RayEngine(context.placement),
-                memory_bytes=self.vocabulary_memory_bytes,
-                progress=lambda rows: context.progress("vocabulary", rows, counted.rows),
-            ) as counts:
-                preprocessor = make_preprocessor(self.profile, self.schema, counts)
+        preprocessor = preprocessor or self._counted_preprocessor(counted, context)
         preprocessor.save(folder)
         return preprocessor
+
+    def _given_preprocessors(self, path: str, teacher: Teacher | None) -> dict[str, Preprocessor]:
+        """By what brings them: ready-made data, a teacher, the configuration."""
+        places = {}
+        if ready.is_ready(path):
+            places[path] = ready.open_ready(path).preprocessor
+        if teacher is not None:
+            places[teacher.checkpoint] = storage.join(teacher.checkpoint, PREPROCESSOR_FOLDER)
+        if self.preprocessor is not None:
+            places[self.preprocessor] = self.preprocessor
+        return {place: Preprocessor.load(folder) for place, folder in places.items()}
+
+    def _counted_preprocessor(self, counted: EpochOrder, context: RunContext) -> Preprocessor:
+        from rayrec.data.counting import count_log
+        from rayrec.data.profiles import make_preprocessor
+        from rayrec.data.ray_tasks import RayEngine
+
+        with count_log(
+            self.profile.counting(self.schema),
+            counted.parts,
+            engine=RayEngine(context.placement),
+            memory_bytes=self.vocabulary_memory_bytes,
+            progress=lambda rows: context.progress("vocabulary", rows, counted.rows),
+        ) as counts:
+            return make_preprocessor(self.profile, self.schema, counts)
 
     def summarize(self, prepared: Prepared, metrics: dict[str, float]) -> dict[str, Any]:
         summary: dict[str, Any] = {
@@ -210,6 +238,11 @@ class ClickWorkload(Workload):
                 "and pass --workload.preprocessor DIR"
             )
         return plan(self, config, Preprocessor.load(self.preprocessor).num_embeddings)
+
+    def calibrate(self, config: TrainConfig, *, num_workers: int, local_workers: int, cuda: bool) -> Calibration:
+        from rayrec.workloads.recsys_calibration import calibrate
+
+        return calibrate(self, config, num_workers=num_workers, local_workers=local_workers, cuda=cuda)
 
     # -- on each worker
 
@@ -238,7 +271,9 @@ class ClickWorkload(Workload):
         """The model of a checkpoint's folder in this process. Raises InputError for damaged or foreign weights."""
         from rayrec.workloads.recsys_scorer import load_scorer
 
-        return load_scorer(self, config, checkpoint=checkpoint, preprocessor=preprocessor, device=device)
+        return load_scorer(
+            self.model, precision=config.precision, checkpoint=checkpoint, preprocessor=preprocessor, device=device
+        )
 
 
 def _check_mixed(path: str) -> None:

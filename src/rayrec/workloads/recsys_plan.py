@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rayrec.models.dlrm import multiply_adds
-from rayrec.sharding import describe, plan_sharding
+from rayrec.sharding import describe, placements, plan_sharding
 
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
@@ -26,7 +26,14 @@ def plan(workload: ClickWorkload, config: TrainConfig, num_embeddings: list[int]
 
     Raises InputError where the tables do not fit, with what they need.
     """
-    workers = config.scaling.max_workers
+    described, _ = tables_of(workload, config, num_embeddings, workers=config.scaling.max_workers)
+    return described
+
+
+def tables_of(
+    workload: ClickWorkload, config: TrainConfig, num_embeddings: list[int], *, workers: int
+) -> tuple[str, tuple[int, ...]]:
+    """The plan as text, and the bytes of tables and optimizer state that each worker holds. Raises InputError as `plan`."""
     if config.scaling.use_gpu:
         import torch
 
@@ -44,5 +51,10 @@ def plan(workload: ClickWorkload, config: TrainConfig, num_embeddings: list[int]
         memory_bytes=memory_bytes,
         config=workload.sharding,
     )
+    held = dict.fromkeys(range(workers), 0)
+    for placement in placements(made, model, config=workload.sharding):
+        for rank, size in placement.bytes_of_rank.items():
+            held[rank] += size
     cost = multiply_adds(workload.model, num_dense=len(workload.schema.dense), num_sparse=len(workload.schema.sparse))
-    return f"{describe(made, model, config=workload.sharding)}\n{cost:,} multiply-adds a row, forward"
+    text = f"{describe(made, model, config=workload.sharding)}\n{cost:,} multiply-adds a row, forward"
+    return text, tuple(held.values())

@@ -8,45 +8,33 @@ from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-import ray
 import torch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.model_parallel import DataParallelWrapper
-from torchrec.distributed.train_pipeline import TrainPipeline, TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline import TrainPipeline
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from rayrec import storage
-from rayrec.click_batch import StepOutput
 from rayrec.data import ready
 from rayrec.data.loader import ClickLoader
 from rayrec.data.position import EpochOrder, Position
-from rayrec.metrics import BinaryMetricsAccumulator
 from rayrec.models.dlrm import multiply_adds
 from rayrec.models.embeddings import initialize_shards
 from rayrec.models.replicated import replicated_optimizer
 from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig, learning_rates, set_learning_rates
 from rayrec.sharding import describe, embedding_sharders, placements, plan_sharding, replicated_tables
 from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_size, learning_rate_factor
+from rayrec.workloads.distillation import load_targets
+from rayrec.workloads.phases import NoClock, StepClock, step_clock
+from rayrec.workloads.recsys_evaluation import EvaluationCounts, counted_columns
+from rayrec.workloads.recsys_pipeline import TimedBase, TimedSparseDist
 from rayrec.workloads.recsys_plan import available_host_bytes
 
 if TYPE_CHECKING:
     from rayrec.workloads.recsys import ClickWorkload, Prepared
-
-
-class ClickMetrics:
-    """Gathers logits and labels of an evaluation."""
-
-    def __init__(self) -> None:
-        self._metrics = BinaryMetricsAccumulator()
-
-    def update(self, output: StepOutput) -> None:
-        self._metrics.update(output.logits, output.labels)
-
-    def compute(self) -> dict[str, float]:
-        return self._metrics.compute()
 
 
 def memory_per_worker(context: WorkerContext) -> int:
@@ -102,26 +90,35 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
     base_rates = [rate * factor for rate in learning_rates(optimizer)]
     schedule_for = lru_cache(maxsize=1)(workload.schedule.for_steps)
 
+    preprocessor = prepared.open_preprocessor()
+    counts = EvaluationCounts(
+        counted_columns(inputs.sparse, preprocessor.sparse, expanded=preprocessor.multi_hot is not None)
+    )
+
     def eval_batches(name: str) -> Iterator[Any]:
-        return _loader(
+        loader = _loader(
             context, prepared, name, epochs=1, batch_size=config.eval_batch_size, position=Position(), max_steps=None
         )
+        return counts.counted(name, loader)
 
+    clock = step_clock(context.device, measure=config.observe.times)
+    cost = multiply_adds(workload.model, num_dense=len(inputs.dense), num_sparse=len(inputs.sparse))
     return WorkerSetup(
         model=sharded,
         optimizer=optimizer,
-        pipeline=make_pipeline(sharded, optimizer, context),
+        pipeline=make_pipeline(sharded, optimizer, context, clock),
+        clock=clock,
+        multiply_adds_per_row=cost,
         begin_step=lambda step, total: set_learning_rates(
             optimizer, base_rates=base_rates, schedule=schedule_for(total), step=step
         ),
         eval_batches={name: partial(eval_batches, name) for name in prepared.sets if name != "train"},
-        make_metrics=ClickMetrics,
+        make_metrics=counts.make_metrics,
+        make_samples=counts.shown,
         described={
             **described,
             "batch_size": batch_size,
-            "multiply_adds_per_row": multiply_adds(
-                workload.model, num_dense=len(inputs.dense), num_sparse=len(inputs.sparse)
-            ),
+            "multiply_adds_per_row": cost,
         },
     )
 
@@ -161,11 +158,12 @@ def _loader(
     position: Position,
     max_steps: int | None,
 ) -> ClickLoader:
-    data = context.config.train_data if name == "train" else context.config.eval_data
+    learns = name == "train"
+    data = context.config.train_data if learns else context.config.eval_data
     order = prepared.sets[name]
     return ClickLoader(
         order,
-        prepared.preprocessor,
+        prepared.preprocessor,  # type: ignore[arg-type]  # it is looked at where there is Ray alone
         schema=prepared.inputs,
         epochs=epochs,
         batch_size=batch_size,
@@ -175,8 +173,9 @@ def _loader(
         placement=context.placement,
         prefetch_blocks=context.config.train_data.prefetch_blocks,
         max_steps=max_steps,
-        mapped=ray.get(prepared.preprocessor) if is_mapped(order) else None,
+        mapped=prepared.open_preprocessor() if is_mapped(order) else None,
         in_memory=data.in_memory,
+        targets=load_targets(prepared.teacher, prepared.open_preprocessor()) if prepared.teacher and learns else None,
     )
 
 
@@ -202,9 +201,11 @@ class Unwrapped(DataParallelWrapper):
         pass
 
 
-def make_pipeline(model: torch.nn.Module, optimizer: Any, context: WorkerContext) -> TrainPipeline:
+def make_pipeline(
+    model: torch.nn.Module, optimizer: Any, context: WorkerContext, clock: StepClock | None = None
+) -> TrainPipeline:
     """Several workers, or a GPU: the pipeline that exchanges ids and copies the next batch while the current one computes.
     One worker on CPU has neither to hide, and its own look-ahead would only cost time."""
     if context.world_size == 1 and context.device.type == "cpu":
-        return TrainPipelineBase(model, optimizer, context.device)
-    return TrainPipelineSparseDist(model, optimizer, context.device, execute_all_batches=True)
+        return TimedBase(model, optimizer, context.device, clock or NoClock())
+    return TimedSparseDist(model, optimizer, context.device, clock or NoClock())

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from rayrec.batch import RowOutput, TensorBatch
 from rayrec.data.row_loader import RowLoader
@@ -20,6 +22,7 @@ from rayrec.data.row_order import RowOrder
 from rayrec.data.rows import RowSource
 from rayrec.optim import NamedOptimizer, learning_rates, set_learning_rates
 from rayrec.workloads.base import DataConfig, WorkerContext, WorkerSetup, effective_batch_size, learning_rate_factor
+from rayrec.workloads.phases import NoClock, StepClock, notice_exchange, step_clock
 from rayrec.workloads.replicated import ReplicatedWorkload
 
 
@@ -57,9 +60,12 @@ def set_up(workload: ReplicatedWorkload, context: WorkerContext, prepared: Any) 
     torch.manual_seed(config.seed)  # of the initial weights: the same on every worker
     model = workload.build(prepared).to(context.device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    sets = {name: workload.open_set(context, prepared, name) for name in workload.set_rows(prepared) if name != "train"}
+    cost = multiply_adds_per_row(workload, model, sets, context) if config.observe.times else None
     wrapped = spread(model, workload.parallel, context)
     optimizer = workload.optimizer.build_named(dict(model.named_parameters()))
-    pipeline = RowPipeline(workload, model, wrapped, optimizer, context)
+    clock = step_clock(context.device, measure=config.observe.times)
+    pipeline = RowPipeline(workload, model, wrapped, optimizer, context, clock)
     factor = learning_rate_factor(config.scaling, world_size=context.world_size)
     base_rates = [rate * factor for rate in learning_rates(optimizer)]
     schedule_for = lru_cache(maxsize=1)(workload.schedule.for_steps)
@@ -68,21 +74,53 @@ def set_up(workload: ReplicatedWorkload, context: WorkerContext, prepared: Any) 
         set_learning_rates(optimizer, base_rates=base_rates, schedule=schedule_for(total), step=step)
         torch.manual_seed(step_seed(config.seed, step, context.rank))
 
-    sets = {name: workload.open_set(context, prepared, name) for name in workload.set_rows(prepared) if name != "train"}
     return WorkerSetup(
         model=model,
         optimizer=optimizer,
         pipeline=pipeline,
+        clock=clock,
+        multiply_adds_per_row=cost,
         begin_step=begin_step,
         eval_batches={name: partial(eval_batches, source, context) for name, source in sets.items()},
         make_metrics=lambda: RowMetrics(workload.metrics, context.device),
         described={
             "parallel": workload.parallel,
             "num_parameters": num_parameters,
+            "multiply_adds_per_row": cost,
             "batch_size": _batch_size(workload, context, prepared),
         },
         make_samples=lambda: workload.samples(wrapped, prepared=prepared, sets=sets, device=context.device),
     )
+
+
+def _attention_flop(query: Any, key: Any, value: Any, *arguments: Any, out_shape: Any = None, **named: Any) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
+_UNCOUNTED = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flop}
+"""Products that torch 2.13 does not count on its own: a function of the arguments' shapes."""
+
+
+@torch.no_grad()
+def multiply_adds_per_row(
+    workload: ReplicatedWorkload, model: torch.nn.Module, sets: Mapping[str, RowSource], context: WorkerContext
+) -> float | None:
+    """Multiply-adds of one row's forward pass in matrix products, convolutions and attention, as torch counts them; None where
+    no evaluation set has a row to measure with."""
+    source = next((source for source in sets.values() if len(source)), None)
+    if source is None:
+        return None
+    batch = TensorBatch(
+        {name: torch.from_numpy(array) for name, array in source.read(np.zeros(1, np.int64)).items()}, 1.0
+    )
+    counter = FlopCounterMode(display=False, custom_mapping=_UNCOUNTED)
+    model.eval()  # which draws nothing by chance and leaves no statistics behind
+    try:
+        with counter:
+            workload.measure(model, batch.to(context.device).tensors)
+    finally:
+        model.train()
+    return counter.get_total_flops() / 2
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
@@ -143,8 +181,10 @@ class RowPipeline:
         wrapped: torch.nn.Module,
         optimizer: NamedOptimizer,
         context: WorkerContext,
+        clock: StepClock | None = None,
     ) -> None:
         self.wrapped, self.device = wrapped, context.device
+        self.clock = clock or NoClock()
         self._workload, self._model, self._optimizer = workload, model, optimizer
         self._world_size = context.world_size
         self._bf16 = context.config.precision == "bf16"
@@ -156,7 +196,8 @@ class RowPipeline:
         batch = self._next if self._next is not None else self._fetch(batches)
         self._next = None
         if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+            with self.clock.phase("host_to_device"):
+                torch.cuda.current_stream(self.device).wait_stream(self._stream)
             batch.record_stream(torch.cuda.current_stream(self.device))
         output = self._train(batch) if self._model.training else self._measure(batch)
         if self._stream is not None:
@@ -176,7 +217,7 @@ class RowPipeline:
         batch = next(batches)
         if self._stream is None:
             return batch
-        with torch.cuda.stream(self._stream):
+        with self.clock.phase("host_to_device"), torch.cuda.stream(self._stream):
             return batch.pin_memory().to(self.device, non_blocking=True)
 
     def _train(self, batch: TensorBatch) -> RowOutput:
@@ -186,19 +227,25 @@ class RowPipeline:
         for number, part in enumerate(parts):
             with self.exchange(number == len(parts) - 1):
                 loss = self.loss(part)
-                loss.backward()
+                with self.clock.phase("backward"):
+                    loss.backward()
             total += loss.detach()
-        if self._workload.optimizer.max_gradient_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.wrapped.parameters(), self._workload.optimizer.max_gradient_norm)
-        self._optimizer.step()
+        with self.clock.phase("optimizer"):
+            if self._workload.optimizer.max_gradient_norm is not None:
+                torch.nn.utils.clip_grad_norm_(self.wrapped.parameters(), self._workload.optimizer.max_gradient_norm)
+            self._optimizer.step()
         return RowOutput(total, {})
 
     def loss(self, part: TensorBatch) -> torch.Tensor:
         """Of a part of a training batch, on the device: the losses of all parts add up to the batch's."""
-        with self._autocast():
-            losses = self._workload.measure(self.wrapped, self._workload.augment(part.tensors))["loss"]
-        # The factor is 1 where all workers have as many rows, in one part.
-        return losses.float().mean() * (len(part) * part.loss_weight)
+        with self.clock.phase("forward"):
+            with self._autocast():
+                losses = self._workload.measure(self.wrapped, self._workload.augment(part.tensors))["loss"]
+            # The factor is 1 where all workers have as many rows, in one part.
+            loss = losses.float().mean() * (len(part) * part.loss_weight)
+        if self._world_size > 1:
+            notice_exchange(self.clock, loss)
+        return loss
 
     @contextlib.contextmanager
     def exchange(self, wanted: bool) -> Iterator[None]:

@@ -14,6 +14,7 @@ from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.training import loop
 from rayrec.training.loop import Boundary, Progress, next_boundary
+from rayrec.workloads.phases import NoClock
 
 
 @pytest.mark.parametrize(
@@ -116,6 +117,9 @@ class Run:
     def run(self) -> bool:
         setup = SimpleNamespace(
             pipeline=self.pipeline,
+            clock=NoClock(),
+            multiply_adds_per_row=None,
+            peak_multiply_adds_per_s=None,
             model=SimpleNamespace(train=lambda: None, eval=lambda: None),
             begin_step=lambda step, total: None,
             make_metrics=lambda: SimpleNamespace(

@@ -1,0 +1,169 @@
+"""How a run in progress stands, kept up with its events: what the live panel, `rayrec top` and plain lines show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, final
+
+from rayrec.observe.quantities import duration_text, size_text
+from rayrec.observe.time_split import PHASES
+
+Event = Mapping[str, Any]
+_SHOWN_METRICS: Final = ("auroc", "logloss", "accuracy", "perplexity")
+_KEPT: Final = {"run", "start", "step", "data", "evaluate", "checkpoint", "checkpoint_late"}
+"""Kinds that a verdict needs."""
+
+
+def count_text(value: float) -> str:
+    """Three or four digits: 35.2k, 1.286M."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if value >= limit:
+            return f"{value / (1e3 if unit == 'k' else limit):.4g}{unit}"
+    return f"{value:.0f}"
+
+
+def metric_text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def metrics_text(evaluation: Event) -> str:
+    """The metrics a person looks for first."""
+    return "  ".join(f"{name} {metric_text(evaluation[name])}" for name in _SHOWN_METRICS if name in evaluation)
+
+
+def note_of(event: Event, *, verbose: bool = False) -> str | None:
+    """What an event is worth telling in a line of its own; None: nothing."""
+    kind = event["kind"]
+    if kind == "evaluate":
+        return f"step {event['step']:,}  {event['set']}  {metrics_text(event)}"
+    if kind == "start" and event["step"]:
+        return f"goes on from step {event['step']:,} with {event['world_size']} workers"
+    if kind == "failure":
+        return f"{event['cause']}: starting again"
+    if kind == "checkpoint_damaged":
+        return f"passed over: {event['cause']}"
+    if kind == "checkpoint_late":
+        return f"step {event['step']:,}  not saved yet: {event['cause']}"
+    if kind == "stop":
+        return f"step {event['step']:,}  saved, stopping ({event['cause']})"
+    if kind == "checkpoint" and verbose:
+        return f"step {event['step']:,}  saved {event['path']} ({event['bytes'] / 1e6:.1f} MB)"
+    if kind == "early_stop":
+        return f"step {event['step']:,}  no better since step {event['best_step']:,}: stopping early"
+    return None
+
+
+@final
+@dataclass
+class RunView:
+    """Fed with a run's events in order; what nothing has told yet is None."""
+
+    recipe: str = ""
+    name: str = ""
+    status: str = "preparing"
+    step: int = 0
+    steps: int | None = None
+    num_workers: int | None = None
+    loss: float | None = None
+    rows: int = 0
+    rows_per_s: float | None = None
+    blocked_fraction: float | None = None
+    peak_fraction: float | None = None
+    shares: dict[str, float] = field(default_factory=dict)
+    """Of the last logged interval, by phase."""
+    evaluation: Event | None = None
+    """The last one of the validation rows."""
+    checkpoint: Event | None = None
+    data: Event | None = None
+    restarts: int = 0
+    last_time_s: float | None = None
+    """Unix time of the last event."""
+    events: list[Event] = field(default_factory=list)
+    """Those that a verdict is reckoned from."""
+    _pace: tuple[int, float] | None = None
+    """The first step logged by this attempt, and when."""
+    _trained: bool = False
+
+    @property
+    def finished(self) -> bool:
+        return self.status == "finished"
+
+    def update(self, event: Event) -> None:
+        """Takes in the next event."""
+        kind = event["kind"]
+        self.last_time_s = event["time"]
+        if kind in _KEPT:
+            self.events.append(event)
+        if kind == "run":
+            self.recipe, self.name, self.status = event.get("recipe", ""), event.get("name", ""), "preparing"
+        elif kind in ("prepared", "attempt"):
+            self.status = "starting workers"
+        elif kind == "start":
+            self._begin(event)
+        elif kind == "step":
+            self._take_step(event)
+        elif kind == "data":
+            self.data = event
+        elif kind == "evaluate" and event["set"] == "validation":
+            self.evaluation = event
+        elif kind == "checkpoint":
+            self.checkpoint = event
+        elif kind == "failure":
+            self.status = f"failed: {event['cause']}"
+        elif kind == "stop":
+            self.status = f"stopped: {event['cause']}"
+        elif kind == "finish":
+            self.status = "evaluating the test rows" if self.steps is None else "finishing"
+        elif kind == "summary":
+            self.status = "finished"
+
+    def _begin(self, event: Event) -> None:
+        self.restarts += self._trained
+        self.status, self._trained, self._pace = "training", True, None
+        self.step, self.steps, self.num_workers = event["step"], event.get("steps"), event.get("world_size")
+
+    def _take_step(self, event: Event) -> None:
+        self.step, self.steps, self.rows, self.loss = event["step"], event["steps"], event["rows"], event["loss"]
+        self.rows_per_s, self.blocked_fraction = event["rows_per_s"], event["blocked_fraction"]
+        self.peak_fraction = event.get("peak_fraction")
+        self._pace = self._pace or (event["step"], event["time"])
+        times_s = event.get("times_s") or {}
+        total_s = sum(value or 0.0 for value in times_s.values())
+        self.shares = {name: (times_s.get(name) or 0.0) / total_s for name in PHASES} if total_s else {}
+
+    def left_s(self) -> float | None:
+        """Seconds to the last step at the pace of this attempt, its saves and evaluations included; None: not known yet."""
+        if self._pace is None or self.steps is None or self.last_time_s is None:
+            return None
+        first_step, first_s = self._pace
+        if self.step == first_step:
+            return None
+        return (self.steps - self.step) * (self.last_time_s - first_s) / (self.step - first_step)
+
+    def figures(self) -> list[tuple[str, str]]:
+        """(name, value) of all that is known, the most important first."""
+        found: list[tuple[str, str]] = []
+        if self.loss is not None:
+            found.append(("loss", metric_text(self.loss)))
+        if self.evaluation is not None:
+            shown = [name for name in _SHOWN_METRICS if self.evaluation.get(name) is not None][:1]
+            found += [(name, metric_text(self.evaluation[name])) for name in shown]
+        if self.rows_per_s is not None:
+            found.append(("rows/s", count_text(self.rows_per_s)))
+        if self.blocked_fraction is not None:
+            found.append(("blocked", f"{self.blocked_fraction:.1%}"))
+        if self.peak_fraction is not None:
+            found.append(("of peak", f"{self.peak_fraction:.0%}"))
+        left_s = self.left_s()
+        if left_s is not None and not self.finished:
+            found.append(("left", duration_text(round(left_s))))
+        if self.checkpoint is not None:
+            found.append(("saved", f"step {self.checkpoint['step']:,} ({size_text(self.checkpoint['bytes'])})"))
+        if self.restarts:
+            found.append(("restarts", str(self.restarts)))
+        return found
+
+    def line(self) -> str:
+        """The figures in one line."""
+        return "  ".join(f"{name} {value}" for name, value in self.figures())

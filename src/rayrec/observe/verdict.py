@@ -1,0 +1,192 @@
+"""What holds a run back, in a sentence or two, with the remedy: reckoned from its events. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from rayrec.observe.data_stages import DataSide, data_side
+from rayrec.observe.quantities import number_text, size_text
+from rayrec.observe.time_split import TimeSplit, time_split
+
+Event = Mapping[str, Any]
+Bottleneck = Literal["data", "collectives", "host_to_device", "checkpoint", "evaluation", "model"]
+_WORTH_TELLING: Final = 0.10
+"""Share of the time from which on waiting is what holds a run back; below it the model does."""
+_BUSY: Final = 0.4
+"""Share of the data CPUs' time from which on they are the limit: of what a bounded pipeline of Ray Data is given it keeps up to
+half in reserve."""
+_WAITS_FOR_STORAGE: Final = 0.4
+"""Share of the data tasks' work from which on waiting for storage is what it is."""
+_FULL_STORE: Final = 0.9
+_CONTENDED: Final = 0.7
+_LARGEST_LIFT: Final = 4.0
+"""Times as many rows/s as now that are promised at most: the model's own speed is an extrapolation there."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What holds a run back."""
+
+    bottleneck: Bottleneck
+    share: float
+    """Of the time, that it takes."""
+    cause: str | None
+    """Of waiting for data: storage, object_store, read, parse, encode (the stage that keeps the CPUs busy), delivery (rows are
+    made, but do not come in time), unknown."""
+    text: str
+    """Plain words: what, why, the remedy."""
+
+
+def verdict(events: Sequence[Event]) -> Verdict | None:
+    """On a run, finished or not; None where no step was logged. The first interval behind each start is left out if there are
+    others."""
+    split = time_split(events, warm=True)
+    if not split.training_s:
+        split = time_split(events)
+    if not split.training_s:
+        return None
+    shares = split.shares()
+    # Of a run that is under way the end, with its last save and evaluation, is still to come.
+    avoidable: tuple[Bottleneck, ...] = ("data", "collectives", "host_to_device", "checkpoint", "evaluation")
+    worst = max(avoidable, key=lambda name: shares[name])
+    share = shares[worst]
+    if share < _WORTH_TELLING:
+        return _model(events, split)
+    if worst == "data":
+        return _data(events, split)
+    if worst == "checkpoint":
+        return Verdict(worst, share, None, _checkpoint_text(events, share))
+    texts = {
+        "collectives": "Waiting for other workers {share} of the time: exchanging ids, embeddings and gradients takes that long, "
+        "or some workers are slower than others; fewer workers with larger batches, or a faster network, would lift it.",
+        "host_to_device": "Copying batches to the device {share} of the time: the link to the device is the limit; fewer dense "
+        "columns or ids a row would lift it.",
+        "evaluation": "Evaluating {share} of the time: a larger --evaluate-every, or fewer rows to evaluate on, would give it "
+        "to training.",
+    }
+    return Verdict(worst, share, None, texts[worst].format(share=_percent(share)))
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.0f} %"
+
+
+def _rate(rows_per_s: float) -> str:
+    """Two digits: it is an estimate."""
+    digits = -max(0, math.floor(math.log10(max(rows_per_s, 1.0))) - 1)
+    return f"{round(rows_per_s, digits):,.0f} rows/s"
+
+
+# -- data
+
+
+def _data(events: Sequence[Event], split: TimeSplit) -> Verdict:
+    share, side = split.shares()["data"], data_side(events)
+    begin = f"Blocked on data {_percent(share)} of the time: "
+    if side is None or not side.shares:
+        return Verdict("data", share, "unknown", begin + "what makes the rows was not measured.")
+    now = split.rows / split.training_s if split.training_s else 0.0
+    unblocked = now * min(_LARGEST_LIFT, split.training_s / max(split.training_s - split.times_s["data"], 1e-9))
+    if side.spilled_bytes or (side.store_fill or 0.0) >= _FULL_STORE:
+        return Verdict("data", share, "object_store", begin + _store_text(side))
+    threads = set(side.names) == {"read"}  # of the workers themselves
+    if side.storage_share >= _WAITS_FOR_STORAGE and side.busy >= _BUSY / 2:
+        wait = _percent(side.storage_share)
+        return Verdict(
+            "data",
+            share,
+            "storage",
+            f"{begin}reading waits for storage, {wait} of the work on rows; storage nearer by, or {_more(side, now, unblocked)}"
+            if not threads
+            else f"{begin}reading waits for storage, {wait} of it; storage nearer by, or a larger "
+            "--train-data.prefetch-blocks, would lift it.",
+        )
+    if side.busy < _BUSY:
+        return Verdict(
+            "data",
+            share,
+            "delivery",
+            f"{begin}those who make rows pause {_percent(1 - side.busy)} of it, so rows are made in time but come late; a larger "
+            "--train-data.prefetch-blocks, or smaller --train-data.block-bytes, would lift it.",
+        )
+    stage = max(side.shares, key=lambda name: side.shares[name])
+    if threads:
+        text = (
+            f"the thread of each worker that reads rows has no pause at {_rate(now)} in all; more workers, or less to do for "
+            "each row, would lift it."
+        )
+        return Verdict("data", share, stage, begin + text)
+    what = {"read": "read", "parse": "read and parse", "encode": "parse and encode"}[stage]
+    starved = ""
+    if side.contention < _CONTENDED:
+        starved = f" (they share CPUs with others and get {_percent(side.contention)} of one each)"
+    return Verdict(
+        "data",
+        share,
+        stage,
+        f"{begin}the tasks that {what} are CPU-bound{starved}, {_percent(side.shares[stage])} of it to {stage}; "
+        f"{_more(side, now, unblocked)} `rayrec preprocess` saves most of that work.",
+    )
+
+
+def _more(side: DataSide, now: float, unblocked: float) -> str:
+    """CPUs for data tasks that would let the workers train without a pause."""
+    more = max(1, math.ceil(side.cpus * (unblocked / now - 1))) if now else 1
+    lifted = min(unblocked, now * (side.cpus + more) / side.cpus)
+    cpus = f"{more} more CPU{'s' if more > 1 else ''} for data tasks (now {side.cpus:g})"
+    return f"{cpus} would lift {_rate(now)} to about {_rate(lifted)}."
+
+
+def _store_text(side: DataSide) -> str:
+    full = f"the object store is full to {_percent(side.store_fill)}" if side.store_fill is not None else ""
+    spilled = f"{size_text(side.spilled_bytes)} were spilled to disk" if side.spilled_bytes else ""
+    told = " and ".join(part for part in (full, spilled) if part)
+    return (
+        f"{told}; more memory for it (--cluster.object-store-bytes), smaller --train-data.block-bytes or a smaller "
+        "--train-data.prefetch-blocks would lift it."
+    )
+
+
+# -- the rest
+
+
+def _checkpoint_text(events: Sequence[Event], share: float) -> str:
+    saves = [event for event in events if event["kind"] == "checkpoint"]
+    size_bytes, write_s = sum(event["bytes"] for event in saves), sum(event["write_s"] for event in saves)
+    speed = f"{size_text(size_bytes / write_s)}/s" if write_s else "an unknown speed"
+    late = sum(event["kind"] == "checkpoint_late" for event in events)
+    skipped = (
+        f", and {late} save{'s were' if late > 1 else ' was'} left out, as the one before was not through"
+        if late
+        else ""
+    )
+    return (
+        f"Held up by checkpoints {_percent(share)} of the time: storage takes them at {speed}{skipped}; a larger "
+        "--checkpoint.every, or faster storage for --storage-path, would give it to training."
+    )
+
+
+def _model(events: Sequence[Event], split: TimeSplit) -> Verdict:
+    shares = split.shares()
+    computing = sum(shares[name] for name in ("forward", "backward", "optimizer", "other"))
+    if not split.measured:
+        text = f"Nothing is waited for: blocked on data {_percent(shares['data'])} of the time."
+        return Verdict("model", computing, None, text)
+    parts = ", ".join(
+        f"{name} {_percent(shares[key])}"
+        for name, key in (("forward", "forward"), ("backward", "backward"), ("optimizer", "optimizer"))
+    )
+    peaks = [event["peak_fraction"] for event in events if event["kind"] == "step" and event.get("peak_fraction")]
+    peak = f", at {_percent(sum(peaks) / len(peaks))} of the device's peak" if peaks else ""
+    text = f"The model computes {_percent(computing)} of the time ({parts}){peak}; it waits for data {_percent(shares['data'])}."
+    side = data_side(events)
+    capacity = side.capacity_rows_per_s if side is not None and side.storage_share < _WAITS_FOR_STORAGE else None
+    now = split.rows / split.training_s
+    if capacity is not None and capacity > now:
+        text += (
+            f" The data side could make {number_text(round(capacity, -2))} rows/s, {capacity / now:.1f} times as many."
+        )
+    return Verdict("model", computing, None, text)

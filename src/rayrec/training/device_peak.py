@@ -1,0 +1,51 @@
+"""What a worker's device can do at best, to hold against what training makes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+_WINDOW_S: Final = 0.04
+"""Of measuring on a CPU. The clock of its cores is up by then; a worker's start is not the place for more."""
+
+
+def multiply_adds_per_s(device: torch.device, *, precision: str) -> float:
+    """Of the fastest matrix product torch has for this device and precision ("fp32" or "bf16"), with the threads it has now."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    if device.type == "cuda":
+        return _of_cuda(device, dtype)
+    rows, inner, columns = 1024, 512, 512
+    generator = torch.Generator().manual_seed(0)
+    left = torch.randn(rows, inner, generator=generator).to(dtype)
+    right = torch.randn(columns, inner, generator=generator).to(dtype)
+    products: list[Callable[[], torch.Tensor]] = [lambda: torch.nn.functional.linear(left, right)]
+    if torch.backends.mkldnn.is_available():
+        products.append(lambda: torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], ""))
+    with torch.no_grad():
+        return rows * inner * columns / min(_shortest_s(product) for product in products)
+
+
+def _shortest_s(product: Callable[[], torch.Tensor]) -> float:
+    shortest_s, deadline_s = float("inf"), time.perf_counter() + _WINDOW_S
+    while time.perf_counter() < deadline_s:
+        start_s = time.perf_counter()
+        product()
+        shortest_s = min(shortest_s, time.perf_counter() - start_s)
+    return shortest_s
+
+
+def _of_cuda(device: torch.device, dtype: torch.dtype) -> float:
+    size, repeats = 4096, 10
+    left = torch.ones(size, size, device=device, dtype=dtype)
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.no_grad():
+        left @ left
+        start.record()
+        for _ in range(repeats):
+            left @ left
+        stop.record()
+    stop.synchronize()
+    return repeats * size**3 / (start.elapsed_time(stop) / 1e3)

@@ -1,0 +1,201 @@
+"""How fast a recipe would train on a cluster, what would hold it back, and how many CPUs keep its devices busy."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from rayrec.config import InputError
+from rayrec.launch.cluster import Layout, Node, layout
+from rayrec.observe.quantities import duration_text, number_text, size_text
+from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.calibration import Calibration
+
+Limit = Literal["model", "data", "cpus"]
+_KEPT_IN_RESERVE: Final = 0.5
+"""Of the CPUs of a pipeline that has room for several tasks; see data/ray_tasks.py."""
+
+
+@dataclass(frozen=True)
+class ClusterShape:
+    """Nodes that are all alike."""
+
+    cpus: float
+    """Of each node."""
+    gpus: float = 0.0
+    """Of each node that has some."""
+    nodes: int = 1
+    """With the GPUs, where there are some."""
+    cpu_nodes: int = 0
+    """Beside them, without."""
+
+    @classmethod
+    def parse(cls, text: str) -> ClusterShape:
+        """Of `cpus=16,gpus=1,nodes=2,cpu_nodes=3`. Raises InputError."""
+        values: dict[str, float] = {}
+        for part in text.split(","):
+            name, _, number = part.strip().partition("=")
+            try:
+                values[name] = float(number)
+            except ValueError:
+                values[name] = -1.0
+            if name not in cls.__dataclass_fields__ or not 0 <= values[name] < math.inf:
+                raise InputError(
+                    f"--cluster: {part!r} is none of cpus=N, gpus=N, nodes=N, cpu_nodes=N; e.g. cpus=16,gpus=1,nodes=2"
+                )
+        if not values.get("cpus") or values.get("nodes", 1) < 1:
+            raise InputError(f"--cluster: {text!r} needs cpus=N, of each node, and a node at least")
+        return cls(
+            values["cpus"], values.get("gpus", 0.0), int(values.get("nodes", 1)), int(values.get("cpu_nodes", 0))
+        )
+
+    def resources(self) -> list[Node]:
+        gpu = {"GPU": self.gpus} if self.gpus else {}
+        return [
+            *(Node(f"node-{number}", {"CPU": self.cpus, **gpu}) for number in range(self.nodes)),
+            *(Node(f"cpu-node-{number}", {"CPU": self.cpus}) for number in range(self.cpu_nodes)),
+        ]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of a run, once it is warm."""
+
+    shape: ClusterShape
+    num_workers: int
+    data_cpus: float
+    """Of all workers' pipelines."""
+    model_rows_per_s: float
+    """That all workers would train if rows were always there."""
+    data_rows_per_s: float
+    """That data tasks would make if nobody else wanted their CPUs."""
+    cpu_rows_per_s: float | None
+    """That the CPUs have time for, all work on a row counted; None where devices train."""
+    cpus_per_gpu: float | None
+    """That keep one GPU busy with rows; None without GPUs."""
+    calibration: Calibration
+
+    @property
+    def rows_per_s(self) -> float:
+        return self._limits()[0][0]
+
+    @property
+    def bottleneck(self) -> Limit:
+        """model; data: what their tasks can make; cpus: of the nodes, which workers and data tasks share."""
+        return self._limits()[0][1]
+
+    def _limits(self) -> list[tuple[float, Limit]]:
+        limits: list[tuple[float, Limit]] = [(self.model_rows_per_s, "model"), (self.data_rows_per_s, "data")]
+        if self.cpu_rows_per_s is not None:
+            limits.append((self.cpu_rows_per_s, "cpus"))
+        return sorted(limits)
+
+    def text(self) -> str:
+        """For a person."""
+        calibration, shape = self.calibration, self.shape
+        what = f"{shape.nodes} node{'s' if shape.nodes > 1 else ''} of {shape.cpus:g} CPUs"
+        what += f" and {shape.gpus:g} GPU{'s' if shape.gpus > 1 else ''}" if shape.gpus else ""
+        what += f", {shape.cpu_nodes} more without" if shape.cpu_nodes else ""
+        lines = [
+            calibration.plan,
+            "",
+            f"On {what}: {self.num_workers} workers; data tasks get {self.data_cpus:g} CPUs.",
+        ]
+        for name, wall_s in calibration.stage_wall_s.items():
+            lines.append(f"  {name:8} {number_text(_rounded(1 / wall_s))} rows/s a CPU")
+        lines.append(f"  {'data':8} {number_text(_rounded(self.data_rows_per_s))} rows/s in all")
+        lines.append(f"  {'model':8} {number_text(_rounded(self.model_rows_per_s))} rows/s in all")
+        if self.cpu_rows_per_s is not None:
+            lines.append(f"  {'CPUs':8} {number_text(_rounded(self.cpu_rows_per_s))} rows/s, all work on a row counted")
+        why = {"model": "the model", "data": "data tasks", "cpus": "the CPUs, which workers and data tasks share"}
+        lines.append(
+            f"About {number_text(_rounded(self.rows_per_s))} rows/s, limited by {why[self.bottleneck]}; an epoch of about "
+            f"{number_text(_rounded(calibration.rows))} rows takes {duration_text(calibration.rows / self.rows_per_s)}."
+        )
+        if self.cpus_per_gpu is not None:
+            nodes = math.ceil(self.cpus_per_gpu / shape.cpus)
+            lines.append(
+                f"{math.ceil(self.cpus_per_gpu)} CPUs for data tasks keep one GPU busy: {nodes} CPU "
+                f"node{'s' if nodes > 1 else ''} of this size a GPU."
+            )
+        fullest = max(calibration.worker_bytes)
+        lines.append(f"Tables and their optimizer state: {size_text(fullest)} on the worker with most.")
+        if calibration.sampled_vocabulary:
+            lines.append(
+                "The tables are those of a slice of the log, and smaller than they will be: `rayrec vocabulary` and "
+                "--workload.preprocessor DIR give real ones."
+            )
+        return "\n".join(lines)
+
+
+def _rounded(value: float) -> float:
+    """Three digits: what is told is an estimate."""
+    return round(value, -max(0, math.floor(math.log10(max(value, 1.0))) - 2))
+
+
+def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
+    """Measures a slice of the recipe's stages on this machine (some twenty seconds) and reckons from it. Raises InputError where
+    the recipe does not fit the cluster, has no log, or is to train on GPUs and this machine has none to measure."""
+    config.workload.check(config)
+    if shape.gpus and not config.scaling.use_gpu:
+        config = config.replace(scaling={"use_gpu": True})
+    shares = layout(
+        shape.resources(),
+        num_workers=config.scaling.num_workers,
+        use_gpu=config.scaling.use_gpu,
+        cpus_per_worker=config.scaling.cpus_per_worker,
+        resources_per_worker=config.scaling.resources_per_worker,
+        keep_data_off_workers=config.cluster.data_nodes == "auto",
+    )
+    if config.scaling.use_gpu:
+        local_workers = 1
+        _require_gpu()
+    else:
+        local_workers = min(-(-shares.num_workers // shape.nodes), os.cpu_count() or 1)
+    calibration = config.workload.calibrate(
+        config, num_workers=shares.num_workers, local_workers=local_workers, cuda=config.scaling.use_gpu
+    )
+    return reckoned(calibration, shape, shares, threads_per_worker=config.scaling.threads_per_worker)
+
+
+def _require_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise InputError(
+            "plan: this machine has no GPU to measure the model on; run it on a node that has one, or leave gpus out of --cluster"
+        )
+
+
+def reckoned(
+    calibration: Calibration, shape: ClusterShape, shares: Layout, *, threads_per_worker: int | None
+) -> Forecast:
+    """What was measured here, carried over to a cluster: as fast a CPU or GPU, and a network that is no limit. Pure."""
+    workers = shares.num_workers
+    if calibration.device == "cuda":
+        model = calibration.rows_per_s * workers / calibration.num_workers
+    else:
+        # Threads work as well in one process as in several; a worker of more threads than were measured scales with them.
+        threads = threads_per_worker or max(1, int(shape.cpus) // max(1, -(-workers // shape.nodes)))
+        measured = calibration.num_workers * calibration.threads_per_worker
+        model = calibration.rows_per_s * workers * threads / measured
+    task_s, task_cpu_s = sum(calibration.stage_wall_s.values()), sum(calibration.stage_cpu_s.values())
+    placement = shares.per_worker
+    share = placement.max_cpus or placement.num_cpus
+    tasks = max(1, math.floor(share / placement.num_cpus + 1e-9))
+    at_once = max(1, math.ceil(tasks * _KEPT_IN_RESERVE))
+    gpu_rows_per_s = model / workers if calibration.device == "cuda" else None
+    return Forecast(
+        shape=shape,
+        num_workers=workers,
+        data_cpus=share * workers,
+        model_rows_per_s=model,
+        data_rows_per_s=workers * at_once / task_s,
+        cpu_rows_per_s=None
+        if gpu_rows_per_s is not None
+        else shape.cpus * shape.nodes / (calibration.cpu_s_per_row + task_cpu_s),
+        cpus_per_gpu=None if gpu_rows_per_s is None else gpu_rows_per_s * task_s / _KEPT_IN_RESERVE,
+        calibration=calibration,
+    )

@@ -1,0 +1,33 @@
+"""What a small slice of the real stages takes on this machine: what a forecast of a run is reckoned from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Measured on this machine, without Ray."""
+
+    num_workers: int
+    """That trained side by side."""
+    threads_per_worker: int
+    device: str
+    """What they trained on: cpu or cuda."""
+    rows_per_s: float
+    """Of all of them together, on batches that were ready."""
+    cpu_s_per_row: float
+    """Of their processes."""
+    stage_wall_s: Mapping[str, float]
+    """Seconds one task takes for a row, by stage."""
+    stage_cpu_s: Mapping[str, float]
+    """Of it, computing."""
+    rows: int
+    """Of the log, about."""
+    worker_bytes: tuple[int, ...]
+    """Tables with their optimizer state that each worker of the run would hold."""
+    sampled_vocabulary: bool
+    """Whether the tables' sizes are those of the slice, for want of a Preprocessor: real ones are larger."""
+    plan: str
+    """Which worker holds which table, readable."""

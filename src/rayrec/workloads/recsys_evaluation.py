@@ -1,0 +1,142 @@
+"""What an evaluation of a click model shows beside its metrics: how far to trust its scores, how many categories it knew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from rayrec.click_batch import ClickBatch, StepOutput
+from rayrec.data.preprocessor import SparseColumn
+from rayrec.metrics import BinaryMetricsAccumulator
+
+_EDGE = 16.0
+"""Logits beyond it are as good as certain, and share a bin."""
+_BINS_PER_LOGIT = 16
+_NUM_BINS = int(2 * _EDGE) * _BINS_PER_LOGIT
+_MOST_BINS = 15
+"""Of a reliability diagram, each with about as many rows."""
+
+
+@final
+class EvaluationCounts:
+    """Counts, over the last evaluation of one worker, rows and clicks by logit, and unknown and missing values by column."""
+
+    def __init__(self, columns: Mapping[str, SparseColumn]) -> None:
+        """`columns`: by the key of the batches; empty where an id no longer tells whether its category was known."""
+        self._columns = columns
+        self._name = ""
+        self._start("")
+
+    def _start(self, name: str) -> None:
+        self._name = name
+        self._by_logit = np.zeros((3, _NUM_BINS))  # rows, clicks, sum of probabilities
+        self._by_column = np.zeros((len(self._columns), 3), np.int64)  # values, unknown, missing
+
+    def counted(self, name: str, batches: Iterator[ClickBatch]) -> Iterator[ClickBatch]:
+        """The batches of evaluation set `name`, whose evaluation begins now."""
+        self._start(name)
+        for batch in batches:
+            self._count_categories(batch)
+            yield batch
+
+    def _count_categories(self, batch: ClickBatch) -> None:
+        if not self._columns:
+            return
+        features = batch.sparse_features
+        values, places = features.values().numpy(), features.offset_per_key()
+        at = {key: slice(places[number], places[number + 1]) for number, key in enumerate(features.keys())}
+        for number, (key, column) in enumerate(self._columns.items()):
+            ids = values[at[key]]
+            unknown = np.count_nonzero(ids == column.unknown_id)
+            missing = np.count_nonzero(ids == column.missing_id)
+            self._by_column[number] += (len(ids), unknown, missing)
+
+    def make_metrics(self) -> ClickMetrics:
+        return ClickMetrics(self)
+
+    def add(self, output: StepOutput) -> None:
+        logits = output.logits.float().cpu().numpy().astype(np.float64)  # device sync, as the metrics' own
+        bins = ((np.clip(logits, -_EDGE, _EDGE - 1e-6) + _EDGE) * _BINS_PER_LOGIT).astype(np.int64)
+        for row, weights in enumerate((None, output.labels.cpu().numpy(), 1 / (1 + np.exp(-logits)))):
+            self._by_logit[row] += np.bincount(bins, weights=weights, minlength=_NUM_BINS)
+
+    def shown(self) -> list[dict[str, Any]]:
+        """What all workers counted together, for people to look at; nothing where nothing was evaluated; collective."""
+        by_logit, by_column = _over_workers(self._by_logit), _over_workers(self._by_column)
+        if not by_logit[0].any():
+            return []
+        columns = [
+            {
+                "column": key,
+                "num_tokens": column.num_tokens,
+                "num_embeddings": column.num_embeddings,
+                "unknown": _share(unknown, values) if _tells(column, column.unknown_id) else None,
+                "missing": _share(missing, values) if _tells(column, column.missing_id) else None,
+            }
+            for (key, column), (values, unknown, missing) in zip(self._columns.items(), by_column.tolist(), strict=True)
+        ]
+        return [
+            {"kind": "reliability", "set": self._name, "bins": reliability_bins(by_logit)},
+            *([{"kind": "categories", "set": self._name, "columns": columns}] if columns else []),
+        ]
+
+
+def counted_columns(keys: Sequence[str], columns: Sequence[SparseColumn], *, expanded: bool) -> dict[str, SparseColumn]:
+    """What EvaluationCounts can count: nothing where ids are `expanded` into others before they reach a batch."""
+    return {} if expanded else dict(zip(keys, columns, strict=True))
+
+
+def reliability_bins(by_logit: np.ndarray) -> list[dict[str, float]]:
+    """Rows in the order of their scores, in up to 15 groups of about as many: `rows`, `predicted` (mean probability) and
+    `observed` (share of clicks), as in a reliability diagram (Niculescu-Mizil & Caruana 2005). Pure.
+
+    `by_logit` (3, bins): rows, clicks and summed probabilities of narrow bins of the logit.
+    """
+    rows = by_logit[0]
+    group = np.minimum((np.cumsum(rows) - rows / 2) * _MOST_BINS / rows.sum(), _MOST_BINS - 1).astype(np.int64)
+    merged = np.stack([np.bincount(group, weights=row, minlength=_MOST_BINS) for row in by_logit])
+    return [
+        {"rows": int(count), "predicted": float(probability / count), "observed": float(clicks / count)}
+        for count, clicks, probability in merged.T
+        if count
+    ]
+
+
+@final
+class ClickMetrics:
+    """Gathers logits and labels of an evaluation."""
+
+    def __init__(self, counts: EvaluationCounts) -> None:
+        self._metrics, self._counts = BinaryMetricsAccumulator(), counts
+
+    def update(self, output: StepOutput) -> None:
+        self._metrics.update(output.logits, output.labels)
+        self._counts.add(output)
+
+    def compute(self) -> dict[str, float]:
+        return self._metrics.compute()
+
+
+def _tells(column: SparseColumn, reserved_id: int) -> bool:
+    """Whether nothing but unknown, or nothing but missing, values have this id of the column's."""
+    if column.num_tokens is None:  # any token may have any id from first_id on, and none is unknown
+        return reserved_id == column.missing_id and reserved_id < column.first_id
+    highest_id = column.first_id + column.num_tokens - (column.gap is None)
+    return column.unknown_id != column.missing_id and highest_id < column.num_embeddings
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+def _over_workers(counts: np.ndarray) -> np.ndarray:
+    """The sum over all workers; collective."""
+    if not torch.distributed.is_initialized():
+        return counts
+    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+    summed = torch.from_numpy(counts).to(device, copy=True)
+    torch.distributed.all_reduce(summed)
+    return summed.cpu().numpy()

@@ -1,0 +1,86 @@
+"""Times of stages: measured in one thread, carried by a table, added up where blocks are used."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pyarrow as pa
+import pytest
+
+from rayrec.data.stages import STAGES, BlockTimes, StageAccount, measured, stage, times_of, with_times
+
+
+def test_stages_are_measured_in_their_own_thread_and_waiting_is_not_computing() -> None:
+    def make() -> list[int]:
+        with stage("read"):
+            time.sleep(0.03)
+        for _ in range(2):
+            with stage("parse"):
+                end_s = time.thread_time() + 0.01
+                while time.thread_time() < end_s:
+                    pass
+        other = threading.Thread(target=elsewhere)
+        other.start()
+        other.join()
+        return [1, 2, 3]
+
+    def elsewhere() -> None:
+        with stage("encode"):
+            pass
+
+    begin_s = time.time()
+    made, times = measured(make, rows_of=len)
+    assert (made, times.rows) == ([1, 2, 3], 3)
+    assert times.wall_s.keys() == times.cpu_s.keys() == times.queue_s.keys() == {"read", "parse"}
+    assert times.wall_s["read"] >= 0.03
+    assert times.cpu_s["read"] < 0.02
+    assert times.cpu_s["parse"] >= 0.02
+    assert begin_s <= times.done_s <= time.time()
+
+
+def test_nobody_measures_without_measured_and_none_is_left_by_an_error() -> None:
+    with stage("read"):
+        pass
+
+    def fail() -> None:
+        with stage("read"):
+            raise RuntimeError("no storage")
+
+    with pytest.raises(RuntimeError, match="no storage"):
+        measured(fail, rows_of=lambda _: 0)
+    _, times = measured(lambda: None, rows_of=lambda _: 0)
+    assert times.wall_s == {}
+
+
+def test_a_table_carries_them() -> None:
+    table = pa.table({"a": [1, 2]}).replace_schema_metadata({b"other": b"kept"})
+    assert times_of(table) is None
+    times = BlockTimes(2, {"read": 0.5}, {"read": 0.25}, {"read": 0.125}, 1_790_000_000.0)
+    carried = with_times(table, times)
+    assert times_of(carried) == times
+    assert carried.schema.metadata[b"other"] == b"kept"
+    assert carried.equals(table)
+
+
+def test_an_account_adds_up_until_it_is_taken() -> None:
+    account = StageAccount(cpus=1.5)
+    ready_s = time.time() - 2
+    account.add(
+        BlockTimes(100, {"read": 1.0, "parse": 2.0}, {"read": 0.5, "parse": 2.0}, {"read": 0.1, "parse": 0.0}, ready_s)
+    )
+    account.add(BlockTimes(50, {"read": 1.0}, {"read": 0.5}, {"read": 0.2}, time.time() + 100))  # another node's clock
+    sums = dict(zip(StageAccount.FIELDS, account.take(), strict=True))
+    assert (sums["cpus"], sums["rows"], sums["blocks"]) == (1.5, 150, 2)
+    assert (sums["read_wall_s"], sums["read_cpu_s"], sums["parse_wall_s"], sums["encode_wall_s"]) == (
+        2.0,
+        1.0,
+        2.0,
+        0.0,
+    )
+    assert sums["read_queue_s"] == pytest.approx(0.3)
+    assert sums["waited_row_s"] == pytest.approx(200, rel=0.1)
+    assert sums["waited_block_s"] == pytest.approx(2, rel=0.1)
+    again = dict(zip(StageAccount.FIELDS, account.take(), strict=True))
+    assert again == {**dict.fromkeys(StageAccount.FIELDS, 0.0), "cpus": 1.5}
+    assert len(STAGES) == 3

@@ -1,0 +1,210 @@
+"""What a run in progress shows: figures kept up by events, the panel, `rayrec top`, and lines where there is no terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import made_up_run
+import pytest
+from rich.console import Console as RichConsole
+
+from rayrec.config import InputError
+from rayrec.observe import console as console_module
+from rayrec.observe.console import Console
+from rayrec.observe.panel import panel
+from rayrec.observe.run_view import RunView, note_of
+from rayrec.observe.time_split import PHASES
+from rayrec.observe.top import top
+
+
+def view_of(events: list[dict[str, Any]]) -> RunView:
+    view = RunView()
+    for event in events:
+        view.update(event)
+    return view
+
+
+def shown(view: RunView, **options: Any) -> str:
+    out = io.StringIO()
+    RichConsole(file=out, width=100, color_system=None).print(panel(view, **options))
+    return out.getvalue()
+
+
+def measured() -> list[dict[str, Any]]:
+    """Under way, with times and stages."""
+    events = made_up_run.run(finished=False)
+    for event in events:
+        if event["kind"] == "step":
+            event |= {"times_s": {**dict.fromkeys(PHASES, 0.0), "data": 2.0, "forward": 8.0}, "peak_fraction": 0.25}
+    stage = {"stage": "parse", "rows_per_s": 20_000.0, "busy": 0.8, "cpu_share": 0.9, "queue_share": 0.0}
+    data = {"seconds": 5.0, "rows": 640, "cpus": 1.0, "backlog_rows": 12.0, "stages": [stage]}
+    store = {"object_store_bytes": 3e6, "object_store_limit_bytes": 3e8, "spilled_bytes": 0}
+    return [*events, {"time": events[-1]["time"], "kind": "data", "step": 150, **data, **store}]
+
+
+def test_figures_of_a_run_under_way() -> None:
+    view = view_of(measured())
+    figures = dict(view.figures())
+    assert (view.step, view.steps, view.restarts, view.status) == (150, 200, 1, "training")
+    assert figures["loss"] == "0.2231"
+    assert figures["perplexity"] == "2.0000"
+    assert (figures["blocked"], figures["of peak"]) == ("1.0%", "25%")
+    assert figures["saved"] == "step 150 (44 MB)"
+    # Behind its first logged step the attempt took 6 s for 40 steps.
+    assert view.left_s() == pytest.approx(50 * 6 / 40)
+    assert "left 8 s" in view.line() or "left 7 s" in view.line()
+
+
+def test_figures_grow_with_what_is_known() -> None:
+    view = RunView()
+    assert view.figures() == []
+    assert "preparing" in shown(view)
+    view.update({"time": 1.0, "kind": "start", "step": 0, "steps": 10, "world_size": 2})
+    view.update(
+        {
+            "time": 2.0,
+            "kind": "step",
+            "step": 1,
+            "steps": 10,
+            "loss": None,
+            "rows": 5,
+            "rows_per_s": 5.0,
+            "blocked_fraction": 0,
+        }
+    )
+    assert view.left_s() is None
+    assert ("restarts", "0") not in view.figures()
+    assert "step 1 of 10" in shown(view)
+
+
+def test_the_panel() -> None:
+    view = view_of(measured())
+    assert view.last_time_s is not None
+    text = shown(view, full=True, now_s=view.last_time_s + 1)
+    for wanted in (
+        "step 150 of 200",
+        "waiting for data 20%",
+        "parse",
+        "20k",
+        "object store 3 MB of 300 MB",
+        "Blocked on data",
+    ):
+        assert wanted in text, wanted
+    assert "nothing told" not in text
+    assert "nothing told for 5 min" in shown(view, full=True, now_s=view.last_time_s + 300)
+    assert "Blocked on data" not in shown(view, now_s=view.last_time_s)
+    assert "finished" in shown(view_of(made_up_run.run()))
+
+
+def test_names_are_text_and_no_markup() -> None:
+    view = view_of([{"time": 1.0, "kind": "run", "recipe": "r", "name": "[red]x[/]"}])
+    assert "[red]x[/]" in shown(view)
+
+
+@pytest.mark.parametrize(
+    ("event", "told"),
+    [
+        ({"kind": "start", "step": 8, "world_size": 2}, "goes on from step 8 with 2 workers"),
+        ({"kind": "start", "step": 0, "world_size": 2}, None),
+        ({"kind": "failure", "cause": "worker 1 died"}, "worker 1 died: starting again"),
+        ({"kind": "checkpoint", "step": 8, "path": "p", "bytes": 1e6}, None),
+        ({"kind": "step", "step": 8}, None),
+    ],
+)
+def test_notes(event: dict[str, Any], told: str | None) -> None:
+    assert note_of(event) == told
+
+
+def test_a_checkpoint_is_noted_when_asked_for_more() -> None:
+    event = {"kind": "checkpoint", "step": 8, "path": "p", "bytes": 1e6}
+    assert note_of(event, verbose=True) == "step 8  saved p (1.0 MB)"
+
+
+# -- the console while it trains
+
+
+def console_lines(events: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], **options: Any) -> str:
+    with Console(**options).training(lambda stop: iter(events)):
+        time.sleep(0.2)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
+def now(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    later_s = time.time() + 1000 - events[0]["time"]
+    return [{**event, "time": event["time"] + later_s} for event in events]
+
+
+def test_plain_lines_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = console_lines(now(measured()), capsys)
+    assert text.count("train: step") == 1  # the next is due in ten seconds
+    assert "worker 1 died" in text
+    assert "goes on from step 100 with 1 workers" in text
+    assert "\x1b" not in text
+    monkeypatch.setattr(console_module, "_PLAIN_INTERVAL_S", 0.0)
+    text = console_lines(now(measured()), capsys)
+    assert "train: step 150 of 200  loss 0.2231  perplexity 2.0000" in text
+    assert "saved runs/run" not in text
+    assert "saved runs/run" in console_lines(now(measured()), capsys, verbose=True)
+
+
+def test_quiet_and_what_was_before_are_not_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert console_lines(now(measured()), capsys, quiet=True) == ""
+    before = [{**event, "time": 1.0} for event in measured()]
+    assert console_lines(before, capsys) == ""
+
+
+# -- top
+
+
+def write(folder: Path, events: list[dict[str, Any]]) -> None:
+    (folder / "config.yaml").write_text(made_up_run.CONFIG)
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def test_top_once(tmp_path: Path) -> None:
+    write(tmp_path, measured())
+    out = io.StringIO()
+    view = top(str(tmp_path), console=RichConsole(file=out, width=100, color_system=None))
+    assert view.step == 150
+    assert "step 150 of 200" in out.getvalue()
+    with pytest.raises(InputError, match=r"not the folder of a run"):
+        top(str(tmp_path / "nowhere"))
+
+
+def test_top_follows_until_the_run_is_finished(tmp_path: Path) -> None:
+    events = made_up_run.run()
+    cut = next(number for number, event in enumerate(events) if event["kind"] == "failure")
+    write(tmp_path, events[:cut])
+    out = io.StringIO()
+
+    def train() -> None:
+        time.sleep(1.0)
+        with (tmp_path / "events.jsonl").open("a") as file:
+            file.write("".join(json.dumps(event) + "\n" for event in events[cut:]))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    view = top(str(tmp_path), console=RichConsole(file=out, width=100, force_terminal=True, color_system=None))
+    thread.join()
+    assert view.finished
+    text = out.getvalue()
+    assert "step 120 of 200" in text
+    assert "step 200 of 200" in text
+    assert text.count("starting again") == 1
+
+
+def test_top_passes_a_damaged_file_on(tmp_path: Path) -> None:
+    write(tmp_path, made_up_run.run())
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write("no event\n{}\n")
+    with pytest.raises(InputError, match="not an event"):
+        top(str(tmp_path), console=RichConsole(file=io.StringIO(), width=100))

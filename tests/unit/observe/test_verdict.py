@@ -1,0 +1,179 @@
+"""What holds a run back, told from events in which each bottleneck was planted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rayrec.observe.data_stages import data_side
+from rayrec.observe.time_split import PHASES, time_split
+from rayrec.observe.verdict import verdict
+
+INTERVAL_S, ROWS = 10.0, 10_000
+
+
+def run(
+    shares: dict[str, float],
+    *,
+    stages: dict[str, tuple[float, float, float]] | None = None,
+    cpus: float = 4.0,
+    measured: bool = True,
+    then: list[dict[str, Any]] | None = None,
+    **data: Any,
+) -> list[dict[str, Any]]:
+    """Four logged intervals, the first of which is all waiting; `shares` of the others by phase, the rest is forward.
+    `stages`: (share of the data CPUs' time, shares of that in which it computed, and queued for a CPU)."""
+    events: list[dict[str, Any]] = [{"time": 0.0, "kind": "start", "step": 0, "rows": 0}]
+    for number in range(1, 5):
+        spent = {"data": 1.0} if number == 1 else {"forward": 1 - sum(shares.values()), **shares}
+        step: dict[str, Any] = {"time": number * INTERVAL_S, "kind": "step", "step": number * 10, "rows": number * ROWS}
+        step |= {"rows_per_s": ROWS / INTERVAL_S, "blocked_fraction": spent.get("data", 0.0)}
+        if measured:
+            step["times_s"] = {name: INTERVAL_S * spent.get(name, 0.0) for name in PHASES}
+            step["peak_fraction"] = 0.6
+        events.append(step)
+        if stages is not None:
+            told = [
+                {"stage": name, "busy": busy, "cpu_share": cpu, "queue_share": queued}
+                for name, (busy, cpu, queued) in stages.items()
+            ]
+            fields = {"seconds": INTERVAL_S, "rows": ROWS, "cpus": cpus, "backlog_rows": 50.0, "stages": told, **data}
+            events.append({"time": step["time"], "kind": "data", **fields})
+    return events + (then or [])
+
+
+CPU_BOUND = {"read": (0.05, 0.9, 0.0), "parse": (0.7, 0.98, 0.0), "encode": (0.2, 0.98, 0.0)}
+
+
+def told(events: list[dict[str, Any]]) -> tuple[str, str | None, str]:
+    found = verdict(events)
+    assert found is not None
+    assert "\n" not in found.text
+    return found.bottleneck, found.cause, found.text
+
+
+def test_slow_parsing() -> None:
+    assert told(run({"data": 0.4}, stages=CPU_BOUND)) == (
+        "data",
+        "parse",
+        "Blocked on data 40 % of the time: the tasks that read and parse are CPU-bound, 74 % of it to parse; 3 more CPUs for "
+        "data tasks (now 4) would lift 1,000 rows/s to about 1,700 rows/s. `rayrec preprocess` saves most of that work.",
+    )
+
+
+def test_the_stage_that_takes_most_is_named() -> None:
+    bottleneck, cause, text = told(
+        run({"data": 0.2}, stages={"read": (0.1, 0.9, 0.0), "parse": (0.2, 1, 0.0), "encode": (0.6, 1, 0.0)})
+    )
+    assert (bottleneck, cause) == ("data", "encode")
+    assert "1 more CPU for data tasks" in text
+
+
+def test_slow_storage_of_the_log() -> None:
+    bottleneck, cause, text = told(run({"data": 0.6}, stages={"read": (0.8, 0.05, 0.0), "parse": (0.1, 0.95, 0.0)}))
+    assert (bottleneck, cause) == ("data", "storage")
+    assert "reading waits for storage, 84 % of the work on rows" in text
+
+
+def test_reading_that_waits_for_a_cpu_does_not_wait_for_storage() -> None:
+    _, cause, text = told(run({"data": 0.5}, stages={"read": (0.5, 0.3, 0.68), "parse": (0.45, 0.3, 0.69)}))
+    assert cause == "read"
+    assert "get 30 % of one each" in text
+
+
+def test_a_small_object_store() -> None:
+    store = {"object_store_bytes": 96, "object_store_limit_bytes": 100, "spilled_bytes": 7_000_000}
+    bottleneck, cause, text = told(run({"data": 0.3}, stages=CPU_BOUND, **store))
+    assert (bottleneck, cause) == ("data", "object_store")
+    assert "full to 96 % and 7 MB were spilled to disk" in text
+    roomy = {"object_store_bytes": 30, "object_store_limit_bytes": 100, "spilled_bytes": 0}
+    assert told(run({"data": 0.3}, stages=CPU_BOUND, **roomy))[1] == "parse"
+
+
+def test_rows_that_come_late_though_nobody_is_busy() -> None:
+    assert told(run({"data": 0.3}, stages={"read": (0.02, 0.9, 0.0), "parse": (0.1, 0.9, 0.0)}))[:2] == (
+        "data",
+        "delivery",
+    )
+
+
+def test_a_thread_that_reads_is_not_sold_cpus() -> None:
+    _, cause, text = told(run({"data": 0.3}, stages={"read": (0.95, 0.99, 0.0)}, cpus=2.0))
+    assert cause == "read"
+    assert "more CPUs" not in text
+
+
+def test_unmeasured_data_is_not_guessed_at() -> None:
+    assert told(run({"data": 0.3}))[:2] == ("data", "unknown")
+    assert told(run({"data": 0.3}, measured=False))[:2] == ("data", "unknown")
+
+
+def test_a_slow_model() -> None:
+    bottleneck, cause, text = told(
+        run({"data": 0.02, "backward": 0.5, "optimizer": 0.05}, stages={"parse": (0.1, 1.0, 0.0)})
+    )
+    assert (bottleneck, cause) == ("model", None)
+    assert text == (
+        "The model computes 98 % of the time (forward 43 %, backward 50 %, optimizer 5 %), at 60 % of the device's peak; it "
+        "waits for data 2 %. The data side could make 10k rows/s, 10.0 times as many."
+    )
+
+
+@pytest.mark.parametrize("phase", ["collectives", "host_to_device"])
+def test_other_waiting(phase: str) -> None:
+    assert told(run({phase: 0.3, "data": 0.05}, stages=CPU_BOUND))[0] == phase
+
+
+def test_slow_storage_for_checkpoints() -> None:
+    saves = [
+        {"time": 41.0, "kind": "checkpoint", "stall_s": 10.0, "bytes": 50_000_000, "write_s": 25.0},
+        {"time": 42.0, "kind": "checkpoint_late", "step": 40, "cause": "not through"},
+    ]
+    bottleneck, _, text = told(run({"data": 0.02}, then=saves))
+    assert bottleneck == "checkpoint"
+    assert "25 % of the time: storage takes them at 2 MB/s, and 1 save was left out" in text
+
+
+def test_evaluation_that_takes_over() -> None:
+    assert (
+        told(run({"data": 0.02}, then=[{"time": 60.0, "kind": "evaluate", "step": 40, "set": "validation"}]))[0]
+        == "evaluation"
+    )
+
+
+def test_the_start_counts_only_where_there_is_nothing_else() -> None:
+    events = run({"data": 0.02}, stages=CPU_BOUND)
+    assert told(events)[0] == "model"
+    assert told(events[:2])[0] == "data"
+    assert verdict(events[:1]) is None
+    assert verdict([]) is None
+
+
+def test_time_split_adds_up_and_survives_a_restart() -> None:
+    events = run({"data": 0.2, "backward": 0.3})
+    again = [{"time": 50.0, "kind": "start", "step": 20, "rows": 2 * ROWS}]
+    redone = {**events[-1], "step": 30, "rows": 3 * ROWS, "time": 60.0}
+    split = time_split([*events, *again, redone])
+    assert split.total_s == pytest.approx(5 * INTERVAL_S)
+    assert split.rows == 5 * ROWS
+    assert split.times_s["data"] == pytest.approx(10 + 4 * 2)
+    assert sum(split.shares().values()) == pytest.approx(1.0)
+    warm = time_split([*events, *again, redone], warm=True)
+    assert warm.training_s == pytest.approx(3 * INTERVAL_S)
+
+
+def test_time_split_without_times_has_what_was_blocked() -> None:
+    split = time_split(run({"data": 0.25}, measured=False), warm=True)
+    assert split.times_s["data"] == pytest.approx(7.5)
+    assert split.times_s["other"] == pytest.approx(22.5)
+    assert not split.measured
+
+
+def test_data_side_of_nothing() -> None:
+    assert data_side([]) is None
+    side = data_side(run({"data": 0.2}, stages=CPU_BOUND))
+    assert side is not None
+    assert side.busy == pytest.approx(0.95)
+    assert side.capacity_rows_per_s == pytest.approx(1000 / 0.95)
+    assert side.names == ("read", "parse", "encode")

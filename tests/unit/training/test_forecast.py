@@ -1,0 +1,100 @@
+"""A forecast, reckoned from made-up measurements."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rayrec import recipes
+from rayrec.config import InputError
+from rayrec.launch.cluster import Layout, layout
+from rayrec.training.forecast import ClusterShape, Forecast, forecast, reckoned
+from rayrec.workloads.calibration import Calibration
+
+MEASURED = Calibration(
+    num_workers=2,
+    threads_per_worker=1,
+    device="cpu",
+    rows_per_s=40_000.0,
+    cpu_s_per_row=45e-6,
+    stage_wall_s={"read": 1e-6, "parse": 2e-6, "encode": 2e-6},
+    stage_cpu_s={"read": 0.5e-6, "parse": 2e-6, "encode": 2e-6},
+    rows=1_000_000,
+    worker_bytes=(4_000_000, 3_000_000),
+    sampled_vocabulary=False,
+    plan="cat_0 ...",
+)
+
+
+def shares_of(shape: ClusterShape, *, workers: int, use_gpu: bool = False) -> Layout:
+    return layout(
+        shape.resources(),
+        num_workers=workers,
+        use_gpu=use_gpu,
+        cpus_per_worker=None,
+        resources_per_worker={},
+        keep_data_off_workers=True,
+    )
+
+
+def of(measured: Calibration, text: str, *, workers: int = 2) -> Forecast:
+    shape = ClusterShape.parse(text)
+    shares = shares_of(shape, workers=workers, use_gpu=bool(shape.gpus))
+    return reckoned(measured, shape, shares, threads_per_worker=None)
+
+
+def test_a_model_that_is_the_limit() -> None:
+    found = of(MEASURED, "cpus=2")
+    assert (found.bottleneck, found.rows_per_s) == ("model", 40_000)
+    assert found.data_rows_per_s == pytest.approx(2 / 5e-6)
+    assert found.cpu_rows_per_s == pytest.approx(2 / 49.5e-6)
+    assert "About 40k rows/s, limited by the model; an epoch of about 1M rows takes 25 s." in found.text()
+    assert "4 MB on the worker with most" in found.text()
+    assert "slice" not in found.text()
+    assert "slice of the log" in replace(found, calibration=replace(MEASURED, sampled_vocabulary=True)).text()
+
+
+def test_more_cores_and_nodes_train_faster() -> None:
+    assert of(MEASURED, "cpus=8").model_rows_per_s == pytest.approx(4 * 40_000)
+    assert of(MEASURED, "cpus=8,nodes=4", workers=8).model_rows_per_s == pytest.approx(16 * 40_000)
+
+
+def test_slow_data_tasks_are_the_limit() -> None:
+    found = of(replace(MEASURED, stage_wall_s={"read": 100e-6}, stage_cpu_s={"read": 1e-6}), "cpus=2")
+    assert (found.bottleneck, found.rows_per_s) == ("data", pytest.approx(20_000))
+
+
+def test_cpus_that_workers_and_data_tasks_share_are_the_limit() -> None:
+    found = of(replace(MEASURED, stage_wall_s={"parse": 40e-6}, stage_cpu_s={"parse": 40e-6}), "cpus=2")
+    assert (found.bottleneck, found.rows_per_s) == ("cpus", pytest.approx(2 / 85e-6))
+
+
+def test_cpus_that_keep_a_gpu_busy() -> None:
+    measured = replace(MEASURED, device="cuda", num_workers=1, rows_per_s=1_000_000.0)
+    found = of(measured, "cpus=16,gpus=1,nodes=2,cpu_nodes=3")
+    assert found.model_rows_per_s == pytest.approx(2e6)
+    assert found.cpu_rows_per_s is None
+    assert found.cpus_per_gpu == pytest.approx(10.0)  # five at work, and as many that Ray Data keeps in reserve
+    assert "10 CPUs for data tasks keep one GPU busy: 1 CPU node of this size a GPU." in found.text()
+    assert found.data_cpus == 48.0  # those of the nodes without GPUs
+    assert found.bottleneck == "model"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "cpus", "cpus=x", "cpus=-1", "gpus=1", "cpus=2,nodes=0", "cpus=2,cores=3", "cpus=nan"]
+)
+def test_a_cluster_that_is_none(text: str) -> None:
+    with pytest.raises(InputError, match="--cluster: "):
+        ClusterShape.parse(text)
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="2 workers need 2 CPU"):
+        forecast(recipes.criteo_demo("log.txt").replace(scaling={"cpus_per_worker": 1.0}), ClusterShape(1.0))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(InputError, match="no GPU to measure the model on"):
+        forecast(recipes.criteo_demo("log.txt"), ClusterShape(8.0, 1.0, 2))
+    other = recipes.gpt2_tiny("tokens")
+    with pytest.raises(InputError, match="cannot be measured before it is trained"):
+        other.workload.calibrate(other, num_workers=1, local_workers=1, cuda=False)

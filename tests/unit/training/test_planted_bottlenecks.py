@@ -1,0 +1,249 @@
+"""Bottlenecks planted in a real loop over real loaders: its events make the verdict name them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from replicated_ranks import Small, config
+
+from rayrec import recipes, storage
+from rayrec.data import loader as loader_module
+from rayrec.data import log as log_module
+from rayrec.data.counting import count_parts
+from rayrec.data.encoded import EncodedRows, from_arrow
+from rayrec.data.ingest import encode_task
+from rayrec.data.loader import ClickLoader
+from rayrec.data.log import LogIndex, cut, index_chunk, numbered
+from rayrec.data.placement import TaskPlacement
+from rayrec.data.position import Block, EpochOrder, Part, Piece, Position
+from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.profiles import RAYREC, make_preprocessor
+from rayrec.data.rows import ArrayRows
+from rayrec.data.stages import StageAccount, times_of
+from rayrec.datasets.criteo import SCHEMA
+from rayrec.observe.verdict import Verdict, verdict
+from rayrec.training import data_report, loop
+from rayrec.training.device_peak import multiply_adds_per_s
+from rayrec.training.loop import Progress
+from rayrec.workloads.base import TrainConfig, WorkerContext, WorkerSetup
+from rayrec.workloads.phases import HostClock
+
+DELAY_S = 0.03
+
+
+@pytest.fixture(autouse=True)
+def _every_log_tells_of_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_report, "_LEAST_S", 0.0)
+
+
+def spin(seconds: float) -> None:
+    """Computes for so long."""
+    end_s = time.thread_time() + seconds
+    while time.thread_time() < end_s:
+        pass
+
+
+def train(
+    configuration: TrainConfig, setup: WorkerSetup, loader: Any, *, save_s: float = 0.0
+) -> tuple[Verdict, list[dict[str, Any]]]:
+    events: list[dict[str, Any]] = [{"time": time.time(), "kind": "start", "step": 0, "rows": 0}]
+
+    def log(kind: str, fields: dict[str, Any]) -> None:
+        events.append({"time": time.time(), "kind": kind, **fields})
+
+    def save(progress: Progress, state: dict[str, Any], **_: Any) -> None:
+        time.sleep(save_s)
+        log("checkpoint", {"step": progress.step, "stall_s": save_s, "bytes": 1000, "write_s": save_s or 1.0})
+
+    loop.run(
+        configuration,
+        setup,
+        loader,
+        Progress(),
+        log=log,
+        save=save,
+        interruption=SimpleNamespace(seen=lambda: (False, False), preempted=lambda: False),
+    )
+    loader.close()
+    # Beside so few steps the evaluation at the end would be the largest part.
+    found = verdict([event for event in events if event["kind"] != "evaluate"])
+    assert found is not None
+    return found, events
+
+
+class SlowRows(ArrayRows):  # type: ignore[misc]  # final for others
+    """Rows that take their time to be read."""
+
+    delay: Callable[[], None] = staticmethod(lambda: None)
+
+    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        self.delay()
+        return super().read(indices)
+
+
+class Slow(Small):
+    """`Small` with a source and a model that can be slowed down."""
+
+    def open_set(self, context: WorkerContext, prepared: Any, name: str) -> Any:
+        rows = super().open_set(context, prepared, name)
+        if name != "train":
+            return rows
+        slow = SlowRows(rows.read(np.arange(len(rows))))  # type: ignore[arg-type]
+        slow.delay = prepared["read"]
+        return slow
+
+    def measure(self, model: torch.nn.Module, tensors: Any) -> dict[str, torch.Tensor]:
+        if model.training:
+            time.sleep(self.model_s)
+        return super().measure(model, tensors)
+
+    model_s = 0.0
+
+
+def small_run(*, read: Callable[[], None] = lambda: None, model_s: float = 0.0, save_s: float = 0.0) -> Any:
+    workload = Slow(optimizer=config(1).workload.optimizer)  # type: ignore[attr-defined]
+    object.__setattr__(workload, "model_s", model_s)
+    configuration = config(1).replace(workload=workload)
+    context = WorkerContext(configuration, 0, 1, torch.device("cpu"), TaskPlacement())
+    prepared = {"read": read}
+    loader = workload.make_loader(context, prepared, state=None, step=0)
+    return train(configuration, workload.set_up(context, prepared), loader, save_s=save_s)
+
+
+def test_rows_far_away() -> None:
+    found, _ = small_run(read=lambda: time.sleep(5 * DELAY_S))
+    assert (found.bottleneck, found.cause) == ("data", "storage")
+
+
+def test_rows_dear_to_make() -> None:
+    found, _ = small_run(read=lambda: spin(5 * DELAY_S))
+    assert (found.bottleneck, found.cause) == ("data", "read")
+
+
+def test_a_slow_model_and_that_its_time_is_all_accounted_for() -> None:
+    found, events = small_run(model_s=DELAY_S)
+    assert found.bottleneck == "model"
+    steps = [event for event in events if event["kind"] == "step"]
+    for before, event in pairwise(steps):
+        assert event["times_s"]["forward"] >= DELAY_S
+        assert event["multiply_adds_per_s"] > 0
+        assert sum(event["times_s"].values()) == pytest.approx((event["rows"] - before["rows"]) / event["rows_per_s"])
+
+
+def test_slow_storage_for_checkpoints() -> None:
+    found, _ = small_run(save_s=0.5)
+    assert found.bottleneck == "checkpoint"
+
+
+# -- click logs
+
+
+def task_stream(
+    pieces: Sequence[tuple[Block, Piece]], preprocessor: Any, *, account: StageAccount, **_: Any
+) -> Iterator[EncodedRows]:
+    """What ingest.stream does, its data tasks run here one after the other."""
+    for block, piece in pieces:
+        table = encode_task((block, piece.start, piece.stop), preprocessor=preprocessor, labelled=True)
+        times = times_of(table)
+        assert times is not None
+        assert times.rows == piece.rows
+        account.add(times)
+        yield from from_arrow(table)
+
+
+@pytest.fixture(scope="module")
+def prepared(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[LogIndex, Preprocessor]:
+    path = tmp_path_factory.mktemp("planted") / "log.txt"
+    path.write_bytes(b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:800]))
+    (chunk,) = cut(storage.list_files(str(path)), 1 << 20)
+    entries, faults = index_chunk(chunk, SCHEMA, 9_000)
+    index, counting = LogIndex(numbered(entries), faults), RAYREC.counting(SCHEMA)
+    counts = counting.empty()
+    counts.add(count_parts([Part(s, 0, s.rows) for s in index.segments], counting=counting))
+    return index, make_preprocessor(RAYREC, SCHEMA, counts)
+
+
+class Steps:
+    """A model that takes 2 ms a step."""
+
+    def __init__(self, clock: HostClock) -> None:
+        self._clock = clock
+
+    def progress(self, batches: Iterator[Any]) -> Any:
+        next(batches)
+        with self._clock.phase("forward"):
+            time.sleep(0.002)
+        return SimpleNamespace(loss=torch.tensor(1.0))
+
+    def reset(self) -> None:
+        pass
+
+
+def click_run(prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.MonkeyPatch) -> Verdict:
+    monkeypatch.setattr(loader_module, "stream", task_stream)
+    monkeypatch.setattr("rayrec.data.ingest._shared", lambda preprocessor: preprocessor)
+    index, preprocessor = prepared
+    clock = HostClock()
+    setup: Any = SimpleNamespace(
+        pipeline=Steps(clock),
+        clock=clock,
+        multiply_adds_per_row=None,
+        peak_multiply_adds_per_s=None,
+        model=SimpleNamespace(train=lambda: None, eval=lambda: None),
+        begin_step=lambda step, total: None,
+        make_metrics=lambda: SimpleNamespace(update=None, compute=lambda: {"auroc": 0.5}),
+        eval_batches={"validation": lambda: iter(())},
+    )
+    loader = ClickLoader(
+        EpochOrder(tuple(Part(s, 0, s.rows) for s in index.segments), "window", 0, 3),
+        preprocessor,  # type: ignore[arg-type]
+        schema=SCHEMA,
+        epochs=1,
+        batch_size=32,
+        rank=0,
+        world_size=1,
+        position=Position(),
+        placement=TaskPlacement(),
+        prefetch_blocks=1,
+    )
+    configuration = recipes.criteo_demo("none").replace(
+        log_every=4, evaluate_every=10**6, early_stopping={"patience": 0}
+    )
+    found, _ = train(configuration, setup, loader)
+    return found
+
+
+def test_a_log_far_away(prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = storage.read_into
+    monkeypatch.setattr(storage, "read_into", lambda *a: (time.sleep(DELAY_S), plain(*a))[1])
+    found = click_run(prepared, monkeypatch)
+    assert (found.bottleneck, found.cause) == ("data", "storage")
+
+
+def test_a_log_dear_to_parse(prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = log_module.parse_into
+    monkeypatch.setattr(log_module, "parse_into", lambda *a, **k: (spin(DELAY_S), plain(*a, **k))[1])
+    found = click_run(prepared, monkeypatch)
+    assert (found.bottleneck, found.cause) == ("data", "parse")
+    assert "more CPU" in found.text
+
+
+def test_categories_dear_to_encode(prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Preprocessor.encode
+    monkeypatch.setattr(Preprocessor, "encode", lambda *a, **k: (spin(DELAY_S), plain(*a, **k))[1])
+    found = click_run(prepared, monkeypatch)
+    assert (found.bottleneck, found.cause) == ("data", "encode")
+
+
+def test_the_peak_is_that_of_matrix_products() -> None:
+    """At least what a product of this shape does here; a core makes a billion multiply-adds a second on any machine."""
+    assert multiply_adds_per_s(torch.device("cpu"), precision="fp32") > 1e9
+    assert multiply_adds_per_s(torch.device("cpu"), precision="bf16") > 1e8

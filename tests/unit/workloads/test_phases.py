@@ -1,0 +1,220 @@
+"""The clock of a step: what belongs to which phase, that nothing is lost, and that what others' threads do is not counted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+from rayrec.observe.time_split import PHASES
+from rayrec.workloads.phases import (
+    DeviceClock,
+    HostClock,
+    NoClock,
+    TimedOptimizer,
+    step_clock,
+    time_forward,
+    waits_noticed,
+)
+
+SHORT_S = 0.02
+
+
+def test_phases_are_exclusive_and_add_up() -> None:
+    clock = HostClock()
+    begin_s = time.perf_counter()
+    clock.start()
+    with clock.phase("backward"):
+        time.sleep(SHORT_S)
+        with clock.phase("collectives"):
+            time.sleep(2 * SHORT_S)
+        time.sleep(SHORT_S)
+    time.sleep(SHORT_S)
+    clock.cut()
+    elapsed_s = time.perf_counter() - begin_s
+    times_s = clock.read()
+    assert list(times_s) == list(PHASES)
+    assert sum(times_s.values()) == pytest.approx(elapsed_s, abs=2e-3)
+    assert min(times_s["backward"], times_s["collectives"]) >= 2 * SHORT_S
+    assert times_s["other"] >= SHORT_S
+    assert times_s["data"] == 0.0
+    clock.cut()
+    assert sum(clock.read().values()) < SHORT_S  # the next interval begins at the cut
+
+
+def test_what_lies_between_stretches_is_nobodys() -> None:
+    clock = HostClock()
+    clock.start()
+    clock.stop()
+    with clock.phase("forward"):
+        time.sleep(SHORT_S)
+    clock.start()
+    clock.cut()
+    assert sum(clock.read().values()) < SHORT_S
+
+
+def test_an_error_leaves_the_phase() -> None:
+    clock = HostClock()
+    with pytest.raises(StopIteration), clock.phase("data"):
+        raise StopIteration
+    assert clock.now == "other"
+
+
+class FakeEvent:
+    """What DeviceClock needs of a CUDA event, on a clock that is set by hand."""
+
+    now_ms = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at_ms = float("nan")
+
+    def record(self, stream: object) -> None:
+        assert stream == "computing"
+        self.at_ms = FakeEvent.now_ms
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return other.at_ms - self.at_ms
+
+
+def test_a_device_is_timed_by_marks_in_its_computing_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[FakeEvent] = []
+
+    def event(enable_timing: bool) -> FakeEvent:
+        made.append(FakeEvent(enable_timing))
+        return made[-1]
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "computing")
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    clock = DeviceClock(torch.device("cuda"))
+
+    def passes(milliseconds: float) -> None:
+        FakeEvent.now_ms += milliseconds
+
+    for _ in range(3):  # stretches; what lies between them, evaluation say, is not marked
+        clock.enter("forward")
+        clock.enter("other")
+        passes(1000)
+        clock.start()
+        for interval in range(1, 3):
+            passes(1)
+            with clock.phase("backward"):
+                passes(10 * interval)
+                with clock.phase("collectives"):
+                    passes(5)
+                passes(10)
+            passes(2)
+            clock.cut()
+            times_s = clock.read()
+            expected = {"other": 3e-3, "backward": (10 * interval + 10) / 1e3, "collectives": 5e-3}
+            assert {name: seconds for name, seconds in times_s.items() if seconds} == pytest.approx(expected)
+        clock.stop()
+    assert len(made) < 15  # they are used again
+
+
+def test_model_and_optimizer() -> None:
+    clock = HostClock()
+    model = torch.nn.Linear(4, 1)
+    optimizer = TimedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), clock)
+    time_forward(model, clock)
+    clock.start()
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    before = model.weight.detach().clone()
+    optimizer.step()
+    clock.cut()
+    times_s = clock.read()
+    assert times_s["forward"] > 0
+    assert times_s["optimizer"] > 0
+    assert not torch.equal(before, model.weight)
+
+
+def test_nothing_is_hooked_where_nothing_is_measured() -> None:
+    clock = step_clock(torch.device("cpu"), measure=False)
+    assert isinstance(clock, NoClock)
+    model = torch.nn.Linear(4, 1)
+    time_forward(model, clock)
+    assert not model._forward_hooks
+    plain = distributed.Work.wait
+    with waits_noticed(clock):
+        assert distributed.Work.wait is plain
+    assert clock.read() == {}
+
+
+def test_waiting_for_others_is_told_from_a_saving_thread(tmp_path: Path) -> None:
+    clock = HostClock()
+    plain = distributed.Work.wait
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
+    try:
+        with waits_noticed(clock):
+            clock.start()
+            distributed.all_reduce(torch.ones(3))
+            clock.cut()
+            assert clock.read()["collectives"] > 0
+            thread = threading.Thread(target=lambda: distributed.all_reduce(torch.ones(3)))
+            thread.start()
+            thread.join()
+            clock.cut()
+            assert clock.read()["collectives"] == 0.0
+    finally:
+        distributed.destroy_process_group()
+    assert distributed.Work.wait is plain
+
+
+RANK = """
+import json, sys, time
+import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+from rayrec.workloads.phases import DeviceClock, HostClock, notice_exchange, waits_noticed
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+distributed.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(0.4 if rank == 1 else 0.0)
+        return gradient
+
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+clock = HostClock()
+with waits_noticed(clock):
+    for step in range(2):
+        clock.start()
+        loss = model(torch.ones(2, 4))
+        loss = Slow.apply(loss).sum()
+        notice_exchange(clock, loss)
+        with clock.phase("backward"):
+            loss.backward()
+        clock.cut()
+print(json.dumps(clock.read()))
+distributed.destroy_process_group()
+"""
+
+
+def test_the_end_of_a_backward_pass_waits_for_the_slowest(tmp_path: Path) -> None:
+    """Rank 1 computes longer: it is backward there, and collectives for rank 0, though DDP waits in C++."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(RANK), str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    quick, slow = (json.loads(output.splitlines()[-1]) for output in outputs)
+    assert quick["collectives"] > 0.3
+    assert quick["backward"] < 0.2
+    assert slow["backward"] > 0.35
+    assert slow["collectives"] < 0.2

@@ -1,0 +1,87 @@
+"""What an evaluation shows beside its metrics adds up, over batches and over reserved ids."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rayrec.click_batch import ClickBatch, StepOutput
+from rayrec.data.loader import sparse_features
+from rayrec.data.preprocessor import SparseColumn
+from rayrec.workloads.recsys_evaluation import EvaluationCounts, counted_columns, reliability_bins
+
+KEYS = ("colour", "size", "hashed")
+COLUMNS = (
+    SparseColumn(num_embeddings=10, num_tokens=8),
+    SparseColumn(num_embeddings=10, num_tokens=9, first_id=1, unknown_id=0, missing_id=0),
+    SparseColumn(num_embeddings=10, num_tokens=None),
+)
+
+
+def batch(ids: np.ndarray) -> ClickBatch:
+    rows = ids.shape[1]
+    return ClickBatch(
+        dense_features=torch.zeros(rows, 0),
+        sparse_features=sparse_features(KEYS, list(ids), rows),
+        labels=torch.zeros(rows),
+        loss_weight=1.0,
+    )
+
+
+def evaluated(counts: EvaluationCounts, name: str, ids: np.ndarray, logits: np.ndarray, labels: np.ndarray) -> None:
+    metrics = counts.make_metrics()
+    for place, one in enumerate(counts.counted(name, iter([batch(ids[:, :30]), batch(ids[:, 30:])]))):
+        part = slice(0, 30) if place == 0 else slice(30, None)
+        assert len(one) == len(labels[part])
+        metrics.update(StepOutput(torch.tensor(0.0), torch.tensor(logits[part]), torch.tensor(labels[part])))
+    assert metrics.compute()["rows"] == len(labels)
+
+
+def test_the_last_evaluation_alone_is_shown() -> None:
+    random = np.random.default_rng(0)
+    counts = EvaluationCounts(counted_columns(KEYS, COLUMNS, expanded=False))
+    assert counts.shown() == []
+    for name in ("validation", "test"):
+        ids = random.integers(0, 10, (3, 100)).astype(np.int32)
+        logits = random.normal(size=100).astype(np.float32)
+        labels = (random.random(100) < 0.3).astype(np.float32)
+        evaluated(counts, name, ids, logits, labels)
+    reliability, categories = counts.shown()
+    assert (reliability["kind"], reliability["set"], categories["set"]) == ("reliability", "test", "test")
+    bins = reliability["bins"]
+    assert sum(group["rows"] for group in bins) == 100
+    assert sum(group["rows"] * group["observed"] for group in bins) == pytest.approx(labels.sum())
+    probabilities = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    assert sum(group["rows"] * group["predicted"] for group in bins) == pytest.approx(probabilities.sum())
+    predicted = [group["predicted"] for group in bins]
+    assert predicted == sorted(predicted)
+    told = {column["column"]: (column["unknown"], column["missing"]) for column in categories["columns"]}
+    assert told["colour"] == (np.mean(ids[0] == 0), np.mean(ids[0] == 1))
+    assert told["size"] == (None, None)  # one id for both
+    assert told["hashed"] == (None, np.mean(ids[2] == 1))
+
+
+def test_ids_that_wrap_around_tell_nothing() -> None:
+    counts = EvaluationCounts({"colour": SparseColumn(num_embeddings=10, num_tokens=9)})
+    ids = np.zeros((1, 4), np.int32)
+    features = sparse_features(("colour",), list(ids), 4)
+    only = ClickBatch(torch.zeros(4, 0), features, torch.ones(4), 1.0)
+    metrics = counts.make_metrics()
+    for _ in counts.counted("test", iter([only])):
+        metrics.update(StepOutput(torch.tensor(0.0), torch.tensor([-40.0, 0.0, 0.0, 40.0]), torch.ones(4)))
+    _, categories = counts.shown()
+    assert categories["columns"][0]["unknown"] is None
+
+
+def test_expanded_ids_are_not_counted() -> None:
+    assert counted_columns(KEYS, COLUMNS, expanded=True) == {}
+
+
+def test_groups_hold_about_as_many_rows_each() -> None:
+    by_logit = np.zeros((3, 512))
+    by_logit[0] = 100
+    by_logit[2] = np.linspace(0, 100, 512)
+    bins = reliability_bins(by_logit)
+    assert len(bins) == 15
+    assert max(group["rows"] for group in bins) - min(group["rows"] for group in bins) <= 100
