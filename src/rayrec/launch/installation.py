@@ -99,7 +99,8 @@ def installed_distributions() -> dict[str, Installed]:
 
     found: dict[str, Installed] = {}
     for distribution in metadata.distributions():
-        name = distribution.metadata["Name"]
+        told = distribution.metadata
+        name, *_ = told.get_all("Name") or [None]
         if name is None or canonicalize_name(name) in found:  # a half-removed distribution has no name
             continue
         holds = canonicalize_name(name) in FBGEMM and any(
@@ -108,7 +109,7 @@ def installed_distributions() -> dict[str, Installed]:
         found[canonicalize_name(name)] = Installed(
             version=distribution.version,
             requires=tuple(distribution.requires or ()),
-            requires_python=distribution.metadata["Requires-Python"] or "",
+            requires_python=(told.get_all("Requires-Python") or [""])[0],
             holds_fbgemm=holds,
         )
     return found
