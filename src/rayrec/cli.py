@@ -33,9 +33,9 @@ def run(arguments: list[str]) -> int:
     try:
         if verb == "doctor":  # must also run where what the other commands import is missing
             return _doctor(rest)
-        from rayrec import commands
+        from rayrec.commands import command
 
-        return commands.ALL[verb](rest) or 0
+        return command(verb)(rest) or 0
     except InputError as error:
         return _fail(f"rayrec {verb}: {error}")
     except (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError) as error:

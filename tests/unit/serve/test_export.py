@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from saved_clicks import SMALL, Saved, bucketed_preprocessor, lists_preprocessor, save_clicks
 
-from rayrec import commands, recipes
+from rayrec import recipes
+from rayrec.commands import scoring as commands
 from rayrec.config import InputError
 from rayrec.data.log import Segment
 from rayrec.models.tables import Quantization

@@ -50,7 +50,7 @@ def test_unfit_scaling_is_refused(changes: dict[str, Any], message: str) -> None
 
 
 def test_ranges_of_workers_load_from_yaml_and_flags() -> None:
-    from rayrec.commands import parse_config
+    from rayrec.commands.arguments import parse_config
 
     config = recipes.criteo_demo().replace(scaling={"num_workers": (1, 4)})
     assert recipes.load_config(config.to_yaml()) == config

@@ -1,0 +1,165 @@
+"""Commands on data: generate, fetch, vocabulary, preprocess, validate."""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from rayrec import api
+from rayrec.commands.arguments import Out, Path_, flags, print_json, with_schema
+from rayrec.config import InputError
+from rayrec.observe.console import Console
+from rayrec.prepare.config import PreparationConfig
+from rayrec.prepare.preprocess import Format
+from rayrec.prepare.preprocess import preprocess as prepare_preprocess
+from rayrec.prepare.text import TextConfig
+from rayrec.prepare.validate import Gates, Report
+from rayrec.prepare.validate import validate as prepare_validate
+from rayrec.prepare.vocabulary import vocabulary as prepare_vocabulary
+
+
+def _generate(
+    out: Out,
+    rows: int,
+    dialect: Literal["kaggle", "terabyte"] = "kaggle",
+    days: int = 7,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Write a synthetic click log whose best reachable AUROC and logloss are known.
+
+    Args:
+        out: Folder to write to.
+        rows: Rows to write.
+        dialect: Columns like those of Criteo Kaggle (one file) or Criteo 1TB (a file a day).
+        days: Days the rows are spread over.
+        seed: The same seed gives the same bytes.
+    """
+    console = Console()
+    with console.preparing():
+        return api.generate(out, rows=rows, dialect=dialect, days=days, seed=seed, console=console)
+
+
+def generate(arguments: list[str]) -> None:
+    print_json(flags("generate", _generate, arguments))
+
+
+Preparation = Annotated[PreparationConfig, tyro.conf.arg(name="")]
+DEFAULT_GATES = Gates()
+DEFAULT_TEXT = TextConfig()
+
+
+def _prepare(verb: str, function: Callable[[PreparationConfig], Any], arguments: list[str]) -> Any:
+    """Runs a preparation's function, which takes its flags and, as `config`, those of PreparationConfig."""
+    rest, schema = with_schema(arguments)
+    config = PreparationConfig() if schema is None else PreparationConfig(schema=schema)
+    return flags(verb, function(config), rest)
+
+
+def vocabulary(arguments: list[str]) -> None:
+    def command(default: PreparationConfig) -> Any:
+        def run(path: Path_, out: str, config: Preparation = default) -> dict[str, Any]:
+            """Count the categories of a click log in one pass and write the Preprocessor. --schema FILE names the columns
+            of a log that is not Criteo's.
+
+            Args:
+                path: File, glob or folder.
+                out: Folder to write to.
+                config: How the log is read and prepared.
+            """
+            return prepare_vocabulary(path, out=out, config=config, console=Console())
+
+        return run
+
+    print_json(_prepare("vocabulary", command, arguments))
+
+
+def preprocess(arguments: list[str]) -> None:
+    def command(default: PreparationConfig) -> Any:
+        def run(
+            path: Path_,
+            out: str,
+            format: Format,
+            preprocessor: str | None = None,
+            shuffle: Literal["none", "full"] = "none",
+            seed: int = 0,
+            config: Preparation = default,
+            text: Annotated[TextConfig, tyro.conf.arg(name="")] = DEFAULT_TEXT,
+        ) -> dict[str, Any]:
+            """Write a click log in a ready-made format, or plain text as rows of tokens (mds). --schema FILE names the
+            columns of a log that is not Criteo's.
+
+            Args:
+                path: File, glob or folder.
+                out: Folder to write to; an interrupted call made again goes on where it stopped.
+                format: parquet; npy (TorchRec's three arrays a file); binary (int32 rows); npz (multi-hot bags); mds (text).
+                preprocessor: Folder of a Preprocessor; else the categories are counted first.
+                shuffle: full puts the training rows into an order that is random over the whole log.
+                seed: Of that order.
+                config: How the log is read and prepared.
+                text: How text is, with --format mds; of the options of logs, --files and --address are for it too.
+            """
+            return prepare_preprocess(
+                path,
+                out=out,
+                format=format,
+                preprocessor=preprocessor,
+                shuffle=shuffle,
+                seed=seed,
+                config=config,
+                text=text,
+                console=Console(),
+            )
+
+        return run
+
+    print_json(_prepare("preprocess", command, arguments))
+
+
+def validate(arguments: list[str]) -> None:
+    console = Console()
+
+    def command(default: PreparationConfig) -> Any:
+        def run(
+            path: Path_, preprocessor: str | None = None, gates: Gates = DEFAULT_GATES, config: Preparation = default
+        ) -> Report:
+            """Report on a log: faults, missing values, label rate, categories, drift. Exit status 2 where a gate fails.
+            --schema FILE names the columns of a log that is not Criteo's.
+
+            Args:
+                path: File, glob or folder.
+                preprocessor: Folder of a Preprocessor, whose unknown categories are counted.
+                gates: What the log must fulfil.
+                config: How the log is read.
+            """
+            return prepare_validate(path, config=config, gates=gates, preprocessor=preprocessor, console=console)
+
+        return run
+
+    report = _prepare("validate", command, arguments)
+    report.show(console)
+    print_json(report.to_dict())
+    if report.failures:
+        raise InputError(
+            report.failures[0] + (f" (and {len(report.failures) - 1} more)" if report.failures[1:] else "")
+        )
+
+
+def _fetch(
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")],
+    out: str,
+    base_url: str | None = None,
+    verify: bool = False,
+) -> list[dict[str, Any]]:
+    """Download a published data set, going on where an earlier call stopped, and check every file.
+
+    Args:
+        name: criteo_kaggle, criteo_small, criteo_full or mnist.
+        out: Folder to write to.
+        base_url: Another place the files lie at, such as a mirror of your own.
+        verify: Check the checksums of files that are there already, too.
+    """
+    return api.fetch(name, out=out, base_url=base_url, verify=verify, console=Console())
+
+
+def fetch(arguments: list[str]) -> None:
+    print_json(flags("fetch", _fetch, arguments))
