@@ -9,7 +9,20 @@ from pathlib import Path
 # In tests there is what runs and kills processes.
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
 
-NAMES = ("ingest", "vocabulary", "preprocess", "train", "checkpoint", "recover", "mnist", "gpt2", "quality")
+NAMES = (
+    "ingest",
+    "vocabulary",
+    "preprocess",
+    "train",
+    "checkpoint",
+    "recover",
+    "mnist",
+    "gpt2",
+    "predict",
+    "serve",
+    "observe",
+    "quality",
+)
 
 
 def main(arguments: list[str]) -> int:

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
 from rayrec import storage
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from rayrec.prepare.validate import Gates
     from rayrec.prepare.validate import Report as DataReport
     from rayrec.recipes import Recipe
+    from rayrec.serve.config import ScoringConfig
+    from rayrec.serve.following import Follow
+    from rayrec.serve.running import Server
+    from rayrec.serve.settings import ServeConfig
     from rayrec.training.trainer import Result
     from rayrec.workloads.base import TrainConfig
 
@@ -197,27 +202,44 @@ def require_files(config: TrainConfig, *, note: Callable[[str], None]) -> None:
     remote.require_files(path, wanted, fetch_name=name, note=note)
 
 
-def plan(config: TrainConfig) -> str:
+def plan(config: TrainConfig, *, cluster: str | None = None) -> str:
     """The sharding of a recipe's tables over its workers, readable, without starting anything.
 
-    Needs a ready-made Preprocessor (`--workload.preprocessor DIR`), which knows the tables' sizes. Raises InputError
-    where the tables do not fit, with what they need.
+    Needs a ready-made Preprocessor (`--workload.preprocessor DIR`), which knows the tables' sizes. With a `cluster`, such as
+    "cpus=16,gpus=1,nodes=2", also rows/s of each stage there, the bottleneck and the CPUs that keep a GPU busy, from a slice
+    of the log that is read and trained on here (some twenty seconds); tables are then the slice's where there is no Preprocessor.
+    Raises InputError where the tables do not fit, with what they need.
     """
-    return config.workload.plan(config)
+    if cluster is None:
+        return config.workload.plan(config)
+    from rayrec.training.forecast import ClusterShape, forecast
+
+    return forecast(config, ClusterShape.parse(cluster)).text()
 
 
 def evaluate(
     checkpoint: str, path: str, *, recipe: Recipe | None = None, console: Console | None = None, **options: Any
 ) -> dict[str, Any]:
     """Scores every labelled row of a path exactly once -> the workload's metrics, rows, checkpoint. `options` are the fields of
-    `rayrec.serve.config.ScoringConfig`: batch_rows, device, max_bad_fraction, cluster_address.
+    `rayrec.serve.config.EvaluationConfig`: batch_rows, device, max_bad_fraction, cluster_address, and of a click model slice_by,
+    slice_top, confidence, resamples, seed and compare (another checkpoint), see `rayrec.serve.evaluate.evaluate`.
 
     `checkpoint` is the folder of a checkpoint, or of a run (then the one its summary names, else the newest); `recipe` the
     function it was trained with, where that is the caller's own. Raises InputError for an unusable checkpoint or path.
     """
-    from rayrec.serve import predict as serving
+    from rayrec.serve.config import EvaluationConfig
+    from rayrec.serve.evaluate import evaluate as run
 
-    return serving.evaluate(checkpoint, path, **_scoring(checkpoint, recipe, options, console))
+    asked = EvaluationConfig().updated(options)
+    other = None if asked.compare is None else _scoring_config(asked.compare, recipe, asked)
+    return run(
+        checkpoint,
+        path,
+        config=_scoring_config(checkpoint, recipe, asked),
+        options=asked,
+        other=other,
+        console=_console(console),
+    )
 
 
 def predict(
@@ -239,21 +261,97 @@ def predict_to(
     console: Console | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Writes what `predict` gives as Parquet files into folder `out`, which appears complete or not at all."""
+    """Writes what `predict` gives as Parquet files into folder `out`, which appears complete or not at all; an interrupted call
+    made again goes on where it stopped."""
     from rayrec.serve import predict as serving
 
     return serving.predict_to(checkpoint, path, out, **_scoring(checkpoint, recipe, options, console))
 
 
-def export(checkpoint: str, *, out: str, recipe: Recipe | None = None) -> dict[str, Any]:
+def export(checkpoint: str, *, out: str, recipe: Recipe | None = None, **options: Any) -> dict[str, Any]:
     """Writes a trained model into folder `out` as other tools read it; the folder appears complete or not at all. Checkpoint
     and recipe are as in `evaluate`.
 
-    Raises InputError for an unusable checkpoint, a model that cannot be exported, and where `out` exists.
+    `options`, of a click model, are the fields of `rayrec.serve.export_config.ExportConfig`: quantize, parity_path, and so on.
+    Raises InputError for an unusable checkpoint, a model that cannot be exported, a click model's export that does not score
+    as its checkpoint does, and where `out` exists.
     """
     from rayrec.serve.export import export as run
+    from rayrec.serve.export_config import ExportConfig
 
-    return run(checkpoint, out, config=_config_of(checkpoint, recipe))
+    return run(checkpoint, out, config=_config_of(checkpoint, recipe), settings=ExportConfig().updated(options))
+
+
+def serve(
+    model: str | None = None,
+    *,
+    follow: Follow = "no",
+    shadow: str | None = None,
+    swap: bool = False,
+    rollback: bool = False,
+    no_shadow: bool = False,
+    cluster_address: str | None = None,
+    config: ServeConfig | None = None,
+    started: Callable[[dict[str, Any]], None] | None = None,
+    console: Console | None = None,
+) -> None:
+    """Scores rows over HTTP until Ctrl-C or SIGTERM; see `rayrec.serve.running.serve_forever`. With `swap`, `rollback`,
+    `no_shadow`, or `shadow` and no model, tells the server that runs on the Ray cluster at `cluster_address` to change.
+
+    `started` gets what is served, once it is. Raises InputError for an unusable model or address, and where no server runs.
+    """
+    from rayrec.serve import changing, running
+    from rayrec.serve.settings import ServeConfig
+
+    address, tell = cluster_address, started or (lambda told: None)
+    if rollback + no_shadow + swap > 1:
+        raise InputError("swap, rollback and no_shadow: one at a time")
+    if model is None:
+        if rollback:
+            tell(changing.roll_back(address=address))
+        elif no_shadow or (shadow and not swap):
+            tell(changing.set_shadow(None if no_shadow else shadow, address=address))
+        else:
+            raise InputError("which model? give the folder of a checkpoint, a run or an export")
+    elif rollback or no_shadow:
+        raise InputError(f"{model}: rollback and no_shadow take no model")
+    elif swap:
+        tell(changing.swap(model, address=address))
+    else:
+        running.serve_forever(
+            model,
+            config=config or ServeConfig(),
+            address=address,
+            follow=follow,
+            shadow=shadow,
+            console=_console(console),
+            started=tell,
+        )
+
+
+def serving(
+    model: str,
+    *,
+    shadow: str | None = None,
+    cluster_address: str | None = None,
+    console: Console | None = None,
+    **options: Any,
+) -> AbstractContextManager[Server]:
+    """A server while the context lasts: `with rayrec.serving("runs/demo", port=8123) as server: ...`, whose `url` takes
+    requests. `options` are the fields of `rayrec.serve.settings.ServeConfig`. Raises InputError as `serve` does."""
+    from rayrec.serve.running import serving as run
+    from rayrec.serve.settings import ServeConfig
+
+    config = ServeConfig().updated(options)
+    return run(model, config=config, address=cluster_address, shadow=shadow, console=_console(console))
+
+
+def top(run: str, *, once: bool = False) -> None:
+    """Shows a run's folder in the terminal until the run is finished; `once`: as it stands now. Raises InputError where there
+    is no run."""
+    from rayrec.observe.top import top as show
+
+    show(run, once=once)
 
 
 def report(*runs: str, out: str | None = None, price_per_node_hour: float | None = None, nodes: int = 1) -> str:
@@ -271,6 +369,20 @@ def report(*runs: str, out: str | None = None, price_per_node_hour: float | None
     if out is None:
         raise InputError("out: several runs have no folder in common; say which file to write, --out FILE.html")
     return report_comparison.write(runs, out=out, price=price)
+
+
+def profile(run: str, *, steps: int = 10, timeout_s: float = 300.0, console: Console | None = None) -> dict[str, Any]:
+    """Asks a run in progress for a profile of so many steps of every worker, waits for it, and says where it is: a folder in
+    RUN/profile. Nothing but the run's folder is needed to reach it. Raises InputError where the run is not training, does not
+    answer, or ends before."""
+    from rayrec.observe.events import read_events
+    from rayrec.training.profiling import request_profile
+
+    if steps < 1:
+        raise InputError(f"steps: {steps} must be at least 1")
+    folder = storage.absolute(run)
+    events = read_events(storage.join(folder, "events.jsonl"))
+    return request_profile(folder, events, steps=steps, timeout_s=timeout_s, note=_console(console).note)
 
 
 def doctor() -> Report:
@@ -294,18 +406,21 @@ def _scoring(
 ) -> dict[str, Any]:
     """What `rayrec.serve.predict` is told: the checkpoint's configuration, but for what the caller decides."""
     from rayrec.serve.config import ScoringConfig
-    from rayrec.workloads.base import ClusterConfig
 
-    scoring = ScoringConfig().updated(options)
-    config = _config_of(checkpoint, recipe).replace(cluster=ClusterConfig(address=scoring.cluster_address))
-    if scoring.max_bad_fraction is not None:
-        config = config.replace(max_bad_fraction=scoring.max_bad_fraction)
+    asked = ScoringConfig().updated(options)
     return {
-        "config": config,
-        "batch_rows": scoring.batch_rows,
-        "device": scoring.device,
+        "config": _scoring_config(checkpoint, recipe, asked),
+        "batch_rows": asked.batch_rows,
+        "device": asked.device,
         "console": _console(console),
     }
+
+
+def _scoring_config(checkpoint: str, recipe: Recipe | None, asked: ScoringConfig) -> TrainConfig:
+    from rayrec.workloads.base import ClusterConfig
+
+    config = _config_of(checkpoint, recipe).replace(cluster=ClusterConfig(address=asked.cluster_address))
+    return config if asked.max_bad_fraction is None else config.replace(max_bad_fraction=asked.max_bad_fraction)
 
 
 def _console(console: Console | None) -> Console:

@@ -35,6 +35,7 @@ def small(log: Path, storage: Path, **changes: Any) -> TrainConfig:
     return recipes.criteo_demo(str(log / "train.txt")).replace(**{**fields, **changes})
 
 
+@pytest.mark.extended
 def test_a_run_with_trackers_and_a_window_of_steps(
     local_ray: None, click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

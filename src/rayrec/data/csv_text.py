@@ -90,6 +90,15 @@ def read_csv(path: str, schema: Schema, *, read_bytes: int = READ_BYTES) -> Iter
                 splitter.refuse(f"is longer than {MAX_ROW_BYTES >> 20} MiB")
 
 
+def read_csv_text(text: bytes, schema: Schema, *, delimiter: str, columns: Sequence[str], path: str) -> pa.Table:
+    """The same of rows in memory, without a header: one table, `columns` being the names of their fields in order. Empty
+    lines are passed over. Raises InputError for a quote that is never closed."""
+    splitter = _Splitter(path, Header(delimiter, tuple(columns)), schema)
+    splitter.row = 0  # there is no header
+    tables, _ = splitter.split(text, final=True)
+    return pa.concat_tables(tables) if tables else splitter.nothing()
+
+
 @contextmanager
 def _opened(path: str) -> Iterator[Any]:
     filesystem, inner = storage.resolve(path)
@@ -141,6 +150,11 @@ class _Splitter:
                 break
         assert not final or begin == len(data)
         return tables, text[begin:]
+
+    def nothing(self) -> pa.Table:
+        """A table without rows."""
+        arrays = [pa.array([], pa.large_binary())] * len(self.names)
+        return pa.table([*arrays, pa.array([], pa.uint8())], names=[*self.names, FAULT])
 
     def _table(self, data: np.ndarray, final: bool) -> tuple[pa.Table, int]:
         """Rows at the start of the text, and the bytes they take up."""
