@@ -20,13 +20,13 @@ from rayrec.data.log import LogIndex, numbered
 from rayrec.data.parsing import Faults
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.profiles import make_preprocessor
+from rayrec.data.stretches import MAX_SLICES, parts_of, slices_of
 from rayrec.data.synthetic import generate
 from rayrec.observe.console import Console
 from rayrec.prepare import validate as module
 from rayrec.prepare.config import PreparationConfig
 from rayrec.prepare.data_report import Report
 from rayrec.prepare.gates import Gates
-from rayrec.data.stretches import MAX_SLICES, parts_of, slices_of
 from rayrec.schema import Schema
 
 SCHEMA = Schema(label="click", dense=("a", "b"), sparse=("s", "t"))

@@ -1,0 +1,93 @@
+"""Sends one request over and over, over so many connections, and prints the seconds each answer took: in a process of its own,
+as lean as Python allows. Without a rate each connection sends as soon as it is answered; with one, requests are due at even
+times, and their seconds count from when they were due, so that an answer that comes late is not forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+class Connection(asyncio.Protocol):
+    """One HTTP/1.1 connection that is kept."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+        self._answer: asyncio.Future[int] | None = None
+        self._transport: Any = None
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        end = self._received.find(b"\r\n\r\n")
+        if end < 0:
+            return
+        head = bytes(self._received[:end]).lower()
+        place = head.find(b"content-length:")
+        if place < 0:
+            complete = self._received.endswith(b"\r\n0\r\n\r\n")  # in chunks, the last of which is empty
+        else:
+            value = head[place + len(b"content-length:") :].split(b"\r\n", 1)[0]
+            complete = len(self._received) >= end + 4 + int(value)
+        if complete and self._answer and not self._answer.done():
+            self._answer.set_result(int(head[9:12]))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._answer and not self._answer.done():
+            self._answer.set_exception(ConnectionError("closed"))
+
+    async def ask(self, request: bytes) -> int:
+        """The status of the answer, once all of it is here."""
+        self._received.clear()
+        self._answer = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        return await self._answer
+
+
+async def run(
+    *, port: int, path: str, body: str, connections: int, seconds: float, warm_s: float, rate: float | None
+) -> dict[str, Any]:
+    content = await asyncio.to_thread(Path(body).read_bytes)
+    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: text/tab-separated-values\r\n"
+    request = head.encode() + f"content-length: {len(content)}\r\n\r\n".encode() + content
+    loop = asyncio.get_running_loop()
+    made = [await loop.create_connection(Connection, "127.0.0.1", port) for _ in range(connections)]
+    start = time.perf_counter() + warm_s
+    end = start + seconds
+    taken: list[float] = []
+    failures: dict[str, int] = {}
+    due = start - warm_s
+
+    async def client(connection: Connection) -> None:
+        nonlocal due
+        while True:
+            began = time.perf_counter()
+            if rate:
+                began, due = due, due + 1 / rate
+                await asyncio.sleep(began - time.perf_counter())
+            if began > end:
+                return
+            try:
+                status = await asyncio.wait_for(connection.ask(request), 60)
+                kind = "" if status == 200 else str(status)
+            except (OSError, TimeoutError) as error:
+                kind = type(error).__name__
+                _, connection = await loop.create_connection(Connection, "127.0.0.1", port)
+            if began >= start:
+                if kind:
+                    failures[kind] = failures.get(kind, 0) + 1
+                else:
+                    taken.append(time.perf_counter() - began)
+
+    await asyncio.gather(*(client(connection) for _, connection in made))
+    return {"seconds": time.perf_counter() - start, "taken_s": taken, "failures": failures}
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(run(**json.loads(sys.argv[1])))))

@@ -1,0 +1,351 @@
+"""Raw TSV rows in, scores out, over HTTP with criteo_kaggle's network: latency and requests/s at 1, 16 and 64 connections, of
+single rows and of 256 and 2048, the load from a process of its own. Against bare Ray Serve handlers (the same forward over
+ready-made rows; a small MLP), which are all that Ray Serve's proxy leaves to be had, and our server without that proxy (--ingress
+direct); within one process against the bare forward and ONNX Runtime. `--soak MINUTES` instead: 70 % of
+the peak with a new model every 20 s; failures and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from children import HERE, child, run_child, run_task
+from logs import synthetic_log
+from memory import memory_bytes
+from rows import emit, interleaved, say
+
+SIZES = (1, 256, 2048)
+CONNECTIONS = (1, 16, 64)
+TARGETS = {
+    "ours": "/v1/score",
+    "bare handler, same forward over ready-made rows": "/forward",
+    "bare handler, small MLP": "/mlp",
+}
+SWAP_EVERY_S = 20.0
+
+
+def load_rows(path: str, checkpoint: str, size: int) -> tuple[Any, bytes, Any]:
+    """(model, the log's first rows as text, the same encoded)."""
+    from rayrec.data.parsing import parse
+    from rayrec.serve.served import open_served
+
+    model = open_served(checkpoint)
+    with open(path, "rb") as file:
+        text = b"".join(next(file) for _ in range(size))
+    raw, faults = parse(model.preprocessor.schema, text)
+    assert not faults.total
+    return model, text, model.preprocessor.encode(raw)
+
+
+# -- what is measured, each in a process of its own
+
+
+def host_ray(*, path: str, checkpoint: str, port: int) -> None:
+    """Our server and the bare handlers on one Ray Serve, until standard input ends."""
+    import ray
+    from ray import serve
+
+    import rayrec
+    from rayrec.observe.console import Console
+
+    sys.path.append(str(HERE))
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+    class Forward:
+        def __init__(self) -> None:
+            self.rows = {size: load_rows(path, checkpoint, size) for size in SIZES}
+
+        async def __call__(self, request: Any) -> list[float]:
+            model, _, rows = self.rows[int(request.query_params["rows"])]
+            await request.body()
+            return model.score(rows).tolist()
+
+    class Mlp:
+        def __init__(self) -> None:
+            import torch
+            from torch import nn
+
+            self.model = nn.Sequential(nn.Linear(39, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 1))
+            self.rows = {size: torch.rand(size, 39) for size in SIZES}
+
+        async def __call__(self, request: Any) -> list[float]:
+            import torch
+
+            await request.body()
+            with torch.inference_mode():
+                return self.model(self.rows[int(request.query_params["rows"])])[:, 0].tolist()
+
+    options = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
+    with rayrec.serving(checkpoint, port=port, cpus_per_replica=0.5, console=Console(quiet=True)):
+        for handler in (Forward, Mlp):
+            name = handler.__name__.lower()
+            deployment: Any = serve.deployment(handler, ray_actor_options=options, max_ongoing_requests=1000)
+            serve.run(deployment.bind(), name=name, route_prefix=f"/{name}")
+        print("ready", flush=True)
+        sys.stdin.read()
+
+
+def host_direct(*, path: str, checkpoint: str, port: int) -> None:
+    """Our server without Ray Serve's proxy, until standard input ends."""
+    import rayrec
+    from rayrec.observe.console import Console
+
+    quiet = Console(quiet=True)
+    with rayrec.serving(checkpoint, port=port, ingress="direct", cpus_per_replica=0.5, console=quiet):
+        print("ready", flush=True)
+        sys.stdin.read()
+
+
+def host_swapping(*, path: str, checkpoint: str, port: int) -> None:
+    """Our server, which gets the same model anew every SWAP_EVERY_S; prints swaps and memory as JSON at the end."""
+    import ray
+
+    import rayrec
+    from rayrec.observe.console import Console
+    from rayrec.serve.changing import wait_for_change
+
+    swaps, memory, stop = [], [], threading.Event()
+    with rayrec.serving(checkpoint, port=port, console=Console(quiet=True)) as server:
+
+        def swap() -> None:
+            while not stop.wait(SWAP_EVERY_S):
+                serial: Any = ray.get(server.board.swap.remote(checkpoint))
+                swaps.append(wait_for_change(server.board, serial).state)
+                memory.append(memory_bytes(os.getpid()))
+
+        thread = threading.Thread(target=swap)
+        thread.start()
+        print("ready", flush=True)
+        sys.stdin.read()
+        stop.set()
+        thread.join()
+    print(json.dumps({"swaps": swaps, "memory_bytes": memory}), flush=True)
+
+
+def in_process(*, path: str, checkpoint: str, export: str, size: int, repeats: int) -> dict[str, float]:
+    """Batches/s of each way to score, one thread: all of an answer but HTTP; the bare forward; ONNX Runtime's."""
+    import numpy as np
+    import torch
+    from peers.onnx_model import load
+
+    from rayrec.serve.answers import Answerer
+    from rayrec.serve.counters import Counters
+    from rayrec.serve.requests import open_body
+
+    torch.set_num_threads(1)
+    model, text, rows = load_rows(path, checkpoint, size)
+    answerer, onnx = Answerer(model, Counters()), load(export, num_threads=1)
+    ids = np.stack(rows.ids, axis=1).astype(np.int64)
+    np.testing.assert_allclose(onnx(rows.dense, ids), model.score(rows), atol=1e-4)
+
+    def answer() -> None:
+        answers, _, _ = answerer.answer([open_body(text, "tsv", max_rows=size)])
+        answers[0].to_json(columns=False)  # type: ignore[union-attr]
+
+    def rate(function: Any) -> float:
+        start, count = time.perf_counter(), 0
+        while time.perf_counter() - start < 1.0:
+            function()
+            count += 1
+        return count / (time.perf_counter() - start)
+
+    return interleaved(
+        repeats,
+        answer=lambda: rate(answer),
+        forward=lambda: rate(lambda: model.score(rows)),
+        onnx=lambda: rate(lambda: onnx(rows.dense, ids)),
+    )
+
+
+def prepare(*, path: str, export: str) -> str:
+    """The checkpoint's folder; exports it."""
+    from predict_benchmark import checkpoint_of
+
+    import rayrec
+
+    checkpoint = checkpoint_of(path)
+    rayrec.export(checkpoint, out=export)
+    return checkpoint
+
+
+# -- measuring
+
+
+@contextlib.contextmanager
+def hosted(role: str, **arguments: Any) -> Iterator[dict[str, Any]]:
+    """A process that serves; on leaving, what it printed last is in `told`."""
+    told: dict[str, Any] = {}
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    process = subprocess.Popen(
+        [sys.executable, __file__, role, json.dumps(arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if line == "ready\n":
+                break
+        else:
+            raise RuntimeError(f"{role} did not start")
+        yield told
+        process.stdin.close()
+        for line in process.stdout:
+            if line.startswith("{"):
+                told.update(json.loads(line))
+        process.wait(timeout=120)
+    finally:
+        process.kill()
+
+
+def measure(
+    port: int, path: str, *, body: str, connections: int, seconds: float, rate: float | None = None
+) -> dict[str, Any]:
+    arguments = {"port": port, "path": path, "body": body, "connections": connections, "seconds": seconds}
+    return run_child(HERE / "load_generator.py", json.dumps({**arguments, "warm_s": min(1.0, seconds), "rate": rate}))
+
+
+def percentiles_ms(taken_s: list[float]) -> dict[str, float]:
+    ordered = sorted(taken_s)
+    at = {name: ordered[min(len(ordered) - 1, int(share * len(ordered)))] for name, share in PERCENTILES.items()}
+    return {name: round(1e3 * value, 2) for name, value in at.items()}
+
+
+PERCENTILES = {"p50_ms": 0.5, "p95_ms": 0.95, "p99_ms": 0.99}
+
+
+def compare_http(
+    ports: dict[str, int], body: str, *, size: int, connections: int, seconds: float, repeats: int
+) -> None:
+    """All targets in turn, `repeats` rounds."""
+    targets = {
+        name: (ports["ray"], f"{path}?rows={size}" if name != "ours" else path) for name, path in TARGETS.items()
+    }
+    targets["ours with --ingress direct"] = (ports["direct"], TARGETS["ours"])
+    rates: dict[str, list[float]] = {name: [] for name in targets}
+    taken: dict[str, list[float]] = {name: [] for name in targets}
+    for _ in range(repeats):
+        for name, (port, path) in targets.items():
+            found = measure(port, path, body=body, connections=connections, seconds=seconds)
+            assert not found["failures"], (name, found["failures"])
+            rates[name].append(len(found["taken_s"]) / found["seconds"])
+            taken[name] += found["taken_s"]
+    ours, times = statistics.median(rates["ours"]), percentiles_ms(taken["ours"])
+    say(f"  {size} rows, {connections} connections: {ours:,.0f} requests/s, {times}")
+    for name in targets:
+        if name == "ours":
+            continue
+        rate, peer_times = statistics.median(rates[name]), percentiles_ms(taken[name])
+        say(f"    {name}: {rate:,.0f} requests/s, {peer_times}")
+        emit(
+            "serve",
+            peer=name,
+            workload=f"criteo_kaggle, raw TSV, {size} rows a request, {connections} connections",
+            unit="requests_per_s",
+            value=ours,
+            ratio=ours / rate,
+            repeats=repeats,
+            **times,
+            peer_requests_per_s=round(rate, 1),
+            **{f"peer_{key}": value for key, value in peer_times.items()},
+        )
+
+
+def compare_in_process(*, size: int, repeats: int, **common: Any) -> None:
+    rates = child(__file__, "in_process", size=size, repeats=repeats, **common)
+    for peer, name in (
+        ("bare forward over ready-made rows", "forward"),
+        ("ONNX Runtime over ready-made arrays", "onnx"),
+    ):
+        emit(
+            "serve",
+            peer=peer,
+            workload=f"criteo_kaggle, in process, raw TSV to JSON, {size} rows a batch, 1 thread",
+            unit="rows_per_s",
+            value=rates["answer"] * size,
+            ratio=rates["answer"] / rates[name],
+            repeats=repeats,
+            overhead_ms=round(1e3 / rates["answer"] - 1e3 / rates[name], 3),
+            forward_ratio=round(rates["forward"] / rates[name], 4),
+        )
+
+
+def soak(body: str, *, minutes: float, **common: Any) -> None:
+    """70 % of the peak of 256 rows over 16 connections, swapping all the time."""
+    from ports import free_ports  # of tests/, which only the process that runs benchmarks finds
+
+    port = free_ports(1)
+    with hosted("host_swapping", **common, port=port) as told:
+        path = TARGETS["ours"]
+        peak = measure(port, path, body=body, connections=16, seconds=min(20.0, 60 * minutes))
+        rate = 0.7 * len(peak["taken_s"]) / peak["seconds"]
+        found = measure(port, path, body=body, connections=16, seconds=60 * minutes, rate=rate)
+    memory = told["memory_bytes"]
+    quarter = max(1, len(memory) // 4)
+    emit(
+        "serve",
+        peer=None,
+        workload=f"criteo_kaggle, raw TSV, 256 rows a request, {minutes:g} minutes at 70 % of the peak, a swap every 20 s",
+        unit="requests_per_s",
+        value=len(found["taken_s"]) / found["seconds"],
+        ratio=None,
+        repeats=1,
+        failures=found["failures"],
+        **percentiles_ms(found["taken_s"]),
+        swaps={state: told["swaps"].count(state) for state in set(told["swaps"])},
+        memory_first_quarter_bytes=round(statistics.median(memory[:quarter])) if memory else None,
+        memory_last_quarter_bytes=round(statistics.median(memory[-quarter:])) if memory else None,
+    )
+
+
+def main(*, quick: bool) -> None:
+    from ports import free_ports
+
+    arguments = sys.argv[1:]
+    path = (
+        os.path.abspath(arguments[arguments.index("--data") + 1]) if "--data" in arguments else synthetic_log(200_000)
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        export = os.path.join(scratch, "export")
+        checkpoint = child(__file__, "prepare", path=path, export=export)
+        common = {"path": path, "checkpoint": checkpoint}
+        bodies = {}
+        with open(path, "rb") as file:
+            lines = [next(file) for _ in range(max(SIZES))]
+        for size in SIZES:
+            bodies[size] = os.path.join(scratch, f"{size}.tsv")
+            Path(bodies[size]).write_bytes(b"".join(lines[:size]))
+        if "--soak" in arguments:
+            soak(bodies[256], minutes=float(arguments[arguments.index("--soak") + 1]), **common)
+            return
+        repeats = 1 if quick else 3
+        for size in SIZES:
+            compare_in_process(size=size, repeats=repeats, export=export, **common)
+        ports = {"ray": free_ports(1), "direct": free_ports(1)}
+        with (
+            hosted("host_ray", **common, port=ports["ray"]),
+            hosted("host_direct", **common, port=ports["direct"]),
+        ):
+            for size in SIZES:
+                for connections in CONNECTIONS:
+                    seconds = 1.0 if quick else 10.0
+                    compare_http(
+                        ports, bodies[size], size=size, connections=connections, seconds=seconds, repeats=repeats
+                    )
+
+
+if __name__ == "__main__":
+    run_task(prepare, in_process, host_ray, host_direct, host_swapping)

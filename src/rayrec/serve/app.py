@@ -1,0 +1,266 @@
+"""The HTTP application: an ASGI callable that knows nothing of Ray or of who runs it (https://asgi.readthedocs.io, HTTP 2.3)."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, final
+from urllib.parse import parse_qsl
+
+import orjson
+
+from rayrec.serve import page
+from rayrec.serve.batcher import Batcher
+from rayrec.serve.counters import Counters, Snapshot, render
+from rayrec.serve.hosting import Hosting
+from rayrec.serve.openapi import document
+from rayrec.serve.requests import FORMATS, Format, RequestError, open_body
+from rayrec.serve.settings import ServeConfig
+
+if TYPE_CHECKING:
+    from rayrec.serve.served import ServedModel
+
+_log = logging.getLogger(__name__)
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = tuple[tuple[bytes, bytes], ...]
+
+SCORE: Final = "/v1/score"
+OPEN_PATHS: Final = ("/", "/healthz", "/readyz")
+"""Answered without a token: they tell nothing of the model."""
+_JSON: Final = b"application/json"
+
+
+@dataclass(frozen=True)
+class Response:
+    body: bytes
+    status: int = 200
+    media_type: bytes = _JSON
+    headers: Headers = ()
+
+
+class _DisconnectedError(Exception):
+    """Who asked has gone."""
+
+
+@final
+class ScoringApp:
+    """Scores rows by the model that `hosting` holds; see docs/serve.md for its paths."""
+
+    def __init__(
+        self,
+        hosting: Hosting,
+        counters: Counters,
+        *,
+        config: ServeConfig,
+        token_digest: bytes | None = None,
+        collect: Callable[[], Awaitable[Snapshot]] | None = None,
+    ) -> None:
+        """`token_digest`: SHA-256 of the token that requests must bear. `collect` gives what all replicas have counted; None:
+        this one is all there is."""
+        self._hosting, self._counters, self._config = hosting, counters, config
+        self._token_digest, self._collect = token_digest, collect
+        self._document: tuple[ServedModel | None, bytes] = (None, b"")
+        self._batcher = Batcher(
+            hosting.answer,
+            max_batch_rows=config.max_batch_rows,
+            max_waiting_rows=config.max_waiting_rows,
+            max_waiting_requests=config.max_waiting_requests,
+        )
+        self._routes: dict[str, tuple[str, Callable[[Message, Receive], Awaitable[Response]]]] = {
+            SCORE: ("POST", self._score),
+            "/": ("GET", self._page),
+            "/healthz": ("GET", self._health),
+            "/readyz": ("GET", self._ready),
+            "/metrics": ("GET", self._metrics),
+            "/openapi.json": ("GET", self._openapi),
+        }
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1000})
+            return
+        path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")) or "/"
+        try:
+            response = await self._respond(path, scope, receive)
+        except _DisconnectedError:
+            return
+        except RequestError as error:
+            response = Response(error.body(), error.status, headers=error.headers)
+        except Exception:  # a server goes on; what happened is in its log, not in the answer
+            _log.exception("a request failed")
+            response = Response(RequestError(500, "the server failed at this request; its log says why").body(), 500)
+        known = path if path in self._routes else "other"
+        self._counters.add("rayrec_serve_requests_total", path=known, status=str(response.status))
+        await _send(send, response, with_body=scope["method"] != "HEAD")
+
+    async def _respond(self, path: str, scope: Message, receive: Receive) -> Response:
+        if path not in self._routes:
+            raise RequestError(404, f"nothing is here; there are {', '.join(self._routes)}")
+        method, answer = self._routes[path]
+        allowed = ("GET", "HEAD") if method == "GET" else (method,)
+        if scope["method"] not in allowed:
+            allow = ((b"allow", ", ".join(allowed).encode()),)
+            raise RequestError(405, f"{path} takes {' and '.join(allowed)}", headers=allow)
+        if path not in OPEN_PATHS:
+            self._require_token(scope)
+        return await answer(scope, receive)
+
+    def _require_token(self, scope: Message) -> None:
+        if self._token_digest is None:
+            return
+        scheme, _, token = _header(scope, b"authorization").partition(b" ")
+        # Digests are compared, so that neither time nor memory tells anything of the token.
+        given = hashlib.sha256(token.strip()).digest()
+        if scheme.lower() != b"bearer" or not hmac.compare_digest(given, self._token_digest):
+            challenge = ((b"www-authenticate", b"Bearer"),)
+            raise RequestError(401, "a bearer token is needed: Authorization: Bearer TOKEN", headers=challenge)
+
+    # -- paths
+
+    async def _score(self, scope: Message, receive: Receive) -> Response:
+        deadline_s = time.monotonic() + self._config.time_limit_s
+        with_columns = _with_columns(scope)
+        format = _format(scope)
+        content = await self._read(scope, receive, deadline_s)
+        start = time.perf_counter()
+        body = open_body(content, format, max_rows=self._config.max_rows)
+        try:
+            async with asyncio.timeout_at(_loop_time(deadline_s)):
+                answer = await self._batcher.submit(body)
+        except TimeoutError:
+            raise RequestError(504, f"not scored within {self._config.time_limit_s:g} s; send fewer rows") from None
+        response = Response(answer.to_json(columns=with_columns))
+        self._counters.observe("rayrec_serve_request_seconds", [time.perf_counter() - start])
+        return response
+
+    async def _read(self, scope: Message, receive: Receive, deadline_s: float) -> bytes:
+        """The request's body; as it comes, whatever length was announced."""
+        most = self._config.max_body_bytes
+        too_large = RequestError(413, f"more than {most} bytes; send the rows in several requests", headers=_CLOSE)
+        announced = _header(scope, b"content-length")
+        if announced.isdigit() and int(announced[:20]) > most:
+            raise too_large
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout_at(_loop_time(deadline_s)):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _DisconnectedError
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > most:
+                        raise too_large
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise RequestError(408, "the request did not end in time", headers=_CLOSE) from None
+
+    async def _health(self, scope: Message, receive: Receive) -> Response:
+        return Response(b'{"status":"alive"}')
+
+    async def _ready(self, scope: Message, receive: Receive) -> Response:
+        if not self._hosting.ready:
+            raise RequestError(503, "no model is loaded yet", headers=((b"retry-after", b"1"),))
+        model = self._hosting.model
+        return Response(
+            orjson.dumps({"status": "ready", "model": model.version, "preprocessor": model.preprocessor_hash})
+        )
+
+    async def _metrics(self, scope: Message, receive: Receive) -> Response:
+        snapshot = await self._collect() if self._collect else self.snapshot()
+        return Response(render(snapshot).encode(), media_type=b"text/plain; version=0.0.4; charset=utf-8")
+
+    async def _openapi(self, scope: Message, receive: Receive) -> Response:
+        model = self._hosting.model
+        if self._document[0] is not model:
+            content = orjson.dumps(document(model, config=self._config, with_token=self._token_digest is not None))
+            self._document = (model, content)
+        return Response(self._document[1])
+
+    async def _page(self, scope: Message, receive: Receive) -> Response:
+        return Response(page.HTML, media_type=b"text/html; charset=utf-8", headers=page.HEADERS)
+
+    # --
+
+    def snapshot(self) -> Snapshot:
+        """What this replica has counted."""
+        self._counters.set("rayrec_serve_waiting_rows", self._batcher.waiting_rows)
+        self._counters.set("rayrec_serve_waiting_requests", self._batcher.waiting_requests)
+        return self._counters.snapshot()
+
+    def close(self) -> None:
+        self._batcher.close()
+        self._hosting.close()
+
+
+_CLOSE: Headers = ((b"connection", b"close"),)  # what is left of the request is not read
+
+
+def _loop_time(deadline_s: float) -> float:
+    return asyncio.get_running_loop().time() + deadline_s - time.monotonic()
+
+
+def _header(scope: Message, name: bytes) -> bytes:
+    """The value of a request's header, b"" where it has none."""
+    return next((value for found, value in scope["headers"] if found.lower() == name), b"")
+
+
+def _format(scope: Message) -> Format:
+    media_type, *parameters = _header(scope, b"content-type").decode("latin-1").lower().split(";")
+    taken = ", ".join(FORMATS)
+    if media_type.strip() not in FORMATS:
+        raise RequestError(415, f"the content type must be one of {taken}")
+    for parameter in parameters:
+        name, _, value = parameter.strip().partition("=")
+        if name == "charset" and value.strip('"') not in ("utf-8", "utf8", "us-ascii"):
+            raise RequestError(415, "the charset must be utf-8")
+    if _header(scope, b"content-encoding").lower() not in (b"", b"identity"):
+        raise RequestError(415, "the body must not be compressed")
+    return FORMATS[media_type.strip()]
+
+
+def _with_columns(scope: Message) -> bool:
+    """The query's only parameter, columns=true or false."""
+    with_columns = False
+    for name, value in parse_qsl(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True):
+        if name != "columns":
+            raise RequestError(400, "the query's only parameter is columns", field=name[:64])
+        if value not in ("true", "false"):
+            raise RequestError(400, "columns must be true or false", field="columns")
+        with_columns = value == "true"
+    return with_columns
+
+
+async def _send(send: Send, response: Response, *, with_body: bool) -> None:
+    headers = [
+        (b"content-type", response.media_type),
+        (b"content-length", str(len(response.body)).encode()),
+        (b"x-content-type-options", b"nosniff"),
+        *response.headers,
+    ]
+    await send({"type": "http.response.start", "status": response.status, "headers": headers})
+    await send({"type": "http.response.body", "body": response.body if with_body else b""})
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    """Whoever runs the application makes and closes it; here it is only agreed to."""
+    while True:
+        message = await receive()
+        if message["type"] == "lifespan.startup":
+            await send({"type": "lifespan.startup.complete"})
+        elif message["type"] == "lifespan.shutdown":
+            await send({"type": "lifespan.shutdown.complete"})
+            return

@@ -1,0 +1,104 @@
+"""Tells a running server to change its model."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from rayrec import storage
+from rayrec.checkpoint import open_checkpoint
+from rayrec.config import InputError
+from rayrec.launch import cluster
+from rayrec.serve.board import Change
+from rayrec.serve.deployment import BoardHandle, find_board, quieten
+from rayrec.serve.exported import is_export
+
+_PROBE_S: Final = 3.0
+_CHANGE_S: Final = 600.0
+"""How long a change of the model may take, the loading of it included."""
+
+
+def swap(path: str, *, address: str | None) -> dict[str, Any]:
+    """Gives the server of a cluster another model, a checkpoint, run or export; returns what it serves once all replicas do.
+
+    Raises InputError where no server runs there, and where the model cannot be loaded or takes other columns: the one before
+    then goes on.
+    """
+    return _changed(address, lambda board: board.swap.remote(source_of(path)))
+
+
+def roll_back(*, address: str | None) -> dict[str, Any]:
+    """Gives the server of a cluster back the model before. Raises InputError where there is none."""
+    return _changed(address, lambda board: board.roll_back.remote())
+
+
+def set_shadow(path: str | None, *, address: str | None) -> dict[str, Any]:
+    """Has the server of a cluster score every row with another model too, or, with None, no longer."""
+    return _changed(address, lambda board: board.shadow.remote(source_of(path) if path else None))
+
+
+def _changed(address: str | None, ask: Callable[[BoardHandle], Any]) -> dict[str, Any]:
+    import ray
+    from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+
+    joined = ray.is_initialized()
+    address = address or os.environ.get("RAY_ADDRESS")
+    if not address and not joined:
+        raise InputError("which server? give --cluster.address, which `rayrec serve` printed when it started")
+    if not joined:
+        assert address is not None
+        _require_answer(address)
+        quieten()
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # of a server's own Ray it is on
+    cluster.connect(address, num_cpus=None, object_store_bytes=None, log_to_driver=False)
+    try:
+        board = find_board()
+        if board is None:
+            raise InputError(f"{address}: no `rayrec serve` runs on this Ray cluster")
+        serial: int | str | None = ray.get(ask(board))
+        if isinstance(serial, str):
+            raise InputError(serial)
+        change = wait_for_change(board, serial) if serial is not None else Change("done")
+        if change.state == "failed":
+            raise InputError(f"{change.cause} (the model before goes on)")
+        if change.state == "pending":
+            raise InputError(f"not all replicas have changed over within {_CHANGE_S:g} s; see the server's /metrics")
+        found: dict[str, Any] = ray.get(board.describe.remote())
+        return {"version": change.version, **found}
+    finally:
+        if not joined:
+            ray.shutdown()
+
+
+def _require_answer(address: str) -> None:
+    """Raises InputError where nobody takes a connection; Ray itself tries for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{address}: no Ray cluster answers there ({error}); give host:port as `rayrec serve` printed it"
+        ) from None
+
+
+def source_of(path: str) -> str:
+    """The very folder that a path stands for, the same to all replicas: of a run the checkpoint to use. Raises InputError where
+    there is none."""
+    if is_export(path):
+        return storage.absolute(path)
+    return open_checkpoint(path).path
+
+
+def wait_for_change(board: BoardHandle, serial: int, *, timeout_s: float = _CHANGE_S) -> Change:
+    """Waits until all replicas have changed over, or one cannot. Pending where that takes longer."""
+    import ray
+
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        change: Change = ray.get(board.change.remote(serial))
+        if change.state != "pending" or time.monotonic() > deadline_s:
+            return change
+        time.sleep(0.1)

@@ -1,0 +1,84 @@
+"""What a request is: how many rows of which format, not read yet, and what is told to whoever sent a wrong one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import orjson
+
+Format = Literal["json", "tsv", "csv"]
+FORMATS: dict[str, Format] = {
+    "application/json": "json",
+    "text/tab-separated-values": "tsv",
+    "text/csv": "csv",
+}
+"""What is taken, by media type."""
+
+
+class RequestError(Exception):
+    """A request that is not answered with scores: its status, and what to tell whoever sent it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        row: int | None = None,
+        field: str | None = None,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.row, self.field, self.headers = status, message, row, field, headers
+
+    def body(self) -> bytes:
+        return orjson.dumps({"error": {"message": self.message, "row": self.row, "field": self.field}})
+
+
+@dataclass(frozen=True)
+class Body:
+    """The rows of one request, not looked at yet."""
+
+    format: Format
+    num_rows: int
+    """Never less than there are."""
+    rows: list[Any] | None = None
+    """Of JSON."""
+    text: bytes = b""
+    """Of other formats."""
+
+
+def open_body(content: bytes, format: Format, *, max_rows: int) -> Body:
+    """Raises RequestError for what is no request at all, and for too many rows."""
+    if format == "json":
+        body = _open_json(content)
+    else:
+        text = content.rstrip(b"\r\n")
+        body = Body(format, text.count(b"\n") + 1 if text else 0, text=text)
+    if not body.num_rows:
+        raise RequestError(400, "the request holds no row", field="rows" if format == "json" else None)
+    if body.num_rows > max_rows:
+        raise RequestError(
+            413, f"{body.num_rows} rows in one request, at most {max_rows} are taken; send them in several requests"
+        )
+    return body
+
+
+def _open_json(content: bytes) -> Body:
+    try:
+        found = orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(400, f"not JSON: {error}") from None
+    if type(found) is not dict:
+        raise RequestError(400, 'a JSON request is an object, {"rows": [{...}, ...]}')
+    for name in found:
+        if name != "rows":
+            raise RequestError(400, f"unknown field {shown(name)}; there is only rows", field=shown(name))
+    if type(found.get("rows")) is not list:
+        raise RequestError(400, "rows must be a list of objects", field="rows")
+    return Body("json", len(found["rows"]), rows=found["rows"])
+
+
+def shown(name: str) -> str:
+    """A name from outside, short enough for an answer."""
+    return name if len(name) <= 64 else name[:64] + "..."

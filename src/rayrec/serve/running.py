@@ -1,0 +1,252 @@
+"""Starts a server, keeps it while it runs, and ends it so that every request it took is answered."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from rayrec import storage
+from rayrec.checkpoint import open_checkpoint
+from rayrec.config import InputError
+from rayrec.launch import cluster
+from rayrec.observe.console import Console
+from rayrec.serve.board import Change
+from rayrec.serve.changing import source_of
+from rayrec.serve.deployment import (
+    APPLICATION,
+    BoardHandle,
+    http_options,
+    make_application,
+    quieten,
+    start_board,
+)
+from rayrec.serve.following import Follow, choose
+from rayrec.serve.settings import ServeConfig
+
+_LOOK_EVERY_S: Final = 1.0
+_FOLLOW_EVERY_S: Final = 5.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that takes requests."""
+
+    url: str
+    board: BoardHandle
+    address: str
+    """Of its Ray cluster, by which `swap` and the like reach it."""
+
+    def describe(self) -> dict[str, Any]:
+        """Plain JSON values: url, address, and what it serves."""
+        import ray
+
+        found: dict[str, Any] = ray.get(self.board.describe.remote())
+        return {"url": self.url, "cluster_address": self.address, **found}
+
+
+@contextlib.contextmanager
+def serving(
+    path: str, *, config: ServeConfig, address: str | None, shadow: str | None = None, console: Console
+) -> Iterator[Server]:
+    """A server of a checkpoint, run or export, while it is entered, on the Ray cluster at `address` (None: RAY_ADDRESS, else a
+    local Ray). On leaving, requests in flight are answered first.
+
+    Raises InputError for an unusable model or address, and where the cluster has a server already.
+    """
+    path = source_of(path)
+    shadow = source_of(shadow) if shadow else None
+    digest = config.token_digest()
+    if digest is None and config.host not in ("127.0.0.1", "localhost", "::1"):
+        console.note(
+            f"anyone who reaches {config.host}:{config.port} may score: --token-file or --token-env asks for a token"
+        )
+    quieten()
+    import ray
+
+    joined = ray.is_initialized()
+    reached = cluster.connect(address, num_cpus=None, object_store_bytes=None, log_to_driver=console.verbose)
+    quieten()  # Ray sets its loggers up anew
+    own_ray = not joined and not (address or os.environ.get("RAY_ADDRESS"))
+    if own_ray:
+        _require_free_port(config)
+    board = start_board(path)
+    try:
+        _deploy(config, digest, board)
+        server = Server(f"http://{_shown(config.host)}:{config.port}", board, reached)
+        if shadow:
+            ray.get(board.shadow.remote(shadow))
+        yield server
+    finally:
+        _end(board, leave_ray=not joined)
+
+
+def _deploy(config: ServeConfig, digest: bytes | None, board: BoardHandle) -> None:
+    """Raises InputError where no replica can load the model."""
+    import ray
+    from ray import serve
+    from ray.serve.schema import LoggingConfig
+
+    quiet = LoggingConfig(enable_access_log=False, log_level="WARNING")
+    direct = config.ingress == "direct"
+    location = "HeadOnly" if config.host in ("127.0.0.1", "localhost", "::1") else "EveryNode"
+    with _hushed():
+        serve.start(
+            proxy_location="Disabled" if direct else location,
+            http_options=None if direct else http_options(config),
+            logging_config=quiet,
+        )
+    quieten()
+    try:
+        serve.run(make_application(config, token_digest=digest), name=APPLICATION, route_prefix=None if direct else "/")
+    except RuntimeError as error:
+        change: Change = ray.get(board.change.remote(0))
+        if change.state == "failed":
+            raise InputError(change.cause) from None
+        raise InputError(
+            f"Ray Serve did not start the server: {' '.join(str(error).split())[:500]}; its logs are in "
+            "/tmp/ray/session_latest/logs/serve"
+        ) from None
+
+
+@contextlib.contextmanager
+def _hushed() -> Iterator[None]:
+    """Without what Ray Serve tells of its start, for which it sets its logger up itself."""
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _end(board: BoardHandle, *, leave_ray: bool) -> None:
+    import ray
+    from ray import serve
+
+    with contextlib.suppress(Exception):  # whatever of it is gone already
+        serve.delete(APPLICATION)
+    with contextlib.suppress(Exception):
+        ray.kill(board)
+    if leave_ray:
+        ray.shutdown()
+
+
+def serve_forever(
+    path: str,
+    *,
+    config: ServeConfig,
+    address: str | None,
+    follow: Follow = "no",
+    shadow: str | None = None,
+    console: Console,
+    started: Callable[[dict[str, Any]], None],
+) -> None:
+    """Serves until Ctrl-C or SIGTERM; then requests in flight are answered. A second signal ends at once.
+
+    `follow`: `path` is a run, to whose newest or best checkpoint the server changes over as they appear. `started` is told
+    once requests are taken.
+    """
+    first = _first_of_run(path, follow)
+    with (
+        serving(first, config=config, address=address, shadow=shadow, console=console) as server,
+        _until_signal() as asked,  # behind Ray's start, which sets handlers of its own
+    ):
+        started(server.describe())
+        watch = _Watch(server, console)
+        look_s = 0.0
+        while not asked.wait(_LOOK_EVERY_S):
+            watch.look()
+            if follow != "no" and time.monotonic() - look_s > _FOLLOW_EVERY_S:
+                look_s = time.monotonic()
+                watch.follow(path, follow)
+        console.note("the server ends: requests in flight are answered")
+
+
+def _first_of_run(path: str, follow: Follow) -> str:
+    if follow == "no":
+        return path
+    if storage.exists(storage.join(path, "manifest.json")):
+        raise InputError(f"follow: {path} is a checkpoint or an export; give the run's folder")
+    return choose(path, follow) or open_checkpoint(path).path
+
+
+@contextlib.contextmanager
+def _until_signal() -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C or SIGTERM sets; the second raises KeyboardInterrupt. Of the main thread; in others the
+    event stays as it is."""
+    asked = threading.Event()
+
+    def note(number: int, frame: Any) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Watch:
+    """Tells what changes while a server runs."""
+
+    def __init__(self, server: Server, console: Console) -> None:
+        self._server, self._console = server, console
+        found = server.describe()
+        self._versions, self._failures = _versions(found), len(found["failures"])
+        self._followed: set[str] = {found["model"]}
+
+    def look(self) -> None:
+        import ray
+
+        try:
+            found = self._server.describe()
+        except ray.exceptions.RayError:
+            return  # the board is started anew; the next look finds it
+        for cause in found["failures"][self._failures :]:
+            self._console.note(f"not served: {cause}; what was served goes on")
+        if _versions(found) != self._versions:
+            self._console.note(f"serving {', '.join(_versions(found)) or 'nothing'}")
+        self._versions, self._failures = _versions(found), len(found["failures"])
+
+    def follow(self, run: str, which: Literal["newest", "best"]) -> None:
+        """Changes over to a checkpoint that was not tried before."""
+        import ray
+
+        found = choose(run, which)
+        if found is None or found in self._followed:
+            return
+        self._followed.add(found)
+        ray.get(self._server.board.swap.remote(found))
+
+
+def _versions(found: dict[str, Any]) -> list[str]:
+    return sorted({version for replica in found["replicas"].values() for version in replica.values() if version})
+
+
+def _require_free_port(config: ServeConfig) -> None:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.host, config.port))
+        except OSError as error:
+            raise InputError(
+                f"{config.host}:{config.port}: cannot listen there ({error.strerror}); choose another --port or --host"
+            ) from None
+
+
+def _shown(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

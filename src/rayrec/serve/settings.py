@@ -1,0 +1,81 @@
+"""How a model is served over HTTP: address, limits, replicas."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+from rayrec import storage
+from rayrec.config import Config, InputError
+from rayrec.workloads.scoring import Device
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(Config):
+    """How a model is served over HTTP."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at; 0.0.0.0 lets in other machines (then set a token)."""
+    port: int = 8000
+    """Port to listen at."""
+    ingress: Literal["serve", "direct"] = "serve"
+    """serve: through Ray Serve's proxies; direct: each replica listens itself at the port of its node, several times as fast."""
+    replicas: int = 1
+    """Processes that each hold the model."""
+    cpus_per_replica: float = 1.0
+    """Cores of each, and threads its model computes with."""
+    device: Device = "cpu"
+    """cuda: each replica gets one GPU."""
+    max_batch_rows: int = 8192
+    """Rows the model takes at once."""
+    max_rows: int = 8192
+    """Rows of one request; more: 413."""
+    max_body_bytes: int = 16 << 20
+    """Bytes of one request; more: 413."""
+    max_waiting_rows: int = 65536
+    """Rows that may wait in a replica; beyond: 503."""
+    max_waiting_requests: int = 512
+    """Requests that may wait in a replica; beyond: 503."""
+    time_limit_s: float = 10.0
+    """From a request's first byte to its answer; beyond: 408 while it is still being sent, else 504."""
+    token_file: str | None = None
+    """File with the bearer token that requests must bear."""
+    token_env: str | None = None
+    """Name of the environment variable that holds it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        counts = (
+            "replicas",
+            "max_batch_rows",
+            "max_rows",
+            "max_body_bytes",
+            "max_waiting_rows",
+            "max_waiting_requests",
+        )
+        for name in counts:
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}: {getattr(self, name)} must be at least 1")
+        for name in ("time_limit_s", "cpus_per_replica"):
+            if getattr(self, name) <= 0:
+                raise InputError(f"{name}: {getattr(self, name)} must be above 0")
+        if not 0 < self.port < 65536:
+            raise InputError(f"port: {self.port} must be from 1 to 65535")
+        if self.token_file and self.token_env:
+            raise InputError("token_file and token_env are both given; one holds the token")
+
+    def token_digest(self) -> bytes | None:
+        """SHA-256 of the bearer token; the token itself goes nowhere. Raises InputError where it is named, but not there."""
+        if self.token_file:
+            token = storage.read_bytes(self.token_file).strip()
+            where = self.token_file
+        elif self.token_env:
+            token = os.environ.get(self.token_env, "").encode().strip()
+            where = f"environment variable {self.token_env}"
+        else:
+            return None
+        if not token:
+            raise InputError(f"{where}: holds no token; put one there, such as `openssl rand -hex 32` gives")
+        return hashlib.sha256(token).digest()

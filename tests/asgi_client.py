@@ -1,0 +1,98 @@
+"""Requests to an ASGI application in this process, message by message."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+async def request(
+    app: Callable[..., Awaitable[None]],
+    method: str,
+    path: str,
+    *,
+    parts: Iterable[bytes | float] = (b"",),
+    headers: dict[str, str] | None = None,
+    query: str = "",
+    disconnect: bool = False,
+) -> Reply | None:
+    """`parts` of the body come one after the other; a number is a wait of so many seconds. `disconnect`: instead of the
+    body's end the client goes. None where the application says nothing."""
+    left = list(parts)
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        while left and isinstance(left[0], float):
+            await asyncio.sleep(left.pop(0))
+        if not left:
+            return {"type": "http.disconnect"}
+        part = left.pop(0)
+        return {"type": "http.request", "body": part, "more_body": bool(left) or disconnect}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": query.encode(),
+        "root_path": "",
+        "headers": [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()],
+    }
+    await app(scope, receive, send)
+    if not sent:
+        return None
+    start, *bodies = sent
+    assert start["type"] == "http.response.start"
+    found = {name.decode(): value.decode() for name, value in start["headers"]}
+    body = b"".join(message.get("body", b"") for message in bodies)
+    assert method == "HEAD" or found["content-length"] == str(len(body))
+    return Reply(start["status"], found, body)
+
+
+def ask(app: Callable[..., Awaitable[None]], method: str, path: str, **arguments: Any) -> Reply:
+    """One request that is answered."""
+    reply = asyncio.run(request(app, method, path, **arguments))
+    assert reply is not None
+    return reply
+
+
+def post(app: Callable[..., Awaitable[None]], content: bytes | Any, **arguments: Any) -> Reply:
+    """Scores: bytes are lines of text, all else becomes JSON."""
+    return asyncio.run(post_async(app, content, **arguments))
+
+
+async def post_async(
+    app: Callable[..., Awaitable[None]],
+    content: bytes | Any,
+    *,
+    media_type: str | None = None,
+    headers: dict[str, str] | None = None,
+    **arguments: Any,
+) -> Reply:
+    is_text = isinstance(content, bytes)
+    if media_type is None:
+        media_type = "text/tab-separated-values" if is_text else "application/json"
+    body = content if is_text else json.dumps(content).encode()
+    all_headers = {"content-type": media_type, **(headers or {})}
+    reply = await request(app, "POST", "/v1/score", parts=[body], headers=all_headers, **arguments)
+    assert reply is not None
+    return reply

@@ -1,0 +1,432 @@
+"""What the HTTP application answers: scores, what is wrong with a request, counts; never a failure of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from asgi_client import Reply, ask, post, post_async, request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+from served_click_model import (
+    ANY,
+    NUM_TOKENS,
+    logits_of,
+    make_app,
+    make_model,
+    make_preprocessor,
+    row_object,
+    row_text,
+    token,
+)
+
+from rayrec.data.columns import RawColumns
+from rayrec.data.multi_hot import MultiHot
+from rayrec.data.preprocessor import SparseColumn
+from rayrec.datasets.criteo import SCHEMA
+from rayrec.serve.app import ScoringApp
+from rayrec.serve.requests import Body
+from rayrec.serve.row_readers import make_reader
+
+TEXT = b"".join(row_text(number, known=False) for number in range(50))
+ROWS = [row_object(line) for line in TEXT.splitlines()]
+MODEL = make_model()
+
+
+@pytest.fixture(scope="module")
+def app() -> ScoringApp:
+    return make_app(MODEL)
+
+
+def error_of(reply: Reply, status: int) -> dict[str, Any]:
+    assert reply.status == status, reply.body
+    assert reply.headers["content-type"] == "application/json"
+    found = reply.json()
+    assert set(found) == {"error"}
+    assert set(found["error"]) == {"message", "row", "field"}
+    return found["error"]
+
+
+# -- scores
+
+
+def test_text_and_json_and_labelled_text_are_one(app: ScoringApp) -> None:
+    found = post(app, TEXT).json()
+    assert found["model"] == MODEL.version
+    assert found["preprocessor"] == MODEL.preprocessor.hash()
+    np.testing.assert_array_equal(np.array(found["logits"], np.float32), logits_of(MODEL, TEXT))
+    scores = 1 / (1 + np.exp(-np.array(found["logits"], np.float64)))
+    np.testing.assert_allclose(found["scores"], scores, rtol=1e-6)
+    labelled = b"".join(b"%d\t%s\n" % (number % 2, line) for number, line in enumerate(TEXT.splitlines()))
+    assert post(app, labelled).json() == found
+    assert post(app, labelled.replace(b"\n", b"\r\n")).json() == found
+    assert post(app, b"".join(b"no label\t%s\n" % line for line in TEXT.splitlines())).json() == found
+    assert post(app, {"rows": ROWS}).json() == found
+    with_nulls = [{**dict.fromkeys(SCHEMA.dense + SCHEMA.sparse), "label": "whatever", **row} for row in ROWS]
+    assert post(app, {"rows": with_nulls}).json() == found
+    one_by_one = [post(app, {"rows": [row]}).json() for row in ROWS[:5]]
+    np.testing.assert_allclose([one["logits"][0] for one in one_by_one], found["logits"][:5], atol=1e-6)
+    assert [one["unknown"][0] for one in one_by_one] == found["unknown"][:5]
+
+
+def test_unknown_categories_are_counted_and_named(app: ScoringApp) -> None:
+    expected = [
+        [name for column, name in enumerate(SCHEMA.sparse) if row.get(name) == f"{token(column, NUM_TOKENS):08x}"]
+        for row in ROWS
+    ]
+    assert sum(map(len, expected)) > 50
+    before = _samples(app)
+    found = post(app, TEXT, query="columns=true").json()
+    assert found["unknown_columns"] == expected
+    assert found["unknown"] == [len(names) for names in expected]
+    assert "unknown_columns" not in post(app, {"rows": ROWS}, query="columns=false").json()
+    after = _samples(app)
+    of_column = 'rayrec_serve_unknown_total{column="cat_3"}'
+    assert after[of_column] - before.get(of_column, 0) == 2 * sum("cat_3" in names for names in expected)
+
+
+def test_a_missing_category_is_not_unknown() -> None:
+    """Also where both have one id, and where known tokens have it, too."""
+    columns = tuple(SparseColumn(NUM_TOKENS, NUM_TOKENS, first_id=0, unknown_id=2, missing_id=2) for _ in SCHEMA.sparse)
+    shared = make_model(make_preprocessor(sparse=columns))
+    assert post(make_app(shared), TEXT).json()["unknown"] == post(make_app(MODEL), TEXT).json()["unknown"]
+
+
+def test_unknown_categories_of_hashed_columns_and_bags() -> None:
+    hashed = tuple(
+        SparseColumn(50, None) if number else SparseColumn(NUM_TOKENS + 2, NUM_TOKENS)
+        for number in range(len(SCHEMA.sparse))
+    )
+    known = np.array([token(0, number) for number in range(NUM_TOKENS)], np.uint32)
+    model = make_model(make_preprocessor(sparse=hashed, tokens=known))
+    found = post(make_app(model), TEXT, query="columns=true").json()
+    assert {name for names in found["unknown_columns"] for name in names} == {"cat_0"}
+    bags = make_model(make_preprocessor(multi_hot=MultiHot(sizes=(3,) * len(SCHEMA.sparse))))
+    found = post(make_app(bags), TEXT).json()
+    assert found["unknown"] == post(make_app(MODEL), TEXT).json()["unknown"]
+    np.testing.assert_array_equal(np.array(found["logits"], np.float32), logits_of(bags, TEXT))
+
+
+def test_integers_as_categories() -> None:
+    columns = tuple(SparseColumn(NUM_TOKENS + 2, NUM_TOKENS) for _ in SCHEMA.dense + SCHEMA.sparse)
+    buckets = [np.arange(1, NUM_TOKENS + 1, dtype=np.uint32) + np.uint32(2**31) for _ in SCHEMA.dense]
+    tokens = [token(column, number) for column in range(len(SCHEMA.sparse)) for number in range(NUM_TOKENS)]
+    known = np.concatenate([*buckets, np.array(tokens, np.uint32)])
+    app = make_app(make_model(make_preprocessor(dense=(), sparse=columns, tokens=known, integer_buckets=True)))
+    rows = [{"int_0": 1}, {"int_0": 0}, {}, {"int_0": 1000, "int_3": -5}]
+    found = post(app, {"rows": rows}, query="columns=true").json()
+    assert found["unknown_columns"] == [[], [], [], ["int_0", "int_3"]]
+
+
+# -- a log of one's own
+
+
+def test_own_schema() -> None:
+    model = make_model(make_preprocessor(ANY))
+    app = make_app(model)
+    rows = [
+        {
+            "age": 3,
+            "price": 1.5,
+            "user": token(0, 1),
+            "item": str(token(1, 0)),
+            "tags": [token(2, 0), token(2, 1), None],
+        },
+        {"age": None, "price": -2e5, "user": "someone", "tags": ["a", str(token(2, 2)), "b"]},
+        {"item": True, "click": 1, "importance": 0.5},
+    ]
+    found = post(app, {"rows": rows}, query="columns=true").json()
+    assert found["unknown"] == [0, 3, 1]
+    assert found["unknown_columns"] == [[], ["user", "tags"], ["item"]]
+    lines = [
+        f"3,1.5,{token(0, 1)},{token(1, 0)},{token(2, 0)}|{token(2, 1)}",
+        f',-2e5,"someone",,a|{token(2, 2)}|b',
+        ",,,1,",
+    ]
+    bare = "\n".join(lines).encode()
+    labelled = "\n".join("1,0.5," + line for line in lines).encode()
+    header = b'"age",price,user,item,tags\n' + bare
+    turned = "\n".join(
+        ["tags,click,user,item,age,price", f"{token(2, 0)}|{token(2, 1)},0,{token(0, 1)},{token(1, 0)},3,1.5"]
+    )
+    for text in (bare, bare + b"\r\n", labelled, header):
+        answer = post(app, text, media_type="text/csv").json()
+        assert answer["logits"] == found["logits"]
+        assert answer["unknown"] == found["unknown"]
+    assert post(app, turned.encode(), media_type="text/csv").json()["unknown"] == [0]
+    assert post(app, bare.replace(b",", b"\t")).json()["logits"] == found["logits"]
+
+
+@pytest.mark.parametrize(
+    ("content", "row", "field"),
+    [
+        ({"rows": [{}, {"age": "3"}]}, 1, "age"),
+        ({"rows": [{"user": 1.5}]}, 0, "user"),
+        ({"rows": [{"user": 2.0**64}]}, 0, "user"),
+        ({"rows": [{"tags": "a|b"}]}, 0, "tags"),
+        ({"rows": [{"tags": [[1]]}]}, 0, "tags"),
+        ({"rows": [{"price": 1e19}]}, 0, "price"),
+        ({"rows": [{"owner": 1}]}, 0, "owner"),
+        (b"1,2,3\n", 0, None),
+        (b"1,2,3,4,5\n1,2,3,4\n", 1, None),
+        (b"1,2,3,4,5\nx,2,3,4,5\n", 1, "age"),
+        (b"1,2,3,4,\xff\n", 0, "tags"),
+        (b'1,2,3,4,"open\n', None, None),
+    ],
+)
+def test_own_schema_refuses(content: Any, row: int | None, field: str | None) -> None:
+    app = make_app(make_model(make_preprocessor(ANY)))
+    media_type = "text/csv" if isinstance(content, bytes) else None
+    error = error_of(post(app, content, media_type=media_type), 400)
+    assert (error["row"], error["field"]) == (row, field)
+
+
+# -- refusals
+
+
+@pytest.mark.parametrize(
+    ("content", "row", "field"),
+    [
+        ({"rows": [{}, {"int_99": 3}]}, 1, "int_99"),
+        ({"rows": [{"int_0": "3"}]}, 0, "int_0"),
+        ({"rows": [{"int_0": 3.5}]}, 0, "int_0"),
+        ({"rows": [{"int_0": True}]}, 0, "int_0"),
+        ({"rows": [{"int_0": 10**18}]}, 0, "int_0"),
+        ({"rows": [{"int_0": 1e300}]}, 0, "int_0"),
+        ({"rows": [{"cat_5": 7}]}, 0, "cat_5"),
+        ({"rows": [{"cat_5": "7e0cccc"}]}, 0, "cat_5"),
+        ({"rows": [{"cat_5": "7e0cccc\t"}]}, 0, "cat_5"),
+        ({"rows": [{"cat_5": "7e0ccccg"}]}, 0, "cat_5"),
+        ({"rows": [{"cat_25": "\n7e0cccc"}]}, 0, "cat_25"),
+        ({"rows": [{"cat_5": ["7e0ccccf"]}]}, 0, "cat_5"),
+        ({"rows": [[1, 2]]}, 0, None),
+        ({"rows": {}}, None, "rows"),
+        ({"rows": []}, None, "rows"),
+        ({}, None, "rows"),
+        ({"row": []}, None, "row"),
+        ({"x" * 100: 1}, None, "x" * 64 + "..."),
+        ([], None, None),
+        (b"", None, None),
+        (b"\n\n", None, None),
+        (b"1\t2\n", 0, None),
+        (TEXT + b"1\t2\n" + TEXT, 50, None),
+        (row_text(1) + b"\n" + row_text(2), 1, None),
+        (row_text(1) + row_text(3).replace(b"000", b"x00", 1), 1, "cat_0"),
+        (b"x" * 10_000, 0, None),
+        (b"\x00" * 100, 0, None),
+        (b"\xff\xfe" + TEXT, 0, "int_0"),
+        (TEXT.decode().encode("utf-16"), 0, "int_0"),
+    ],
+    ids=range(29),
+)
+def test_what_is_wrong_is_named(app: ScoringApp, content: Any, row: int | None, field: str | None) -> None:
+    error = error_of(post(app, content), 400)
+    assert (error["row"], error["field"]) == (row, field), error
+    assert error["message"]
+    assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b'{"rows": [{"int_0": NaN}]}',
+        b'{"rows": [{"int_0": Infinity}]}',
+        b'{"rows": [{"int_0": 1e999}]}',
+        b'{"rows": [{"int_0": ' + b"9" * 5000 + b"}]}",
+        b'{"rows": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"rows": ' + b'[{"int_0":' * 50_000,
+        b'{"rows": [{"cat_5": "\\ud800"}]}',
+        b'{"rows": [{"cat_5": "\xff"}]}',
+        b"\xef\xbb\xbf{}",
+        '{"rows": [{}]}'.encode("utf-16"),
+        b"\x1f\x8b\x08\x00",
+        b'{"rows": [{}]} trailing',
+        b"null",
+        b'"rows"',
+    ],
+    ids=range(16),
+)
+def test_no_json(app: ScoringApp, content: bytes) -> None:
+    error_of(post(app, content, media_type="application/json"), 400)
+
+
+def test_one_bad_request_among_many_harms_no_other(app: ScoringApp) -> None:
+    async def together() -> list[Reply]:
+        good, bad = row_text(1), row_text(2).replace(b"\t", b"", 1)
+        return await asyncio.gather(*(post_async(app, bad if number % 3 else good) for number in range(30)))
+
+    replies = asyncio.run(together())
+    assert [reply.status for reply in replies] == [400 if number % 3 else 200 for number in range(30)]
+    # Alone or with others, a row's score differs in the last bits only.
+    np.testing.assert_allclose(
+        [reply.json()["logits"][0] for reply in replies[::3]], logits_of(MODEL, row_text(1))[0], atol=1e-5
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.binary(max_size=200) | st.lists(st.sampled_from([b"\t", b"\n", b"7e0ccccf", b"-", b"3", b"\r"])).map(b"".join)
+)
+def test_any_bytes_as_text(content: bytes) -> None:
+    assert post(SHARED, content).status in (200, 400)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=9) | st.just("7e0ccccf"),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["int_0", "cat_5", "label", "x"]), inner)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(JSON | st.builds(lambda rows: {"rows": rows}, JSON))
+def test_any_json(content: Any) -> None:
+    assert post(SHARED, content).status in (200, 400)
+
+
+SHARED = make_app(MODEL)
+
+
+def test_numbers_too_large_for_a_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = np.array([0.5, np.nan, np.inf], np.float32)
+    monkeypatch.setattr(
+        "rayrec.workloads.recsys_scorer.ClickScorer.score", lambda self, rows: np.resize(logits, len(rows))
+    )
+    app = make_app(MODEL)
+    assert error_of(post(app, {"rows": [{}, {}, {}]}), 422)["row"] == 1
+    assert post(app, {"rows": [{}]}).json()["logits"] == [0.5]
+
+
+# -- limits
+
+
+def test_content_types(app: ScoringApp) -> None:
+    for media_type in ("text/plain", "", "application/json; charset=latin-1", "multipart/form-data"):
+        error_of(post(app, TEXT, media_type=media_type), 415)
+    error_of(post(app, TEXT, headers={"content-encoding": "gzip"}), 415)
+    error_of(post(app, TEXT, media_type="text/csv"), 415)
+    assert post(app, TEXT, media_type="Text/Tab-Separated-Values; charset=UTF-8").status == 200
+    for query, field in (("columns=maybe", "columns"), ("column=true", "column")):
+        assert error_of(post(app, TEXT, query=query), 400)["field"] == field
+
+
+def test_sizes() -> None:
+    app = make_app(MODEL, max_body_bytes=2000, max_rows=3)
+    assert post(app, b"".join(row_text(number) for number in range(3))).status == 200
+    error_of(post(app, b"".join(row_text(number) for number in range(4))), 413)
+    error_of(post(app, {"rows": [{}] * 4}), 413)
+    error_of(post(app, b"x" * 2001), 413)
+    headers = {"content-type": "application/json", "content-length": "9" * 30}
+    error_of(ask(app, "POST", "/v1/score", headers=headers), 413)  # refused before a byte of it is read
+    headers = {"content-type": "application/json", "content-length": "-1"}
+    error_of(ask(app, "POST", "/v1/score", headers=headers, parts=[b"x" * 500] * 5), 413)
+
+
+def test_a_body_in_pieces_and_one_that_does_not_come() -> None:
+    app = make_app(MODEL, time_limit_s=0.2)
+    headers = {"content-type": "text/tab-separated-values"}
+    pieces = [TEXT[start : start + 100] for start in range(0, len(TEXT), 100)]
+    assert ask(app, "POST", "/v1/score", headers=headers, parts=pieces).json() == post(app, TEXT).json()
+    error_of(ask(app, "POST", "/v1/score", headers=headers, parts=[b"1", 5.0, b"2"]), 408)
+    gone = asyncio.run(request(app, "POST", "/v1/score", headers=headers, parts=[b"1"], disconnect=True))
+    assert gone is None
+
+
+def test_token() -> None:
+    app = make_app(MODEL, token_digest=hashlib.sha256(b"open sesame").digest())
+    bearer = {"authorization": "Bearer open sesame"}
+    assert post(app, TEXT, headers=bearer).status == 200
+    assert ask(app, "GET", "/metrics", headers=bearer).status == 200
+    for wrong in ({}, {"authorization": "Bearer open"}, {"authorization": "Basic open sesame"}, {"authorization": "é"}):
+        reply = post(app, TEXT, headers=wrong)
+        error_of(reply, 401)
+        assert reply.headers["www-authenticate"] == "Bearer"
+        assert b"sesame" not in reply.body
+    for path in ("/metrics", "/openapi.json"):
+        assert ask(app, "GET", path).status == 401
+    for path in ("/", "/healthz", "/readyz"):
+        assert ask(app, "GET", path).status == 200
+
+
+# -- other paths
+
+
+def test_paths(app: ScoringApp) -> None:
+    assert ask(app, "GET", "/healthz").json() == {"status": "alive"}
+    ready = ask(app, "GET", "/readyz").json()
+    assert ready == {"status": "ready", "model": MODEL.version, "preprocessor": MODEL.preprocessor_hash}
+    head = ask(app, "HEAD", "/readyz")
+    assert (head.status, head.body) == (200, b"")
+    error_of(ask(app, "GET", "/nowhere"), 404)
+    reply = ask(app, "GET", "/v1/score")
+    error_of(reply, 405)
+    assert reply.headers["allow"] == "POST"
+    assert ask(app, "DELETE", "/").headers["allow"] == "GET, HEAD"
+    page = ask(app, "GET", "/")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert b"http" not in page.body.replace(b"http://www.w3.org", b"")  # nothing from outside
+
+
+def test_openapi_names_columns_and_a_row_that_scores(app: ScoringApp) -> None:
+    found = ask(app, "GET", "/openapi.json").json()
+    row = found["components"]["schemas"]["Row"]
+    assert set(row["properties"]) == {"label", *SCHEMA.dense, *SCHEMA.sparse}
+    example = found["paths"]["/v1/score"]["post"]["requestBody"]["content"]["application/json"]["example"]
+    assert set(example["rows"][0]) == {*SCHEMA.dense, *SCHEMA.sparse}
+    assert post(app, example).json()["unknown"] == [0]
+
+
+def _samples(app: ScoringApp) -> dict[str, float]:
+    text = ask(app, "GET", "/metrics").body.decode()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        assert family.documentation
+        for sample in family.samples:
+            labels = ",".join(f'{name}="{value}"' for name, value in sample.labels.items())
+            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return found
+
+
+def test_metrics() -> None:
+    app = make_app(MODEL)
+    post(app, TEXT)
+    post(app, TEXT)
+    post(app, b"x")
+    found = _samples(app)
+    assert found['rayrec_serve_requests_total{path="/v1/score",status="200"}'] == 2
+    assert found['rayrec_serve_requests_total{path="/v1/score",status="400"}'] == 1
+    assert found[f'rayrec_serve_rows_total{{model="{MODEL.version}"}}'] == 100
+    assert found['rayrec_serve_batch_rows_bucket{le="16"}'] == 0
+    assert found['rayrec_serve_batch_rows_bucket{le="64"}'] == 2
+    assert found['rayrec_serve_batch_rows_bucket{le="+Inf"}'] == found["rayrec_serve_batch_rows_count"] == 2
+    assert found["rayrec_serve_batch_rows_sum"] == 100
+    assert found["rayrec_serve_request_seconds_count"] == 2
+    assert found["rayrec_serve_waiting_rows"] == 0
+    hash_ = MODEL.preprocessor_hash
+    assert found[f'rayrec_serve_replicas{{model="{MODEL.version}",preprocessor="{hash_}"}}'] == 1
+
+
+def test_a_failure_is_a_failure_of_that_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = make_app(MODEL)
+    with monkeypatch.context() as patch:
+        patch.setattr("rayrec.serve.answers.UnknownTokens.count", lambda *_: 1 / 0)
+        error = error_of(post(app, TEXT), 500)
+        assert "division" not in json.dumps(error)
+    assert post(app, TEXT).status == 200
+
+
+def test_reading_nothing_good() -> None:
+    raw, outcomes = make_reader(ANY).read([Body("csv", 1, text=b"1")])
+    assert isinstance(raw, RawColumns)
+    assert raw.rows == 0
+    assert len(outcomes) == 1

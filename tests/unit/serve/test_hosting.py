@@ -1,0 +1,254 @@
+"""Models come and go while requests are answered: the swap, the way back, the shadow, and what the board decides."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from asgi_client import ask, post, post_async
+from served_click_model import ANY, logits_of, make_model, make_preprocessor, row_text
+
+from rayrec.checkpoint import folder_of
+from rayrec.config import InputError
+from rayrec.serve.app import ScoringApp
+from rayrec.serve.board import GONE_S, Ledger
+from rayrec.serve.counters import Counters
+from rayrec.serve.following import choose
+from rayrec.serve.hosting import Hosting, Source, Status, Wanted
+from rayrec.serve.served import ServedModel
+from rayrec.serve.settings import ServeConfig
+
+MODELS = {name: make_model(seed=number) for number, name in enumerate("abc")}
+TEXT = b"".join(row_text(number) for number in range(20))
+
+
+def load(path: str) -> ServedModel:
+    if path not in MODELS:
+        raise InputError(f"{path}: damaged")
+    return MODELS[path]
+
+
+def _host(*, load: object = load) -> tuple[Hosting, Counters]:
+    counters = Counters()
+    hosting = Hosting(load, counters)  # type: ignore[arg-type]
+    hosting.apply(Wanted(0, Source(0, "a")))
+    return hosting, counters
+
+
+def test_a_swap_under_load_loses_no_request_and_mixes_no_models() -> None:
+    def slowly(path: str) -> ServedModel:
+        time.sleep(0.05)
+        return load(path)
+
+    hosting, counters = _host(load=slowly)
+    app = ScoringApp(hosting, counters, config=ServeConfig())
+    expected = {model.version: logits_of(model, TEXT) for model in MODELS.values()}
+    done = threading.Event()
+
+    def swap() -> None:
+        for serial, name in enumerate("bcabc", start=1):
+            hosting.apply(Wanted(serial, Source(serial, name)))
+        done.set()
+
+    async def load_it() -> list[dict[str, object]]:
+        async def client() -> list[dict[str, object]]:
+            found = []
+            while not done.is_set():
+                reply = await post_async(app, TEXT)
+                assert reply.status == 200
+                found.append(reply.json())
+            return found
+
+        threading.Thread(target=swap).start()
+        return [answer for answers in await asyncio.gather(*(client() for _ in range(8))) for answer in answers]
+
+    answers = asyncio.run(load_it())
+    assert {answer["model"] for answer in answers} == set(expected)
+    for answer in answers:
+        logits = np.array(answer["logits"], np.float32)
+        np.testing.assert_allclose(logits, expected[str(answer["model"])], atol=1e-5)
+    app.close()
+
+
+def test_what_cannot_be_loaded_changes_nothing() -> None:
+    hosting, _ = _host()
+    hosting.apply(Wanted(1, Source(1, "gone"), previous=Source(0, "a")))
+    assert hosting.model is MODELS["a"]
+    assert hosting.status().failures == {1: "gone: damaged"}
+    other = make_model(make_preprocessor(ANY))
+    others, _ = _host(load=lambda path: other if path == "other" else MODELS[path])
+    others.apply(Wanted(1, Source(1, "other")))
+    assert others.model is MODELS["a"]
+    assert "schemas differ in" in others.status().failures[1]
+
+
+def test_going_back_needs_no_loading() -> None:
+    opened: list[str] = []
+
+    def noted(path: str) -> ServedModel:
+        opened.append(path)
+        return load(path)
+
+    hosting, _ = _host(load=noted)
+    hosting.apply(Wanted(1, Source(1, "b"), previous=Source(0, "a")))
+    hosting.apply(Wanted(2, Source(0, "a"), previous=Source(1, "b")))
+    hosting.apply(Wanted(3, Source(1, "b"), previous=Source(0, "a")))
+    assert hosting.model is MODELS["b"]
+    assert opened == ["a", "b"]
+    hosting.apply(Wanted(4, Source(4, "b")))  # wished for anew: the folder may hold something else now
+    assert opened == ["a", "b", "b"]
+
+
+def test_shadow() -> None:
+    hosting, counters = _host()
+    app = ScoringApp(hosting, counters, config=ServeConfig())
+    plain = post(app, TEXT).json()
+    hosting.apply(Wanted(1, Source(0, "a"), shadow=Source(1, "b")))
+    assert post(app, TEXT).json() == plain
+    for _ in range(3):
+        post(app, TEXT)
+    version = MODELS["b"].version
+    deadline_s = time.monotonic() + 10
+    while counters.snapshot().get(("rayrec_serve_shadow_rows_total", (("model", version),))) != [80.0]:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    sample = counters.snapshot()["rayrec_serve_shadow_score_difference", ()]
+    scores = [1 / (1 + np.exp(-logits_of(MODELS[name], TEXT).astype(np.float64))) for name in "ab"]
+    assert sample[-1] == pytest.approx(4 * np.abs(scores[0] - scores[1]).sum(), rel=1e-3)
+    assert sum(sample[:-1]) == 80
+    assert f'rayrec_serve_shadow_rows_total{{model="{version}"}} 80' in ask(app, "GET", "/metrics").body.decode()
+    hosting.apply(Wanted(2, Source(0, "a")))
+    assert hosting.status().shadow is None
+    app.close()
+
+
+def test_a_slow_shadow_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosting, counters = _host()
+    go_on = threading.Event()
+    monkeypatch.setattr("rayrec.serve.answers.Answerer.score", lambda *_: go_on.wait(30))
+    hosting.apply(Wanted(1, Source(0, "a"), shadow=Source(1, "b")))
+    app = ScoringApp(hosting, counters, config=ServeConfig())
+    for _ in range(20):
+        assert post(app, TEXT).status == 200
+    dropped = counters.snapshot()["rayrec_serve_shadow_dropped_rows_total", ()]
+    assert dropped[0] in (20 * 11, 20 * 12)  # 8 wait, and one may be at work
+    go_on.set()
+    app.close()
+
+
+# -- the board
+
+
+def _tell(ledger: Ledger, replica: str, status: Status, now_s: float, known: Wanted | None = None) -> Wanted:
+    return ledger.exchange(replica, known, status, {("rayrec_serve_rows_total", ()): [10.0]}, now_s=now_s)
+
+
+def _serves(source: Source) -> Status:
+    return Status(model=source, version=f"version of {source.path}")
+
+
+def test_a_swap_is_done_once_all_replicas_say_so() -> None:
+    ledger = Ledger("a")
+    first = ledger.wanted.model
+    _tell(ledger, "one", _serves(first), 0)
+    _tell(ledger, "two", _serves(first), 0)
+    serial = ledger.swap("b")
+    assert ledger.change(serial).state == "pending"
+    second = _tell(ledger, "one", _serves(first), 1).model
+    assert second == Source(serial, "b")
+    _tell(ledger, "one", _serves(second), 2)
+    assert ledger.change(serial).state == "pending"
+    _tell(ledger, "two", _serves(second), 2)
+    change = ledger.change(serial)
+    assert (change.state, change.version) == ("done", "version of b")
+    assert ledger.roll_back() == first.serial
+    assert ledger.change(first.serial).state == "pending"
+    assert _tell(ledger, "one", _serves(second), 3).model == first
+    _tell(ledger, "one", _serves(first), 4)
+    _tell(ledger, "two", _serves(first), 4)
+    assert ledger.change(first.serial).state == "done"
+    assert ledger.roll_back() == serial
+
+
+def test_one_replica_that_cannot_load_a_model_brings_all_back() -> None:
+    ledger = Ledger("a")
+    first = ledger.wanted.model
+    second = Source(ledger.swap("b"), "b")
+    for replica in ("one", "two"):
+        _tell(ledger, replica, _serves(second), 0)
+    serial = ledger.swap("broken")
+    third = _tell(ledger, "one", _serves(second), 1).model
+    _tell(ledger, "one", _serves(third), 2)
+    wanted = _tell(ledger, "two", Status(model=second, failures={serial: "damaged"}), 2)
+    assert (wanted.model, wanted.previous) == (second, first)
+    assert ledger.change(serial).cause == "damaged"
+    assert _tell(ledger, "one", _serves(third), 3) == wanted
+    assert ledger.roll_back() == first.serial
+
+
+def test_a_shadow_that_cannot_be_loaded() -> None:
+    ledger = Ledger("a")
+    serial = ledger.shadow("broken")
+    assert serial is not None
+    wanted = _tell(ledger, "one", Status(model=ledger.wanted.model, failures={serial: "damaged"}), 0)
+    assert wanted.shadow is None
+    assert ledger.change(serial).state == "failed"
+    assert ledger.shadow("b") != serial
+    assert ledger.shadow(None) is None
+
+
+def test_nothing_to_go_back_to() -> None:
+    with pytest.raises(InputError, match="no other model"):
+        Ledger("a").roll_back()
+
+
+def test_a_board_that_was_started_anew_learns_from_the_replicas() -> None:
+    before = Ledger("a")
+    before.swap("b")
+    known = before.wanted
+    after = Ledger("a")
+    assert _tell(after, "one", _serves(known.model), 0, known) == known
+    assert _tell(after, "two", Status(), 0) == known
+
+
+def test_counts_outlive_a_replica() -> None:
+    ledger = Ledger("a")
+    gauge = {("rayrec_serve_waiting_rows", ()): [3.0], ("rayrec_serve_rows_total", ()): [5.0]}
+    ledger.exchange("one", None, Status(), gauge, now_s=0)
+    _tell(ledger, "two", Status(), 1)
+    assert ledger.collect() == {("rayrec_serve_waiting_rows", ()): [3.0], ("rayrec_serve_rows_total", ()): [15.0]}
+    _tell(ledger, "two", Status(), 2 + GONE_S)
+    assert ledger.collect() == {("rayrec_serve_rows_total", ()): [15.0]}
+    assert set(ledger.describe()["replicas"]) == {"two"}
+
+
+# -- following a run
+
+
+def _save(run: Path, step: int, score: float | None) -> str:
+    from rayrec.checkpoint.folders import Checkpoint
+    from rayrec.checkpoint.format import MANIFEST, VERSION, seal
+    from rayrec.storage import write_json
+
+    place = folder_of(str(run), step)
+    manifest = {"version": VERSION, "files": {}, "tensors": {}, "state": {}, "score": score}
+    write_json(f"{place}/{MANIFEST}", seal(manifest))
+    assert Checkpoint(place).manifest()["score"] == score
+    return place
+
+
+def test_the_checkpoint_to_follow(tmp_path: Path) -> None:
+    assert choose(str(tmp_path), "newest") is None
+    first = _save(tmp_path, 10, None)
+    assert choose(str(tmp_path), "newest") == first
+    assert choose(str(tmp_path), "best") is None
+    best = [_save(tmp_path, 20, 0.75), _save(tmp_path, 30, 0.8), _save(tmp_path, 40, 0.8)][-1]
+    newest = _save(tmp_path, 50, 0.7)
+    assert choose(str(tmp_path), "best") == best
+    assert choose(str(tmp_path), "newest") == newest
+    (Path(newest) / "manifest.json").write_text("{")
+    assert choose(str(tmp_path), "newest") == best
