@@ -112,7 +112,7 @@ def host_swapping(*, path: str, checkpoint: str, port: int) -> None:
 
     import rayrec
     from rayrec.observe.console import Console
-    from rayrec.serve.changing import wait_for_change
+    from rayrec.serve.online.changing import wait_for_change
 
     swaps, memory, stop = [], [], threading.Event()
     with rayrec.serving(checkpoint, port=port, console=Console(quiet=True)) as server:
@@ -138,9 +138,9 @@ def in_process(*, path: str, checkpoint: str, export: str, size: int, repeats: i
     import torch
     from peers.onnx_model import load
 
-    from rayrec.serve.answers import Answerer
-    from rayrec.serve.counters import Counters
-    from rayrec.serve.requests import open_body
+    from rayrec.serve.online.answers import Answerer
+    from rayrec.serve.online.counters import Counters
+    from rayrec.serve.online.requests import open_body
 
     torch.set_num_threads(1)
     model, text, rows = load_rows(path, checkpoint, size)

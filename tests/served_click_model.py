@@ -15,12 +15,12 @@ from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.models.dlrm import DLRMConfig
 from rayrec.models.tables import RowFormat
 from rayrec.schema import Schema
-from rayrec.serve.answers import Answerer
-from rayrec.serve.app import ScoringApp
-from rayrec.serve.counters import Counters
-from rayrec.serve.hosting import Hosting, Source, Wanted
+from rayrec.serve.online.answers import Answerer
+from rayrec.serve.online.app import ScoringApp
+from rayrec.serve.online.counters import Counters
+from rayrec.serve.online.hosting import Hosting, Source, Wanted
+from rayrec.serve.online.settings import ServeConfig
 from rayrec.serve.served import ServedModel
-from rayrec.serve.settings import ServeConfig
 from rayrec.workloads.recsys_scorer import PREFIX, empty_dense_part, make_scorer, table_weight
 
 NUM_TOKENS = 5

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from rayrec.prepare.validate import Report as DataReport
     from rayrec.recipes import Recipe
     from rayrec.serve.config import ScoringConfig
-    from rayrec.serve.following import Follow
-    from rayrec.serve.running import Server
-    from rayrec.serve.settings import ServeConfig
+    from rayrec.serve.online.following import Follow
+    from rayrec.serve.online.running import Server
+    from rayrec.serve.online.settings import ServeConfig
     from rayrec.training.trainer import Result
     from rayrec.workloads.base import TrainConfig
 
@@ -295,13 +295,13 @@ def serve(
     started: Callable[[dict[str, Any]], None] | None = None,
     console: Console | None = None,
 ) -> None:
-    """Scores rows over HTTP until Ctrl-C or SIGTERM; see `rayrec.serve.running.serve_forever`. With `swap`, `rollback`,
+    """Scores rows over HTTP until Ctrl-C or SIGTERM; see `rayrec.serve.online.running.serve_forever`. With `swap`, `rollback`,
     `no_shadow`, or `shadow` and no model, tells the server that runs on the Ray cluster at `cluster_address` to change.
 
     `started` gets what is served, once it is. Raises InputError for an unusable model or address, and where no server runs.
     """
-    from rayrec.serve import changing, running
-    from rayrec.serve.settings import ServeConfig
+    from rayrec.serve.online import changing, running
+    from rayrec.serve.online.settings import ServeConfig
 
     address, tell = cluster_address, started or (lambda told: None)
     if rollback + no_shadow + swap > 1:
@@ -338,9 +338,9 @@ def serving(
     **options: Any,
 ) -> AbstractContextManager[Server]:
     """A server while the context lasts: `with rayrec.serving("runs/demo", port=8123) as server: ...`, whose `url` takes
-    requests. `options` are the fields of `rayrec.serve.settings.ServeConfig`. Raises InputError as `serve` does."""
-    from rayrec.serve.running import serving as run
-    from rayrec.serve.settings import ServeConfig
+    requests. `options` are the fields of `rayrec.serve.online.settings.ServeConfig`. Raises InputError as `serve` does."""
+    from rayrec.serve.online.running import serving as run
+    from rayrec.serve.online.settings import ServeConfig
 
     config = ServeConfig().updated(options)
     return run(model, config=config, address=cluster_address, shadow=shadow, console=_console(console))

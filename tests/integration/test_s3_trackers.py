@@ -10,7 +10,7 @@ import made_up_run
 import pytest
 
 from rayrec import recipes, storage
-from rayrec.observe.tensorboard import TensorBoardTracker
+from rayrec.observe.tracking.tensorboard import TensorBoardTracker
 from rayrec.training import profiling
 from rayrec.training.profiling import request_profile, watched_requests
 
@@ -47,7 +47,7 @@ def test_curves_in_a_store_that_was_out(folder: str, s3_server: Any) -> None:
 
 def test_an_offline_run_lies_in_the_store(folder: str) -> None:
     pytest.importorskip("wandb")
-    from rayrec.observe.wandb import WandbTracker
+    from rayrec.observe.tracking.wandb import WandbTracker
 
     config = recipes.gpt2_tiny().replace(name="run").to_dict()
     for events in (made_up_run.run()[:20], made_up_run.run(finished=False)):

@@ -7,9 +7,9 @@ import tyro
 from rayrec import api, recipes
 from rayrec.commands.arguments import Address, Checkpoint, OwnRecipe, Path_, flags, print_json
 from rayrec.observe.console import Console
-from rayrec.serve.following import Follow
+from rayrec.serve.online.following import Follow
+from rayrec.serve.online.settings import ServeConfig
 from rayrec.serve.readable import readable
-from rayrec.serve.settings import ServeConfig
 
 
 def _scoring(

@@ -6,7 +6,7 @@ from typing import Any, Final, final
 
 from ray.util.metrics import Counter, Gauge
 
-from rayrec.observe.scalars import Intervals, scalars
+from rayrec.observe.tracking.scalars import Intervals, scalars
 
 GAUGES: Final = {
     "rayrec_step": "Steps done",

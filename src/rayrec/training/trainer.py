@@ -17,8 +17,8 @@ from rayrec.observe import report
 from rayrec.observe.accounting import costs
 from rayrec.observe.console import Console
 from rayrec.observe.events import EventWriter, follow, merge_events, read_events
-from rayrec.observe.trackers import Makers, TrackersConfig
-from rayrec.observe.tracking import tracking
+from rayrec.observe.tracking.config import Makers, TrackersConfig
+from rayrec.observe.tracking.tracker import tracking
 from rayrec.observe.verdict import verdict
 from rayrec.training.signals import Signals
 from rayrec.workloads.base import ClusterConfig, ObserveConfig, ProfileConfig, RunContext, TrainConfig

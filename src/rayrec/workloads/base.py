@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from rayrec.config import Config, InputError
 from rayrec.data.placement import TaskPlacement
-from rayrec.observe.trackers import TrackersConfig
+from rayrec.observe.tracking.config import TrackersConfig
 
 if TYPE_CHECKING:
     import torch

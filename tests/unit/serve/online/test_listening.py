@@ -14,7 +14,7 @@ from ports import free_ports
 from served_click_model import make_app, make_model, row_text
 
 from rayrec.config import InputError
-from rayrec.serve.listening import Listener
+from rayrec.serve.online.listening import Listener
 
 
 def _post(port: int, text: bytes) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, final
 
-from rayrec.observe.scalars import Event
+from rayrec.observe.tracking.scalars import Event
 
 
 @final

@@ -11,9 +11,9 @@ import pytest
 from ports import free_ports
 
 from rayrec import recipes
-from rayrec.observe import tracking as tracking_module
 from rayrec.observe.events import EventWriter
-from rayrec.observe.tracking import tracking
+from rayrec.observe.tracking import tracker as tracking_module
+from rayrec.observe.tracking.tracker import tracking
 
 mlflow = pytest.importorskip("mlflow")
 
@@ -26,7 +26,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def track(store: str, events: list[dict[str, Any]], **config: Any) -> None:
-    from rayrec.observe.mlflow import MlflowTracker
+    from rayrec.observe.tracking.mlflow import MlflowTracker
 
     values = recipes.criteo_demo().replace(name="run", **config).to_dict()
     tracker = MlflowTracker(store, experiment="rayrec", config=values)
@@ -77,7 +77,7 @@ def test_a_new_run_of_the_same_name_is_another(store: str) -> None:
 
 
 def test_a_server_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rayrec.observe.mlflow import MlflowTracker
+    from rayrec.observe.tracking.mlflow import MlflowTracker
 
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setattr(tracking_module, "CLOSE_S", 2.0)

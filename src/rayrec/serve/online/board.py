@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, final
 
 from rayrec.config import InputError
-from rayrec.serve.counters import Snapshot, summed, without_gauges
-from rayrec.serve.hosting import Source, Status, Wanted
+from rayrec.serve.online.counters import Snapshot, summed, without_gauges
+from rayrec.serve.online.hosting import Source, Status, Wanted
 
 GONE_S: Final = 15.0
 """A replica that has not been heard of for so long is gone."""

@@ -14,13 +14,13 @@ from urllib.parse import parse_qsl
 
 import orjson
 
-from rayrec.serve import page
-from rayrec.serve.batcher import Batcher
-from rayrec.serve.counters import Counters, Snapshot, render
-from rayrec.serve.hosting import Hosting
-from rayrec.serve.openapi import document
-from rayrec.serve.requests import FORMATS, Format, RequestError, open_body
-from rayrec.serve.settings import ServeConfig
+from rayrec.serve.online import page
+from rayrec.serve.online.batcher import Batcher
+from rayrec.serve.online.counters import Counters, Snapshot, render
+from rayrec.serve.online.hosting import Hosting
+from rayrec.serve.online.openapi import document
+from rayrec.serve.online.requests import FORMATS, Format, RequestError, open_body
+from rayrec.serve.online.settings import ServeConfig
 
 if TYPE_CHECKING:
     from rayrec.serve.served import ServedModel

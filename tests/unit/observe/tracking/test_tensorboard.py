@@ -12,7 +12,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import masked_crc32c
 
 from rayrec.observe.history import logged
-from rayrec.observe.tensorboard import TensorBoardTracker
+from rayrec.observe.tracking.tensorboard import TensorBoardTracker
 
 
 def records(path: Path) -> list[Event]:

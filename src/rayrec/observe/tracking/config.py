@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from rayrec.config import Config, InputError
 from rayrec.extras import require
-from rayrec.observe.tracking import Tracker
+from rayrec.observe.tracking.tracker import Tracker
 
 Makers = dict[str, Callable[[], Tracker]]
 
@@ -77,30 +77,30 @@ class TrackersConfig(Config):
 
 
 def _tensorboard(folder: str, config: str) -> Tracker:
-    from rayrec.observe.tensorboard import TensorBoardTracker
+    from rayrec.observe.tracking.tensorboard import TensorBoardTracker
 
     return TensorBoardTracker(folder, config=config)
 
 
 def _mlflow(trackers: TrackersConfig, config: dict[str, Any]) -> Tracker:
-    from rayrec.observe.mlflow import MlflowTracker
+    from rayrec.observe.tracking.mlflow import MlflowTracker
 
     return MlflowTracker(trackers.mlflow_uri, experiment=trackers.project, config=config)
 
 
 def _wandb(trackers: TrackersConfig, folder: str, config: dict[str, Any]) -> Tracker:
-    from rayrec.observe.wandb import WandbTracker
+    from rayrec.observe.tracking.wandb import WandbTracker
 
     return WandbTracker(folder, project=trackers.project, offline=trackers.wandb == "offline", config=config)
 
 
 def _mllog(folder: str, config: dict[str, Any]) -> Tracker:
-    from rayrec.observe.mllog import MlLogTracker
+    from rayrec.observe.tracking.mllog import MlLogTracker
 
     return MlLogTracker(folder, config=config)
 
 
 def _iteration_lines(folder: str) -> Tracker:
-    from rayrec.observe.iteration_lines import IterationTracker
+    from rayrec.observe.tracking.iteration_lines import IterationTracker
 
     return IterationTracker(folder)

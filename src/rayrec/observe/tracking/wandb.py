@@ -10,8 +10,8 @@ from typing import Any, Final, final
 import wandb
 
 from rayrec import storage
-from rayrec.observe.run_identity import run_identity
-from rayrec.observe.scalars import Firsts, scalars
+from rayrec.observe.tracking.run_identity import run_identity
+from rayrec.observe.tracking.scalars import Firsts, scalars
 
 _STEP: Final = "step"
 """The axis of all curves. W&B's own counts what was sent and only goes up, so a save that is through late would be lost."""

@@ -9,11 +9,11 @@ import time
 from typing import TYPE_CHECKING, Any, Final, final
 
 from rayrec.config import InputError
-from rayrec.serve.app import ScoringApp
-from rayrec.serve.board import Board
-from rayrec.serve.counters import Counters, Snapshot
-from rayrec.serve.hosting import Hosting, Wanted
-from rayrec.serve.settings import ServeConfig
+from rayrec.serve.online.app import ScoringApp
+from rayrec.serve.online.board import Board
+from rayrec.serve.online.counters import Counters, Snapshot
+from rayrec.serve.online.hosting import Hosting, Wanted
+from rayrec.serve.online.settings import ServeConfig
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -103,7 +103,7 @@ class _ListeningReplica:
     """One that takes requests itself, at the port of its node."""
 
     def __init__(self, config: ServeConfig, token_digest: bytes | None) -> None:
-        from rayrec.serve.listening import Listener
+        from rayrec.serve.online.listening import Listener
 
         self._held = _Held(config, token_digest)
         end_s = config.time_limit_s + 1

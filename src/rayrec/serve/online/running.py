@@ -18,9 +18,9 @@ from rayrec.checkpoint import open_checkpoint
 from rayrec.config import InputError
 from rayrec.launch import cluster
 from rayrec.observe.console import Console
-from rayrec.serve.board import Change
-from rayrec.serve.changing import source_of
-from rayrec.serve.deployment import (
+from rayrec.serve.online.board import Change
+from rayrec.serve.online.changing import source_of
+from rayrec.serve.online.deployment import (
     APPLICATION,
     BoardHandle,
     http_options,
@@ -28,8 +28,8 @@ from rayrec.serve.deployment import (
     quieten,
     start_board,
 )
-from rayrec.serve.following import Follow, choose
-from rayrec.serve.settings import ServeConfig
+from rayrec.serve.online.following import Follow, choose
+from rayrec.serve.online.settings import ServeConfig
 
 _LOOK_EVERY_S: Final = 1.0
 _FOLLOW_EVERY_S: Final = 5.0

@@ -16,7 +16,7 @@ from rayrec.data.columns import RawColumns
 from rayrec.data.csv_text import read_csv_text
 from rayrec.data.parsing import Fault, RawRows, padded, parse_into
 from rayrec.schema import Schema
-from rayrec.serve.requests import Body, RequestError, shown
+from rayrec.serve.online.requests import Body, RequestError, shown
 
 MAX_INTEGER = 10**18 - 1
 MAX_NUMBER = 10**18

@@ -12,7 +12,7 @@ import uvicorn
 from rayrec.config import InputError
 
 if TYPE_CHECKING:
-    from rayrec.serve.app import ScoringApp
+    from rayrec.serve.online.app import ScoringApp
 
 _BACKLOG: Final = 2048
 _START_S: Final = 30.0

@@ -29,9 +29,9 @@ from rayrec.data.columns import RawColumns
 from rayrec.data.multi_hot import MultiHot
 from rayrec.data.preprocessor import SparseColumn
 from rayrec.datasets.criteo import SCHEMA
-from rayrec.serve.app import ScoringApp
-from rayrec.serve.requests import Body
-from rayrec.serve.row_readers import make_reader
+from rayrec.serve.online.app import ScoringApp
+from rayrec.serve.online.requests import Body
+from rayrec.serve.online.row_readers import make_reader
 
 TEXT = b"".join(row_text(number, known=False) for number in range(50))
 ROWS = [row_object(line) for line in TEXT.splitlines()]
@@ -419,7 +419,7 @@ def test_metrics() -> None:
 def test_a_failure_is_a_failure_of_that_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     app = make_app(MODEL)
     with monkeypatch.context() as patch:
-        patch.setattr("rayrec.serve.answers.UnknownTokens.count", lambda *_: 1 / 0)
+        patch.setattr("rayrec.serve.online.answers.UnknownTokens.count", lambda *_: 1 / 0)
         error = error_of(post(app, TEXT), 500)
         assert "division" not in json.dumps(error)
     assert post(app, TEXT).status == 200

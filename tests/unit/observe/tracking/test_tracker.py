@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from rayrec import storage
-from rayrec.observe import tracking as tracking_module
-from rayrec.observe import view_file
 from rayrec.observe.events import EventWriter
-from rayrec.observe.scalars import Firsts, Intervals, scalars
-from rayrec.observe.tracking import tracking
-from rayrec.observe.view_file import ViewFile
+from rayrec.observe.tracking import tracker as tracking_module
+from rayrec.observe.tracking import view_file
+from rayrec.observe.tracking.scalars import Firsts, Intervals, scalars
+from rayrec.observe.tracking.tracker import tracking
+from rayrec.observe.tracking.view_file import ViewFile
 
 
 class Recorder:

@@ -19,7 +19,7 @@ FULL, LAST = 1, 4
 
 
 def track(folder: Path, events: list[dict[str, Any]]) -> None:
-    from rayrec.observe.wandb import WandbTracker
+    from rayrec.observe.tracking.wandb import WandbTracker
 
     config = recipes.gpt2_tiny().replace(name="run").to_dict()
     tracker = WandbTracker(str(folder), project="rayrec", offline=True, config=config)

@@ -14,13 +14,13 @@ from served_click_model import ANY, logits_of, make_model, make_preprocessor, ro
 
 from rayrec.checkpoint import folder_of
 from rayrec.config import InputError
-from rayrec.serve.app import ScoringApp
-from rayrec.serve.board import GONE_S, Ledger
-from rayrec.serve.counters import Counters
-from rayrec.serve.following import choose
-from rayrec.serve.hosting import Hosting, Source, Status, Wanted
+from rayrec.serve.online.app import ScoringApp
+from rayrec.serve.online.board import GONE_S, Ledger
+from rayrec.serve.online.counters import Counters
+from rayrec.serve.online.following import choose
+from rayrec.serve.online.hosting import Hosting, Source, Status, Wanted
+from rayrec.serve.online.settings import ServeConfig
 from rayrec.serve.served import ServedModel
-from rayrec.serve.settings import ServeConfig
 
 MODELS = {name: make_model(seed=number) for number, name in enumerate("abc")}
 TEXT = b"".join(row_text(number) for number in range(20))
@@ -129,7 +129,7 @@ def test_shadow() -> None:
 def test_a_slow_shadow_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     hosting, counters = _host()
     go_on = threading.Event()
-    monkeypatch.setattr("rayrec.serve.answers.Answerer.score", lambda *_: go_on.wait(30))
+    monkeypatch.setattr("rayrec.serve.online.answers.Answerer.score", lambda *_: go_on.wait(30))
     hosting.apply(Wanted(1, Source(0, "a"), shadow=Source(1, "b")))
     app = ScoringApp(hosting, counters, config=ServeConfig())
     for _ in range(20):

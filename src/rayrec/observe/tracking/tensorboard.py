@@ -15,8 +15,8 @@ from tensorboardX.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboardX.record_writer import masked_crc32c
 
 from rayrec import storage
-from rayrec.observe.scalars import scalars
-from rayrec.observe.view_file import ViewFile
+from rayrec.observe.tracking.scalars import scalars
+from rayrec.observe.tracking.view_file import ViewFile
 
 _SUFFIX: Final = ".rayrec"
 """Tells the files made here from others in the folder."""

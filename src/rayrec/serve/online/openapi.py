@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rayrec.launch.versions import versions
-from rayrec.serve.row_readers import MAX_INTEGER, MAX_NUMBER
+from rayrec.serve.online.row_readers import MAX_INTEGER, MAX_NUMBER
 
 if TYPE_CHECKING:
     from rayrec.data.preprocessor import Preprocessor
     from rayrec.schema import Schema
+    from rayrec.serve.online.settings import ServeConfig
     from rayrec.serve.served import ServedModel
-    from rayrec.serve.settings import ServeConfig
 
 _MISSING = "Absent or null: missing."
 _STATUSES = {

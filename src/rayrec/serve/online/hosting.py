@@ -15,10 +15,10 @@ import numpy as np
 
 from rayrec.config import InputError
 from rayrec.metrics import sigmoid
-from rayrec.serve.answers import Answer, Answerer
-from rayrec.serve.counters import Counters
-from rayrec.serve.requests import Body, RequestError
-from rayrec.serve.row_readers import Raw
+from rayrec.serve.online.answers import Answer, Answerer
+from rayrec.serve.online.counters import Counters
+from rayrec.serve.online.requests import Body, RequestError
+from rayrec.serve.online.row_readers import Raw
 
 if TYPE_CHECKING:
     from rayrec.serve.served import ServedModel

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, final
 
 from rayrec import storage
-from rayrec.observe.epochs import Epochs
-from rayrec.observe.scalars import Intervals
-from rayrec.observe.view_file import ViewFile
+from rayrec.observe.tracking.epochs import Epochs
+from rayrec.observe.tracking.scalars import Intervals
+from rayrec.observe.tracking.view_file import ViewFile
 
 
 @final

@@ -12,9 +12,9 @@ import orjson
 
 from rayrec.data.unknown import UnknownTokens
 from rayrec.metrics import sigmoid
-from rayrec.serve.counters import Counters
-from rayrec.serve.requests import Body, RequestError
-from rayrec.serve.row_readers import Outcome, Raw, make_reader, take
+from rayrec.serve.online.counters import Counters
+from rayrec.serve.online.requests import Body, RequestError
+from rayrec.serve.online.row_readers import Outcome, Raw, make_reader, take
 
 if TYPE_CHECKING:
     from rayrec.serve.served import ServedModel

@@ -11,8 +11,8 @@ import pytest
 from asgi_client import post_async
 from served_click_model import make_app, make_model, row_text
 
-from rayrec.serve.batcher import INLINE_ROWS, Batcher
-from rayrec.serve.requests import Body, RequestError
+from rayrec.serve.online.batcher import INLINE_ROWS, Batcher
+from rayrec.serve.online.requests import Body, RequestError
 
 
 class Model:
@@ -31,7 +31,7 @@ class Model:
 @pytest.fixture(autouse=True)
 def _in_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a test can hold it up."""
-    monkeypatch.setattr("rayrec.serve.batcher.INLINE_ROWS", 0)
+    monkeypatch.setattr("rayrec.serve.online.batcher.INLINE_ROWS", 0)
 
 
 def _batcher(model: Model, **limits: int) -> Batcher:
@@ -67,7 +67,7 @@ def test_what_comes_meanwhile_goes_together() -> None:
 
 def test_few_rows_need_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is ready at once goes together, in order, before and behind what goes to the thread."""
-    monkeypatch.setattr("rayrec.serve.batcher.INLINE_ROWS", INLINE_ROWS)
+    monkeypatch.setattr("rayrec.serve.online.batcher.INLINE_ROWS", INLINE_ROWS)
     threads: list[str] = []
 
     async def scenario(model: Model) -> None:

@@ -13,10 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
-from rayrec.serve.requests import Body, RequestError
+from rayrec.serve.online.requests import Body, RequestError
 
 if TYPE_CHECKING:
-    from rayrec.serve.answers import Answer
+    from rayrec.serve.online.answers import Answer
 
 _RETRY = ((b"retry-after", b"1"),)
 INLINE_ROWS: Final = 64

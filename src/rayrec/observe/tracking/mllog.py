@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal, final
 
 from rayrec import storage
-from rayrec.observe.epochs import Epochs
-from rayrec.observe.scalars import Firsts
-from rayrec.observe.view_file import ViewFile
+from rayrec.observe.tracking.epochs import Epochs
+from rayrec.observe.tracking.scalars import Firsts
+from rayrec.observe.tracking.view_file import ViewFile
 
 TOKEN: Final = ":::MLLOG "
 BENCHMARKS: Final = {"mlperf_dcnv2": "dlrm_dcnv2", "mlperf_dlrm": "dlrm"}

@@ -11,9 +11,9 @@ import made_up_run
 import pytest
 
 from rayrec import recipes
-from rayrec.observe.epochs import Epochs
-from rayrec.observe.iteration_lines import IterationTracker
-from rayrec.observe.mllog import MlLogTracker, optimizer_lines
+from rayrec.observe.tracking.epochs import Epochs
+from rayrec.observe.tracking.iteration_lines import IterationTracker
+from rayrec.observe.tracking.mllog import MlLogTracker, optimizer_lines
 
 EXACTLY_ONE = [
     "submission_benchmark",

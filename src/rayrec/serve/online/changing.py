@@ -12,9 +12,9 @@ from rayrec import storage
 from rayrec.checkpoint import open_checkpoint
 from rayrec.config import InputError
 from rayrec.launch import cluster
-from rayrec.serve.board import Change
-from rayrec.serve.deployment import BoardHandle, find_board, quieten
 from rayrec.serve.exported import is_export
+from rayrec.serve.online.board import Change
+from rayrec.serve.online.deployment import BoardHandle, find_board, quieten
 
 _PROBE_S: Final = 3.0
 _CHANGE_S: Final = 600.0

@@ -1,0 +1,1 @@
+"""Views of a run in other tools, fed by its events."""
