@@ -130,10 +130,26 @@ def click_run(*, name: str = "clicks", auroc: float = 0.78, seconds: float = 1.0
             )
             events.add("checkpoint", after_s=0.1, step=step, path="x", bytes=1_000_000, stall_s=0.05, write_s=0.1)
     stages = [
-        {"stage": "read", "rows_per_s": 5000.0, "busy": 0.9},
-        {"stage": "encode", "rows_per_s": 9000.0, "busy": 0.5},
+        {"stage": "read", "rows_per_s": 5000.0, "busy": 0.9, "cpu_share": 0.8, "queue_share": 0.1},
+        {"stage": "encode", "rows_per_s": 9000.0, "busy": 0.5, "cpu_share": 0.9, "queue_share": 0.0},
     ]
-    events.add("data", step=100, stages=stages, object_store_bytes=50_000_000, spilled_bytes=0)
+    events.add(
+        "data",
+        step=100,
+        seconds=10.0 * seconds,
+        rows=12_800,
+        rows_per_s=1280.0 / seconds,
+        cpus=2.0,
+        busy=0.9,
+        capacity_rows_per_s=3000.0,
+        backlog_rows=0,
+        backlog_blocks=0,
+        stages=stages,
+        object_store_bytes=50_000_000,
+        object_store_limit_bytes=1_000_000_000,
+        spilled_bytes=0,
+    )
+    events.add("profile", step=20, end=30, path="profile/steps_20_30", ranks=2)
     events.add("finish", step=100, rows=12_800, metrics={"auroc": auroc, "logloss": 0.5})
     bins = [{"rows": 64, "predicted": place / 10, "observed": place / 10 + 0.01} for place in range(1, 9)]
     columns = [

@@ -15,6 +15,7 @@ from rayrec.observe.events import read_events
 from rayrec.observe.history import Attempt, Event, attempts, logged, standing
 from rayrec.observe.page import document, facts, folded, tiles
 from rayrec.observe.quantities import date_text, duration_text, number_text
+from rayrec.observe.verdict import verdict
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ def render(run: Run, *, price: Price | None = None) -> str:
             report_model.samples(events),
             report_course.course(events, tried),
             report_course.checkpoints(events),
+            report_course.profiles(events),
             folded("Configuration", f"<pre>{escape(run.config)}</pre>"),
         ),
     )
@@ -143,8 +145,7 @@ def figures(run: Run, rows: list[dict[str, Any]], tried: Sequence[Attempt]) -> s
 
 
 def _verdict(run: Run) -> str:
-    told = (run.summary or {}).get("verdict")
-    if not told:
-        return ""
-    lines = told if isinstance(told, list) else [told]
-    return '<div class="verdict">' + "<br>".join(escape(str(line)) for line in lines) + "</div>"
+    """What held it back, in words."""
+    found = verdict(run.events)
+    told = run.summary["verdict"] if run.summary and run.summary.get("verdict") else found and found.text
+    return f'<p class="verdict">{escape(told)}</p>' if told else ""

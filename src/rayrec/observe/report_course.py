@@ -212,6 +212,16 @@ def checkpoints(events: Sequence[Event]) -> str:
     return section("Checkpoints", table(heads, rows, name="Checkpoints") if rows else "")
 
 
+def profiles(events: Sequence[Event]) -> str:
+    """Where the steps that were recorded lie, and what could not be."""
+    rows = [
+        [clock_text(_since(events, event)), f"{event['step']:,}", event.get("path", ""), event.get("cause", "")]
+        for event in events
+        if event["kind"] in ("profile", "profile_failed")
+    ]
+    return section("Profiles", table(["after", "step", "folder", "trouble"], rows, name="Profiles") if rows else "")
+
+
 def costs(cost: Cost | None) -> str:
     """In money; nothing where no price was given."""
     if cost is None:

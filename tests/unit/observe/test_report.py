@@ -22,6 +22,7 @@ from rayrec.observe.cost import Price, cost
 from rayrec.observe.events import EventWriter
 from rayrec.observe.pictures import data_url
 from rayrec.observe.quantities import clock_text, duration_text, number_text, size_text, value_text
+from rayrec.observe.verdict import verdict
 
 VOID = {"meta", "img"}
 FINISHED = report.Run(made_up_run.CONFIG, made_up_run.run(), made_up_run.SUMMARY)
@@ -149,6 +150,13 @@ def test_a_run_in_progress_and_one_that_has_only_begun() -> None:
     assert "not finished at step 150 of 200" in page.text
     assert "validation at step 150" in page.text
     assert "150 of 200" in page.text
+    click = made_up_run.click_run()
+    unfinished = report.Run(
+        "", [event for event in click if event["kind"] not in ("finish", "summary", "samples")], None
+    )
+    found = verdict(unfinished.events)
+    assert found is not None
+    assert found.text in _Page(report.render(unfinished)).text
     events = made_up_run.Events()
     made_up_run.begin(events)
     for count in range(len(events.all) + 1):
@@ -214,8 +222,9 @@ def test_where_the_time_went() -> None:
     text = _Page(page).text
     assert "blocked on data 20.0 % of the time: <read> tasks are CPU-bound" in text
     assert "Share of the device's measured peak" in text
-    assert "read5000" in text
+    assert "read50000.90.80.1" in text
     assert "object store50 MB" in text
+    assert "20profile/steps_20_30" in text
 
 
 def test_calibration_categories_and_tables() -> None:
