@@ -142,6 +142,7 @@ def test_the_head_with_everything_on_it(expected: dict[str, Any], begin: Begin) 
     assert_accounted(run, summary, restarts=1)
 
 
+@pytest.mark.extended
 def test_stopped_runs_save_and_go_on_where_they_stopped(expected: dict[str, Any], begin: Begin) -> None:
     """SIGTERM, then Ctrl-C: the very step is saved, and nothing is trained twice."""
     run = begin()
