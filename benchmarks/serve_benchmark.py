@@ -32,6 +32,8 @@ TARGETS = {
     "bare handler, small MLP": "/mlp",
 }
 SWAP_EVERY_S = 20.0
+ROOM: dict[str, Any] = {"max_waiting_rows": 2 * max(SIZES) * max(CONNECTIONS)}
+"""What waits for the model at most: all that the connections ask for at once."""
 
 
 def load_rows(path: str, checkpoint: str, size: int) -> tuple[Any, bytes, Any]:
@@ -86,7 +88,7 @@ def host_ray(*, path: str, checkpoint: str, port: int) -> None:
                 return self.model(self.rows[int(request.query_params["rows"])])[:, 0].tolist()
 
     options = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
-    with rayrec.serving(checkpoint, port=port, cpus_per_replica=0.5, console=Console(quiet=True)):
+    with rayrec.serving(checkpoint, port=port, cpus_per_replica=0.5, **ROOM, console=Console(quiet=True)):
         for handler in (Forward, Mlp):
             name = handler.__name__.lower()
             deployment: Any = serve.deployment(handler, ray_actor_options=options, max_ongoing_requests=1000)
@@ -101,7 +103,7 @@ def host_direct(*, path: str, checkpoint: str, port: int) -> None:
     from rayrec.observe.console import Console
 
     quiet = Console(quiet=True)
-    with rayrec.serving(checkpoint, port=port, ingress="direct", cpus_per_replica=0.5, console=quiet):
+    with rayrec.serving(checkpoint, port=port, ingress="direct", cpus_per_replica=0.5, **ROOM, console=quiet):
         print("ready", flush=True)
         sys.stdin.read()
 
@@ -341,7 +343,7 @@ def main(*, quick: bool) -> None:
         ):
             for size in SIZES:
                 for connections in CONNECTIONS:
-                    seconds = 1.0 if quick else 10.0
+                    seconds = 1.0 if quick else 3.0
                     compare_http(
                         ports, bodies[size], size=size, connections=connections, seconds=seconds, repeats=repeats
                     )
