@@ -88,7 +88,8 @@ def host_ray(*, path: str, checkpoint: str, port: int) -> None:
                 return self.model(self.rows[int(request.query_params["rows"])])[:, 0].tolist()
 
     options = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
-    with rayrec.serving(checkpoint, port=port, cpus_per_replica=0.5, **ROOM, console=Console(quiet=True)):
+    quiet = Console(quiet=True)
+    with rayrec.serving(checkpoint, port=port, ingress="serve", cpus_per_replica=0.5, **ROOM, console=quiet):
         for handler in (Forward, Mlp):
             name = handler.__name__.lower()
             deployment: Any = serve.deployment(handler, ray_actor_options=options, max_ongoing_requests=1000)
@@ -117,7 +118,7 @@ def host_swapping(*, path: str, checkpoint: str, port: int) -> None:
     from rayrec.serve.online.changing import wait_for_change
 
     swaps, memory, stop = [], [], threading.Event()
-    with rayrec.serving(checkpoint, port=port, console=Console(quiet=True)) as server:
+    with rayrec.serving(checkpoint, port=port, ingress="serve", console=Console(quiet=True)) as server:
 
         def swap() -> None:
             while not stop.wait(SWAP_EVERY_S):

@@ -22,7 +22,7 @@ Address = Annotated[str | None, tyro.conf.arg(name="cluster.address")]
 
 def print_json(value: Any) -> None:
     json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
-    print()
+    print(flush=True)  # a server goes on after it
 
 
 def flags(verb: str, function: Any, arguments: list[str]) -> Any:

@@ -77,6 +77,8 @@ def serving(
     own_ray = not joined and not (address or os.environ.get("RAY_ADDRESS"))
     if own_ray:
         _require_free_port(config)
+    if config.ingress == "auto":
+        config = config.replace(ingress="direct" if own_ray else "serve")
     board = start_board(path)
     try:
         _deploy(config, digest, board)

@@ -20,8 +20,9 @@ class ServeConfig(Config):
     """Address to listen at; 0.0.0.0 lets in other machines (then set a token)."""
     port: int = 8000
     """Port to listen at."""
-    ingress: Literal["serve", "direct"] = "serve"
-    """serve: through Ray Serve's proxies; direct: each replica listens itself at the port of its node, several times as fast."""
+    ingress: Literal["auto", "serve", "direct"] = "auto"
+    """How requests come to the replicas. serve: by Ray Serve's proxies; direct: each listens itself, which is many times as fast;
+    auto: direct on a local Ray of its own, serve on a cluster."""
     replicas: int = 1
     """Processes that each hold the model."""
     cpus_per_replica: float = 1.0
