@@ -119,7 +119,7 @@ def stages(events: Sequence[Event]) -> str:
         return ""
     told = last["stages"]
     heads = list(dict.fromkeys(name for stage in told for name in stage))
-    rows = [["" if stage.get(name) is None else _cell(stage[name]) for name in heads] for stage in told]
+    rows = [["" if stage.get(name) is None else _cell(name, stage[name]) for name in heads] for stage in told]
     store = [
         (name.removesuffix("_bytes").replace("_", " "), size_text(last[name]))
         for name in last
@@ -132,8 +132,10 @@ def stages(events: Sequence[Event]) -> str:
     )
 
 
-def _cell(value: Any) -> str:
-    return number_text(value) if isinstance(value, int | float) else str(value)
+def _cell(name: str, value: Any) -> str:
+    if name == "busy" or name.endswith("_share"):
+        return f"{value:.1%}"
+    return number_text(round(value)) if isinstance(value, int | float) else str(value)
 
 
 # -- attempts, checkpoints, cost

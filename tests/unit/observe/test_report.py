@@ -222,7 +222,7 @@ def test_where_the_time_went() -> None:
     text = _Page(page).text
     assert "blocked on data 20.0 % of the time: <read> tasks are CPU-bound" in text
     assert "Share of the device's measured peak" in text
-    assert "read50000.90.80.1" in text
+    assert "read500090.0%80.0%10.0%" in text
     assert "object store50 MB" in text
     assert "20profile/steps_20_30" in text
 
