@@ -27,7 +27,6 @@ class EvaluationCounts:
     def __init__(self, columns: Mapping[str, SparseColumn]) -> None:
         """`columns`: by the key of the batches; empty where an id no longer tells whether its category was known."""
         self._columns = columns
-        self._name = ""
         self._start("")
 
     def _start(self, name: str) -> None:
