@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rayrec import recipes
+from rayrec import recipes, storage
 from rayrec.config import InputError
 from rayrec.training import profiling
 from rayrec.training.profiling import request_profile, watched_requests, worker_runtime_env
@@ -102,7 +101,7 @@ def test_other_requests_are_refused(tmp_path: Path, request_: str) -> None:
     with watched_requests(str(tmp_path), Mailbox(heard.append)):
         while (folder / "request.json").exists():
             time.sleep(0.02)
-        (folder / "request.json").write_text(json.dumps({"name": "good", "first": 1, "end": 2}))
+        storage.write_json(str(folder / "request.json"), {"name": "good", "first": 1, "end": 2})  # whole or not at all
         deadline_s = time.monotonic() + 10
         while not heard and time.monotonic() < deadline_s:
             time.sleep(0.02)
