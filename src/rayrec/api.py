@@ -290,13 +290,15 @@ def serve(
     swap: bool = False,
     rollback: bool = False,
     no_shadow: bool = False,
+    stop: bool = False,
     cluster_address: str | None = None,
     config: ServeConfig | None = None,
     started: Callable[[dict[str, Any]], None] | None = None,
     console: Console | None = None,
 ) -> None:
     """Scores rows over HTTP until Ctrl-C or SIGTERM; see `rayrec.serve.online.running.serve_forever`. With `swap`, `rollback`,
-    `no_shadow`, or `shadow` and no model, tells the server that runs on the Ray cluster at `cluster_address` to change.
+    `no_shadow`, or `shadow` and no model, tells the server that runs on the Ray cluster at `cluster_address` to change, with
+    `stop` to end.
 
     `started` gets what is served, once it is. Raises InputError for an unusable model or address, and where no server runs.
     """
@@ -304,17 +306,19 @@ def serve(
     from rayrec.serve.online.settings import ServeConfig
 
     address, tell = cluster_address, started or (lambda told: None)
-    if rollback + no_shadow + swap > 1:
-        raise InputError("swap, rollback and no_shadow: one at a time")
+    if rollback + no_shadow + swap + stop > 1:
+        raise InputError("swap, rollback, no_shadow and stop: one at a time")
     if model is None:
         if rollback:
             tell(changing.roll_back(address=address))
+        elif stop:
+            tell(changing.stop(address=address))
         elif no_shadow or (shadow and not swap):
             tell(changing.set_shadow(None if no_shadow else shadow, address=address))
         else:
             raise InputError("which model? give the folder of a checkpoint, a run or an export")
-    elif rollback or no_shadow:
-        raise InputError(f"{model}: rollback and no_shadow take no model")
+    elif rollback or no_shadow or stop:
+        raise InputError(f"{model}: rollback, no_shadow and stop take no model")
     elif swap:
         tell(changing.swap(model, address=address))
     else:
@@ -372,14 +376,12 @@ def report(*runs: str, out: str | None = None, price_per_node_hour: float | None
 
 
 def profile(run: str, *, steps: int = 10, timeout_s: float = 300.0, console: Console | None = None) -> dict[str, Any]:
-    """Asks a run in progress for a profile of so many steps of every worker, waits for it, and says where it is: a folder in
-    RUN/profile. Nothing but the run's folder is needed to reach it. Raises InputError where the run is not training, does not
-    answer, or ends before."""
+    """Asks a run in progress for a profile of so many steps (at most 200) of every worker, waits for it, and says where it is: a
+    folder in RUN/profile. Nothing but the run's folder is needed to reach it. Raises InputError where the run is not training,
+    does not answer, ends before, or a worker could not write its profile."""
     from rayrec.observe.events import read_events
     from rayrec.training.profiling import request_profile
 
-    if steps < 1:
-        raise InputError(f"steps: {steps} must be at least 1")
     folder = storage.absolute(run)
     events = read_events(storage.join(folder, "events.jsonl"))
     return request_profile(folder, events, steps=steps, timeout_s=timeout_s, note=_console(console).note)
@@ -397,8 +399,9 @@ def _config_of(checkpoint: str, recipe: Recipe | None) -> TrainConfig:
     from rayrec.checkpoint import open_checkpoint
     from rayrec.recipes import load_config
 
-    folder = open_checkpoint(checkpoint).path
-    return load_config(storage.read_bytes(storage.join(folder, "config.yaml")).decode(), recipe=recipe)
+    found = open_checkpoint(checkpoint)
+    found.manifest()  # says so where it is none
+    return load_config(storage.read_bytes(storage.join(found.path, "config.yaml")).decode(), recipe=recipe)
 
 
 def _scoring(

@@ -28,7 +28,7 @@ CLIENTS = 4
 
 
 def _ask(port: int, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     try:
         headers = {"content-type": "text/tab-separated-values", "authorization": "Bearer open sesame"}
         connection.request(method, path, body=body, headers=headers)
@@ -140,16 +140,21 @@ def test_a_server(tmp_path: Path, ingress: str) -> None:
             os.kill(died, signal.SIGKILL)
             killed_s = time.monotonic()
             _wait(lambda: len(_replicas(server)) == 2 and died not in _replicas(server))
-            _wait(lambda: _serving(port) == {version: 2.0})
+            _wait(lambda: _serving_or_nothing(port) == {version: 2.0})
         # What the replica had taken is lost with it; all else is answered by the other.
         assert len(load.failed()) <= CLIENTS
-        assert all(start_s < killed_s + 5 for start_s, _, _ in load.failed())
+        assert all(start_s < killed_s + 30 for start_s, _, _ in load.failed())
         assert load.models() == {version}
         rows = _counts(port)[f'rayrec_serve_rows_total{{model="{version}"}}']
         assert rows >= 10 * (len(load.answers) - CLIENTS)  # the counts of the one that died are kept
 
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(timeout=60) == 0, server.err
+        if ingress == "direct":
+            server.process.send_signal(signal.SIGTERM)
+        else:
+            stopped = tell("--stop")
+            assert stopped.returncode == 0, stopped.stderr
+            assert json.loads(stopped.stdout)["model"] == places[1]
+        assert server.process.wait(timeout=240) == 0, server.err
     assert "sesame" not in server.out + server.err
 
 
@@ -169,3 +174,11 @@ def _serving(port: int) -> dict[str, float]:
     return {
         name.split('"')[1]: value for name, value in _counts(port).items() if name.startswith("rayrec_serve_replicas")
     }
+
+
+def _serving_or_nothing(port: int) -> dict[str, float]:
+    """Nothing where the replica that was asked has just died."""
+    try:
+        return _serving(port)
+    except (OSError, http.client.HTTPException, AssertionError):
+        return {}

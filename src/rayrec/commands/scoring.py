@@ -159,11 +159,12 @@ def _serve(
     swap: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     rollback: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     no_shadow: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    stop: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     address: Address = None,
     config: Serve = DEFAULT_SERVE,
 ) -> None:
     """Score rows over HTTP until Ctrl-C or SIGTERM; then requests in flight are answered. Or tell a running server, by its
-    --cluster.address, to change its model.
+    --cluster.address, to change its model or to end.
 
     Args:
         model: Folder of a checkpoint, of a run (then the checkpoint its summary names, else the newest), or of an export.
@@ -172,6 +173,7 @@ def _serve(
         swap: Give the running server MODEL, without losing a request.
         rollback: Give the running server back the model before.
         no_shadow: The running server's shadow model is no longer used.
+        stop: The running server answers the requests in flight and ends, also one whose own process was killed.
         address: Address of a running Ray cluster; default RAY_ADDRESS, else a local Ray.
         config: How it is served.
     """
@@ -182,6 +184,7 @@ def _serve(
         swap=swap,
         rollback=rollback,
         no_shadow=no_shadow,
+        stop=stop,
         cluster_address=address,
         config=config,
         started=print_json,

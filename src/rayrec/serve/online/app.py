@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 from urllib.parse import parse_qsl
 
@@ -19,7 +21,7 @@ from rayrec.serve.online.batcher import Batcher
 from rayrec.serve.online.counters import Counters, Snapshot, render
 from rayrec.serve.online.hosting import Hosting
 from rayrec.serve.online.openapi import document
-from rayrec.serve.online.requests import FORMATS, Format, RequestError, open_body
+from rayrec.serve.online.requests import FORMATS, Body, Format, RequestError, open_body
 from rayrec.serve.online.settings import ServeConfig
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ Headers = tuple[tuple[bytes, bytes], ...]
 
 SCORE: Final = "/v1/score"
 OPEN_PATHS: Final = ("/", "/healthz", "/readyz")
-"""Answered without a token: they tell nothing of the model."""
+"""Answered without a token: of the model they tell its version, and nothing of its rows."""
 _JSON: Final = b"application/json"
 
 
@@ -67,6 +69,9 @@ class ScoringApp:
         this one is all there is."""
         self._hosting, self._counters, self._config = hosting, counters, config
         self._token_digest, self._collect = token_digest, collect
+        self.held_bytes = 0
+        """Of memory that requests hold which are being read, wait, or are scored."""
+        self.max_held_bytes = config.max_held_bytes
         self._document: tuple[ServedModel | None, bytes] = (None, b"")
         self._batcher = Batcher(
             hosting.answer,
@@ -132,24 +137,35 @@ class ScoringApp:
         deadline_s = time.monotonic() + self._config.time_limit_s
         with_columns = _with_columns(scope)
         format = _format(scope)
-        content = await self._read(scope, receive, deadline_s)
-        start = time.perf_counter()
-        body = open_body(content, format, max_rows=self._config.max_rows)
-        try:
-            async with asyncio.timeout_at(_loop_time(deadline_s)):
-                answer = await self._batcher.submit(body)
-        except TimeoutError:
-            raise RequestError(504, f"not scored within {self._config.time_limit_s:g} s; send fewer rows") from None
-        response = Response(answer.to_json(columns=with_columns))
-        self._counters.observe("rayrec_serve_request_seconds", [time.perf_counter() - start])
-        return response
+        with _Held(self) as held:
+            content = await self._read(
+                scope, receive, deadline_s, weight=_JSON_WEIGHT if format == "json" else 1, held=held
+            )
+            start = time.perf_counter()
+            try:
+                body = await self._open(content, format)
+                async with asyncio.timeout_at(_loop_time(deadline_s)):
+                    answer = await self._batcher.submit(body)
+                return Response(answer.to_json(columns=with_columns))
+            except TimeoutError:
+                raise RequestError(504, f"not scored within {self._config.time_limit_s:g} s; send fewer rows") from None
+            finally:
+                self._counters.observe("rayrec_serve_request_seconds", [time.perf_counter() - start])
 
-    async def _read(self, scope: Message, receive: Receive, deadline_s: float) -> bytes:
-        """The request's body; as it comes, whatever length was announced."""
+    async def _open(self, content: bytes, format: Format) -> Body:
+        """A large body is not parsed in the event loop, which others wait for."""
+        opened = partial(open_body, content, format, max_rows=self._config.max_rows)
+        if len(content) <= _INLINE_BYTES:
+            return opened()
+        return await asyncio.get_running_loop().run_in_executor(None, opened)
+
+    async def _read(self, scope: Message, receive: Receive, deadline_s: float, *, weight: int, held: _Held) -> bytes:
+        """The request's body; as it comes, whatever length was announced. A byte of it holds `weight` bytes of memory."""
         most = self._config.max_body_bytes
         too_large = RequestError(413, f"more than {most} bytes; send the rows in several requests", headers=_CLOSE)
         announced = _header(scope, b"content-length")
         if announced.isdigit() and int(announced[:20]) > most:
+            await _drain(receive, most)
             raise too_large
         parts: list[bytes] = []
         size = 0
@@ -162,7 +178,10 @@ class ScoringApp:
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
                     if size > most:
+                        parts.clear()
+                        await _drain(receive, most)
                         raise too_large
+                    held.take(weight * len(parts[-1]))
                     if not message.get("more_body", False):
                         return b"".join(parts)
         except TimeoutError:
@@ -207,6 +226,48 @@ class ScoringApp:
 
 
 _CLOSE: Headers = ((b"connection", b"close"),)  # what is left of the request is not read
+_INLINE_BYTES: Final = 1 << 20
+_JSON_WEIGHT: Final = 8
+"""Bytes of memory that a byte of JSON takes at most, about, once it is parsed."""
+_DRAIN_S: Final = 1.0
+
+
+@final
+class _Held:
+    """The memory that one request holds, from its first byte to its answer, as part of what all of them may hold."""
+
+    def __init__(self, app: ScoringApp) -> None:
+        self._app = app
+        self._num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises RequestError where there is no room; a request that is alone always has it."""
+        app = self._app
+        others = app.held_bytes - self._num_bytes
+        if others and app.held_bytes + num_bytes > app.max_held_bytes:
+            raise RequestError(503, "too many bytes are held already; send them again a little later", headers=_LATER)
+        self._num_bytes += num_bytes
+        app.held_bytes += num_bytes
+
+    def __enter__(self) -> _Held:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._app.held_bytes -= self._num_bytes
+
+
+_LATER: Headers = (*_CLOSE, (b"retry-after", b"1"))
+
+
+async def _drain(receive: Receive, most: int) -> None:
+    """Reads on for a little, and drops it: a connection closed with bytes unread loses the answer on its way."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DRAIN_S):
+            while most > 0:
+                message = await receive()
+                most -= len(message.get("body", b""))
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
 
 
 def _loop_time(deadline_s: float) -> float:

@@ -57,10 +57,6 @@ class Batcher:
     def waiting_requests(self) -> int:
         return len(self._waiting)
 
-    @property
-    def idle(self) -> bool:
-        return not self._waiting and not self._at_work
-
     async def submit(self, body: Body) -> Answer:
         """Raises RequestError for what `score` refuses, and where too much waits already. Who gives up waiting cancels."""
         too_many = len(self._waiting) >= self._max_waiting_requests

@@ -34,14 +34,18 @@ class Change:
 
 @final
 class Ledger:
-    """What the board knows, and what it decides; times are passed in. A model that any replica cannot load is not wanted any
-    longer: all go back to the one before, so that all answer alike."""
+    """What the board knows, and what it decides; times are passed in. A model that any replica cannot change over to is not
+    wanted any longer: all go back to the one before, so that all answer alike. One that all have served is not given up where
+    a replica started later fails at it."""
 
     def __init__(self, path: str) -> None:
         self.wanted = Wanted(0, Source(0, path))
         self._replicas: dict[str, _Replica] = {}
-        self._gone: Snapshot = {}
+        self._gone: dict[str, Snapshot] = {}
+        """What replicas counted that are not heard of; they may come back."""
         self._failures: dict[int, str] = {}
+        self._settled: set[int] = set()
+        """Serials of models that all replicas had at one time."""
         self._earlier: Source | None = None
         """What was there to go back to before the newest change."""
 
@@ -53,15 +57,24 @@ class Ledger:
         if known and known.generation > self.wanted.generation:
             self.wanted = known
         self._replicas[replica] = _Replica(now_s, status, snapshot)
+        self._gone.pop(replica, None)
         self._forget(now_s)
-        for serial, cause in status.failures.items():
-            self._failures.setdefault(serial, cause)
+        self._judge(status)
         wanted = self.wanted
         if wanted.model.serial in self._failures and wanted.previous:
             self._change(model=wanted.previous, previous=self._earlier)
         if wanted.shadow and wanted.shadow.serial in self._failures:
             self._change(shadow=None)
         return self.wanted
+
+    def _judge(self, told: Status) -> None:
+        for serial, cause in told.failures.items():
+            if serial not in self._settled:
+                self._failures.setdefault(serial, cause)
+        model = self.wanted.model
+        if all(replica.status.model == model for replica in self._replicas.values()):
+            self._settled.add(model.serial)
+            self._failures.pop(model.serial, None)
 
     def swap(self, path: str) -> int:
         """Wants another model, or the same path's anew; returns its serial."""
@@ -102,10 +115,10 @@ class Ledger:
 
     def collect(self) -> Snapshot:
         """What all replicas have counted, also those that are gone."""
-        return summed([self._gone, *(replica.snapshot for replica in self._replicas.values())])
+        return summed([*self._gone.values(), *(replica.snapshot for replica in self._replicas.values())])
 
     def describe(self) -> dict[str, Any]:
-        """Plain JSON values: what is wanted, what each replica serves."""
+        """Plain JSON values: what is wanted, what each replica serves, and by serial why models were not taken."""
         wanted = self.wanted
         return {
             "model": wanted.model.path,
@@ -115,7 +128,7 @@ class Ledger:
                 name: {"model": replica.status.version, "shadow": replica.status.shadow_version or None}
                 for name, replica in self._replicas.items()
             },
-            "failures": list(self._failures.values()),
+            "failures": {str(serial): cause for serial, cause in self._failures.items()},
         }
 
     def _change(self, **changes: Any) -> None:
@@ -124,7 +137,7 @@ class Ledger:
     def _forget(self, now_s: float) -> None:
         for name, replica in list(self._replicas.items()):
             if now_s - replica.seen_s > GONE_S:
-                self._gone = summed([self._gone, without_gauges(replica.snapshot)])
+                self._gone[name] = without_gauges(replica.snapshot)
                 del self._replicas[name]
 
 

@@ -1,11 +1,12 @@
-"""Tells a running server to change its model."""
+"""Tells a running server to change its model, or to end."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from rayrec import storage
@@ -14,7 +15,7 @@ from rayrec.config import InputError
 from rayrec.launch import cluster
 from rayrec.serve.exported import is_export
 from rayrec.serve.online.board import Change
-from rayrec.serve.online.deployment import BoardHandle, find_board, quieten
+from rayrec.serve.online.deployment import APPLICATION, BoardHandle, end_board, find_board, quieten
 
 _PROBE_S: Final = 3.0
 _CHANGE_S: Final = 600.0
@@ -40,7 +41,39 @@ def set_shadow(path: str | None, *, address: str | None) -> dict[str, Any]:
     return _changed(address, lambda board: board.shadow.remote(source_of(path) if path else None))
 
 
+def stop(*, address: str | None) -> dict[str, Any]:
+    """Ends the server of a cluster, also one whose own process was killed: requests in flight are answered first. Returns what
+    it served."""
+    from ray import serve
+
+    with _reached(address) as board:
+        import ray
+
+        found: dict[str, Any] = ray.get(board.describe.remote())
+        serve.delete(APPLICATION)
+        end_board(board)
+        return found
+
+
 def _changed(address: str | None, ask: Callable[[BoardHandle], Any]) -> dict[str, Any]:
+    with _reached(address) as board:
+        import ray
+
+        serial: int | str | None = ray.get(ask(board))
+        if isinstance(serial, str):
+            raise InputError(serial)
+        change = wait_for_change(board, serial) if serial is not None else Change("done")
+        if change.state == "failed":
+            raise InputError(f"{change.cause} (the model before goes on)")
+        if change.state == "pending":
+            raise InputError(f"not all replicas have changed over within {_CHANGE_S:g} s; see the server's /metrics")
+        found: dict[str, Any] = ray.get(board.describe.remote())
+        return {"version": change.version, **found}
+
+
+@contextlib.contextmanager
+def _reached(address: str | None) -> Iterator[BoardHandle]:
+    """The board of the server that runs on a cluster."""
     import ray
     from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 
@@ -58,16 +91,7 @@ def _changed(address: str | None, ask: Callable[[BoardHandle], Any]) -> dict[str
         board = find_board()
         if board is None:
             raise InputError(f"{address}: no `rayrec serve` runs on this Ray cluster")
-        serial: int | str | None = ray.get(ask(board))
-        if isinstance(serial, str):
-            raise InputError(serial)
-        change = wait_for_change(board, serial) if serial is not None else Change("done")
-        if change.state == "failed":
-            raise InputError(f"{change.cause} (the model before goes on)")
-        if change.state == "pending":
-            raise InputError(f"not all replicas have changed over within {_CHANGE_S:g} s; see the server's /metrics")
-        found: dict[str, Any] = ray.get(board.describe.remote())
-        return {"version": change.version, **found}
+        yield board
     finally:
         if not joined:
             ray.shutdown()

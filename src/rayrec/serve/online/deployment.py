@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, final
 
 from rayrec.config import InputError
@@ -29,6 +30,8 @@ APPLICATION: Final = "rayrec"
 BOARD: Final = "rayrec-serve-board"
 NAMESPACE: Final = "rayrec"
 EXCHANGE_EVERY_S: Final = 0.5
+_START_S: Final = 120.0
+"""How long the board may take to start."""
 _ANSWER_S: Final = 5.0
 """How long the board may take to answer."""
 _SPARE_REQUESTS: Final = 64
@@ -38,14 +41,21 @@ _SPARE_REQUESTS: Final = 64
 def start_board(path: str) -> BoardHandle:
     """The board of a new server. Raises InputError where the cluster has a server already."""
     import ray
+    from ray import serve
 
-    if find_board() is not None:
-        raise InputError(
-            "this Ray cluster runs a `rayrec serve` already; --swap gives it another model, or stop it first"
-        )
+    left = find_board()
+    if left is not None:
+        if APPLICATION in serve.status().applications:
+            raise InputError(
+                "this Ray cluster runs a `rayrec serve` already; --swap gives it another model, --stop ends it (both with "
+                "--cluster.address)"
+            )
+        end_board(left)  # of a server that was killed, and whose replicas somebody removed
     actor: Any = ray.remote(Board)
     actor = actor.options(name=BOARD, namespace=NAMESPACE, num_cpus=0, max_restarts=-1, lifetime="detached")
-    return actor.remote(path)
+    board = actor.remote(path)
+    ray.get(board.describe.remote(), timeout=_START_S)  # replicas do not wait long for it
+    return board
 
 
 def find_board() -> BoardHandle | None:
@@ -56,6 +66,16 @@ def find_board() -> BoardHandle | None:
         return ray.get_actor(BOARD, namespace=NAMESPACE)
     except ValueError:
         return None
+
+
+def end_board(board: BoardHandle) -> None:
+    """Returns once its name is free."""
+    import ray
+
+    ray.kill(board)
+    deadline_s = time.monotonic() + _START_S
+    while find_board() is not None and time.monotonic() < deadline_s:
+        time.sleep(0.05)
 
 
 def make_application(config: ServeConfig, *, token_digest: bytes | None) -> Application:
@@ -107,7 +127,9 @@ class _ListeningReplica:
 
         self._held = _Held(config, token_digest)
         end_s = config.time_limit_s + 1
-        self._listener = Listener(self._held.app, host=config.host, port=config.port, end_s=end_s)
+        self._listener = Listener(
+            self._held.app, host=config.host, port=config.port, max_body_bytes=config.max_body_bytes, end_s=end_s
+        )
 
     def check_health(self) -> None:
         """As above."""
@@ -119,6 +141,7 @@ class _ListeningReplica:
         """Ray Serve calls it when it ends a replica, and waits."""
         if hasattr(self, "_listener"):  # else it never came to listen
             self._listener.close()
+            self._held.app.close()
 
 
 @final
@@ -168,12 +191,15 @@ class _Held:
         self._wanted = ray.get(told, timeout=_ANSWER_S)
 
     def _follow(self) -> None:
+        """Tells and hears, also while a model is loaded."""
         import ray
 
         silent = False
+        changing = ThreadPoolExecutor(1, thread_name_prefix="change")
+        applied, change = self._wanted, Future[None]()
+        change.set_result(None)
         while True:
             time.sleep(EXCHANGE_EVERY_S)
-            before = self._wanted
             try:
                 self._exchange()
                 silent = False
@@ -183,11 +209,18 @@ class _Held:
                 silent = True
                 continue
             assert self._wanted is not None
-            if self._wanted != before:
-                self._hosting.apply(self._wanted)
+            if self._wanted != applied and change.done():
+                applied = self._wanted
+                change = changing.submit(self._hosting.apply, applied)
+                change.add_done_callback(_log_failure)
 
     async def _collect(self) -> Snapshot:
         return await self._board.collect.remote(self._name, self._wanted, self._hosting.status(), self.app.snapshot())
+
+
+def _log_failure(change: Future[None]) -> None:
+    if (error := change.exception()) is not None:
+        _log.error("a change of the model failed", exc_info=error)
 
 
 def quieten() -> None:

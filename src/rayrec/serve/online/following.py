@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from rayrec import storage
 from rayrec.checkpoint import Checkpoint, DamagedError, committed
 from rayrec.checkpoint.folders import check_files
 
@@ -11,10 +12,10 @@ Follow = Literal["no", "newest", "best"]
 
 
 def choose(run: str, which: Literal["newest", "best"]) -> str | None:
-    """The folder of a run's newest complete checkpoint, or of the one with the best score of an evaluation (of equal ones the
-    later); None where there is none (yet). One that lacks files, as while it is removed, is passed over."""
+    """The folder, absolute, of a run's newest complete checkpoint, or of the one with the best score of an evaluation (of equal
+    ones the later); None where there is none (yet). One that lacks files, as while it is removed, is passed over."""
     scored: list[tuple[float, str]] = []
-    for checkpoint in reversed(committed(run)):
+    for checkpoint in reversed(committed(storage.absolute(run))):
         found = _score(checkpoint)
         if found is None:
             continue

@@ -54,7 +54,9 @@ def open_body(content: bytes, format: Format, *, max_rows: int) -> Body:
         body = _open_json(content)
     else:
         text = content.rstrip(b"\r\n")
-        body = Body(format, text.count(b"\n") + 1 if text else 0, text=text)
+        # A row ends with \n, \r\n, or, of CSV, with \r.
+        ends = text.count(b"\n") + text.count(b"\r") - text.count(b"\r\n")
+        body = Body(format, ends + 1 if text else 0, text=text)
     if not body.num_rows:
         raise RequestError(400, "the request holds no row", field="rows" if format == "json" else None)
     if body.num_rows > max_rows:

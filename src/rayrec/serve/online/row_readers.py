@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -55,12 +56,23 @@ class RowReader(ABC):
     def _is_labelled(self, text: bytes, delimiter: str) -> bool:
         """Whether the first line has the columns of a labelled row, else those of an unlabelled one. Raises RequestError where
         it has neither's."""
-        found = text.partition(b"\n")[0].count(delimiter.encode()) + 1
+        found = len(_first_fields(text, delimiter))
         bare, full = len(self.schema.columns), len(self._with_label.columns)
         if found not in (bare, full):
             also = f", or {full} with {' and '.join(self._ignored)}" if full > bare else ""
             raise RequestError(400, f"row 0 has {found} columns; {bare} are needed{also}", row=0)
         return found != bare
+
+
+def _first_fields(text: bytes, delimiter: str) -> list[str]:
+    """Of the first line; a quoted one may hold the delimiter."""
+    line = text.partition(b"\n")[0].rstrip(b"\r").decode("utf-8", "replace")
+    if '"' not in line:
+        return line.split(delimiter)
+    try:
+        return next(csv.reader([line], delimiter=delimiter), [])
+    except csv.Error:  # the parser says what is wrong with it
+        return line.split(delimiter)
 
 
 @final
@@ -211,8 +223,7 @@ class AnyReader(RowReader):
         delimiter = "\t" if body.format == "tsv" else self.schema.delimiter
         if delimiter == self.schema.list_delimiter:
             raise RequestError(415, "the columns' delimiter of this format is that of lists; send application/json")
-        first_line = body.text.partition(b"\n")[0].rstrip(b"\r").decode("utf-8", "replace")
-        names = [name.strip('"') for name in first_line.split(delimiter)]
+        names = _first_fields(body.text, delimiter)
         has_header = body.format == "csv" and set(self.schema.columns) <= set(names) <= self._known
         if has_header:
             columns, text = tuple(names), body.text.partition(b"\n")[2]

@@ -33,6 +33,11 @@ from rayrec.serve.online.settings import ServeConfig
 
 _LOOK_EVERY_S: Final = 1.0
 _FOLLOW_EVERY_S: Final = 5.0
+_STORE_S: Final = 5.0
+"""How long following waits for a store that is out."""
+_ATTEMPTS: Final = 4
+_RETRY_S: Final = 15.0
+"""Doubled with each attempt."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +169,9 @@ def serve_forever(
         watch = _Watch(server, console)
         look_s = 0.0
         while not asked.wait(_LOOK_EVERY_S):
-            watch.look()
+            if not watch.look():
+                console.note("the server was stopped")
+                return
             if follow != "no" and time.monotonic() - look_s > _FOLLOW_EVERY_S:
                 look_s = time.monotonic()
                 watch.follow(path, follow)
@@ -201,37 +208,70 @@ def _until_signal() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
+@dataclass
+class _Attempt:
+    """At changing over to a checkpoint of the run that is followed."""
+
+    serial: int
+    number: int
+    at_s: float
+
+
 class _Watch:
-    """Tells what changes while a server runs."""
+    """Tells what changes while a server runs. Whatever of the store or of the board is away meanwhile, what is served goes on."""
 
     def __init__(self, server: Server, console: Console) -> None:
         self._server, self._console = server, console
         found = server.describe()
-        self._versions, self._failures = _versions(found), len(found["failures"])
-        self._followed: set[str] = {found["model"]}
+        self._versions, self._failures = _versions(found), dict(found["failures"])
+        self._served: str = found["model"]
+        self._attempts = {self._served: _Attempt(0, 1, time.monotonic())}
+        self._trouble = ""
 
-    def look(self) -> None:
+    def look(self) -> bool:
+        """False where somebody has stopped the server."""
         import ray
 
         try:
             found = self._server.describe()
+        except ray.exceptions.ActorDiedError:
+            return False
         except ray.exceptions.RayError:
-            return  # the board is started anew; the next look finds it
-        for cause in found["failures"][self._failures :]:
-            self._console.note(f"not served: {cause}; what was served goes on")
-        if _versions(found) != self._versions:
-            self._console.note(f"serving {', '.join(_versions(found)) or 'nothing'}")
-        self._versions, self._failures = _versions(found), len(found["failures"])
+            return True  # the board is started anew; the next look finds it
+        for serial, cause in found["failures"].items():
+            if self._failures.get(serial) != cause:
+                self._console.note(f"not served: {cause}; what was served goes on")
+        versions = _versions(found)
+        if versions != self._versions:
+            lost = f"nothing; where {found['model']} is gone, --swap gives another model"
+            self._console.note(f"serving {', '.join(versions) or lost}")
+        self._versions, self._failures, self._served = versions, dict(found["failures"]), found["model"]
+        return True
 
     def follow(self, run: str, which: Literal["newest", "best"]) -> None:
-        """Changes over to a checkpoint that was not tried before."""
+        """Changes over to the run's checkpoint; where that fails, again a few times later."""
         import ray
 
-        found = choose(run, which)
-        if found is None or found in self._followed:
-            return
-        self._followed.add(found)
-        ray.get(self._server.board.swap.remote(found))
+        try:
+            with storage.patience(_STORE_S):
+                found = choose(run, which)
+            if found is not None and found != self._served and self._is_due(found):
+                number = self._attempts[found].number + 1 if found in self._attempts else 1
+                serial = ray.get(self._server.board.swap.remote(found))
+                self._attempts[found] = _Attempt(serial, number, time.monotonic())
+            self._trouble = ""
+        except (ray.exceptions.RayError, OSError, InputError) as error:
+            if str(error) != self._trouble:
+                self._console.note(f"follow: {' '.join(str(error).split())}; what is served goes on")
+            self._trouble = str(error)
+
+    def _is_due(self, path: str) -> bool:
+        """Whether a checkpoint was never tried, or in vain and long enough ago."""
+        before = self._attempts.get(path)
+        if before is None:
+            return True
+        failed = str(before.serial) in self._failures
+        return failed and before.number < _ATTEMPTS and time.monotonic() - before.at_s > _RETRY_S * 2**before.number
 
 
 def _versions(found: dict[str, Any]) -> list[str]:

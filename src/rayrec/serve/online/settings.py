@@ -30,7 +30,7 @@ class ServeConfig(Config):
     device: Device = "cpu"
     """cuda: each replica gets one GPU."""
     max_batch_rows: int = 8192
-    """Rows the model takes at once."""
+    """Rows of several requests that the model takes at once."""
     max_rows: int = 8192
     """Rows of one request; more: 413."""
     max_body_bytes: int = 16 << 20
@@ -39,6 +39,8 @@ class ServeConfig(Config):
     """Rows that may wait in a replica; beyond: 503."""
     max_waiting_requests: int = 512
     """Requests that may wait in a replica; beyond: 503."""
+    max_held_bytes: int = 1 << 30
+    """Bytes that all requests may hold in a replica (JSON, once parsed, eight times its length); beyond: 503."""
     time_limit_s: float = 10.0
     """From a request's first byte to its answer; beyond: 408 while it is still being sent, else 504."""
     token_file: str | None = None
@@ -55,6 +57,7 @@ class ServeConfig(Config):
             "max_body_bytes",
             "max_waiting_rows",
             "max_waiting_requests",
+            "max_held_bytes",
         )
         for name in counts:
             if getattr(self, name) < 1:

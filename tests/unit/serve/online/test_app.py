@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import threading
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from rayrec.data.multi_hot import MultiHot
 from rayrec.data.preprocessor import SparseColumn
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.serve.online.app import ScoringApp
-from rayrec.serve.online.requests import Body
+from rayrec.serve.online.requests import Body, RequestError, open_body
 from rayrec.serve.online.row_readers import make_reader
 
 TEXT = b"".join(row_text(number, known=False) for number in range(50))
@@ -151,6 +152,8 @@ def test_own_schema() -> None:
     bare = "\n".join(lines).encode()
     labelled = "\n".join("1,0.5," + line for line in lines).encode()
     header = b'"age",price,user,item,tags\n' + bare
+    lines[0], lines[1] = lines[1].replace("someone", "some,one"), lines[0]
+    quoted = "\n".join(lines).encode()
     turned = "\n".join(
         ["tags,click,user,item,age,price", f"{token(2, 0)}|{token(2, 1)},0,{token(0, 1)},{token(1, 0)},3,1.5"]
     )
@@ -158,6 +161,7 @@ def test_own_schema() -> None:
         answer = post(app, text, media_type="text/csv").json()
         assert answer["logits"] == found["logits"]
         assert answer["unknown"] == found["unknown"]
+    assert post(app, quoted, media_type="text/csv").json()["unknown"] == [3, 0, 1]
     assert post(app, turned.encode(), media_type="text/csv").json()["unknown"] == [0]
     assert post(app, bare.replace(b",", b"\t")).json()["logits"] == found["logits"]
 
@@ -331,11 +335,53 @@ def test_sizes() -> None:
     error_of(ask(app, "POST", "/v1/score", headers=headers, parts=[b"x" * 500] * 5), 413)
 
 
+def test_what_all_requests_hold_is_bounded() -> None:
+    app = make_app(MODEL, max_held_bytes=3 * len(TEXT))
+    headers = {"content-type": "text/tab-separated-values"}
+
+    async def scenario() -> list[int]:
+        slow = {"headers": headers, "parts": [TEXT[:-1], 0.5, TEXT[-1:]]}
+        many = [asyncio.create_task(request(app, "POST", "/v1/score", **slow)) for _ in range(5)]
+        replies = [await task for task in many]
+        assert all(reply is not None and (reply.status == 200 or "retry-after" in reply.headers) for reply in replies)
+        return sorted(reply.status for reply in replies if reply is not None)
+
+    assert asyncio.run(scenario()) == [200, 200, 200, 503, 503]
+    assert app.held_bytes == 0
+    large = b'{"rows": [' + b" " * 4 * len(TEXT) + b"{}]}"  # of JSON each byte counts for several
+    assert ask(app, "POST", "/v1/score", headers={"content-type": "application/json"}, parts=[large]).status == 200
+    assert app.held_bytes == 0
+
+
+def test_a_large_body_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayrec.serve.online.app._INLINE_BYTES", 1)
+    opened_by: list[str] = []
+
+    def noted(*arguments: Any, **named: Any) -> Body:
+        opened_by.append(threading.current_thread().name)
+        return open_body(*arguments, **named)
+
+    monkeypatch.setattr("rayrec.serve.online.app.open_body", noted)
+    app = make_app(MODEL)
+    assert post(app, TEXT).status == 200
+    error_of(post(app, b"\n\n"), 400)
+    assert len(opened_by) == 2
+    assert threading.main_thread().name not in opened_by
+
+
+def test_rows_are_counted_by_every_kind_of_end() -> None:
+    for content in (b"1\r2\r3", b"1\n2\n3\n", b"1\r\n2\r\n3\r\n", b"1\n2\r3\r\n"):
+        assert open_body(content, "csv", max_rows=3).num_rows == 3
+        with pytest.raises(RequestError, match="3 rows in one request"):
+            open_body(content, "csv", max_rows=2)
+
+
 def test_a_body_in_pieces_and_one_that_does_not_come() -> None:
-    app = make_app(MODEL, time_limit_s=0.2)
+    app = make_app(MODEL)
     headers = {"content-type": "text/tab-separated-values"}
     pieces = [TEXT[start : start + 100] for start in range(0, len(TEXT), 100)]
     assert ask(app, "POST", "/v1/score", headers=headers, parts=pieces).json() == post(app, TEXT).json()
+    app = make_app(MODEL, time_limit_s=0.2)
     error_of(ask(app, "POST", "/v1/score", headers=headers, parts=[b"1", 5.0, b"2"]), 408)
     gone = asyncio.run(request(app, "POST", "/v1/score", headers=headers, parts=[b"1"], disconnect=True))
     assert gone is None
@@ -410,7 +456,7 @@ def test_metrics() -> None:
     assert found['rayrec_serve_batch_rows_bucket{le="64"}'] == 2
     assert found['rayrec_serve_batch_rows_bucket{le="+Inf"}'] == found["rayrec_serve_batch_rows_count"] == 2
     assert found["rayrec_serve_batch_rows_sum"] == 100
-    assert found["rayrec_serve_request_seconds_count"] == 2
+    assert found["rayrec_serve_request_seconds_count"] == 3
     assert found["rayrec_serve_waiting_rows"] == 0
     hash_ = MODEL.preprocessor_hash
     assert found[f'rayrec_serve_replicas{{model="{MODEL.version}",preprocessor="{hash_}"}}'] == 1

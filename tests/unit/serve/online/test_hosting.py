@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import ray
 from asgi_client import ask, post, post_async
 from served_click_model import ANY, logits_of, make_model, make_preprocessor, row_text
 
 from rayrec.checkpoint import folder_of
 from rayrec.config import InputError
+from rayrec.observe.console import Console
+from rayrec.serve.online import running
 from rayrec.serve.online.app import ScoringApp
 from rayrec.serve.online.board import GONE_S, Ledger
 from rayrec.serve.online.counters import Counters
@@ -41,7 +49,7 @@ def _host(*, load: object = load) -> tuple[Hosting, Counters]:
 
 def test_a_swap_under_load_loses_no_request_and_mixes_no_models() -> None:
     def slowly(path: str) -> ServedModel:
-        time.sleep(0.05)
+        time.sleep(0.2)
         return load(path)
 
     hosting, counters = _host(load=slowly)
@@ -112,7 +120,7 @@ def test_shadow() -> None:
     for _ in range(3):
         post(app, TEXT)
     version = MODELS["b"].version
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while counters.snapshot().get(("rayrec_serve_shadow_rows_total", (("model", version),))) != [80.0]:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
@@ -201,6 +209,21 @@ def test_a_shadow_that_cannot_be_loaded() -> None:
     assert ledger.shadow(None) is None
 
 
+def test_what_all_have_served_is_not_given_up_for_one_that_comes_later() -> None:
+    ledger = Ledger("a")
+    first = ledger.wanted.model
+    failed = Status(failures={first.serial: "the store was out"})
+    _tell(ledger, "one", failed, 0)
+    assert ledger.change(first.serial).state == "failed"
+    _tell(ledger, "one", _serves(first), 1)  # Ray Serve started it anew
+    assert ledger.describe()["failures"] == {}
+    second = Source(ledger.swap("b"), "b")
+    _tell(ledger, "one", _serves(second), 2)
+    assert _tell(ledger, "two", Status(failures={second.serial: "the store was out"}), 3).model == second
+    assert ledger.roll_back() == first.serial
+    assert _tell(ledger, "one", _serves(first), 4).model == first
+
+
 def test_nothing_to_go_back_to() -> None:
     with pytest.raises(InputError, match="no other model"):
         Ledger("a").roll_back()
@@ -224,6 +247,8 @@ def test_counts_outlive_a_replica() -> None:
     _tell(ledger, "two", Status(), 2 + GONE_S)
     assert ledger.collect() == {("rayrec_serve_rows_total", ()): [15.0]}
     assert set(ledger.describe()["replicas"]) == {"two"}
+    _tell(ledger, "one", Status(), 3 + GONE_S)  # it was busy, and counts on from where it was
+    assert ledger.collect() == {("rayrec_serve_rows_total", ()): [20.0]}
 
 
 # -- following a run
@@ -252,3 +277,91 @@ def test_the_checkpoint_to_follow(tmp_path: Path) -> None:
     assert choose(str(tmp_path), "newest") == newest
     (Path(newest) / "manifest.json").write_text("{")
     assert choose(str(tmp_path), "newest") == best
+    assert choose(os.path.relpath(tmp_path), "best") == best
+
+
+class _Board:
+    """Stands for the board's actor."""
+
+    def __init__(self, path: str) -> None:
+        self.ledger, self.trouble = Ledger(path), None
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(remote=partial(self._call, name))
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        if self.trouble is not None:
+            raise self.trouble
+        return getattr(self.ledger, name)(*arguments)
+
+
+@pytest.fixture
+def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Board:
+    monkeypatch.setattr("ray.get", lambda told: told)
+    monkeypatch.setattr(running, "_RETRY_S", 0.0)
+    return _Board(_save(tmp_path, 10, None))
+
+
+def _watch(board: _Board) -> running._Watch:
+    return running._Watch(running.Server("http://x", board, "x:1"), Console())
+
+
+def test_a_run_is_followed(board: _Board, tmp_path: Path) -> None:
+    watch = _watch(board)
+    run = os.path.relpath(tmp_path)
+    watch.follow(run, "newest")
+    assert board.ledger.wanted.generation == 0  # it serves that already, by whatever name
+    newest = _save(tmp_path, 20, None)
+    watch.follow(run, "newest")
+    watch.follow(run, "newest")
+    assert board.ledger.wanted == Wanted(1, Source(1, newest), previous=Source(0, board.ledger.wanted.previous.path))
+    board.ledger.roll_back()
+    assert watch.look()
+    watch.follow(run, "newest")  # whoever went back wanted that
+    assert board.ledger.wanted.model.serial == 0
+
+
+def test_a_checkpoint_that_was_not_loaded_is_tried_again(
+    board: _Board, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watch = _watch(board)
+    newest = _save(tmp_path, 20, None)
+    first = board.ledger.wanted.model
+    for _ in range(10):
+        watch.follow(str(tmp_path), "newest")
+        wanted = board.ledger.wanted.model
+        if wanted.path == newest:
+            _tell(board.ledger, "one", Status(model=first, failures={wanted.serial: "the store was out"}), 0)
+        watch.look()
+    assert len(board.ledger.describe()["failures"]) == 4
+    assert capsys.readouterr().err.count("not served: the store was out") == 4
+
+
+def test_following_outlives_its_store_and_its_board(
+    board: _Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watch = _watch(board)
+    for error in (OSError("the store was out for 5 s"), InputError("access denied"), None):
+        monkeypatch.setattr(running, "choose", _raises(error) if error else choose)
+        for _ in range(3):
+            watch.follow(str(tmp_path), "newest")
+            assert watch.look()
+    _save(tmp_path, 20, None)
+    board.trouble = ray.exceptions.ActorUnavailableError("it starts anew", b"\0" * 16)
+    watch.follow(str(tmp_path), "newest")
+    assert watch.look()
+    board.trouble = None
+    watch.follow(str(tmp_path), "newest")
+    assert board.ledger.wanted.generation == 1
+    told = capsys.readouterr().err
+    for cause in ("the store was out for 5 s", "access denied"):
+        assert told.count(f"follow: {cause}; what is served goes on") == 1
+    board.trouble = ray.exceptions.ActorDiedError()
+    assert not watch.look()
+
+
+def _raises(error: Exception) -> Callable[..., Any]:
+    def raise_it(*_: object) -> Any:
+        raise error
+
+    return raise_it

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import itertools
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -26,10 +28,21 @@ def _post(port: int, text: bytes) -> int:
         connection.close()
 
 
+def _wait_until_refused(port: int) -> None:
+    deadline_s = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=10).close()
+        except ConnectionRefusedError:
+            return
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
 def test_two_share_a_port_and_the_last_answers_before_it_ends() -> None:
     port = free_ports(1)
     apps = [make_app(make_model()) for _ in range(2)]
-    one, other = (Listener(app, host="127.0.0.1", port=port, end_s=10) for app in apps)
+    one, other = (Listener(app, host="127.0.0.1", port=port, max_body_bytes=1 << 20, end_s=60) for app in apps)
     assert {_post(port, row_text(1)) for _ in range(20)} == {200}
     one.close()
     assert not one.alive
@@ -40,19 +53,17 @@ def test_two_share_a_port_and_the_last_answers_before_it_ends() -> None:
 
     def slowly(bodies: Sequence[Any]) -> Any:
         taken.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         return score(bodies)
 
     apps[1]._batcher._score = slowly
     statuses: list[int] = []
     asking = threading.Thread(target=lambda: statuses.append(_post(port, b"".join(map(row_text, range(100))))))
     asking.start()
-    assert taken.wait(10)
+    assert taken.wait(60)
     ending = threading.Thread(target=other.close)
     ending.start()
-    time.sleep(0.3)
-    with pytest.raises(ConnectionRefusedError):
-        _post(port, row_text(1))
+    _wait_until_refused(port)
     go_on.set()
     asking.join()
     ending.join()
@@ -74,7 +85,7 @@ def test_two_share_a_port_and_the_last_answers_before_it_ends() -> None:
 def test_no_http(sent: bytes) -> None:
     """Whatever comes, the next request is answered."""
     port = free_ports(1)
-    listener = Listener(make_app(make_model()), host="127.0.0.1", port=port, end_s=1)
+    listener = Listener(make_app(make_model()), host="127.0.0.1", port=port, max_body_bytes=1 << 20, end_s=1)
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)
@@ -84,9 +95,52 @@ def test_no_http(sent: bytes) -> None:
     listener.close()
 
 
+def _sent_until_closed(port: int, pieces: Iterable[bytes]) -> int:
+    """Bytes sent before the server closed the connection."""
+    sent = 0
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        try:
+            for piece in pieces:
+                connection.sendall(piece)
+                sent += len(piece)
+            while connection.recv(65536):  # until it is closed
+                pass
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+    return sent
+
+
+def test_nothing_is_taken_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes before the application sees a request, or behind its body, has limits of its own."""
+    monkeypatch.setattr("rayrec.serve.online.listening._HEAD_S", 0.5)
+    port = free_ports(1)
+    listener = Listener(make_app(make_model()), host="127.0.0.1", port=port, max_body_bytes=10_000, end_s=1)
+    line = b"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-type: text/tab-separated-values\r\n"
+    endless = itertools.chain([line], itertools.repeat(b"a: " + b"b" * 1000 + b"\r\n", 100_000))
+    assert _sent_until_closed(port, endless) < 20_000_000
+    body = itertools.chain(
+        [line + b"transfer-encoding: chunked\r\n\r\n0\r\n"], itertools.repeat(b"a: b\r\n" * 1000, 10_000)
+    )
+    assert _sent_until_closed(port, body) < 20_000_000
+    _sent_until_closed(port, [])  # says nothing
+    _sent_until_closed(port, [b"POST /v1/score HTTP"])  # and not enough
+    with contextlib.closing(
+        http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    ) as connection:  # time between requests is another matter
+        for wait_s in (0.0, 1.0):
+            time.sleep(wait_s)
+            connection.request("POST", "/v1/score", row_text(1), {"content-type": "text/tab-separated-values"})
+            answer = connection.getresponse()
+            assert answer.status == 200
+            answer.read()
+    listener.close()
+
+
 def test_a_port_that_is_taken() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(InputError, match="cannot listen there"):
-            Listener(make_app(make_model()), host="127.0.0.1", port=taken.getsockname()[1], end_s=1)
+            Listener(
+                make_app(make_model()), host="127.0.0.1", port=taken.getsockname()[1], max_body_bytes=1 << 20, end_s=1
+            )
