@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any, Literal, final
+from typing import Any, Final, Literal, final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,11 @@ METRICS = ("auroc", "logloss", "normalized_entropy", "calibration")
 """What is told with an interval, in this order."""
 
 Array = npt.NDArray[np.float64]
+
+_ROW_BYTES: Final = 32
+"""Working memory of a resample, a row."""
+_WORKING_BYTES: Final = 4 << 30
+"""Of all resamples that run at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +64,8 @@ def intervals(logits: Any, labels: Any, resampling: Resampling) -> dict[str, tup
 
     A resample weighs every row by a Poisson(1) number, which for more than some hundred rows is as good as drawing rows with
     replacement (Chamandy et al. 2012, "Estimating Uncertainty for Massive Data Streams"), and its metrics are exact. It costs
-    about 20 ns a row of one core; resamples run on all cores. Memory: about 100 bytes a row.
+    about 20 ns a row of one core; resamples run on all cores, as far as their working
+    memory, 32 bytes a row each, stays within 4 GiB. Memory: that, and about 40 bytes a row.
     """
     flat_logits, flat_labels = checked(logits, labels)
     drawn = _resampled([_Model(flat_logits, flat_labels)], resampling)[:, 0]
@@ -170,13 +176,13 @@ def _resampled(models: Sequence[_Model], resampling: Resampling) -> Array:
         weights = table[np.frombuffer(generator.bytes(2 * rows), np.uint16)]
         return np.stack([model.metrics(weights) for model in models])
 
-    return np.stack(_on_all_cores(resample, resampling.resamples))
+    return np.stack(_on_cores(resample, resampling.resamples, most=_WORKING_BYTES // (_ROW_BYTES * max(1, rows))))
 
 
-def _on_all_cores(function: Callable[[int], Array], count: int) -> list[Array]:
-    with ThreadPoolExecutor(
-        len(os.sched_getaffinity(0))
-    ) as pool:  # NumPy lets go of the GIL in all that takes time here
+def _on_cores(function: Callable[[int], Array], count: int, *, most: int) -> list[Array]:
+    """On all cores, but at most so many at a time, and one at least."""
+    cores = len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(max(1, min(cores, most))) as pool:  # NumPy lets go of the GIL in all that takes time here
         return list(pool.map(function, range(count)))
 
 

@@ -170,8 +170,8 @@ def _compare(
     failure = _failure(comparisons, exported, settings)
     if failure and not settings.ignore_parity:
         raise InputError(
-            f"export: gives {failure}, on {rows.rows} {rows.origin}; choose another --quantize, raise --max-auroc-loss, or pass "
-            "--ignore-parity"
+            f"export: gives {failure}, on {rows.rows} {rows.origin}; choose another --quantize or --parity-path, raise "
+            "--max-auroc-loss, or pass --ignore-parity"
         )
     rows_per_s = rows.rows_per_s(score)
     return {

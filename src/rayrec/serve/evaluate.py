@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rayrec.checkpoint import open_checkpoint
 from rayrec.config import InputError
 from rayrec.metrics import binary_metrics
 from rayrec.observe.console import Console
@@ -49,16 +48,15 @@ def evaluate(
     if not options.asks_for_more:
         return _told({**_metrics(opened, console), **_described(opened)})
     _check_clicks(opened, config, options)
-    if options.compare is not None:
-        open_checkpoint(options.compare)  # found to be missing now, not when all rows are scored
-    kept = _scored(opened, console, keys=[key_of(by) for by in options.slice_by])
     compared: Opened | None = None
     others: KeptRows | None = None
-    if options.compare is not None:
+    if options.compare is not None:  # what is wrong with it is told before all rows are scored
         assert other is not None
         asked = Request(options.compare, path, other, options.batch_rows, options.device, console)
         compared = asked.open(evaluating=True, spare_cpus=0)
         _check_clicks(compared, other, options)
+    kept = _scored(opened, console, keys=[key_of(by) for by in options.slice_by])
+    if compared is not None:
         others = _scored(compared, console, keys=[])
         if (others.rows, others.checksums) != (kept.rows, kept.checksums):
             raise InputError(

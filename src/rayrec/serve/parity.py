@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -78,7 +78,8 @@ class _ThisProcess:
 
 def parity_rows(config: TrainConfig, preprocessor: Preprocessor, *, settings: ExportConfig, cache: str) -> ParityRows:
     """The rows an export is compared on: of `settings.parity_path`; else of the log the run evaluated on (its test rows, where
-    there are enough, or those of --eval-data.path), if that is still there; else drawn ones. Folder `cache` keeps the index.
+    there are enough, or those of --eval-data.path), if that is still there; else drawn ones, and `origin` says why. Folder
+    `cache` keeps the index.
 
     Raises InputError where parity_path is unusable or holds no labels.
     """
@@ -90,8 +91,11 @@ def parity_rows(config: TrainConfig, preprocessor: Preprocessor, *, settings: Ex
         return _read(index, (0, index.rows), preprocessor, settings, origin=f"rows of {path}")
     try:
         return _of_the_run(config, preprocessor, settings, cache)
-    except (InputError, OSError):  # moved, removed, out of reach: the checkpoint alone is what must be there
-        return drawn_rows(preprocessor, rows=settings.parity_rows)
+    except (InputError, OSError) as error:  # moved, removed, out of reach: the checkpoint alone is what must be there
+        drawn = drawn_rows(preprocessor, rows=settings.parity_rows)
+        return replace(
+            drawn, origin=f"{drawn.origin}, as the run's log cannot be read ({' '.join(str(error).split())})"
+        )
 
 
 def _of_the_run(config: TrainConfig, preprocessor: Preprocessor, settings: ExportConfig, cache: str) -> ParityRows:
@@ -207,6 +211,8 @@ class Comparison:
         largest = self.max_relative_difference if relative else self.max_logit_difference
         if quantization == "fp32" and largest > LARGEST_LOGIT_DIFFERENCE:
             return f"a logit that differs by {largest:.2g}{relative * ' of it'}, more than {LARGEST_LOGIT_DIFFERENCE:g}"
+        if quantization != "fp32" and math.isnan(self.auroc_difference):
+            return "no AUROC to compare (the rows are of one class)"
         if self.auroc_difference > auroc_limit:
             return f"an AUROC that differs by {self.auroc_difference:.2g}, more than {auroc_limit:g}"
         return None

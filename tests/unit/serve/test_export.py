@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from saved_clicks import SMALL, Saved, bucketed_preprocessor, lists_preprocessor, save_clicks
 
+import rayrec
 from rayrec import recipes
 from rayrec.commands import scoring as commands
 from rayrec.config import InputError
@@ -254,6 +255,10 @@ def test_the_runs_own_rows_are_compared(tmp_path: Path) -> None:
     elsewhere = _log(tmp_path / "other.tsv", 90)
     told = _export(saved, tmp_path / "two", parity_path=elsewhere, quantize="fp16", max_auroc_loss=0.1)
     assert (told["parity"]["origin"], told["parity"]["rows"]) == (f"rows of {elsewhere}", 90)
+    Path(path).unlink()
+    told = _export(saved, tmp_path / "three", parity_rows=60)
+    assert "log cannot be read" in told["parity"]["origin"]
+    assert path in told["parity"]["origin"]
 
 
 def test_an_export_that_scores_otherwise_leaves_nothing(
@@ -276,6 +281,16 @@ def test_the_command_prints_the_report(saved: Saved, tmp_path: Path, capsys: pyt
     assert told["quantization"] == "fp16"
     assert (told["out"], told["checkpoint"]) == (str(tmp_path / "out"), str(saved.checkpoint))
     assert (told["parity"]["rows"], told["parity"]["auroc_limit"]) == (50, 0.2)
+
+
+def test_an_export_is_not_taken_for_a_checkpoint(exports: dict[str, Path], tmp_path: Path) -> None:
+    out = str(next(iter(exports.values())))
+    for ask in (
+        lambda: rayrec.evaluate(out, "log.tsv"),
+        lambda: rayrec.predict_to(out, "log.tsv", out=str(tmp_path / "x")),
+    ):
+        with pytest.raises(InputError, match="no checkpoint, but an export; give the checkpoint that it was made of"):
+            ask()
 
 
 def test_unusable_requests_are_told_in_one_line(saved: Saved, tmp_path: Path) -> None:
@@ -330,7 +345,8 @@ def test_compare_counts_the_worst_row() -> None:
     assert "AUROC" in str(flipped.failure("int8", auroc_limit=0.1))
     one_class = compare("rows", np.zeros(4, np.float32), logits, logits)
     assert one_class.to_dict()["auroc_difference"] is None
-    assert one_class.failure("int8", auroc_limit=0.0) is None
+    assert one_class.failure("fp32", auroc_limit=0.0) is None
+    assert "of one class" in str(one_class.failure("int8", auroc_limit=1.0))
 
 
 def test_rows_are_spread_over_the_log() -> None:
