@@ -253,6 +253,10 @@ def test_slices_intervals_and_another_checkpoint(
     expected = binary_metrics(whole["logit"][tokens == piece["value"]], whole["label"][tokens == piece["value"]])
     assert piece["rows"] == expected["rows"]
     assert piece["logloss"] == pytest.approx(expected["logloss"], rel=1e-12)
+    frequencies = [piece["value"] for piece in found["slices"]["frequency:cat_2"]]
+    known = ["1", "2-9", "10-99", "100-999", "1,000-9,999", "10,000-99,999", "(not in the vocabulary)", "(missing)"]
+    assert frequencies == [name for name in known if name in frequencies]
+    assert len(frequencies) > 3
     assert "by int_1:\n" in readable(found)
 
 

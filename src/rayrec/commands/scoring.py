@@ -51,7 +51,7 @@ def _detail(
     """What is told of a click model beside its metrics over all rows.
 
     Args:
-        slice_by: Tell metrics also by slices: day, COLUMN (its values), frequency:COLUMN (how many rows have the same value);
+        slice_by: Tell metrics also by slices: day, COLUMN (its values), frequency:COLUMN (how often its value was trained on);
             may be given several times.
         slice_top: Of a column's values, those with the most rows that are told one by one; the others are told together.
         confidence: Tell intervals that hold the true metric with this probability, such as 0.95.

@@ -107,6 +107,13 @@ class SparseColumn:
     murmur3: bool = False
     """Where hashed: the token's murmur3 hash stands for it."""
 
+    @property
+    def has_own_ids(self) -> bool:
+        """Whether every known token has an id that no other has."""
+        if self.num_tokens is None:
+            return False
+        return self.first_id + self.num_tokens + (self.gap is not None) <= self.num_embeddings
+
     def ids(self) -> np.ndarray:
         """int32 (num_tokens): the id of every token of the vocabulary."""
         assert self.num_tokens is not None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from rayrec.config import Config, InputError
+from rayrec.data.frequency import ENDS, frequency_ends
 from rayrec.data.multi_hot import MultiHot
 from rayrec.data.preprocessor import (
     LOWEST_INTEGER,
@@ -146,11 +147,13 @@ def make_preprocessor(profile: Profile, schema: Schema, counts: Counts) -> Prepr
         raise InputError(
             f"profile.num_embeddings: {len(profile.num_embeddings)} tables for {len(inputs.sparse)} sparse columns"
         )
-    sparse, kept = [], []
-    for number in range(len(inputs.sparse)):
-        column, tokens = _sparse_column(profile, counts, number)
+    sparse, kept, ends = [], [], {}
+    for number, name in enumerate(inputs.sparse):
+        column, known = _sparse_column(profile, counts, number)
         sparse.append(column)
-        kept.append(tokens)
+        kept.append(known.tokens)
+        if known.amounts is not None and column.has_own_ids:
+            ends[name] = frequency_ends(known.amounts)
     return Preprocessor(
         profile=profile.name,
         schema=schema,
@@ -160,7 +163,7 @@ def make_preprocessor(profile: Profile, schema: Schema, counts: Counts) -> Prepr
         integer_buckets=profile.dense == "buckets",
         file_minimum=_file_minimum(counts) if profile.dense_from_file_minimum else None,
         multi_hot=profile.multi_hot,
-        constants={"rules": profile.to_dict(), "rows": counts.rows},
+        constants={"rules": profile.to_dict(), "rows": counts.rows, ENDS: ends},
     )
 
 
@@ -188,8 +191,10 @@ class _Known:
     """A column's tokens that were counted often enough, in the order of their ids."""
 
     tokens: np.ndarray
-    gap: int | None
+    gap: int | None = None
     """How many of them come before the empty field, where that is a category too."""
+    amounts: np.ndarray | None = None
+    """Rows of each; None where they do not fall."""
 
 
 def _known(profile: Profile, counts: Counts, number: int) -> _Known:
@@ -216,16 +221,16 @@ def _known(profile: Profile, counts: Counts, number: int) -> _Known:
         # By frequency, it comes before tokens that are as frequent.
         keys, key = (-amounts, -missing_count) if first_rows is None else (first_rows, missing_row)
         gap = int(np.searchsorted(keys[order], key))
-    return _Known(tokens[order], gap)
+    return _Known(tokens[order], gap, amounts[order] if first_rows is None else None)
 
 
-def _sparse_column(profile: Profile, counts: Counts, number: int) -> tuple[SparseColumn, np.ndarray]:
-    """The column's rule, and its vocabulary in id order (empty where it is hashed)."""
+def _sparse_column(profile: Profile, counts: Counts, number: int) -> tuple[SparseColumn, _Known]:
+    """The column's rule, and its vocabulary (empty where it is hashed)."""
     fixed = profile.num_embeddings[number] if profile.num_embeddings else None
     if profile.ids == "murmur3":
         assert fixed is not None
         column = SparseColumn(fixed, None, first_id=0, unknown_id=0, missing_id=murmur3(0) % fixed, murmur3=True)
-        return column, np.zeros(0, np.uint32)
+        return column, _Known(np.zeros(0, np.uint32))
     known = _known(profile, counts, number)
     first_id, limit = profile.first_id, fixed or profile.max_num_embeddings
     gap = None if known.gap is None else first_id + known.gap
@@ -237,15 +242,15 @@ def _sparse_column(profile: Profile, counts: Counts, number: int) -> tuple[Spars
         column = SparseColumn(
             num_embeddings, len(known.tokens), first_id, unknown_id, missing_id, gap, profile.token_modulo
         )
-        return column, known.tokens
+        return column, known
     assert limit is not None
     if fixed is None and profile.beyond_limit == "hash":
         missing_id = missing_id if isinstance(profile.missing, int) else first_id  # that of token 0
-        return SparseColumn(limit, None, first_id, unknown_id % limit, missing_id), known.tokens[:0]
+        return SparseColumn(limit, None, first_id, unknown_id % limit, missing_id), _Known(known.tokens[:0])
     column = SparseColumn(
         limit, len(known.tokens), first_id, unknown_id % limit, missing_id % limit, gap, profile.token_modulo
     )
-    return column, known.tokens
+    return column, known
 
 
 def _missing_id(profile: Profile, known: _Known, unknown_id: int) -> int:

@@ -28,7 +28,7 @@ class EvaluationConfig(ScoringConfig):
     """How rows are scored, and what is told of a click model beside its metrics over all rows."""
 
     slice_by: tuple[str, ...] = ()
-    """Tell metrics also by slices: day, COLUMN (its values), frequency:COLUMN (how many rows have the same value)."""
+    """Tell metrics also by slices: day, COLUMN (its values), frequency:COLUMN (how often its value was trained on)."""
     slice_top: int = 10
     """Of a column's values, those with the most rows that are told one by one; the others are told together."""
     confidence: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from rayrec.observe.console import Console
 from rayrec.serve.config import EvaluationConfig
 from rayrec.serve.kept_rows import KeptRows
 from rayrec.serve.opening import Opened, Request
-from rayrec.serve.slices import key_of, slices_of
+from rayrec.serve.slices import slices_of
 from rayrec.significance import compare, intervals
 
 if TYPE_CHECKING:
@@ -55,9 +56,9 @@ def evaluate(
         asked = Request(options.compare, path, other, options.batch_rows, options.device, console)
         compared = asked.open(evaluating=True, spare_cpus=0)
         _check_clicks(compared, other, options)
-    kept = _scored(opened, console, keys=[key_of(by) for by in options.slice_by])
+    kept = _scored(opened, console, keys=options.slice_by)
     if compared is not None:
-        others = _scored(compared, console, keys=[])
+        others = _scored(compared, console, keys=())
         if (others.rows, others.checksums) != (kept.rows, kept.checksums):
             raise InputError(
                 f"compare: {options.compare} reads other rows of {path} than {checkpoint}; compare checkpoints of one schema"
@@ -86,7 +87,7 @@ def _check_clicks(opened: Opened, config: TrainConfig, options: EvaluationConfig
         )
 
 
-def _scored(opened: Opened, console: Console, *, keys: list[str]) -> KeptRows:
+def _scored(opened: Opened, console: Console, *, keys: Sequence[str]) -> KeptRows:
     kept = KeptRows(keys)
     for table in opened.tables(console, what=f"score step {opened.checkpoint.step:,} (rows)"):
         kept.update(table)
@@ -145,7 +146,7 @@ def _reckoned(
     with console.preparing():
         for by in options.slice_by:
             told = found.setdefault("slices", {}).setdefault(by, [])
-            for piece in slices_of(by, kept.key(key_of(by)), most=options.slice_top):
+            for piece in slices_of(by, kept.key(by), most=options.slice_top):
                 told.append({"value": piece.name, **measured.of(piece.rows).told()})
                 done += len(piece.rows)
                 console.progress("slices (rows)", done, total)

@@ -14,6 +14,7 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import ready
+from rayrec.data.frequency import bucket_names, buckets_of
 from rayrec.data.ingest import share_preprocessor
 from rayrec.data.labels import has_labels
 from rayrec.data.lines import first_lines, good_lines
@@ -53,11 +54,13 @@ def open_scoring(workload: ClickWorkload, context: ScoringContext) -> Scoring:
         )
     schema = preprocessor.schema if labelled else preprocessor.schema.unlabelled()
     columns = key_columns(context.slice_by, schema)
+    frequencies = frequency_columns(context.slice_by, preprocessor)
     index, blocks = _blocks(context, schema)
-    if columns and index.format in ready.FORMATS:
+    told_by = dict.fromkeys((*columns, *frequencies))
+    if told_by and index.format in ready.FORMATS:
         raise InputError(
             f"{context.path}: is ready-made and holds ids in place of categories; give the raw log to tell metrics by "
-            f"{', '.join(columns)}"
+            f"{', '.join(told_by)}"
         )
     import ray
 
@@ -70,6 +73,7 @@ def open_scoring(workload: ClickWorkload, context: ScoringContext) -> Scoring:
         labelled=labelled,
         batch_rows=context.batch_rows or _BATCH_ROWS,
         key_columns=columns,
+        frequency_columns=frequencies,
         stretches=tuple(slices_of(index)[1]) if DAY in context.slice_by else (),
     )
     assert sum(scored.block.rows for scored in blocks) == index.rows
@@ -84,7 +88,7 @@ def open_scoring(workload: ClickWorkload, context: ScoringContext) -> Scoring:
 
 def key_columns(slice_by: Sequence[str], schema: Schema) -> tuple[str, ...]:
     """The columns whose values tell the slices apart. Raises InputError for what metrics cannot be told by."""
-    columns = dict.fromkeys(by.removeprefix(FREQUENCY) for by in slice_by if by != DAY)
+    columns = dict.fromkeys(by for by in slice_by if by != DAY and not by.startswith(FREQUENCY))
     known = [name for name in (*schema.dense, *schema.sparse) if name not in schema.lists]
     for name in columns:
         if name in schema.lists:
@@ -93,6 +97,15 @@ def key_columns(slice_by: Sequence[str], schema: Schema) -> tuple[str, ...]:
             near = difflib.get_close_matches(name, [DAY, *known], n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"there are {DAY}, {', '.join(known)}"
             raise InputError(f"slice_by: the log has no column '{name}'; {hint}")
+    return tuple(columns)
+
+
+def frequency_columns(slice_by: Sequence[str], preprocessor: Preprocessor) -> tuple[str, ...]:
+    """The columns whose categories' frequencies tell the slices apart. Raises InputError where these are not known."""
+    columns = dict.fromkeys(by.removeprefix(FREQUENCY) for by in slice_by if by.startswith(FREQUENCY))
+    key_columns(tuple(columns), preprocessor.schema)
+    for name in columns:
+        bucket_names(preprocessor, name)
     return tuple(columns)
 
 
@@ -181,6 +194,8 @@ class _Process:
     batch_rows: int
     key_columns: tuple[str, ...]
     """Whose values come along, so that metrics can be told by them."""
+    frequency_columns: tuple[str, ...]
+    """Likewise: how often their values were counted."""
     stretches: tuple[Slice, ...]
     """Of the log, if metrics are to be told by them."""
 
@@ -208,11 +223,16 @@ class _BlockScorer:
         num_rows = scored.block.rows
         logits = np.empty(num_rows, np.float32)
         labels = np.empty(num_rows, np.float32)
+        buckets = {name: np.empty(num_rows, np.int8) for name in told.frequency_columns}
         for start in range(0, num_rows, told.batch_rows):
             rows = opened.encode(start, min(start + told.batch_rows, num_rows))
             logits[start : start + len(rows)] = self._scorer.score(rows)
             if rows.labels is not None:
                 labels[start : start + len(rows)] = rows.labels
+            for name, found in buckets.items():
+                ids = rows.ids[preprocessor.inputs.sparse.index(name)]
+                assert isinstance(ids, np.ndarray), "lists are refused before"
+                found[start : start + len(rows)] = buckets_of(preprocessor, name, ids)
         columns = {
             "row": pa.array(_rows(scored, schema)),
             "score": pa.array(sigmoid(logits)),
@@ -225,6 +245,13 @@ class _BlockScorer:
         for name in told.key_columns:
             assert opened.raw is not None, "refused before"
             columns[KEY + name] = values_of(scored.block, opened.raw, name, schema)
+        for name, found in buckets.items():
+            assert opened.raw is not None, "refused before"
+            missing = values_of(scored.block, opened.raw, name, schema).is_null().to_numpy(zero_copy_only=False)
+            columns[KEY + FREQUENCY + name] = pa.DictionaryArray.from_arrays(
+                pa.array(found.astype(np.int32), mask=missing),
+                pa.array(bucket_names(preprocessor, name), pa.large_string()),
+            )
         return pa.table(columns)
 
 

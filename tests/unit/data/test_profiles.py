@@ -14,6 +14,7 @@ import pytest
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.counting import count_parts
+from rayrec.data.frequency import bucket_names, buckets_of
 from rayrec.data.log import LogIndex, cut, index_chunk, numbered, read_segments
 from rayrec.data.multi_hot import MLPERF_SIZES, MultiHot
 from rayrec.data.parsing import Faults
@@ -333,3 +334,38 @@ def test_a_multi_hot_profile(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     np.save(buffer, preprocessor.tokens, allow_pickle=False)
     assert len(buffer.getvalue()) < 1000
+
+
+@pytest.mark.parametrize("missing", [1, "token", "zero", "unknown"])
+def test_how_often_a_category_was_counted_is_told_by_its_id(tmp_path: Path, missing: int | str) -> None:
+    rng = np.random.default_rng(0)
+    drawn = np.minimum(rng.geometric(0.02, 5000), 400)  # the first some hundred times, the last once
+    fields = ["" if value == 7 else f"{value:08x}" for value in drawn.tolist()]
+    text = "".join(f"0\t1\t1\t{field}\t{field}\n" for field in fields).encode()
+    index = index_of(tmp_path, text)
+    preprocessor = made(RAYREC.replace(missing=missing, min_count=2, counted="all"), index)
+    rows = preprocessor.encode(read_segments(index.segments, SCHEMA))
+    names = bucket_names(preprocessor, "D")
+    assert names == ["1", "2-9", "10-99", "100-999"][: len(names) - 1] + ["(not in the vocabulary)"]
+    found = [names[bucket] for bucket in buckets_of(preprocessor, "D", np.asarray(rows.ids[1]))]
+    amounts = np.bincount(drawn)[drawn]
+    for value, amount, name in zip(drawn.tolist(), amounts.tolist(), found, strict=True):
+        if value == 7:  # whoever asks knows which rows have none
+            continue
+        expected = (
+            "(not in the vocabulary)" if amount < 2 else "2-9" if amount < 10 else f"{10 ** (len(str(amount)) - 1)}-"
+        )
+        assert name.startswith(expected), (amount, name)
+    assert {"2-9", "10-99", "(not in the vocabulary)"} <= set(found)
+
+
+def test_where_it_is_not_known_how_often(tmp_path: Path) -> None:
+    index = index_of(tmp_path, TOY)
+    first_seen = made(MLPERF_V1, index)
+    with pytest.raises(InputError, match="does not know how often"):
+        bucket_names(first_seen, "D")
+    shared = made(RAYREC.replace(min_count=1, max_num_embeddings=4, beyond_limit="modulo"), index)
+    with pytest.raises(InputError, match="does not know how often"):
+        bucket_names(shared, "C")  # several tokens have one id
+    with pytest.raises(InputError, match="takes A as a number; choose a sparse column"):
+        bucket_names(shared, "A")
