@@ -39,7 +39,8 @@ def bucket_names(preprocessor: Preprocessor, column: str) -> list[str]:
     tokens were counted is not known."""
     ends = _ends(preprocessor, column)
     edges = [edge for edge, _ in zip(_edges(), [*ends, 0], strict=False)]
-    return ["1", *(f"{low:,}-{high - 1:,}" for low, high in pairwise(edges[1:]))][: len(ends)] + [UNKNOWN]
+    ranges = ["1", *(f"{low:,}-{high - 1:,}" for low, high in pairwise(edges[1:]))]
+    return [*ranges[: len(ends)], UNKNOWN]
 
 
 def buckets_of(preprocessor: Preprocessor, column: str, ids: np.ndarray) -> np.ndarray:
@@ -60,13 +61,13 @@ def _ends(preprocessor: Preprocessor, column: str) -> list[int]:
         raise InputError(f"slice_by: frequency:{column}: the model takes {column} as a number; choose a sparse column")
     if preprocessor.multi_hot:
         raise InputError(
-            f"slice_by: frequency:{column}: every row has many ids in {column}; choose to tell metrics by its values"
+            f"slice_by: frequency:{column}: every row has many ids in {column}; tell metrics by its values"
         )
     found: dict[str, Any] = preprocessor.constants.get(ENDS, {})
     if column not in found:
         raise InputError(
-            f"slice_by: frequency:{column}: the Preprocessor does not know how often its tokens were counted (of hashed columns, and "
-            "where ids go by first appearance, none does; nor one made by an earlier version); choose another column"
+            f"slice_by: frequency:{column}: the Preprocessor does not know how often its tokens were counted (none does of hashed "
+            "columns, or where ids go by first appearance; nor one made by an earlier version); choose another column"
         )
     ends: list[int] = found[column]
     return ends

@@ -346,7 +346,7 @@ def test_how_often_a_category_was_counted_is_told_by_its_id(tmp_path: Path, miss
     preprocessor = made(RAYREC.replace(missing=missing, min_count=2, counted="all"), index)
     rows = preprocessor.encode(read_segments(index.segments, SCHEMA))
     names = bucket_names(preprocessor, "D")
-    assert names == ["1", "2-9", "10-99", "100-999"][: len(names) - 1] + ["(not in the vocabulary)"]
+    assert names == [*["1", "2-9", "10-99", "100-999"][: len(names) - 1], "(not in the vocabulary)"]
     found = [names[bucket] for bucket in buckets_of(preprocessor, "D", np.asarray(rows.ids[1]))]
     amounts = np.bincount(drawn)[drawn]
     for value, amount, name in zip(drawn.tolist(), amounts.tolist(), found, strict=True):
