@@ -66,8 +66,8 @@ def _ends(preprocessor: Preprocessor, column: str) -> list[int]:
     found: dict[str, Any] = preprocessor.constants.get(ENDS, {})
     if column not in found:
         raise InputError(
-            f"slice_by: frequency:{column}: the Preprocessor does not know how often its tokens were counted (none does of hashed "
-            "columns, or where ids go by first appearance; nor one made by an earlier version); choose another column"
+            f"slice_by: frequency:{column}: the Preprocessor does not know how often its tokens were counted (none does of "
+            "hashed columns, or where ids go by first appearance; nor one made by an earlier version); choose another column"
         )
     ends: list[int] = found[column]
     return ends
