@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Literal
 from rayrec.config import Config, InputError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from rayrec.models.dlrm_module import DLRM
 
 
@@ -86,6 +88,15 @@ class DLRMConfig(Config):
             embedding_device=embedding_device,
             features=features,
         )
+
+    def build_dense_part(
+        self, *, num_dense: int, features: Sequence[str], precision: Literal["fp32", "bf16"] = "fp32"
+    ) -> nn.Module:
+        """The network without its tables, for scoring: logits (rows,) of dense features (rows, num_dense) and pooled embeddings
+        (rows, num_sparse * dim) in the order of the features, all float32. Its weights have the names they have in `build`'s."""
+        from rayrec.models.dense_part import DensePart
+
+        return DensePart(self, num_dense=num_dense, features=features, precision=precision)
 
 
 def multiply_adds(config: DLRMConfig, *, num_dense: int = 13, num_sparse: int = 26) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from rayrec import storage
 from rayrec.checkpoint import MANIFEST, Checkpoint, full_tensors
@@ -17,7 +18,7 @@ from rayrec.checkpoint.format import header, sha256_of
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
 from rayrec.extras import require_onnx
-from rayrec.models.dense_part import DensePart
+from rayrec.models.dlrm import DLRMConfig
 from rayrec.models.tables import Quantization, RowFormat
 from rayrec.serve.export_config import ExportConfig
 from rayrec.serve.export_readme import readme
@@ -66,8 +67,13 @@ def export_clicks(
     Memory: the checkpoint's weights once, then one table of them, then the export's. Raises InputError for damaged weights,
     values that the quantisation cannot hold, unusable parity_path, and an export that scores otherwise than its checkpoint.
     """
-    served = open_served(checkpoint.path, config=config)
     model, precision = click_settings(checkpoint, config)
+    if type(model) is not DLRMConfig:
+        raise InputError(
+            f"{checkpoint.path}: its network is one of your own, {type(model).__name__}; only rayrec's own are exported, whose "
+            "networks a stranger can build from the settings"
+        )
+    served = open_served(checkpoint.path, config=config)
     preprocessor = served.preprocessor
     exported = ExportedModel(
         model=model,
@@ -99,7 +105,7 @@ def export_clicks(
     return report
 
 
-def _write_weights(checkpoint: Checkpoint, out: str, exported: ExportedModel, preprocessor: Preprocessor) -> DensePart:
+def _write_weights(checkpoint: Checkpoint, out: str, exported: ExportedModel, preprocessor: Preprocessor) -> nn.Module:
     """Tables as they are read, one at a time, and the dense weights; returns the dense part that holds the latter."""
     row_format, dense = exported.row_format, {}
     feature_of = {PREFIX + table_weight(feature): feature for feature in exported.features}
@@ -136,7 +142,7 @@ def _tables_header(order: list[str], rows_of: dict[str, int], row_format: RowFor
     return header(entries)
 
 
-def _write_program(dense_part: DensePart, path: str, exported: ExportedModel) -> None:
+def _write_program(dense_part: nn.Module, path: str, exported: ExportedModel) -> None:
     width = len(exported.features) * exported.model.embedding_dim
     examples = torch.zeros(BATCH_ROWS, exported.num_dense), torch.zeros(BATCH_ROWS, width)
     rows = torch.export.Dim("rows", min=1)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from rayrec.data.encoded import EncodedRows
     from rayrec.data.preprocessor import Preprocessor
-    from rayrec.models.dense_part import DensePart
 
 INPUTS: Final = ("dense", "ids")
 OUTPUT: Final = "logit"
@@ -34,7 +33,7 @@ class _WholeModel(nn.Module):
     """dense float32 (rows, num_dense) and ids int64 (rows, ids of all columns side by side) -> logits (rows, 1)."""
 
     def __init__(
-        self, dense_part: DensePart, tables: Sequence[torch.Tensor], *, row_format: RowFormat, hotness: Sequence[int]
+        self, dense_part: nn.Module, tables: Sequence[torch.Tensor], *, row_format: RowFormat, hotness: Sequence[int]
     ) -> None:
         super().__init__()
         self._dense_part, self._format, self._hotness = dense_part, row_format, tuple(hotness)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, cast, final
 
 import numpy as np
 import torch
+from torch import nn
 
 from rayrec import storage
 from rayrec.checkpoint import Checkpoint, full_tensors
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.preprocessor import Preprocessor
-from rayrec.models.dense_part import DensePart
 from rayrec.models.dlrm import DLRMConfig
 from rayrec.models.mlp import Precision
 from rayrec.models.tables import DeviceTables, HostTables, Lookup, Quantization, RowFormat, Tables
@@ -30,7 +30,7 @@ PREFIX = "model."
 class ClickScorer:
     """Scores encoded rows with a trained click model; by any number of threads at once."""
 
-    def __init__(self, dense_part: DensePart, tables: Tables, *, device: torch.device) -> None:
+    def __init__(self, dense_part: nn.Module, tables: Tables, *, device: torch.device) -> None:
         """Both on `device`; the dense part in eval mode and without gradients."""
         self._dense_part, self._tables, self._device = dense_part, tables, device
 
@@ -54,7 +54,7 @@ class ClickScorer:
         """float32 (rows, num_sparse * embedding_dim): what the tables give, the dense part's second input."""
         return self._tables.pool(_lookups(rows.ids), len(rows))
 
-    def parts(self) -> tuple[DensePart, list[torch.Tensor], RowFormat]:
+    def parts(self) -> tuple[nn.Module, list[torch.Tensor], RowFormat]:
         """What it is made of, for whoever writes the model in another form: dense part, tables as stored, and how they are."""
         return self._dense_part, self._tables.tensors(), self._tables.row_format
 
@@ -68,11 +68,11 @@ def _lookups(columns: Sequence[Ids]) -> list[Lookup]:
     ]
 
 
-def empty_dense_part(model: DLRMConfig, *, preprocessor: Preprocessor, precision: Precision) -> DensePart:
+def empty_dense_part(model: DLRMConfig, *, preprocessor: Preprocessor, precision: Precision) -> nn.Module:
     """The dense part that fits a Preprocessor's columns, its weights still to be put in."""
     inputs = preprocessor.inputs
     with torch.device("meta"):  # no memory, and no start values drawn from the caller's generator
-        dense_part = DensePart(model, num_dense=len(inputs.dense), features=inputs.sparse, precision=precision)
+        dense_part = model.build_dense_part(num_dense=len(inputs.dense), features=inputs.sparse, precision=precision)
     return dense_part.eval().requires_grad_(requires_grad=False)
 
 
@@ -98,7 +98,7 @@ def load_scorer(
 
 
 def make_scorer(
-    dense_part: DensePart, tables: Sequence[torch.Tensor], *, row_format: RowFormat, device: str
+    dense_part: nn.Module, tables: Sequence[torch.Tensor], *, row_format: RowFormat, device: str
 ) -> ClickScorer:
     """A scorer of loaded weights; `tables` (num_embeddings, row_format.width) as row_format.dtype."""
     place = torch.device(device)
@@ -110,7 +110,7 @@ def make_scorer(
     return ClickScorer(dense_part.to(place), on_device, device=place)
 
 
-def wanted_weights(model: DLRMConfig, dense_part: DensePart, preprocessor: Preprocessor) -> dict[str, list[int]]:
+def wanted_weights(model: DLRMConfig, dense_part: nn.Module, preprocessor: Preprocessor) -> dict[str, list[int]]:
     """The shape of every weight of a checkpoint, by name without `PREFIX`."""
     wanted = {name: list(tensor.shape) for name, tensor in dense_part.state_dict().items()}
     for feature, rows in zip(preprocessor.inputs.sparse, preprocessor.num_embeddings, strict=True):
@@ -126,7 +126,8 @@ def check_weights(checkpoint: str, wanted: dict[str, list[int]]) -> None:
         if stored.get(name) != wanted.get(name):
             raise InputError(
                 f"{checkpoint}: {name} has shape {stored.get(name)}, its config.yaml asks for {wanted.get(name)}; "
-                "the files are not of one checkpoint"
+                "the files are not of one checkpoint, or the network is one of your own, which evaluate and predict take, and "
+                "export and serve do not"
             )
 
 

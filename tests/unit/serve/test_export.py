@@ -20,6 +20,7 @@ from rayrec import recipes
 from rayrec.commands import scoring as commands
 from rayrec.config import InputError
 from rayrec.data.log import Segment
+from rayrec.models.dlrm import DLRMConfig
 from rayrec.models.tables import Quantization
 from rayrec.serve.export import export
 from rayrec.serve.export_config import ExportConfig
@@ -303,6 +304,12 @@ def test_unusable_requests_are_told_in_one_line(saved: Saved, tmp_path: Path) ->
         export(
             str(saved.run), str(tmp_path / "out"), config=recipes.mnist_resnet18(), settings=ExportConfig(triton=True)
         )
+    class OwnConfig(DLRMConfig):
+        """Of a user."""
+
+    own = saved.config.replace(workload={"model": OwnConfig(**vars(saved.config.workload.model))})
+    with pytest.raises(InputError, match="one of your own, OwnConfig; only rayrec's own are exported"):
+        export(str(saved.run), str(tmp_path / "out"), config=own, settings=ExportConfig())
     with pytest.raises(InputError, match="parity_rows"):
         ExportConfig(parity_rows=0)
     assert not (tmp_path / "out").exists()
