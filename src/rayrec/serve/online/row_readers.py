@@ -250,7 +250,9 @@ def _token_text(value: Any, name: str, number: int) -> str | None:
         return value
     if type(value) in (int, bool) or (type(value) is float and value.is_integer()):
         integer = int(value)
-        if -(2**63) <= integer < 2**64:
+        # A whole number beyond 64 bits comes as a float, and one just below the least is rounded to it.
+        lowest = -(2**63) + (type(value) is float)
+        if lowest <= integer < 2**64:
             return str(integer)
         raise RequestError(400, f"row {number}: {name} is beyond 64 bits", row=number, field=name)
     raise RequestError(

@@ -172,6 +172,7 @@ def test_own_schema() -> None:
         ({"rows": [{}, {"age": "3"}]}, 1, "age"),
         ({"rows": [{"user": 1.5}]}, 0, "user"),
         ({"rows": [{"user": 2.0**64}]}, 0, "user"),
+        ({"rows": [{"user": -(2**63) - 1}]}, 0, "user"),
         ({"rows": [{"tags": "a|b"}]}, 0, "tags"),
         ({"rows": [{"tags": [[1]]}]}, 0, "tags"),
         ({"rows": [{"price": 1e19}]}, 0, "price"),
