@@ -18,7 +18,7 @@ DEMO_LOG := demo/log
 DEMO_ROWS := 1500000
 SEEDS ?= 10
 CHAOS_S ?= 120
-BENCHMARKS ?= ingest vocabulary preprocess train checkpoint recover predict serve observe mnist gpt2 observe
+BENCHMARKS ?= ingest vocabulary preprocess train checkpoint recover predict serve observe mnist gpt2
 export DATA # the shell, not make, puts it into commands, so that it may hold spaces
 
 .PHONY: help setup demo test test-extended chaos check lint format types layers spelling docs bench clean

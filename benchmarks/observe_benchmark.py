@@ -1,60 +1,289 @@
-"""What observing costs: the same training, every phase timed, data stages counted and trackers fed, and with all of that off."""
+"""What observing costs: the same training with every phase timed, rows counted and the driver's views fed, and without, in turn
+within one process, since two processes differ by more than is looked for."""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import os
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+from types import SimpleNamespace
+from typing import Any, Final
+from unittest import mock
 
+import pyarrow as pa
 from children import child, run_task
 from logs import synthetic_log
+from observing_driver import driver
+from paired import Comparison, Spent, compare, median_interval
 from rows import emit, say
 
+BATCH, STEPS = 4096, 20
+"""Rows of a step; steps of a block, which is one interval between two logs: about half a second."""
+WARM_BLOCKS: Final = 20
+MOST_S: Final = 720.0
+ENOUGH: Final = 0.004
+"""Half of the interval of the ratio; a cost of 1 % shows then."""
 
-def train(*, path: str, observed: bool, steps: int, log_every: int) -> dict[str, Any]:
-    """Speed of a run of the demo's network on one worker with all cores, behind its first fifth; see `measured_run`."""
-    from measured import measured_run
 
+# -- training, as a worker's loop does it
+
+
+class Cycled:
+    """Batches that lie ready, over and over, so that no data task runs beside. With a `table` its rows are counted as those of a
+    block that a data task has made and measured, once per round."""
+
+    def __init__(self, batches: list[Any], *, table: pa.Table | None) -> None:
+        from rayrec.data.stages import StageAccount
+
+        self.steps = self.steps_per_epoch = 10**9
+        self._batches, self._left, self._table = cycle(batches), 0, table
+        self._round = len(batches)
+        if table is not None:
+            self.stages = StageAccount(cpus=2.0)
+
+    def rows(self, batches: int) -> int:
+        return batches * BATCH
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._table is not None:
+            if not self._left:
+                self._left = self._round
+                self._count(self._table)
+            self._left -= 1
+        return next(self._batches)
+
+    def _count(self, table: pa.Table) -> None:
+        from rayrec.data.stages import times_of
+
+        times = times_of(table)
+        assert times is not None
+        self.stages.add(times)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One way of training the model; all ways train the same one."""
+
+    setup: Any
+    loader: Any
+    account: Any
+    driver: Callable[[int], None]
+    """Is sent SIGCONT or SIGSTOP."""
+    observed: bool
+
+    def block(self, progress: Any) -> Spent:
+        """Trains up to the next log."""
+        from rayrec.training import loop
+        from rayrec.workloads.phases import waits_noticed
+
+        self.driver(signal.SIGCONT if self.observed else signal.SIGSTOP)
+        with waits_noticed(self.setup.clock):
+            begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+            loop._train(self.setup, self.loader, self.account, progress, progress.step + STEPS)
+            spent = Spent(time.perf_counter() - begin_s, time.process_time() - begin_cpu_s)
+        self.setup.clock.stop()
+        return spent
+
+
+def make_setup(config: Any, folder: str) -> tuple[Any, list[Any], float, Any]:
+    """The demo's network on one worker with all cores, set up as `rayrec plan` does to measure it; real batches; the share of a
+    block's CPU time that measuring its stages takes; and the stages of the block."""
+    import torch
+
+    from rayrec.data.placement import TaskPlacement
+    from rayrec.data.position import EpochOrder, Part
+    from rayrec.native import keep_freed_memory
+    from rayrec.workloads.base import WorkerContext
+    from rayrec.workloads.recsys import Prepared
+    from rayrec.workloads.recsys_calibration import _batches, _read_slice
+
+    keep_freed_memory()
+    torch.set_num_threads(os.cpu_count() or 1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+    piece = _read_slice(config.workload, config)
+    preprocessor, index = piece.preprocessor, piece.index
+    order = EpochOrder(
+        (Part(index.segments[0], 0, piece.rows_of_log),), "none", 0, 1
+    )  # its number of rows is looked at
+    prepared = Prepared(
+        preprocessor,
+        preprocessor.hash(),
+        preprocessor.inputs,
+        preprocessor.num_embeddings,
+        {"train": order},
+        0,
+        folder,
+        None,
+    )
+    context = WorkerContext(config, 0, 1, torch.device("cpu"), TaskPlacement())
+    setup = config.workload.set_up(context, prepared)
+    assert setup.described["batch_size"] == BATCH
+    setup.model.train()
+    batches = _batches(index, preprocessor, size=BATCH, rank=0, workers=1)
+    return setup, batches, *measuring_stages(config, index, preprocessor)
+
+
+def measuring_stages(config: Any, index: Any, preprocessor: Any) -> tuple[float, pa.Table]:
+    """(the CPU time of measuring a block's stages, of the CPU time of making the block; an empty table with the block's times).
+    It is spent in data tasks, so the training that is measured here does not see it."""
+    from rayrec.data import stages
+    from rayrec.data.ingest import encoded_block
+    from rayrec.data.position import EpochOrder, Part
+
+    parts = tuple(Part(segment, 0, segment.rows) for segment in index.segments)
+    (block, *_) = EpochOrder(parts, config.train_data.shuffle, config.seed, len(parts)).blocks(0)
+
+    def make() -> pa.Table:
+        return encoded_block((block, 0, block.rows), preprocessor)
+
+    with mock.patch.object(stages, "_now", side_effect=stages._now) as looks:
+        table, times = stages.measured(make, rows_of=lambda table: table.num_rows)
+    entries = looks.call_count // 2
+
+    def measure() -> None:
+        def enter() -> None:
+            for _ in range(entries):
+                with stages.stage("parse"):
+                    pass
+
+        stages.with_times(table, stages.measured(enter, rows_of=lambda _: 0)[1])
+
+    making_s = min(_cpu_s(make) for _ in range(3))
+    measuring_s = min(_cpu_s(measure, times=100) for _ in range(3))
+    return measuring_s / making_s, stages.with_times(table.slice(0, 0), times)
+
+
+def _cpu_s(work: Callable[[], Any], *, times: int = 1) -> float:
+    begin_s = time.process_time()
+    for _ in range(times):
+        work()
+    return (time.process_time() - begin_s) / times
+
+
+def make_lanes(config: Any, folder: str, progress: Any, driver: Callable[[int], None]) -> tuple[Any, list[Lane], float]:
+    """(the writer of events, the lanes: observed, not observed, and not observed once more; the share of measuring stages)."""
+    import torch
+
+    from rayrec.observe.events import EventWriter
+    from rayrec.training.loop import Account
+    from rayrec.workloads.phases import HostClock, NoClock
+    from rayrec.workloads.recsys_pipeline import TimedBase
+
+    class Entered(torch.nn.Module):
+        """The model, with hooks of its own."""
+
+        def __init__(self, model: torch.nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, batch: Any) -> Any:
+            return self.model(batch)
+
+    plain = config.replace(observe={"times": False})
+    setup, batches, stage_share, table = make_setup(plain, folder)
+    writer = EventWriter(os.path.join(folder, "events.jsonl"))
+    writer.write("run", recipe=config.recipe, name="observed", config_hash="", versions={})
+    writer.write("start", step=0, steps=10**9, rows=0, world_size=1, checkpoint=None)
+    interruption = SimpleNamespace(seen=lambda: (False, False), preempted=lambda: False)
+    lanes = []
+    for observed in (True, False, False):
+        clock = HostClock() if observed else NoClock()
+        pipeline = TimedBase(Entered(setup.model), setup.optimizer, torch.device("cpu"), clock)
+        peak = 1e12 if observed else None  # the worker measures it once, before it trains
+        own = dataclasses.replace(setup, clock=clock, pipeline=pipeline, peak_multiply_adds_per_s=peak)
+        loader: Any = Cycled(batches, table=table if observed else None)
+        log = (lambda kind, fields: writer.write(kind, **fields)) if observed else (lambda kind, fields: None)
+        account = Account(config if observed else plain, own, loader, progress, log=log, interruption=interruption)
+        lanes.append(Lane(own, loader, account, driver, observed))
+    return writer, lanes, stage_share
+
+
+# -- both ways, in turn
+
+
+def measure(*, path: str, quick: bool) -> dict[str, Any]:
+    """Blocks of training, observed and not, in one process, until the difference is known well enough."""
     from rayrec.recipes import criteo_demo
+    from rayrec.training.loop import Progress
+    from rayrec.training.trainer import run_hash
 
     config = criteo_demo(path).replace(
-        steps=steps,
-        evaluate_every=10**9,
-        log_every=log_every,
-        batch_size=4096,
-        early_stopping={"patience": 0},
-        scaling={"num_workers": 1},
-        cluster={"num_cpus": 2},
-        observe={"times": observed},
-        trackers={"tensorboard": observed, "prometheus": observed},
+        steps=10**9, log_every=STEPS, batch_size=BATCH, min_steps_per_epoch=1, scaling={"num_workers": 1}
     )
-    found = measured_run(config, warm_steps=steps // 5)
-    return {name: found[name] for name in ("rows_per_s", "blocked_fraction", "config_hash")}
+    progress = Progress()
+    with tempfile.TemporaryDirectory() as folder, driver(folder) as process:
+        writer, lanes, stage_share = make_lanes(config, folder, progress, process.signal)
+        for number in range(WARM_BLOCKS):
+            lanes[number % len(lanes)].block(progress)
+        process.begin()
+        observed, plain, same = (partial(lane.block, progress) for lane in lanes)
+        limits = {"most_quartets": 8} if quick else {}
+        found = compare(observed, plain, same, enough=ENOUGH, most_s=MOST_S, **limits)
+        writer.close()
+        process.signal(signal.SIGCONT)
+        used_s = process.end()
+    on_s = sum(spent.wall_s for spent in found.ours)
+    return {
+        **figures(found),
+        "driver_cpu_share": used_s / (on_s * (os.cpu_count() or 1)),
+        "stage_share": stage_share,
+        "config_hash": run_hash(config),
+    }
+
+
+def figures(found: Comparison) -> dict[str, Any]:
+    """Of a comparison, what a row tells."""
+    ratio, cpu, null = map(median_interval, (found.ratios, found.cpu_ratios, found.null_ratios))
+    rows_per_s, peer = (
+        BATCH * STEPS / statistics.median(spent.wall_s for spent in spents) for spents in (found.ours, found.theirs)
+    )
+    return {
+        "rows_per_s": rows_per_s,
+        "peer_rows_per_s": peer,
+        "ratio": ratio.median,
+        "ratio_low": ratio.low,
+        "ratio_high": ratio.high,
+        "cpu_ratio": cpu.median,
+        "cpu_ratio_low": cpu.low,
+        "cpu_ratio_high": cpu.high,
+        "null_low": null.low,
+        "null_high": null.high,
+        "below_1_percent": ratio.low >= 0.99 and 1.0 in null,
+        "quartets": found.quartets,
+    }
 
 
 def main(*, quick: bool) -> None:
-    steps, repeats = (60, 1) if quick else (600, 5)
-    path = synthetic_log(200_000 if quick else 1_000_000)
-    common = {"path": path, "steps": steps, "log_every": 10 if quick else 20}
-    on, off = [], []
-    for number in range(repeats):
-        # Whoever comes first has the cooler processor.
-        for observed in (True, False) if number % 2 else (False, True):
-            (on if observed else off).append(child(__file__, "train", observed=observed, **common))
-        say(f"  round {number + 1}: on {on[-1]['rows_per_s']:,.0f}/s, off {off[-1]['rows_per_s']:,.0f}/s")
-    # Noise only slows down: the best of each is nearest to what it costs.
-    best_on, best_off = (max(found["rows_per_s"] for found in runs) for runs in (on, off))
+    found = child(__file__, "measure", path=synthetic_log(200_000 if quick else 1_000_000), quick=quick)
+    rounded = {name: round(value, 5) if isinstance(value, float) else value for name, value in found.items()}
+    for name in ("rows_per_s", "ratio", "config_hash"):
+        rounded.pop(name)
     emit(
         "observe",
-        peer="the same run with observe.times and trackers off",
-        workload="criteo_demo network, batch 4096, 1 worker, from raw TSV",
-        value=best_on,
-        ratio=best_on / best_off,
-        repeats=repeats,
-        config_hash=on[-1]["config_hash"],
-        peer_rows_per_s=round(best_off),
-        ratios=[round(a["rows_per_s"] / b["rows_per_s"], 4) for a, b in zip(on, off, strict=True)],
-        blocked_fraction=round(on[-1]["blocked_fraction"], 4),
+        peer="the same training in the same process, not observed",
+        workload=f"criteo_demo network, batch {BATCH}, 1 worker, rows ready, {STEPS} steps between two logs",
+        value=found["rows_per_s"],
+        ratio=found["ratio"],
+        repeats=found["quartets"],
+        config_hash=found["config_hash"],
+        **{**rounded, "peer_rows_per_s": round(found["peer_rows_per_s"])},
+    )
+    say(
+        f"  observed: {found['ratio']:.4f} of the speed ({found['ratio_low']:.4f} to {found['ratio_high']:.4f}); "
+        f"nothing looks like {found['null_low']:.4f} to {found['null_high']:.4f}; "
+        f"that it costs less than 1 % is {'shown' if found['below_1_percent'] else 'not shown'}"
     )
 
 
 if __name__ == "__main__":
-    run_task(train)
+    run_task(measure)

@@ -58,7 +58,7 @@ def _profile(
 
     Args:
         run: Folder of a run that is training now.
-        steps: Steps to record.
+        steps: Steps to record, 200 at most.
         timeout_s: Seconds to wait for the workers to have written it.
     """
     return api.profile(run, steps=steps, timeout_s=timeout_s)

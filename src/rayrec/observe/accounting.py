@@ -42,11 +42,13 @@ def restarts(events: Iterable[Mapping[str, Any]]) -> list[Restart]:
             step, cause = event["step"], None
         elif kind == "step":
             step = event["step"]
-        if kind in ("step", "finish") and pending is not None:
+        if kind in ("step", "finish", "summary") and pending is not None:
             found.append(Restart(pending[0], event["time"] - pending[1], pending[2]))
             pending = None
         if kind in _SIGNS_OF_LIFE:
             alive_s = event["time"]
+        elif kind == "summary":  # a finished run that is trained for longer was not held up
+            alive_s = cause = None
     if pending is not None:
         assert alive_s is not None
         found.append(Restart(pending[0], alive_s - pending[1], pending[2]))

@@ -9,7 +9,7 @@ from html import escape
 from rayrec.observe.charts import legend
 from rayrec.observe.page import folded, table
 from rayrec.observe.quantities import clock_text
-from rayrec.observe.report_style import NUM_SERIES
+from rayrec.observe.report_style import NUM_PARTS
 
 _WIDTH, _LEFT, _RIGHT = 960.0, 120.0, 70.0
 _BAR, _GAP = 20.0, 8.0
@@ -29,7 +29,7 @@ def stacked_bars(title: str, parts: Sequence[str], bars: Sequence[Bar], *, text:
     longest = max((sum(bar.parts) for bar in bars), default=0.0)
     if not longest:
         return ""
-    assert len(parts) <= NUM_SERIES
+    assert len(parts) <= NUM_PARTS
     scale, body = (_WIDTH - _LEFT - _RIGHT) / longest, []
     for row, bar in enumerate(bars):
         top, place = row * (_BAR + _GAP), _LEFT
@@ -44,7 +44,7 @@ def stacked_bars(title: str, parts: Sequence[str], bars: Sequence[Bar], *, text:
         body.append(_label(place + 6, top + 14, text(sum(bar.parts)), anchor="start", kind="value"))
     height = len(bars) * (_BAR + _GAP)
     rows = [[bar.name, *(text(value) for value in bar.parts), text(sum(bar.parts))] for bar in bars]
-    numbers = folded("numbers", table(["", *parts, "together"], rows, name=title, unfolded=True))
+    numbers = folded(f"Numbers: {title}", table(["", *parts, "together"], rows, name=title, unfolded=True))
     return _figure(title, height, "".join(body), named=legend(parts) if parts[1:] else "", below=numbers)
 
 
@@ -98,7 +98,18 @@ def timeline(
     height = (len(lanes) + len(moments)) * (_BAR + _GAP)
     body.append(_label(_LEFT, height + 10, clock_text(0), anchor="start"))
     body.append(_label(_WIDTH - _RIGHT, height + 10, clock_text(end_s), anchor="end"))
-    return _figure(title, height + 16, "".join(body))
+    return _figure(title, height + 16, "".join(body), below=_places(title, lanes, moments))
+
+
+def _places(
+    title: str, lanes: Sequence[tuple[str, Sequence[Span]]], moments: Sequence[tuple[str, Sequence[Moment]]]
+) -> str:
+    """All of a timeline as a table."""
+    rows = [
+        [name, clock_text(span.start_s), clock_text(span.stop_s), span.text] for name, spans in lanes for span in spans
+    ]
+    rows += [[name, clock_text(tick.at_s), "", tick.text] for name, ticks in moments for tick in ticks]
+    return folded(f"Numbers: {title}", table(["", "from", "to", "what"], rows, name=title, unfolded=True))
 
 
 def _figure(title: str, height: float, body: str, *, named: str = "", below: str = "") -> str:

@@ -62,7 +62,7 @@ def line_chart(
     body = [*_grid(x_axis, y_axis, x_label), *_marks(marks, x_axis)]
     for number, (line, pieces) in enumerate(drawn, start=1):
         body += _line(line.name, pieces, number, x_axis, y_axis, x_label)
-    named = legend([line.name for line, _ in drawn]) if drawn[1:] else ""
+    named = legend([line.name for line, _ in drawn], lines=True) if drawn[1:] else ""
     said = "; ".join(_said(line.name, pieces) for line, pieces in drawn if pieces)
     return (
         f"<figure><figcaption>{escape(title)}{named}</figcaption>"
@@ -88,7 +88,8 @@ def _numbers(title: str, drawn: Sequence[tuple[Line, Sequence[list[Point]]]], x_
     rows = [
         [number_text(x), *(f"{line[x]:.6g}" if x in line else "" for line in values)] for x in dict.fromkeys(places)
     ]
-    return folded("numbers", table([x_label, *(line.name for line, _ in drawn)], rows, name=title, unfolded=True))
+    heads = [x_label, *(line.name for line, _ in drawn)]
+    return folded(f"Numbers: {title}", table(heads, rows, name=title, unfolded=True))
 
 
 def _pieces(points: Iterable[tuple[float, float | None]]) -> list[list[Point]]:
@@ -205,9 +206,10 @@ def _thinned(points: list[Point], *, keep: int) -> list[Point]:
     return kept
 
 
-def legend(names: Sequence[str]) -> str:
-    """The names of the series, each with its colour."""
+def legend(names: Sequence[str], *, lines: bool = False) -> str:
+    """The names of the series, each with its colour, and of `lines` with its dash."""
+    kind = "swatch dashed" if lines else "swatch"
     return "".join(
-        f'<span class="legend"><span class="swatch series-{number}"></span>{escape(name)}</span>'
+        f'<span class="legend"><span class="{kind} series-{number}"></span>{escape(name)}</span>'
         for number, name in enumerate(names, start=1)
     )

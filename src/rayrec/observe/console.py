@@ -2,30 +2,65 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import IO, Any, cast, final
 
 from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from rayrec.config import InputError
 from rayrec.observe.panel import panel
-from rayrec.observe.run_view import RunView, count_text, note_of
+from rayrec.observe.quantities import number_text
+from rayrec.observe.run_view import RunView, note_of
 
 _PLAIN_INTERVAL_S = 10.0
 """Seconds between progress lines where standard error is no terminal."""
 
 
+@final
+class _StandardError:
+    """Standard error, whichever it is at the moment, as a file of which nothing fails: what a full disk, a pipe that nobody reads
+    any more or a closed stream does not take is lost. (Of a broken pipe rich would make the end of the process.)"""
+
+    @property
+    def _stream(self) -> Any:
+        # While rich shows something live, sys.stderr is rich's own, which would come back here.
+        return getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+
+    @property
+    def encoding(self) -> str:
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):  # ValueError: it is closed
+            if self._stream is not None:  # of a process without one
+                self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            if self._stream is not None:
+                self._stream.flush()
+
+    def isatty(self) -> bool:
+        with suppress(ValueError):
+            return self._stream is not None and self._stream.isatty()
+        return False
+
+
 class Console:
-    """Writes to standard error: live lines on a terminal, now and then a plain line elsewhere."""
+    """Writes to standard error: live lines on a terminal, now and then a plain line elsewhere. Nothing of it fails: what cannot
+    be written is lost, and a run goes on without being seen."""
 
     def __init__(self, *, verbose: bool = False, quiet: bool = False) -> None:
         self.verbose = verbose
-        self._out = RichConsole(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+        self._out = RichConsole(file=cast(IO[str], _StandardError()), quiet=quiet, highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._started: dict[str, float] = {}
@@ -65,7 +100,7 @@ class Console:
         now = time.monotonic()
         start = self._started.setdefault(what, now)
         rate = done / (now - start) if now > start else 0.0
-        note = note or (f"{count_text(rate)}/s" if rate else "")
+        note = note or (f"{number_text(round(rate))}/s" if rate else "")
         if self._progress is not None:
             if what not in self._tasks:
                 self._tasks[what] = self._progress.add_task(what, total=total, note=note)
@@ -73,8 +108,8 @@ class Console:
         elif now - self._said.get(what, start) >= _PLAIN_INTERVAL_S or (total is not None and done >= total):
             self._said[what] = now
             left = f", {(total - done) / rate:.0f} s left" if total and rate and done < total else ""
-            share = f" of {count_text(total)}" if total else ""
-            self.note(f"{what}: {count_text(done)}{share}, {note}{left}")
+            share = f" of {number_text(total)}" if total else ""
+            self.note(f"{what}: {number_text(done)}{share}, {note}{left}")
 
     @contextmanager
     def training(self, follow: Callable[[threading.Event], Iterator[dict[str, Any]]]) -> Iterator[None]:
@@ -84,10 +119,13 @@ class Console:
         view = RunView()
 
         def show() -> None:
-            for event in follow(stop):
-                view.update(event)
-                if event["time"] >= since:
-                    self._show(event, view)
+            try:
+                for event in follow(stop):
+                    view.update(event)
+                    if event["time"] >= since:
+                        self._show(event, view)
+            except (InputError, OSError) as error:  # a damaged line: the run itself does without it
+                self.note(f"nothing more can be shown of this run ({error})")
 
         with self._panel(view):
             thread = threading.Thread(target=show, daemon=True)

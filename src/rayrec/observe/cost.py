@@ -44,7 +44,7 @@ class Cost:
 def cost(events: Sequence[Event], price: Price) -> Cost:
     """Counts the time from each start of the driver to the last that is heard of it; machines that stand idle between are not the
     run's."""
-    hours = _working_s(events) / 3600 * price.nodes
+    hours = working_s(events) / 3600 * price.nodes
     total = hours * price.per_node_hour
     epochs, auroc = _epochs(events), _auroc(events)
     return Cost(
@@ -55,7 +55,8 @@ def cost(events: Sequence[Event], price: Price) -> Cost:
     )
 
 
-def _working_s(events: Sequence[Event]) -> float:
+def working_s(events: Sequence[Event]) -> float:
+    """Seconds for which the drivers of a run were at work; the time between them is left out. Pure."""
     total = 0.0
     for before, event in pairwise(events):
         if event["kind"] != "run":
@@ -63,10 +64,15 @@ def _working_s(events: Sequence[Event]) -> float:
     return total
 
 
+def epochs_trained(rows: int | None, rows_of_sets: Mapping[str, int]) -> float | None:
+    """Passes over the training rows that so many rows trained are, whole or not; None where that is not known. Pure."""
+    return rows / rows_of_sets["train"] if rows is not None and rows_of_sets.get("train") else None
+
+
 def _epochs(events: Sequence[Event]) -> float | None:
     sets: Mapping[str, Any] = next((event["rows_of_sets"] for event in reversed(events) if "rows_of_sets" in event), {})
     rows = next((event["rows"] for event in reversed(events) if event["kind"] == "step"), None)
-    return rows / sets["train"] if rows and sets.get("train") else None
+    return epochs_trained(rows, sets)
 
 
 def _auroc(events: Sequence[Event]) -> float | None:

@@ -14,6 +14,7 @@ from rayrec.config import Config, InputError
 TORN_LINE: Final = "torn_line"  # kind of the event that follows, and excuses, a line that a crash left incomplete
 _SECRET: Final = re.compile(r"password|passwd|secret|accesskey|apikey|credential")
 _TOKEN: Final = re.compile(r"token(_|$)|tokens$")  # hf_token, token_file; not tokenizer, tokens_per_s
+_USER_OF_URL: Final = re.compile(r"(\w+://)[^/?#\s]+@")  # with its password, up to the last @ before path and query
 
 
 def events_in(lines: Iterable[bytes], path: str | Path) -> Iterator[dict[str, Any]]:
@@ -59,11 +60,18 @@ def line_of(event: Mapping[str, Any]) -> bytes:
     return json.dumps(_plain(event), separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
+def without_users(text: str) -> str:
+    """The text, with *** for user and password in every URL: other people's errors name what they could not reach."""
+    return _USER_OF_URL.sub(r"\1***@", text)
+
+
 def _plain(value: Any) -> Any:
     """What JSON can hold, with secrets removed; never raises for a strange value."""
     if isinstance(value, float):  # np.float64 is one, too
         return float(value) if math.isfinite(value) else None
-    if isinstance(value, bool | int | str) or value is None:
+    if isinstance(value, str):
+        return without_users(value)
+    if isinstance(value, bool | int) or value is None:
         return value
     if isinstance(value, Config):
         value = value.to_dict()
@@ -75,7 +83,7 @@ def _plain(value: Any) -> Any:
         value = value.detach()
     if hasattr(value, "tolist"):  # NumPy scalar or array, torch tensor
         return _plain(value.tolist())
-    return str(value)
+    return without_users(str(value))
 
 
 def _is_secret(key: str, value: Any) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, final
@@ -29,7 +30,7 @@ class EventWriter:
 
     To a local file every event is one `write` to a descriptor opened with O_APPEND, so that lines never interleave (POSIX
     local file systems; NFS does not promise it). If the file ends in an incomplete line, which a crash or a full disk
-    leaves, the writer ends that line and says so, so that `read_events` can skip it.
+    leaves, whoever writes next ends that line and says so, so that `read_events` can skip it.
 
     To a URL RUN/events.jsonl events are uploaded in the background, as parts in RUN/events/: those of kind step within
     about two seconds, others at once. What is not uploaded is lost where the process is killed. `merge_events` makes one
@@ -103,7 +104,6 @@ class _LocalFile:
         self._path: Final = path
         self._descriptor: int | None = None
         self._closed = False
-        self._tail_is_torn = False
 
     def append(self, line: bytes, *, urgent: bool) -> None:
         """Raises OSError where the line is lost."""
@@ -111,12 +111,11 @@ class _LocalFile:
             raise OSError("the event writer is closed")
         if self._descriptor is None:
             self._descriptor = self._opened()
-        if self._tail_is_torn:
+        if _tail_is_torn(self._descriptor):
             line = b"\n" + line_of({"time": time.time(), "kind": TORN_LINE}) + line
         written = os.write(self._descriptor, line)
         # What a full disk cuts off cannot be taken back: other processes may have appended since.
-        self._tail_is_torn = written < len(line)
-        if self._tail_is_torn:
+        if written < len(line):
             raise OSError(f"only {written} of {len(line)} bytes were written")
 
     def flush(self, timeout_s: float) -> bool:
@@ -130,10 +129,14 @@ class _LocalFile:
 
     def _opened(self) -> int:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        size = os.fstat(descriptor).st_size
-        self._tail_is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        return descriptor
+        return os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+def _tail_is_torn(descriptor: int) -> bool:
+    """Whether the file ends within a line. Asked before every line, as any writer may have been cut off meanwhile, or have
+    mended it. One that is at work this very moment may look torn: what mends it then is an empty line more, and skipped."""
+    size_bytes = os.fstat(descriptor).st_size
+    return size_bytes > 0 and os.pread(descriptor, 1, size_bytes - 1) != b"\n"
 
 
 def read_events(path: str | Path, *, kinds: Collection[str] | None = None) -> list[dict[str, Any]]:
@@ -155,6 +158,25 @@ def read_events(path: str | Path, *, kinds: Collection[str] | None = None) -> li
         raise _no_file(path) from None
 
 
+def readable_events(path: str | Path) -> list[dict[str, Any]]:
+    """What can be read of a file that `read_events` refuses: without lines that are no events, and, at a URL, parts that are out
+    of reach; nothing of a file that is. For what is better told in part than not at all."""
+    url = _url(path)
+    files = [str(path)]
+    if url:
+        with contextlib.suppress(OSError, InputError):
+            files = [*(file.path for file in storage.files_in(parts_folder(url))), url]
+    lines: dict[bytes, None] = {}  # a line of a part may be in the merged file as well
+    for file in files:
+        with contextlib.suppress(OSError, InputError):
+            lines |= dict.fromkeys(storage.read_bytes(file).splitlines(keepends=True))
+    events: list[dict[str, Any]] = []
+    for line in lines:
+        with contextlib.suppress(InputError):
+            events += events_in([line], path)
+    return sorted(events, key=lambda event: event.get("time") or 0.0) if url else events
+
+
 def metrics_dataframe(path: str | Path) -> pandas.DataFrame:
     """A row for each step that was logged or evaluated: step, rows, loss, rows_per_s, blocked_fraction, validation_METRIC for
     each metric, and time_s since the run began. What was not logged with a step is NaN; steps that were done again after a
@@ -169,16 +191,23 @@ def metrics_dataframe(path: str | Path) -> pandas.DataFrame:
     return pandas.DataFrame(rows, columns=columns)
 
 
-def follow(path: str | Path, *, stop: threading.Event, poll_s: float | None = None) -> Iterator[dict[str, Any]]:
+def follow(
+    path: str | Path,
+    *,
+    stop: threading.Event,
+    poll_s: float | None = None,
+    idle: Callable[[], None] = lambda: None,
+) -> Iterator[dict[str, Any]]:
     """Events as they are written, from the first; once `stop` is set, what is left in the file, then the end.
 
-    Looks every `poll_s` seconds (None: 0.2, at a URL 2). The file need not exist yet. An outage of a store is waited for,
-    but not once `stop` is set. Raises InputError as `read_events` does.
+    Looks every `poll_s` seconds (None: 0.2, at a URL 2), and calls `idle` before it waits. The file need not exist yet. An
+    outage of a store is waited for, but not once `stop` is set. Raises InputError as `read_events` does.
     """
     url = _url(path)
     if url:
-        return _followed(url, stop=stop, poll_s=2.0 if poll_s is None else poll_s)
-    return events_in(_growing_lines(Path(path), stop=stop, poll_s=0.2 if poll_s is None else poll_s), path)
+        return _followed(url, stop=stop, poll_s=2.0 if poll_s is None else poll_s, idle=idle)
+    lines = _growing_lines(Path(path), stop=stop, poll_s=0.2 if poll_s is None else poll_s, idle=idle)
+    return events_in(lines, path)
 
 
 def merge_events(path: str | Path) -> None:
@@ -200,7 +229,7 @@ def merge_events(path: str | Path) -> None:
         storage.remove_folder(folder)
 
 
-def _followed(url: str, *, stop: threading.Event, poll_s: float) -> Iterator[dict[str, Any]]:
+def _followed(url: str, *, stop: threading.Event, poll_s: float, idle: Callable[[], None]) -> Iterator[dict[str, Any]]:
     remote = RemoteEvents(url)
     while True:
         stopping = stop.is_set()  # read before the parts, so that nothing written before the stop is missed
@@ -215,6 +244,7 @@ def _followed(url: str, *, stop: threading.Event, poll_s: float) -> Iterator[dic
             yield event
         if stopping:
             return
+        idle()
         stop.wait(poll_s)
 
 
@@ -222,7 +252,7 @@ def _url(path: str | Path) -> str | None:
     return str(path) if storage.is_url(str(path)) else None
 
 
-def _growing_lines(path: Path, *, stop: threading.Event, poll_s: float) -> Iterator[bytes]:
+def _growing_lines(path: Path, *, stop: threading.Event, poll_s: float, idle: Callable[[], None]) -> Iterator[bytes]:
     while not path.exists():
         if stop.wait(poll_s) and not path.exists():
             return
@@ -237,6 +267,7 @@ def _growing_lines(path: Path, *, stop: threading.Event, poll_s: float) -> Itera
                     partial = b""
             if stopping:
                 return
+            idle()
             stop.wait(poll_s)
 
 

@@ -62,7 +62,7 @@ def attempts(events: Sequence[Event]) -> list[Attempt]:
     """Every attempt of a run, in order."""
     found: list[Attempt] = []
     costs = iter(restarts(events))
-    driver_begun = False
+    begun = driver_begun = False
     for event in events:
         kind = event["kind"]
         if kind == "run":
@@ -73,14 +73,13 @@ def attempts(events: Sequence[Event]) -> list[Attempt]:
         elif kind == "start":
             if not found or found[-1].first_step is not None:  # not told of by an event of its own
                 found = [*_lost(found, driver_begun), Attempt(_since(events, event))]
-            begun_before = any(attempt.first_step is not None for attempt in found)
             found[-1] = replace(
                 found[-1],
                 num_workers=event["world_size"],
                 first_step=event["step"],
-                restart=next(costs) if begun_before else None,
+                restart=next(costs) if begun else None,
             )
-            driver_begun = False
+            begun, driver_begun = True, False
         elif found and kind in ("step", "evaluate"):
             found[-1] = replace(found[-1], last_step=event["step"])
         elif found and kind == "failure":
@@ -89,6 +88,8 @@ def attempts(events: Sequence[Event]) -> list[Attempt]:
             found[-1] = replace(found[-1], last_step=event["step"], end=f"stopped: {event['cause']}")
         elif found and kind == "finish":
             found[-1] = replace(found[-1], last_step=event["step"], end="finished")
+        elif kind == "summary":
+            begun = False  # what comes now was asked for besides
     return found
 
 

@@ -12,10 +12,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rayrec.observe.quantities import duration_text, size_text
-from rayrec.observe.run_view import RunView, count_text
+from rayrec.observe.quantities import duration_text, number_text, size_text
+from rayrec.observe.run_view import RunView
 from rayrec.observe.time_split import PHASES, WORDS
-from rayrec.observe.verdict import verdict
 
 _STYLES: Final = dict(zip(PHASES, ("red", "magenta", "blue", "cyan", "green", "yellow", "bright_black"), strict=True))
 _BAR_CELLS: Final = 40
@@ -68,7 +67,7 @@ def _details(view: RunView) -> list[RenderableType]:
     parts: list[RenderableType] = []
     if view.data is not None and view.data.get("stages"):
         parts.append(_data(view.data))
-    found = verdict(view.events)
+    found = view.verdict()
     if found is not None:
         parts.append(Text(found.text, style="bold"))
     return parts
@@ -79,9 +78,9 @@ def _data(event: Mapping[str, Any]) -> RenderableType:
     for head in ("data", "rows/s it could", "busy", "computing"):
         table.add_column(head, justify="left" if head == "data" else "right")
     for stage in event["stages"]:
-        rate = count_text(stage["rows_per_s"])
+        rate = number_text(round(stage["rows_per_s"]))
         table.add_row(stage["stage"], rate, f"{min(1.0, stage['busy']):.0%}", f"{min(1.0, stage['cpu_share']):.0%}")
-    told = f"backlog {count_text(event['backlog_rows'])} rows"
+    told = f"backlog {number_text(round(event['backlog_rows']))} rows"
     if event.get("object_store_bytes") is not None:
         told += (
             f"   object store {size_text(event['object_store_bytes'])} of {size_text(event['object_store_limit_bytes'])}"

@@ -13,7 +13,7 @@ from rayrec.observe import report_course, report_model
 from rayrec.observe.cost import Price, cost
 from rayrec.observe.events import read_events
 from rayrec.observe.history import Attempt, Event, attempts, logged, standing
-from rayrec.observe.page import document, facts, folded, tiles
+from rayrec.observe.page import document, facts, folded, section, tiles
 from rayrec.observe.quantities import date_text, duration_text, number_text
 from rayrec.observe.verdict import verdict
 
@@ -93,7 +93,7 @@ def render(run: Run, *, price: Price | None = None) -> str:
             report_course.course(events, tried),
             report_course.checkpoints(events),
             report_course.profiles(events),
-            folded("Configuration", f"<pre>{escape(run.config)}</pre>"),
+            section("Configuration", folded("config.yaml", f"<pre>{escape(run.config)}</pre>")),
         ),
     )
 

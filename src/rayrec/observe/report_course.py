@@ -9,24 +9,18 @@ from typing import Any
 from rayrec.observe.bars import Bar, Moment, Span, stacked_bars, timeline
 from rayrec.observe.charts import Line, Mark, line_chart
 from rayrec.observe.cost import Cost
+from rayrec.observe.data_stages import data_side
 from rayrec.observe.history import VALIDATION, Attempt, Event
 from rayrec.observe.page import facts, section, table
 from rayrec.observe.quantities import clock_text, duration_text, number_text, size_text
+from rayrec.observe.time_split import WORDS
+from rayrec.observe.time_split import time_split as split_of
 
 UNDRAWN = {"rows", "label_rate"}
 """Validation metrics that tell of the data, not of the model."""
 _UNITS = (("s", 1.0, 300.0), ("min", 60.0, 3 * 3600.0), ("h", 3600.0, float("inf")))
 _PARTS_OF_RUN = 5
 """That the time split is shown for, beside the whole."""
-_PARTS_OF_TIME = {
-    "data": "waiting for data",
-    "host_to_device": "host to device",
-    "forward": "forward",
-    "backward": "backward",
-    "optimizer": "optimizer",
-    "collectives": "collectives",
-    "other": "other",
-}
 
 
 def curves(
@@ -89,53 +83,55 @@ def time_unit(events: Sequence[Event]) -> tuple[str, float]:
 
 
 def time_split(events: Sequence[Event]) -> str:
-    """Seconds of training by what they were spent on, over the whole run and over fifths of its logged steps."""
-    steps = [event for event in events if event["kind"] == "step" and event.get("times_s")]
-    names = [name for name in _PARTS_OF_TIME if any(name in event["times_s"] for event in steps)]
-    if not steps:
+    """Seconds of the run by what they were spent on, over the whole of it and over fifths of its logged steps."""
+    steps = [place for place, event in enumerate(events) if event["kind"] == "step"]
+    spent = split_of(events).parts_s()
+    names = [name for name in WORDS if spent[name]]
+    if not names:
         return ""
-
-    def seconds(part: Sequence[Event]) -> list[float]:
-        return [sum(event["times_s"].get(name) or 0.0 for event in part) for name in names]
-
-    shown = [_PARTS_OF_TIME[name] for name in names]
-    whole = stacked_bars("Training as a whole", shown, [Bar("all steps", seconds(steps))], text=duration_text)
-    edges = [round(number * len(steps) / _PARTS_OF_RUN) for number in range(_PARTS_OF_RUN + 1)]
-    pieces = [steps[start:stop] for start, stop in pairwise(edges) if stop > start]
-    if len(pieces) == 1:
+    shown = [WORDS[name] for name in names]
+    whole = stacked_bars(
+        "The run as a whole", shown, [Bar("in all", [spent[name] for name in names])], text=duration_text
+    )
+    edges = sorted({round(number * len(steps) / _PARTS_OF_RUN) for number in range(_PARTS_OF_RUN + 1)})
+    if len(edges) < 3:
         return section("Where the time went", whole)
+    # The saves and the evaluation behind a step are of its fifth. Sums up to each edge, as a step's rows count from the first.
+    sums = [split_of(events[: [*steps, len(events)][edge]]).parts_s() for edge in edges]
     bars = []
-    for piece in pieces:
-        spent = seconds(piece)
-        bars.append(Bar(f"to step {piece[-1]['step']:,}", [part / max(sum(spent), 1e-12) for part in spent]))
+    for edge, (before, after) in zip(edges[1:], pairwise(sums), strict=True):
+        seconds = [after[name] - before[name] for name in names]
+        last = events[steps[edge - 1]]["step"]
+        bars.append(Bar(f"to step {last:,}", [part / max(sum(seconds), 1e-12) for part in seconds]))
     shares = stacked_bars("In the course of the run", shown, bars, text=lambda value: f"{value:.1%}")
     return section("Where the time went", whole + shares)
 
 
 def stages(events: Sequence[Event]) -> str:
-    """Speed and backlog of each stage of the data pipeline, as last told."""
-    last = next((event for event in reversed(events) if event["kind"] == "data" and event.get("stages")), None)
-    if last is None:
+    """What each stage of the data pipeline did over the run, and could have done."""
+    side = data_side(events)
+    if side is None or not side.stages:
         return ""
-    told = last["stages"]
-    heads = list(dict.fromkeys(name for stage in told for name in stage))
-    rows = [["" if stage.get(name) is None else _cell(name, stage[name]) for name in heads] for stage in told]
-    store = [
-        (name.removesuffix("_bytes").replace("_", " "), size_text(last[name]))
-        for name in last
-        if name.endswith("_bytes") and last[name] is not None
+    heads = ["stage", "rows/s it could do alone", "busy", "computing", "queued for a CPU"]
+    rows = [
+        [
+            stage.name,
+            number_text(round(stage.rows_per_s)),
+            *(f"{share:.1%}" for share in (stage.busy, stage.cpu_share, stage.queue_share)),
+        ]
+        for stage in side.stages
     ]
-    return section(
-        "Data pipeline",
-        table([name.replace("_", " ") for name in heads], rows, name="Stages of the data pipeline")
-        + (facts(store) if store else ""),
-    )
-
-
-def _cell(name: str, value: Any) -> str:
-    if name == "busy" or name.endswith("_share"):
-        return f"{value:.1%}"
-    return number_text(round(value)) if isinstance(value, int | float) else str(value)
+    told = [
+        ("CPUs for it", f"{side.cpus:g}, busy {side.busy:.1%} of the time"),
+        ("rows/s", number_text(round(side.rows_per_s))),
+        ("rows/s without a pause", number_text(round(side.capacity_rows_per_s or 0.0))),
+        ("rows that lay ready", number_text(round(side.backlog_rows))),
+    ]
+    if side.store_fill is not None:
+        spilled = f", {size_text(side.spilled_bytes)} spilled to disk" if side.spilled_bytes else ""
+        told.append(("object store", f"{side.store_fill:.1%} in use{spilled}"))
+    name = "Stages of the data pipeline, over the run"
+    return section("Data pipeline, over the run", table(heads, rows, name=name) + facts(told))
 
 
 # -- attempts, checkpoints, cost

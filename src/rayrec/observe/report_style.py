@@ -1,20 +1,41 @@
 """How a report looks, by day and by night."""
 
 NUM_SERIES = 8
-"""Colours that a chart has; they can be told apart without seeing red and green."""
+"""Lines that a chart has at most, each with a colour and a dash; the colours can be told apart without seeing red and green."""
+NUM_PARTS = NUM_SERIES + 1
+"""Parts that a whole has at most; the last one is grey."""
+_DASHES = ("", "7 3", "2 2", "9 3 2 3", "14 4", "1 4", "9 2 1 2 1 2", "4 7")
+"""Lengths of strokes and gaps in turn, of each line; the first is drawn through."""
+
+
+def _gradient(number: int) -> str:
+    """The dash of a line as a background of CSS, for the legend."""
+    colour, place, stops = f"var(--series-{number})", 0, []
+    for index, length in enumerate(map(int, _DASHES[number - 1].split())):
+        stops.append(f"{'transparent' if index % 2 else colour} {place}px {place + length}px")
+        place += length
+    return f"repeating-linear-gradient(90deg, {', '.join(stops)})" if stops else colour
+
 
 _SERIES = "\n".join(
-    f".line.series-{number} {{ stroke: var(--series-{number}); }} .dot.series-{number} {{ fill: var(--series-{number}); }} "
-    f".swatch.series-{number} {{ background: var(--series-{number}); }}"
-    for number in range(1, NUM_SERIES + 1)
+    [
+        f".dot.series-{number} {{ fill: var(--series-{number}); }} "
+        f".swatch.series-{number} {{ background: var(--series-{number}); }}"
+        for number in range(1, NUM_PARTS + 1)
+    ]
+    + [
+        f".line.series-{number} {{ stroke: var(--series-{number}); stroke-dasharray: {_DASHES[number - 1] or 'none'}; }} "
+        f".swatch.dashed.series-{number} {{ background: {_gradient(number)}; }}"
+        for number in range(1, NUM_SERIES + 1)
+    ]
 )
 STYLE = """
 :root { --page: #fcfcfb; --ink: #1b1b1a; --soft: #62625e; --hair: #e3e2dd; --card: #f4f3ef; --wrong: #c0271d;
   --series-1: #2a6fc9; --series-2: #d9622b; --series-3: #1e8f6e; --series-4: #a2559f; --series-5: #8a7a12;
-  --series-6: #c2447a; --series-7: #5d6b7a; --series-8: #7a4a1f; }
+  --series-6: #c2447a; --series-7: #5d6b7a; --series-8: #7a4a1f; --series-9: #b9b8b2; }
 @media (prefers-color-scheme: dark) { :root { --page: #191918; --ink: #f1f0ec; --soft: #a5a49d; --hair: #3a3935;
   --card: #242422; --wrong: #ff8075; --series-1: #5b9df0; --series-2: #f08a55; --series-3: #4cc79f; --series-4: #cf8fcc;
-  --series-5: #cdbb45; --series-6: #f089b0; --series-7: #a3b1c0; --series-8: #c99a6b; } }
+  --series-5: #cdbb45; --series-6: #f089b0; --series-7: #a3b1c0; --series-8: #c99a6b; --series-9: #62615c; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
 main { max-width: 1080px; margin: 0 auto; padding: 24px 20px 64px; }
@@ -32,8 +53,9 @@ svg { width: 100%; height: auto; display: block; }
 .grid { stroke: var(--hair); } .axis { stroke: var(--soft); } .mark { stroke: var(--soft); stroke-dasharray: 3 3; }
 .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; } .dot { stroke: none; }
 @SERIES@
-.legend { font-weight: 400; margin-left: 14px; color: var(--soft); }
+.legend { display: inline-block; font-weight: 400; margin-left: 14px; color: var(--soft); }
 .swatch { display: inline-block; width: 14px; height: 3px; vertical-align: middle; margin-right: 5px; }
+.swatch.dashed { width: 34px; }
 .wide { overflow-x: auto; }
 nav { display: flex; flex-wrap: wrap; gap: 4px 16px; margin: 14px 0; font-size: 14px; }
 a { color: var(--series-1); }

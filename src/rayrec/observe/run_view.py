@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
-from rayrec.observe.quantities import duration_text, size_text
+from rayrec.observe.quantities import duration_text, number_text, size_text
 from rayrec.observe.time_split import PHASES
+from rayrec.observe.verdict import Verdict, verdict
 
 Event = Mapping[str, Any]
 _SHOWN_METRICS: Final = ("auroc", "logloss", "accuracy", "perplexity")
 _KEPT: Final = {"run", "start", "step", "data", "evaluate", "checkpoint", "checkpoint_late"}
 """Kinds that a verdict needs."""
-
-
-def count_text(value: float) -> str:
-    """Three or four digits: 35.2k, 1.286M."""
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if value >= limit:
-            return f"{value / (1e3 if unit == 'k' else limit):.4g}{unit}"
-    return f"{value:.0f}"
+_VERDICT_S: Final = 5.0
+"""Between two verdicts on a run in progress: each goes through all its events."""
 
 
 def metric_text(value: float | None) -> str:
@@ -59,6 +55,8 @@ def note_of(event: Event, *, verbose: bool = False) -> str | None:
 class RunView:
     """Fed with a run's events in order; what nothing has told yet is None."""
 
+    keep: bool = False
+    """Keep the events that a verdict is reckoned from, about 500 bytes for each logged step."""
     recipe: str = ""
     name: str = ""
     status: str = "preparing"
@@ -80,10 +78,15 @@ class RunView:
     last_time_s: float | None = None
     """Unix time of the last event."""
     events: list[Event] = field(default_factory=list)
-    """Those that a verdict is reckoned from."""
+    """Those that are kept."""
     _pace: tuple[int, float] | None = None
     """The first step logged by this attempt, and when."""
     _trained: bool = False
+    _verdict: Verdict | None = None
+    _verdict_on: int = 0
+    """Events that it is reckoned from."""
+    _next_verdict_s: float = 0.0
+    """When there may be another, by the monotonic clock."""
 
     @property
     def finished(self) -> bool:
@@ -93,7 +96,7 @@ class RunView:
         """Takes in the next event."""
         kind = event["kind"]
         self.last_time_s = event["time"]
-        if kind in _KEPT:
+        if self.keep and kind in _KEPT:
             self.events.append(event)
         if kind == "run":
             self.recipe, self.name, self.status = event.get("recipe", ""), event.get("name", ""), "preparing"
@@ -114,9 +117,9 @@ class RunView:
         elif kind == "stop":
             self.status = f"stopped: {event['cause']}"
         elif kind == "finish":
-            self.status = "evaluating the test rows" if self.steps is None else "finishing"
+            self.status = "finishing"
         elif kind == "summary":
-            self.status = "finished"
+            self.status, self._trained = "finished", False
 
     def _begin(self, event: Event) -> None:
         self.restarts += self._trained
@@ -131,6 +134,14 @@ class RunView:
         times_s = event.get("times_s") or {}
         total_s = sum(value or 0.0 for value in times_s.values())
         self.shares = {name: (times_s.get(name) or 0.0) / total_s for name in PHASES} if total_s else {}
+
+    def verdict(self) -> Verdict | None:
+        """On the events that are kept, of a run in progress anew at most every five seconds; None: nothing to go by."""
+        due = self.finished or time.monotonic() >= self._next_verdict_s
+        if due and len(self.events) != self._verdict_on:
+            self._verdict, self._verdict_on = verdict(self.events), len(self.events)
+            self._next_verdict_s = time.monotonic() + _VERDICT_S
+        return self._verdict
 
     def left_s(self) -> float | None:
         """Seconds to the last step at the pace of this attempt, its saves and evaluations included; None: not known yet."""
@@ -150,7 +161,7 @@ class RunView:
             shown = [name for name in _SHOWN_METRICS if self.evaluation.get(name) is not None][:1]
             found += [(name, metric_text(self.evaluation[name])) for name in shown]
         if self.rows_per_s is not None:
-            found.append(("rows/s", count_text(self.rows_per_s)))
+            found.append(("rows/s", number_text(round(self.rows_per_s))))
         if self.blocked_fraction is not None:
             found.append(("blocked", f"{self.blocked_fraction:.1%}"))
         if self.peak_fraction is not None:

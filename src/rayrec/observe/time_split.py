@@ -28,6 +28,8 @@ class TimeSplit:
     """Seconds of training, mean over workers; added up over intervals between two logs."""
 
     times_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    most_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    """Of the worker that took longest for a phase, interval by interval; the mean where that was not told."""
     checkpoint_s: float = 0.0
     """That saves held training up for, beside the phases."""
     evaluation_s: float = 0.0
@@ -47,9 +49,16 @@ class TimeSplit:
 
     def shares(self) -> dict[str, float]:
         """Of `total_s`, by phase, and `checkpoint` and `evaluation`; all 0 where there is none."""
-        parts = {**self.times_s, "checkpoint": self.checkpoint_s, "evaluation": self.evaluation_s}
         total = self.total_s
-        return {name: seconds / total if total else 0.0 for name, seconds in parts.items()}
+        return {name: seconds / total if total else 0.0 for name, seconds in self.parts_s().items()}
+
+    def parts_s(self) -> dict[str, float]:
+        """Seconds by phase, and of `checkpoint` and `evaluation`: what `WORDS` names."""
+        return {**self.times_s, "checkpoint": self.checkpoint_s, "evaluation": self.evaluation_s}
+
+    def most_shares(self) -> dict[str, float]:
+        """Of `total_s`, what the slowest worker spent, by phase."""
+        return {name: seconds / self.total_s if self.total_s else 0.0 for name, seconds in self.most_s.items()}
 
 
 def time_split(events: Iterable[Mapping[str, Any]], *, warm: bool = False) -> TimeSplit:
@@ -82,9 +91,10 @@ def _add(split: TimeSplit, event: Mapping[str, Any], *, interval_s: float) -> No
     times_s = event.get("times_s")
     if times_s:
         split.measured = True
-        for name in PHASES:
-            split.times_s[name] += times_s.get(name) or 0.0
     else:
         blocked_s = (event.get("blocked_fraction") or 0.0) * interval_s
-        split.times_s["data"] += blocked_s
-        split.times_s["other"] += interval_s - blocked_s
+        times_s = {"data": blocked_s, "other": interval_s - blocked_s}
+    most_s = event.get("times_max_s") or times_s
+    for name in PHASES:
+        split.times_s[name] += times_s.get(name) or 0.0
+        split.most_s[name] += most_s.get(name) or 0.0

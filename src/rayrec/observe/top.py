@@ -28,7 +28,7 @@ def top(run: str, *, once: bool = False, console: Console | None = None) -> RunV
     if not storage.exists(storage.join(folder, "config.yaml")):
         raise InputError(f"{run}: not the folder of a run, which holds a config.yaml; give storage_path/name of one")
     console = console or Console(highlight=False)
-    place, view = storage.join(folder, "events.jsonl"), RunView()
+    place, view = storage.join(folder, "events.jsonl"), RunView(keep=True)
     if once or not console.is_terminal:
         for event in read_events(place):
             view.update(event)

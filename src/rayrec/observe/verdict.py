@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 from rayrec.observe.data_stages import DataSide, data_side
 from rayrec.observe.quantities import number_text, size_text
-from rayrec.observe.time_split import TimeSplit, time_split
+from rayrec.observe.time_split import PHASES, WORDS, TimeSplit, time_split
 
 Event = Mapping[str, Any]
 Bottleneck = Literal["data", "collectives", "host_to_device", "checkpoint", "evaluation", "model"]
@@ -21,6 +21,11 @@ half in reserve."""
 _WAITS_FOR_STORAGE: Final = 0.4
 """Share of the data tasks' work from which on waiting for storage is what it is."""
 _FULL_STORE: Final = 0.9
+_SPILLING: Final = 0.25
+"""Share of the data events from which on spilling goes on: a store is everybody's on its node, and spills now and then."""
+_ONE_WORKER: Final = 0.5
+"""Share of the waiting for other workers that one of them has to spend longer than the mean in a phase to be what is waited
+for."""
 _CONTENDED: Final = 0.7
 _LARGEST_LIFT: Final = 4.0
 """Times as many rows/s as now that are promised at most: the model's own speed is an extrapolation there."""
@@ -35,7 +40,8 @@ class Verdict:
     """Of the time, that it takes."""
     cause: str | None
     """Of waiting for data: storage, object_store, read, parse, encode (the stage that keeps the CPUs busy), delivery (rows are
-    made, but do not come in time), unknown."""
+    made, but do not come in time), unknown. Of waiting for other workers: the phase that one of them takes longer for, if it is
+    that."""
     text: str
     """Plain words: what, why, the remedy."""
 
@@ -59,9 +65,9 @@ def verdict(events: Sequence[Event]) -> Verdict | None:
         return _data(events, split)
     if worst == "checkpoint":
         return Verdict(worst, share, None, _checkpoint_text(events, share))
+    if worst == "collectives":
+        return _collectives(split)
     texts = {
-        "collectives": "Waiting for other workers {share} of the time: exchanging ids, embeddings and gradients takes that long, "
-        "or some workers are slower than others; fewer workers with larger batches, or a faster network, would lift it.",
         "host_to_device": "Copying batches to the device {share} of the time: the link to the device is the limit; fewer dense "
         "columns or ids a row would lift it.",
         "evaluation": "Evaluating {share} of the time: a larger --evaluate-every, or fewer rows to evaluate on, would give it "
@@ -86,13 +92,13 @@ def _rate(rows_per_s: float) -> str:
 def _data(events: Sequence[Event], split: TimeSplit) -> Verdict:
     share, side = split.shares()["data"], data_side(events)
     begin = f"Blocked on data {_percent(share)} of the time: "
-    if side is None or not side.shares:
+    if side is None or not side.stages:
         return Verdict("data", share, "unknown", begin + "what makes the rows was not measured.")
     now = split.rows / split.training_s if split.training_s else 0.0
     unblocked = now * min(_LARGEST_LIFT, split.training_s / max(split.training_s - split.times_s["data"], 1e-9))
-    if side.spilled_bytes or (side.store_fill or 0.0) >= _FULL_STORE:
+    if side.spilling_share >= _SPILLING or (side.store_fill or 0.0) >= _FULL_STORE:
         return Verdict("data", share, "object_store", begin + _store_text(side))
-    threads = set(side.names) == {"read"}  # of the workers themselves
+    threads = [stage.name for stage in side.stages] == ["read"]  # of the workers themselves
     if side.storage_share >= _WAITS_FOR_STORAGE and side.busy >= _BUSY / 2:
         wait = _percent(side.storage_share)
         return Verdict(
@@ -112,22 +118,22 @@ def _data(events: Sequence[Event], split: TimeSplit) -> Verdict:
             f"{begin}those who make rows pause {_percent(1 - side.busy)} of it, so rows are made in time but come late; a larger "
             "--train-data.prefetch-blocks, or smaller --train-data.block-bytes, would lift it.",
         )
-    stage = max(side.shares, key=lambda name: side.shares[name])
+    slowest = max(side.stages, key=lambda stage: stage.share)
     if threads:
         text = (
             f"the thread of each worker that reads rows has no pause at {_rate(now)} in all; more workers, or less to do for "
             "each row, would lift it."
         )
-        return Verdict("data", share, stage, begin + text)
-    what = {"read": "read", "parse": "read and parse", "encode": "parse and encode"}[stage]
+        return Verdict("data", share, slowest.name, begin + text)
+    what = {"read": "read", "parse": "read and parse", "encode": "parse and encode"}[slowest.name]
     starved = ""
     if side.contention < _CONTENDED:
         starved = f" (they share CPUs with others and get {_percent(side.contention)} of one each)"
     return Verdict(
         "data",
         share,
-        stage,
-        f"{begin}the tasks that {what} are CPU-bound{starved}, {_percent(side.shares[stage])} of it to {stage}; "
+        slowest.name,
+        f"{begin}the tasks that {what} are CPU-bound{starved}, {_percent(slowest.share)} of it to {slowest.name}; "
         f"{_more(side, now, unblocked)} `rayrec preprocess` saves most of that work.",
     )
 
@@ -141,9 +147,10 @@ def _more(side: DataSide, now: float, unblocked: float) -> str:
 
 
 def _store_text(side: DataSide) -> str:
-    full = f"the object store is full to {_percent(side.store_fill)}" if side.store_fill is not None else ""
-    spilled = f"{size_text(side.spilled_bytes)} were spilled to disk" if side.spilled_bytes else ""
-    told = " and ".join(part for part in (full, spilled) if part)
+    told = f"{size_text(side.spilled_bytes)} were spilled from the object store to disk"
+    if side.store_fill is not None and side.store_fill >= _FULL_STORE:
+        told = f"the object store is full to {_percent(side.store_fill)}"
+        told += f" and {size_text(side.spilled_bytes)} were spilled to disk" if side.spilled_bytes else ""
     return (
         f"{told}; more memory for it (--cluster.object-store-bytes), smaller --train-data.block-bytes or a smaller "
         "--train-data.prefetch-blocks would lift it."
@@ -169,12 +176,34 @@ def _checkpoint_text(events: Sequence[Event], share: float) -> str:
     )
 
 
+def _collectives(split: TimeSplit) -> Verdict:
+    """Whether all wait for the exchange, or for one of them: a mean over many workers hides one."""
+    share, shares, most = split.shares()["collectives"], split.shares(), split.most_shares()
+    begin = f"Waiting for other workers {_percent(share)} of the time: "
+    slow = max((name for name in PHASES if name != "collectives"), key=lambda name: most[name] - shares[name])
+    if most[slow] - shares[slow] < _ONE_WORKER * share:
+        text = (
+            "exchanging ids, embeddings and gradients takes that long, or some workers are slower than others; fewer workers "
+            "with larger batches, or a faster network, would lift it."
+        )
+        return Verdict("collectives", share, None, begin + text)
+    remedies = {
+        "data": "what makes its rows is slower than the others', so look at the data tasks, storage and CPUs of its node.",
+        "host_to_device": "its link to the device is slower, or shared.",
+    }
+    text = (
+        f"{WORDS[slow]} takes one worker {_percent(most[slow])} ({_percent(shares[slow])} on average), and the others wait for "
+        f"it; {remedies.get(slow, 'look at the processor of its node, and who else uses it.')}"
+    )
+    return Verdict("collectives", share, slow, begin + text)
+
+
 def _model(events: Sequence[Event], split: TimeSplit) -> Verdict:
     shares = split.shares()
-    computing = sum(shares[name] for name in ("forward", "backward", "optimizer", "other"))
     if not split.measured:
         text = f"Nothing is waited for: blocked on data {_percent(shares['data'])} of the time."
-        return Verdict("model", computing, None, text)
+        return Verdict("model", shares["other"], None, text)
+    computing = sum(shares[name] for name in ("forward", "backward", "optimizer"))
     parts = ", ".join(
         f"{name} {_percent(shares[key])}"
         for name, key in (("forward", "forward"), ("backward", "backward"), ("optimizer", "optimizer"))
@@ -182,6 +211,8 @@ def _model(events: Sequence[Event], split: TimeSplit) -> Verdict:
     peaks = [event["peak_fraction"] for event in events if event["kind"] == "step" and event.get("peak_fraction")]
     peak = f", at {_percent(sum(peaks) / len(peaks))} of the device's peak" if peaks else ""
     text = f"The model computes {_percent(computing)} of the time ({parts}){peak}; it waits for data {_percent(shares['data'])}."
+    if shares["other"] >= _WORTH_TELLING:
+        text += f" {_percent(shares['other'])} is neither: Python between the steps."
     side = data_side(events)
     capacity = side.capacity_rows_per_s if side is not None and side.storage_share < _WAITS_FOR_STORAGE else None
     now = split.rows / split.training_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Final
@@ -11,9 +12,21 @@ import torch
 _WINDOW_S: Final = 0.04
 """Of measuring on a CPU. The clock of its cores is up by then; a worker's start is not the place for more."""
 
+_logger = logging.getLogger(__name__)
+
+
+def multiply_adds_per_s_or_zero(device: torch.device, *, precision: str) -> float:
+    """`multiply_adds_per_s`, or 0 and a warning where it cannot be measured, by which training shall not fail."""
+    try:
+        return multiply_adds_per_s(device, precision=precision)
+    except Exception as error:  # kernels and allocators raise what they like
+        _logger.warning("the peak of %s is not known (%s)", device, error)
+        return 0.0
+
 
 def multiply_adds_per_s(device: torch.device, *, precision: str) -> float:
-    """Of the fastest matrix product torch has for this device and precision ("fp32" or "bf16"), with the threads it has now."""
+    """Of the fastest matrix product torch has for this device and precision ("fp32" or "bf16"), with the threads it has now.
+    Raises what torch raises where none works."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     if device.type == "cuda":
         return _of_cuda(device, dtype)
@@ -25,7 +38,20 @@ def multiply_adds_per_s(device: torch.device, *, precision: str) -> float:
     if torch.backends.mkldnn.is_available():
         products.append(lambda: torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], ""))
     with torch.no_grad():
-        return rows * inner * columns / min(_shortest_s(product) for product in products)
+        return rows * inner * columns / _shortest_of(products)
+
+
+def _shortest_of(products: list[Callable[[], torch.Tensor]]) -> float:
+    """Seconds of the fastest product that works; raises what the last one does where none works."""
+    found: list[float] = []
+    for number, product in enumerate(products, start=1):
+        try:
+            found.append(_shortest_s(product))
+        except Exception as error:  # a private operation of another torch, a type the CPU has no product for
+            if number == len(products) and not found:
+                raise
+            _logger.info("one way to multiply does not work here (%s)", error)
+    return min(found)
 
 
 def _shortest_s(product: Callable[[], torch.Tensor]) -> float:

@@ -29,7 +29,7 @@ class ClusterShape:
     nodes: int = 1
     """With the GPUs, where there are some."""
     cpu_nodes: int = 0
-    """Beside them, without."""
+    """Beside them, without; 0 where there are no GPUs."""
 
     @classmethod
     def parse(cls, text: str) -> ClusterShape:
@@ -47,9 +47,10 @@ class ClusterShape:
                 )
         if not values.get("cpus") or values.get("nodes", 1) < 1:
             raise InputError(f"--cluster: {text!r} needs cpus=N, of each node, and a node at least")
-        return cls(
-            values["cpus"], values.get("gpus", 0.0), int(values.get("nodes", 1)), int(values.get("cpu_nodes", 0))
-        )
+        gpus, nodes, cpu_nodes = values.get("gpus", 0.0), int(values.get("nodes", 1)), int(values.get("cpu_nodes", 0))
+        if not gpus:  # nodes beside those with GPUs are then nodes like all others
+            nodes, cpu_nodes = nodes + cpu_nodes, 0
+        return cls(values["cpus"], gpus, nodes, cpu_nodes)
 
     def resources(self) -> list[Node]:
         gpu = {"GPU": self.gpus} if self.gpus else {}

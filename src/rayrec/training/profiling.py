@@ -17,8 +17,9 @@ import ray
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.observe.events import EventWriter, follow
 from rayrec.training.step_profiler import OPERATIONS, StepProfiler, Window
-from rayrec.workloads.base import WorkerContext
+from rayrec.workloads.base import MOST_PROFILED_STEPS, WorkerContext
 
 TIMELINE: Final = "ray_timeline.json"
 """What Ray's tasks did, as a trace; beside the folders of the ranks."""
@@ -82,7 +83,7 @@ def _window(request: Any) -> Window:
         window = Window(str(request["name"]), int(request["first"]), int(request["end"]))
     except (TypeError, KeyError, ValueError) as error:
         raise InputError(f"no request for a profile ({error!r})") from None
-    if not re.fullmatch(r"[\w-]+", window.name) or window.end <= window.first:
+    if not re.fullmatch(r"[\w-]+", window.name) or not 0 < window.end - window.first <= MOST_PROFILED_STEPS:
         raise InputError(f"no request for a profile: {request!r}")
     return window
 
@@ -97,18 +98,26 @@ def _poll_s(folder: str) -> float:
 def make_profiler(
     worker: WorkerContext, folder: str, mailbox: Any, log: Callable[[str, dict[str, Any]], None]
 ) -> StepProfiler:
-    """The profiler of one worker: it records what the configuration says, and what `mailbox` is asked for."""
+    """The profiler of one worker: it records what the configuration says, and what `mailbox` is asked for. Worker 0 logs its
+    profile, every worker that it has none."""
     config = worker.config.profile
     target = profile_folder(folder)
+    place = storage.join(folder, "events.jsonl")
 
     def written(window: Window) -> None:
         if worker.rank == 0:
             _write_timeline(storage.join(target, window.name, TIMELINE))
             path = storage.join(target, window.name)
-            log("profile", {"step": window.first, "end": window.end, "path": path, "ranks": worker.world_size})
+            fields = {"step": window.first, "end": window.end, "name": window.name, "path": path}
+            log("profile", {**fields, "rank": 0, "ranks": worker.world_size})
 
     def failed(window: Window, cause: str) -> None:
-        log("profile_failed", {"step": window.first, "name": window.name, "cause": cause})
+        fields = {"step": window.first, "name": window.name, "rank": worker.rank, "cause": cause}
+        if worker.rank == 0:
+            log("profile_failed", fields)
+            return
+        with EventWriter(place) as events:  # `log` is worker 0's; the others have nothing else to tell
+            events.write("profile_failed", **fields)
 
     profiler = StepProfiler(
         target,
@@ -162,7 +171,9 @@ def request_profile(
     folder: str, events: list[dict[str, Any]], *, steps: int, note: Callable[[str], None], timeout_s: float
 ) -> dict[str, Any]:
     """Asks the run in `folder`, whose events so far are given, for a profile of so many steps, and waits until all workers have
-    written it. Raises InputError where the run does not answer, or ends before."""
+    written it. Raises InputError where the run does not answer, ends before, or a worker fails to."""
+    if not 1 <= steps <= MOST_PROFILED_STEPS:
+        raise InputError(f"steps: {steps:,} must lie between 1 and {MOST_PROFILED_STEPS}, which fit into memory")
     start = _running(folder, events)
     first, goal = _first_step(events, lead_s=_LEAD_S + _poll_s(folder))
     first = max(0, min(first, goal - steps))
@@ -174,8 +185,13 @@ def request_profile(
     target = storage.join(profile_folder(folder), window.name)
     ranks = [storage.join(target, f"rank_{rank}") for rank in range(start["world_size"])]
     deadline_s = time.monotonic() + timeout_s
+    ended, failures = threading.Event(), list[str]()
+    watch = threading.Thread(target=_watch_failures, args=(folder, window.name, failures, ended), daemon=True)
+    watch.start()
     try:
         while not all(storage.exists(storage.join(rank, OPERATIONS)) for rank in ranks):
+            if failures:
+                raise InputError(f"{folder}: no profile; {failures[0]}")
             if time.monotonic() > deadline_s:
                 heard = not storage.exists(request)
                 raise InputError(
@@ -184,8 +200,17 @@ def request_profile(
                 )
             time.sleep(_POLL_S)
     finally:
+        ended.set()
         storage.remove_file(request)
     return {"profile": target, "first_step": first, "steps": steps, "ranks": len(ranks)}
+
+
+def _watch_failures(folder: str, name: str, failures: list[str], ended: threading.Event) -> None:
+    """Adds to `failures` what workers say of this profile, as they say it."""
+    with contextlib.suppress(InputError, OSError):  # damaged events, or none to be reached: who waits has a time limit
+        for event in follow(storage.join(folder, "events.jsonl"), stop=ended):
+            if event["kind"] == "profile_failed" and event["name"] == name:
+                failures.append(f"worker {event['rank']}: {event['cause']}")
 
 
 def _running(folder: str, events: list[dict[str, Any]]) -> dict[str, Any]:

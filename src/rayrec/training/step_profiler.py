@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import logging
 import os
@@ -16,6 +17,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from rayrec import storage
+from rayrec.workloads.base import MOST_PROFILED_STEPS
 
 TRACE: Final = "trace.json.gz"
 TABLE: Final = "operations.txt"
@@ -51,7 +53,8 @@ class StepProfiler:
     What is recorded appears in FOLDER/NAME/rank_N, complete or not at all: `trace.json.gz` (Chrome's trace format, for
     Perfetto or chrome://tracing, with a track of memory), `operations.txt` (a table of those that took longest),
     `operations.json` (the same for programs) and `memory.json`. A thread writes it, so that training goes on; it shares
-    Python's interpreter lock with it. `written(window)` and `failed(window, cause)` are called from that thread.
+    Python's interpreter lock with it. `written(window)` and `failed(window, cause)` are called from that thread, `failed` also
+    from the one that trains. Whatever goes wrong is told so, and nothing of it reaches training.
     """
 
     def __init__(
@@ -73,8 +76,8 @@ class StepProfiler:
         self._writers: list[threading.Thread] = []
 
     def ask(self, window: Window) -> None:
-        """Records these steps, or, where they are past, as many from the next one on. Any thread may call it; one wish at a time
-        waits, the last."""
+        """Records these steps, 200 at most, or, where they are past, as many from the next one on. Any thread may call it; one
+        wish at a time waits, the last."""
         self._asked = window
 
     def begin_step(self, step: int) -> None:
@@ -84,7 +87,7 @@ class StepProfiler:
             if step >= active.end:
                 self._finish(active)
             else:
-                active.mark(step)
+                self._mark(active, step)
         elif self._asked is not None and step >= self._asked.first:
             self._begin(self._asked, step)
 
@@ -97,24 +100,37 @@ class StepProfiler:
 
     def _begin(self, window: Window, step: int) -> None:
         self._asked = None
+        if window.end - window.first > MOST_PROFILED_STEPS:
+            self._failed(window, f"{window.end - window.first:,} steps; at most {MOST_PROFILED_STEPS} fit into memory")
+            return
         end = window.end if step < window.end else step + window.end - window.first
         try:
-            self._active = _Recording(window, end, self._device, memory=self._memory, stack=self._stack)
-            self._active.mark(step)
-        except RuntimeError as error:  # another profiler is at work in this process, dynolog's for one
-            self._active = None
+            recording = _Recording(window, end, self._device, memory=self._memory, stack=self._stack)
+        except Exception as error:  # another profiler is at work in this process, dynolog's for one
             self._failed(window, str(error))
+            return
+        self._active = recording
+        self._mark(recording, step)
+
+    def _mark(self, recording: _Recording, step: int) -> None:
+        try:
+            recording.mark(step)
+        except Exception as error:
+            self._active = None
+            with contextlib.suppress(Exception):
+                recording.stop()
+            self._failed(recording.window, str(error))
 
     def _finish(self, recording: _Recording) -> None:
         self._active = None
+        writer = threading.Thread(target=self._write, args=(recording,), name="profile", daemon=True)
         try:
             recording.stop()
-        except RuntimeError as error:
+            writer.start()
+        except Exception as error:  # too little memory, or no more threads
             self._failed(recording.window, str(error))
-            return
-        writer = threading.Thread(target=self._write, args=(recording,), name="profile", daemon=True)
-        writer.start()
-        self._writers.append(writer)
+        else:
+            self._writers.append(writer)
 
     def _write(self, recording: _Recording) -> None:
         target = storage.join(self._folder, recording.window.name, f"rank_{self._rank}")

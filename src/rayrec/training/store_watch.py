@@ -9,11 +9,13 @@ from typing import Any, Final, final
 _logger = logging.getLogger(__name__)
 _POLL_S: Final = 3.0
 _TIMEOUT_S: Final = 5.0
+_MOST_FAILURES: Final = 10
+"""In a row, after which nobody asks any more: a cluster that is busy answers again."""
 
 
 @final
 class StoreWatch:
-    """Asks Ray every few seconds, in a thread. Trouble with that ends the asking, and nothing else."""
+    """Asks Ray every few seconds, in a thread. Trouble with that, ten times in a row, ends the asking, and nothing else."""
 
     def __init__(self) -> None:
         self._latest: dict[str, int] = {}
@@ -24,7 +26,7 @@ class StoreWatch:
 
     def latest(self) -> dict[str, int]:
         """`object_store_bytes` in use, `object_store_limit_bytes`, and `spilled_bytes` since the watch began, over all nodes;
-        empty before the first answer."""
+        empty before the first answer and where the last was none."""
         return dict(self._latest)
 
     def close(self) -> None:
@@ -32,21 +34,27 @@ class StoreWatch:
         self._stop.set()
 
     def _watch(self) -> None:
-        while not self._stop.is_set():
+        num_failures = 0
+        while num_failures < _MOST_FAILURES:
             try:
-                stats = _store_stats()
+                self._latest = self._fields(_store_stats())
+                num_failures = 0
             except Exception as error:  # Ray's own interface, which says not what it raises
-                _logger.warning("the object store is not watched any more (%s)", error)
                 self._latest = {}
+                num_failures += 1
+                cause = str(error)
+            if self._stop.wait(_POLL_S):
                 return
-            if self._spilled_before is None:
-                self._spilled_before = stats.spilled_bytes_total
-            self._latest = {
-                "object_store_bytes": stats.object_store_bytes_used,
-                "object_store_limit_bytes": stats.object_store_bytes_avail,
-                "spilled_bytes": stats.spilled_bytes_total - self._spilled_before,
-            }
-            self._stop.wait(_POLL_S)
+        _logger.warning("the object store is not watched any more (%s)", cause)
+
+    def _fields(self, stats: Any) -> dict[str, int]:
+        if self._spilled_before is None:
+            self._spilled_before = stats.spilled_bytes_total
+        return {
+            "object_store_bytes": stats.object_store_bytes_used,
+            "object_store_limit_bytes": stats.object_store_bytes_avail,
+            "spilled_bytes": stats.spilled_bytes_total - self._spilled_before,
+        }
 
 
 def _store_stats() -> Any:

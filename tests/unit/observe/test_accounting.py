@@ -63,6 +63,16 @@ def test_restarts(between: tuple[Any, ...], expected: list[Restart]) -> None:
     assert restarts(events(*BEGIN, *between, *END)) == expected
 
 
+def test_a_finished_run_that_is_trained_for_longer_was_not_restarted() -> None:
+    longer = ((90, "run", {}), (95, "start", {"step": 40}), (97, "step", {"step": 60}))
+    whole = (*BEGIN, *END, (31, "summary", {"steps": 40}), *longer)
+    assert restarts(events(*whole)) == []
+    died = ((98, "failure", {"cause": "x"}), (99, "start", {"step": 40}), (100, "step", {"step": 60}))
+    assert restarts(events(*whole, *died)) == [Restart("x", 3, 20)]
+    # Nobody wrote its summary: that driver was lost.
+    assert [each.cause for each in restarts(events(*BEGIN, *END, *longer))] == ["the driver was lost"]
+
+
 def test_a_failure_before_anything_was_trained_is_no_restart() -> None:
     assert restarts(events((0, "run", {}), (1, "failure", {"cause": "x"}), *BEGIN[2:], *END)) == []
 

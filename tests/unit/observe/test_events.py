@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from rayrec.config import Config, InputError
-from rayrec.observe.events import EventWriter, follow, read_events
+from rayrec.observe.events import EventWriter, follow, read_events, readable_events
 
 
 @pytest.fixture
@@ -189,6 +189,45 @@ def test_short_writes_are_mended(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [event["step"] for event in read_events(path)] == [1, 3]
 
 
+def test_a_line_that_one_writer_tears_is_mended_by_the_next(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    with EventWriter(path) as worker, EventWriter(path) as driver, EventWriter(path) as third:
+        driver.write("run")  # all have the file open
+        third.write("prepared")
+        worker.write("step", step=1)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "write", lambda descriptor, line: write(descriptor, line[:10]))
+            worker.write("step", step=2)
+        driver.write("failure", cause="worker 0 died")
+        worker.write("step", step=3)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "write", lambda descriptor, line: write(descriptor, line[:10]))
+            driver.write("failure", cause="lost")
+        worker.close()
+        with EventWriter(path) as again:
+            again.write("step", step=4)
+        third.write("summary")
+    kinds = [event["kind"] for event in read_events(path)]
+    assert kinds == ["run", "prepared", "step", "failure", "step", "step", "summary"]
+    assert path.read_bytes().count(b"torn_line") == 2
+
+
+def test_what_is_readable_of_a_damaged_file(path: Path) -> None:
+    _written(path, step=1)
+    with path.open("ab") as file:
+        file.write(b'{"time": 1.0, "ki{"time": 2.0, "kind": "failure"}\n')
+    _written_behind(path, step=2)
+    with pytest.raises(InputError, match="line 2"):
+        read_events(path)
+    assert [event["step"] for event in readable_events(path)] == [1, 2]
+    assert readable_events(path.parent / "none.jsonl") == []
+
+
+def _written_behind(path: Path, **fields: Any) -> None:
+    with EventWriter(path) as writer:
+        writer.write("test", **fields)
+
+
 def test_unwritable_place_does_not_raise(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     writer = EventWriter(tmp_path / "file" / "events.jsonl")
@@ -246,7 +285,7 @@ def test_follow_sees_a_file_grow(path: Path) -> None:
         time.sleep(0.03)
         file.write(half[20:] + b"\n" + b'{"time": 2')
     stop.set()
-    thread.join(timeout=10)
+    thread.join(timeout=60)
     assert not thread.is_alive()
     assert [event["step"] for event in seen] == [0, 1, 2, 3, 4, 5]
 

@@ -12,6 +12,7 @@ import pytest
 from rayrec.config import InputError
 from rayrec.observe.events import EventWriter, metrics_dataframe
 from rayrec.observe.history import attempts, logged, standing
+from rayrec.observe.run_view import RunView
 
 
 def test_steps_done_again_appear_once() -> None:
@@ -88,6 +89,23 @@ def test_attempts_have_ends_and_costs() -> None:
     assert second.restart.steps_redone == 20
     assert second.restart.lost_s == 9.0  # failure, attempt, damaged, 5 s to the start, the first step
     assert second.begin_s - first.begin_s == 19.0
+
+
+def test_a_finished_run_may_be_trained_for_longer() -> None:
+    events = made_up_run.Events()
+    events.all = made_up_run.run()
+    events.add("run", recipe="x", name="y", config_hash="", versions={})
+    events.add("attempt", number=1, num_workers=1)
+    events.add("start", step=200, steps=300, world_size=1, checkpoint="x")
+    events.steps(210, 250)
+    *_, before, longer = attempts(events.all)
+    assert (before.end, before.last_step) == ("finished", 200)
+    assert (longer.first_step, longer.last_step, longer.end, longer.restart) == (200, 250, None, None)
+    assert standing(events.all) == "not finished at step 250 of 200"
+    view = RunView()
+    for event in events.all:
+        view.update(event)
+    assert (view.restarts, view.finished) == (1, False)
 
 
 def test_attempts_nobody_told_the_end_of() -> None:

@@ -22,6 +22,7 @@ from rayrec.observe.cost import Price, cost
 from rayrec.observe.events import EventWriter
 from rayrec.observe.pictures import data_url
 from rayrec.observe.quantities import clock_text, duration_text, number_text, size_text, value_text
+from rayrec.observe.report_style import NUM_SERIES
 from rayrec.observe.verdict import verdict
 
 VOID = {"meta", "img"}
@@ -114,10 +115,12 @@ def test_curves_and_marks(finished: str) -> None:
         "Validation perplexity",
         "Rows per second",
         "Share of time blocked on data",
+        "The run as a whole",
+        "In the course of the run",
         "What happened when",
     ]
     assert said[0].startswith("Loss: training from 9 to 0.135335, lowest 0.135335, highest 9; validation from ")
-    loss, _, speed, _, _ = _charts(finished)
+    loss, _, speed, *_ = _charts(finished)
     assert len(loss.findall("polyline")) == 2  # training, validation
     assert len(speed.findall("polyline")) == 2  # broken at the restart
     marks = [group.findtext("title") for group in loss.iter("g")]
@@ -214,17 +217,70 @@ def _click(name: str = "clicks", *, auroc: float = 0.78, seconds: float = 1.0, c
 def test_where_the_time_went() -> None:
     page = report.render(_click())
     drawn = {chart.get("aria-label"): chart for chart in _charts(page)}
-    whole, course = drawn["Training as a whole"], drawn["In the course of the run"]
+    whole, course = drawn["The run as a whole"], drawn["In the course of the run"]
     tips = [rectangle.findtext("title") for rectangle in whole.iter("rect")]
-    assert "all steps, backward: 3.5 s (35.0%)" in tips
-    assert len(list(course.iter("rect"))) == 5 * 6  # fifths of the run, parts that were measured
-    assert "host to device" not in page
+    assert tips == [
+        "in all, waiting for data: 2 s (18.0%)",
+        "in all, forward pass: 2.5 s (22.5%)",
+        "in all, backward pass: 3.5 s (31.5%)",
+        "in all, optimizer: 0.5 s (4.5%)",
+        "in all, waiting for other workers: 1 s (9.0%)",
+        "in all, everything else: 0.5 s (4.5%)",
+        "in all, held up by checkpoints: 0.1 s (0.9%)",
+        "in all, evaluation: 1 s (9.0%)",
+    ]
+    shares = [(rectangle.findtext("title") or "").split(": ") for rectangle in course.iter("rect")]
+    # The saves and evaluations at steps 50 and 100 are of the third fifth and of the last.
+    evaluations = {name: share for name, share in shares if name.endswith("evaluation")}
+    assert [evaluations[f"to step {step}, evaluation"] for step in (20, 40, 60, 80, 100)] == [
+        "0.0% (0.0%)",
+        "0.0% (0.0%)",
+        "19.6% (19.6%)",
+        "0.0% (0.0%)",
+        "19.6% (19.6%)",
+    ]
     text = _Page(page).text
     assert "blocked on data 20.0 % of the time: <read> tasks are CPU-bound" in text
     assert "Share of the device's measured peak" in text
-    assert "read500090.0%80.0%10.0%" in text
-    assert "object store50 MB" in text
+    assert "read142290.0%80.0%10.0%" in text
+    assert "object store5.0% in use" in text
     assert "20profile/steps_20_30" in text
+
+
+def test_where_the_time_went_without_phases_and_with_all_of_them() -> None:
+    events = made_up_run.click_run()
+    for event in events:
+        event.pop("times_s", None)
+    drawn = {chart.get("aria-label"): chart for chart in _charts(report.render(report.Run("", events, None)))}
+    tips = [rectangle.findtext("title") for rectangle in drawn["The run as a whole"].iter("rect")]
+    assert tips[:2] == ["in all, waiting for data: 2 s (18.0%)", "in all, everything else: 8 s (72.1%)"]
+    for event in made_up_run.click_run():
+        if event["kind"] == "step":
+            event["times_s"]["host_to_device"] = 0.1
+        events.append(event)
+    page = report.render(report.Run("", events, None))
+    assert '<rect class="dot series-9"' in page
+    assert ".dot.series-9 { fill: var(--series-9); }" in page
+    assert page.count("--series-9: #") == 2  # by day and by night
+
+
+def test_the_data_pipeline_is_shown_over_the_run_and_never_busier_than_it_can_be() -> None:
+    events = made_up_run.click_run()
+    data = next(event for event in events if event["kind"] == "data")
+    stage = {**data["stages"][0], "cpu_share": 0.5}
+    # A block that was made in half a minute is taken in use in the last second, as a last event happens to see it.
+    late = [
+        {**data, "seconds": seconds, "rows": rows, "stages": stages}
+        for seconds, rows, stages in ((1.0, 1000, [stage]), (29.0, 0, []), (1.0, 3000, [{**stage, "busy": 15.0}]))
+    ]
+    events[events.index(data) :] = late
+    text = _Page(report.render(report.Run("", events, None))).text
+    assert "read20050.0%50.0%10.0%" in text
+    assert "CPUs for it2, busy 50.0% of the time" in text
+    events[-2:] = []
+    events.append({**late[-1], "seconds": 1.0})
+    text = _Page(report.render(report.Run("", events, None))).text
+    assert "read200100.0%50.0%10.0%" in text
 
 
 def test_calibration_categories_and_tables() -> None:
@@ -315,15 +371,30 @@ def test_a_keyboard_and_a_screen_reader_reach_everything() -> None:
     page = _Page(report.render(_click()))
     places = {attributes["id"] for _, attributes in page.elements if attributes.get("id")}
     links = {str(attributes["href"]).removeprefix("#") for attributes in page.all("a")}
-    assert links == places >= {"curves", "where-the-time-went", "calibration", "categories", "embedding-tables"}
+    wanted = {"curves", "where-the-time-went", "calibration", "categories", "embedding-tables", "configuration"}
+    assert links == places >= wanted
     assert all(attributes.get("aria-label") and attributes.get("role") == "img" for attributes in page.all("svg"))
     assert all(attributes.get("scope") in ("col", "row") for attributes in page.all("th"))
     for tag, attributes in page.elements:
         if attributes.get("class") == "wide" and attributes.get("role"):
             assert (tag, attributes["tabindex"]) == ("div", "0")
             assert attributes["aria-label"]
-    # A table of numbers under each chart says what its tooltips do.
-    assert page.text.count("numbers") >= len(page.all("svg")) - 1  # a timeline's are in the table of attempts
+    # A table of numbers under each chart says what its tooltips do, and its heading of which chart.
+    named = [str(attributes["aria-label"]).split(": ")[0] for attributes in page.all("svg")]
+    assert len(set(named)) == len(named)
+    for name in named:
+        assert f"Numbers: {name}" in page.text
+    assert "checkpoints0:00:" in page.text  # what a timeline's ticks tell
+
+
+def test_lines_are_told_apart_without_their_colours() -> None:
+    style = report.render(FINISHED)
+    dashes = re.findall(r"\.line\.series-\d {[^}]*stroke-dasharray: ([^;]*);", style)
+    assert len(dashes) == len(set(dashes)) == NUM_SERIES
+    backgrounds = re.findall(r"\.swatch\.dashed\.series-(\d) {([^}]*)}", style)
+    assert len(backgrounds) == NUM_SERIES
+    assert all("repeating-linear-gradient" in background for number, background in backgrounds if number != "1")
+    assert 'class="swatch dashed series-2"' in style
 
 
 # -- charts

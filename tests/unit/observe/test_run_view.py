@@ -15,6 +15,7 @@ from rich.console import Console as RichConsole
 
 from rayrec.config import InputError
 from rayrec.observe import console as console_module
+from rayrec.observe import run_view
 from rayrec.observe.console import Console
 from rayrec.observe.panel import panel
 from rayrec.observe.run_view import RunView, note_of
@@ -23,7 +24,7 @@ from rayrec.observe.top import top
 
 
 def view_of(events: list[dict[str, Any]]) -> RunView:
-    view = RunView()
+    view = RunView(keep=True)
     for event in events:
         view.update(event)
     return view
@@ -99,6 +100,51 @@ def test_the_panel() -> None:
     assert "nothing told for 5 min" in shown(view, full=True, now_s=view.last_time_s + 300)
     assert "Blocked on data" not in shown(view, now_s=view.last_time_s)
     assert "finished" in shown(view_of(made_up_run.run()))
+
+
+def test_events_are_kept_for_a_verdict_only() -> None:
+    view = RunView()
+    for event in measured():
+        view.update(event)
+    assert (view.events, view.verdict(), view.step) == ([], None, 150)
+
+
+def test_a_verdict_is_not_reckoned_at_every_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    reckoned: list[int] = []
+    now = [100.0]
+
+    def verdict(events: list[Any]) -> None:
+        reckoned.append(len(events))
+
+    monkeypatch.setattr(run_view, "verdict", verdict)
+    monkeypatch.setattr(run_view.time, "monotonic", lambda: now[0])
+    view = RunView(keep=True)
+    events = made_up_run.run()
+    step = next(event for event in events if event["kind"] == "step")
+    view.update(step)
+    for _ in range(3):
+        view.verdict()
+    assert reckoned == [1]
+    view.update(step)
+    now[0] += 4.0
+    view.verdict()
+    assert reckoned == [1]
+    now[0] += 2.0
+    view.verdict()
+    view.verdict()
+    assert reckoned == [1, 2]
+    view.update(step)
+    view.update(events[-1])
+    assert view.finished
+    view.verdict()
+    assert reckoned == [1, 2, 3]  # of a finished run at once
+
+
+def test_a_run_that_evaluates_its_test_rows_is_training_still() -> None:
+    view = view_of(measured())
+    finish = {"time": 1e9, "kind": "finish", "step": 200}
+    view.update(finish)
+    assert view.status == "finishing"
 
 
 def test_names_are_text_and_no_markup() -> None:
@@ -187,7 +233,9 @@ def test_top_follows_until_the_run_is_finished(tmp_path: Path) -> None:
     out = io.StringIO()
 
     def train() -> None:
-        time.sleep(1.0)
+        deadline_s = time.monotonic() + 60
+        while "step 120 of 200" not in out.getvalue() and time.monotonic() < deadline_s:
+            time.sleep(0.02)
         with (tmp_path / "events.jsonl").open("a") as file:
             file.write("".join(json.dumps(event) + "\n" for event in events[cut:]))
 

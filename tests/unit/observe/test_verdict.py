@@ -19,13 +19,14 @@ def run(
     stages: dict[str, tuple[float, float, float]] | None = None,
     cpus: float = 4.0,
     measured: bool = True,
+    intervals: int = 4,
     then: list[dict[str, Any]] | None = None,
     **data: Any,
 ) -> list[dict[str, Any]]:
-    """Four logged intervals, the first of which is all waiting; `shares` of the others by phase, the rest is forward.
+    """So many logged intervals, the first of which is all waiting; `shares` of the others by phase, the rest is forward.
     `stages`: (share of the data CPUs' time, shares of that in which it computed, and queued for a CPU)."""
     events: list[dict[str, Any]] = [{"time": 0.0, "kind": "start", "step": 0, "rows": 0}]
-    for number in range(1, 5):
+    for number in range(1, intervals + 1):
         spent = {"data": 1.0} if number == 1 else {"forward": 1 - sum(shares.values()), **shares}
         step: dict[str, Any] = {"time": number * INTERVAL_S, "kind": "step", "step": number * 10, "rows": number * ROWS}
         step |= {"rows_per_s": ROWS / INTERVAL_S, "blocked_fraction": spent.get("data", 0.0)}
@@ -82,13 +83,41 @@ def test_reading_that_waits_for_a_cpu_does_not_wait_for_storage() -> None:
     assert "get 30 % of one each" in text
 
 
+def spilling(spilled_bytes: list[float], *, filled: int) -> list[dict[str, Any]]:
+    """A run held back by data, whose events tell of so much spilled since its start and of a store filled to so many percent."""
+    store = {"object_store_bytes": filled, "object_store_limit_bytes": 100}
+    events = run({"data": 0.3}, stages=CPU_BOUND, intervals=len(spilled_bytes), **store)
+    data = [event for event in events if event["kind"] == "data"]
+    for event, size in zip(data, spilled_bytes, strict=True):
+        event["spilled_bytes"] = int(size)
+    return events
+
+
 def test_a_small_object_store() -> None:
-    store = {"object_store_bytes": 96, "object_store_limit_bytes": 100, "spilled_bytes": 7_000_000}
-    bottleneck, cause, text = told(run({"data": 0.3}, stages=CPU_BOUND, **store))
+    bottleneck, cause, text = told(spilling([0, 2e6, 2e6, 7e6], filled=96))
     assert (bottleneck, cause) == ("data", "object_store")
-    assert "full to 96 % and 7 MB were spilled to disk" in text
-    roomy = {"object_store_bytes": 30, "object_store_limit_bytes": 100, "spilled_bytes": 0}
-    assert told(run({"data": 0.3}, stages=CPU_BOUND, **roomy))[1] == "parse"
+    assert "the object store is full to 96 % and 7 MB were spilled to disk; more memory for it" in text
+    cause, text = told(spilling([5e6, 6e6, 6e6, 7e6], filled=30))[1:]
+    assert cause == "object_store"
+    assert ": 2 MB were spilled from the object store to disk; more memory for it" in text
+
+
+@pytest.mark.parametrize(
+    "spilled",
+    [
+        pytest.param([0, 0, 0, 0], id="nothing"),
+        pytest.param([9e9, 9e9, 9e9, 9e9], id="before, or by another job"),
+        pytest.param([0, *[0] * 4, *[9e9] * 5], id="once"),
+    ],
+)
+def test_spilling_that_is_over_holds_nothing_back(spilled: list[float]) -> None:
+    assert told(spilling(spilled, filled=30))[1] == "parse"
+
+
+def test_a_store_that_is_full_for_a_moment_holds_nothing_back() -> None:
+    events = spilling([0, 0, 0, 0], filled=30)
+    next(event for event in reversed(events) if event["kind"] == "data")["object_store_bytes"] = 99
+    assert told(events)[1] == "parse"
 
 
 def test_rows_that_come_late_though_nobody_is_busy() -> None:
@@ -118,6 +147,41 @@ def test_a_slow_model() -> None:
         "The model computes 98 % of the time (forward 43 %, backward 50 %, optimizer 5 %), at 60 % of the device's peak; it "
         "waits for data 2 %. The data side could make 10k rows/s, 10.0 times as many."
     )
+
+
+def test_time_between_the_steps_is_not_the_models() -> None:
+    text = told(run({"data": 0.02, "other": 0.3, "optimizer": 0.05}))[2]
+    assert text == (
+        "The model computes 68 % of the time (forward 63 %, backward 0 %, optimizer 5 %), at 60 % of the device's peak; it waits "
+        "for data 2 %. 30 % is neither: Python between the steps."
+    )
+    assert "between the steps" not in told(run({"data": 0.02, "other": 0.05}))[2]
+
+
+def slowest(events: list[dict[str, Any]], **shares: float) -> list[dict[str, Any]]:
+    """The events, with what the slowest worker took for some phases; for the rest it is the mean."""
+    for event in events:
+        if event["kind"] == "step":
+            most_s = {name: share * INTERVAL_S for name, share in shares.items()}
+            event["times_max_s"] = {**event["times_s"], **most_s}
+    return events
+
+
+def test_one_worker_that_the_others_wait_for() -> None:
+    events = run({"data": 0.07, "collectives": 0.52}, stages=CPU_BOUND)
+    assert told(events)[1] is None
+    assert told(slowest(events, data=0.6, collectives=0.6)) == (
+        "collectives",
+        "data",
+        "Waiting for other workers 52 % of the time: waiting for data takes one worker 60 % (7 % on average), and the others "
+        "wait for it; what makes its rows is slower than the others', so look at the data tasks, storage and CPUs of its node.",
+    )
+    cause, text = told(slowest(events, forward=0.9, collectives=0.6))[1:]
+    assert cause == "forward"
+    assert "forward pass takes one worker 90 % (41 % on average)" in text
+    cause, text = told(slowest(events, data=0.3, collectives=0.9))[1:]  # less than half of what is waited for
+    assert cause is None
+    assert "a faster network" in text
 
 
 @pytest.mark.parametrize("phase", ["collectives", "host_to_device"])
@@ -176,4 +240,20 @@ def test_data_side_of_nothing() -> None:
     assert side is not None
     assert side.busy == pytest.approx(0.95)
     assert side.capacity_rows_per_s == pytest.approx(1000 / 0.95)
-    assert side.names == ("read", "parse", "encode")
+    assert [stage.name for stage in side.stages] == ["read", "parse", "encode"]
+    assert [stage.busy for stage in side.stages] == pytest.approx([0.05, 0.7, 0.2])
+    assert sum(stage.share for stage in side.stages) == pytest.approx(1.0)
+    assert side.stages[1].rows_per_s == pytest.approx(1000 / 0.7)
+
+
+def test_intervals_without_a_block_count_with_their_time() -> None:
+    start = {"time": 0.0, "kind": "start", "step": 0, "rows": 0}
+    first = run({"data": 0.2}, stages=CPU_BOUND)[2]
+    told = [{"stage": "parse", "busy": 0.6, "cpu_share": 1.0, "queue_share": 0.0}]
+    block = {**first, "seconds": 10.0, "stages": told}
+    nothing = {**block, "rows": 0, "stages": []}
+    whole = {**block, "seconds": 30.0, "stages": [{**told[0], "busy": 0.2}]}
+    apart, together = data_side([start, first, nothing, nothing, block]), data_side([start, first, whole])
+    assert apart is not None
+    assert apart == together
+    assert apart.busy == pytest.approx(0.2)

@@ -60,6 +60,13 @@ def test_more_cores_and_nodes_train_faster() -> None:
     assert of(MEASURED, "cpus=8,nodes=4", workers=8).model_rows_per_s == pytest.approx(16 * 40_000)
 
 
+def test_without_gpus_all_nodes_are_alike() -> None:
+    found, same = of(MEASURED, "cpus=8,nodes=1,cpu_nodes=3", workers=8), of(MEASURED, "cpus=8,nodes=4", workers=8)
+    assert found == same
+    assert found.cpu_rows_per_s == pytest.approx(32 / 49.5e-6)
+    assert "On 4 nodes of 8 CPUs:" in found.text()
+
+
 def test_slow_data_tasks_are_the_limit() -> None:
     found = of(replace(MEASURED, stage_wall_s={"read": 100e-6}, stage_cpu_s={"read": 1e-6}), "cpus=2")
     assert (found.bottleneck, found.rows_per_s) == ("data", pytest.approx(20_000))

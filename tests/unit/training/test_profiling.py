@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rayrec import recipes, storage
 from rayrec.config import InputError
-from rayrec.training import profiling
+from rayrec.observe.events import EventWriter, read_events
+from rayrec.training import profiling, step_profiler
 from rayrec.training.profiling import request_profile, watched_requests, worker_runtime_env
-from rayrec.workloads.base import ProfileConfig
+from rayrec.workloads.base import ProfileConfig, WorkerContext
 
 
 class Mailbox:
@@ -52,7 +56,7 @@ def test_a_request_reaches_the_workers_and_waits_for_all_of_them(tmp_path: Path)
             threading.Timer(0.1 * rank, (folder / "operations.json").write_text, args=["[]"]).start()
 
     with watched_requests(str(tmp_path), Mailbox(write)):
-        told = request_profile(str(tmp_path), events(), steps=5, note=lambda text: None, timeout_s=20.0)
+        told = request_profile(str(tmp_path), events(), steps=5, note=lambda text: None, timeout_s=120.0)
     (wish,) = heard
     assert (wish["first"], wish["end"]) == (40, 45)
     assert told == {"profile": str(tmp_path / "profile" / wish["name"]), "first_step": 40, "steps": 5, "ranks": 2}
@@ -62,15 +66,75 @@ def test_a_request_reaches_the_workers_and_waits_for_all_of_them(tmp_path: Path)
 
 def test_the_first_step_is_one_that_all_workers_have_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "_LEAD_S", 2.0)
+    monkeypatch.setattr(profiling, "_POLL_S", 0.0)
+    monkeypatch.setattr(time, "time", lambda: 1_790_000_000.0)
     notes: list[str] = []
     with pytest.raises(InputError, match="the run has no living driver"):
         request_profile(str(tmp_path), events(rate=4), steps=5, note=notes.append, timeout_s=0.0)
-    (note,) = notes
-    assert 48 <= int(note.removeprefix("asked for 5 steps from step ").removesuffix(" on")) <= 50
+    assert notes == ["asked for 5 steps from step 48 on"]
     with pytest.raises(InputError):
         request_profile(str(tmp_path), events(rate=40), steps=30, note=notes.append, timeout_s=0.0)
     assert notes[1] == "asked for 30 steps from step 70 on"  # the last there are
     assert not (tmp_path / "profile" / "request.json").exists()
+
+
+@pytest.mark.parametrize("steps", [0, 201, 100_000])
+def test_as_many_steps_as_fit_into_memory_are_asked_for(tmp_path: Path, steps: int) -> None:
+    with pytest.raises(InputError, match=rf"^steps: {steps:,} must lie between 1 and 200"):
+        request_profile(str(tmp_path), events(), steps=steps, note=print, timeout_s=1.0)
+    assert not (tmp_path / "profile").exists()
+
+
+def worker(rank: int, **changes: Any) -> WorkerContext:
+    config = recipes.criteo_demo("none").replace(**changes)
+    return WorkerContext(config, rank, 2, torch.device("cpu"), None)  # type: ignore[arg-type]
+
+
+class Silent:
+    """A mailbox that nobody writes to."""
+
+    def __init__(self) -> None:
+        self.next_profile = self
+        self.remote = lambda: SimpleNamespace(future=Future)
+
+
+def test_a_worker_that_cannot_write_its_profile_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1's disk is full: whoever asked is told of it at once, as the events are."""
+    writing = step_profiler.storage.writing_folder
+
+    def full(path: str) -> Any:
+        if path.endswith("rank_1"):
+            raise OSError(28, "No space left on device")
+        return writing(path)
+
+    monkeypatch.setattr(step_profiler.storage, "writing_folder", full)
+    place = tmp_path / "events.jsonl"
+
+    def train(wish: dict[str, Any]) -> None:
+        with EventWriter(place) as log_of_first:
+            for rank in range(2):
+                log = log_of_first.write if rank == 0 else unheard
+                profiler = profiling.make_profiler(
+                    worker(rank), str(tmp_path), Silent(), lambda kind, fields, log=log: log(kind, **fields)
+                )
+                profiler.ask(profiling.Window(**wish))
+                for step in range(40, 50):
+                    profiler.begin_step(step)
+                profiler.close()
+
+    with (
+        watched_requests(str(tmp_path), Mailbox(train)),
+        pytest.raises(InputError, match=r"no profile; worker 1: .*No space left on device"),
+    ):
+        request_profile(str(tmp_path), events(), steps=2, note=print, timeout_s=120.0)
+    written = {event["kind"]: event for event in read_events(place)}
+    assert written["profile"]["rank"] == 0
+    assert written["profile_failed"]["rank"] == 1
+    assert written["profile"]["name"] == written["profile_failed"]["name"] == Path(written["profile"]["path"]).name
+
+
+def unheard(kind: str, **fields: Any) -> None:
+    """What `log` of workers but the first does."""
 
 
 def test_a_run_that_does_not_train_is_not_asked(tmp_path: Path) -> None:
@@ -90,6 +154,7 @@ def test_a_run_that_does_not_train_is_not_asked(tmp_path: Path) -> None:
         '{"name": "/etc", "first": 1, "end": 2}',
         '{"name": "..", "first": 1, "end": 2}',
         '{"name": "x", "first": 2, "end": 2}',
+        '{"name": "x", "first": 2, "end": 203}',
         '{"name": "x", "first": "many", "end": 2}',
     ],
 )
@@ -99,10 +164,11 @@ def test_other_requests_are_refused(tmp_path: Path, request_: str) -> None:
     folder.mkdir()
     (folder / "request.json").write_text(request_)
     with watched_requests(str(tmp_path), Mailbox(heard.append)):
-        while (folder / "request.json").exists():
+        deadline_s = time.monotonic() + 60
+        while (folder / "request.json").exists() and time.monotonic() < deadline_s:
             time.sleep(0.02)
         storage.write_json(str(folder / "request.json"), {"name": "good", "first": 1, "end": 2})  # whole or not at all
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 60
         while not heard and time.monotonic() < deadline_s:
             time.sleep(0.02)
     assert heard == [{"name": "good", "first": 1, "end": 2}]
@@ -123,6 +189,9 @@ def test_variables_of_kineto_go_to_workers() -> None:
 def test_configuration() -> None:
     assert ProfileConfig(steps="10:20").window() == (10, 20)
     assert ProfileConfig().window() is None
+    assert ProfileConfig(steps="10:210").window() == (10, 210)
+    with pytest.raises(InputError, match=r"^profile.steps: '10:211' are 201 steps; at most 200 fit into memory$"):
+        ProfileConfig(steps="10:211")
     for steps in ("10", "20:10", "10:10", ":5", "a:b", "-1:5", "1:2:3"):
         with pytest.raises(InputError, match=r"profile\.steps"):
             ProfileConfig(steps=steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from rayrec import storage
+from rayrec.training import step_profiler
 from rayrec.training.step_profiler import StepProfiler, Window, memory_timelines, thinned
 
 
@@ -82,7 +84,7 @@ def test_what_is_asked_for_late_slides_on_and_another_may_follow(tmp_path: Path)
     profiler.ask(Window("end", 20, 40))
     train(profiler, 19, 23)  # and no step more
     profiler.close()
-    assert [window.name for window in told.written] == ["late", "end"]
+    assert {window.name for window in told.written} == {"late", "end"}  # a thread of its own wrote each
     assert steps_of(tmp_path / "late" / "rank_3") == ["step 6", "step 7"]
     assert steps_of(tmp_path / "end" / "rank_3") == ["step 21", "step 22", "step 23"]
     assert json.loads((tmp_path / "late" / "rank_3" / "memory.json").read_bytes()) == {}
@@ -144,6 +146,82 @@ def test_a_profiler_that_is_taken_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     profiler.close()
     assert told.failed == ["Profiler is already enabled on this thread"]
     assert not told.written
+
+
+def test_more_steps_than_fit_into_memory_are_refused(tmp_path: Path) -> None:
+    told = Told()
+    profiler = told.profiler(tmp_path)
+    profiler.ask(Window("long", 0, 201))
+    train(profiler, 0, 2)
+    profiler.close()
+    assert told.failed == ["201 steps; at most 200 fit into memory"]
+    assert not list(tmp_path.iterdir())
+
+
+class Broken:
+    """torch's profiler, which fails in one of its parts as nobody expects."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def __call__(self, *_: Any, **__: Any) -> Broken:
+        self.fail("construct")
+        return self
+
+    def fail(self, where: str) -> None:
+        if where == self.where:
+            raise MemoryError(where)
+
+    def start(self) -> None:
+        self.fail("start")
+
+    def stop(self) -> None:
+        self.fail("stop")
+
+
+@pytest.mark.parametrize("where", ["construct", "start", "stop"])
+def test_whatever_fails_in_a_recording_is_told_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr(step_profiler, "profile", Broken(where))
+    told = Told()
+    profiler = told.profiler(tmp_path)
+    profiler.ask(Window("broken", 0, 1))
+    train(profiler, 0, 3)
+    profiler.close()
+    assert told.failed == [where]
+
+
+def test_a_mark_that_fails_ends_the_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mark(name: str) -> Any:
+        if name == "step 2":
+            raise KeyError("no such callback")
+        return torch.profiler.record_function(name)
+
+    monkeypatch.setattr(step_profiler, "record_function", mark)
+    told = Told()
+    profiler = told.profiler(tmp_path)
+    profiler.ask(Window("marked", 0, 9))
+    train(profiler, 0, 3)
+    profiler.ask(Window("next", 3, 4))
+    train(profiler, 3, 5)
+    profiler.close()
+    assert len(told.failed) == 1
+    assert [window.name for window in told.written] == ["next"]  # torch's profiler was let go
+
+
+def test_no_thread_to_write_with_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    told = Told()
+    profiler = told.profiler(tmp_path)
+    profiler.ask(Window("unwritten", 0, 1))
+    monkeypatch.setattr(threading.Thread, "start", start)
+    train(profiler, 0, 2)
+    monkeypatch.undo()
+    profiler.close()
+    assert told.failed == ["can't start new thread"]
 
 
 def test_memory_by_device() -> None:

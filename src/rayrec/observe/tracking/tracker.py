@@ -6,9 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final, Protocol, final
 
 from rayrec import storage
+from rayrec.observe.event_lines import without_users
 from rayrec.observe.events import follow
 
 FLUSH_S: Final = 2.0
@@ -69,6 +71,8 @@ class Feed:
         """Attempts at anything that failed."""
         self._name, self._make, self._path, self._stop, self._note = name, make, path, stop, note
         self._noted = False
+        self._has_taken = False
+        self._next_flush_s = 0.0
         self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
 
     def start(self) -> None:
@@ -84,12 +88,11 @@ class Feed:
         poll_s = _URL_POLL_S if storage.is_url(self._path) else None
         try:
             tracker = self._make()
-            next_flush_s = 0.0
-            for event in follow(self._path, stop=self._stop, poll_s=poll_s):
+            # What comes within FLUSH_S of a delivery goes later, and need not wait for an event that goes with it.
+            idle = partial(self._deliver_due, tracker)
+            for event in follow(self._path, stop=self._stop, poll_s=poll_s, idle=idle):
                 self._take(tracker, event)
-                if time.monotonic() >= next_flush_s:
-                    self._deliver(tracker)
-                    next_flush_s = time.monotonic() + FLUSH_S
+                self._deliver_due(tracker)
             tracker.close()
         except Exception as error:  # of a tracker anything may come, and none of it is a reason to end a run
             self.num_failures += 1
@@ -101,6 +104,12 @@ class Feed:
         except Exception as error:  # an event of another version, perhaps
             self.num_failures += 1
             self._tell(f"an event of kind {event['kind']} was left out ({_line(error)}); later ones are only counted")
+        self._has_taken = True
+
+    def _deliver_due(self, tracker: Tracker) -> None:
+        if self._has_taken and time.monotonic() >= self._next_flush_s:
+            self._deliver(tracker)
+            self._next_flush_s = time.monotonic() + FLUSH_S
 
     def _deliver(self, tracker: Tracker) -> None:
         """Flushes until it works, or the run ends."""
@@ -122,4 +131,4 @@ class Feed:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    return without_users(" ".join(str(error).split()))[:300] or type(error).__name__

@@ -11,7 +11,7 @@ import wandb
 
 from rayrec import storage
 from rayrec.observe.tracking.run_identity import run_identity
-from rayrec.observe.tracking.scalars import Firsts, scalars
+from rayrec.observe.tracking.scalars import Firsts, scalars, series
 
 _STEP: Final = "step"
 """The axis of all curves. W&B's own counts what was sent and only goes up, so a save that is through late would be lost."""
@@ -21,8 +21,8 @@ _STEP: Final = "step"
 class WandbTracker:
     """Sends each measure once, under the step it belongs to; steps done again are left out.
 
-    A driver that goes on continues the online run, from the step that W&B knows. Offline there is nobody to ask: the run is
-    written anew from its events, and takes the place of what an earlier driver left in RUN/wandb.
+    A driver that goes on continues the online run, each series from the step that the run's summary names. Offline there is
+    nobody to ask: the run is written anew from its events, and takes the place of what an earlier driver left in RUN/wandb.
     """
 
     def __init__(self, folder: str, *, project: str, offline: bool, config: Mapping[str, Any]) -> None:
@@ -32,7 +32,8 @@ class WandbTracker:
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._run: Any = None
         self._waiting: list[dict[str, Any]] = []
-        self._known_step = -1
+        self._rows: list[tuple[str, dict[str, Any]]] = []
+        """(the key of the summary that tells how far the series was sent, what to send)"""
         self._firsts = Firsts()
         self._exit_code = 1
 
@@ -43,7 +44,7 @@ class WandbTracker:
             self._config_hash = str(event["config_hash"])
         if event["kind"] in ("finish", "stop"):
             self._exit_code = 0
-        if _STEP in event and scalars(event) and self._firsts.new(event):
+        if _STEP in event and scalars(event):
             self._waiting.append(event)
 
     def flush(self) -> None:
@@ -52,9 +53,20 @@ class WandbTracker:
         if self._run is None:
             self._run = self._opened()
         while self._waiting:
-            event = self._waiting.pop(0)
-            if event[_STEP] > self._known_step:
-                self._run.log({_STEP: event[_STEP], **scalars(event)})
+            event = self._waiting[0]
+            of = series(event)
+            known = "/".join(("last_step", *filter(None, of)))
+            if not self._firsts.knows(of):
+                # Of each series its own: an evaluation of step 100 may be unsent when the losses of step 100 are there.
+                self._firsts.told(of, int(self._run.summary.get(known, -1)) if self._run.resumed else -1)
+            if self._firsts.new(event):
+                self._rows.append((known, {_STEP: event[_STEP], **scalars(event)}))
+            del self._waiting[0]
+        while self._rows:
+            known, row = self._rows[0]
+            self._run.log(row)
+            del self._rows[0]
+            self._run.summary[known] = row[_STEP]
 
     def close(self) -> None:
         self.flush()
@@ -80,7 +92,8 @@ class WandbTracker:
             settings=wandb.Settings(
                 console="off",
                 silent=True,
-                x_disable_stats=True,  # the machine's load belongs to Ray's metrics, and its names to nobody
+                host="",  # the machine's name, which would be sent; its load belongs to Ray's metrics
+                x_disable_stats=True,
                 x_disable_meta=True,
                 x_disable_machine_info=True,
                 disable_git=True,
@@ -89,8 +102,6 @@ class WandbTracker:
             ),
         )
         run.define_metric("*", step_metric=_STEP)
-        if run.resumed:
-            self._known_step = int(run.summary.get(_STEP, -1))
         return run
 
     def _folder_to_write(self) -> str:

@@ -93,9 +93,9 @@ def test_a_server_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         begin_s = time.monotonic()
         for step in range(1000):
             writer.write("step", step=step, loss=1.0)
-        assert time.monotonic() - begin_s < 1.0
+        assert time.monotonic() - begin_s < 10
         begin_s = time.monotonic()
-    assert time.monotonic() - begin_s < 4.0
+    assert time.monotonic() - begin_s < 9.0  # and not the default of 10
     assert len(notes) == 1
     assert notes[0].startswith("MLflow: ")
     assert "\n" not in notes[0]

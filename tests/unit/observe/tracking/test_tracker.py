@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rayrec import storage
-from rayrec.observe.events import EventWriter
+from rayrec.observe.events import EventWriter, read_events
 from rayrec.observe.tracking import tracker as tracking_module
 from rayrec.observe.tracking import view_file
 from rayrec.observe.tracking.scalars import Firsts, Intervals, scalars
@@ -50,7 +50,7 @@ class Recorder:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking_module, "FLUSH_S", 0.0)
     monkeypatch.setattr(tracking_module, "_FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr(tracking_module, "CLOSE_S", 1.0)
+    monkeypatch.setattr(tracking_module, "CLOSE_S", 30.0)
 
 
 def follow(path: Path, trackers: dict[str, Recorder], *, events: int = 5, pause_s: float = 0.0) -> list[str]:
@@ -83,21 +83,58 @@ def test_a_tracker_that_fails_for_a_while_gets_everything_later(tmp_path: Path) 
     assert steady.delivered == flaky.delivered
 
 
+def test_what_comes_right_behind_a_delivery_does_not_wait_for_the_next_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking_module, "FLUSH_S", 0.3)
+    path, tracker = tmp_path / "events.jsonl", Recorder()
+    with tracking({"tracker": lambda: tracker}, str(path), note=pytest.fail), EventWriter(path) as writer:
+        for step in range(3):
+            writer.write("step", step=step)
+            time.sleep(0.01)
+        deadline_s = time.monotonic() + 60
+        while len(tracker.delivered) < 3 and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert [event["step"] for event in tracker.delivered] == [0, 1, 2]  # the run goes on and tells nothing
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("API request to https://me:secret@host/api failed", "API request to https://***@host/api failed"),
+        ("s3://key:se%2Fcr@t@host:9000/x?a=b@c", "s3://***@host:9000/x?a=b@c"),
+        ("https://host/a@b and me@host", "https://host/a@b and me@host"),
+    ],
+)
+def test_errors_name_no_password(tmp_path: Path, message: str, told: str) -> None:
+    def make() -> Recorder:
+        raise ConnectionError(message)
+
+    notes: list[str] = []
+    path = tmp_path / "events.jsonl"
+    with tracking({"MLflow": make}, str(path), note=notes.append), EventWriter(path) as writer:
+        writer.write("failure", cause=message, causes=[ConnectionError(message)])
+    assert notes == [f"MLflow: {told}; the run goes on without it"]
+    (event,) = read_events(path)
+    assert (event["cause"], event["causes"]) == (told, [told])
+
+
 def test_a_tracker_out_of_reach_delays_nothing(tmp_path: Path) -> None:
     gone, steady = Recorder(failures=10**9), Recorder()
     begin_s = time.monotonic()
     notes = follow(tmp_path / "events.jsonl", {"gone": gone, "steady": steady})
-    assert time.monotonic() - begin_s < 5
+    assert time.monotonic() - begin_s < 20
     assert len(notes) == 1
     assert len(steady.delivered) == 5
     assert not gone.closed
 
 
-def test_a_tracker_that_hangs_is_left_behind(tmp_path: Path) -> None:
+def test_a_tracker_that_hangs_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking_module, "CLOSE_S", 1.0)
     hanging, steady = Recorder(wait_s=20.0), Recorder()
     begin_s = time.monotonic()
     notes = follow(tmp_path / "events.jsonl", {"hanging": hanging, "steady": steady})
-    assert 0.5 < time.monotonic() - begin_s < 5
+    assert 0.5 <= time.monotonic() - begin_s < 15
     assert notes == ["hanging: not done 1 s after the end; its last events may be missing there"]
     assert steady.closed
 
@@ -124,9 +161,9 @@ def test_a_tracker_that_cannot_be_made_is_noted(tmp_path: Path) -> None:
 
 
 def test_no_thread_is_left(tmp_path: Path) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     follow(tmp_path / "events.jsonl", {"a": Recorder(), "b": Recorder()})
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_what_a_full_disk_refuses_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

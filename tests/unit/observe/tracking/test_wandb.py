@@ -72,6 +72,7 @@ def test_an_offline_run_and_the_driver_that_went_on(tmp_path: Path) -> None:
     run, rows = kept(tmp_path)  # one folder: the first is gone
     assert run.run_id == first.run_id
     assert (run.project, run.display_name) == ("rayrec", "run")
+    assert run.host == ""
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert config["recipe"] == "gpt2_tiny"
     assert config["config_hash"] == "0123456789abcdef"
@@ -80,3 +81,60 @@ def test_an_offline_run_and_the_driver_that_went_on(tmp_path: Path) -> None:
     assert rows[-1] == {"step": 200, "final/loss": 0.5}
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"WANDB_API_KEY" not in written
+
+
+class OnlineRun:
+    """What the tracker uses of wandb's Run; refuses to log so many times. Nobody else may see the service."""
+
+    def __init__(self, summary: dict[str, Any], *, resumed: bool, refusals: int = 0) -> None:
+        self.summary, self.resumed, self.sent = summary, resumed, list[dict[str, Any]]()
+        self._refusals = refusals
+
+    def log(self, row: dict[str, Any]) -> None:
+        if self._refusals:
+            self._refusals -= 1
+            raise ConnectionError("gone for a moment")
+        self.sent.append(row)
+
+    def define_metric(self, *arguments: Any, **named: Any) -> None:
+        pass
+
+    def finish(self, *, exit_code: int) -> None:
+        pass
+
+
+def online(run: OnlineRun, monkeypatch: pytest.MonkeyPatch) -> Any:
+    from rayrec.observe.tracking.wandb import WandbTracker
+
+    monkeypatch.setattr("wandb.init", lambda **settings: run)
+    config = recipes.gpt2_tiny().replace(name="run").to_dict()
+    return WandbTracker("folder", project="rayrec", offline=False, config=config)
+
+
+STEP_100 = {"kind": "step", "time": 1.0, "step": 100, "loss": 0.5}
+EVALUATION_100 = {"kind": "evaluate", "time": 2.0, "step": 100, "set": "validation", "loss": 0.6}
+
+
+def test_what_could_not_be_sent_is_sent_later_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = OnlineRun({}, resumed=False, refusals=1)
+    tracker = online(run, monkeypatch)
+    tracker.update(STEP_100)
+    tracker.update(EVALUATION_100)
+    with pytest.raises(ConnectionError):
+        tracker.flush()
+    tracker.flush()
+    assert run.sent == [{"step": 100, "train/loss": 0.5}, {"step": 100, "validation/loss": 0.6}]
+
+
+def test_a_driver_that_goes_on_sends_what_the_one_before_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = OnlineRun({}, resumed=False)
+    tracker = online(before, monkeypatch)
+    tracker.update(STEP_100)
+    tracker.flush()  # and here the driver dies, the evaluation of the same step unsent
+    after = OnlineRun(before.summary, resumed=True)
+    tracker = online(after, monkeypatch)
+    for event in (STEP_100, EVALUATION_100, {**STEP_100, "step": 110}):
+        tracker.update(event)
+    tracker.flush()
+    assert after.sent == [{"step": 100, "validation/loss": 0.6}, {"step": 110, "train/loss": 0.5}]
+    assert after.summary == {"last_step/step": 110, "last_step/evaluate/validation": 100}

@@ -1,0 +1,99 @@
+"""The driver of a run that benchmark observe trains: in a process of its own, as it is, and at a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import pty
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Final, final
+
+from children import run_task
+
+_DIE_WITH_PARENT: Final = 1
+"""PR_SET_PDEATHSIG of prctl(2): a stopped process notices nothing else."""
+
+
+def drive(*, folder: str) -> dict[str, float]:
+    """What the driver does while a run trains, until standard input ends: follows its events for TensorBoard, Prometheus and a
+    terminal. The CPU seconds of that, from the first line of input on."""
+    from rayrec.observe.console import Console
+    from rayrec.observe.events import follow
+    from rayrec.observe.tracking.tensorboard import TensorBoardTracker
+    from rayrec.observe.tracking.tracker import tracking
+    from rayrec.training.prometheus import PrometheusTracker
+
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    console, place = Console(), os.path.join(folder, "events.jsonl")
+    makers = {
+        "TensorBoard": partial(TensorBoardTracker, folder, config="recipe: criteo_demo\n"),
+        "Prometheus": partial(PrometheusTracker, "observed", since_s=0.0),
+    }
+    with (
+        tracking(makers, place, note=console.note),
+        console.training(lambda stop: follow(place, stop=stop)),
+    ):
+        sys.stdin.readline()
+        begin_s = _used_s()
+        sys.stdin.read()
+        return {"cpu_s": _used_s() - begin_s}
+
+
+def _used_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+@final
+class Driver:
+    """The other end of `drive`."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.signal = process.send_signal
+
+    def begin(self) -> None:
+        """From now on its CPU time counts."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
+    def end(self) -> float:
+        """Its CPU seconds since `begin`; it must not be stopped, and whoever writes events must have closed."""
+        told, _ = self._process.communicate()
+        return json.loads(told.strip().splitlines()[-1])["cpu_s"]
+
+
+@contextlib.contextmanager
+def driver(folder: str) -> Iterator[Driver]:
+    """The driver as a process whose standard error is a terminal that somebody looks at."""
+    terminal, its_end = pty.openpty()
+    command = [sys.executable, __file__, "drive", json.dumps({"folder": folder})]
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
+    with subprocess.Popen(["cat"], stdin=terminal, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
+        os.close(terminal)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=its_end,
+            text=True,
+            env=environment,
+        )
+        os.close(its_end)
+        with process:
+            try:
+                yield Driver(process)
+            finally:
+                process.kill()
+
+
+if __name__ == "__main__":
+    run_task(drive)

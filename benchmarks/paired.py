@@ -1,0 +1,123 @@
+"""Which of two ways of doing the same is faster, where the machine's own noise is larger than what they differ by."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from rows import say
+
+LOOK_EVERY: Final = 50
+"""Quartets between two looks at the interval: whoever looks after each, and stops when it suits, finds more than there is."""
+_NULL_EVERY: Final = 4
+"""Of so many quartets one is of the same against the same."""
+_Z: Final = 1.96
+"""Of a normal distribution 95 % lie within so many standard deviations."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """On a stretch of work."""
+
+    wall_s: float
+    cpu_s: float
+    """Of the whole process."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Where the median of what was drawn from lies, in 95 of 100 cases."""
+
+    median: float
+    low: float
+    high: float
+
+    @property
+    def half_width(self) -> float:
+        return (self.high - self.low) / 2
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+
+def median_interval(values: Sequence[float]) -> Interval:
+    """The median with the interval between two order statistics that holds it whatever the distribution: below the median lie
+    as many of n values as a fair coin shows heads. Needs one value at least."""
+    ordered, n = sorted(values), len(values)
+    low = max(1, math.floor((n - _Z * math.sqrt(n)) / 2))
+    high = min(n, math.ceil(1 + (n + _Z * math.sqrt(n)) / 2))
+    return Interval(statistics.median(ordered), ordered[low - 1], ordered[high - 1])
+
+
+def speed_ratio(ours_s: Sequence[float], theirs_s: Sequence[float]) -> float:
+    """How many times as fast we are as they, by the geometric means of the times that the same work took."""
+    return math.exp(statistics.fmean(map(math.log, theirs_s)) - statistics.fmean(map(math.log, ours_s)))
+
+
+def quartet(
+    ours: Callable[[], Spent], theirs: Callable[[], Spent], *, draw: random.Random
+) -> tuple[float, float, list[Spent], list[Spent]]:
+    """Ours, theirs, theirs, ours, or the other way around, as chance has it: what drifts evenly hits both alike. Returns the
+    ratios of speed by the clock and by CPU time, and what each was measured at."""
+    order = (ours, theirs, theirs, ours) if draw.random() < 0.5 else (theirs, ours, ours, theirs)
+    spent: dict[Callable[[], Spent], list[Spent]] = {ours: [], theirs: []}
+    for run in order:
+        spent[run].append(run())
+    wall, cpu = (
+        speed_ratio([getattr(one, kind) for one in spent[ours]], [getattr(one, kind) for one in spent[theirs]])
+        for kind in ("wall_s", "cpu_s")
+    )
+    return wall, cpu, spent[ours], spent[theirs]
+
+
+@dataclass
+class Comparison:
+    """Ratios of all quartets so far."""
+
+    ratios: list[float] = field(default_factory=list)
+    cpu_ratios: list[float] = field(default_factory=list)
+    null_ratios: list[float] = field(default_factory=list)
+    """Of theirs against the same once more: what nothing looks like here."""
+    ours: list[Spent] = field(default_factory=list)
+    theirs: list[Spent] = field(default_factory=list)
+
+    @property
+    def quartets(self) -> int:
+        return len(self.ratios) + len(self.null_ratios)
+
+
+def compare(
+    ours: Callable[[], Spent],
+    theirs: Callable[[], Spent],
+    same_as_theirs: Callable[[], Spent],
+    *,
+    enough: float,
+    most_s: float,
+    most_quartets: int | None = None,
+    seed: int = 0,
+) -> Comparison:
+    """Runs quartets until half the interval of the ratio is `enough`, or the time or the quartets are used up. Each call of one
+    of the three has to do as much work as any other."""
+    found, draw, end_s = Comparison(), random.Random(seed), time.monotonic() + most_s
+    while most_quartets is None or found.quartets < most_quartets:
+        if found.quartets % _NULL_EVERY == _NULL_EVERY - 1:
+            found.null_ratios.append(quartet(same_as_theirs, theirs, draw=draw)[0])
+        else:
+            wall, cpu, mine, other = quartet(ours, theirs, draw=draw)
+            found.ratios.append(wall)
+            found.cpu_ratios.append(cpu)
+            found.ours += mine
+            found.theirs += other
+        if found.quartets % LOOK_EVERY == 0:
+            interval = median_interval(found.ratios)
+            say(f"  {found.quartets} quartets: {interval.median:.4f}, {interval.low:.4f} to {interval.high:.4f}")
+            if interval.half_width <= enough:
+                break
+        if time.monotonic() > end_s:
+            break
+    return found

@@ -1,0 +1,130 @@
+"""A console that nobody can read any more never ends a run."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import made_up_run
+import pytest
+from rich.console import Console as RichConsole
+
+from rayrec.config import InputError
+from rayrec.observe.console import Console
+
+
+class Full(io.StringIO):
+    """A terminal, or not, on a disk without room."""
+
+    def __init__(self, *, terminal: bool) -> None:
+        super().__init__()
+        self.terminal, self.num_refused = terminal, 0
+        self.full = True
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+    def write(self, text: str) -> int:
+        if self.full:
+            self.num_refused += 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(text)
+
+
+def use(console: Console) -> list[str]:
+    """All that a run does with it; what was done."""
+    done = []
+    console.note("a note")
+    with console.preparing():
+        for number in range(3):
+            console.progress("count", number + 1, 3)
+        done.append("prepared")
+    events = [{**event, "time": time.time()} for event in made_up_run.run()]
+    with console.training(lambda stop: iter(events)):
+        time.sleep(0.4)  # a few refreshes
+        done.append("trained")
+    console.table("result", [("auroc", "0.8")])
+    return done
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    stream = Full(terminal=terminal)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    console = Console()
+    assert use(console) == ["prepared", "trained"]
+    assert stream.num_refused >= 3
+    assert sys.stderr is stream
+    stream.full = False
+    console.note("there is room again")
+    assert stream.getvalue().strip().endswith("there is room again")
+    assert "a note" not in stream.getvalue()  # what was lost does not come back
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_closed_stream(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    stream = Full(terminal=terminal)
+    monkeypatch.setattr(sys, "stderr", stream)
+    console = Console()
+    stream.close()
+    assert use(console) == ["prepared", "trained"]
+
+
+def test_no_stream_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert use(Console()) == ["prepared", "trained"]
+
+
+def test_a_pipe_that_nobody_reads() -> None:
+    """Standard output stays what it was, and so does the exit status."""
+    code = (
+        "from rayrec.observe.console import Console\n"
+        "console = Console()\n"
+        "[console.note(f'note {number}') for number in range(3)]\n"
+        "print('the result')\n"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=write, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stdout) == (0, "the result\n")
+
+
+def test_colours_and_live_lines_are_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Full(terminal=True)
+    stream.full = False
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    ours, plain = Console()._out, RichConsole(stderr=True)
+    assert (ours.is_terminal, ours.color_system, ours.encoding) == (True, plain.color_system, plain.encoding)
+    use(Console())
+    assert "step 200 of 200" in stream.getvalue()
+    assert "\x1b[" in stream.getvalue()
+
+
+def test_events_that_cannot_be_read_end_the_showing_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", failures.append)
+
+    def follow(stop: threading.Event) -> Iterator[dict[str, Any]]:
+        yield {"time": time.time() + 1, "kind": "failure", "cause": "worker 1 died"}
+        raise InputError("events.jsonl, line 2: not an event")
+
+    with Console().training(follow):
+        time.sleep(0.2)
+    told = capsys.readouterr().err
+    assert "worker 1 died: starting again" in told
+    assert "nothing more can be shown of this run (events.jsonl, line 2: not an event)" in told
+    assert not failures

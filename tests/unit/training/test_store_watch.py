@@ -1,0 +1,88 @@
+"""The object store is watched through short outages, and no longer where there is no answer at all."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rayrec.training import store_watch
+from rayrec.training.store_watch import StoreWatch
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[int], Any]], StoreWatch]]:
+    """Starts one whose n-th question (from 0) is answered by a function."""
+    monkeypatch.setattr(store_watch, "_POLL_S", 0.002)
+    started: list[StoreWatch] = []
+
+    def start(answer: Callable[[int], Any]) -> StoreWatch:
+        asked = iter(range(10**9))
+        monkeypatch.setattr(store_watch, "_store_stats", lambda: answer(next(asked)))
+        started.append(StoreWatch())
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+        one._thread.join(timeout=60)
+
+
+def stats(number: int) -> Any:
+    return SimpleNamespace(
+        object_store_bytes_used=number, object_store_bytes_avail=1000, spilled_bytes_total=7 + number
+    )
+
+
+def until(wanted: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not wanted():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
+def test_what_is_in_use_now_and_was_spilled_since(watch: Callable[..., StoreWatch]) -> None:
+    watched = watch(lambda number: stats(min(number, 5)))
+    until(lambda: watched.latest().get("object_store_bytes") == 5)
+    assert watched.latest() == {"object_store_bytes": 5, "object_store_limit_bytes": 1000, "spilled_bytes": 5}
+
+
+def test_nine_failures_in_a_row_are_waited_out(watch: Callable[..., StoreWatch]) -> None:
+    seen: list[dict[str, int]] = []
+
+    def answer(number: int) -> Any:
+        if number:
+            seen.append(watched.latest())
+        if number % 10:
+            raise TimeoutError("the control store does not answer")
+        return stats(number)
+
+    ready: list[StoreWatch] = []
+    watched: Any = SimpleNamespace(latest=lambda: ready[0].latest() if ready else {})
+    ready.append(watch(answer))
+    until(lambda: len(seen) > 60)
+    assert ready[0]._thread.is_alive()
+    after_failures = [fields for place, fields in enumerate(seen, start=1) if (place - 1) % 10]
+    assert all(fields == {} for fields in after_failures[:50])  # nothing rather than what was once
+    until(lambda: bool(ready[0].latest()))
+
+
+def test_ten_failures_in_a_row_end_it(watch: Callable[..., StoreWatch], caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[int] = []
+
+    def answer(number: int) -> Any:
+        asked.append(number)
+        if number:
+            raise TimeoutError("the control store is gone")
+        return stats(number)
+
+    with caplog.at_level(logging.WARNING):
+        watched = watch(answer)
+        watched._thread.join(timeout=60)
+    assert len(asked) == 11
+    assert watched.latest() == {}
+    assert caplog.text.count("not watched any more (the control store is gone)") == 1
