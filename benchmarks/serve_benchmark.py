@@ -2,7 +2,7 @@
 single rows and of 256 and 2048, the load from a process of its own. Against bare Ray Serve handlers (the same forward over
 ready-made rows; a small MLP), which are all that Ray Serve's proxy leaves to be had, and our server without that proxy (--ingress
 direct); within one process against the bare forward and ONNX Runtime. `--soak MINUTES` instead: 70 % of
-the peak with a new model every 20 s; failures and memory."""
+the peak with another model every 20 s, the checkpoint and its int8 export in turn, by either ingress; failures and memory."""
 
 from __future__ import annotations
 
@@ -109,8 +109,9 @@ def host_direct(*, path: str, checkpoint: str, port: int) -> None:
         sys.stdin.read()
 
 
-def host_swapping(*, path: str, checkpoint: str, port: int) -> None:
-    """Our server, which gets the same model anew every SWAP_EVERY_S; prints swaps and memory as JSON at the end."""
+def host_swapping(*, path: str, checkpoint: str, export: str, ingress: Any, port: int) -> None:
+    """Our server, which goes from the checkpoint to the export and back, each time loading it anew, every SWAP_EVERY_S; prints
+    swaps and memory as JSON at the end."""
     import ray
 
     import rayrec
@@ -118,11 +119,12 @@ def host_swapping(*, path: str, checkpoint: str, port: int) -> None:
     from rayrec.serve.online.changing import wait_for_change
 
     swaps, memory, stop = [], [], threading.Event()
-    with rayrec.serving(checkpoint, port=port, ingress="serve", console=Console(quiet=True)) as server:
+    with rayrec.serving(checkpoint, port=port, ingress=ingress, console=Console(quiet=True)) as server:
 
         def swap() -> None:
             while not stop.wait(SWAP_EVERY_S):
-                serial: Any = ray.get(server.board.swap.remote(checkpoint))
+                other = (export, checkpoint)[len(swaps) % 2]
+                serial: Any = ray.get(server.board.swap.remote(other))
                 swaps.append(wait_for_change(server.board, serial).state)
                 memory.append(memory_bytes(os.getpid()))
 
@@ -286,12 +288,12 @@ def compare_in_process(*, size: int, repeats: int, **common: Any) -> None:
         )
 
 
-def soak(body: str, *, minutes: float, **common: Any) -> None:
+def soak(body: str, *, minutes: float, ingress: str, **common: Any) -> None:
     """70 % of the peak of 256 rows over 16 connections, swapping all the time."""
     from ports import free_ports  # of tests/, which only the process that runs benchmarks finds
 
     port = free_ports(1)
-    with hosted("host_swapping", **common, port=port) as told:
+    with hosted("host_swapping", **common, ingress=ingress, port=port) as told:
         path = TARGETS["ours"]
         peak = measure(port, path, body=body, connections=16, seconds=min(20.0, 60 * minutes))
         rate = 0.7 * len(peak["taken_s"]) / peak["seconds"]
@@ -301,7 +303,8 @@ def soak(body: str, *, minutes: float, **common: Any) -> None:
     emit(
         "serve",
         peer=None,
-        workload=f"criteo_kaggle, raw TSV, 256 rows a request, {minutes:g} minutes at 70 % of the peak, a swap every 20 s",
+        workload=f"criteo_kaggle, raw TSV, 256 rows a request, {minutes:g} minutes at 70 % of the peak, --ingress {ingress}, a swap "
+        "every 20 s",
         unit="requests_per_s",
         value=len(found["taken_s"]) / found["seconds"],
         ratio=None,
@@ -332,7 +335,9 @@ def main(*, quick: bool) -> None:
             bodies[size] = os.path.join(scratch, f"{size}.tsv")
             Path(bodies[size]).write_bytes(b"".join(lines[:size]))
         if "--soak" in arguments:
-            soak(bodies[256], minutes=float(arguments[arguments.index("--soak") + 1]), **common)
+            minutes = float(arguments[arguments.index("--soak") + 1])
+            for ingress in ("serve", "direct"):
+                soak(bodies[256], minutes=minutes, ingress=ingress, export=export, **common)
             return
         repeats = 1 if quick else 3
         for size in SIZES:
