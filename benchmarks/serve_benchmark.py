@@ -2,7 +2,7 @@
 single rows and of 256 and 2048, the load from a process of its own. Against bare Ray Serve handlers (the same forward over
 ready-made rows; a small MLP), which are all that Ray Serve's proxy leaves to be had, and our server without that proxy (--ingress
 direct); within one process against the bare forward and ONNX Runtime. `--soak MINUTES` instead: 70 % of
-the peak with another model every 20 s, the checkpoint and its int8 export in turn, by either ingress; failures and memory."""
+the peak with another model every 20 s, the checkpoint and its export in turn, by either ingress; failures and memory."""
 
 from __future__ import annotations
 
@@ -303,8 +303,8 @@ def soak(body: str, *, minutes: float, ingress: str, **common: Any) -> None:
     emit(
         "serve",
         peer=None,
-        workload=f"criteo_kaggle, raw TSV, 256 rows a request, {minutes:g} minutes at 70 % of the peak, --ingress {ingress}, a swap "
-        "every 20 s",
+        workload=f"criteo_kaggle, raw TSV, 256 rows a request, {minutes:g} minutes at 70 % of the peak, --ingress {ingress}, a "
+        "swap every 20 s",
         unit="requests_per_s",
         value=len(found["taken_s"]) / found["seconds"],
         ratio=None,
