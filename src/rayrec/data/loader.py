@@ -55,7 +55,8 @@ class ClickLoader:
     ) -> None:
         """`schema` is that of the model's inputs. `mapped`: the rows are ready-made files of this machine, which the worker
         reads itself, with `in_memory` all of them first; else data tasks make the rows. `targets`: what rows are to be scored as;
-        None: their labels."""
+        None: their labels. Raises InputError where `position` is one in another order."""
+        order.check(position)
         self._order, self._preprocessor, self._schema = order, preprocessor, schema
         self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
         self._placement, self._prefetch_blocks = placement, prefetch_blocks
@@ -116,7 +117,7 @@ class ClickLoader:
         return self._epoch_start(self._next_epoch + epochs, step)
 
     def state(self) -> dict[str, Any]:
-        return self.position().to_dict()
+        return replace(self.position(), order=self._order.identity).to_dict()
 
     def rows_behind(self) -> int:
         """Rows of the whole run that lie behind the present position, whatever number of workers trained on them."""

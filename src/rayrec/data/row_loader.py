@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import queue
 import threading
 from collections.abc import Iterator
@@ -43,9 +44,11 @@ class RowLoader:
         max_steps: int | None = None,
         prefetch_batches: int = 2,
         small_batches: bool = False,
+        data_hash: str | None = None,
     ) -> None:
-        """`epochs` None: as many as `max_steps` take. `state`: of a loader over the same rows, of any number of workers;
-        raises InputError where the rows are others. `small_batches`: any rest is a batch of its own, for evaluation."""
+        """`epochs` None: as many as `max_steps` take. `state`: of a loader over the same rows in the same order, of any number
+        of workers; raises InputError where they are others, as their counts, or their `data_hash`, tell. `small_batches`: any
+        rest is a batch of its own, for evaluation."""
         assert epochs is not None or max_steps is not None
         if len(source) == 0:
             raise InputError("the training data has no rows")
@@ -54,7 +57,8 @@ class RowLoader:
         self._rank, self._world_size = rank, world_size
         self._least = 1 if small_batches else min(2 * world_size, self._global)
         self._prefetch = prefetch_batches
-        self._epoch, self._offset = _place(state, order) if state else (0, 0)
+        self._identity = _identity(order, data_hash)
+        self._epoch, self._offset = _place(state, self._identity) if state else (0, 0)
         self._handed_out = 0
         self.steps_per_epoch = self._steps_left(0)
         to_end = None if epochs is None else self._steps_to(epochs)
@@ -98,7 +102,7 @@ class RowLoader:
     def state(self) -> dict[str, Any]:
         """The position behind the batches handed out so far; plain JSON values, the same on every worker."""
         epoch, offset = self._after(self._handed_out)
-        return {"epoch": epoch, "offset": offset, **_identity(self._order)}
+        return {"epoch": epoch, "offset": offset, **self._identity}
 
     def stop(self) -> None:
         """Ends the thread; the rows stay open."""
@@ -209,15 +213,23 @@ class _Numbers:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
-def _identity(order: RowOrder) -> dict[str, Any]:
-    return {"rows": order.rows, "chunks": len(order.chunk_rows), "shuffle": order.shuffle, "seed": order.seed}
+def _identity(order: RowOrder, data_hash: str | None) -> dict[str, Any]:
+    """What the meaning of a place depends on: which rows these are, and how they are mixed."""
+    identity: dict[str, Any] = {"rows": order.rows, "chunks": len(order.chunk_rows)}
+    if data_hash is not None:
+        identity["data_hash"] = data_hash
+    identity["chunk_rows"] = hashlib.sha256(np.array(order.chunk_rows, "<i8").tobytes()).hexdigest()[:16]
+    identity |= {"shuffle": order.shuffle, "seed": order.seed}
+    if order.shuffle == "window":  # one that holds all chunks is the same whatever its size
+        identity["window"] = min(order.chunks_per_window, len(order.chunk_rows))
+    return identity
 
 
-def _place(state: dict[str, Any], order: RowOrder) -> tuple[int, int]:
-    for name, value in _identity(order).items():
-        if state[name] != value:
+def _place(state: dict[str, Any], identity: dict[str, Any]) -> tuple[int, int]:
+    for name, value in identity.items():
+        if state.get(name, value) != value:  # what earlier versions did not store cannot be compared
             raise InputError(
-                f"the checkpoint's position is one in data with {name} {state[name]}, and this has {value}; go on with the data "
-                "and order the run began with, or choose another --name"
+                f"train_data: the checkpoint's position is one in data with {name} {state[name]}, and this has {value}; go on "
+                "with the data and order the run began with, or choose another --name"
             )
     return state["epoch"], state["offset"]

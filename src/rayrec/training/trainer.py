@@ -6,6 +6,7 @@ import functools
 import os
 import re
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,8 @@ from rayrec.launch.versions import versions
 from rayrec.observe import report
 from rayrec.observe.accounting import costs
 from rayrec.observe.console import Console
-from rayrec.observe.events import EventWriter, follow, merge_events, read_events
+from rayrec.observe.cost import epochs_trained, working_s
+from rayrec.observe.events import EventWriter, follow, merge_events, read_events, readable_events
 from rayrec.observe.tracking.config import Makers, TrackersConfig
 from rayrec.observe.tracking.tracker import tracking
 from rayrec.observe.verdict import verdict
@@ -25,6 +27,8 @@ from rayrec.workloads.base import ClusterConfig, ObserveConfig, ProfileConfig, R
 
 if TYPE_CHECKING:
     import pandas
+
+SUMMARY = "summary.json"
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
     """Trains a recipe on the Ray cluster that the configuration, or RAY_ADDRESS, names; else on a local one.
 
     A second call with the same storage_path and name goes on from the newest good checkpoint; a finished run is not
-    trained again. The first SIGTERM or Ctrl-C (in the main thread) saves a checkpoint before it raises SystemExit(143) or
-    KeyboardInterrupt. Raises InputError for what the user can mend.
+    trained again, unless for more steps or epochs. The first SIGTERM or Ctrl-C (in the main thread) saves a checkpoint
+    before it raises SystemExit(143) or KeyboardInterrupt. Raises InputError for what the user can mend.
     """
     console = console or Console()
     config.workload.check(config)
@@ -65,9 +69,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
     config = config.replace(name=name)
     root = storage.absolute(config.storage_path)
     folder = storage.join(root, name)
-    finished = _finished(folder, config)
+    finished = _finished(folder, config, console.note)
     if finished is not None:
-        console.note(f"{folder} is finished already; its result follows (choose another --name to train anew)")
         return finished
     _set_environment()
     started_s = time.monotonic()
@@ -96,13 +99,12 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
                 prepared = config.workload.prepare(context)
             prepared_s = time.monotonic() - started_s
             events.write("prepared", seconds=prepared_s, **config.workload.summarize(prepared, {}))
+            storage.remove_file(storage.join(folder, SUMMARY))  # of a run that was finished, and from here on is not
             with console.training(lambda stop: follow(storage.join(folder, "events.jsonl"), stop=stop)):
                 finish = run_attempts(
                     config, folder, prepared, shares, events=events, signals=signals, note=console.note
                 )
-            result = finish and _summarize(
-                config, folder, prepared, finish, wall_s=time.monotonic() - started_s, events=events
-            )
+            result = finish and summarize(config, folder, prepared, finish, events=events, note=console.note)
         try:
             merge_events(storage.join(folder, "events.jsonl"))
         except (OSError, InputError) as error:
@@ -148,34 +150,72 @@ def _set_environment() -> None:
         os.environ.setdefault(key, value)
 
 
-def _finished(folder: str, config: TrainConfig) -> Result | None:
-    """The result of a run that ended before. Raises InputError where its configuration was another one."""
-    path = storage.join(folder, "summary.json")
+def _finished(folder: str, config: TrainConfig, note: Callable[[str], None]) -> Result | None:
+    """The result of a run that ended before; None where it is to be trained, or trained for longer. Raises InputError where its
+    configuration was another one."""
+    path = storage.join(folder, SUMMARY)
     if not storage.exists(path):
         return None
     summary = storage.read_json(path)
-    if summary["config_hash"] != run_hash(config):
-        raise InputError(f"{folder}: finished with another configuration (see its config.yaml); choose another --name")
-    return Result(folder, summary["checkpoint"], summary)
+    if summary["config_hash"] == run_hash(config):
+        note(f"{folder} is finished already; its result follows (choose another --name to train anew)")
+        return Result(folder, summary["checkpoint"], summary)
+    if not is_longer(config, summary):
+        raise InputError(
+            f"{folder}: finished with another configuration (see its config.yaml), of which steps and epochs alone can be "
+            "raised; choose another --name"
+        )
+    note(f"{folder} was finished at step {summary['steps']:,}; it goes on from there")
+    return None
 
 
-def _summarize(
-    config: TrainConfig, folder: str, prepared: Any, finish: dict[str, Any], *, wall_s: float, events: EventWriter
+def is_longer(config: TrainConfig, summary: Mapping[str, Any]) -> bool:
+    """Whether a configuration is that of a finished run, but for steps or epochs, of which it asks for more. Pure.
+
+    A run that stopped early, having learnt all it could, would not go on, and counts as another one.
+    """
+    steps, epochs = summary["steps"], round(summary["epochs"] or 0)
+    if run_hash(config.replace(steps=steps)) == summary["config_hash"]:
+        return config.steps is not None and config.steps > steps
+    if not epochs or run_hash(config.replace(steps=None, epochs=epochs)) != summary["config_hash"]:
+        return False
+    return config.epochs > epochs if config.steps is None else config.steps > steps
+
+
+def _events(place: str, *, note: Callable[[str], None]) -> list[dict[str, Any]]:
+    """What is told of the run. A finished run is worth its summary, also where some of that is damaged: this is noted."""
+    try:
+        return read_events(place)
+    except (InputError, OSError) as error:
+        note(f"the summary is reckoned from the events that can be read ({error})")
+        return readable_events(place)
+
+
+def summarize(
+    config: TrainConfig,
+    folder: str,
+    prepared: Any,
+    finish: dict[str, Any],
+    *,
+    events: EventWriter,
+    note: Callable[[str], None],
 ) -> Result:
+    """Writes the summary of a run that is through, `finish` being what its workers told last, and tells the events of it.
+    `epochs` and `wall_s` count all attempts and drivers of the run."""
     from rayrec.checkpoint import Checkpoint, weights_sha256
 
-    place = storage.join(folder, "events.jsonl")
-    told = read_events(place)
+    told = _events(storage.join(folder, "events.jsonl"), note=note)
     found = verdict(told)
+    of_workload = config.workload.summarize(prepared, finish["metrics"])
     summary = {
         "recipe": config.recipe,
         "name": config.name,
         "config_hash": run_hash(config),
         "steps": finish["step"],
         "chosen_step": finish["chosen_step"],
-        "epochs": config.epochs,
+        "epochs": epochs_trained(finish["rows"], of_workload.get("rows_of_sets", {})),
         "rows": finish["rows"],
-        "wall_s": wall_s,
+        "wall_s": working_s(told),
         "train_s": finish["train_s"],
         "rows_per_s": finish["rows"] / finish["train_s"] if finish["train_s"] else 0.0,
         "blocked_fraction": finish["blocked_fraction"],
@@ -188,9 +228,9 @@ def _summarize(
         "verdict": found and found.text,
         "bottleneck": found and found.bottleneck,
         "weights_sha256": weights_sha256(Checkpoint(finish["checkpoint"])),
-        **config.workload.summarize(prepared, finish["metrics"]),
+        **of_workload,
         "versions": versions(),
     }
-    storage.write_json(storage.join(folder, "summary.json"), summary)
+    storage.write_json(storage.join(folder, SUMMARY), summary)
     events.write("summary", **summary)
     return Result(folder, finish["checkpoint"], summary)

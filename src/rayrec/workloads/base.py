@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
 
 from rayrec.config import Config, InputError
 from rayrec.data.placement import TaskPlacement
@@ -106,12 +106,12 @@ class FailureConfig(Config):
     """What the run survives."""
 
     max_failures: int = 3
-    """Restarts of the workers after a failure; -1: without limit."""
+    """Restarts of the workers after failures in a row without a new checkpoint between; -1: without limit."""
     max_outage_s: float = 600.0
     """Seconds for which a save may fail (storage away, disk full) before the run ends; until then saves are late, and training
     goes on."""
     node_wait_s: float = 600.0
-    """Seconds to wait for nodes that were lost, where those left have no room for the (least) workers."""
+    """Seconds to wait where there is no room for the (least) workers: nodes were lost, or others hold what they need."""
     grace_s: float = 60.0
     """Seconds the workers have for a last checkpoint after SIGTERM or Ctrl-C."""
 
@@ -169,7 +169,12 @@ class ObserveConfig(Config):
     """What a run finds out about itself while it trains."""
 
     times: bool = True
-    """Split every logged interval into phases, measure the device's peak at the start, and count what data tasks do."""
+    """Split every logged interval into phases, measure the device's peak at the start, and tell what data tasks do (which time
+    themselves in any case: six looks at a clock for each block)."""
+
+
+MOST_PROFILED_STEPS: Final = 200
+"""In one recording, which a worker holds in memory: about a kilobyte for each of a step's thousands of operations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +182,7 @@ class ProfileConfig(Config):
     """What torch.profiler records of a run, into RUN/profile; `rayrec profile RUN` asks a run in progress for more."""
 
     steps: str | None = None
-    """Steps to record, such as 10:20: from the 10th step done to the 20th, on every worker; None: none."""
+    """Steps to record, such as 10:20: from the 10th step done to the 20th, on every worker, at most 200; None: none."""
     memory: bool = True
     """Record allocations, for the memory timeline."""
     stack: bool = False
@@ -187,6 +192,11 @@ class ProfileConfig(Config):
         super().__post_init__()
         if self.steps is not None and self.window() is None:
             raise InputError(f"profile.steps: {self.steps!r} is no FIRST:END with FIRST below END, such as 10:20")
+        first, end = self.window() or (0, 0)
+        if end - first > MOST_PROFILED_STEPS:
+            raise InputError(
+                f"profile.steps: {self.steps!r} are {end - first:,} steps; at most {MOST_PROFILED_STEPS} fit into memory"
+            )
 
     def window(self) -> tuple[int, int] | None:
         """(first, end) of `steps`, from 0, the end excluded."""
@@ -429,8 +439,10 @@ class Workload(Config, abc.ABC):
             f"plan: recipe {config.recipe} cannot be measured before it is trained; only click models can yet"
         )
 
-    def add_files(self, folder: str, prepared: Any) -> None:
-        """On rank 0: writes into a checkpoint's folder what must travel with the weights."""
+    def checkpoint_files(self, prepared: Any) -> dict[str, bytes | str]:
+        """On rank 0: what must travel with the weights, by name in a checkpoint's folder: the content, or the path of a file
+        that stays as it is during the run."""
+        return {}
 
     def open_scoring(self, context: ScoringContext) -> Scoring:
         """The rows of a path, ready to be scored with a checkpoint. Raises InputError for an unusable path, labels that are

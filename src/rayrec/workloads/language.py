@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.tokenizer import read_tokenizer
 from rayrec.data.tokens import (
     TokenFolder,
     copy_tokenizer,
@@ -102,7 +105,6 @@ class LanguageWorkload(ReplicatedWorkload):
         validation = train if config.eval_data.path is None else open_tokens(config.eval_data.path)
         prepared = Prepared(train, validation, _validation_set(validation, own=config.eval_data.path is not None))
         self._check_sizes(prepared)
-        self._check_same_data(prepared, context.folder)
         if self.weights is not None:
             from rayrec.workloads.language_model import check_weights
 
@@ -125,16 +127,9 @@ class LanguageWorkload(ReplicatedWorkload):
                 f"--tokenizer {train.tokenizer} and --block-size {train.block_size}"
             )
 
-    def _check_same_data(self, prepared: Prepared, folder: str) -> None:
-        """A run goes on with the very tokens that it began with."""
-        place = storage.join(folder, "tokens.json")
-        hashes = {"train": prepared.train.hash, "validation": prepared.validation.hash}
-        if not storage.exists(place):
-            storage.write_json(place, hashes)
-        elif storage.read_json(place) != hashes:
-            raise InputError(
-                f"{prepared.train.path}: the run in {folder} began with other tokens; give it those, or choose another --name"
-            )
+    def data_hash(self, prepared: Prepared) -> str:
+        """Of the tokens that are trained on and evaluated on."""
+        return hashlib.sha256(f"{prepared.train.hash}/{prepared.validation.hash}".encode()).hexdigest()[:16]
 
     def set_rows(self, prepared: Prepared) -> dict[str, int]:
         return {
@@ -153,10 +148,12 @@ class LanguageWorkload(ReplicatedWorkload):
             "tokens": train.hash,
         }
 
-    def add_files(self, folder: str, prepared: Prepared) -> None:
+    def checkpoint_files(self, prepared: Prepared) -> dict[str, bytes | str]:
         train = prepared.train
-        storage.write_json(storage.join(folder, CONFIG_FILE), self._config_json(train))
-        copy_tokenizer(train.tokenizer, storage.join(folder, TOKENIZER_FOLDER))
+        tokenizer = {
+            storage.join(TOKENIZER_FOLDER, name): data for name, data in read_tokenizer(train.tokenizer).items()
+        }
+        return {CONFIG_FILE: (json.dumps(self._config_json(train), indent=2) + "\n").encode(), **tokenizer}
 
     def _config_json(self, train: TokenFolder) -> dict[str, Any]:
         model = self.model.to_huggingface(train.vocabulary_size, end_of_text=train.end_token)

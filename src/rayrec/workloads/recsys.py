@@ -226,8 +226,9 @@ class ClickWorkload(Workload):
             summary["share_of_best_auroc"] = (metrics["auroc"] - 0.5) / (prepared.best_auroc - 0.5)
         return summary
 
-    def add_files(self, folder: str, prepared: Prepared) -> None:
-        storage.copy_files(prepared.folder, storage.join(folder, PREPROCESSOR_FOLDER))
+    def checkpoint_files(self, prepared: Prepared) -> dict[str, bytes | str]:
+        found = storage.files_in(prepared.folder)
+        return {storage.join(PREPROCESSOR_FOLDER, posixpath.basename(file.path)): file.path for file in found}
 
     def plan(self, config: TrainConfig) -> str:
         from rayrec.workloads.recsys_plan import plan

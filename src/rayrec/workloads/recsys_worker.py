@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Iterator
 from functools import lru_cache, partial
@@ -35,6 +36,9 @@ from rayrec.workloads.recsys_plan import available_host_bytes
 
 if TYPE_CHECKING:
     from rayrec.workloads.recsys import ClickWorkload, Prepared
+
+
+_logger = logging.getLogger(__name__)
 
 
 def memory_per_worker(context: WorkerContext) -> int:
@@ -137,6 +141,10 @@ def train_loader(context: WorkerContext, prepared: Prepared, *, state: dict[str,
     """The training batches from a stored position on."""
     config, rows = context.config, prepared.sets["train"].rows
     position = Position() if state is None else Position.from_dict(state)
+    if state is not None and position.order is None:
+        _logger.warning(
+            "the checkpoint does not say of which rows its position is; nothing checks that they are the same"
+        )
     batch_size = effective_batch_size(config, rows=rows, world_size=context.world_size)
     epochs, max_steps = config.epochs, None
     if config.steps is not None:

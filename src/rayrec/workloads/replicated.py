@@ -71,6 +71,10 @@ class ReplicatedWorkload(Workload, abc.ABC):
 
     # -- may be supplied
 
+    def data_hash(self, prepared: Any) -> str | None:
+        """A hash of all rows, by which a run goes on with those it began with alone; None: only their number is compared."""
+        return None
+
     def augment(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A training batch, changed at random by torch's global generator, on its device."""
         return tensors

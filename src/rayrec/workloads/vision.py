@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -69,6 +70,8 @@ class Prepared:
     """`train`, `validation` and `test`, the last two the same rows where no training rows are held out."""
     weights: ray.ObjectRef | None
     """Of a dict of arrays by name: the initial weights, where a file gave them."""
+    data_hash: str
+    """Of all images and labels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +146,8 @@ class VisionWorkload(ReplicatedWorkload):
         whole_test = Part(test_ref, 0, len(test.images))
         held_out = Part(train_ref, kept, len(train.images)) if self.validation_rows else whole_test
         sets = {"train": Part(train_ref, 0, kept), "validation": held_out, "test": whole_test}
-        return Prepared(sets, None if self.weights is None else ray.put(self._initial_weights(self.weights)))
+        weights = None if self.weights is None else ray.put(self._initial_weights(self.weights))
+        return Prepared(sets, weights, _data_hash(train, test))
 
     def _initial_weights(self, path: str) -> dict[str, np.ndarray]:
         from rayrec.models.resnet_module import load_weights
@@ -152,6 +156,9 @@ class VisionWorkload(ReplicatedWorkload):
         model = self.model.build()
         load_weights(model, read_weights(path), where=path)
         return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+
+    def data_hash(self, prepared: Prepared) -> str:
+        return prepared.data_hash
 
     def set_rows(self, prepared: Prepared) -> dict[str, int]:
         return {name: part.stop - part.start for name, part in prepared.sets.items()}
@@ -270,6 +277,16 @@ def _test_folder(config: TrainConfig) -> str:
     folder = config.train_data.path if config.eval_data.path is None else config.eval_data.path
     assert folder is not None
     return folder
+
+
+def _data_hash(*parts: idx.LabelledImages) -> str:
+    """16 hex digits; 0.05 s for MNIST's 55 MB."""
+    digest = hashlib.sha256()
+    for part in parts:
+        for array in _arrays(part).values():
+            digest.update(repr(array.shape).encode())
+            digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()[:16]
 
 
 def _arrays(rows: idx.LabelledImages) -> dict[str, np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections import Counter
@@ -15,6 +16,7 @@ import torch
 
 from rayrec import storage
 from rayrec.click_batch import ClickBatch
+from rayrec.config import InputError
 from rayrec.data import loader as loader_module
 from rayrec.data.counting import count_parts
 from rayrec.data.encoded import Bags, EncodedRows, from_arrow, to_arrow
@@ -48,14 +50,18 @@ def prepared(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     lines[100:100] = [b"a bad line\n"]
     path = tmp_path_factory.mktemp("loader") / "log.txt"
     path.write_bytes(b"".join(lines))
-    (chunk,) = cut(storage.list_files(str(path)), 1 << 20)
-    entries, faults = index_chunk(chunk, SCHEMA, 9_000)
-    index = LogIndex(numbered(entries), faults)
+    index = index_of(path, 9_000)
     assert (index.rows, index.faults.total) == (ROWS, 1)
     counting = RAYREC.counting(SCHEMA)
     counts = counting.empty()
     counts.add(count_parts([Part(s, 0, s.rows) for s in index.segments], counting=counting))
     return index, make_preprocessor(RAYREC, SCHEMA, counts)
+
+
+def index_of(path: Path, segment_bytes: int) -> LogIndex:
+    (chunk,) = cut(storage.list_files(str(path)), 1 << 20)
+    entries, faults = index_chunk(chunk, SCHEMA, segment_bytes)
+    return LogIndex(numbered(entries), faults)
 
 
 def order_of(index: LogIndex, start: int = 0, stop: int = ROWS, shuffle: str = "window") -> EpochOrder:
@@ -157,7 +163,8 @@ def test_any_step_can_be_gone_on_from(prepared: tuple[LogIndex, Preprocessor], w
             assert len(rest) == again.steps
             assert all(same(one, other) for one, other in zip(rest, whole[step:], strict=True))
             assert again.state() == states[-1]
-    assert states[-1] == {"epoch": 3, "step_in_deal": 0, "world_size": world_size, "batch_size": 100, "pieces": None}
+    end = Position(3, 0, world_size, 100, None, order_of(prepared[0]).identity)
+    assert states[-1] == end.to_dict()
 
 
 def test_ranks_agree_on_the_state(prepared: tuple[LogIndex, Preprocessor]) -> None:
@@ -232,8 +239,66 @@ def test_the_end_of_an_epoch_is_the_start_of_the_next(prepared: tuple[LogIndex, 
     """Also where the position says so with a step number, as no loader does."""
     end = loader(prepared, epochs=2, position=Position(0, 11, 1, 64, None))
     assert end.steps == 11
-    assert end.state() == {"epoch": 1, "step_in_deal": 0, "world_size": 1, "batch_size": 64, "pieces": None}
+    assert end.position() == Position(1, 0, 1, 64, None)
     assert all(same(one, other) for one, other in zip(end, list(loader(prepared, epochs=2))[11:], strict=True))
+
+
+def changed(order: EpochOrder, **fields: Any) -> EpochOrder:
+    return dataclasses.replace(order, **fields)
+
+
+def test_a_run_goes_on_in_the_very_order_it_began_with(prepared: tuple[LogIndex, Preprocessor], tmp_path: Path) -> None:
+    """A position means other rows in any other order, and so rows would be lost and trained on twice, unnoticed."""
+    index, _ = prepared
+    order = order_of(index)
+    begun = loader(prepared, order, batch_size=64)
+    for _ in range(4):
+        next(begun)
+    position = Position.from_dict(json.loads(json.dumps(begun.state())))
+    begun.close()
+    again = index_of(Path(index.segments[0].path), 4_500)
+    for other in (
+        changed(order, seed=4),
+        changed(order, segments_per_block=4),
+        changed(order, shuffle="none"),
+        order_of(again),
+        order_of(index, 0, ROWS - 1),
+    ):
+        with pytest.raises(InputError, match=r"^train_data: the run began with other rows[^\n]* another --name$"):
+            loader(prepared, other, position=position)
+    moved = tmp_path / "elsewhere" / "log.txt"
+    moved.parent.mkdir()
+    moved.write_bytes(Path(index.segments[0].path).read_bytes())
+    at_another_place = order_of(index_of(moved, 9_000))
+    rest = [Counter(rows_of(batch)) for batch in loader(prepared, at_another_place, position=position)]
+    assert rest == [Counter(rows_of(batch)) for batch in loader(prepared, order, position=position)]
+    with moved.open("ab") as file:
+        file.write(b"".join(moved.read_bytes().splitlines(keepends=True)[:3]))
+    grown = index_of(moved, 9_000)
+    with pytest.raises(InputError, match="other rows"):
+        loader(prepared, order_of(grown, 0, grown.rows), position=position)
+
+
+@pytest.mark.parametrize("changes", [{"world_size": 2}, {"batch_size": 50}])
+def test_workers_and_batches_may_change_where_a_run_goes_on(
+    prepared: tuple[LogIndex, Preprocessor], changes: dict[str, int]
+) -> None:
+    begun = loader(prepared)
+    for _ in range(4):
+        next(begun)
+    position = Position.from_dict(begun.state())
+    begun.close()
+    loaders = [
+        loader(prepared, position=position, rank=rank, **changes) for rank in range(changes.get("world_size", 1))
+    ]
+    assert sum(len(batch) for each in loaders for batch in each) == ROWS - 4 * 64
+
+
+def test_positions_of_before_orders_were_noted_still_do(prepared: tuple[LogIndex, Preprocessor]) -> None:
+    stored = {"epoch": 0, "step_in_deal": 2, "world_size": 1, "batch_size": 64, "pieces": None}
+    going_on = loader(prepared, position=Position.from_dict(stored))
+    assert all(same(one, other) for one, other in zip(going_on, list(loader(prepared))[2:], strict=True))
+    assert going_on.state()["order"] == order_of(prepared[0]).identity
 
 
 def test_closing_early(prepared: tuple[LogIndex, Preprocessor]) -> None:

@@ -158,6 +158,38 @@ def test_a_position_in_other_data_is_refused() -> None:
         _loader(source, state=state, order=_order(source, seed=3))
 
 
+def test_a_position_is_one_of_these_chunks_in_these_windows() -> None:
+    source = Shards(4, 4, 4, 4)
+    state = _loader(source, order=_order(source, "window", chunks_per_window=2)).state()
+    with pytest.raises(InputError, match=r"^train_data: [^\n]*window 2, and this has 3[^\n]* another --name$"):
+        _loader(source, state=state, order=_order(source, "window", chunks_per_window=3))
+    with pytest.raises(InputError, match="with chunk_rows"):
+        _loader(Shards(3, 5, 4, 4), state=state, order=_order(Shards(3, 5, 4, 4), "window", chunks_per_window=2))
+    # A window that holds all chunks is one order, however large.
+    state = _loader(source, order=_order(source, "window", chunks_per_window=4)).state()
+    _loader(source, state=state, order=_order(source, "window", chunks_per_window=9))
+    # Elsewhere its size decides nothing.
+    state = _loader(source, order=_order(source, "full", chunks_per_window=2)).state()
+    _loader(source, state=state, order=_order(source, "full", chunks_per_window=3))
+
+
+def test_a_position_is_one_in_this_very_data() -> None:
+    source = Shards(10)
+    state = _loader(source, data_hash="0a").state()
+    assert _loader(source, state=state, data_hash="0a").state() == state
+    with pytest.raises(InputError, match="data_hash 0a, and this has 0b"):
+        _loader(source, state=state, data_hash="0b")
+
+
+def test_a_position_of_before_windows_and_hashes_were_noted_still_is_one() -> None:
+    source = Shards(4, 4, 4, 4)
+    order = _order(source, "window")
+    stored = {"epoch": 0, "offset": 8, "rows": 16, "chunks": 4, "shuffle": "window", "seed": 0}
+    loader = _loader(source, state=stored, order=order, data_hash="0a")
+    assert _numbers(list(loader)) == _numbers(list(_loader(source, order=order)))[2:]
+    assert loader.state()["data_hash"] == "0a"
+
+
 def test_an_error_of_the_rows_is_raised_where_the_batch_is_asked_for() -> None:
     class Damaged(Shards):
         def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:

@@ -70,6 +70,7 @@ def test_an_account_adds_up_until_it_is_taken() -> None:
         BlockTimes(100, {"read": 1.0, "parse": 2.0}, {"read": 0.5, "parse": 2.0}, {"read": 0.1, "parse": 0.0}, ready_s)
     )
     account.add(BlockTimes(50, {"read": 1.0}, {"read": 0.5}, {"read": 0.2}, time.time() + 100))  # another node's clock
+    most_s = time.time() - ready_s
     sums = dict(zip(StageAccount.FIELDS, account.take(), strict=True))
     assert (sums["cpus"], sums["rows"], sums["blocks"]) == (1.5, 150, 2)
     assert (sums["read_wall_s"], sums["read_cpu_s"], sums["parse_wall_s"], sums["encode_wall_s"]) == (
@@ -79,8 +80,8 @@ def test_an_account_adds_up_until_it_is_taken() -> None:
         0.0,
     )
     assert sums["read_queue_s"] == pytest.approx(0.3)
-    assert sums["waited_row_s"] == pytest.approx(200, rel=0.1)
-    assert sums["waited_block_s"] == pytest.approx(2, rel=0.1)
+    assert 200 <= sums["waited_row_s"] <= 100 * most_s
+    assert 2 <= sums["waited_block_s"] <= most_s
     again = dict(zip(StageAccount.FIELDS, account.take(), strict=True))
     assert again == {**dict.fromkeys(StageAccount.FIELDS, 0.0), "cpus": 1.5}
     assert len(STAGES) == 3

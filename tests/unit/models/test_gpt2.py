@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 from rayrec.config import InputError
+from rayrec.models import gpt2_module
 from rayrec.models.gpt2 import GPT2Config
 
 SMALL = GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=24, dropout=0.0)
@@ -33,6 +39,96 @@ def test_the_function_is_that_of_huggingfaces_own_settings() -> None:
     other.load_state_dict(model.state_dict())
     tokens = torch.randint(0, 50, (3, 24))
     torch.testing.assert_close(model(tokens).logits, other(tokens).logits)
+
+
+WIDE = GPT2Config(n_layer=2, n_head=2, n_embd=64, n_positions=24, dropout=0.0)
+"""Of a width that oneDNN multiplies also on the way back."""
+
+
+def pair(vocabulary_size: int) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Ours and HuggingFace's own with the same weights."""
+    from transformers import GPT2Config as HuggingFaceConfig
+    from transformers import GPT2LMHeadModel
+
+    model = WIDE.build(vocabulary_size)
+    other = GPT2LMHeadModel(HuggingFaceConfig.from_dict(WIDE.to_huggingface(vocabulary_size)))
+    other.load_state_dict(model.state_dict())
+    return model, other
+
+
+def counted_products(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    seen: list[torch.Size] = []
+    stack = gpt2_module.linear_stack
+    monkeypatch.setattr(gpt2_module, "_LEAST_MULTIPLY_ADDS", 1)
+
+    def counting(rows: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        seen.append(rows.shape)
+        return stack(rows, *arguments, **named)
+
+    monkeypatch.setattr(gpt2_module, "linear_stack", counting)
+    return seen
+
+
+def test_loss_and_gradients_are_huggingfaces_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = counted_products(monkeypatch)
+    tokens = torch.randint(0, 50, (4, 24))
+    model, other = pair(50)
+    assert [*model.state_dict()] == [*other.state_dict()]
+    assert {name: value.shape for name, value in model.named_parameters()} == {
+        name: value.shape for name, value in other.named_parameters()
+    }
+    losses = [each(tokens, labels=tokens).loss for each in (model, other)]
+    assert len(products) == 4 * WIDE.n_layer + 1  # and none in the other
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+    for loss in losses:
+        loss.backward()
+    gradients = dict(other.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.stride() == parameter.stride(), name
+        torch.testing.assert_close(parameter.grad, gradients[name].grad, rtol=1e-4, atol=1e-6)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(tokens).logits, other.eval()(tokens).logits)
+        torch.testing.assert_close(model(tokens[:1, :3]).logits, other(tokens[:1, :3]).logits)
+
+
+def test_bf16_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = counted_products(monkeypatch)
+    tokens = torch.randint(0, 50, (2, 24))
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, others = (each(tokens).logits for each in pair(50))
+    assert not products
+    assert torch.equal(ours, others)
+
+
+def test_small_products_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = counted_products(monkeypatch)
+    monkeypatch.setattr(gpt2_module, "_LEAST_MULTIPLY_ADDS", 2 * 24 * 64 * 4 * 64)
+    model, other = pair(50)
+    tokens = torch.randint(0, 50, (2, 24))
+    torch.testing.assert_close(model(tokens).logits, other(tokens).logits)
+    assert len(products) == 2 * WIDE.n_layer  # the two wide ones of each block
+
+
+def test_others_make_what_they_want_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Copies, pickles, saved files, and a training that stores no activations."""
+    counted_products(monkeypatch)
+    tokens = torch.randint(0, 50, (2, 24))
+    model, _ = pair(50)
+    expected = model(tokens, labels=tokens).loss
+    expected.backward()
+    model.eval()
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(again(tokens).logits, model(tokens).logits)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)
+    model.train()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    model.gradient_checkpointing_enable()
+    model(tokens, labels=tokens, use_cache=False).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name])
 
 
 def test_start_values_come_of_torchs_seed() -> None:

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from rayrec import checkpoint
+from rayrec.checkpoint.extra_files import ExtraFiles
 from rayrec.config import InputError
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.rows import ArrayRows
@@ -20,7 +21,7 @@ from rayrec.data.tokenizer import Files, TextTokenizer, bytes_bpe, characters, w
 from rayrec.data.tokens import TokenFolder, load_tokenizer
 from rayrec.models.gpt2 import GPT2Config
 from rayrec.recipes.gpt2 import gpt2, gpt2_tiny
-from rayrec.workloads.base import RunContext, TrainConfig
+from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 from rayrec.workloads.language import LanguageWorkload, Prepared
 from rayrec.workloads.language_model import (
     LENGTHS,
@@ -33,6 +34,7 @@ from rayrec.workloads.language_model import (
     row_losses,
 )
 from rayrec.workloads.replicated_scoring import load_model
+from rayrec.workloads.row_cost import multiply_adds_per_row
 
 BLOCK = 16
 TEXT = "the quick brown fox jumps over the lazy dog.\n"
@@ -112,6 +114,18 @@ def test_perplexity_and_score() -> None:
     assert workload.metrics({"loss": 2.0}) == {"loss": 2.0, "perplexity": pytest.approx(math.exp(2.0))}
     assert math.isfinite(workload.metrics({"loss": 1e6})["perplexity"])
     assert workload.score({"loss": 1.0}) > workload.score({"loss": 2.0})
+
+
+def test_what_a_row_costs_is_what_its_products_are() -> None:
+    width, layers, vocabulary_size = 512, 2, 40  # so that the largest are oneDNN's
+    config = small(None, model={"n_layer": layers, "n_embd": width})
+    torch.manual_seed(0)
+    model = config.workload.model.build(vocabulary_size)
+    rows = ArrayRows({"tokens": np.zeros((3, BLOCK), np.int64)})
+    context = WorkerContext(config, 0, 1, torch.device("cpu"), TaskPlacement(num_cpus=1.0))
+    cost = multiply_adds_per_row(config.workload, model, {"validation": rows}, context)
+    attention = 2 * BLOCK * width
+    assert cost == BLOCK * (layers * (12 * width * width + attention) + vocabulary_size * width)
 
 
 # -- generation
@@ -262,9 +276,11 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     torch.manual_seed(0)
     model = config.workload.build(prepared)
     tensors = {f"model.{name}": value for name, value in checkpoint.untied(model.state_dict()).items()}
-    checkpoint.save(
-        str(folder / "step"), tensors, state={}, extra_files=lambda place: config.workload.add_files(place, prepared)
-    )
+
+    def add_files(place: str) -> None:
+        ExtraFiles(config.workload.checkpoint_files(prepared)).write(place)
+
+    checkpoint.save(str(folder / "step"), tensors, state={}, extra_files=add_files)
     return config, str(folder / "step"), model
 
 
@@ -427,16 +443,17 @@ def test_plain_text_is_refused_with_the_command_that_mends_it(tmp_path: Path) ->
         prepare(small(None), tmp_path)
 
 
-def test_other_tokens_are_refused_where_a_run_goes_on_and_where_it_evaluates(tmp_path: Path) -> None:
-    for name in ("tokens", "same", "other", "run"):
+def test_tokens_are_told_apart_where_a_run_goes_on_and_where_it_evaluates(tmp_path: Path) -> None:
+    for name in ("tokens", "same", "other"):
         (tmp_path / name).mkdir()
     folder_of(tmp_path / "tokens")
     folder_of(tmp_path / "same")
     folder_of(tmp_path / "other", files=characters(set("others")), text="others")
-    prepare(small(tmp_path / "tokens"), tmp_path / "run")
-    prepare(small(tmp_path / "same"), tmp_path / "run")
-    with pytest.raises(InputError, match="began with other tokens"):
-        prepare(small(tmp_path / "other"), tmp_path / "run")
+    hashes = {}
+    for name in ("tokens", "same", "other"):
+        config = small(tmp_path / name)
+        hashes[name] = config.workload.data_hash(prepare(config, tmp_path))
+    assert hashes["tokens"] == hashes["same"] != hashes["other"]
     apart = small(tmp_path / "tokens").replace(eval_data={"path": str(tmp_path / "other")})
     with pytest.raises(InputError, match="block size, tokenizer or vocabulary is not that of"):
         prepare(apart, tmp_path)

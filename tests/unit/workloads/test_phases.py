@@ -26,39 +26,46 @@ from rayrec.workloads.phases import (
 )
 
 SHORT_S = 0.02
+ROUNDING_S = 1e-6
 
 
 def test_phases_are_exclusive_and_add_up() -> None:
     clock = HostClock()
-    begin_s = time.perf_counter()
+    outer_s = time.perf_counter()
     clock.start()
+    inner_s = time.perf_counter()
     with clock.phase("backward"):
         time.sleep(SHORT_S)
         with clock.phase("collectives"):
             time.sleep(2 * SHORT_S)
         time.sleep(SHORT_S)
     time.sleep(SHORT_S)
+    last_s = time.perf_counter()
     clock.cut()
-    elapsed_s = time.perf_counter() - begin_s
+    end_s = time.perf_counter()
     times_s = clock.read()
     assert list(times_s) == list(PHASES)
-    assert sum(times_s.values()) == pytest.approx(elapsed_s, abs=2e-3)
+    assert last_s - inner_s - ROUNDING_S <= sum(times_s.values()) <= end_s - outer_s + ROUNDING_S
     assert min(times_s["backward"], times_s["collectives"]) >= 2 * SHORT_S
     assert times_s["other"] >= SHORT_S
     assert times_s["data"] == 0.0
     clock.cut()
-    assert sum(clock.read().values()) < SHORT_S  # the next interval begins at the cut
+    next_s = time.perf_counter() - last_s
+    assert sum(clock.read().values()) <= next_s + ROUNDING_S  # the next interval begins at the cut
 
 
 def test_what_lies_between_stretches_is_nobodys() -> None:
     clock = HostClock()
+    begin_s = time.perf_counter()
     clock.start()
     clock.stop()
+    first_s = time.perf_counter() - begin_s
     with clock.phase("forward"):
         time.sleep(SHORT_S)
+    begin_s = time.perf_counter()
     clock.start()
     clock.cut()
-    assert sum(clock.read().values()) < SHORT_S
+    assert sum(clock.read().values()) <= first_s + time.perf_counter() - begin_s + ROUNDING_S
 
 
 def test_an_error_leaves_the_phase() -> None:
@@ -185,7 +192,7 @@ class Slow(torch.autograd.Function):
         return x * 1.0
     @staticmethod
     def backward(ctx, gradient):
-        time.sleep(0.4 if rank == 1 else 0.0)
+        time.sleep(1.5 if rank == 1 else 0.0)
         return gradient
 
 model = DistributedDataParallel(torch.nn.Linear(4, 1))
@@ -212,9 +219,9 @@ def test_the_end_of_a_backward_pass_waits_for_the_slowest(tmp_path: Path) -> Non
         )
         for rank in range(2)
     ]
-    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
     quick, slow = (json.loads(output.splitlines()[-1]) for output in outputs)
-    assert quick["collectives"] > 0.3
-    assert quick["backward"] < 0.2
-    assert slow["backward"] > 0.35
-    assert slow["collectives"] < 0.2
+    assert quick["collectives"] > 0.75
+    assert quick["backward"] < 0.75
+    assert slow["backward"] >= 1.4
+    assert slow["collectives"] < 0.75

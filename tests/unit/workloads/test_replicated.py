@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,33 @@ from torch.nn import functional
 from rayrec.batch import RowOutput
 from rayrec.checkpoint import Checkpoint, full_tensors, untied, weights_sha256
 from rayrec.config import InputError
-from rayrec.workloads.replicated_worker import RowMetrics, step_seed
+from rayrec.workloads.replicated_worker import RowMetrics, seed_chance, step_seed
+from rayrec.workloads.row_cost import multiply_adds_per_row
+
+
+class _Uncountable(torch.nn.Module):
+    """Works, but not under a mode that sees its operations."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+            raise TypeError("no dispatch here")
+        return x * 2
+
+
+def test_a_model_that_cannot_be_counted_is_trained(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    configuration = replicated_ranks.config(1)
+    workload: Any = configuration.workload
+    sets = {"validation": workload.open_set(None, None, "validation")}
+    context: Any = SimpleNamespace(device=torch.device("cpu"))
+    countable = workload.build(None)
+    assert multiply_adds_per_row(workload, countable, sets, context) == 4 * 36  # four layers of 6 by 6
+    model = _Uncountable()
+    with caplog.at_level(logging.WARNING):
+        assert multiply_adds_per_row(workload, model, sets, context) is None
+    assert "what a step computes is not known (no dispatch here)" in caplog.text
+    assert model.training
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -120,6 +148,16 @@ def test_seeds_of_steps_differ() -> None:
     assert len(seeds) == 30
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert step_seed(1, 2, 0) == step_seed(1, 2, 0)
+
+
+def test_chance_is_torchs_own_without_its_stack_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    number = step_seed(3, 7, 1)
+    draws = []
+    for seed in (torch.manual_seed, lambda number: seed_chance(number, torch.device("cpu"))):
+        seed(number)
+        draws.append([torch.rand(5), torch.randperm(20), torch.nn.functional.dropout(torch.ones(50))])
+        monkeypatch.setattr("traceback.format_stack", lambda *_: pytest.fail("a stack trace in every step"))
+    assert all(torch.equal(*pair) for pair in zip(*draws, strict=True))
 
 
 def test_unusable_settings_are_refused() -> None:

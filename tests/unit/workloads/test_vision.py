@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import math
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from digits import idx, pictures, write_digits
 from rayrec import checkpoint
 from rayrec.config import InputError
 from rayrec.data.placement import TaskPlacement
+from rayrec.data.row_loader import RowLoader
 from rayrec.models.resnet import ResNetConfig
 from rayrec.recipes.mnist import mnist_resnet18, mnist_resnet18_augmented
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
@@ -184,6 +187,25 @@ def test_sets_are_the_files_rows(without_ray: None, folder: Path, tmp_path: Path
     other = write_digits(tmp_path / "other", train=20, test=10)
     elsewhere = config.replace(eval_data={"path": str(other)})
     assert elsewhere.workload.set_rows(prepare(elsewhere)) == {"train": 60, "validation": 10, "test": 10}
+
+
+def test_a_run_goes_on_with_the_images_it_began_with(without_ray: None, folder: Path, tmp_path: Path) -> None:
+    def loader_of(path: Path, state: dict[str, Any] | None = None) -> RowLoader:
+        config = mnist_resnet18(str(path)).replace(batch_size=8)
+        return config.workload.make_loader(on_worker(config), prepare(config), state=state, step=0)
+
+    begun = loader_of(folder)
+    next(begun)
+    state = begun.state()
+    begun.close()
+    moved = shutil.copytree(folder, tmp_path / "moved")
+    assert loader_of(moved, state).state() == state
+    path = moved / "train-images-idx3-ubyte.gz"
+    images = bytearray(gzip.decompress(path.read_bytes()))
+    images[-1] ^= 1
+    path.write_bytes(gzip.compress(bytes(images)))  # as many rows
+    with pytest.raises(InputError, match=r"^train_data: [^\n]* data_hash [^\n]* another --name$"):
+        loader_of(moved, state)
 
 
 @pytest.mark.parametrize(

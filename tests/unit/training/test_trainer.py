@@ -1,0 +1,109 @@
+"""What the summary of a run says, and that no trouble with its events costs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import replicated_ranks
+import torch
+
+from rayrec import checkpoint
+from rayrec.checkpoint import folder_of
+from rayrec.observe.events import EventWriter, read_events
+from rayrec.training.trainer import Result, is_longer, run_hash, summarize
+
+ROWS = replicated_ranks.ROWS["train"]
+
+
+def told() -> list[dict[str, Any]]:
+    """Two drivers of a run, at work for 30 and 20 seconds, with a night between."""
+    step = {"kind": "step", "loss": 0.5, "rows_per_s": 10.0, "blocked_fraction": 0.1, "steps": 20}
+    return [
+        {"kind": "run", "time": 1000.0},
+        {"kind": "start", "time": 1010.0, "step": 0, "steps": 20, "world_size": 1},
+        {**step, "time": 1020.0, "step": 5, "rows": ROWS // 2},
+        {"kind": "stop", "time": 1030.0, "step": 5, "cause": "SIGTERM"},
+        {"kind": "run", "time": 51_000.0},
+        {"kind": "start", "time": 51_010.0, "step": 5, "steps": 20, "world_size": 1},
+        {**step, "time": 51_019.0, "step": 15, "rows": ROWS * 3 // 2},
+        {"kind": "finish", "time": 51_020.0, "step": 15},
+    ]
+
+
+def summarized(folder: Path, lines: list[str], *, rows: int = ROWS * 3 // 2) -> tuple[Result, list[str]]:
+    (folder / "events.jsonl").write_text("".join(lines))
+    saved = folder_of(str(folder), 15)
+    checkpoint.save(saved, {"model.weight": torch.ones(3)}, state={})
+    metrics = {"accuracy": 0.5}
+    finish = {"step": 15, "chosen_step": 10, "rows": rows, "expected_rows": rows, "train_s": 12.0, "metrics": metrics}
+    notes: list[str] = []
+    with EventWriter(folder / "events.jsonl") as events:
+        result = summarize(
+            replicated_ranks.config(1).replace(name="run", epochs=4),
+            str(folder),
+            None,
+            {**finish, "blocked_fraction": 0.1, "validation": metrics, "checkpoint": saved},
+            events=events,
+            note=notes.append,
+        )
+    assert json.loads((folder / "summary.json").read_text()) == result.summary
+    return result, notes
+
+
+@pytest.mark.parametrize(
+    ("ended", "asked", "longer"),
+    [
+        ({"steps": 12}, {"steps": 13}, True),
+        ({"steps": 12}, {"steps": 11}, False),
+        ({"steps": 12}, {"steps": None}, False),
+        ({"steps": 12}, {"steps": 13, "seed": 1}, False),
+        ({"steps": 12}, {"steps": 13, "epochs": 5}, False),
+        ({"steps": None, "epochs": 2}, {"epochs": 3}, True),
+        ({"steps": None, "epochs": 2}, {"epochs": 1}, False),
+        ({"steps": None, "epochs": 2}, {"steps": 13}, True),
+        ({"steps": None, "epochs": 2}, {"steps": 12}, False),
+        ({"steps": None, "epochs": 2}, {"epochs": 3, "batch_size": 7}, False),
+    ],
+)
+def test_more_steps_or_epochs_alone_are_the_same_run(
+    ended: dict[str, Any], asked: dict[str, Any], longer: bool
+) -> None:
+    config = replicated_ranks.config(1).replace(name="run", **ended)
+    summary = {"config_hash": run_hash(config), "steps": 12, "epochs": ended.get("epochs", 0.4)}
+    assert is_longer(config.replace(**asked), summary) is longer
+    # Where training stopped early there is nothing to go on with.
+    early = {**summary, "steps": 9, "epochs": 1.3}
+    assert not is_longer(config.replace(**asked), early)
+
+
+def lines_of(events: list[dict[str, Any]]) -> list[str]:
+    return [json.dumps(event) + "\n" for event in events]
+
+
+def test_epochs_and_time_are_those_of_the_run(tmp_path: Path) -> None:
+    result, notes = summarized(tmp_path, lines_of(told()))
+    assert result.summary["epochs"] == pytest.approx(1.5, abs=0.02)  # neither the four that were allowed nor one
+    assert result.summary["wall_s"] == pytest.approx(50.0)
+    assert result.summary["restarts"] == 1
+    assert not notes
+    assert read_events(tmp_path / "events.jsonl")[-1]["kind"] == "summary"
+
+
+def test_damaged_events_do_not_cost_the_summary(tmp_path: Path) -> None:
+    lines = lines_of(told())
+    lines[2:3] = ['{"time": 1020.0, "kind": "st{"time": 1020.5, "kind": "checkpoint"}\n']
+    result, notes = summarized(tmp_path, lines)
+    assert result.summary["wall_s"] == pytest.approx(50.0)
+    (note,) = notes
+    assert "events.jsonl, line 3: not an event" in note
+    assert "\n" not in note
+
+
+def test_lost_events_do_not_cost_the_summary(tmp_path: Path) -> None:
+    result, notes = summarized(tmp_path, [])
+    assert (result.summary["wall_s"], result.summary["restarts"], result.summary["verdict"]) == (0.0, 0, None)
+    assert result.summary["epochs"] == pytest.approx(1.5, abs=0.02)
+    assert not notes

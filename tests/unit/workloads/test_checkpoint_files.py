@@ -1,0 +1,31 @@
+"""What travels with the weights of a click model: whole, and hashed where the run has it from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from saved_clicks import criteo_preprocessor
+
+from rayrec import recipes, storage
+from rayrec.checkpoint.extra_files import ExtraFiles
+from rayrec.checkpoint.format import sha256_of
+from rayrec.data.preprocessor import Preprocessor
+
+
+def test_a_preprocessor_comes_along(tmp_path: Path) -> None:
+    config = recipes.criteo_demo("none")
+    made = criteo_preprocessor(config.workload.schema, [7] * 26)  # type: ignore[attr-defined]
+    made.save(str(tmp_path / "cache" / "abc"))
+    prepared: Any = SimpleNamespace(folder=str(tmp_path / "cache" / "abc"))
+    sources = config.workload.checkpoint_files(prepared)
+    assert sources == {
+        f"preprocessor/{name}": f"{tmp_path}/cache/abc/{name}" for name in ("preprocessor.json", "tokens.npy")
+    }
+    place = str(tmp_path / "step_00000001")
+    described = ExtraFiles({**sources, "config.yaml": b"a: 1"}).write(place)
+    assert Preprocessor.load(storage.join(place, "preprocessor")).hash() == made.hash()
+    for name, file in described.items():
+        data = Path(place, name).read_bytes()
+        assert file == {"bytes": len(data), "sha256": sha256_of(storage.join(place, name))}
