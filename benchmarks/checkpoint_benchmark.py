@@ -47,7 +47,7 @@ class LargeState:
             os.path.join(folder, "run"),
             claim=claim(os.path.join(folder, "run")),
             retention=Retention(num_to_keep=1, keep_best=0),
-            extra_files=None,
+            extra_files={},
             max_outage_s=600,
             log=lambda kind, fields: None,
         )

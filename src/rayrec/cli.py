@@ -38,10 +38,13 @@ def run(arguments: list[str]) -> int:
         return command(verb)(rest) or 0
     except InputError as error:
         return _fail(f"rayrec {verb}: {error}")
-    except (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError) as error:
-        if error.filename is None:
-            raise
-        return _fail(f"rayrec {verb}: {error.filename}: {error.strerror}")
+    except OSError as error:
+        mendable = isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError)
+        if mendable and error.filename is not None:
+            return _fail(f"rayrec {verb}: {error.filename}: {error.strerror}")
+        return _fail(
+            f"rayrec {verb}: {str(error) or type(error).__name__}", status=1
+        )  # a store that is out, a disk that is full
     except ModuleNotFoundError as error:
         if error.name in ("torchrec", "fbgemm_gpu", "torch", "ray", "tyro"):
             return _fail(f"rayrec {verb}: {error.name} is not installed; `rayrec doctor` says how to mend it")
@@ -64,9 +67,9 @@ def _doctor(arguments: list[str]) -> int:
     return 0 if report.ok else 2
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, *, status: int = 2) -> int:
     print(" ".join(message.split()), file=sys.stderr)
-    return 2
+    return status
 
 
 def help_text() -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from rayrec import storage
 from rayrec.checkpoint.claims import Claim
 from rayrec.checkpoint.folders import Checkpoint, committed, file_sizes, torn
-from rayrec.checkpoint.format import MANIFEST, DamagedError, is_data_file
+from rayrec.checkpoint.format import MANIFEST, DamagedError, UnreadableError, is_data_file
 from rayrec.checkpoint.persistence import PATIENCE_S
 from rayrec.checkpoint.retention import Retention, to_remove
 from rayrec.config import InputError
@@ -24,9 +24,16 @@ def sweep(run_folder: str, claim: Claim) -> None:
             storage.remove_folder(folder)
 
 
-def prune(run_folder: str, retention: Retention, *, newest: int, scores: dict[int, float | None]) -> None:
+def prune(
+    run_folder: str,
+    retention: Retention,
+    *,
+    newest: int,
+    scores: dict[int, float | None],
+    damaged: Collection[int] = (),
+) -> None:
     """Removes what retention does not keep, after step `newest` was committed. `scores` holds those known, by step, and is
-    added to.
+    added to. `damaged`: steps that were passed over and not written again; they go, and stand in for no good one.
 
     Later steps than `newest` are left alone: a restart passed over them, and will come to write them again.
     """
@@ -35,14 +42,18 @@ def prune(run_folder: str, retention: Retention, *, newest: int, scores: dict[in
         if checkpoint.step > newest:
             continue
         present[checkpoint.step] = checkpoint
-        if checkpoint.step not in scores:
+        if checkpoint.step in damaged:
+            removed.append(checkpoint.step)
+        elif checkpoint.step not in scores:
             try:
                 scores[checkpoint.step] = checkpoint.manifest()["score"]
+            except UnreadableError:
+                del present[checkpoint.step]  # it may be readable tomorrow
             except DamagedError:
                 removed.append(checkpoint.step)  # no use to anyone, and was told when it was passed over
             except InputError:
                 del present[checkpoint.step]  # of another version: not ours to judge
-    known = [(step, scores[step]) for step in present if step in scores]
+    known = [(step, scores[step]) for step in present if step in scores and step not in removed]
     for step in [*removed, *to_remove(known, retention, in_use={newest})]:
         remove_checkpoint(present[step])
         scores.pop(step, None)

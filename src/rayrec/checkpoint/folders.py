@@ -10,7 +10,7 @@ from typing import Any
 from pyarrow import fs as arrow_fs
 
 from rayrec import storage
-from rayrec.checkpoint.format import MANIFEST, DamagedError, read_manifest
+from rayrec.checkpoint.format import MANIFEST, DamagedError, UnreadableError, read_manifest
 from rayrec.checkpoint.ranks import Ranks
 from rayrec.config import InputError
 from rayrec.storage.stores import enduring
@@ -89,7 +89,8 @@ def newest_good(
     """The newest checkpoint whose manifest is sound and whose files all have their size; collective, rank 0 looks.
 
     Others are passed over and told by `log`. `exclude` holds paths of those that a `restore` found damaged. Raises
-    InputError for a checkpoint of another version: to pass over it would be to train anew behind the user's back.
+    InputError for a checkpoint of another version, and where one cannot be read and there is no other: to pass over it would
+    be to train anew behind the user's back.
     """
     return Ranks.all().from_first(lambda: _newest_good(run_folder, log, set(exclude)))
 
@@ -97,6 +98,7 @@ def newest_good(
 def _newest_good(run_folder: str, log: Callable[[str, dict[str, Any]], None], exclude: set[str]) -> Checkpoint | None:
     # What is newer than an excluded one was looked at, and told, by the call that chose that one.
     oldest = min((step_of(path) for path in exclude), default=None)
+    unreadable = None
     for checkpoint in reversed(committed(run_folder)):
         if checkpoint.path in exclude:
             continue
@@ -105,8 +107,11 @@ def _newest_good(run_folder: str, log: Callable[[str, dict[str, Any]], None], ex
         except DamagedError as error:
             if oldest is None or checkpoint.step < oldest:
                 log("checkpoint_damaged", {"path": checkpoint.path, "cause": str(error)})
+            unreadable = error if isinstance(error, UnreadableError) else unreadable
             continue
         return checkpoint
+    if unreadable is not None:
+        raise unreadable.without_another()
     return None
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
 
 import torch
 
@@ -32,10 +35,36 @@ DTYPES = {  # names of the safetensors format
     torch.bool: "BOOL",
 }
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+_UNREADABLE: Final = {errno.EIO, errno.ESTALE, errno.EBADMSG}
+"""Of a place on a disk that gives nothing any more, a file that an NFS server has lost, and a file system's own checksum."""
 
 
 class DamagedError(InputError):
     """A file of a checkpoint is torn, cut short, changed or gone; the message names it. An earlier checkpoint may do."""
+
+
+class UnreadableError(DamagedError):
+    """A file of a checkpoint cannot be read; what it holds may be whole all the same."""
+
+    def without_another(self) -> InputError:
+        """What to raise where there is no other checkpoint: to train anew would give up this one behind the user's back."""
+        what = str(self).partition(";")[0]
+        return InputError(
+            f"{what}, and there is no other checkpoint to go on from; mend the storage or choose another --name"
+        )
+
+
+@contextmanager
+def told_unreadable(path: str) -> Iterator[None]:
+    """Tells of a file's own trouble, against which an earlier checkpoint helps, by UnreadableError; other OSErrors pass."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _UNREADABLE:
+            raise
+        raise UnreadableError(
+            f"{path}: cannot be read ({os.strerror(error.errno)}); use an earlier checkpoint"
+        ) from None
 
 
 def data_file(rank: int, tag: str) -> str:
@@ -51,8 +80,9 @@ def is_data_file(name: str) -> bool:
 def sha256_of(path: str) -> str:
     """Of a whole file, read piece by piece. Raises InputError where it is missing, OSError where storage is away."""
     digest = hashlib.sha256()
-    for piece in storage.read_stream(path):
-        digest.update(piece)
+    with told_unreadable(path):
+        for piece in storage.read_stream(path):
+            digest.update(piece)
     return digest.hexdigest()
 
 
@@ -84,7 +114,8 @@ def read_manifest(folder: str) -> dict[str, Any]:
     if not storage.exists(path):
         raise DamagedError(f"{path}: missing; use an earlier checkpoint")
     try:
-        manifest = json.loads(storage.read_bytes(path))
+        with told_unreadable(path):
+            manifest = json.loads(storage.read_bytes(path))
     except ValueError as error:  # JSON's and Unicode's
         if isinstance(error, InputError):
             raise
@@ -96,6 +127,10 @@ def read_manifest(folder: str) -> dict[str, Any]:
         or _checksum({key: value for key, value in manifest.items() if key != CHECKSUM}) != manifest.get(CHECKSUM)
     ):
         raise DamagedError(f"{path}: damaged, its checksum does not fit; use an earlier checkpoint")
+    if "format" in manifest:
+        raise InputError(
+            f"{folder}: no checkpoint, but an export; give the checkpoint that it was made of (an export is for `rayrec serve`)"
+        )
     if manifest["version"] != VERSION:
         raise InputError(f"{folder}: format version {manifest['version']}, this rayrec reads {VERSION}")
     return manifest

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import distributed
 
-from rayrec.checkpoint.format import DamagedError
+from rayrec.checkpoint.format import DamagedError, UnreadableError
 from rayrec.config import InputError
 
 T = TypeVar("T")
@@ -111,7 +111,7 @@ def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 def portable(error: Exception) -> Exception:
     """The error, or one that says the same, as other ranks can unpickle it: not every exception of a library can be."""
-    if type(error) in {InputError, DamagedError, OSError, TypeError, ValueError, MemoryError}:
+    if type(error) in {InputError, DamagedError, UnreadableError, OSError, TypeError, ValueError, MemoryError}:
         return error
     if isinstance(error, InputError):
         return InputError(str(error))

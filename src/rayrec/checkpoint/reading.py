@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,14 +19,16 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from rayrec import storage
 from rayrec.checkpoint.folders import Checkpoint
-from rayrec.checkpoint.format import DTYPES, TORCH_DTYPES, DamagedError, sha256_of
+from rayrec.checkpoint.format import DTYPES, TORCH_DTYPES, DamagedError, sha256_of, told_unreadable
 from rayrec.checkpoint.ranks import Ranks
 from rayrec.checkpoint.sharing import pass_on, share_out
 from rayrec.config import InputError
 
 NUM_THREADS = 8
 _RANGE_BYTES = 64 * 2**20
-"""Read and copied at a time by each thread."""
+"""Read from a URL and copied at a time by each thread."""
+_LOCAL_RANGE_BYTES = 16 * 2**20
+"""Likewise from a disk: what a processor's cache holds in part, and no request costs anything."""
 
 
 def restore(checkpoint: Checkpoint, tensors: dict[str, Any]) -> None:
@@ -97,16 +98,29 @@ def _copies_of(
 ) -> Iterator[Callable[[], None]]:
     """Calls that fill `target` with a box (first, length in each dimension) of a chunk, a range of rows each."""
     first, count = box[0] if box else (0, 1)
-    for begin, end in rows.ranges(first, first + count):
+    for begin, end in rows.ranges(first, first + count, range_bytes=reader.range_bytes):
         part = target.narrow(0, begin - first, end - begin) if box else target
 
         def copy(begin: int = begin, end: int = end, part: torch.Tensor = part) -> None:
+            memory = _memory(part, rows, box)
+            if memory is not None and reader.reads_whole_blocks(rows, begin, end):
+                reader.read(rows, begin, end, memory)
+                return
             source = reader.read(rows, begin, end)
             for dimension, (start, length) in enumerate(box[1:], 1):
                 source = source.narrow(dimension, start, length)
             part.copy_(source)
 
         yield copy
+
+
+def _memory(part: torch.Tensor, rows: _Rows, box: Sequence[tuple[int, int]]) -> np.ndarray | None:
+    """The bytes of a tensor that is to hold whole rows just as they are stored; None of others."""
+    if part.device.type != "cpu" or part.dtype != rows.dtype or not part.is_contiguous():
+        return None
+    if list(box[1:]) != [(0, size) for size in rows.chunk["sizes"][1:]]:
+        return None
+    return part.reshape(-1).view(torch.uint8).numpy()
 
 
 def _run(calls: Iterable[Callable[[], None]]) -> None:
@@ -131,12 +145,12 @@ class _Rows:
     def row_bytes(self) -> int:
         return self.dtype.itemsize * math.prod(self.chunk["sizes"][1:])
 
-    def ranges(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
+    def ranges(self, first: int, stop: int, *, range_bytes: int) -> Iterator[tuple[int, int]]:
         """The rows from `first` to `stop` in ranges of a bounded size, cut where blocks are, if rows fit into them."""
         if not self.row_bytes:
             return
         while first < stop:
-            border = (first * self.row_bytes // _RANGE_BYTES + 1) * _RANGE_BYTES
+            border = (first * self.row_bytes // range_bytes + 1) * range_bytes
             end = min(stop, max(first + 1, -(-border // self.row_bytes)))
             yield first, end
             first = end
@@ -144,21 +158,32 @@ class _Rows:
 
 @final
 class _Reader:
-    """Reads verified rows of a checkpoint's files; by many threads at once."""
+    """Reads verified rows of a checkpoint's files; by many threads at once. Never by a memory map: a place that a disk has
+    lost would end the process, instead of an error that an earlier checkpoint helps against."""
 
     def __init__(self, folder: str, block_bytes: int) -> None:
         self._folder, self._block_bytes = folder, block_bytes
+        self.range_bytes = _RANGE_BYTES if storage.is_url(folder) else _LOCAL_RANGE_BYTES
         self._verified: set[tuple[str, int, int]] = set()
-        self._maps: dict[str, np.ndarray] = {}
-        self._lock = threading.Lock()
+        self._local = threading.local()
 
-    def read(self, rows: _Rows, begin: int, end: int) -> torch.Tensor:
-        """Rows of a chunk, to be copied from at once. Reads whole blocks; raises DamagedError where one is not as written."""
+    def reads_whole_blocks(self, rows: _Rows, begin: int, end: int) -> bool:
+        """Whether these rows of a chunk are all that has to be read to verify them."""
+        stop = end * rows.row_bytes
+        return begin * rows.row_bytes % self._block_bytes == 0 and (
+            stop % self._block_bytes == 0 or stop == rows.chunk["bytes"]
+        )
+
+    def read(self, rows: _Rows, begin: int, end: int, memory: np.ndarray | None = None) -> torch.Tensor:
+        """Rows of a chunk: to be copied from at once, or in `memory`, where they are whole blocks. Raises DamagedError where a
+        block is not as written; it is in `memory` all the same."""
         chunk, row_bytes = rows.chunk, rows.row_bytes
         first_block = begin * row_bytes // self._block_bytes
         stop_block = -(-end * row_bytes // self._block_bytes)
         start = first_block * self._block_bytes
-        data = self._bytes(rows, start, min(stop_block * self._block_bytes, chunk["bytes"]))
+        stop = min(stop_block * self._block_bytes, chunk["bytes"])
+        data = self._buffer(stop - start) if memory is None else memory
+        self._fill(data, rows, start)
         for block in range(first_block, stop_block):
             place = block * self._block_bytes - start
             self._verify(rows, block, data[place : place + self._block_bytes])
@@ -168,7 +193,7 @@ class _Reader:
     def _verify(self, rows: _Rows, block: int, data: np.ndarray) -> None:
         chunk = rows.chunk
         place = (chunk["file"], chunk["start"], block)
-        # Mapped files are verified once; what is read anew from far away, as often.
+        # Read anew from a disk it comes from memory, as a rule; from far away it travels again.
         path = storage.join(self._folder, chunk["file"])
         if place in self._verified and not storage.is_url(path):
             return
@@ -176,34 +201,24 @@ class _Reader:
             raise DamagedError(f"{path}: damaged, the checksum of {rows.name} does not fit; use an earlier checkpoint")
         self._verified.add(place)
 
-    def _bytes(self, rows: _Rows, start: int, stop: int) -> np.ndarray:
+    def _fill(self, data: np.ndarray, rows: _Rows, start: int) -> None:
         path, first = storage.join(self._folder, rows.chunk["file"]), rows.chunk["start"]
-        if storage.is_url(path):
-            data = np.empty(stop - start, np.uint8)
+        with told_unreadable(path):
             try:
                 got = storage.read_into(path, first + start, data)
             except InputError:
                 if storage.exists(path):
                     raise
                 raise DamagedError(f"{path}: missing ({rows.name}); use an earlier checkpoint") from None
-        else:
-            data = self._map(path, rows.name)[first + start : first + stop]
-            got = len(data)
-        if got != stop - start:
+        if got != len(data):
             raise DamagedError(f"{path}: cut short ({rows.name}); use an earlier checkpoint")
-        return data
 
-    def _map(self, path: str, name: str) -> np.ndarray:
-        with self._lock:
-            if path not in self._maps:
-                try:
-                    size_bytes = os.path.getsize(path)
-                    # Private and never written to: torch warns of arrays that cannot be.
-                    data = np.memmap(path, np.uint8, "c") if size_bytes else np.empty(0, np.uint8)
-                except FileNotFoundError:
-                    raise DamagedError(f"{path}: missing ({name}); use an earlier checkpoint") from None
-                self._maps[path] = data.view(np.ndarray)
-            return self._maps[path]
+    def _buffer(self, size_bytes: int) -> np.ndarray:
+        """Of this thread, for one range at a time: fresh memory costs as much as reading into it."""
+        buffer = getattr(self._local, "buffer", None)
+        if buffer is None or len(buffer) < size_bytes:
+            buffer = self._local.buffer = np.empty(size_bytes, np.uint8)
+        return buffer[:size_bytes]
 
 
 def check_extra_files(folder: str, manifest: dict[str, Any]) -> None:

@@ -7,13 +7,14 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
 from rayrec import storage
 from rayrec.checkpoint.claims import Claim
 from rayrec.checkpoint.cleaning import prune, remove_unreferenced, sweep, tolerated
+from rayrec.checkpoint.extra_files import ExtraFiles, Source
 from rayrec.checkpoint.folders import Checkpoint, folder_of
 from rayrec.checkpoint.format import data_file
 from rayrec.checkpoint.persistence import Persistence
@@ -59,17 +60,20 @@ class Saver:
         *,
         claim: Claim | None,
         retention: Retention,
-        extra_files: Callable[[str], None] | None,
+        extra_files: Mapping[str, Source],
         max_outage_s: float,
         log: Log,
         sweep: bool = True,
+        damaged: Collection[int] = (),
     ) -> None:
-        """`claim`: rank 0's, None on others. `extra_files` is called on rank 0, in the thread, with the folder to write what
-        belongs with the weights into. `max_outage_s`: how long a save may fail for before the run ends. `log` is called
-        in the thread too. `sweep`: remove torn saves of earlier attempts, in the thread."""
+        """`claim`: rank 0's, None on others. `extra_files`: what belongs with the weights, by name in a checkpoint's folder: the
+        content, or the path of a file that stays as it is; rank 0 copies them. `max_outage_s`: how long a save may fail for
+        before the run ends. `log` is called in the thread too. `sweep`: remove torn saves of earlier attempts, in the thread.
+        `damaged`: on rank 0, steps of checkpoints that a start has passed over; they go with the first later save."""
         self.last: Checkpoint | None = None
         """The newest one that this saver has committed."""
-        self._folder, self._claim, self._retention, self._extra_files = run_folder, claim, retention, extra_files
+        self._folder, self._claim, self._retention = run_folder, claim, retention
+        self._extra_files = ExtraFiles(extra_files)
         self._max_outage_s, self._log, self._sweep = max_outage_s, log, sweep
         timeout_s = max_outage_s + _PATIENCE_S
         self._caller = Ranks.in_group_of_their_own(timeout_s=timeout_s)
@@ -78,6 +82,7 @@ class Saver:
         self._tag = self._caller.share(claim.name[:15] if claim else "")
         self._num_saves = 0
         self._scores: dict[int, float | None] = {}
+        self._damaged = set(damaged)
         self._signature: Hashable = None
         self._copy: HostCopy | None = None
         self._failure: Exception | None = None
@@ -233,7 +238,7 @@ class Saver:
                 written,
                 state=job.state,
                 score=job.score,
-                extra_files=self._extra_files,
+                extra_files=self._extra_files.write,
                 claim=self._claim,
             )
         )
@@ -255,8 +260,9 @@ class Saver:
 
     def _clean(self, job: _Job, referenced: list[str]) -> None:
         self._scores[job.step] = job.score
+        self._damaged.discard(job.step)  # written again
         with tolerated(f"{self._folder}: checkpoints that could go are left"):
             assert self._claim is not None
             if self._claim.valid():
                 remove_unreferenced(job.folder, referenced, tag=job.tag)
-                prune(self._folder, self._retention, newest=job.step, scores=self._scores)
+                prune(self._folder, self._retention, newest=job.step, scores=self._scores, damaged=self._damaged)

@@ -10,7 +10,7 @@ from typing import Any
 
 from rayrec import storage
 from rayrec.checkpoint.claims import Claim
-from rayrec.checkpoint.folders import file_sizes
+from rayrec.checkpoint.extra_files import Described, written_by
 from rayrec.checkpoint.format import (
     BLOCK_BYTES,
     DTYPES,
@@ -18,9 +18,7 @@ from rayrec.checkpoint.format import (
     VERSION,
     data_file,
     header,
-    is_data_file,
     seal,
-    sha256_of,
 )
 from rayrec.checkpoint.plan import HostCopy, LocalTensors, make_plan
 from rayrec.checkpoint.ranks import Ranks
@@ -98,22 +96,20 @@ def commit(
     *,
     state: dict[str, Any],
     score: float | None,
-    extra_files: Callable[[str], None] | None,
+    extra_files: Callable[[str], Described] | None,
     claim: Claim | None = None,
 ) -> int:
-    """Makes a checkpoint of what the ranks have written; on rank 0. Returns its size in bytes.
+    """Makes a checkpoint of what the ranks have written; on rank 0. Returns its size in bytes. `extra_files` writes what
+    belongs with the weights into the folder.
 
     Raises InputError where the claim is not valid any more, OSError where storage is away or full.
     """
     if claim is not None:
         claim.check()
     storage.make_folder(folder)  # where no rank had anything to write
+    files: Described = {part.file: {"bytes": part.size_bytes} for part in written}
     if extra_files is not None:
-        extra_files(folder)
-    files: dict[str, dict[str, Any]] = {part.file: {"bytes": part.size_bytes} for part in written}
-    for name, size_bytes in sorted(file_sizes(folder).items()):
-        if name != MANIFEST and not is_data_file(name) and not name.endswith(".partial"):
-            files[name] = {"bytes": size_bytes, "sha256": sha256_of(storage.join(folder, name))}
+        files |= extra_files(folder)
     tensors: dict[str, dict[str, Any]] = {}
     for name, tensor, chunk in sorted((entry for part in written for entry in part.chunks), key=_by_name_and_place):
         tensors.setdefault(name, {**tensor, "chunks": []})["chunks"].append(chunk)
@@ -157,7 +153,8 @@ def save(
     finally:
         copy.free()
     present = [part for part in written if part is not None]
-    return ranks.from_first(lambda: commit(path, present, state=state, score=None, extra_files=extra_files))
+    extra = extra_files and written_by(extra_files)
+    return ranks.from_first(lambda: commit(path, present, state=state, score=None, extra_files=extra))
 
 
 def _ready(path: str, tensors: dict[str, Any], ranks: Ranks) -> LocalTensors:

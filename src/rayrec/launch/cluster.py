@@ -88,15 +88,21 @@ def ship_code(owner: type) -> None:
         ray.cloudpickle.register_pickle_by_value(sys.modules[module])
 
 
-def alive_nodes(*, probe: bool = False) -> list[Node]:
-    """The nodes that Ray believes alive; with `probe` those that also take a connection. Ray needs some 15 s to see that one
-    is gone, and whoever reserves workers on it waits for them in vain."""
+def alive_nodes(*, probe: bool = False, free: bool = False) -> list[Node]:
+    """The nodes that Ray believes alive, less those that it was told will go; with `probe` those that also take a connection.
+    Ray needs some 15 s to see that one is gone, and whoever reserves workers on it waits for them in vain. With `free` their
+    resources are those that nobody holds now."""
     import ray
+    from ray._private import state  # of nodes that are to go, and of what is free on each, Ray tells nowhere else
 
+    leaving = state.state.get_draining_nodes()
+    left = state.available_resources_per_node() if free else {}
     return [
-        Node(node["NodeID"], node["Resources"])
+        Node(node["NodeID"], left.get(node["NodeID"], {}) if free else node["Resources"])
         for node in ray.nodes()
-        if node["Alive"] and (not probe or _answers(node["NodeManagerAddress"], node["NodeManagerPort"]))
+        if node["Alive"]
+        and node["NodeID"] not in leaving
+        and (not probe or _answers(node["NodeManagerAddress"], node["NodeManagerPort"]))
     ]
 
 

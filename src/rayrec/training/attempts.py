@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import tempfile
 import threading
@@ -15,14 +14,16 @@ import ray
 import ray.train
 from ray._raylet import PlacementGroupID
 from ray.train.torch import TorchConfig, TorchTrainer
-from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.execution.callback import ControllerCallback
 from ray.train.v2.api import data_parallel_trainer
-from ray.train.v2.api.exceptions import PreemptionError
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
+from rayrec import storage
+from rayrec.checkpoint import latest
 from rayrec.config import InputError
 from rayrec.launch import cluster
 from rayrec.observe.events import EventWriter
+from rayrec.training.failures import Tolerance, cause_of, is_without_room, worker_failures
 from rayrec.training.profiling import watched_requests, worker_runtime_env
 from rayrec.training.signals import Signals
 from rayrec.training.stopping import StopRequest
@@ -33,19 +34,13 @@ MORE_WORKERS = "there is room for more workers"
 _LOOK_S = 0.1
 _NODES_S = 2.0
 """Seconds between two looks at the nodes."""
-_QUICK_S = 60.0
-"""An attempt that ends sooner was no good one: the next waits a little longer."""
-_LONGEST_PAUSE_S = 30.0
-_CLEANER_S = 0.2
-"""For which Ray Train may wait for its helper that frees what a dead controller leaves. It blocks for 12 s where the cluster has
-no dashboard, at the end of every attempt, and is no use there; `_free_workers` does its work."""
 
 
-def share_out(config: TrainConfig, *, probe: bool = False) -> cluster.Layout:
-    """How the run shares out the cluster as it is now; `probe` does not believe Ray that nodes are alive. Raises InputError
-    where it does not fit."""
+def share_out(config: TrainConfig, *, probe: bool = False, free: bool = False) -> cluster.Layout:
+    """How the run shares out the cluster as it is now; `probe` and `free` as for `cluster.alive_nodes`. Raises InputError where
+    it does not fit."""
     return cluster.layout(
-        cluster.alive_nodes(probe=probe),
+        cluster.alive_nodes(probe=probe, free=free),
         num_workers=config.scaling.num_workers,
         use_gpu=config.scaling.use_gpu,
         cpus_per_worker=config.scaling.cpus_per_worker,
@@ -54,18 +49,20 @@ def share_out(config: TrainConfig, *, probe: bool = False) -> cluster.Layout:
     )
 
 
-def wait_for_room(config: TrainConfig, note: Callable[[str], None]) -> cluster.Layout:
-    """How the run shares out the cluster, once it has room. Raises InputError after failure.node_wait_s."""
+def wait_for_room(config: TrainConfig, note: Callable[[str], None], *, free: bool = False) -> cluster.Layout:
+    """How the run shares out the cluster, or with `free` what others leave of it, once there is room. Raises InputError after
+    failure.node_wait_s."""
     deadline_s = time.monotonic() + config.failure.node_wait_s
+    awaited = "resources that others hold" if free else "nodes"
     said = False
     while True:
         try:
-            return share_out(config, probe=True)
+            return share_out(config, probe=True, free=free)
         except InputError as error:
             if time.monotonic() > deadline_s:
-                raise InputError(f"waited {config.failure.node_wait_s:.0f} s for nodes; {error}") from None
+                raise InputError(f"waited {config.failure.node_wait_s:.0f} s for {awaited}; {error}") from None
             if not said:
-                note(f"waiting for nodes: {error}")
+                note(f"waiting for {awaited}: {error}")
                 said = True
             time.sleep(_NODES_S)
 
@@ -85,33 +82,41 @@ def run_attempts(
     Raises InputError for what the user can mend (never tried again), and what the last attempt failed with where
     failure.max_failures are used up.
     """
-    failures = quick = number = 0
+    number, crowded = 0, False
+    tolerance = Tolerance(config.failure)
     groups = _placement_groups()
     while True:
         number += 1
         events.write("attempt", number=number, num_workers=shares.num_workers)
-        start_s = time.monotonic()
+        start_s, before = time.monotonic(), _newest_step(config, folder)
         try:
-            outcome = _attempt(config, folder, prepared, shares, signals)
+            outcome = _attempt(config, folder, prepared, shares, signals, crowded=crowded)
         except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
-            cause = cause_of(error)
-            events.write("failure", cause=cause)
+            attempt_s = time.monotonic() - start_s
+            was_crowded, crowded = crowded, is_without_room(error)
+            if not crowded:
+                events.write("failure", cause=cause_of(error))
+            elif not was_crowded:  # it never began
+                note(f"no place for {shares.num_workers} workers yet: others hold what they need")
             _free_workers(groups)
             if signals.cause is not None:
-                note(f"{cause}, before a last checkpoint was made")
+                note(f"{cause_of(error)}, before a last checkpoint was made")
                 return None
-            if not isinstance(error, PreemptionError):
-                failures += 1
-            if 0 <= config.failure.max_failures < failures:
-                raise
-            quick = quick + 1 if time.monotonic() - start_s < _QUICK_S else 0
-            time.sleep(min(2.0 ** (quick - 2), _LONGEST_PAUSE_S) if quick > 1 else 0.0)
+            progressed = _newest_step(config, folder) > before
+            time.sleep(tolerance.pause_s(error, attempt_s=attempt_s, progressed=progressed))
         else:
             if outcome is None or "stopped" not in outcome:
                 return outcome
             if signals.cause is not None:
                 return None
-        shares = wait_for_room(config, note)
+            crowded, tolerance = False, Tolerance(config.failure)
+        shares = wait_for_room(config, note, free=crowded)
+
+
+def _newest_step(config: TrainConfig, folder: str) -> int:
+    with storage.patience(config.failure.max_outage_s):
+        checkpoint = latest(folder)
+    return checkpoint.step if checkpoint else 0
 
 
 def _placement_groups() -> set[str]:
@@ -129,9 +134,10 @@ def _free_workers(before: set[str]) -> None:
 
 
 def _attempt(
-    config: TrainConfig, folder: str, prepared: Any, shares: cluster.Layout, signals: Signals
+    config: TrainConfig, folder: str, prepared: Any, shares: cluster.Layout, signals: Signals, *, crowded: bool
 ) -> dict[str, Any] | None:
-    """One attempt; None where a signal ended it and the workers took longer than failure.grace_s to save."""
+    """One attempt; None where a signal ended it and the workers took longer than failure.grace_s to save. `crowded`: others hold
+    part of the cluster."""
     request = StopRequest()
     assignment = Assignment(config, prepared, folder, shares.per_worker, request.mailbox)
     future: Future[dict[str, Any]] = Future()
@@ -144,7 +150,7 @@ def _attempt(
 
     # In a thread of its own, so that this one can look around, and Ray Train leaves the signals alone.
     threading.Thread(target=fit, name="attempt", daemon=True).start()
-    growth = _Growth(config, shares.num_workers)
+    growth = _Growth(config, shares.num_workers, crowded=crowded)
     deadline_s = None
     with signals.held(), watched_requests(folder, request.mailbox):
         while not future.done():
@@ -161,10 +167,12 @@ def _attempt(
 
 
 def _fit(config: TrainConfig, assignment: Assignment, shares: cluster.Layout) -> dict[str, Any]:
+    # By reference: the controller, which has no use for it, would import torch to unpickle it before it starts a worker.
+    reference = ray.put(assignment)
     with tempfile.TemporaryDirectory(prefix="rayrec-attempt-") as scratch:  # Ray Train is told of no checkpoint
         trainer = TorchTrainer(
             train_worker,  # type: ignore[arg-type]  # its value is handed on
-            train_loop_config={"assignment": assignment},
+            train_loop_config={"assignment": reference},
             torch_config=TorchConfig(backend="nccl" if config.scaling.use_gpu else "gloo"),
             scaling_config=ray.train.ScalingConfig(
                 num_workers=shares.num_workers,
@@ -175,69 +183,45 @@ def _fit(config: TrainConfig, assignment: Assignment, shares: cluster.Layout) ->
             run_config=ray.train.RunConfig(  # type: ignore[call-arg]  # typed as Train V1's
                 name=config.name,
                 storage_path=scratch,
-                failure_config=ray.train.FailureConfig(max_failures=0),
+                # Its own retries keep the number of workers, and some have no limit.
+                failure_config=ray.train.FailureConfig(  # type: ignore[call-arg]  # typed as Train V1's
+                    max_failures=0, max_preemption_failures=0, controller_failure_limit=0
+                ),
                 logging_config=ray.train.LoggingConfig(log_level="ERROR"),
                 worker_runtime_env=worker_runtime_env(os.environ),
             ),
         )
-        data_parallel_trainer.PlacementGroupCleanerCallback = functools.partial(  # type: ignore[misc,assignment]
-            PlacementGroupCleanerCallback, stop_timeout=_CLEANER_S
-        )
+        # Its helper, which frees what a dead controller leaves, blocks for 12 s at the end of every attempt where the cluster has
+        # no dashboard, and is no use there; `_free_workers` does its work.
+        data_parallel_trainer.PlacementGroupCleanerCallback = ControllerCallback  # type: ignore[misc,assignment]
         try:
             return trainer.fit().return_value  # type: ignore[attr-defined]  # typed as Train V1's
         except ray.train.TrainingFailedError as error:
-            for failure in _failures(error).values():
+            for failure in worker_failures(error).values():
                 if isinstance(failure, InputError):
                     raise InputError(str(failure)) from None
             raise
 
 
-def _failures(error: BaseException) -> dict[int, BaseException]:
-    """What each worker failed with, where it was the workers that did."""
-    wrapped = getattr(error, "worker_failures", {})
-    return {rank: _unwrapped(failure) for rank, failure in wrapped.items()}
-
-
-def _unwrapped(error: BaseException) -> BaseException:
-    inner = getattr(error, "cause", None) or getattr(error, "health_check_failure", None)
-    return _unwrapped(inner) if isinstance(inner, BaseException) else error
-
-
-def cause_of(error: BaseException) -> str:
-    """One line on why an attempt failed."""
-    if isinstance(error, PreemptionError):
-        return "a node was taken away, as announced"
-    failures = _failures(error)
-    # Where a worker died the others fail too, for want of it.
-    dead = sorted(rank for rank, failure in failures.items() if isinstance(failure, ray.exceptions.RayActorError))
-    if dead:
-        return f"worker {', '.join(map(str, dead))} died"
-    if failures:
-        rank, failure = min(failures.items())
-        return f"worker {rank}: {_line(failure)}"
-    return "the controller of Ray Train died" if isinstance(error, ray.exceptions.RayActorError) else _line(error)
-
-
-def _line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
-
-
 class _Growth:
     """Whether nodes that joined have given room for more workers, twice in a row and not too soon."""
 
-    def __init__(self, config: TrainConfig, num_workers: int) -> None:
-        self._config, self._num_workers = config, num_workers
+    def __init__(self, config: TrainConfig, num_workers: int, *, crowded: bool) -> None:
+        """`crowded`: what others hold of the cluster now does not count as gained."""
+        self._config = config
+        self._room = max(num_workers, self._num_workers()) if crowded else num_workers
         self._next_look_s = time.monotonic() + config.scaling.resize_interval_s
         self._seen = False
 
     def possible(self) -> bool:
-        if self._num_workers == self._config.scaling.max_workers or time.monotonic() < self._next_look_s:
+        if self._room >= self._config.scaling.max_workers or time.monotonic() < self._next_look_s:
             return False
         self._next_look_s = time.monotonic() + _NODES_S
+        before, self._seen = self._seen, self._num_workers() > self._room
+        return before and self._seen
+
+    def _num_workers(self) -> int:
         try:
-            more = share_out(self._config).num_workers > self._num_workers
+            return share_out(self._config).num_workers
         except InputError:  # nodes were lost: the attempt is about to fail
-            more = False
-        before, self._seen = self._seen, more
-        return before and more
+            return 0

@@ -23,7 +23,7 @@ from torch import distributed
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from rayrec.batch import TensorBatch
-from rayrec.training.loop import Account, Batches, Interruption, Progress, Save, steer
+from rayrec.training.loop import Account, Batches, Cut, Interruption, Progress, Save, steer
 from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerSetup
 from rayrec.workloads.phases import OTHER, StepClock
 from rayrec.workloads.replicated import ReplicatedWorkload
@@ -241,7 +241,7 @@ class _Steps(TrainerCallback):
         setup: WorkerSetup,
         progress: Progress,
         account: Account,
-        course: Generator[int, bool, bool],
+        course: Generator[int, Cut, bool],
         batches: Batches,
         losses: list[torch.Tensor],
         stop: int,
@@ -271,7 +271,7 @@ class _Steps(TrainerCallback):
             return
         self._setup.pipeline.reset()
         try:
-            self._stop = self._course.send(self._account.stopping)
+            self._stop = self._course.send(self._account.cut)
         except StopIteration as end:
             self.finished = end.value
             control.should_training_stop = True

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import distributed
@@ -17,6 +17,10 @@ from rayrec.training.data_report import DataReport
 from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerSetup
 from rayrec.workloads.phases import StepClock
 
+_LOOK_S = 5.0
+"""Between two looks for reasons to save, as far as whole steps allow: what `failure.grace_s` is not to be lost to."""
+Cut = Literal["none", "save", "stop"]
+"""What came up in a segment: nothing, a save that cannot wait, a wish to save and end."""
 TRAINING_COST = 3
 """Of a step, in forward passes: the backward pass has two products for each of the forward's."""
 
@@ -137,17 +141,17 @@ def run(
     """
     course = steer(config, setup, loader, progress, log=log, save=save)
     account = Account(config, setup, loader, progress, log=log, interruption=interruption)
-    stopping = None
+    cut: Cut | None = None
     while True:
         try:
-            stop = next(course) if stopping is None else course.send(stopping)
+            stop = next(course) if cut is None else course.send(cut)
         except StopIteration as end:
             return end.value
-        stopping = _train(setup, loader, account, progress, stop)
+        cut = _train(setup, loader, account, progress, stop)
 
 
-def _train(setup: WorkerSetup, loader: TrainLoader, account: Account, progress: Progress, stop: int) -> bool:
-    """Trains up to step `stop`, or less far where a save cannot wait; True where the run is to stop."""
+def _train(setup: WorkerSetup, loader: TrainLoader, account: Account, progress: Progress, stop: int) -> Cut:
+    """Trains up to step `stop`, or less far where a save cannot wait."""
     first = progress.step
     batches = Batches(islice(loader, stop - first), setup.clock)
     account.begin()
@@ -157,7 +161,7 @@ def _train(setup: WorkerSetup, loader: TrainLoader, account: Account, progress: 
             batches.end()
             stop = first + batches.num_pulled
     drain(setup.pipeline, batches)
-    return account.stopping
+    return account.cut
 
 
 def steer(
@@ -168,11 +172,11 @@ def steer(
     *,
     log: Callable[[str, dict[str, Any]], None],
     save: Save,
-) -> Generator[int, bool, bool]:
+) -> Generator[int, Cut, bool]:
     """What happens between segments, whoever trains these: evaluation, saving, early stopping.
 
-    Yields the step to train up to, before which a segment may end where a save cannot wait; is sent whether the run was
-    asked to stop meanwhile; returns what `run` does.
+    Yields the step to train up to, before which a segment may end where a save cannot wait; is sent what came up meanwhile;
+    returns what `run` does.
     """
     patience = config.early_stopping.patience
     if 0 < patience <= progress.since_best:
@@ -181,7 +185,7 @@ def steer(
     evaluate_every = config.evaluate_every or max(1, math.ceil(loader.steps_per_epoch / 4))
     setup.model.train()
     while True:
-        cut_short = stopping = False
+        cut: Cut = "none"
         save_due = progress.evaluation_due  # of the step that an earlier attempt stopped at
         if not progress.evaluation_due:
             if progress.step >= total:
@@ -189,14 +193,15 @@ def steer(
             boundary = next_boundary(
                 progress.step, total, evaluate_every=evaluate_every, save_every=config.checkpoint.every
             )
-            stopping = yield boundary.step
+            cut = yield boundary.step
             setup.clock.stop()
-            cut_short = progress.step < boundary.step
-            save_due = boundary.save and not cut_short
-            progress.evaluation_due = boundary.evaluate and not cut_short
-        if stopping or cut_short:
+            reached = progress.step == boundary.step
+            progress.evaluation_due = boundary.evaluate and reached
+            # What is saved at once is saved again only where an evaluation adds its score.
+            save_due = boundary.save and reached and (cut == "none" or boundary.evaluate)
+        if cut != "none":
             save(progress, loader.state(), score=None, needed=True, complete=True)
-        if stopping:
+        if cut == "stop":
             return False
         score = None
         if progress.evaluation_due:
@@ -237,22 +242,26 @@ class Account:
         self._first_step, self._rows_before = progress.step, progress.rows
         self._losses: list[torch.Tensor] = []
         self._start_s = 0.0
+        self._look_at = progress.step + 1
+        """Step of the next look for reasons to save; of the first one, which takes longest, nothing is known before."""
         self.total = progress.step + loader.steps
         """The run's steps."""
-        self.stopping = False
-        """Whether the run was asked to stop."""
+        self.cut: Cut = "none"
+        """What came up in this segment."""
 
     def begin(self) -> None:
         """A segment begins."""
+        self.cut = "none"
         self._losses, self._start_s = [], time.perf_counter()
         self._clock.start()
 
     def count(self, loss: torch.Tensor, batches: Batches, *, stop: int) -> bool:
-        """One more step is done; collective where a log is due. True where the segment cannot go on up to `stop`."""
+        """One more step is done; collective where a log or a look is due. True where the segment cannot go on up to `stop`."""
         progress = self._progress
         self._losses.append(loss)
         progress.step += 1
-        if progress.step % self._config.log_every and progress.step < stop:
+        due = progress.step % self._config.log_every == 0 or progress.step >= stop
+        if not due and (progress.step < self._look_at or not self._look()):
             return False
         self._clock.cut()
         # The one device sync between two logs.
@@ -261,17 +270,52 @@ class Account:
         times_s = self._clock.read()
         own = [mine, batches.blocked_s, now_s - self._start_s, *times_s.values()]
         data = self._data.take() if self._data else []
-        means, (*_, asked, look) = over_workers(*own, *data, *self._interruption.seen())
+        means, maxima = over_workers(*own, *data, *self._interruption.seen())
+        *_, asked, look = maxima
         mean, blocked_s, elapsed_s = means[:3]
+        times_max_s = dict(zip(times_s, maxima[3:], strict=False))
         times_s = dict(zip(times_s, means[3:], strict=False))
-        self._log_steps(mean, blocked_s, sum(times_s.values()) or elapsed_s, times_s)
+        self._log_steps(mean, blocked_s, sum(times_s.values()) or elapsed_s, times_s, times_max_s)
         if self._data:
             self._data.tell(means[len(own) : len(own) + len(data)], step=progress.step, log=self._log)
+        self._plan_look(elapsed_s)
         self._losses, self._start_s, batches.blocked_s = [], now_s, 0.0
-        self.stopping = self.stopping or bool(asked)
-        return progress.step < stop and (self.stopping or (bool(look) and self._interruption.preempted()))
+        if due:
+            self._heed(asked, look)
+        return progress.step < stop and self.cut != "none"
 
-    def _log_steps(self, loss: float, blocked_s: float, elapsed_s: float, times_s: dict[str, float]) -> None:
+    def _look(self) -> bool:
+        """Whether something has come up where no log is due; collective. Three numbers go around; with NCCL it waits for the
+        device, once in `_LOOK_S`."""
+        (elapsed_s, *_), (_, asked, look) = over_workers(
+            time.perf_counter() - self._start_s, *self._interruption.seen()
+        )
+        before = self.cut
+        self._plan_look(elapsed_s)
+        self._heed(asked, look)
+        return self.cut != before
+
+    def _plan_look(self, elapsed_s: float) -> None:
+        """Chooses the next look, by numbers that are the same on every worker: the mean time since the last log, and no
+        further ahead than the attempt has come, since its first steps say little of the later ones."""
+        step_s = elapsed_s / len(self._losses)
+        so_far = self._progress.step - self._first_step
+        self._look_at = self._progress.step + max(1, min(int(_LOOK_S / max(step_s, 1e-6)), so_far))
+
+    def _heed(self, asked: float, look: float) -> None:
+        if asked:
+            self.cut = "stop"
+        elif look and self._interruption.preempted() and self.cut == "none":
+            self.cut = "save"
+
+    def _log_steps(
+        self,
+        loss: float,
+        blocked_s: float,
+        elapsed_s: float,
+        times_s: dict[str, float],
+        times_max_s: dict[str, float],
+    ) -> None:
         progress = self._progress
         rows = self._rows_before + self._loader.rows(progress.step - self._first_step) - progress.rows
         progress.rows += rows
@@ -287,6 +331,8 @@ class Account:
         }
         if times_s:
             fields["times_s"] = times_s
+            if distributed.is_initialized() and distributed.get_world_size() > 1:  # of one worker it is the same
+                fields["times_max_s"] = times_max_s
         if self._cost is not None:
             done = TRAINING_COST * self._cost * rows / elapsed_s
             fields["multiply_adds_per_s"] = done

@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import ray.train
 import torch
 
 from rayrec import storage
-from rayrec.checkpoint import Checkpoint, DamagedError, Retention, Saver, claim, folder_of, newest_good, restore
+from rayrec.checkpoint import (
+    Checkpoint,
+    DamagedError,
+    Retention,
+    Saver,
+    claim,
+    folder_of,
+    newest_good,
+    restore,
+    step_of,
+)
+from rayrec.checkpoint.format import UnreadableError
+from rayrec.checkpoint.ranks import Ranks
 from rayrec.config import InputError
 from rayrec.data.placement import TaskPlacement
 from rayrec.native import keep_freed_memory
 from rayrec.observe.events import EventWriter
 from rayrec.training import loop
-from rayrec.training.device_peak import multiply_adds_per_s
+from rayrec.training.device_peak import multiply_adds_per_s_or_zero
 from rayrec.training.loop import Progress
 from rayrec.training.profiling import make_profiler, profiled
 from rayrec.training.state import all_tensors, model_tensors, restore_all
 from rayrec.training.stopping import StopWatch
 from rayrec.training.store_watch import StoreWatch
+from rayrec.training.worker_logs import quiet_logs
 from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerContext, WorkerSetup
 from rayrec.workloads.phases import waits_noticed
 
@@ -45,14 +56,14 @@ class Assignment:
     """Where the driver leaves its wish to stop."""
 
 
-def train_worker(arguments: dict[str, Assignment]) -> dict[str, Any]:
-    """Runs inside Ray Train, once per worker and attempt. Returns what the driver needs of a finished run, or {"stopped":
-    cause} where it was asked to end before."""
-    assignment = arguments["assignment"]
+def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
+    """Runs inside Ray Train, once per worker and attempt, with a reference to its Assignment. Returns what the driver needs of
+    a finished run, or {"stopped": cause} where it was asked to end before."""
+    assignment: Assignment = ray.get(arguments["assignment"])
     config, folder = assignment.config, assignment.folder
     context = ray.train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()
-    quiet_logs(storage.join(folder, "logs", f"worker_{rank}.log"))
+    quiet_logs(storage.join(folder, "logs", f"worker_{rank}.log"), rank=rank)
     keep_freed_memory()
     device = ray.train.torch.get_device() if config.scaling.use_gpu else torch.device("cpu")
     if device.type == "cpu":
@@ -79,12 +90,13 @@ def train_worker(arguments: dict[str, Assignment]) -> dict[str, Any]:
 def _train(worker: WorkerContext, assignment: Assignment, log: Log) -> dict[str, Any]:
     config, folder = assignment.config, assignment.folder
     # Before data tasks begin, which compute as well.
-    peak = multiply_adds_per_s(worker.device, precision=config.precision) if config.observe.times else None
-    mine = claim(folder) if worker.rank == 0 else None
-    checkpoint, setup, loader, progress = _resume(worker, assignment, log)
-    if peak is not None:
-        (mean, *_), _ = loop.over_workers(peak)
-        setup.peak_multiply_adds_per_s = mean * worker.world_size
+    peak = multiply_adds_per_s_or_zero(worker.device, precision=config.precision) if config.observe.times else 0.0
+    damaged: set[int] = set()
+    with storage.patience(config.failure.max_outage_s):  # a start is worth as much waiting as a save
+        mine = claim(folder) if worker.rank == 0 else None
+        checkpoint, setup, loader, progress = _resume(worker, assignment, log, damaged)
+    if config.observe.times:
+        setup.peak_multiply_adds_per_s = peak_of_all(peak, world_size=worker.world_size)
     watch = StopWatch(assignment.mailbox, rank=worker.rank)
     profiler = make_profiler(worker, folder, assignment.mailbox, log)
     setup.begin_step = profiled(setup.begin_step, profiler)
@@ -96,9 +108,10 @@ def _train(worker: WorkerContext, assignment: Assignment, log: Log) -> dict[str,
             keep_best=config.checkpoint.keep_best,
             keep_every=config.checkpoint.keep_every,
         ),
-        extra_files=lambda target: _extra_files(target, assignment),
+        extra_files=_extra_files(assignment) if mine else {},
         max_outage_s=config.failure.max_outage_s,
         log=log,
+        damaged=damaged,
     )
     log(
         "start",
@@ -113,6 +126,14 @@ def _train(worker: WorkerContext, assignment: Assignment, log: Log) -> dict[str,
         },
     )
 
+    evaluated_step: int | None = None
+
+    def log_and_note(kind: str, fields: dict[str, Any]) -> None:
+        nonlocal evaluated_step
+        if kind == "evaluate":
+            evaluated_step = fields["step"]
+        log(kind, fields)
+
     def save(
         progress: Progress, loader_state: dict[str, Any], *, score: float | None, needed: bool, complete: bool
     ) -> None:
@@ -126,7 +147,7 @@ def _train(worker: WorkerContext, assignment: Assignment, log: Log) -> dict[str,
 
     try:
         with waits_noticed(setup.clock):
-            finished = _loop(config)(config, setup, loader, progress, log=log, save=save, interruption=watch)
+            finished = _loop(config)(config, setup, loader, progress, log=log_and_note, save=save, interruption=watch)
         saver.wait()
     finally:
         profiler.close()
@@ -134,9 +155,17 @@ def _train(worker: WorkerContext, assignment: Assignment, log: Log) -> dict[str,
         saver.close()
         loader.close()
     if finished:
-        return _finish(assignment, setup, progress, loader.rows_behind(), log)
+        return finish(
+            assignment, setup, progress, evaluated_step=evaluated_step, expected_rows=loader.rows_behind(), log=log
+        )
     log("stop", {"cause": watch.cause, "step": progress.step})
     return {"stopped": watch.cause}
+
+
+def peak_of_all(peak: float, *, world_size: int) -> float | None:
+    """The sum of all workers' peaks, None where one has none (0); collective, so not only for those who have one."""
+    (mean, _), (_, missing) = loop.over_workers(peak, float(peak == 0.0))
+    return None if missing else mean * world_size
 
 
 def _loop(config: TrainConfig) -> Callable[..., bool]:
@@ -149,14 +178,31 @@ def _loop(config: TrainConfig) -> Callable[..., bool]:
 
 
 def _resume(
-    worker: WorkerContext, assignment: Assignment, log: Log
+    worker: WorkerContext, assignment: Assignment, log: Log, damaged: set[int]
 ) -> tuple[Checkpoint | None, WorkerSetup, TrainLoader, Progress]:
-    """Everything as the newest good checkpoint left it, or as it is at the start."""
+    """Everything as the newest good checkpoint left it, or as it is at the start; collective. The steps of those passed over
+    are added to `damaged`, on rank 0 at least."""
     config, folder = worker.config, assignment.folder
-    damaged: set[str] = set()
+    passed: dict[str, DamagedError] = {}
+
+    def tell(kind: str, fields: dict[str, Any]) -> None:
+        damaged.add(step_of(fields["path"]))
+        log(kind, fields)
+
+    def pass_over(checkpoint: Checkpoint, error: DamagedError) -> None:
+        tell("checkpoint_damaged", {"path": checkpoint.path, "cause": str(error)})
+        passed[checkpoint.path] = error
+
     while True:
-        checkpoint = newest_good(folder, log=log, exclude=damaged)
-        state = checkpoint.manifest()["state"] if checkpoint else None
+        checkpoint = newest_good(folder, log=tell, exclude=passed.keys())
+        if checkpoint is None:
+            _raise_unreadable(passed.values())
+        try:
+            state = _state_of(checkpoint) if checkpoint else None
+        except DamagedError as error:
+            assert checkpoint is not None
+            pass_over(checkpoint, error)
+            continue
         progress = Progress(**state["progress"]) if state else Progress()
         loader = config.workload.make_loader(
             worker, assignment.prepared, state=state["loader"] if state else None, step=progress.step
@@ -168,26 +214,48 @@ def _resume(
         try:
             restore_all(checkpoint, setup.model, setup.optimizer)
         except DamagedError as error:
-            log("checkpoint_damaged", {"path": checkpoint.path, "cause": str(error)})
-            damaged.add(checkpoint.path)
+            pass_over(checkpoint, error)
             loader.close()
             continue
         return checkpoint, setup, loader, progress
 
 
-def _extra_files(target: str, assignment: Assignment) -> None:
-    storage.write_bytes(storage.join(target, "config.yaml"), assignment.config.to_yaml().encode())
-    assignment.config.workload.add_files(target, assignment.prepared)
+def _raise_unreadable(errors: Iterable[DamagedError]) -> None:
+    """Raises InputError where one of the checkpoints passed over may be whole."""
+    for error in errors:
+        if isinstance(error, UnreadableError):
+            raise error.without_another()
 
 
-def _finish(
-    assignment: Assignment, setup: WorkerSetup, progress: Progress, expected_rows: int, log: Log
-) -> dict[str, Any]:
-    """Scores the final test with the weights that are to be used, and says so."""
+def _state_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """As one worker reads it: all go on from the same, or all pass over it."""
+    return Ranks.all().from_first(lambda: checkpoint.manifest()["state"])
+
+
+def _extra_files(assignment: Assignment) -> dict[str, bytes | str]:
     config = assignment.config
-    step = progress.step
+    return {"config.yaml": config.to_yaml().encode(), **config.workload.checkpoint_files(assignment.prepared)}
+
+
+def finish(
+    assignment: Assignment,
+    setup: WorkerSetup,
+    progress: Progress,
+    *,
+    evaluated_step: int | None,
+    expected_rows: int,
+    log: Log,
+) -> dict[str, Any]:
+    """Scores the final test with the weights that are to be used, the best ones where training stops early, and says so;
+    collective. `metrics` are those of the test rows, without such of the validation rows.
+
+    `evaluated_step`: whose weights this process has evaluated last, None for none. Raises InputError where the weights to be
+    used are damaged.
+    """
+    config = assignment.config
+    step, validation = progress.step, progress.metrics
     if config.early_stopping.patience and progress.best_step is not None:
-        step = progress.best_step
+        step, validation = progress.best_step, progress.best_metrics
     chosen = Checkpoint(folder_of(assignment.folder, step))
     if step != progress.step:
         try:
@@ -196,8 +264,10 @@ def _finish(
             raise InputError(
                 f"{error}; these were the best weights of the run: train it anew under another --name"
             ) from None
-    metrics = {name: loop.evaluate(setup, name) for name in setup.eval_batches if name != "validation"}
-    finish = {
+    tested = {name: loop.evaluate(setup, name) for name in setup.eval_batches if name != "validation"}
+    if "test" not in tested and evaluated_step != step:
+        loop.evaluate(setup, "validation")  # for the samples, which show the last evaluation; its metrics are known
+    told = {
         "step": progress.step,
         "rows": progress.rows,
         "expected_rows": expected_rows,
@@ -205,27 +275,11 @@ def _finish(
         "blocked_fraction": progress.blocked_fraction(),
         "chosen_step": step,
         "checkpoint": chosen.path,
-        "metrics": metrics.get("test", progress.metrics),
-        "validation": progress.metrics if step == progress.step else progress.best_metrics,
+        "metrics": tested.get("test", validation),
+        "validation": validation,
     }
-    log("finish", finish)
+    log("finish", told)
     samples = setup.make_samples()
     if samples:
         log("samples", {"samples": samples})
-    return finish
-
-
-def quiet_logs(path: str) -> None:
-    """Sends what Python code and native code of torchrec, fbgemm and Ray write into a file of the run, when local."""
-    root = logging.getLogger()
-    root.setLevel(logging.INFO)
-    if storage.is_url(path):
-        handler: logging.Handler = logging.StreamHandler(sys.stderr)
-    else:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    root.handlers = [handler]
-    for name in ("torchrec", "fbgemm_gpu", "ray.data", "torch.distributed", "transformers", "accelerate"):
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [], True
+    return told

@@ -65,7 +65,7 @@ def test_a_rank_killed_while_it_saves(tmp_path: Path) -> None:
     assert same(target, whole())
     # The next attempt sweeps, and saves.
     saver = Saver(
-        folder, claim=claim(folder), retention=Retention(), extra_files=None, max_outage_s=5, log=lambda *_: None
+        folder, claim=claim(folder), retention=Retention(), extra_files={}, max_outage_s=5, log=lambda *_: None
     )
     assert saver.begin(3, target, state={}, score=None)
     saver.wait()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from hypothesis import strategies as st
 
 from rayrec import checkpoint, storage
 from rayrec.checkpoint import Checkpoint, DamagedError, reading, writing
+from rayrec.checkpoint.format import UnreadableError
+from rayrec.config import InputError
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +35,8 @@ def _read(folder: str, rows: tuple[int, int], columns: tuple[int, int], range_by
     (chunk,) = entry["chunks"]
     target = torch.zeros(rows[1], columns[1])
     reader = reading._Reader(folder, 100)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "_RANGE_BYTES", range_bytes)
-        reading._run(reading._copies_of(reader, reading._Rows("a", torch.float32, chunk), (rows, columns), target))
+    reader.range_bytes = range_bytes
+    reading._run(reading._copies_of(reader, reading._Rows("a", torch.float32, chunk), (rows, columns), target))
     return target
 
 
@@ -90,3 +93,66 @@ def test_blocks_are_read_once_where_rows_fit_them(tmp_path: Path, monkeypatch: p
     checkpoint.restore(Checkpoint(path), target)
     assert torch.equal(target["a"], values)
     assert sizes == [4096] * 4
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("name", ["data_00000.safetensors", "config.yaml", "manifest.json"])
+def test_what_a_disk_gives_no_more_is_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    """An earlier checkpoint helps; a store that is out is another matter."""
+    folder = str(tmp_path)
+    for step in (1, 2):
+        path = checkpoint.folder_of(folder, step)
+        checkpoint.save(
+            path,
+            {"a": torch.full((3,), float(step))},
+            state={},
+            extra_files=lambda path: storage.write_bytes(f"{path}/config.yaml", b"a: 1"),
+        )
+    resolve, error = storage.files.enduring, OSError(number, os.strerror(number))
+
+    def enduring(path: str, call: Any) -> Any:
+        if path == f"{checkpoint.folder_of(folder, 2)}/{name}" and call.__name__ == "read":
+            raise error
+        return resolve(path, call)
+
+    monkeypatch.setattr(storage.files, "enduring", enduring)
+    target, told = {"a": torch.zeros(3)}, []
+    with pytest.raises(UnreadableError, match=rf"{name}: cannot be read \(.+\); use an earlier checkpoint"):
+        checkpoint.restore(Checkpoint(checkpoint.folder_of(folder, 2)), target)
+    found = checkpoint.newest_good(folder, log=lambda kind, fields: told.append((kind, fields["path"])))
+    if name == "manifest.json":
+        assert told == [("checkpoint_damaged", checkpoint.folder_of(folder, 2))]
+        assert found == Checkpoint(checkpoint.folder_of(folder, 1))
+    else:
+        assert (found, told) == (Checkpoint(checkpoint.folder_of(folder, 2)), [])
+    error = OSError("the store was out for 60 s")
+    with pytest.raises(OSError, match="the store was out"):
+        checkpoint.restore(Checkpoint(checkpoint.folder_of(folder, 2)), target)
+
+
+def test_where_nothing_else_is_left_what_cannot_be_read_is_no_reason_to_begin_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(tmp_path)
+    checkpoint.save(checkpoint.folder_of(folder, 1), {"a": torch.ones(3)}, state={})
+
+    def fails(path: str) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(storage, "read_bytes", fails)
+    with pytest.raises(
+        InputError, match=r"cannot be read .* there is no other checkpoint to go on from; mend the storage"
+    ):
+        checkpoint.newest_good(folder, log=lambda *_: None)
+
+
+def test_a_cut_file_is_an_error_and_not_the_end_of_the_process(tmp_path: Path) -> None:
+    """Cut while it is read, which a memory map would answer with SIGBUS."""
+    path = str(tmp_path / "step_00000001")
+    checkpoint.save(path, {"a": torch.ones(100_000)}, state={})
+    tensors = checkpoint.full_tensors(Checkpoint(path))
+    os.truncate(f"{path}/data_00000.safetensors", 1000)
+    with pytest.raises(DamagedError, match="cut short"):
+        next(tensors)

@@ -28,7 +28,7 @@ def make_saver(run: str, events: list[tuple[str, dict[str, Any]]], **arguments: 
         run,
         claim=claim(run),
         retention=Retention(num_to_keep=1),
-        extra_files=lambda folder: storage.write_bytes(storage.join(folder, "more", "words.txt"), b"abc"),
+        extra_files={"more/words.txt": b"abc"},
         log=lambda kind, fields: events.append((kind, fields)),
         **arguments,
     )
@@ -91,13 +91,13 @@ def test_an_outage(s3_server: S3Server, bucket: str, tmp_path: Path, monkeypatch
     assert found.step == 2
     checkpoint.verify(found)
 
-    saver = make_saver(run, events, max_outage_s=2)
+    saver = make_saver(run, events, max_outage_s=10)
     assert saver.begin(3, values(3), state={}, score=None)
     saver.wait()
     s3_server.kill()
     try:
         assert saver.begin(4, values(4), state={}, score=None)
-        with pytest.raises(InputError, match=r"step_00000004: cannot be written for 2 s"):
+        with pytest.raises(InputError, match=r"step_00000004: cannot be written for 10 s"):
             saver.wait()
     finally:
         s3_server.start()

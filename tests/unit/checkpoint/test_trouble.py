@@ -33,12 +33,12 @@ def saver_in(events: Events, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     monkeypatch.setattr(persistence, "LONGEST_DELAY_S", 0.1)
     made: list[Saver] = []
 
-    def make(folder: Path, *, max_outage_s: float = 20.0, extra_files: Callable[[str], None] | None = None) -> Saver:
+    def make(folder: Path, *, max_outage_s: float = 20.0, extra_files: dict[str, bytes] | None = None) -> Saver:
         saver = Saver(
             str(folder),
             claim=claim(str(folder)),
             retention=Retention(),
-            extra_files=extra_files,
+            extra_files=extra_files or {},
             max_outage_s=max_outage_s,
             log=lambda kind, fields: events.append((kind, fields)),
         )
@@ -69,7 +69,7 @@ def good(folder: Path) -> Checkpoint:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
@@ -111,7 +111,7 @@ def test_trouble_of_the_commit_passes_too(
 
     for module in (storage, storage.files):
         monkeypatch.setattr(module, "write_stream", write)
-    saver = saver_in(tmp_path, extra_files=lambda path: storage.write_bytes(f"{path}/config.yaml", b"a: 1"))
+    saver = saver_in(tmp_path, extra_files={"config.yaml": b"a: 1"})
     assert saver.begin(1, values(), state={}, score=None)
     saver.wait()
     assert errors == []
@@ -124,8 +124,8 @@ def test_an_outage_that_is_too_long_ends_the_run(saver_in: Callable[..., Saver],
     assert saver.begin(1, values(), state={}, score=None)
     saver.wait()
     with writes(failing([OSError("the store was out")] * 1000)):
-        assert saver.begin(2, values(2), state={}, score=None)
         start_s, late = time.monotonic(), 0
+        assert saver.begin(2, values(2), state={}, score=None)
 
         def train() -> None:
             nonlocal late
@@ -168,7 +168,7 @@ def test_closing_in_an_outage(saver_in: Callable[..., Saver], tmp_path: Path, mo
         assert saver.begin(1, values(), state={}, score=None)
         start_s = time.monotonic()
         saver.close()
-    assert time.monotonic() - start_s < 5
+    assert time.monotonic() - start_s < 25
 
 
 @pytest.fixture

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rayrec.config import InputError
-from rayrec.launch.cluster import Layout, Node, layout
+from rayrec.launch.cluster import Layout, Node, alive_nodes, layout
 
 
 def shared(*resources: dict[str, float], **changes: Any) -> Layout:
@@ -68,3 +69,21 @@ def test_as_many_workers_as_there_is_room_for(nodes: list[dict[str, float]], exp
 def test_what_does_not_fit_is_refused(nodes: list[dict[str, float]], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         shared(*nodes, **changes)
+
+
+def test_nodes_that_are_to_go_are_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray places nothing on a node that is being drained, though it lives on till then."""
+    import ray
+
+    nodes = [
+        {"NodeID": name, "Alive": name != "dead", "Resources": {"CPU": 4.0}}
+        for name in ("one", "leaving", "dead", "two")
+    ]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    state = SimpleNamespace(
+        state=SimpleNamespace(get_draining_nodes=lambda: {"leaving": 0}),
+        available_resources_per_node=lambda: {"one": {"CPU": 1.0}, "leaving": {"CPU": 4.0}},
+    )
+    monkeypatch.setattr(ray._private, "state", state)
+    assert alive_nodes() == [Node("one", {"CPU": 4.0}), Node("two", {"CPU": 4.0})]
+    assert alive_nodes(free=True) == [Node("one", {"CPU": 1.0}), Node("two", {})]

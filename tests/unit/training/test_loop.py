@@ -12,9 +12,10 @@ import torch
 
 from rayrec import recipes
 from rayrec.config import InputError
+from rayrec.observe.time_split import PHASES
 from rayrec.training import loop
 from rayrec.training.loop import Boundary, Progress, next_boundary
-from rayrec.workloads.phases import NoClock
+from rayrec.workloads.phases import HostClock, NoClock, StepClock
 
 
 @pytest.mark.parametrize(
@@ -111,13 +112,15 @@ class Run:
         self.progress = progress or Progress(step=start, rows=10 * start)
         self.loader = Loader(start, 20)
         self.interruption = Interruption(self.pipeline)
+        self.clock: StepClock = NoClock()
+        self.fields: list[dict[str, Any]] = []
         fields = {"evaluate_every": 8, "log_every": 4, "early_stopping": {"patience": 0}, **config}
         self.config = recipes.criteo_demo("none").replace(**fields)
 
     def run(self) -> bool:
         setup = SimpleNamespace(
             pipeline=self.pipeline,
-            clock=NoClock(),
+            clock=self.clock,
             multiply_adds_per_row=None,
             peak_multiply_adds_per_s=None,
             model=SimpleNamespace(train=lambda: None, eval=lambda: None),
@@ -132,12 +135,16 @@ class Run:
             assert state["next"] == progress.step  # what was pulled was trained
             self.saves.append((progress.step, progress.rows, score, needed, complete))
 
+        def log(kind: str, fields: dict[str, Any]) -> None:
+            self.events.append((kind, fields["step"]))
+            self.fields.append(fields)
+
         return loop.run(
             self.config,
             setup,  # type: ignore[arg-type]
             self.loader,  # type: ignore[arg-type]
             self.progress,
-            log=lambda kind, fields: self.events.append((kind, fields["step"])),
+            log=log,
             save=save,
             interruption=self.interruption,
         )
@@ -202,8 +209,105 @@ def test_early_stopping_saves_the_best_and_the_last() -> None:
     assert Run(progress=run.progress, start=10, early_stopping={"patience": 1}).run()
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_the_longest_times_of_several_workers_are_told(monkeypatch: pytest.MonkeyPatch, num_workers: int) -> None:
+    def over_workers(*values: float) -> tuple[list[float], list[float]]:
+        """As if another worker had twice of everything, but reasons to stop."""
+        return [1.5 * value for value in values], [2.0 * value for value in values]
+
+    if num_workers > 1:
+        monkeypatch.setattr(loop, "over_workers", over_workers)
+        group = SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: num_workers)
+        monkeypatch.setattr(loop, "distributed", group)
+    run = Run()
+    run.clock = HostClock()
+    assert run.run()
+    steps = [fields for fields in run.fields if "times_s" in fields]
+    assert len(steps) == 5
+    for fields in steps:
+        if num_workers == 1:
+            assert "times_max_s" not in fields
+        else:
+            assert list(fields["times_max_s"]) == list(fields["times_s"]) == list(PHASES)
+            expected = {name: pytest.approx(seconds * 2 / 1.5) for name, seconds in fields["times_s"].items()}
+            assert fields["times_max_s"] == expected
+            assert fields["times_max_s"]["other"] > 0
+
+
 def test_a_loss_that_is_not_finite_is_the_users_to_mend() -> None:
     run = Run()
     run.pipeline.waiting = [99]
     with pytest.raises(InputError, match="the loss is nan at step 4; lower the learning rates"):
         run.run()
+
+
+class Clock:
+    """Stands still but for `step_s` at every step."""
+
+    def __init__(self, step_s: float) -> None:
+        self.now_s, self.step_s = 0.0, step_s
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+def slow_run(monkeypatch: pytest.MonkeyPatch, step_s: float, **arguments: Any) -> Run:
+    run, clock = Run(**{"log_every": 50, "evaluate_every": 50, **arguments}), Clock(step_s)
+    progress = run.pipeline.progress
+
+    def slow(batches: Iterator[int]) -> Any:
+        clock.now_s += clock.step_s
+        return progress(batches)
+
+    monkeypatch.setattr(run.pipeline, "progress", slow)
+    monkeypatch.setattr(loop, "time", clock)
+    return run
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize(("step_s", "seen_at"), [(0.001, 16), (1.0, 13), (10.0, 10)])
+def test_a_wish_to_stop_is_seen_between_logs(
+    monkeypatch: pytest.MonkeyPatch, ahead: int, step_s: float, seen_at: int
+) -> None:
+    """Looks come after steps 1, 2, 4 and so on, but 5 s apart at most, or a step."""
+    run = slow_run(monkeypatch, step_s, ahead=ahead)
+    run.interruption.stop_at = 10
+    assert not run.run()
+    stopped = seen_at + ahead - 1
+    assert run.saves == [(stopped, 10 * stopped, None, True, True)]
+    assert run.pipeline.trained == list(range(stopped))
+    # What was trained is logged, so that it is accounted for.
+    assert [step for kind, step in run.events if kind == "step"] == sorted({seen_at, stopped})
+    assert run.progress.train_s == pytest.approx(stopped * step_s)
+
+
+def test_looks_change_neither_logs_nor_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = []
+    for looks in (True, False):
+        with monkeypatch.context() as patch:
+            run = slow_run(patch, 10.0, ahead=1, log_every=7)
+            if not looks:
+                patch.setattr(loop.Account, "_look", lambda self: False)
+            assert run.run()
+            events.append((run.events, run.saves, run.progress))
+    assert events[0] == events[1]
+    assert [step for kind, step in events[0][0] if kind == "step"] == [7, 14, 20]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        # Where an evaluation is due it may take long: saved before, and with its score after.
+        ({"evaluate_every": 4}, [(12, None, True), (12, 0.62, False)]),
+        ({"checkpoint": {"every": 4}, "evaluate_every": 20}, [(12, None, True)]),
+    ],
+)
+def test_a_preemption_notice_at_the_end_of_a_segment_saves(config: dict[str, Any], expected: list[Any]) -> None:
+    """Segments as short as the interval of logs have no other place to be told of it."""
+    run = Run(ahead=1, **config)
+    run.interruption.preempt_at = 12
+    assert run.run()
+    assert [(step, score, complete) for step, _, score, _, complete in run.saves if step == 12] == expected
+    assert [save[0] for save in run.saves if save[0] != 12] == [4, 8, 16, 20]
+    assert run.pipeline.trained == list(range(20))
+    assert not run.progress.evaluation_due

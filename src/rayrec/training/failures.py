@@ -1,0 +1,97 @@
+"""What an attempt failed with, told in a line, and how many failed attempts a run takes."""
+
+from __future__ import annotations
+
+from typing import final
+
+import ray
+import ray.train
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+from ray.train.v2.api.exceptions import ControllerError, PreemptionError
+
+from rayrec.config import InputError
+from rayrec.workloads.base import FailureConfig
+
+_QUICK_S = 60.0
+"""An attempt that ends sooner was no good one: the next waits a little longer."""
+_LONGEST_PAUSE_S = 30.0
+
+
+@final
+class Tolerance:
+    """How many failed attempts a run takes, and how long it waits between them."""
+
+    def __init__(self, failure: FailureConfig) -> None:
+        self._failure = failure
+        self._failures = self._quick = 0
+        self._without_room_s = 0.0
+
+    def pause_s(self, error: Exception, *, attempt_s: float, progressed: bool) -> float:
+        """Seconds to wait before the next attempt, after one of `attempt_s` that failed; `progressed`: there is a newer
+        checkpoint than when it began. Raises `error` where failure.max_failures are used up, InputError where there was no
+        room for the workers for failure.node_wait_s."""
+        if is_without_room(error):
+            self._without_room_s += attempt_s
+            if self._without_room_s > self._failure.node_wait_s:
+                raise InputError(
+                    f"scaling: no place for the workers for {self._without_room_s:.0f} s: other work holds what they need, or "
+                    "scaling.placement_strategy cannot be met; lower --scaling.num-workers, wait, or raise --failure.node-wait-s"
+                )
+            return 0.0
+        self._without_room_s = 0.0
+        if not is_preemption(error):
+            self._failures = failures_in_a_row(self._failures, progressed=progressed)
+            if 0 <= self._failure.max_failures < self._failures:
+                raise error
+        self._quick = self._quick + 1 if attempt_s < _QUICK_S else 0
+        return min(2.0 ** (self._quick - 2), _LONGEST_PAUSE_S) if self._quick > 1 else 0.0
+
+
+def failures_in_a_row(before: int, *, progressed: bool) -> int:
+    """Failures that count, with this one: a run of weeks may lose any number of nodes, as long as it gets on between. Pure."""
+    return 1 if progressed else before + 1
+
+
+def is_preemption(error: BaseException) -> bool:
+    """Whether the attempt ended because a node was taken away as announced, whoever noticed it first."""
+    return isinstance(error, PreemptionError) or any(
+        getattr(failure, "preempted", False) for failure in worker_failures(error).values()
+    )
+
+
+def is_without_room(error: BaseException) -> bool:
+    """Whether workers could not be placed within the time that Ray Train waits for it: others hold what they need."""
+    return isinstance(error, ControllerError) and isinstance(error.controller_failure, WorkerGroupStartupTimeoutError)
+
+
+def worker_failures(error: BaseException) -> dict[int, BaseException]:
+    """What each worker failed with, by rank, where it was the workers that did."""
+    wrapped = getattr(error, "worker_failures", {})
+    return {rank: _unwrapped(failure) for rank, failure in wrapped.items()}
+
+
+def _unwrapped(error: BaseException) -> BaseException:
+    inner = getattr(error, "cause", None) or getattr(error, "health_check_failure", None)
+    return _unwrapped(inner) if isinstance(inner, BaseException) else error
+
+
+def cause_of(error: BaseException) -> str:
+    """One line on why an attempt failed."""
+    if is_preemption(error):
+        return "a node was taken away, as announced"
+    failures = worker_failures(error)
+    # Where a worker died the others fail too, for want of it.
+    dead = sorted(rank for rank, failure in failures.items() if isinstance(failure, ray.exceptions.RayActorError))
+    if dead:
+        return f"worker {', '.join(map(str, dead))} died"
+    if failures:
+        rank, failure = min(failures.items())
+        return f"worker {rank}: {_line(failure)}"
+    if isinstance(error, ControllerError):
+        return _line(error.controller_failure)
+    return "the controller of Ray Train died" if isinstance(error, ray.exceptions.RayActorError) else _line(error)
+
+
+def _line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__

@@ -1,0 +1,158 @@
+"""From attempt to attempt: where the next one gets its workers from, and when there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
+
+from rayrec import checkpoint, recipes
+from rayrec.config import InputError
+from rayrec.launch import cluster
+from rayrec.launch.cluster import Node
+from rayrec.training import attempts
+from rayrec.training.signals import Signals
+from rayrec.workloads.base import TrainConfig
+
+DIED = WorkerGroupError("died", {0: ValueError("no")})
+NO_ROOM = ControllerError(WorkerGroupStartupTimeoutError(2))
+FINISHED = {"step": 9}
+Outcome = Callable[[], dict[str, Any]]
+
+
+class Events:
+    def __init__(self) -> None:
+        self.written: list[tuple[str, dict[str, Any]]] = []
+
+    def write(self, kind: str, **fields: Any) -> None:
+        self.written.append((kind, fields))
+
+
+class Cluster:
+    """What `alive_nodes` tells of: of each node, its slots in all, and those that nobody holds."""
+
+    def __init__(self, *slots: tuple[int, int]) -> None:
+        self.slots = list(slots)
+
+    def alive_nodes(self, *, probe: bool = False, free: bool = False) -> list[Node]:
+        return [Node(str(number), {"CPU": 8.0, "slot": float(each[free])}) for number, each in enumerate(self.slots)]
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    made = Cluster((1, 1), (1, 1))
+    monkeypatch.setattr(cluster, "alive_nodes", made.alive_nodes)
+    monkeypatch.setattr(attempts, "_placement_groups", set)
+    monkeypatch.setattr(attempts, "_NODES_S", 0.01)
+    return made
+
+
+def config(**failure: Any) -> TrainConfig:
+    scaling = {"num_workers": (1, 4), "resources_per_worker": {"slot": 1.0}, "cpus_per_worker": 0.5}
+    return recipes.criteo_demo("none").replace(scaling=scaling, failure=failure)
+
+
+class Attempts:
+    """Each ends as the next of `outcomes` does."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, outcomes: list[Outcome], wanted: TrainConfig, folder: Path
+    ) -> None:
+        self.num_workers: list[int] = []
+        self.crowded: list[bool] = []
+        self.notes: list[str] = []
+        self.events = Events()
+        monkeypatch.setattr(attempts, "_attempt", self._attempt)
+        self._outcomes, self._config, self._folder = iter(outcomes), wanted, str(folder)
+
+    def _attempt(
+        self, config: TrainConfig, folder: str, prepared: Any, shares: Any, signals: Any, *, crowded: bool
+    ) -> Any:
+        self.num_workers.append(shares.num_workers)
+        self.crowded.append(crowded)
+        return next(self._outcomes)()
+
+    def run(self) -> dict[str, Any] | None:
+        return attempts.run_attempts(
+            self._config,
+            self._folder,
+            None,
+            attempts.share_out(self._config),
+            events=self.events,  # type: ignore[arg-type]
+            signals=Signals(),
+            note=self.notes.append,
+        )
+
+
+def fails(error: Exception) -> Outcome:
+    def outcome() -> dict[str, Any]:
+        raise error
+
+    return outcome
+
+
+def test_failures_between_checkpoints_do_not_add_up(
+    nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    saved = iter(range(1, 100))
+
+    def gets_on() -> dict[str, Any]:
+        checkpoint.save(checkpoint.folder_of(str(tmp_path), next(saved)), {"a": torch.zeros(1)}, state={})
+        raise DIED
+
+    monkeypatch.setattr(attempts.time, "sleep", lambda seconds: None)
+    run = Attempts(monkeypatch, [gets_on] * 5 + [lambda: FINISHED], config(max_failures=1), tmp_path)
+    assert run.run() == FINISHED
+    assert [kind for kind, _ in run.events.written] == ["attempt", "failure"] * 5 + ["attempt"]
+    run = Attempts(monkeypatch, [gets_on, fails(DIED), lambda: FINISHED], config(max_failures=1), tmp_path)
+    with pytest.raises(WorkerGroupError):
+        run.run()
+
+
+def test_where_others_hold_the_room_it_takes_what_is_left(
+    nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nodes.slots = [(1, 1), (1, 0)]
+    run = Attempts(monkeypatch, [fails(NO_ROOM), lambda: FINISHED], config(max_failures=0), tmp_path)
+    assert run.run() == FINISHED
+    assert (run.num_workers, run.crowded) == ([2, 1], [False, True])
+    assert [kind for kind, _ in run.events.written] == ["attempt", "attempt"]  # it did not fail: it never began
+
+
+def test_where_nothing_is_left_it_says_so_and_does_not_wait_for_ever(
+    nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nodes.slots = [(1, 0), (1, 0)]
+    run = Attempts(monkeypatch, [fails(NO_ROOM)], config(node_wait_s=0.1), tmp_path)
+    with pytest.raises(InputError, match="waited 0 s for resources that others hold; scaling: "):
+        run.run()
+    first, second = run.notes
+    assert first == "no place for 2 workers yet: others hold what they need"
+    assert second.startswith("waiting for resources that others hold: scaling: ")
+
+
+def test_growth_is_what_nodes_that_joined_have_brought(nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(attempts.time, "monotonic", lambda: now_s)
+
+    def looks(growth: Any) -> list[bool]:
+        nonlocal now_s
+        found = []
+        for _ in range(2):
+            now_s += 100
+            found.append(growth.possible())
+        return found
+
+    alone = attempts._Growth(config(), 1, crowded=False)
+    assert looks(alone) == [False, True]  # seen twice
+    crowded = attempts._Growth(config(), 1, crowded=True)  # the second slot is there, but another's
+    assert looks(crowded) == [False, False]
+    nodes.slots.append((1, 1))
+    assert looks(crowded) == [False, True]
+    nodes.slots.clear()
+    assert looks(crowded) == [False, False]

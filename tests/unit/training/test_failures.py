@@ -1,0 +1,118 @@
+"""Which failures count, for how long, and what is said of them: an attempt by the error it ended with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ray
+from ray.train.v2._internal.exceptions import (
+    WorkerGroupStartupFailedError,
+    WorkerGroupStartupTimeoutError,
+    WorkerHealthCheckFailedError,
+)
+from ray.train.v2.api.exceptions import ControllerError, PreemptionError, WorkerGroupError
+from ray.train.v2.api.preemption import PreemptionInfo
+
+from rayrec.config import InputError
+from rayrec.training.failures import Tolerance, cause_of, failures_in_a_row, is_preemption, is_without_room
+from rayrec.workloads.base import FailureConfig
+
+DIED = WorkerGroupError(
+    "died",
+    {
+        0: ValueError("connection reset"),
+        1: WorkerHealthCheckFailedError("dead", ray.exceptions.RayActorError(preempted=False)),
+    },
+)
+GONE_WITH_ITS_NODE = WorkerGroupError(
+    "died",
+    {
+        0: ValueError("connection reset"),
+        1: WorkerHealthCheckFailedError("dead", ray.exceptions.RayActorError(preempted=True)),
+    },
+)
+ANNOUNCED = PreemptionError(PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={"a": [1]}))
+NO_ROOM = ControllerError(WorkerGroupStartupTimeoutError(2))
+NOT_STARTED = ControllerError(WorkerGroupStartupFailedError("a worker's node died"))
+
+
+@pytest.mark.parametrize(
+    ("error", "preemption", "without_room", "cause"),
+    [
+        (DIED, False, False, "worker 1 died"),
+        (GONE_WITH_ITS_NODE, True, False, "a node was taken away, as announced"),
+        (ANNOUNCED, True, False, "a node was taken away, as announced"),
+        (NO_ROOM, False, True, "WorkerGroupStartupTimeoutError: The worker group startup timed out"),
+        (NOT_STARTED, False, False, "WorkerGroupStartupFailedError: a worker's node died"),
+        (WorkerGroupError("x", {1: ValueError("a\nb\n")}), False, False, "worker 1: ValueError: b"),
+        (ray.exceptions.RayActorError(), False, False, "the controller of Ray Train died"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_an_attempt_failed_with(error: Exception, preemption: bool, without_room: bool, cause: str) -> None:
+    assert (is_preemption(error), is_without_room(error)) == (preemption, without_room)
+    assert cause_of(error).startswith(cause)
+    assert "\n" not in cause_of(error)
+
+
+def test_failures_in_a_row() -> None:
+    assert [failures_in_a_row(before, progressed=False) for before in (0, 1, 2)] == [1, 2, 3]
+    assert [failures_in_a_row(before, progressed=True) for before in (0, 1, 9)] == [1, 1, 1]
+
+
+@pytest.fixture
+def after() -> Callable[..., float]:
+    tolerance = Tolerance(FailureConfig(max_failures=2, node_wait_s=100))
+
+    def pause(error: Exception = DIED, *, attempt_s: float = 100.0, progressed: bool = False) -> float:
+        return tolerance.pause_s(error, attempt_s=attempt_s, progressed=progressed)
+
+    return pause
+
+
+def test_a_run_that_gets_on_may_fail_any_number_of_times(after: Callable[..., float]) -> None:
+    for _ in range(20):
+        assert after(progressed=True) == 0
+        assert after() == 0
+    with pytest.raises(WorkerGroupError):
+        after()
+
+
+def test_without_a_checkpoint_between_they_add_up(after: Callable[..., float]) -> None:
+    assert after() == after(NOT_STARTED) == 0
+    with pytest.raises(WorkerGroupError):
+        after()
+
+
+@pytest.mark.parametrize("error", [ANNOUNCED, GONE_WITH_ITS_NODE])
+def test_nodes_taken_away_do_not_count(after: Callable[..., float], error: Exception) -> None:
+    for _ in range(10):
+        after(error)
+    assert after() == 0
+
+
+def test_those_that_end_at_once_wait_longer_and_longer(after: Callable[..., float]) -> None:
+    assert [after(ANNOUNCED, attempt_s=1) for _ in range(8)] == [0, 1, 2, 4, 8, 16, 30, 30]
+    assert after(ANNOUNCED, attempt_s=61) == 0
+
+
+def test_no_room_is_no_failure_but_has_an_end(after: Callable[..., float]) -> None:
+    for _ in range(5):
+        assert after(NO_ROOM, attempt_s=99) == 0
+        assert after(ANNOUNCED, attempt_s=99) == 0
+    assert after(NO_ROOM, attempt_s=60) == 0
+    with pytest.raises(InputError, match="no place for the workers for 120 s: other work holds"):
+        after(NO_ROOM, attempt_s=60)
+
+
+@pytest.mark.parametrize(("max_failures", "taken"), [(0, 0), (-1, 50)])
+def test_none_or_any_number(max_failures: int, taken: int) -> None:
+    tolerance = Tolerance(FailureConfig(max_failures=max_failures))
+    arguments: dict[str, Any] = {"attempt_s": 100.0, "progressed": True}
+    for _ in range(taken):
+        tolerance.pause_s(DIED, **{**arguments, "progressed": False})
+    if max_failures == 0:
+        with pytest.raises(WorkerGroupError):
+            tolerance.pause_s(DIED, **arguments)

@@ -1,0 +1,125 @@
+"""Where a worker goes on from: the newest checkpoint that can be read, whenever its damage shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rayrec import checkpoint, storage
+from rayrec.checkpoint import Checkpoint, folder_of, newest_good
+from rayrec.config import InputError
+from rayrec.training import worker
+from rayrec.training.loop import Progress
+
+
+class Loader:
+    def __init__(self, state: dict[str, Any] | None) -> None:
+        self.state, self.closed = state, False
+
+    def start(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Resumed:
+    """A start on a folder with checkpoints of a weight that is their step."""
+
+    def __init__(self, folder: Path, *steps: int) -> None:
+        self.folder, self.events, self.damaged = str(folder), list[tuple[str, int]](), set[int]()
+        self.loaders: list[Loader] = []
+        self.model = torch.nn.Linear(1, 1, bias=False)
+        for step in steps:
+            state = {"progress": dataclasses.asdict(Progress(step=step)), "loader": {"at": step}}
+            checkpoint.save(
+                folder_of(self.folder, step), {"model.weight": torch.full((1, 1), float(step))}, state=state
+            )
+
+    def make_loader(self, context: Any, prepared: Any, *, state: dict[str, Any] | None, step: int) -> Loader:
+        self.loaders.append(Loader(state))
+        return self.loaders[-1]
+
+    def set_up(self, context: Any, prepared: Any) -> Any:
+        optimizer = SimpleNamespace(
+            state={}, param_groups=[], step=lambda: None, zero_grad=lambda: None, state_dict=lambda: {"state": {}}
+        )
+        return SimpleNamespace(model=self.model, optimizer=optimizer)
+
+    def start(self) -> tuple[Checkpoint | None, Any, Any, Progress]:
+        context: Any = SimpleNamespace(config=SimpleNamespace(workload=self))
+        assignment: Any = SimpleNamespace(folder=self.folder, prepared=None)
+
+        def log(kind: str, fields: dict[str, Any]) -> None:
+            self.events.append((kind, checkpoint.step_of(fields["path"])))
+
+        return worker._resume(context, assignment, log, self.damaged)
+
+
+def tear(folder: str, step: int, name: str) -> None:
+    path = Path(folder_of(folder, step), name)
+    data = bytearray(path.read_bytes())
+    data[-2] ^= 4  # before it, a file so small is mostly header
+    path.write_bytes(data)
+
+
+def test_a_manifest_that_goes_bad_after_the_look_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resumed = Resumed(tmp_path, 1, 2)
+
+    def look_and_tear(folder: str, **arguments: Any) -> Checkpoint | None:
+        found = newest_good(folder, **arguments)
+        if found is not None and found.step == 2:
+            tear(folder, 2, "manifest.json")
+        return found
+
+    monkeypatch.setattr(worker, "newest_good", look_and_tear)
+    found, _, loader, progress = resumed.start()
+    assert found is not None
+    assert (found.step, progress.step, loader.state) == (1, 1, {"at": 1})
+    assert float(resumed.model.weight) == 1
+    assert (resumed.events, resumed.damaged) == ([("checkpoint_damaged", 2)], {2})
+    assert len(resumed.loaders) == 1  # none was started for what could not be read
+
+
+def test_damage_that_only_reading_shows_is_passed_over(tmp_path: Path) -> None:
+    resumed = Resumed(tmp_path, 1, 2, 3)
+    tear(resumed.folder, 3, "manifest.json")
+    tear(resumed.folder, 2, "data_00000.safetensors")
+    found, *_ = resumed.start()
+    assert found is not None
+    assert found.step == 1
+    assert float(resumed.model.weight) == 1
+    assert resumed.damaged == {2, 3}
+    assert resumed.events == [("checkpoint_damaged", 3), ("checkpoint_damaged", 2)]
+    assert [loader.closed for loader in resumed.loaders] == [True, False]
+
+
+def test_the_start_of_a_run(tmp_path: Path) -> None:
+    resumed = Resumed(tmp_path)
+    found, _, loader, progress = resumed.start()
+    assert (found, loader.state, progress) == (None, None, Progress())
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "data_00000.safetensors"])
+def test_it_does_not_begin_anew_because_of_a_bad_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    resumed = Resumed(tmp_path, 1)
+    enduring = storage.files.enduring
+
+    def fails(path: str, call: Any) -> Any:
+        if path.endswith(name) and call.__name__ == "read":
+            raise OSError(errno.EIO, "Input/output error")
+        return enduring(path, call)
+
+    monkeypatch.setattr(storage.files, "enduring", fails)
+    with pytest.raises(InputError, match=rf"{name}: cannot be read .*, and there is no other checkpoint to go on from"):
+        resumed.start()

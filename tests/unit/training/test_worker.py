@@ -1,0 +1,162 @@
+"""How a worker ends, and what it measures before it trains."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rayrec import recipes
+from rayrec.checkpoint import Retention, Saver, claim, folder_of
+from rayrec.config import InputError
+from rayrec.training import device_peak, worker
+from rayrec.training.device_peak import multiply_adds_per_s, multiply_adds_per_s_or_zero
+from rayrec.training.loop import Progress
+from rayrec.training.state import model_tensors
+from rayrec.training.worker import Assignment, finish
+
+CPU = torch.device("cpu")
+
+# -- the end
+
+
+class Evaluated:
+    """A model of one weight, which is its step, and all that an end asks of it; the metric of an evaluation is the weight."""
+
+    def __init__(self, folder: Path, *, steps: tuple[int, ...], sets: tuple[str, ...], patience: int = 3) -> None:
+        self.model = torch.nn.Linear(1, 1, bias=False)
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.evaluations: list[tuple[str, float]] = []
+        config = recipes.criteo_demo("none").replace(early_stopping={"patience": patience})
+        self.assignment = Assignment(config, None, str(folder), None, None)  # type: ignore[arg-type]
+        saver = Saver(
+            str(folder),
+            claim=claim(str(folder)),
+            retention=Retention(num_to_keep=9),
+            extra_files={},
+            max_outage_s=5.0,
+            log=lambda kind, fields: None,
+        )
+        for step in steps:
+            self.weigh(step)
+            saver.begin(step, model_tensors(self.model), state={}, score=None)
+            saver.wait()
+        saver.close()
+        self.setup: Any = SimpleNamespace(
+            model=self.model,
+            pipeline=SimpleNamespace(progress=next, reset=lambda: None),
+            eval_batches={name: lambda name=name: self.batches(name) for name in sets},
+            make_metrics=lambda: SimpleNamespace(update=None, compute=lambda: {"auroc": self.weight()}),
+            make_samples=lambda: [{"of": list(self.evaluations[-1:])}],
+        )
+
+    def weigh(self, value: float) -> None:
+        with torch.no_grad():
+            self.model.weight.fill_(value)
+
+    def weight(self) -> float:
+        return self.model.weight.item()
+
+    def batches(self, name: str) -> Iterator[Any]:
+        self.evaluations.append((name, self.weight()))
+        return iter(())
+
+    def finish(self, progress: Progress, *, evaluated_step: int | None) -> dict[str, Any]:
+        return finish(
+            self.assignment,
+            self.setup,
+            progress,
+            evaluated_step=evaluated_step,
+            expected_rows=progress.rows,
+            log=lambda kind, fields: self.events.append((kind, fields)),
+        )
+
+
+STOPPED_EARLY = Progress(
+    step=7, rows=70, best=4.0, best_step=4, since_best=3, metrics={"auroc": 7.0}, best_metrics={"auroc": 4.0}
+)
+
+
+def test_without_test_rows_metrics_and_samples_are_of_the_chosen_weights(tmp_path: Path) -> None:
+    run = Evaluated(tmp_path, steps=(4, 7), sets=("validation",))
+    told = run.finish(STOPPED_EARLY, evaluated_step=7)
+    assert (told["step"], told["chosen_step"], told["checkpoint"]) == (7, 4, folder_of(str(tmp_path), 4))
+    assert told["metrics"] == told["validation"] == {"auroc": 4.0}
+    assert run.evaluations == [("validation", 4.0)]
+    assert run.events == [("finish", told), ("samples", {"samples": [{"of": [("validation", 4.0)]}]})]
+
+
+def test_with_test_rows_they_are_scored_by_the_chosen_weights(tmp_path: Path) -> None:
+    run = Evaluated(tmp_path, steps=(4, 7), sets=("validation", "test"))
+    told = run.finish(STOPPED_EARLY, evaluated_step=7)
+    assert (told["metrics"], told["validation"]) == ({"auroc": 4.0}, {"auroc": 4.0})
+    assert run.evaluations == [("test", 4.0)]
+
+
+@pytest.mark.parametrize(("evaluated_step", "again"), [(7, []), (None, [("validation", 7.0)])])
+def test_the_last_weights_are_evaluated_again_only_where_this_process_has_not(
+    tmp_path: Path, evaluated_step: int | None, again: list[tuple[str, float]]
+) -> None:
+    run = Evaluated(tmp_path, steps=(4, 7), sets=("validation",), patience=0)
+    told = run.finish(STOPPED_EARLY, evaluated_step=evaluated_step)
+    assert told["chosen_step"] == 7
+    assert told["metrics"] == told["validation"] == {"auroc": 7.0}
+    assert run.evaluations == again
+
+
+def test_the_best_weights_damaged_is_for_the_user(tmp_path: Path) -> None:
+    run = Evaluated(tmp_path, steps=(4, 7), sets=("validation",))
+    (file,) = Path(folder_of(str(tmp_path), 4)).glob("data_*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(InputError, match="best weights of the run: train it anew"):
+        run.finish(STOPPED_EARLY, evaluated_step=7)
+
+
+# -- the peak
+
+
+def test_a_way_to_multiply_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_peak, "_WINDOW_S", 0.001)
+    whole = multiply_adds_per_s(CPU, precision="fp32")
+
+    def gone(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError("no such operation")
+
+    monkeypatch.setattr(torch.nn.functional, "linear", gone)
+    if torch.backends.mkldnn.is_available():
+        assert multiply_adds_per_s(CPU, precision="fp32") > 0
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    with pytest.raises(NotImplementedError, match="no such operation"):
+        multiply_adds_per_s(CPU, precision="fp32")
+    assert whole > 0
+
+
+def test_a_peak_that_cannot_be_measured_is_zero_and_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(device_peak, "_of_cuda", full)
+    with caplog.at_level(logging.WARNING):
+        assert multiply_adds_per_s_or_zero(torch.device("cuda"), precision="bf16") == 0.0
+    assert "the peak of cuda is not known (CUDA out of memory)" in caplog.text
+
+
+@pytest.mark.parametrize(("mine", "other", "expected"), [(5.0, 15.0, 20.0), (5.0, 0.0, None), (0.0, 15.0, None)])
+def test_a_peak_counts_where_every_worker_has_one(
+    monkeypatch: pytest.MonkeyPatch, mine: float, other: float, expected: float | None
+) -> None:
+    def over_workers(*values: float) -> tuple[list[float], list[float]]:
+        pairs = list(zip(values, (other, float(other == 0.0)), strict=True))
+        return [sum(pair) / 2 for pair in pairs], [max(pair) for pair in pairs]
+
+    monkeypatch.setattr(worker.loop, "over_workers", over_workers)
+    assert worker.peak_of_all(mine, world_size=2) == expected
