@@ -43,7 +43,7 @@ def run_ranks(
         for process in processes:
             process.start()
         for process in processes:
-            process.join(120)
+            process.join(300)
         outputs = [Path(meeting, f"output_{rank}").read_text() for rank in range(size)]
     expected = [-signal.SIGKILL if rank == killed else 0 for rank in range(size)]
     assert [process.exitcode for process in processes] == expected, "\n".join(outputs)
@@ -203,7 +203,7 @@ def save_in_background(folder: str, rank: int) -> None:
         folder,
         claim=mine,
         retention=Retention(),
-        extra_files=lambda path: storage.write_bytes(storage.join(path, "config.yaml"), b"a: 1"),
+        extra_files={"config.yaml": b"a: 1"},
         max_outage_s=0.3,
         log=lambda kind, fields: events.append((kind, fields)),
     )
@@ -254,7 +254,7 @@ def die_saving(folder: str, rank: int) -> None:
         folder,
         claim=claim(folder) if rank == 0 else None,
         retention=Retention(),
-        extra_files=None,
+        extra_files={},
         max_outage_s=60,
         log=lambda *_: None,
     )

@@ -9,7 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from ports import free_ports
+
+# How long an example takes says how busy the machine is, and nothing of the code.
+settings.register_profile("rayrec", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("rayrec")
 
 SWIFT = "swift==2.38.3"
 
@@ -105,7 +110,11 @@ def swift_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     python = folder / "bin" / "python"
     if not (folder / "complete").exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", SWIFT], check=True, stdin=subprocess.DEVNULL)
+        subprocess.run(
+            [str(python), "-m", "pip", "install", "--quiet", "--retries", "10", "--timeout", "60", SWIFT],
+            check=True,
+            stdin=subprocess.DEVNULL,
+        )
         (folder / "complete").touch()
     return str(python)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -30,14 +31,22 @@ ROLES = {
 POLL_S = 0.02
 
 _CLUSTER = """
-import json, sys
+import json, sys, time
+from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
 memory = {"object_store_memory": 200_000_000}
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **memory})
 for line in sys.stdin:
-    cluster.add_node(**json.loads(line), **memory)
-    print(cluster.address, flush=True)
+    asked = json.loads(line)
+    if "drain_s" in asked:
+        deadline_ms = int((time.time() + asked["drain_s"]) * 1000)
+        reason = DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
+        print(GcsClient(address=cluster.address).drain_node(newest.node_id, reason, "it will go", deadline_ms), flush=True)
+    else:
+        newest = cluster.add_node(**asked, **memory)
+        print(cluster.address, flush=True)
 """
 
 
@@ -101,7 +110,7 @@ class Session:
         # A process that the raylet is about to start shows the raylet's own command line.
         return [process for pid, process in sorted(found.items()) if process.parent not in found]
 
-    def kill(self, role: str, *, timeout_s: float = 60) -> int:
+    def kill(self, role: str, *, timeout_s: float = 180) -> int:
         """SIGKILLs the first process of a role, as soon as there is one, and returns its pid."""
         deadline_s = time.monotonic() + timeout_s
         while not (found := self.find(role)):
@@ -110,7 +119,7 @@ class Session:
         os.kill(found[0].pid, signal.SIGKILL)
         return found[0].pid
 
-    def kill_data_task(self, *, timeout_s: float = 60) -> int:
+    def kill_data_task(self, *, timeout_s: float = 180) -> int:
         """SIGKILLs a process in the midst of a data task, and returns its pid. Tasks are short, hence it is stopped first."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
@@ -133,7 +142,7 @@ class Session:
 
     def end(self) -> None:
         """SIGKILLs whatever is left of the session."""
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + 120
         while left := self.processes():
             for process in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -173,11 +182,19 @@ class RayCluster(Session):
             stdin=subprocess.PIPE,
         )
 
-    def add_node(self, node: str, *, timeout_s: float = 90) -> str:
+    def add_node(self, node: str, *, timeout_s: float = 240) -> str:
         """Adds a node, by the JSON of what `ray.cluster_utils.Cluster.add_node` takes; returns the cluster's address."""
+        return self._ask(node, timeout_s=timeout_s)
+
+    def drain_newest_node(self, seconds: float, *, timeout_s: float = 240) -> None:
+        """Announces that the node added last will be gone in so many seconds."""
+        answer = self._ask(json.dumps({"drain_s": seconds}), timeout_s=timeout_s)
+        assert answer.startswith("(True"), answer
+
+    def _ask(self, request: str, *, timeout_s: float) -> str:
         before = len(self.out.splitlines())
         assert self.process.stdin is not None
-        self.process.stdin.write(node.encode() + b"\n")
+        self.process.stdin.write(request.encode() + b"\n")
         self.process.stdin.flush()
         deadline_s = time.monotonic() + timeout_s
         while len(lines := self.out.splitlines()) == before:

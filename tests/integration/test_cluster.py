@@ -68,6 +68,6 @@ def test_training_and_data_tasks_go_to_their_nodes(click_log: Path, tmp_path: Pa
         text=True,
         check=False,
         env=environment,
-        timeout=240,
+        timeout=600,
     )
     assert "mixed cluster: ok" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]

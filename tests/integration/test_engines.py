@@ -139,7 +139,7 @@ def test_a_killed_executor_is_replaced_or_told(spark: Callable[..., Any], tasks:
     except InputError as error:
         told = str(error)
     assert numbers == list(range(12)) or re.fullmatch(r"Spark[^\n]*its log is [^\n]*", told)
-    assert time.monotonic() - started < 200
+    assert time.monotonic() - started < 500
 
 
 def kill_executor(marks: Path) -> None:
@@ -169,7 +169,7 @@ def command_of(pid: int) -> list[str]:
 def test_engines_leave_nothing_running(spark: Callable[..., Any]) -> None:
     with spark() as running:
         pid = running.process.pid
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while group(pid) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert group(pid) == []

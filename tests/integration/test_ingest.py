@@ -282,14 +282,24 @@ def test_a_log_changed_under_a_run_stops_it(click_log: Path, tmp_path: Path, pre
         count_log(RAYREC.counting(SCHEMA), parts_of(index), engine=RayEngine(PLACEMENT))
 
 
-def test_tasks_run_on_all_cpus() -> None:
-    """Tasks of half a second each: on two CPUs they need half of the time that one CPU would."""
+def test_tasks_run_on_all_cpus(tmp_path: Path) -> None:
+    """Each task but the last to begin waits until another has begun, which on one CPU none would."""
+    num_tasks = 8
 
-    def rest(number: int) -> pa.Table:
-        start = time.time()
-        time.sleep(0.5)
-        return pa.table({"start": [start], "stop": [time.time()]})
+    def meet(item: int) -> pa.Table:
+        begun = 0
+        while True:
+            try:
+                os.close(os.open(tmp_path / str(begun), os.O_CREAT | os.O_EXCL))
+                break
+            except FileExistsError:
+                begun += 1
+        deadline_s = time.monotonic() + 120
+        while not (met := begun == num_tasks - 1 or (tmp_path / str(begun + 1)).exists()):
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(0.02)
+        return pa.table({"met": [met]})
 
-    spans = [table.to_pylist()[0] for table in RayEngine(TaskPlacement()).run("rest", rest, list(range(8)))]
-    together = sum(a["start"] < b["stop"] and b["start"] < a["stop"] for a in spans for b in spans if a is not b)
-    assert together >= len(spans) // 2
+    found = [table.to_pylist()[0] for table in RayEngine(TaskPlacement()).run("meet", meet, list(range(num_tasks)))]
+    assert found == [{"met": True}] * num_tasks

@@ -189,16 +189,18 @@ def test_whatever_is_killed_the_weights_are_the_same(tokens: Path, tmp_path: Pat
     with Run(small(tokens, tmp_path / "killed", **fields), tmp_path / "commands_2", cache=tmp_path / "cache") as run:
         run.start()
         run.wait_for_step(50)
+        run.wait_for("checkpoint", lambda event: event["step"] >= 20)
         run.session.kill("train worker")
         run.wait_for("start", lambda event: event["step"] >= 20)
         run.wait_for_step(120)
+        run.wait_for("checkpoint", lambda event: event["step"] >= 80)
         run.kill_driver()
         assert not run.events("finish")
         run.start()
         begun = run.wait_for("start", lambda event: event["step"] >= 80)
         run.wait_for_step(begun["step"] + 40, since=begun["time"])
         run.session.process.send_signal(signal.SIGTERM)
-        assert run.exit_status(timeout_s=60) == 143, run.session.err
+        assert run.exit_status(timeout_s=240) == 143, run.session.err
         assert committed(run.path)[-1].step == run.events("stop")[-1]["step"]
         run.start()
         summary = run.summary()
@@ -214,6 +216,7 @@ def test_a_run_goes_on_under_the_other_loop_with_another_number_of_workers(token
     with Run(small(tokens, tmp_path, **fields), tmp_path / "commands", cache=tmp_path / "cache") as run:
         run.start()
         run.wait_for_step(50)
+        run.wait_for("checkpoint", lambda event: event["step"] >= 20)
         run.session.end()
         assert not run.events("finish")
     result = trained(small(tokens, tmp_path, **fields, loop="huggingface", scaling=scaling, batch_size=16))

@@ -35,14 +35,17 @@ for event in events:
     tracker.flush()
 tracker.close()
 url = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
-for _ in range(240):
-    time.sleep(0.25)
+before = []
+for _ in range(120):  # until the last event is there, and nothing more comes
+    time.sleep(1.0)
     try:
-        text = urllib.request.urlopen(url, timeout=5).read().decode()
+        text = urllib.request.urlopen(url, timeout=30).read().decode()
     except OSError:
         continue
-    if "ray_rayrec_steps_redone_total" in text:
+    lines = sorted(line for line in text.splitlines() if line.startswith("ray_rayrec_"))
+    if lines == before and any(line.startswith("ray_rayrec_data{") for line in lines):
         break
+    before = lines
 print(text)
 ray.shutdown()
 """
@@ -152,4 +155,18 @@ def test_legends_and_places_of_the_dashboard() -> None:
         assert panel["datasource"]["uid"] == "${datasource}"
         for target in panel["targets"]:
             assert '"$run"' in target["expr"]
+            # Two samples of a scrape a minute, whatever the panel's width and the data source's own interval.
+            if "rate(" in target["expr"]:
+                assert "[$__rate_interval]" in target["expr"]
+                assert panel["interval"] == "2m"
+        units = {
+            place["matcher"]["options"]: value["value"]
+            for place in panel["fieldConfig"].get("overrides", ())
+            for value in place["properties"]
+            if value["id"] == "unit"
+        }
+        # What counters add up and what they add up a second have no axis in common.
+        shares = {target["refId"] for target in panel["targets"] if "_s_total" in target["expr"]}
+        if shares and len(shares) < len(panel["targets"]):
+            assert all(units[name] == "percentunit" for name in shares)
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 QUIET = Console(quiet=True)
-OPTIONS = {"vocabulary_size": 400, "block_size": 32, "part_bytes": 16384, "shard_bytes": 8000}
+OPTIONS = {"vocabulary_size": 400, "block_size": 32, "part_bytes": 4096, "shard_bytes": 2000}
 
 
 class HereEngine:

@@ -98,8 +98,36 @@ def test_a_finished_run_is_not_trained_again(finished: tuple[TrainConfig, Result
     before = len(read_events(os.path.join(result.folder, "events.jsonl")))
     assert train(config).summary == result.summary
     assert len(read_events(os.path.join(result.folder, "events.jsonl"))) == before
-    with pytest.raises(InputError, match="finished with another configuration"):
-        train(config.replace(steps=21))
+    for changes in ({"steps": 19}, {"steps": 21, "seed": 1}):
+        with pytest.raises(InputError, match="finished with another configuration"):
+            train(config.replace(**changes))
+    assert json.loads(Path(result.folder, "summary.json").read_text()) == result.summary
+
+
+@pytest.mark.extended
+def test_a_finished_run_can_be_trained_for_longer(local_ray: None, click_log: Path, tmp_path: Path) -> None:
+    """It goes on at the very row, and ends as a run that was as long from the start."""
+    # A learning rate that decays towards the end would tell the two apart.
+    changes = {"evaluate_every": 4, "log_every": 1, "workload": {"schedule": {"decay_fraction": 0.0}}}
+    config = small(click_log, tmp_path, name="grown", steps=4, **changes)
+    assert train(config).summary["steps"] == 4
+    grown = train(config.replace(steps=8))
+    straight = train(config.replace(name="straight", steps=8))
+    for name in ("steps", "rows", "metrics", "weights_sha256"):
+        assert grown.summary[name] == straight.summary[name], name
+    assert (grown.summary["restarts"], grown.summary["rows_lost"], grown.summary["rows_repeated"]) == (0, 0, 0)
+    assert losses(grown.folder) == losses(straight.folder)
+    assert grown.checkpoint.endswith("step_00000008")
+
+
+@pytest.mark.extended
+def test_a_run_goes_on_with_the_rows_it_began_with_alone(local_ray: None, click_log: Path, tmp_path: Path) -> None:
+    config = small(click_log, tmp_path, name="run", steps=4, evaluate_every=4)
+    folder = Path(train(config).folder)
+    (folder / "summary.json").unlink()  # it was about to finish
+    with pytest.raises(InputError, match=r"^train_data: the run began with other rows[^\n]* another --name$"):
+        train(config.replace(seed=1, steps=8))
+    assert train(config.replace(steps=8)).summary["rows_lost"] == 0
 
 
 def test_same_config_gives_the_same_weights(finished: tuple[TrainConfig, Result], tmp_path: Path) -> None:

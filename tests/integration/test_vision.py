@@ -170,6 +170,7 @@ def test_a_killed_worker_changes_nothing(digits: Path, tmp_path: Path) -> None:
     with Run(small(digits, tmp_path / "killed", **fields), tmp_path / "commands_2", cache=tmp_path / "cache") as run:
         run.start()
         run.wait_for_step(35, timeout_s=400)
+        run.wait_for("checkpoint", lambda event: event["step"] >= 10, timeout_s=400)
         run.session.kill("train worker")
         assert not run.events("finish")
         summary = run.summary()

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from rayrec import cli
 from rayrec.commands import MODULES, command
 from rayrec.verbs import VERBS
 
@@ -21,5 +22,26 @@ def test_every_verb_has_one_command() -> None:
 @pytest.mark.parametrize(("verb", "unneeded"), [("top", "rayrec.prepare"), ("validate", "rayrec.serve.online.app")])
 def test_a_verb_loads_its_own_module_alone(verb: str, unneeded: str) -> None:
     code = f"import sys; from rayrec.commands import command; command({verb!r}); print({unneeded!r} in sys.modules)"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert ran.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (FileNotFoundError(2, "No such file or directory", "log.txt"), 2, "log.txt: No such file or directory"),
+        (OSError("s3://b/run: the store was out\nfor 600 s"), 1, "s3://b/run: the store was out for 600 s"),
+        (OSError(28, "No space left on device"), 1, "[Errno 28] No space left on device"),
+        (PermissionError(), 1, "PermissionError"),
+    ],
+    ids=repr,
+)
+def test_trouble_with_storage_is_told_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: OSError, status: int, line: str
+) -> None:
+    def fails(arguments: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr("rayrec.commands.command", lambda verb: fails)
+    assert cli.run(["train", "criteo_demo"]) == status
+    assert capsys.readouterr().err == f"rayrec train: {line}\n"

@@ -29,7 +29,7 @@ from rayrec.datasets.remote import RemoteFile
 
 BODY = random.Random(0).randbytes(3_000_000)
 OTHER = random.Random(1).randbytes(3_000_000)
-RETRIES = RetryConfig(attempts=3, first_wait_s=0.01, timeout_s=5.0)
+RETRIES = RetryConfig(attempts=3, first_wait_s=0.01, timeout_s=60.0)
 
 
 def md5(data: bytes) -> str:
@@ -374,7 +374,7 @@ def test_hosts_that_do_not_answer(server: Server, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="Connection refused"):
         fetch([refused], str(tmp_path), retries=RETRIES)
     release = threading.Event()
-    server.files["a.gz"] = Served(before=lambda served, number: release.wait(5) and None)
+    server.files["a.gz"] = Served(before=lambda served, number: release.wait(60) and None)
     with pytest.raises(InputError, match="no answer in time"):
         fetch([server.file()], str(tmp_path), retries=RETRIES.replace(timeout_s=0.1, attempts=1))
     release.set()
@@ -389,7 +389,7 @@ def test_waits_grow_and_are_bounded(server: Server, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="503 Service Unavailable"):
         fetch([server.file()], str(tmp_path), retries=RetryConfig(attempts=4, first_wait_s=0.1, longest_wait_s=0.2))
     assert len(served.requests) == 4
-    assert 0.5 <= time.monotonic() - start < 3.0  # 0.1 + 0.2 + 0.2
+    assert 0.5 <= time.monotonic() - start < 30  # 0.1 + 0.2 + 0.2
 
 
 def test_two_files_come_at_a_time(server: Server, tmp_path: Path) -> None:
@@ -419,7 +419,7 @@ def test_one_failure_stops_the_others_which_can_go_on_later(server: Server, tmp_
     started = time.monotonic()
     with pytest.raises(InputError, match=r"b\.gz: cannot be fetched .*404 Not Found"):
         fetch(files, str(tmp_path), retries=RetryConfig(first_wait_s=30.0))
-    assert time.monotonic() - started < 10.0  # a wait between attempts ends with it
+    assert time.monotonic() - started < 25  # a wait between attempts ends with it
     assert not later.requests
     server.files["b.gz"] = Served()
     slow.drops = []
@@ -445,12 +445,12 @@ def test_two_fetches_do_not_share_a_folder(server: Server, tmp_path: Path) -> No
 
     def hold(served: Served, number: int) -> None:
         inside.set()
-        release.wait(10)
+        release.wait(60)
 
     server.files["a.gz"] = Served(before=hold)
     thread = threading.Thread(target=fetch, args=([server.file()], str(tmp_path)), kwargs={"retries": RETRIES})
     thread.start()
-    assert inside.wait(10)
+    assert inside.wait(60)
     with pytest.raises(InputError, match="another fetch is writing there"):
         fetch([server.file()], str(tmp_path), retries=RETRIES)
     release.set()

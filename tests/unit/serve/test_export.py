@@ -304,6 +304,7 @@ def test_unusable_requests_are_told_in_one_line(saved: Saved, tmp_path: Path) ->
         export(
             str(saved.run), str(tmp_path / "out"), config=recipes.mnist_resnet18(), settings=ExportConfig(triton=True)
         )
+
     class OwnConfig(DLRMConfig):
         """Of a user."""
 
