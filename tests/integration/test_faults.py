@@ -289,7 +289,7 @@ def test_workers_that_become_fewer_and_more_again(begin: Begin, cluster: RayClus
     cluster.add_node(node)
     address = cluster.add_node(node)
     scaling = {"num_workers": (1, 2), "threads_per_worker": 1, "resources_per_worker": {"slot": 1.0}}
-    run = begin(cluster={"address": address}, scaling={**scaling, "resize_interval_s": 1.0}, steps=None, epochs=20)
+    run = begin(cluster={"address": address}, scaling={**scaling, "resize_interval_s": 1.0}, steps=None, epochs=12)
     both = run.wait_for("start")
     assert both["world_size"] == 2
     run.wait_for_step(100)
@@ -303,7 +303,7 @@ def test_workers_that_become_fewer_and_more_again(begin: Begin, cluster: RayClus
     assert_still_training(run)
     summary = run.summary(timeout_s=400)
     assert (summary["rows_repeated"], summary["rows_lost"]) == (0, 0)
-    assert summary["rows"] == 20 * summary["rows_of_sets"]["train"]
+    assert summary["rows"] == 12 * summary["rows_of_sets"]["train"]
     assert_accounted(run, summary, restarts=2)
     assert "more workers" in summary["restart_causes"][1]["cause"]
     assert summary["restart_causes"][1]["steps_redone"] == 0
@@ -320,7 +320,7 @@ def test_a_node_that_is_announced_to_go(begin: Begin, cluster: RayCluster) -> No
         cluster={"address": address},
         scaling=scaling,
         steps=None,
-        epochs=30,
+        epochs=10,
         checkpoint={"every": 1_000_000, "num_to_keep": 2},
         failure={"max_failures": 0, "node_wait_s": 60},
     )
@@ -334,7 +334,7 @@ def test_a_node_that_is_announced_to_go(begin: Begin, cluster: RayCluster) -> No
     assert_still_training(run)
     summary = run.summary(timeout_s=400)
     assert (summary["rows_repeated"], summary["rows_lost"]) == (0, 0)
-    assert summary["rows"] == 30 * summary["rows_of_sets"]["train"]
+    assert summary["rows"] == 10 * summary["rows_of_sets"]["train"]
     assert_accounted(run, summary, restarts=1)
     assert summary["restart_causes"][0]["cause"] == "a node was taken away, as announced"
 
