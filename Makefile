@@ -21,7 +21,7 @@ CHAOS_S ?= 120
 BENCHMARKS ?= ingest vocabulary preprocess train checkpoint recover predict serve observe mnist gpt2
 export DATA # the shell, not make, puts it into commands, so that it may hold spaces
 
-.PHONY: help setup demo test test-extended chaos check lint format types layers spelling docs bench clean
+.PHONY: help setup demo test test-extended test-exhaustive chaos check lint format types layers spelling docs bench clean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,8 +66,11 @@ demo: setup ## trains on a synthetic log made once, or on DATA=path/to/train.txt
 test: setup ## all tests but the extended ones and those of the documentation, which have targets of their own
 	@$(RUN)/python -m pytest --ignore tests/test_docs.py -m "not extended"
 
-test-extended: setup ## longer tests, and those that make Python environments first: Spark on Ray, an S3 server
-	@$(RUN)/python -m pytest --ignore tests/test_docs.py -m extended
+test-extended: setup ## longer tests: what dies, several nodes, an S3 server in a Python environment that they make first
+	@$(RUN)/python -m pytest --ignore tests/test_docs.py -m "extended and not exhaustive"
+
+test-exhaustive: setup ## what CI has no time for: Spark on Ray, forecasts held against the clock, variants of others
+	@$(RUN)/python -m pytest --ignore tests/test_docs.py -m exhaustive
 
 chaos: setup ## SEEDS=10 runs, something killed every few seconds for CHAOS_S=120 seconds; all must end with the same weights
 	@$(RUN)/python tests/chaos.py --seeds $(SEEDS) --seconds $(CHAOS_S)

@@ -22,7 +22,7 @@ from rayrec.config import InputError
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, SparkConfig, engine
 
-pytestmark = [pytest.mark.ray, pytest.mark.extended, pytest.mark.usefixtures("local_ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.extended, pytest.mark.exhaustive, pytest.mark.usefixtures("local_ray")]
 
 ENGINES = ("ray", "spark", "spark-on-ray")
 SPARK = {"master": "local[2]", "executor_memory": "1g", "timeout_s": 240.0}

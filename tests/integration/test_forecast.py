@@ -18,7 +18,7 @@ from rayrec.training.trainer import train
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended, pytest.mark.exhaustive]
 
 STEPS = 240
 TRIES = 3

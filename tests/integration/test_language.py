@@ -163,6 +163,7 @@ def test_a_checkpoint_is_evaluated_predicted_with_and_exported(
     assert losses(begun.folder)[0] < 0.6 * losses(result.folder)[0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("loop", LOOPS)
 def test_fsdp_learns_what_ddp_learns(tokens: Path, tmp_path: Path, loop: str) -> None:
     fields: dict[str, Any] = {"steps": 12, "evaluate_every": 6, "precision": "fp32", "loop": loop}

@@ -64,7 +64,10 @@ def raw_run(log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
 @pytest.mark.parametrize(
     "format",
-    ["binary", *(pytest.param(name, marks=pytest.mark.extended) for name in ("npy", "parquet"))],
+    [
+        "binary",
+        *(pytest.param(name, marks=[pytest.mark.extended, pytest.mark.exhaustive]) for name in ("npy", "parquet")),
+    ],
 )
 def test_ready_made_data_trains_the_same_weights(
     log: Path, raw_run: tuple[Path, dict[str, Any]], tmp_path: Path, format: str
@@ -241,6 +244,7 @@ def test_criteo_small_takes_its_days_and_says_what_is_missing(tmp_path: Path) ->
 
 
 @pytest.mark.extended
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", ["criteo_full", "mlperf_dlrm", "mlperf_dcnv2"])
 def test_recipes_of_all_days(tmp_path: Path, recipe: str) -> None:
     """Small models, but their own profile: ids modulo a limit, and for DCNv2 bags of many ids."""

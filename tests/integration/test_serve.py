@@ -85,6 +85,17 @@ def _replicas(server: Session) -> list[int]:
     return [process.pid for process in server.processes() if process.command.startswith("ray::ServeReplica")]
 
 
+def _end(server: Session, ingress: str, tell: Callable[..., subprocess.CompletedProcess[str]], *, served: str) -> None:
+    """By a signal, or by another process."""
+    if ingress == "direct":
+        server.process.send_signal(signal.SIGTERM)
+    else:
+        stopped = tell("--stop")
+        assert stopped.returncode == 0, stopped.stderr
+        assert json.loads(stopped.stdout)["model"] == served
+    assert server.process.wait(timeout=240) == 0, server.err
+
+
 @pytest.mark.parametrize("ingress", ["serve", "direct"])
 def test_a_server(tmp_path: Path, ingress: str) -> None:
     models = [make_model(seed=seed) for seed in (1, 2)]
@@ -148,13 +159,7 @@ def test_a_server(tmp_path: Path, ingress: str) -> None:
         rows = _counts(port)[f'rayrec_serve_rows_total{{model="{version}"}}']
         assert rows >= 10 * (len(load.answers) - CLIENTS)  # the counts of the one that died are kept
 
-        if ingress == "direct":
-            server.process.send_signal(signal.SIGTERM)
-        else:
-            stopped = tell("--stop")
-            assert stopped.returncode == 0, stopped.stderr
-            assert json.loads(stopped.stdout)["model"] == places[1]
-        assert server.process.wait(timeout=240) == 0, server.err
+        _end(server, ingress, tell, served=places[1])
     assert "sesame" not in server.out + server.err
 
 

@@ -204,6 +204,7 @@ def undisturbed(begin: Begin) -> Supervised:
 
 
 @pytest.mark.extended
+@pytest.mark.exhaustive
 def test_success_ends_at_once_with_the_summary(undisturbed: Supervised) -> None:
     summary = json.loads(undisturbed.out)
     assert summary == json.loads(Path(undisturbed.path, "summary.json").read_text())
