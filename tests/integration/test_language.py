@@ -179,7 +179,7 @@ def test_fsdp_learns_what_ddp_learns(tokens: Path, tmp_path: Path, loop: str) ->
     }
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", [pytest.param("rayrec", marks=pytest.mark.exhaustive), "huggingface"])
 def test_whatever_is_killed_the_weights_are_the_same(tokens: Path, tmp_path: Path, loop: str) -> None:
     """A worker, then the driver, then SIGTERM; with dropout, and data read from the middle of an epoch."""
     fields: dict[str, Any] = {"steps": 400, "evaluate_every": 100, "checkpoint": {"every": 20}, "loop": loop}
@@ -210,6 +210,7 @@ def test_whatever_is_killed_the_weights_are_the_same(tokens: Path, tmp_path: Pat
     assert (summary["rows"], summary["rows_repeated"], summary["rows_lost"]) == (expected["rows"], 0, 0)
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_under_the_other_loop_with_another_number_of_workers(tokens: Path, tmp_path: Path) -> None:
     """The position is in rows of the whole run, and the loop is none of the checkpoint's business."""
     fields: dict[str, Any] = {"steps": 120, "evaluate_every": 40, "checkpoint": {"every": 20}}

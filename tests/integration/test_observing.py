@@ -77,6 +77,7 @@ def test_what_is_missing_is_said_before_anything_starts(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.extended
 def test_a_run_in_progress_is_asked_for_a_profile(click_log: Path, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"steps": 100_000, "evaluate_every": 50_000, "checkpoint": {"every": 50_000}}

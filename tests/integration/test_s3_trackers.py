@@ -14,7 +14,7 @@ from rayrec.observe.tracking.tensorboard import TensorBoardTracker
 from rayrec.training import profiling
 from rayrec.training.profiling import request_profile, watched_requests
 
-pytestmark = pytest.mark.extended
+pytestmark = [pytest.mark.extended, pytest.mark.exhaustive]
 
 
 @pytest.fixture

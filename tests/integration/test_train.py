@@ -105,6 +105,7 @@ def test_a_finished_run_is_not_trained_again(finished: tuple[TrainConfig, Result
 
 
 @pytest.mark.extended
+@pytest.mark.exhaustive
 def test_a_finished_run_can_be_trained_for_longer(local_ray: None, click_log: Path, tmp_path: Path) -> None:
     """It goes on at the very row, and ends as a run that was as long from the start."""
     # A learning rate that decays towards the end would tell the two apart.

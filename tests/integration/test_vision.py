@@ -136,6 +136,7 @@ def test_an_export_predicts_the_same(two: Result, digits: Path, tmp_path: Path) 
 
 
 @pytest.mark.extended
+@pytest.mark.exhaustive
 def test_fsdp_learns_what_ddp_learns(two: Result, digits: Path, tmp_path: Path) -> None:
     result = trained(small(digits, tmp_path, workload={"parallel": "fsdp"}))
     first, second = losses(two.folder), losses(result.folder)
@@ -149,6 +150,7 @@ def test_fsdp_learns_what_ddp_learns(two: Result, digits: Path, tmp_path: Path) 
 
 
 @pytest.mark.extended
+@pytest.mark.exhaustive
 def test_accumulation_and_bf16(local_ray: None, digits: Path, tmp_path: Path) -> None:
     scaling = {"num_workers": 1, "threads_per_worker": 1}
     config = small(
