@@ -158,7 +158,15 @@ def test_a_page_runs(page: Path, world: Path, tmp_path: Path) -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=_name)
+@pytest.mark.parametrize(
+    "notebook",
+    [
+        pytest.param(
+            notebook, id=_name(notebook), marks=() if notebook.stem == "quickstart" else pytest.mark.exhaustive
+        )
+        for notebook in NOTEBOOKS
+    ],
+)
 def test_a_notebook_runs(notebook: Path, tmp_path: Path) -> None:
     cells = json.loads(notebook.read_text())["cells"]
     assert not any(cell.get("outputs") for cell in cells), "a notebook is kept without outputs"

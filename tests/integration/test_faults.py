@@ -268,6 +268,7 @@ def cluster(tmp_path: Path, cache: Path) -> Iterator[RayCluster]:
         yield started
 
 
+@pytest.mark.exhaustive
 @pytest.mark.extended
 def test_a_node_with_the_workers_on_it(expected: dict[str, Any], begin: Begin, cluster: RayCluster) -> None:
     node = json.dumps({"num_cpus": 1, "resources": {"slot": 2}})

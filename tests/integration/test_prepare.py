@@ -105,6 +105,7 @@ def test_ready_made_data_is_scored_like_the_raw_log(
     assert pq.read_table(tmp_path / "of-ready") == pq.read_table(tmp_path / "of-raw")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.extended
 def test_full_shuffle_is_asked_for_and_given(log: Path, raw_run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """The same rows in another order; data that is not mixed so is refused."""
@@ -189,6 +190,7 @@ def test_an_unlabelled_log_is_made_ready_and_scored(
     assert (np.load(tmp_path / "ready" / "test_labels.npy") == -1).all()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.extended
 def test_criteo_in_parquet_is_criteo_in_text(log: Path, tmp_path: Path) -> None:
     types = {name: pa.int64() for name in (SCHEMA.label, *SCHEMA.dense)} | {name: pa.string() for name in SCHEMA.sparse}

@@ -94,6 +94,7 @@ def test_files_and_folders_are_as_locally(folder: str, tmp_path: Path) -> None:
     assert storage.exists(f"{folder}2/deep/er")
 
 
+@pytest.mark.exhaustive
 def test_one_large_piece_and_many_small_ones_are_the_same(folder: str) -> None:
     data = np.arange(5 * MIB, dtype=np.int32).reshape(5, -1)
     empty = memoryview(np.zeros((0, 3), np.float32))
@@ -104,6 +105,7 @@ def test_one_large_piece_and_many_small_ones_are_the_same(folder: str) -> None:
     assert storage.read_bytes(f"{folder}/one") == data.tobytes() == storage.read_bytes(f"{folder}/many")
 
 
+@pytest.mark.exhaustive
 def test_keys_are_taken_as_they_are(folder: str) -> None:
     names = ["100% sure#1 ä+b", "a%20b", "q?x"]
     for name in names:
@@ -113,6 +115,7 @@ def test_keys_are_taken_as_they_are(folder: str) -> None:
     assert [storage.read_bytes(file.path).decode() for file in files] == names
 
 
+@pytest.mark.exhaustive
 def test_glob_of_a_single_character(folder: str) -> None:
     for name in ("day_1", "day_2", "day_10"):
         storage.write_bytes(f"{folder}/{name}", b"x")
@@ -120,6 +123,7 @@ def test_glob_of_a_single_character(folder: str) -> None:
     assert len(storage.list_files(f"{folder}/day_*")) == 3
 
 
+@pytest.mark.exhaustive
 def test_large_streams_come_back_even_if_their_memory_is_used_again(folder: str) -> None:
     buffer = np.zeros(3 * MIB + 7, np.uint8)
 
@@ -163,6 +167,7 @@ def test_a_failed_stream_leaves_what_was_there(folder: str, size_mib: int) -> No
     assert storage.list_folder(folder) == ["file"]
 
 
+@pytest.mark.exhaustive
 def test_a_folder_that_fails_leaves_nothing(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from rayrec.storage import folders
 
@@ -194,6 +199,7 @@ def test_a_folder_that_fails_leaves_nothing(folder: str, monkeypatch: pytest.Mon
     assert not storage.exists(f"{folder}2")
 
 
+@pytest.mark.exhaustive
 def test_a_forked_process_reaches_the_store(folder: str) -> None:
     storage.write_bytes(f"{folder}/a", b"1")
     child = os.fork()
@@ -244,6 +250,7 @@ def test_operations_outlast_an_outage(folder: str, s3_server: Any) -> None:
     assert storage.size_of(f"{folder}/large") == 20 * MIB
 
 
+@pytest.mark.exhaustive
 def test_an_outage_in_the_middle_of_a_stream(folder: str, s3_server: Any) -> None:
     restarts = []
 
@@ -269,6 +276,7 @@ def test_an_outage_in_the_middle_of_a_stream(folder: str, s3_server: Any) -> Non
     assert seen.tolist() == list(range(60))
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_hangs_is_noticed(folder: str, s3_server: Any) -> None:
     storage.write_bytes(f"{folder}/here", b"abc")
     os.kill(s3_server.pid, signal.SIGSTOP)
@@ -303,6 +311,7 @@ def test_a_wrong_secret_is_said_at_once(folder: str, monkeypatch: pytest.MonkeyP
         assert _took(operation, InputError, match) < 30
 
 
+@pytest.mark.exhaustive
 def test_missing_credentials_are_said_at_once(folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
@@ -317,6 +326,7 @@ def test_a_missing_bucket_is_said_at_once(s3_server: Any) -> None:
         assert _took(operation, InputError, match) < 30
 
 
+@pytest.mark.exhaustive
 def test_a_missing_file_is_said_at_once(folder: str) -> None:
     storage.write_bytes(f"{folder}/b", b"1")
     for operation in _operations(folder)[:3]:
@@ -324,6 +334,7 @@ def test_a_missing_file_is_said_at_once(folder: str) -> None:
     assert _took(lambda: storage.list_files(f"{folder}/none"), InputError, "none: no such file or folder$") < 30
 
 
+@pytest.mark.exhaustive
 def test_a_dead_endpoint_is_given_up(folder: str, s3_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     monkeypatch.setenv("RAYREC_STORAGE_OUTAGE_S", "1")
@@ -332,6 +343,7 @@ def test_a_dead_endpoint_is_given_up(folder: str, s3_server: Any, monkeypatch: p
         assert 0.8 < _took(operation, OSError, match) < 30
 
 
+@pytest.mark.exhaustive
 def test_endpoint_region_and_credentials_come_from_a_profile_too(
     folder: str, s3_server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -378,6 +390,7 @@ def test_events_outlast_an_outage_and_are_followed(folder: str, s3_server: Any) 
     assert [event["step"] for event in seen] == list(range(21))
 
 
+@pytest.mark.exhaustive
 def test_the_end_of_a_process_flushes_its_events(folder: str) -> None:
     code = (
         "import sys; from rayrec.observe.events import EventWriter\n"
@@ -390,6 +403,7 @@ def test_the_end_of_a_process_flushes_its_events(folder: str) -> None:
     assert [event["step"] for event in read_events(url)] == list(range(5))
 
 
+@pytest.mark.exhaustive
 def test_a_run_in_progress_is_reported_there_and_here(folder: str, tmp_path: Path) -> None:
     storage.write_bytes(f"{folder}/config.yaml", made_up_run.CONFIG.encode())
     with EventWriter(f"{folder}/events.jsonl") as writer:

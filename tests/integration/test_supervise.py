@@ -229,6 +229,7 @@ def test_a_users_error_is_not_tried_again(begin: Begin) -> None:
     assert run.out == ""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.extended
 def test_ctrl_c_stops_the_job_which_saves_first(begin: Begin) -> None:
     run = begin("interrupted", steps=100_000)
