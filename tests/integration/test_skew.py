@@ -136,6 +136,7 @@ def test_predict(
         labelled=True,
         batch_rows=1024,
         key_columns=(),
+        frequency_columns=(),
         stretches=(),
     )
     scorer = config.workload.load_scorer(  # type: ignore[attr-defined]
