@@ -12,7 +12,7 @@ from rayrec.storage import read_json
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.distillation import RECORD
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended, pytest.mark.exhaustive]
 
 STEPS = 160
 
