@@ -101,30 +101,16 @@ def make_setup(config: Any, folder: str) -> tuple[Any, list[Any], float, Any]:
     import torch
 
     from rayrec.data.placement import TaskPlacement
-    from rayrec.data.position import EpochOrder, Part
     from rayrec.native import keep_freed_memory
     from rayrec.workloads.base import WorkerContext
-    from rayrec.workloads.recsys import Prepared
-    from rayrec.workloads.recsys_calibration import _batches, _read_slice
+    from rayrec.workloads.recsys_calibration import _batches, _read_slice, prepared_for_rows
 
     keep_freed_memory()
     torch.set_num_threads(os.cpu_count() or 1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
     piece = _read_slice(config.workload, config)
     preprocessor, index = piece.preprocessor, piece.index
-    order = EpochOrder(
-        (Part(index.segments[0], 0, piece.rows_of_log),), "none", 0, 1
-    )  # its number of rows is looked at
-    prepared = Prepared(
-        preprocessor,
-        preprocessor.hash(),
-        preprocessor.inputs,
-        preprocessor.num_embeddings,
-        {"train": order},
-        0,
-        folder,
-        None,
-    )
+    prepared = prepared_for_rows(preprocessor, index, piece.rows_of_log, folder=folder)
     context = WorkerContext(config, 0, 1, torch.device("cpu"), TaskPlacement())
     setup = config.workload.set_up(context, prepared)
     assert setup.described["batch_size"] == BATCH

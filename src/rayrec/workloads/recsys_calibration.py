@@ -33,7 +33,7 @@ from rayrec.workloads.recsys_plan import tables_of
 
 if TYPE_CHECKING:
     from rayrec.click_batch import ClickBatch
-    from rayrec.workloads.recsys import ClickWorkload
+    from rayrec.workloads.recsys import ClickWorkload, Prepared
 
 _REPEATS: Final = 3
 """Of the data stages; the quickest counts."""
@@ -167,6 +167,23 @@ def _one_openmp_thread() -> Iterator[None]:
             os.environ["OMP_NUM_THREADS"] = before
 
 
+def prepared_for_rows(preprocessor: Preprocessor, index: LogIndex, rows: int, *, folder: str) -> Prepared:
+    """What a worker is set up with that trains on so many rows, and is handed its batches."""
+    from rayrec.workloads.recsys import Prepared
+
+    order = EpochOrder((Part(index.segments[0], 0, rows),), "none", 0, 1)  # only its number of rows is looked at
+    return Prepared(
+        preprocessor,
+        preprocessor.hash(),
+        preprocessor.inputs,
+        preprocessor.num_embeddings,
+        {"train": order},
+        0,
+        folder,
+        None,
+    )
+
+
 def _rank(
     rank: int,
     workers: int,
@@ -181,7 +198,6 @@ def _rank(
     import torch
 
     from rayrec.native import keep_freed_memory
-    from rayrec.workloads.recsys import Prepared
 
     keep_freed_memory()
     torch.set_num_threads(threads)
@@ -190,18 +206,7 @@ def _rank(
         "nccl" if cuda else "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=workers
     )
     preprocessor = Preprocessor.load(folder + "/preprocessor")
-    whole = index.segments[0]
-    order = EpochOrder((Part(whole, 0, rows_of_log),), "none", 0, 1)  # only its number of rows is looked at
-    prepared = Prepared(
-        preprocessor,
-        preprocessor.hash(),
-        preprocessor.inputs,
-        preprocessor.num_embeddings,
-        {"train": order},
-        0,
-        folder,
-        None,
-    )
+    prepared = prepared_for_rows(preprocessor, index, rows_of_log, folder=folder)
     context = WorkerContext(config, rank, workers, device, TaskPlacement())
     setup = config.workload.set_up(context, prepared)
     setup.model.train()

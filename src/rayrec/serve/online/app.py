@@ -137,7 +137,7 @@ class ScoringApp:
         deadline_s = time.monotonic() + self._config.time_limit_s
         with_columns = _with_columns(scope)
         format = _format(scope)
-        with _Held(self) as held:
+        with _HeldMemory(self) as held:
             content = await self._read(
                 scope, receive, deadline_s, weight=_JSON_WEIGHT if format == "json" else 1, held=held
             )
@@ -159,7 +159,9 @@ class ScoringApp:
             return opened()
         return await asyncio.get_running_loop().run_in_executor(None, opened)
 
-    async def _read(self, scope: Message, receive: Receive, deadline_s: float, *, weight: int, held: _Held) -> bytes:
+    async def _read(
+        self, scope: Message, receive: Receive, deadline_s: float, *, weight: int, held: _HeldMemory
+    ) -> bytes:
         """The request's body; as it comes, whatever length was announced. A byte of it holds `weight` bytes of memory."""
         most = self._config.max_body_bytes
         too_large = RequestError(413, f"more than {most} bytes; send the rows in several requests", headers=_CLOSE)
@@ -233,7 +235,7 @@ _DRAIN_S: Final = 1.0
 
 
 @final
-class _Held:
+class _HeldMemory:
     """The memory that one request holds, from its first byte to its answer, as part of what all of them may hold."""
 
     def __init__(self, app: ScoringApp) -> None:
@@ -249,7 +251,7 @@ class _Held:
         self._num_bytes += num_bytes
         app.held_bytes += num_bytes
 
-    def __enter__(self) -> _Held:
+    def __enter__(self) -> _HeldMemory:
         return self
 
     def __exit__(self, *error: object) -> None:
