@@ -25,11 +25,12 @@ def events_in(lines: Iterable[bytes], path: str | Path) -> Iterator[dict[str, An
 def lines_and_events(lines: Iterable[bytes], path: str | Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """`events_in`, each with its line."""
     torn: int | None = None  # number of the first line that is no event and that nothing has excused yet
-    line = b""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue  # two writers may end the same torn line
         event = _parsed(line)
+        if event is None and not line.endswith(b"\n"):
+            return  # its writer is at work, and a file being read gives the rest of the line as a next one
         if event is None:
             torn = torn or number
         elif event["kind"] == TORN_LINE:
@@ -38,7 +39,7 @@ def lines_and_events(lines: Iterable[bytes], path: str | Path) -> Iterator[tuple
             raise _not_an_event(path, torn)
         else:
             yield line, event
-    if torn is not None and line.endswith(b"\n"):
+    if torn is not None:
         raise _not_an_event(path, torn)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import logging
 import math
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 
 from rayrec.config import Config, InputError
+from rayrec.observe.event_lines import events_in
 from rayrec.observe.events import EventWriter, follow, read_events, readable_events
 
 
@@ -128,6 +130,29 @@ def test_incomplete_last_line_is_left_out(path: Path) -> None:
     with path.open("ab") as file:
         file.write(b'{"time": 1.0, "kind": "st')
     assert [event["step"] for event in read_events(path)] == [1]
+
+
+class _Growing(io.RawIOBase):
+    """A file whose reader comes to its end, and finds more there the next time."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self._pieces = list(pieces)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        piece = self._pieces.pop(0) if self._pieces else b""
+        buffer[: len(piece)] = piece
+        return len(piece)
+
+
+def test_a_line_that_grows_while_it_is_read_is_left_out() -> None:
+    first, second = (f'{{"time": 1.0, "kind": "step", "step": {step}}}\n'.encode() for step in (1, 2))
+    file = io.BufferedReader(_Growing(first + second[:9], b"", second[9:], b""))
+    assert list(file) == [first, second[:9], second[9:]]  # what a reader of the file is given
+    file = io.BufferedReader(_Growing(first + second[:9], b"", second[9:], b""))
+    assert [event["step"] for event in events_in(file, "events.jsonl")] == [1]
 
 
 @pytest.mark.parametrize("line", [b'{"time": 1.0, "ki\n', b"7\n", b"{}\n", b"\xff\xfe\n", b"\x00\x00\n"])
