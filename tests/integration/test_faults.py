@@ -88,6 +88,7 @@ def assert_accounted(run: Run, summary: dict[str, Any], *, restarts: int) -> Non
         assert "\n" not in cause["cause"]
 
 
+@pytest.mark.extended
 def test_a_data_task_costs_no_restart_and_a_train_worker_one(expected: dict[str, Any], begin: Begin) -> None:
     run = begin()
     run.wait_for_step(60)
