@@ -19,7 +19,8 @@ class Policy(Config):
     """When to give up."""
 
     max_failures: int = 5
-    """Short-lived attempts in a row that are followed by another one; -1: without limit."""
+    """Failures in a row that are followed by another attempt; -1: without limit. One is an attempt that was short-lived or ended
+    with an error of the user's."""
     healthy_after_s: float = 300.0
     """An attempt that ran for fewer seconds was short-lived."""
     max_wait_s: float = 86_400.0
@@ -38,9 +39,9 @@ class Tally:
     attempts: int = 0
     """Jobs submitted so far; the newest one's number."""
     short_lived: int = 0
-    """How many of the latest were, in a row."""
+    """How many of the latest, in a row, were that or ended with an error of the user's."""
     accepted: bool = False
-    """Whether an attempt ran that did not end with an error of the user's: the flags are good then."""
+    """Whether an attempt lived long, or ran and did not end with an error of the user's: the flags are good then."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +88,16 @@ def judge(policy: Policy, tally: Tally, ending: Ending, *, jitter: float) -> tup
     if status == 130:
         return tally, Quit(130, "someone interrupted the job")
     users_error = status == 2 or status in _NOT_STARTED
-    if users_error and not tally.accepted:
+    healthy = ending.lived_s >= policy.healthy_after_s
+    if users_error and not (tally.accepted or healthy):
         return tally, Quit(2, describe(ending))
-    short_lived = tally.short_lived + 1 if ending.lived_s < policy.healthy_after_s else 0
-    accepted = tally.accepted or (ending.ran and not users_error)
+    short_lived = 0 if healthy and not users_error else tally.short_lived + 1
+    accepted = tally.accepted or healthy or (ending.ran and not users_error)
     tally = Tally(attempts=tally.attempts, short_lived=short_lived, accepted=accepted)
     if 0 <= policy.max_failures < short_lived:
         attempts = f"{short_lived} attempts in a row" if short_lived > 1 else "the attempt"
-        cause = f"{attempts} ran for less than {policy.healthy_after_s:g} s; the last {describe(ending)}"
+        failed = f"ran for less than {policy.healthy_after_s:g} s or ended with an error of yours"
+        cause = f"{attempts} {failed}; the last {describe(ending)}"
         return tally, Quit(2 if users_error else 1, cause)
     return tally, Resubmit(pause_s(short_lived, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, jitter=jitter))
 
