@@ -42,7 +42,7 @@ class Parts:
         """Of the file that is next."""
         place = self._exit.enter_context(tempfile.TemporaryDirectory()) if storage.is_url(folder) else folder
         self._journal = _Journal(os.path.join(place, f"_journal-{self._number:05d}"))
-        self.rows = self._number * PART_ROWS + self._journal.rows
+        self.rows = self._rows_of_files() + self._journal.rows
         """Written so far, by whoever began too."""
 
     def __enter__(self) -> Parts:
@@ -67,6 +67,13 @@ class Parts:
         if self._journal.rows:
             self._end_part()
         return [_name(number) for number in range(self._number)]
+
+    def _rows_of_files(self) -> int:
+        """All but the newest are full; that one may be what `finish` wrote, and tells itself."""
+        if not self._number:
+            return 0
+        filesystem, inner = storage.resolve(storage.join(self._folder, _name(self._number - 1)))
+        return (self._number - 1) * PART_ROWS + pq.read_metadata(inner, filesystem=filesystem).num_rows
 
     def _end_part(self) -> None:
         with storage.writing(storage.join(self._folder, _name(self._number))) as path:

@@ -14,6 +14,8 @@ from rayrec.config import InputError
 
 JOB = "_job.json"
 """What the folder is being made of; of a folder at a URL it also says that it is not complete."""
+COMPLETE = "_SUCCESS"
+"""The last file of a folder at a URL, for its readers; it names the others."""
 _LOCK = "_lock"
 
 
@@ -32,9 +34,9 @@ def unfinished(out: str, made_of: dict[str, Any]) -> Iterator[Unfinished]:
     """On leaving it without an error, the folder is at `out` with the files that were named. After an error it stays at
     OUT.partial, to be gone on with by whoever asks for the same, unless it holds nothing yet.
 
-    At a URL, where no folder can be renamed, its files are copied one after the other; a process killed meanwhile leaves some,
-    and whoever asks for the same adds the rest. Raises InputError where `out` exists, is being made right now, or was begun of
-    something else than `made_of` (plain JSON values).
+    At a URL, where no folder can be renamed, its files are copied one after the other, and COMPLETE comes last; a process killed
+    meanwhile leaves some, and whoever asks for the same adds the rest. Raises InputError where `out` exists, is being made right
+    now, or was begun of something else than `made_of` (plain JSON values), or nobody knows of what.
     """
     out = storage.absolute(out).rstrip("/")
     work = Unfinished(f"{out}.partial")
@@ -68,7 +70,11 @@ def _locked(folder: str) -> Iterator[None]:
 
 
 def _begin(folder: str, job: str, made_of: dict[str, Any]) -> None:
-    if storage.exists(job) and _begun(folder):
+    if _begun(folder):
+        if not storage.exists(job):
+            raise InputError(
+                f"{folder}: holds files, but no {JOB} that says of what they were made; remove that folder"
+            )
         before = storage.read_json(job)
         others = [name for name, value in made_of.items() if before.get(name) != value]
         if others:
@@ -84,7 +90,9 @@ def _begun(folder: str) -> bool:
     """Whether anything was made."""
     if storage.is_url(folder):
         return any(name not in (JOB, _LOCK) for name in storage.list_folder(folder))
-    names = set(os.listdir(folder)) - {JOB, _LOCK}
+    names = [
+        name for name in os.listdir(folder) if not name.startswith((JOB, _LOCK))
+    ]  # a JOB being written has a longer name
     return any(os.path.getsize(os.path.join(folder, name)) for name in names)
 
 
@@ -92,9 +100,13 @@ def _finish(work: Unfinished, out: str) -> None:
     if storage.is_url(out):
         for name in work.files:
             storage.copy_file(storage.join(work.folder, name), storage.join(out, name))
+        storage.write_json(storage.join(out, COMPLETE), {"files": work.files})
+        storage.remove_file(storage.join(work.folder, JOB))  # first: from now on nobody goes on with it
         storage.remove_folder(work.folder)
         return
-    for name in set(os.listdir(work.folder)) - set(work.files):
+    for name in set(os.listdir(work.folder)) - {*work.files, JOB, _LOCK}:
         os.remove(os.path.join(work.folder, name))
     os.rename(work.folder, out)
     storage.sync(os.path.dirname(out))
+    for name in (JOB, _LOCK):  # last: until the folder appeared, whoever is killed can go on
+        os.remove(os.path.join(out, name))

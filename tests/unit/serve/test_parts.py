@@ -12,10 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rayrec import storage
 from rayrec.config import InputError
 from rayrec.serve import parts as module
 from rayrec.serve.parts import Parts
-from rayrec.serve.unfinished import JOB, unfinished
+from rayrec.serve.unfinished import COMPLETE, JOB, unfinished
 
 ROWS = 2300
 MADE_OF: dict[str, Any] = {"checkpoint": "a", "input": ["log", 3]}
@@ -126,6 +127,17 @@ def test_killed_between_file_and_journal(
     assert _bytes_of_files(tmp_path) == expected
 
 
+def test_killed_after_the_last_file(tmp_path: Path, expected: dict[str, bytes]) -> None:
+    """Which holds fewer rows than the others."""
+    with Parts(str(tmp_path)) as parts:
+        parts.write(_table())
+        names = parts.finish()
+    with Parts(str(tmp_path)) as parts:
+        assert parts.rows == ROWS
+        assert parts.finish() == names
+    assert _bytes_of_files(tmp_path) == expected
+
+
 # -- the folder
 
 
@@ -171,6 +183,86 @@ def test_what_holds_nothing_is_begun_anew(tmp_path: Path) -> None:
     with unfinished(str(tmp_path / "out"), MADE_OF):
         pass
     assert not os.listdir(tmp_path / "out")
+
+
+def test_what_nobody_knows_the_origin_of_is_refused(tmp_path: Path) -> None:
+    work = tmp_path / "out.partial"
+    work.mkdir()
+    (work / "part-00000.parquet").write_text("1")
+    with pytest.raises(InputError, match=r"out\.partial: holds files, but no _job\.json"):
+        unfinished(str(tmp_path / "out"), MADE_OF).__enter__()
+    (work / "part-00000.parquet").rename(work / f"{JOB}.1234.partial")  # of a process killed while it wrote that
+    with unfinished(str(tmp_path / "out"), MADE_OF):
+        pass
+
+
+@pytest.mark.parametrize("killed_at", ["rename", "remove"])
+def test_killed_while_the_folder_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str) -> None:
+    """Whoever asks again finds either all that it takes to go on or the folder."""
+    out, killed = tmp_path / "out", unfinished(str(tmp_path / "out"), MADE_OF)
+    work = killed.__enter__()
+    Path(work.folder, "a").write_text("1")
+    work.files = ["a"]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, killed_at, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            killed.__exit__(None, None, None)
+    if killed_at == "remove":
+        assert (out / "a").read_text() == "1"
+        return
+    with unfinished(str(out), MADE_OF) as work:
+        assert Path(work.folder, "a").read_text() == "1"
+        work.files = ["a"]
+    assert os.listdir(out) == ["a"]
+
+
+@pytest.mark.parametrize("copies", [0, 1, 2])
+def test_killed_while_it_is_copied_to_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: int) -> None:
+    """After so many of two files; of both: killed before JOB is gone. The marker comes when all are there."""
+    url, copy, done = f"file://{tmp_path}/out", storage.copy_file, []
+
+    def copy_some(source: str, target: str) -> None:
+        if len(done) == copies:
+            raise KeyboardInterrupt
+        done.append(copy(source, target))
+
+    killed = unfinished(url, MADE_OF)
+    work = killed.__enter__()
+    work.files = ["a", "b"]
+    for name in work.files:
+        storage.write_bytes(storage.join(work.folder, name), name.encode())
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "copy_file", copy_some)
+        if copies == 2:
+            patch.setattr(storage, "remove_file", lambda path: copy_some(path, path))
+        with pytest.raises(KeyboardInterrupt):
+            killed.__exit__(None, None, None)
+    assert (COMPLETE in storage.list_folder(url)) == (copies == 2)
+
+    with unfinished(url, MADE_OF) as work:
+        work.files = ["a", "b"]
+    assert storage.list_folder(url) == [COMPLETE, "a", "b"]
+    assert storage.read_json(storage.join(url, COMPLETE)) == {"files": ["a", "b"]}
+    assert os.listdir(tmp_path) == ["out"]
+    with pytest.raises(InputError, match="exists already"):
+        unfinished(url, MADE_OF).__enter__()
+
+
+def test_killed_while_what_is_copied_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"file://{tmp_path}/out"
+    killed = unfinished(url, MADE_OF)
+    work = killed.__enter__()
+    storage.write_bytes(storage.join(work.folder, "a"), b"1")
+    work.files = ["a"]
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "remove_folder", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            killed.__exit__(None, None, None)
+    with pytest.raises(InputError, match="exists already"):
+        unfinished(url, MADE_OF).__enter__()
+    storage.remove_folder(url)
+    with pytest.raises(InputError, match=r"out\.partial: holds files, but no _job\.json"):
+        unfinished(url, {**MADE_OF, "checkpoint": "b"}).__enter__()
 
 
 def test_one_writer_at_a_time(tmp_path: Path) -> None:
