@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -33,7 +34,7 @@ from rayrec.training.device_peak import multiply_adds_per_s_or_zero
 from rayrec.training.loop import Progress
 from rayrec.training.profiling import make_profiler, profiled
 from rayrec.training.state import all_tensors, model_tensors, restore_all
-from rayrec.training.stopping import StopWatch
+from rayrec.training.stopping import MORE_WORKERS, StopWatch
 from rayrec.training.store_watch import StoreWatch
 from rayrec.training.worker_logs import quiet_logs
 from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerContext, WorkerSetup
@@ -158,7 +159,7 @@ def _train(worker: WorkerContext, assignment: Assignment, log: Log) -> dict[str,
         return finish(
             assignment, setup, progress, evaluated_step=evaluated_step, expected_rows=loader.rows_behind(), log=log
         )
-    log("stop", {"cause": watch.cause, "step": progress.step})
+    log("stop", {"cause": watch.cause, "step": progress.step, "last": watch.cause != MORE_WORKERS})
     return {"stopped": watch.cause}
 
 
@@ -184,6 +185,7 @@ def _resume(
     are added to `damaged`, on rank 0 at least."""
     config, folder = worker.config, assignment.folder
     passed: dict[str, DamagedError] = {}
+    setup: WorkerSetup | None = None
 
     def tell(kind: str, fields: dict[str, Any]) -> None:
         damaged.add(step_of(fields["path"]))
@@ -191,7 +193,7 @@ def _resume(
 
     def pass_over(checkpoint: Checkpoint, error: DamagedError) -> None:
         tell("checkpoint_damaged", {"path": checkpoint.path, "cause": str(error)})
-        passed[checkpoint.path] = error
+        passed[checkpoint.path] = type(error)(str(error))  # without the frames, which hold on to the model
 
     while True:
         checkpoint = newest_good(folder, log=tell, exclude=passed.keys())
@@ -208,7 +210,11 @@ def _resume(
             worker, assignment.prepared, state=state["loader"] if state else None, step=progress.step
         )
         loader.start()  # data tasks get going while the model is built
-        setup = config.workload.set_up(worker, assignment.prepared)
+        if checkpoint is None and setup is not None:  # half filled with what was damaged
+            setup = None
+            gc.collect()  # there may be no room for two models
+        if setup is None:
+            setup = config.workload.set_up(worker, assignment.prepared)
         if checkpoint is None:
             return None, setup, loader, progress
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,9 @@ class Resumed:
     def __init__(self, folder: Path, *steps: int) -> None:
         self.folder, self.events, self.damaged = str(folder), list[tuple[str, int]](), set[int]()
         self.loaders: list[Loader] = []
-        self.model = torch.nn.Linear(1, 1, bias=False)
+        self.models: list[weakref.ref[torch.nn.Module]] = []
+        self.models_before: list[int] = []
+        """For each model that was built, how many others there were then."""
         for step in steps:
             state = {"progress": dataclasses.asdict(Progress(step=step)), "loader": {"at": step}}
             checkpoint.save(
@@ -47,10 +50,14 @@ class Resumed:
         return self.loaders[-1]
 
     def set_up(self, context: Any, prepared: Any) -> Any:
+        self.models_before.append(sum(made() is not None for made in self.models))
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        self.models.append(weakref.ref(model))
         optimizer = SimpleNamespace(
             state={}, param_groups=[], step=lambda: None, zero_grad=lambda: None, state_dict=lambda: {"state": {}}
         )
-        return SimpleNamespace(model=self.model, optimizer=optimizer)
+        return SimpleNamespace(model=model, optimizer=optimizer)
 
     def start(self) -> tuple[Checkpoint | None, Any, Any, Progress]:
         context: Any = SimpleNamespace(config=SimpleNamespace(workload=self))
@@ -81,10 +88,10 @@ def test_a_manifest_that_goes_bad_after_the_look_is_passed_over(
         return found
 
     monkeypatch.setattr(worker, "newest_good", look_and_tear)
-    found, _, loader, progress = resumed.start()
+    found, setup, loader, progress = resumed.start()
     assert found is not None
     assert (found.step, progress.step, loader.state) == (1, 1, {"at": 1})
-    assert float(resumed.model.weight) == 1
+    assert float(setup.model.weight) == 1
     assert (resumed.events, resumed.damaged) == ([("checkpoint_damaged", 2)], {2})
     assert len(resumed.loaders) == 1  # none was started for what could not be read
 
@@ -93,13 +100,25 @@ def test_damage_that_only_reading_shows_is_passed_over(tmp_path: Path) -> None:
     resumed = Resumed(tmp_path, 1, 2, 3)
     tear(resumed.folder, 3, "manifest.json")
     tear(resumed.folder, 2, "data_00000.safetensors")
-    found, *_ = resumed.start()
+    found, setup, *_ = resumed.start()
     assert found is not None
     assert found.step == 1
-    assert float(resumed.model.weight) == 1
+    assert float(setup.model.weight) == 1
+    assert resumed.models_before == [0]  # one model for both
     assert resumed.damaged == {2, 3}
     assert resumed.events == [("checkpoint_damaged", 3), ("checkpoint_damaged", 2)]
     assert [loader.closed for loader in resumed.loaders] == [True, False]
+
+
+def test_where_none_is_left_it_begins_anew_without_a_second_model(tmp_path: Path) -> None:
+    resumed = Resumed(tmp_path, 1, 2)
+    for step in (1, 2):
+        tear(resumed.folder, step, "data_00000.safetensors")
+    found, setup, loader, progress = resumed.start()
+    assert (found, loader.state, progress) == (None, None, Progress())
+    assert float(setup.model.weight) == 0
+    assert resumed.models_before == [0, 0]
+    assert resumed.damaged == {1, 2}
 
 
 def test_the_start_of_a_run(tmp_path: Path) -> None:
