@@ -29,7 +29,8 @@ def restarts(events: Iterable[Mapping[str, Any]]) -> list[Restart]:
     for event in events:
         kind = event["kind"]
         if kind == "failure":
-            cause = event["cause"]
+            # What ends a driver is told last, and what ended the training before it counts.
+            cause = (event.get("last") and cause) or event["cause"]
         elif kind == "stop":
             cause = cause or f"stopped: {event['cause']}"
         elif kind == "run" and alive_s is not None:

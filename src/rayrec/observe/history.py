@@ -82,7 +82,7 @@ def attempts(events: Sequence[Event]) -> list[Attempt]:
             begun, driver_begun = True, False
         elif found and kind in ("step", "evaluate"):
             found[-1] = replace(found[-1], last_step=event["step"])
-        elif found and kind == "failure":
+        elif found and kind == "failure" and not driver_begun and found[-1].end is None:
             found[-1] = replace(found[-1], end=event["cause"])
         elif found and kind == "stop":
             found[-1] = replace(found[-1], last_step=event["step"], end=f"stopped: {event['cause']}")

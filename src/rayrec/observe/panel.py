@@ -32,7 +32,7 @@ def panel(view: RunView, *, now_s: float | None = None, full: bool = False) -> R
         parts += _details(view)
     age_s = (time.time() if now_s is None else now_s) - (view.last_time_s or 0.0)
     status = view.status
-    if full and view.last_time_s is not None and age_s > _STALE_S and not view.finished:
+    if full and view.last_time_s is not None and age_s > _STALE_S and not view.ended:
         status += f" (nothing told for {duration_text(round(age_s))})"
     title = Text(" ".join(part for part in (view.recipe, view.name) if part) or "run")
     return Panel(Group(*parts), title=title, title_align="left", subtitle=Text(status), subtitle_align="left")

@@ -36,7 +36,7 @@ def note_of(event: Event, *, verbose: bool = False) -> str | None:
     if kind == "start" and event["step"]:
         return f"goes on from step {event['step']:,} with {event['world_size']} workers"
     if kind == "failure":
-        return f"{event['cause']}: starting again"
+        return event["cause"] if event.get("last") else f"{event['cause']}: starting again"
     if kind == "checkpoint_damaged":
         return f"passed over: {event['cause']}"
     if kind == "checkpoint_late":
@@ -50,6 +50,12 @@ def note_of(event: Event, *, verbose: bool = False) -> str | None:
     return None
 
 
+def _has_ended(event: Event, *, before: bool) -> bool:
+    if event["kind"] in ("failure", "stop"):
+        return bool(event.get("last"))
+    return event["kind"] == "summary" or (before and event["kind"] not in ("run", "attempt", "start"))
+
+
 @final
 @dataclass
 class RunView:
@@ -60,6 +66,8 @@ class RunView:
     recipe: str = ""
     name: str = ""
     status: str = "preparing"
+    ended: bool = False
+    """Finished, stopped or failed for good; a later driver makes it go on."""
     step: int = 0
     steps: int | None = None
     num_workers: int | None = None
@@ -98,6 +106,7 @@ class RunView:
         self.last_time_s = event["time"]
         if self.keep and kind in _KEPT:
             self.events.append(event)
+        self.ended = _has_ended(event, before=self.ended)
         if kind == "run":
             self.recipe, self.name, self.status = event.get("recipe", ""), event.get("name", ""), "preparing"
         elif kind in ("prepared", "attempt"):
@@ -137,7 +146,7 @@ class RunView:
 
     def verdict(self) -> Verdict | None:
         """On the events that are kept, of a run in progress anew at most every five seconds; None: nothing to go by."""
-        due = self.finished or time.monotonic() >= self._next_verdict_s
+        due = self.ended or time.monotonic() >= self._next_verdict_s
         if due and len(self.events) != self._verdict_on:
             self._verdict, self._verdict_on = verdict(self.events), len(self.events)
             self._next_verdict_s = time.monotonic() + _VERDICT_S
@@ -167,7 +176,7 @@ class RunView:
         if self.peak_fraction is not None:
             found.append(("of peak", f"{self.peak_fraction:.0%}"))
         left_s = self.left_s()
-        if left_s is not None and not self.finished:
+        if left_s is not None and not self.ended:
             found.append(("left", duration_text(round(left_s))))
         if self.checkpoint is not None:
             found.append(("saved", f"step {self.checkpoint['step']:,} ({size_text(self.checkpoint['bytes'])})"))

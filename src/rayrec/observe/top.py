@@ -20,7 +20,7 @@ _REFRESH_S: Final = 0.5
 
 
 def top(run: str, *, once: bool = False, console: Console | None = None) -> RunView:
-    """Shows a run's folder, local or a URL, until the run is finished or Ctrl-C; on no terminal, or with `once`, as it is now.
+    """Shows a run's folder, local or a URL, until the run has ended or Ctrl-C; on no terminal, or with `once`, as it is now.
 
     Returns what it showed last. Raises InputError where there is no run.
     """
@@ -45,7 +45,8 @@ def _watch(place: str, view: RunView, console: Console) -> None:
     caught_up = False  # what lies behind is not told line by line
     try:
         with Live(get_renderable=lambda: panel(view, full=True), console=console, auto_refresh=False) as live:
-            while not view.finished:
+            waiting: list[Any] = [None]
+            while waiting or not view.ended:  # behind an end of long ago another driver may be told of
                 waiting, caught_up_now = _take(arrived, view), caught_up
                 for event in waiting:
                     note = note_of(event) if caught_up_now else None

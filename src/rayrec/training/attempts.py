@@ -26,11 +26,10 @@ from rayrec.observe.events import EventWriter
 from rayrec.training.failures import Tolerance, cause_of, is_without_room, worker_failures
 from rayrec.training.profiling import watched_requests, worker_runtime_env
 from rayrec.training.signals import Signals
-from rayrec.training.stopping import StopRequest
+from rayrec.training.stopping import MORE_WORKERS, StopRequest
 from rayrec.training.worker import Assignment, train_worker
 from rayrec.workloads.base import TrainConfig
 
-MORE_WORKERS = "there is room for more workers"
 _LOOK_S = 0.1
 _NODES_S = 2.0
 """Seconds between two looks at the nodes."""
@@ -80,7 +79,7 @@ def run_attempts(
     """What a finished run's worker 0 returned; None where a signal ended the run before.
 
     Raises InputError for what the user can mend (never tried again), and what the last attempt failed with where
-    failure.max_failures are used up.
+    failure.max_failures are used up; neither is told in an event here.
     """
     number, crowded = 0, False
     tolerance = Tolerance(config.failure)
@@ -94,18 +93,24 @@ def run_attempts(
         except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
             attempt_s = time.monotonic() - start_s
             was_crowded, crowded = crowded, is_without_room(error)
+            _free_workers(groups)
+            if signals.cause is not None:
+                events.write("failure", cause=f"{cause_of(error)}, before a last checkpoint was made", last=True)
+                return None
+            progressed = _newest_step(config, folder) > before
+            # Raises what ends the run, which the caller tells: here are those behind which it goes on.
+            pause_s = tolerance.pause_s(error, attempt_s=attempt_s, progressed=progressed)
             if not crowded:
                 events.write("failure", cause=cause_of(error))
             elif not was_crowded:  # it never began
                 note(f"no place for {shares.num_workers} workers yet: others hold what they need")
-            _free_workers(groups)
-            if signals.cause is not None:
-                note(f"{cause_of(error)}, before a last checkpoint was made")
-                return None
-            progressed = _newest_step(config, folder) > before
-            time.sleep(tolerance.pause_s(error, attempt_s=attempt_s, progressed=progressed))
+            time.sleep(pause_s)
         else:
-            if outcome is None or "stopped" not in outcome:
+            if outcome is None:
+                cause = f"{signals.cause}, and the workers had not saved {config.failure.grace_s:.0f} s later"
+                events.write("failure", cause=cause, last=True)
+                return None
+            if "stopped" not in outcome:
                 return outcome
             if signals.cause is not None:
                 return None

@@ -76,7 +76,9 @@ def _unwrapped(error: BaseException) -> BaseException:
 
 
 def cause_of(error: BaseException) -> str:
-    """One line on why an attempt failed."""
+    """One line on why an attempt, or the run, failed."""
+    if isinstance(error, InputError):  # it says all in a line
+        return " ".join(str(error).split())
     if is_preemption(error):
         return "a node was taken away, as announced"
     failures = worker_failures(error)

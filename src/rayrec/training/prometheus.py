@@ -27,7 +27,7 @@ COUNTERS: Final = {
     "rayrec_steps_redone_total": "Steps to be done again after a failure",
     "rayrec_checkpoints_total": "Checkpoints saved",
     "rayrec_checkpoint_stall_s_total": "Seconds in which training waited for saves",
-    "rayrec_failures_total": "Failures of workers",
+    "rayrec_failures_total": "Failures of workers, and of the run",
 }
 """With the label run."""
 _GAUGE_FIELDS: Final = ("loss", "rows_per_s", "blocked_fraction", "multiply_adds_per_s", "peak_fraction")

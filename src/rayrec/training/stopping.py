@@ -13,6 +13,8 @@ import ray
 import ray.train
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+MORE_WORKERS = "there is room for more workers"
+"""The one reason to stop that another attempt follows."""
 POLL_S = 0.5
 PREEMPTION_POLL_S = 5.0
 """As often as Ray Train itself looks for nodes that are to go."""

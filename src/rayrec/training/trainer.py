@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +93,12 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
         head = f"# rayrec {versions()['rayrec']}, config hash {run_hash(config)}\n"
         storage.write_bytes(config_path, (head + config.to_yaml()).encode())
         place = storage.join(folder, "events.jsonl")
-        with tracking(_trackers(config, folder), place, note=console.note), EventWriter(place) as events:
+        with (
+            _told_in_the_end(folder, note=console.note),
+            tracking(_trackers(config, folder), place, note=console.note),
+            EventWriter(place) as events,
+            _end_told(events, signals),
+        ):
             events.write("run", recipe=config.recipe, name=name, config_hash=run_hash(config), versions=versions())
             with console.preparing():
                 context = RunContext(config, folder, shares.driver, console.note, console.progress)
@@ -100,21 +106,42 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
             prepared_s = time.monotonic() - started_s
             events.write("prepared", seconds=prepared_s, **config.workload.summarize(prepared, {}))
             storage.remove_file(storage.join(folder, SUMMARY))  # of a run that was finished, and from here on is not
-            with console.training(lambda stop: follow(storage.join(folder, "events.jsonl"), stop=stop)):
+            with console.training(lambda stop: follow(place, stop=stop)):
                 finish = run_attempts(
                     config, folder, prepared, shares, events=events, signals=signals, note=console.note
                 )
             result = finish and summarize(config, folder, prepared, finish, events=events, note=console.note)
-        try:
-            merge_events(storage.join(folder, "events.jsonl"))
-        except (OSError, InputError) as error:
-            console.note(f"the events of this run stay in parts, which can be read as well ({error})")
-        report.write_or_note(folder, note=console.note)
         if result:
             return result
         console.note(f"{folder}: stopped; the same command goes on from {_newest(folder)}")
         signals.throw()
     raise AssertionError("a run ends without a result only where a signal came")
+
+
+@contextlib.contextmanager
+def _end_told(events: EventWriter, signals: Signals) -> Iterator[None]:
+    """An error that ends the run is its last event of kind failure, and raised on."""
+    try:
+        yield
+    except BaseException as error:
+        interrupted = isinstance(error, (SystemExit, KeyboardInterrupt)) and signals.cause is not None
+        from rayrec.training.failures import cause_of
+
+        events.write("failure", cause=f"ended by {signals.cause}" if interrupted else cause_of(error), last=True)
+        raise
+
+
+@contextlib.contextmanager
+def _told_in_the_end(folder: str, *, note: Callable[[str], None]) -> Iterator[None]:
+    """However the run ends, its events are one file then, and its report is written; trouble with either is noted only."""
+    try:
+        yield
+    finally:
+        try:
+            merge_events(storage.join(folder, "events.jsonl"))
+        except (OSError, InputError) as error:
+            note(f"the events of this run stay in parts, which can be read as well ({error})")
+        report.write_or_note(folder, note=note)
 
 
 def _trackers(config: TrainConfig, folder: str) -> Makers:

@@ -43,6 +43,17 @@ END = ((30, "finish", {"step": 40}),)
             ),
             [Restart("stopped: SIGTERM", 59, 0)],
         ),
+        (  # the next driver cannot even prepare, the third goes on
+            (
+                (6, "failure", {"cause": "the loss is nan", "last": True}),
+                (60, "run", {}),
+                (61, "failure", {"cause": "no such log", "last": True}),
+                (62, "run", {}),
+                (64, "start", {"step": 16}),
+                (65, "step", {"step": 20}),
+            ),
+            [Restart("the loss is nan", 60, 4)],
+        ),
         (  # fails again before it trains
             (
                 (6, "failure", {"cause": "first"}),
@@ -71,6 +82,10 @@ def test_a_finished_run_that_is_trained_for_longer_was_not_restarted() -> None:
     assert restarts(events(*whole, *died)) == [Restart("x", 3, 20)]
     # Nobody wrote its summary: that driver was lost.
     assert [each.cause for each in restarts(events(*BEGIN, *END, *longer))] == ["the driver was lost"]
+
+
+def test_a_failure_that_nothing_follows_is_no_restart() -> None:
+    assert restarts(events(*BEGIN, (6, "failure", {"cause": "the loss is nan", "last": True}))) == []
 
 
 def test_a_failure_before_anything_was_trained_is_no_restart() -> None:

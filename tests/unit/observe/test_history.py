@@ -126,6 +126,17 @@ def test_attempts_nobody_told_the_end_of() -> None:
     assert attempts(running)[-1].end is None
 
 
+def test_an_error_of_a_driver_is_not_that_of_the_attempt_before() -> None:
+    events = made_up_run.Events()
+    made_up_run.begin(events)
+    events.steps(10, 20)
+    events.add("stop", step=20, cause="SIGTERM", last=True)
+    events.add("run", recipe="x", name="y", config_hash="", versions={})
+    events.add("failure", cause="no such log", last=True)
+    assert [attempt.end for attempt in attempts(events.all)] == ["stopped: SIGTERM"]
+    assert standing(events.all) == "failed (no such log) at step 20 of 200"
+
+
 def test_standing() -> None:
     events = made_up_run.Events()
     made_up_run.begin(events)

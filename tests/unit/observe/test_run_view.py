@@ -158,6 +158,7 @@ def test_names_are_text_and_no_markup() -> None:
         ({"kind": "start", "step": 8, "world_size": 2}, "goes on from step 8 with 2 workers"),
         ({"kind": "start", "step": 0, "world_size": 2}, None),
         ({"kind": "failure", "cause": "worker 1 died"}, "worker 1 died: starting again"),
+        ({"kind": "failure", "cause": "the loss is nan", "last": True}, "the loss is nan"),
         ({"kind": "checkpoint", "step": 8, "path": "p", "bytes": 1e6}, None),
         ({"kind": "step", "step": 8}, None),
     ],
@@ -248,6 +249,35 @@ def test_top_follows_until_the_run_is_finished(tmp_path: Path) -> None:
     assert "step 120 of 200" in text
     assert "step 200 of 200" in text
     assert text.count("starting again") == 1
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        {"kind": "failure", "cause": "the loss is nan at step 120", "last": True},
+        {"kind": "stop", "cause": "SIGTERM", "step": 120, "last": True},
+    ],
+)
+def test_top_of_a_run_that_ended_without_finishing_returns(tmp_path: Path, last: dict[str, Any]) -> None:
+    told = measured()
+    write(tmp_path, [*told, {**last, "time": told[-1]["time"] + 1}])
+    out = io.StringIO()
+    view = top(str(tmp_path), console=RichConsole(file=out, width=100, force_terminal=True, color_system=None))
+    assert (view.ended, view.finished) == (True, False)
+    assert view.status == {"failure": "failed: the loss is nan at step 120", "stop": "stopped: SIGTERM"}[last["kind"]]
+    assert "nothing told" not in shown(view, full=True)
+    assert "left" not in dict(view.figures())
+    view.update({"kind": "run", "time": view.last_time_s})
+    assert (view.ended, view.status) == (False, "preparing")
+
+
+def test_an_end_that_another_attempt_follows_is_none() -> None:
+    told = measured()
+    for event in (
+        {"kind": "failure", "cause": "worker 1 died"},
+        {"kind": "stop", "cause": "there is room for more workers", "step": 120, "last": False},
+    ):
+        assert not view_of([*told, {**event, "time": told[-1]["time"] + 1}]).ended
 
 
 def test_top_passes_a_damaged_file_on(tmp_path: Path) -> None:

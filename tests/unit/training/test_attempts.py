@@ -67,6 +67,7 @@ class Attempts:
         self.crowded: list[bool] = []
         self.notes: list[str] = []
         self.events = Events()
+        self.signals = Signals()
         monkeypatch.setattr(attempts, "_attempt", self._attempt)
         self._outcomes, self._config, self._folder = iter(outcomes), wanted, str(folder)
 
@@ -84,7 +85,7 @@ class Attempts:
             None,
             attempts.share_out(self._config),
             events=self.events,  # type: ignore[arg-type]
-            signals=Signals(),
+            signals=self.signals,
             note=self.notes.append,
         )
 
@@ -112,6 +113,21 @@ def test_failures_between_checkpoints_do_not_add_up(
     run = Attempts(monkeypatch, [gets_on, fails(DIED), lambda: FINISHED], config(max_failures=1), tmp_path)
     with pytest.raises(WorkerGroupError):
         run.run()
+    # That it starts again is told where it does.
+    assert [kind for kind, _ in run.events.written] == ["attempt", "failure", "attempt"]
+
+
+def test_a_signal_that_workers_do_not_save_at_is_the_end(
+    nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for outcome, told in (
+        (fails(DIED), "worker 0: ValueError: no, before a last checkpoint was made"),
+        (lambda: None, "SIGTERM, and the workers had not saved 60 s later"),
+    ):
+        run = Attempts(monkeypatch, [outcome], config(grace_s=60.0), tmp_path)  # type: ignore[list-item]
+        run.signals.cause = "SIGTERM"
+        assert run.run() is None
+        assert run.events.written[1:] == [("failure", {"cause": told, "last": True})]
 
 
 def test_where_others_hold_the_room_it_takes_what_is_left(

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import html
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import replicated_ranks
 import torch
+from ray.train.v2.api.exceptions import WorkerGroupError
 
 from rayrec import checkpoint
 from rayrec.checkpoint import folder_of
+from rayrec.config import InputError
+from rayrec.observe.console import Console
 from rayrec.observe.events import EventWriter, read_events
+from rayrec.observe.history import standing
+from rayrec.training import attempts, trainer
 from rayrec.training.trainer import Result, is_longer, run_hash, summarize
+from rayrec.workloads.base import RunContext, TrainConfig
 
 ROWS = replicated_ranks.ROWS["train"]
 
@@ -77,6 +86,74 @@ def test_more_steps_or_epochs_alone_are_the_same_run(
     # Where training stopped early there is nothing to go on with.
     early = {**summary, "steps": 9, "epochs": 1.3}
     assert not is_longer(config.replace(**asked), early)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared(replicated_ranks.Small):
+    """Has nothing to prepare, or cannot."""
+
+    wrong: str = ""
+
+    def prepare(self, context: RunContext) -> Any:
+        if self.wrong:
+            raise InputError(self.wrong)
+
+    def check(self, config: TrainConfig) -> None:
+        pass
+
+
+def failing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, *, wrong: str = ""
+) -> list[dict[str, Any]]:
+    """The events of a run that logs a step, and ends with the error."""
+
+    def run_attempts(*_: Any, events: EventWriter, **__: Any) -> dict[str, Any]:
+        for event in told()[1:3]:
+            events.write(
+                event["kind"], **{name: value for name, value in event.items() if name not in ("kind", "time")}
+            )
+        raise error
+
+    monkeypatch.setattr(trainer.cluster, "connect", lambda *_, **__: None)
+    monkeypatch.setattr(trainer.cluster, "ship_code", lambda *_: None)
+    monkeypatch.setattr(attempts, "share_out", lambda *_: SimpleNamespace(driver=None))
+    monkeypatch.setattr(attempts, "run_attempts", run_attempts)
+    config = replicated_ranks.config(1).replace(
+        name="run",
+        storage_path=str(folder),
+        workload=Prepared(wrong=wrong),
+        trackers={"prometheus": False, "tensorboard": False, "mllog": True},
+    )
+    with pytest.raises(type(error)) as raised:
+        trainer.train(config, console=Console(quiet=True))
+    assert str(raised.value) == (wrong or str(error))
+    return read_events(folder / "run" / "events.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (InputError("the loss is nan at step 5; lower the learning rates"), None),
+        (WorkerGroupError("died", {1: ValueError("no")}), "worker 1: ValueError: no"),
+        (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device"),
+    ],
+)
+def test_an_error_that_ends_a_run_is_told_and_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, cause: str | None
+) -> None:
+    events = failing(tmp_path, monkeypatch, error)
+    cause = cause or str(error)
+    assert [event["kind"] for event in events] == ["run", "prepared", "start", "step", "failure"]
+    assert (events[-1]["cause"], events[-1]["last"]) == (cause, True)
+    assert standing(events) == f"failed ({cause}) at step 5 of 20"
+    assert f"failed ({cause})" in html.unescape((tmp_path / "run" / "report.html").read_text())
+    assert '"status": "aborted"' in (tmp_path / "run" / "mllog.log").read_text().splitlines()[-1]
+
+
+def test_an_error_before_training_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = failing(tmp_path, monkeypatch, InputError("no such log"), wrong="no such log")
+    assert [event["kind"] for event in events] == ["run", "failure"]
+    assert (tmp_path / "run" / "report.html").exists()
 
 
 def lines_of(events: list[dict[str, Any]]) -> list[str]:

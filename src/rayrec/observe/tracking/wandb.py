@@ -44,6 +44,8 @@ class WandbTracker:
             self._config_hash = str(event["config_hash"])
         if event["kind"] in ("finish", "stop"):
             self._exit_code = 0
+        elif event["kind"] in ("run", "failure"):
+            self._exit_code = 1
         if _STEP in event and scalars(event):
             self._waiting.append(event)
 
