@@ -36,7 +36,7 @@ class Change:
 class Ledger:
     """What the board knows, and what it decides; times are passed in. A model that any replica cannot change over to is not
     wanted any longer: all go back to the one before, so that all answer alike. One that all have served is not given up where
-    a replica started later fails at it."""
+    a replica started later, which serves none yet, fails at it."""
 
     def __init__(self, path: str) -> None:
         self.wanted = Wanted(0, Source(0, path))
@@ -69,7 +69,8 @@ class Ledger:
 
     def _judge(self, told: Status) -> None:
         for serial, cause in told.failures.items():
-            if serial not in self._settled:
+            # Who serves another model fails at going back, and does not try again; who serves none yet has been started anew.
+            if serial not in self._settled or told.model:
                 self._failures.setdefault(serial, cause)
         model = self.wanted.model
         if all(replica.status.model == model for replica in self._replicas.values()):

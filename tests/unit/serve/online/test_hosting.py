@@ -23,7 +23,7 @@ from rayrec.config import InputError
 from rayrec.observe.console import Console
 from rayrec.serve.online import running
 from rayrec.serve.online.app import ScoringApp
-from rayrec.serve.online.board import GONE_S, Ledger
+from rayrec.serve.online.board import GONE_S, Change, Ledger
 from rayrec.serve.online.counters import Counters
 from rayrec.serve.online.following import choose
 from rayrec.serve.online.hosting import Hosting, Source, Status, Wanted
@@ -196,6 +196,22 @@ def test_one_replica_that_cannot_load_a_model_brings_all_back() -> None:
     assert ledger.change(serial).cause == "damaged"
     assert _tell(ledger, "one", _serves(third), 3) == wanted
     assert ledger.roll_back() == first.serial
+
+
+def test_a_model_to_go_back_to_that_cannot_be_loaded_any_longer() -> None:
+    """The replica has let go of it meanwhile, or was started after it."""
+    ledger = Ledger("a")
+    first = ledger.wanted.model
+    _tell(ledger, "one", _serves(first), 0)
+    second = Source(ledger.swap("b"), "b")
+    for replica in ("one", "two"):
+        _tell(ledger, replica, _serves(second), 1)
+    assert ledger.roll_back() == first.serial
+    _tell(ledger, "one", _serves(first), 2)
+    wanted = _tell(ledger, "two", Status(model=second, failures={first.serial: "removed"}), 2)
+    assert wanted.model == second
+    assert ledger.change(first.serial) == Change("failed", cause="removed")
+    assert _tell(ledger, "one", _serves(second), 3).model == second
 
 
 def test_a_shadow_that_cannot_be_loaded() -> None:
