@@ -55,6 +55,8 @@ class Ending:
     lived_s: float = 0.0
     """From first seen running to last seen running."""
     ran: bool = False
+    told_to: bool = False
+    """Whether a supervisor had told it to stop."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ def judge(policy: Policy, tally: Tally, ending: Ending, *, jitter: float) -> tup
     status = ending.status
     if ending.outcome == "succeeded":
         return tally, Quit(0, "finished")
+    if ending.outcome == "stopped" and ending.told_to:
+        return Tally(tally.attempts), Resubmit(0.0)
     if ending.outcome == "stopped":
         return tally, Quit(130, "someone stopped the job")
     if status == 130:
@@ -116,6 +120,8 @@ def describe(ending: Ending) -> str:
     status = ending.status
     if ending.outcome == "lost":
         return "was lost with the head"
+    if ending.outcome == "stopped" and ending.told_to:
+        return "had been told to stop when the supervisor before this one ended"
     if status is None:
         return "was ended by Ray"
     if status in _NOT_STARTED:

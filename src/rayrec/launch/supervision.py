@@ -50,6 +50,8 @@ class State:
     """Unix time when it was first seen to run."""
     seen: float | None = None
     """Unix time when it was last seen to."""
+    stopping: bool = False
+    """Whether it was told to stop by a supervisor that may have been cut short before it had."""
 
     @property
     def lived_s(self) -> float:

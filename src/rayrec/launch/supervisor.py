@@ -31,7 +31,13 @@ _STOP_SLACK_S = 15.0
 """For Ray to notice, beyond the time it gives a job to end."""
 _LAST_LINES_S = 5.0
 """For the last lines of a log, which Ray looks at once a second."""
-_NO_JOB: dict[str, Any] = {"submission_id": None, "submitted": False, "running_since": None, "seen": None}
+_NO_JOB: dict[str, Any] = {
+    "submission_id": None,
+    "submitted": False,
+    "running_since": None,
+    "seen": None,
+    "stopping": False,
+}
 _OUTCOMES: dict[str, Literal["succeeded", "failed", "stopped"]] = {
     "SUCCEEDED": "succeeded",
     "FAILED": "failed",
@@ -267,6 +273,7 @@ class _Supervisor:
             return
         self._say(f"{why}: {submission_id} is told to save and end, which may take {span(self._stop_wait_s)}")
         deadline_s = time.monotonic() + self._stop_wait_s + _STOP_SLACK_S
+        self._notebook.write(stopping=True)
         try:
             self._jobs.stop(submission_id)
             while (job := self._jobs.find(submission_id)) is not None and job.live:
@@ -311,8 +318,13 @@ def _ending(job: Job | None, state: State) -> Ending:
     ran = state.running_since is not None
     if job is None:
         return Ending("lost", lived_s=state.lived_s, ran=ran)
-    outcome = _OUTCOMES[job.status]
-    return Ending(outcome, status=job.exit_status, lived_s=state.lived_s, ran=ran or job.exit_status is not None)
+    return Ending(
+        _OUTCOMES[job.status],
+        status=job.exit_status,
+        lived_s=state.lived_s,
+        ran=ran or job.exit_status is not None,
+        told_to=state.stopping,
+    )
 
 
 def _number(submission_id: str, name: str) -> int:

@@ -51,6 +51,13 @@ def test_a_lost_head_counts_only_where_the_attempt_was_short_lived() -> None:
     assert judge(POLICY, Tally(1), unborn, jitter=0.5)[0] == Tally(1, 1, accepted=False)
 
 
+def test_a_stop_that_a_supervisor_asked_for_is_nobodys_wish_any_more() -> None:
+    stopped = Ending("stopped", lived_s=5.0, ran=True, told_to=True)
+    assert judge(POLICY, Tally(3, short_lived=2), stopped, jitter=0.5) == (Tally(3), Resubmit(0.0))
+    failed = Ending("failed", status=1, lived_s=5.0, ran=True, told_to=True)
+    assert judge(POLICY, Tally(3), failed, jitter=0.5)[0].short_lived == 1
+
+
 def run_through(policy: Policy, endings: list[Ending]) -> tuple[int, Quit | None]:
     """How many attempts there were, and what ended them."""
     tally = Tally()

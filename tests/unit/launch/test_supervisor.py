@@ -300,6 +300,24 @@ def test_ctrl_c_stops_the_job_unless_told_otherwise(
     assert supervise().attempts == (1 if detach else 2)
 
 
+def test_a_supervisor_that_was_cut_short_while_it_stopped_its_job_goes_on_all_the_same(
+    head: FakeHead, supervise: Supervise, notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(self: Any, *_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(supervisor._Supervisor, "_see", interrupt)
+        patch.setattr(supervisor._Supervisor, "_end_log", interrupt)  # the second, when the job has ended
+        with pytest.raises(KeyboardInterrupt):
+            supervise()
+    assert head.jobs["run-0001"]["status"] == "STOPPED"
+    head.ends = [{"status": "STOPPED"}]
+    outcome = supervise()
+    assert any("run-0001 had been told to stop" in note for note in notes)
+    assert (outcome.status, outcome.attempts) == (130, 2)  # the second job was stopped by someone
+
+
 def test_a_file_that_is_no_state_is_refused(supervise: Supervise, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"steps": 3}')
     with pytest.raises(InputError, match="not a supervisor's file"):
