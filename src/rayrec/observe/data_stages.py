@@ -33,7 +33,7 @@ class DataSide:
     """Sums and means over the events of kind data."""
 
     cpus: float
-    """That may make rows at once."""
+    """That may make rows at once, in the last attempt."""
     rows_per_s: float
     """Rows taken in use."""
     busy: float
@@ -71,7 +71,10 @@ def data_side(events: Iterable[Event]) -> DataSide | None:
     if not used:
         return None
     seconds = sum(event["seconds"] for event in used)
-    rows, cpus = sum(event["rows"] for event in used), used[-1]["cpus"]
+    rows = sum(event["rows"] for event in used)
+    possible_s = sum(
+        event["seconds"] * event["cpus"] for event in used
+    )  # attempts may have had different numbers of CPUs
     wall_s, cpu_s, queue_s = (_stage_seconds(used, kind) for kind in (None, "cpu_share", "queue_share"))
     total_s, computed_s, queued_s = (sum(spent.values()) for spent in (wall_s, cpu_s, queue_s))
     waited_s = max(0.0, sum(spent.get("read", 0.0) * sign for spent, sign in ((wall_s, 1), (cpu_s, -1), (queue_s, -1))))
@@ -84,14 +87,14 @@ def data_side(events: Iterable[Event]) -> DataSide | None:
         if event.get("object_store_limit_bytes")
     ]
     return DataSide(
-        cpus=cpus,
+        cpus=used[-1]["cpus"],
         rows_per_s=rows / seconds,
-        busy=min(1.0, total_s / (seconds * cpus)),
+        busy=min(1.0, total_s / possible_s),
         stages=tuple(
             StageSide(
                 name=name,
-                rows_per_s=rows * cpus / spent_s,
-                busy=min(1.0, spent_s / (seconds * cpus)),
+                rows_per_s=rows * possible_s / seconds / spent_s,
+                busy=min(1.0, spent_s / possible_s),
                 share=spent_s / total_s,
                 cpu_share=min(1.0, cpu_s[name] / spent_s),
                 queue_share=min(1.0, queue_s[name] / spent_s),

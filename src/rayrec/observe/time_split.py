@@ -63,21 +63,23 @@ class TimeSplit:
 
 def time_split(events: Iterable[Mapping[str, Any]], *, warm: bool = False) -> TimeSplit:
     """Of all events of a run, steps done again included: they took time as well. `warm`: without the first interval logged
-    behind each start, in which the first batch is waited for and nothing is at its speed. Pure."""
-    split, rows, logged_s, first = TimeSplit(), 0, None, True
+    behind each start, in which the first batch is waited for and nothing is at its speed, and without what was evaluated and
+    saved behind it. Pure."""
+    split, rows, logged_s, first, counted = TimeSplit(), 0, None, True, not warm
     for event in events:
         kind = event["kind"]
         if kind == "start":
-            rows, logged_s, first = event.get("rows", 0), None, True
+            rows, logged_s, first, counted = event.get("rows", 0), None, True, not warm
         elif kind == "step":
-            if not (warm and first):
+            counted = not (warm and first)
+            if counted:
                 _add(split, event, interval_s=_interval_s(event, rows))
                 split.rows += event["rows"] - rows
             rows, logged_s, first = event["rows"], event["time"], False
-        elif kind == "checkpoint":
+        elif kind == "checkpoint" and counted:
             split.checkpoint_s += event["stall_s"]
         elif kind == "evaluate" and logged_s is not None:
-            split.evaluation_s += max(0.0, event["time"] - logged_s)
+            split.evaluation_s += max(0.0, event["time"] - logged_s) if counted else 0.0
             logged_s = None
     return split
 

@@ -227,6 +227,25 @@ def test_time_split_adds_up_and_survives_a_restart() -> None:
     assert warm.training_s == pytest.approx(3 * INTERVAL_S)
 
 
+def test_what_is_evaluated_and_saved_behind_the_first_interval_is_left_out_with_it() -> None:
+    start, first, second, *_ = run({"data": 0.2})
+
+    def held_up(after: dict[str, Any]) -> list[dict[str, Any]]:
+        evaluated = {"time": after["time"] + 3, "kind": "evaluate", "step": after["step"], "set": "validation"}
+        return [
+            after,
+            evaluated,
+            {"time": after["time"] + 4, "kind": "checkpoint", "step": after["step"], "stall_s": 1.0},
+        ]
+
+    events = [start, *held_up(first), *held_up(second)]
+    whole, warm = time_split(events), time_split(events, warm=True)
+    assert (whole.evaluation_s, whole.checkpoint_s) == (6.0, 2.0)
+    assert (warm.training_s, warm.evaluation_s, warm.checkpoint_s) == (pytest.approx(INTERVAL_S), 3.0, 1.0)
+    again = [{**start, "time": 50.0}, {"time": 51.0, "kind": "checkpoint", "step": 20, "stall_s": 1.0}, *held_up(first)]
+    assert time_split([*events, *again], warm=True) == warm
+
+
 def test_time_split_without_times_has_what_was_blocked() -> None:
     split = time_split(run({"data": 0.25}, measured=False), warm=True)
     assert split.times_s["data"] == pytest.approx(7.5)
@@ -244,6 +263,25 @@ def test_data_side_of_nothing() -> None:
     assert [stage.busy for stage in side.stages] == pytest.approx([0.05, 0.7, 0.2])
     assert sum(stage.share for stage in side.stages) == pytest.approx(1.0)
     assert side.stages[1].rows_per_s == pytest.approx(1000 / 0.7)
+
+
+def test_shares_of_attempts_with_different_numbers_of_cpus_are_of_what_each_had() -> None:
+    """Eight CPUs that are busy all the time, and then two: nobody paused, and nothing was done beside."""
+    all_busy = {"parse": (1.0, 1.0, 0.0)}
+    events = run({"data": 0.2}, stages=all_busy, cpus=8.0, rows=80_000)
+    late_s = events[-1]["time"] + 1
+    fewer = run({"data": 0.2}, stages=all_busy, cpus=2.0, rows=20_000)
+    later = [{**event, "time": event["time"] + late_s} for event in fewer]
+    for both, cpus in (([*events, *later], 2.0), ([*later, *events], 8.0)):
+        side = data_side(both)
+        assert side is not None
+        assert (side.cpus, side.busy) == (cpus, pytest.approx(1.0))
+        assert side.rows_per_s == side.capacity_rows_per_s == pytest.approx(5000)
+        assert side.stages[0].busy == pytest.approx(1.0)
+        assert side.stages[0].rows_per_s == pytest.approx(5000)
+    idle = data_side([*events, *run({"data": 0.2}, stages={"parse": (0.1, 1.0, 0.0)}, cpus=2.0, rows=2_000)])
+    assert idle is not None
+    assert idle.busy == pytest.approx((8 + 0.2) / 10)
 
 
 def test_intervals_without_a_block_count_with_their_time() -> None:
