@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import threading
@@ -105,8 +106,12 @@ def run_attempts(
             elif not was_crowded:  # it never began
                 note(f"no place for {shares.num_workers} workers yet: others hold what they need")
             time.sleep(pause_s)
+        except BaseException:  # a second signal, say
+            _abandon_workers(groups)
+            raise
         else:
             if outcome is None:
+                _abandon_workers(groups)
                 cause = f"{signals.cause}, and the workers had not saved {config.failure.grace_s:.0f} s later"
                 events.write("failure", cause=cause, last=True)
                 return None
@@ -133,9 +138,16 @@ def _placement_groups() -> set[str]:
 
 
 def _free_workers(before: set[str]) -> None:
-    """Gives back what a controller that died had reserved for its workers, and with it ends them."""
+    """Gives back what a controller that died, or is not waited for, had reserved for its workers, and with it ends them."""
     for name in _placement_groups() - before:
         remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(name))))
+
+
+def _abandon_workers(before: set[str]) -> None:
+    """Ends those that nobody waits for any more: they would train on for as long as this process lives, and it may be Python's
+    caller that does."""
+    with contextlib.suppress(ray.exceptions.RayError):  # a cluster that is gone has none
+        _free_workers(before)
 
 
 def _attempt(

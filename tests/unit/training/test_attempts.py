@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ class Attempts:
         )
 
 
-def fails(error: Exception) -> Outcome:
+def fails(error: BaseException) -> Outcome:
     def outcome() -> dict[str, Any]:
         raise error
 
@@ -128,6 +129,20 @@ def test_a_signal_that_workers_do_not_save_at_is_the_end(
         run.signals.cause = "SIGTERM"
         assert run.run() is None
         assert run.events.written[1:] == [("failure", {"cause": told, "last": True})]
+
+
+@pytest.mark.parametrize("ending", [fails(KeyboardInterrupt()), fails(InputError("no such column")), lambda: None])
+def test_workers_that_are_not_waited_for_are_ended(
+    nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ending: Any
+) -> None:
+    groups = {"another's"}
+    monkeypatch.setattr(attempts, "_placement_groups", groups.copy)
+    freed: list[set[str]] = []
+    monkeypatch.setattr(attempts, "_free_workers", freed.append)
+    run = Attempts(monkeypatch, [ending], config(), tmp_path)
+    with contextlib.suppress(KeyboardInterrupt, InputError):
+        assert run.run() is None
+    assert freed == [{"another's"}]
 
 
 def test_where_others_hold_the_room_it_takes_what_is_left(
