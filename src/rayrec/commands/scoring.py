@@ -125,10 +125,11 @@ def _export(
         recipe: The recipe the checkpoint is of, where it is one of your own.
         quantize: Of a click model: how its tables are stored; default as they are, fp32.
         parity_path: Of a click model: labelled log whose rows the export is compared with the checkpoint on; default what the run
-            evaluated on or, where that is out of reach, drawn rows.
+            evaluated on.
         parity_rows: Rows compared.
         max_auroc_loss: How far the export's AUROC may be from the checkpoint's; default 0.0001, with int4 0.002.
-        ignore_parity: Export also where the comparison fails; report.json says by how much.
+        ignore_parity: Export also where the comparison fails, and where the run's log cannot be read (rows drawn at random are
+            compared then); report.json says what failed.
         triton: Of a click model: write a model repository for Triton as well.
     """
     return api.export(

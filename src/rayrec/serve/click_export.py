@@ -65,7 +65,7 @@ def export_clicks(
     folder `cache`.
 
     Memory: the checkpoint's weights once, then one table of them, then the export's. Raises InputError for damaged weights,
-    values that the quantisation cannot hold, unusable parity_path, and an export that scores otherwise than its checkpoint.
+    values that the quantisation cannot hold, no rows to compare on, and an export that scores otherwise than its checkpoint.
     """
     model, precision = click_settings(checkpoint, config)
     if type(model) is not DLRMConfig:
@@ -173,7 +173,7 @@ def _compare(
         "export": compare(rows.origin, labels, reference.logits, rows.score(score)),
         "program": compare(rows.origin, labels, reference.logits, _score_by_program(out, opened, rows)),
     }
-    failure = _failure(comparisons, exported, settings)
+    failure = _failure(comparisons, exported, settings) or rows.fault
     if failure and not settings.ignore_parity:
         raise InputError(
             f"export: gives {failure}, on {rows.rows} {rows.origin}; choose another --quantize or --parity-path, raise "

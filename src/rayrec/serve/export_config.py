@@ -21,14 +21,14 @@ class ExportConfig(Config):
     quantize: Literal["int8", "int4", "fp16"] | None = None
     """How the embedding tables are stored; None: as they are, fp32."""
     parity_path: str | None = None
-    """Labelled log whose rows the export is compared with the checkpoint on; None: what the run evaluated on or, where that is
-    out of reach, drawn rows."""
+    """Labelled log whose rows the export is compared with the checkpoint on; None: what the run evaluated on."""
     parity_rows: int = 50_000
     """Rows compared, spread over the log."""
     max_auroc_loss: float | None = None
     """How far the AUROC may be from the checkpoint's; None: 0.0001, with int4 0.002."""
     ignore_parity: bool = False
-    """Export also where the comparison fails; report.json says by how much."""
+    """Export also where the comparison fails, and where the run's log cannot be read (rows drawn at random are compared then);
+    report.json says what failed."""
     triton: bool = False
     """Write a model repository for Triton as well, in folder triton."""
 

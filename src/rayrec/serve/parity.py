@@ -44,6 +44,8 @@ class ParityRows:
     origin: str
     """What they are, for people."""
     batches: tuple[EncodedRows, ...]
+    fault: str | None = None
+    """Why they cannot show what an export is worth."""
 
     @property
     def rows(self) -> int:
@@ -78,10 +80,10 @@ class _ThisProcess:
 
 def parity_rows(config: TrainConfig, preprocessor: Preprocessor, *, settings: ExportConfig, cache: str) -> ParityRows:
     """The rows an export is compared on: of `settings.parity_path`; else of the log the run evaluated on (its test rows, where
-    there are enough, or those of --eval-data.path), if that is still there; else drawn ones, and `origin` says why. Folder
-    `cache` keeps the index.
+    there are enough, or those of --eval-data.path). Where that cannot be read and `settings.ignore_parity` says that it need not,
+    drawn ones, and `fault` says why. Folder `cache` keeps the index.
 
-    Raises InputError where parity_path is unusable or holds no labels.
+    Raises InputError where there are no such rows, and where parity_path is unusable or holds no labels.
     """
     if settings.parity_path is not None:
         path = settings.parity_path
@@ -92,10 +94,14 @@ def parity_rows(config: TrainConfig, preprocessor: Preprocessor, *, settings: Ex
     try:
         return _of_the_run(config, preprocessor, settings, cache)
     except (InputError, OSError) as error:  # moved, removed, out of reach: the checkpoint alone is what must be there
-        drawn = drawn_rows(preprocessor, rows=settings.parity_rows)
-        return replace(
-            drawn, origin=f"{drawn.origin}, as the run's log cannot be read ({' '.join(str(error).split())})"
-        )
+        path = config.eval_data.path or config.train_data.path or "none"
+        fault = f"no rows of the run's log, {path}, which cannot be read ({' '.join(str(error).split())})"
+        if not settings.ignore_parity:
+            raise InputError(
+                f"export: has {fault} to compare on; give a labelled log as --parity-path, or pass --ignore-parity, and rows "
+                "drawn at random are compared"
+            ) from None
+        return replace(drawn_rows(preprocessor, rows=settings.parity_rows), fault=fault)
 
 
 def _of_the_run(config: TrainConfig, preprocessor: Preprocessor, settings: ExportConfig, cache: str) -> ParityRows:

@@ -40,7 +40,8 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return save_clicks(tmp_path_factory.mktemp("run"), scale=3.0)
+    folder = tmp_path_factory.mktemp("run")
+    return save_clicks(folder, scale=3.0, train_data={"path": _log(folder / "log.tsv", ROWS)})
 
 
 def _log(path: Path, rows: int, *, labelled: bool = True) -> str:
@@ -67,6 +68,7 @@ def exports(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     for quantize in (None, "fp16", "int8", "int4"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("rayrec.serve.parity._SPEED_S", 0.01)
+            patch.setenv("RAYREC_CACHE", str(folder / "cache"))
             _export(saved, folder / (quantize or "fp32"), quantize=quantize, max_auroc_loss=0.05)
     return {name: folder / name for name in ("fp32", "fp16", "int8", "int4")}
 
@@ -104,13 +106,13 @@ def test_the_loader_for_strangers_gives_the_same(
         np.testing.assert_allclose(names["score"](rows.dense, list(rows.ids)), logits, rtol=0, atol=2e-5)
 
 
-def test_the_report_says_what_it_is_worth(exports: dict[str, Path]) -> None:
+def test_the_report_says_what_it_is_worth(saved: Saved, exports: dict[str, Path]) -> None:
     report = json.loads((exports["int8"] / "report.json").read_text())
     assert report["parity"]["rows"] == ROWS
-    assert "drawn at random" in report["parity"]["origin"]
+    assert report["parity"]["origin"] == f"rows of {saved.config.train_data.path}"
     assert report["parity"]["failure"] is None
     assert 0 < report["parity"]["max_logit_difference"] < 0.05
-    assert 0.5 < report["parity"]["auroc_checkpoint"] <= 1
+    assert 0 < report["parity"]["auroc_checkpoint"] < 1
     assert 0 < report["size"]["ratio"] < 1
     assert report["speed"]["rows_per_s"] > 0
     report = json.loads((exports["fp32"] / "report.json").read_text())
@@ -256,10 +258,19 @@ def test_the_runs_own_rows_are_compared(tmp_path: Path) -> None:
     elsewhere = _log(tmp_path / "other.tsv", 90)
     told = _export(saved, tmp_path / "two", parity_path=elsewhere, quantize="fp16", max_auroc_loss=0.1)
     assert (told["parity"]["origin"], told["parity"]["rows"]) == (f"rows of {elsewhere}", 90)
-    Path(path).unlink()
-    told = _export(saved, tmp_path / "three", parity_rows=60)
-    assert "log cannot be read" in told["parity"]["origin"]
-    assert path in told["parity"]["origin"]
+
+
+def test_without_the_runs_log_nothing_is_proven(tmp_path: Path) -> None:
+    path = str(tmp_path / "moved.tsv")
+    saved = save_clicks(tmp_path / "run", train_data={"path": path})
+    with pytest.raises(InputError, match=rf"no rows of the run's log, {path}, .* labelled log as --parity-path, or"):
+        _export(saved, tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+    told = _export(saved, tmp_path / "out", ignore_parity=True)["parity"]
+    assert "drawn at random" in told["origin"]
+    assert path in told["failure"]
+    assert 0.5 < told["auroc_checkpoint"] <= 1
+    assert _export(saved, tmp_path / "two", parity_path=_log(tmp_path / "log.tsv", 60))["parity"]["failure"] is None
 
 
 def test_an_export_that_scores_otherwise_leaves_nothing(
@@ -324,7 +335,8 @@ def test_other_makes_are_exported_too(make: str, tmp_path: Path) -> None:
         "bf16": {"model": SMALL.replace(interaction="cross"), "precision": "bf16"},
     }[make]
     saved = save_clicks(tmp_path / "run", **arguments)
-    _export(saved, tmp_path / "out", quantize="int8", max_auroc_loss=0.01)
+    told = _export(saved, tmp_path / "out", quantize="int8", max_auroc_loss=0.01, ignore_parity=True)
+    assert told["parity"]["failure"].startswith("no rows of the run's log")  # and nothing else
     served, rows = open_served(str(tmp_path / "out")), saved.rows(100)
     np.testing.assert_allclose(served.score(rows), saved.logits(rows), rtol=0, atol=0.02)
 
@@ -332,9 +344,9 @@ def test_other_makes_are_exported_too(make: str, tmp_path: Path) -> None:
 def test_values_that_are_not_finite_are_not_exported(tmp_path: Path) -> None:
     saved = save_clicks(tmp_path / "run", scale=float("nan"))
     with pytest.raises(InputError, match=r"table cat_0: has a value of nan"):
-        _export(saved, tmp_path / "out", quantize="int8")
+        _export(saved, tmp_path / "out", quantize="int8", ignore_parity=True)
     with pytest.raises(InputError, match="not finite"):
-        _export(saved, tmp_path / "out")
+        _export(saved, tmp_path / "out", parity_path=_log(tmp_path / "log.tsv", 60))
 
 
 def test_compare_counts_the_worst_row() -> None:
