@@ -28,7 +28,12 @@ _POLL_S: Final = 1.0
 _URL_POLL_S: Final = 10.0
 _LEAD_S: Final = 3.0
 """Beyond a poll, that a request needs to reach all workers, so that they begin at the same step."""
+_WRITING_S: Final = 10.0
+"""That workers may need to write what they recorded, once the attempt has ended."""
 _KINETO: Final = "KINETO_"
+
+_ENDS: Final = {"finish": "finished", "stop": "stopped", "failure": "failed", "run": "another driver began"}
+"""Kinds of events behind which an attempt trains no more."""
 
 _logger = logging.getLogger(__name__)
 
@@ -186,14 +191,15 @@ def request_profile(
     ranks = [storage.join(target, f"rank_{rank}") for rank in range(start["world_size"])]
     deadline_s = time.monotonic() + timeout_s
     ended, failures = threading.Event(), list[str]()
-    watch = threading.Thread(target=_watch_failures, args=(folder, window.name, failures, ended), daemon=True)
+    since_s = events[-1]["time"]
+    watch = threading.Thread(target=_watch_failures, args=(folder, window.name, since_s, failures, ended), daemon=True)
     watch.start()
     try:
         while not all(storage.exists(storage.join(rank, OPERATIONS)) for rank in ranks):
             if failures:
                 raise InputError(f"{folder}: no profile; {failures[0]}")
             if time.monotonic() > deadline_s:
-                heard = not storage.exists(request)
+                heard = not _lies_there(request, window)
                 raise InputError(
                     f"{folder}: no profile after {timeout_s:.0f} s; "
                     + ("training is slow, or has ended; see its events" if heard else "the run has no living driver")
@@ -201,16 +207,28 @@ def request_profile(
             time.sleep(_POLL_S)
     finally:
         ended.set()
-        storage.remove_file(request)
+        if _lies_there(request, window):
+            storage.remove_file(request)
     return {"profile": target, "first_step": first, "steps": steps, "ranks": len(ranks)}
 
 
-def _watch_failures(folder: str, name: str, failures: list[str], ended: threading.Event) -> None:
-    """Adds to `failures` what workers say of this profile, as they say it."""
+def _lies_there(request: str, window: Window) -> bool:
+    """Whether nobody has taken it yet; what lies there may be somebody else's."""
+    try:
+        return storage.exists(request) and storage.read_json(request) == asdict(window)
+    except (InputError, FileNotFoundError):  # taken between the two
+        return False
+
+
+def _watch_failures(folder: str, name: str, since_s: float, failures: list[str], ended: threading.Event) -> None:
+    """Adds to `failures` what workers say of this profile, as they say it, and that their attempt ended behind `since_s`."""
     with contextlib.suppress(InputError, OSError):  # damaged events, or none to be reached: who waits has a time limit
         for event in follow(storage.join(folder, "events.jsonl"), stop=ended):
             if event["kind"] == "profile_failed" and event["name"] == name:
                 failures.append(f"worker {event['rank']}: {event['cause']}")
+            elif event["kind"] in _ENDS and event["time"] > since_s:
+                ended.wait(_WRITING_S)
+                failures.append(f"training ended before it was through ({event.get('cause', _ENDS[event['kind']])})")
 
 
 def _running(folder: str, events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -218,7 +236,7 @@ def _running(folder: str, events: list[dict[str, Any]]) -> dict[str, Any]:
     for event in reversed(events):
         if event["kind"] == "start":
             return event
-        if event["kind"] in ("finish", "stop", "failure", "run"):
+        if event["kind"] in _ENDS:
             break
     raise InputError(f"{folder}: is not training; a profile can be made of a run in progress")
 

@@ -77,8 +77,10 @@ class StepProfiler:
 
     def ask(self, window: Window) -> None:
         """Records these steps, 200 at most, or, where they are past, as many from the next one on. Any thread may call it; one
-        wish at a time waits, the last."""
-        self._asked = window
+        wish at a time waits, the last; of the one before it is told that it failed."""
+        before, self._asked = self._asked, window
+        if before is not None:
+            self._failed(before, "another profile was asked for before this one began")
 
     def begin_step(self, step: int) -> None:
         """Called before each step; `step` are done."""
@@ -92,7 +94,10 @@ class StepProfiler:
             self._begin(self._asked, step)
 
     def close(self) -> None:
-        """Ends a recording that is on, and returns when all is written."""
+        """Ends a recording that is on, and returns when all is written. A wish that still waits has failed."""
+        waiting, self._asked = self._asked, None
+        if waiting is not None:
+            self._failed(waiting, f"training ended, or was interrupted, before step {waiting.first + 1:,}")
         if self._active is not None:
             self._finish(self._active)
         for writer in self._writers:

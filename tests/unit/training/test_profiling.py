@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from concurrent.futures import Future
@@ -32,6 +33,7 @@ class Mailbox:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "_POLL_S", 0.02)
     monkeypatch.setattr(profiling, "_LEAD_S", 0.0)
+    monkeypatch.setattr(profiling, "_WRITING_S", 0.1)
 
 
 def events(*, rate: float = 0.0) -> list[dict[str, Any]]:
@@ -131,6 +133,59 @@ def test_a_worker_that_cannot_write_its_profile_is_heard(tmp_path: Path, monkeyp
     assert written["profile"]["rank"] == 0
     assert written["profile_failed"]["rank"] == 1
     assert written["profile"]["name"] == written["profile_failed"]["name"] == Path(written["profile"]["path"]).name
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "told"),
+    [
+        ("failure", {"cause": "worker 1 died"}, "worker 1 died"),
+        ("stop", {"cause": "SIGTERM", "step": 44}, "SIGTERM"),
+        ("finish", {"step": 100}, "finished"),
+        ("run", {}, "another driver began"),
+    ],
+)
+def test_who_asks_is_told_that_training_ended_before(
+    tmp_path: Path, kind: str, fields: dict[str, Any], told: str
+) -> None:
+    place = tmp_path / "events.jsonl"
+    so_far = [{"kind": "run", "time": time.time() - 100}, {"kind": "failure", "time": time.time() - 60, "cause": "old"}]
+    place.write_text("".join(json.dumps(event) + "\n" for event in so_far))
+
+    def end(wish: dict[str, Any]) -> None:
+        with EventWriter(place) as log:
+            log.write(kind, **fields)
+
+    with (
+        watched_requests(str(tmp_path), Mailbox(end)),
+        pytest.raises(InputError, match=rf"no profile; training ended before it was through \({told}\)"),
+    ):
+        request_profile(str(tmp_path), [*so_far, *events()], steps=2, note=print, timeout_s=120.0)
+
+
+def test_what_is_written_at_the_end_of_training_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "_WRITING_S", 60.0)
+
+    def end(wish: dict[str, Any]) -> None:
+        with EventWriter(tmp_path / "events.jsonl") as log:
+            log.write("finish", step=100)
+        for rank in range(2):
+            folder = tmp_path / "profile" / wish["name"] / f"rank_{rank}"
+            folder.mkdir(parents=True)
+            threading.Timer(0.3, (folder / "operations.json").write_text, args=["[]"]).start()
+
+    with watched_requests(str(tmp_path), Mailbox(end)):
+        assert request_profile(str(tmp_path), events(), steps=2, note=print, timeout_s=120.0)["ranks"] == 2
+
+
+def test_a_request_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    other = {"name": "other", "first": 50, "end": 52}
+
+    def note(text: str) -> None:  # once it is asked for, another asks too
+        storage.write_json(str(tmp_path / "profile" / "request.json"), other)
+
+    with pytest.raises(InputError, match="training is slow, or has ended"):
+        request_profile(str(tmp_path), events(), steps=2, note=note, timeout_s=0.0)
+    assert storage.read_json(str(tmp_path / "profile" / "request.json")) == other
 
 
 def unheard(kind: str, **fields: Any) -> None:

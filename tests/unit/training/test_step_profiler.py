@@ -101,11 +101,25 @@ def test_a_window_of_a_run_that_goes_on_keeps_its_end(tmp_path: Path) -> None:
 
 def test_nothing_is_recorded_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayrec.training.step_profiler.profile", None)
-    profiler = Told().profiler(tmp_path)
+    told = Told()
+    profiler = told.profiler(tmp_path)
     profiler.ask(Window("never", 100, 110))
     train(profiler, 0, 3)
+    assert not told.failed
     profiler.close()
+    assert told.failed == ["training ended, or was interrupted, before step 101"]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_wish_that_another_takes_the_place_of_is_told(tmp_path: Path) -> None:
+    told = Told()
+    profiler = told.profiler(tmp_path)
+    profiler.ask(Window("first", 1, 2))
+    profiler.ask(Window("second", 1, 2))
+    train(profiler, 0, 3)
+    profiler.close()
+    assert told.failed == ["another profile was asked for before this one began"]
+    assert [window.name for window in told.written] == ["second"]
 
 
 def test_what_cannot_be_written_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
