@@ -19,6 +19,7 @@ from damage import cut_short, flip_a_bit, remove_file, tear_manifest
 from processes import RayCluster, Run, Session, environment_for, small_run
 
 from rayrec.checkpoint import committed
+from rayrec.checkpoint.persistence import PATIENCE_S
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -386,13 +387,16 @@ def until(done: Callable[[], bool], *, timeout_s: float = 240) -> None:
 
 @pytest.mark.extended
 def test_a_store_that_is_away_for_a_while(expected: dict[str, Any], begin: Begin, s3_server: Any) -> None:
-    run = begin(storage=s3_server.url("runs"))
-    run.wait_for("checkpoint", lambda event: event["step"] >= 40)
+    """For longer than one attempt at a save waits for it, and the run, slowed down by evaluations, trains on meanwhile."""
+    checkpoint = {"every": 6, "num_to_keep": 5}
+    run = begin(storage=s3_server.url("runs"), checkpoint=checkpoint, evaluate_every=3, log_every=3)
+    run.wait_for("checkpoint")
     s3_server.kill()
-    killed = time.time()
-    time.sleep(8)
+    time.sleep(PATIENCE_S + 5)
     s3_server.start()
+    back = time.time()
     summary = run.summary()
-    assert run.events("finish")[0]["time"] > killed
+    assert any(event["time"] > back for event in run.events("step"))
+    assert any("the store was out for" in event["cause"] for event in run.events("checkpoint_late"))
     assert_as_expected(summary, expected)
     assert_accounted(run, summary, restarts=0)
