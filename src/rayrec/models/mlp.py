@@ -42,9 +42,13 @@ def _input_gradient(gradient: torch.Tensor, weight: torch.Tensor, *, fused: bool
     return gradient @ weight
 
 
-def _weight_gradient(gradient: torch.Tensor, inputs: torch.Tensor, *, fused: bool) -> torch.Tensor:
+def _weight_gradient(gradient: torch.Tensor, inputs: torch.Tensor, *, fused: bool, input_major: bool) -> torch.Tensor:
+    """(out, in); with `input_major` laid out by inputs, as the weight is, where that is faster."""
     if gradient.shape[1] < _NARROW_OUTPUT:
         return gradient.t() @ inputs
+    if input_major and fused and gradient.dtype == torch.float32 and inputs.shape[1] < gradient.shape[1]:
+        # oneDNN copies the transposed first factor, here the smaller of the two; and nothing is left to lay out anew.
+        return torch.ops.mkldnn._linear_pointwise(inputs.t(), gradient.t(), None, "none", [], "").t()
     if inputs.shape[1] < _NARROW_INPUT:  # few inputs: the transposed product is up to three times faster
         if fused and gradient.dtype == torch.float32:
             return torch.ops.mkldnn._linear_pointwise(inputs.t(), gradient.t(), None, "none", [], "").t().contiguous()
@@ -102,7 +106,8 @@ class _LinearStack(torch.autograd.Function):
                     gradient = torch.ops.aten.threshold_backward(gradient, output, 0)
                 else:  # in place: this gradient is ours alone, and fresh memory costs as much as the arithmetic
                     torch.ops.aten.threshold_backward.grad_input(gradient, output, 0, grad_input=gradient)
-            weight_gradient = _weight_gradient(gradient, inputs, fused=ctx.fused)
+            input_major = not weights[layer].is_contiguous()
+            weight_gradient = _weight_gradient(gradient, inputs, fused=ctx.fused, input_major=input_major)
             parameter_gradients[2 * layer] = weight_gradient.float()
             if ctx.needs_input_grad[5 + 2 * layer]:
                 parameter_gradients[2 * layer + 1] = gradient.sum(0).float()

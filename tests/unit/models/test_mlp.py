@@ -94,6 +94,25 @@ def test_layers_without_bias_and_without_activation() -> None:
     torch.testing.assert_close(got, inputs @ down.t() @ up.t() + bias, atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("in_features", "out_features"), [(24, 100), (100, 300), (100, 24), (80, 80)])
+def test_a_weight_laid_out_by_inputs_gets_the_gradient_of_one_laid_out_by_outputs(
+    in_features: int, out_features: int
+) -> None:
+    torch.manual_seed(0)
+    inputs, factors = torch.randn(50, in_features), torch.randn(50, out_features)
+    by_inputs = torch.randn(in_features, out_features, requires_grad=True)
+    by_outputs = by_inputs.detach().t().contiguous().requires_grad_()
+
+    def gradient(parameter: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        outputs = linear_stack(inputs, (weight, None), relus=(False,), dtype=torch.float32)
+        return torch.autograd.grad((outputs * factors).sum(), parameter)[0]
+
+    got = gradient(by_inputs, by_inputs.t())
+    torch.testing.assert_close(got, gradient(by_outputs, by_outputs).t(), atol=1e-4, rtol=1e-5)
+    if in_features < out_features and torch.backends.mkldnn.is_available():
+        assert got.is_contiguous()  # nothing is left to copy into the parameter's layout
+
+
 def test_names_and_start_values() -> None:
     torch.manual_seed(7)
     mlp = MLP(400, (600, 200), final_activation=True)
