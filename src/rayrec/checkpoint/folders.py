@@ -5,15 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 from pyarrow import fs as arrow_fs
 
 from rayrec import storage
-from rayrec.checkpoint.format import MANIFEST, DamagedError, UnreadableError, read_manifest
+from rayrec.checkpoint.format import MANIFEST, DamagedError, UnreadableError, is_data_file, read_manifest
 from rayrec.checkpoint.ranks import Ranks
 from rayrec.config import InputError
 from rayrec.storage.stores import enduring
+
+_PICKLE_NAMES: Final = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".distcp", ".metadata")
+_PICKLE_START: Final = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04")
+"""Of a pickle of protocol 2 to 5, and of a zip archive, as torch.save makes."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,20 @@ def check_files(checkpoint: Checkpoint, manifest: dict[str, Any]) -> None:
         if sizes[name] != file["bytes"]:
             raise DamagedError(
                 f"{path}: damaged, has {sizes[name]} bytes instead of {file['bytes']}; use an earlier checkpoint"
+            )
+
+
+def refuse_pickles(folder: str, files: Collection[str]) -> None:
+    """Raises InputError where a pickle, or an archive that may hold one, lies in a folder whose manifest names `files`, but not
+    it. rayrec writes none, and opens none; but other tools run what they hold."""
+    for name in sorted(file_sizes(folder).keys() - set(files)):
+        path = storage.join(folder, name)
+        head = np.zeros(4, np.uint8)
+        if not is_data_file(name):  # such start with any bytes, and may be of an attempt that lost
+            storage.read_into(path, 0, head)
+        if name.endswith(_PICKLE_NAMES) or _PICKLE_START.match(head.tobytes()):
+            raise InputError(
+                f"{path}: is a pickle, which can run any code, and none of the files of {folder}; remove it"
             )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from rayrec import storage
+from rayrec.checkpoint.folders import refuse_pickles
 from rayrec.checkpoint.format import CHECKSUM, DTYPES, MANIFEST, seal
 from rayrec.config import InputError
 from rayrec.data.preprocessor import Preprocessor
@@ -116,9 +117,10 @@ def read_manifest(path: str) -> tuple[ExportedModel, dict[str, dict[str, Any]]]:
 def open_export(path: str, *, device: Device = "cpu") -> OpenedExport:
     """Loads an export, local or a URL. Every file is read once and its checksum verified; nothing is executed.
 
-    Raises InputError for damage, missing files, and weights that are not those of the manifest.
+    Raises InputError for damage, missing files, weights that are not those of the manifest, and pickles that are not in it.
     """
     exported, files = read_manifest(path)
+    refuse_pickles(path, files)
     for name in files:
         if name not in (TABLES, DENSE):  # these are verified as they are read
             verify_file(path, name, files)

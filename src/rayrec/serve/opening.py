@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from rayrec.checkpoint import Checkpoint, open_checkpoint, verify
+from rayrec.checkpoint.folders import refuse_pickles
 from rayrec.config import InputError
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.ray_tasks import input_errors
@@ -71,6 +72,7 @@ class Request:
         if self.batch_rows is not None and self.batch_rows < 1:
             raise InputError(f"batch_rows: {self.batch_rows} must be at least 1")
         checkpoint = open_checkpoint(self.checkpoint)
+        refuse_pickles(checkpoint.path, checkpoint.manifest()["files"])
         # Here, not in the actors: a pipeline of Ray Data 2.60 that fails at its first block leaves its actors, and the CPUs
         # they hold, behind.
         verify(checkpoint, "model.")

@@ -11,6 +11,7 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.checkpoint import Checkpoint, open_checkpoint
+from rayrec.checkpoint.folders import refuse_pickles
 from rayrec.checkpoint.reading import check_extra_files
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
@@ -58,7 +59,8 @@ def open_served(path: str, *, config: TrainConfig | None = None, device: Device 
     local or a URL.
 
     A checkpoint's own config.yaml says how it was trained, or `config`. Nothing is unpickled and no file chooses code; every
-    checksum is verified. Memory: the weights once. Raises InputError for anything else, another kind of model and damage.
+    checksum is verified. Memory: the weights once. Raises InputError for anything else, another kind of model, damage, and where
+    a pickle lies there too.
     """
     if is_export(path):
         opened = open_export(path, device=device)
@@ -72,6 +74,7 @@ def open_served(path: str, *, config: TrainConfig | None = None, device: Device 
         )
     checkpoint = open_checkpoint(path)
     manifest = checkpoint.manifest()
+    refuse_pickles(checkpoint.path, manifest["files"])
     if not storage.exists(storage.join(checkpoint.path, PREPROCESSOR_FOLDER)):
         raise InputError(
             f"{checkpoint.path}: holds no {PREPROCESSOR_FOLDER}/, which every checkpoint of a click model has; only those "

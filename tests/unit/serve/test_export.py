@@ -172,6 +172,12 @@ def test_damage_is_found(copied: Path, name: str) -> None:
         open_served(str(copied))
 
 
+def test_a_pickle_beside_it_is_refused(copied: Path) -> None:
+    (copied / "preprocessor" / "weights").write_bytes(pickle.dumps(_Trap()))
+    with pytest.raises(InputError, match=r"copied/preprocessor/weights: is a pickle, .*; remove it"):
+        open_served(str(copied))
+
+
 def test_a_changed_manifest_is_found(copied: Path) -> None:
     path = copied / "manifest.json"
     path.write_text(path.read_text().replace('"int8"', '"int4"'))

@@ -19,10 +19,13 @@ from rayrec.data.loader import sparse_features
 from rayrec.data.parsing import parse
 from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
 from rayrec.models.dlrm import DLRMConfig
+from rayrec.observe.console import Console
+from rayrec.serve.opening import Request
 from rayrec.serve.scoring import weight_bytes
 from rayrec.serve.served import open_served
 from rayrec.workloads.base import TrainConfig
 
+QUIET = Console(quiet=True)
 NUM_EMBEDDINGS = [5 + column for column in range(26)]
 
 
@@ -179,14 +182,36 @@ class _Trap:
 def test_nothing_is_unpickled(copied: Path, config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     mark = copied / "sprung"
     trap = pickle.dumps(_Trap(str(mark)))
-    for name in ("model.pt", "data.pkl", ".metadata", "__0_0.distcp", "preprocessor/preprocessor.pkl"):
-        (copied / name).write_bytes(trap)
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("unpickled")
 
     for module, function in ((pickle, "load"), (pickle, "loads"), (torch, "load")):
         monkeypatch.setattr(module, function, refuse)
+    names = [
+        "model.pt",
+        "data.pkl",
+        ".metadata",
+        "__0_0.distcp",
+        "preprocessor/preprocessor.pkl",
+        "weights",
+        "data_00000-1.pkl",
+    ]
+    for name in names:
+        (copied / name).write_bytes(trap)
+        for open_it in (
+            lambda: open_served(str(copied), config=config),
+            lambda: Request(str(copied), "x.tsv", config, None, "cpu", QUIET).open(evaluating=True, spare_cpus=0),
+        ):
+            with pytest.raises(InputError, match=f"{name}: is a pickle, .*; remove it"):
+                open_it()
+        (copied / name).unlink()
+    torch.save({}, copied / "archive")
+    with pytest.raises(InputError, match="archive: is a pickle"):
+        open_served(str(copied), config=config)
+    (copied / "archive").unlink()
+    (copied / ".DS_Store").write_bytes(b"\0\0\0\1Bud1")  # harmless, as is what an attempt left that lost
+    (copied / "data_00000-1.safetensors.1234.partial").write_bytes(trap)
     open_served(str(copied), config=config)
     tokens = copied / "preprocessor" / "tokens.npy"
     np.save(tokens, np.array([_Trap(str(mark))], object), allow_pickle=True)
