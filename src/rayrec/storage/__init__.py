@@ -25,7 +25,7 @@ from rayrec.storage.folders import (
     remove_folder,
     writing_folder,
 )
-from rayrec.storage.outages import OUTAGE_S, patience
+from rayrec.storage.outages import OUTAGE_S, outage_s, patience
 from rayrec.storage.stores import absolute, is_url, join, resolve
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "list_files",
     "list_folder",
     "make_folder",
+    "outage_s",
     "patience",
     "read_bytes",
     "read_into",

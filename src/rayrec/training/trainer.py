@@ -87,11 +87,14 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
     cluster.ship_code(type(config.workload))
     with Signals() as signals:  # not before: ray.init puts a handler of its own in place
         # A run that goes on may do so on a cluster whose nodes are still joining; a new one is told at once.
-        shares = wait_for_room(config, console.note) if latest(folder) else share_out(config)
-        storage.make_folder(folder)
-        config_path = storage.join(folder, "config.yaml")
+        goes_on = latest(folder) is not None
+        shares = wait_for_room(config, console.note) if goes_on else share_out(config)
+        # Nor shall a new one wait for long at a wrong endpoint.
+        patience_s = config.failure.max_outage_s if goes_on else storage.outage_s()
         head = f"# rayrec {versions()['rayrec']}, config hash {run_hash(config)}\n"
-        storage.write_bytes(config_path, (head + config.to_yaml()).encode())
+        with storage.patience(patience_s):
+            storage.make_folder(folder)
+            storage.write_bytes(storage.join(folder, "config.yaml"), (head + config.to_yaml()).encode())
         place = storage.join(folder, "events.jsonl")
         with (
             _told_in_the_end(folder, note=console.note),
@@ -100,17 +103,19 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
             _end_told(events, signals),
         ):
             events.write("run", recipe=config.recipe, name=name, config_hash=run_hash(config), versions=versions())
-            with console.preparing():
+            with console.preparing(), storage.patience(patience_s):
                 context = RunContext(config, folder, shares.driver, console.note, console.progress)
                 prepared = config.workload.prepare(context)
             prepared_s = time.monotonic() - started_s
             events.write("prepared", seconds=prepared_s, **config.workload.summarize(prepared, {}))
-            storage.remove_file(storage.join(folder, SUMMARY))  # of a run that was finished, and from here on is not
+            with storage.patience(patience_s):  # the summary is of a run that was finished, and from here on is not
+                storage.remove_file(storage.join(folder, SUMMARY))
             with console.training(lambda stop: follow(place, stop=stop)):
                 finish = run_attempts(
                     config, folder, prepared, shares, events=events, signals=signals, note=console.note
                 )
-            result = finish and summarize(config, folder, prepared, finish, events=events, note=console.note)
+            with storage.patience(config.failure.max_outage_s):
+                result = finish and summarize(config, folder, prepared, finish, events=events, note=console.note)
         if result:
             return result
         console.note(f"{folder}: stopped; the same command goes on from {_newest(folder)}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import logging
 import os
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from rayrec import storage
 from rayrec.checkpoint import (
     Checkpoint,
+    Claim,
     DamagedError,
     Retention,
     Saver,
@@ -24,6 +27,7 @@ from rayrec.checkpoint import (
     step_of,
 )
 from rayrec.checkpoint.format import UnreadableError
+from rayrec.checkpoint.persistence import Persistence
 from rayrec.checkpoint.ranks import Ranks
 from rayrec.config import InputError
 from rayrec.data.placement import TaskPlacement
@@ -41,6 +45,7 @@ from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerContext, Worke
 from rayrec.workloads.phases import waits_noticed
 
 Log = Callable[[str, dict[str, Any]], None]
+_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +99,7 @@ def _train(worker: WorkerContext, assignment: Assignment, log: Log) -> dict[str,
     peak = multiply_adds_per_s_or_zero(worker.device, precision=config.precision) if config.observe.times else 0.0
     damaged: set[int] = set()
     with storage.patience(config.failure.max_outage_s):  # a start is worth as much waiting as a save
-        mine = claim(folder) if worker.rank == 0 else None
+        mine = _claimed(folder, max_outage_s=config.failure.max_outage_s) if worker.rank == 0 else None
         checkpoint, setup, loader, progress = _resume(worker, assignment, log, damaged)
     if config.observe.times:
         setup.peak_multiply_adds_per_s = peak_of_all(peak, world_size=worker.world_size)
@@ -161,6 +166,18 @@ def _train(worker: WorkerContext, assignment: Assignment, log: Log) -> dict[str,
         )
     log("stop", {"cause": watch.cause, "step": progress.step, "last": watch.cause != MORE_WORKERS})
     return {"stopped": watch.cause}
+
+
+def _claimed(folder: str, *, max_outage_s: float) -> Claim:
+    """The claim to a run, made as persistently as saves are: a full disk may have room again."""
+    persistence = Persistence(
+        place=folder,
+        max_outage_s=max_outage_s,
+        seed=folder,
+        ended=threading.Event(),
+        late=lambda cause: _logger.warning("%s: cannot be claimed yet (%s)", folder, cause),
+    )
+    return persistence.run(lambda: claim(folder))
 
 
 def peak_of_all(peak: float, *, world_size: int) -> float | None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rayrec import checkpoint, storage
-from rayrec.checkpoint import Checkpoint, folder_of, newest_good
+from rayrec.checkpoint import Checkpoint, folder_of, newest_good, persistence
 from rayrec.config import InputError
 from rayrec.training import worker
 from rayrec.training.loop import Progress
@@ -119,6 +119,22 @@ def test_where_none_is_left_it_begins_anew_without_a_second_model(tmp_path: Path
     assert float(setup.model.weight) == 0
     assert resumed.models_before == [0, 0]
     assert resumed.damaged == {1, 2}
+
+
+def test_a_run_is_claimed_when_a_full_disk_has_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(persistence, "FIRST_DELAY_S", 0.01)
+    write_json, full = storage.write_json, [OSError(errno.ENOSPC, "No space left on device")] * 2
+
+    def write(path: str, value: Any) -> None:
+        if full:
+            raise full.pop()
+        write_json(path, value)
+
+    monkeypatch.setattr(storage, "write_json", write)
+    assert worker._claimed(str(tmp_path), max_outage_s=30.0).valid()
+    full[:] = [OSError(errno.ENOSPC, "No space left on device")] * 1000
+    with pytest.raises(InputError, match="no space left; free some"):
+        worker._claimed(str(tmp_path), max_outage_s=0.1)
 
 
 def test_the_start_of_a_run(tmp_path: Path) -> None:

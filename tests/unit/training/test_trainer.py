@@ -14,7 +14,7 @@ import replicated_ranks
 import torch
 from ray.train.v2.api.exceptions import WorkerGroupError
 
-from rayrec import checkpoint
+from rayrec import checkpoint, storage
 from rayrec.checkpoint import folder_of
 from rayrec.config import InputError
 from rayrec.observe.console import Console
@@ -24,6 +24,7 @@ from rayrec.training import attempts, trainer
 from rayrec.training.trainer import Result, is_longer, run_hash, summarize
 from rayrec.workloads.base import RunContext, TrainConfig
 
+NOTES: list[str] = []
 ROWS = replicated_ranks.ROWS["train"]
 
 
@@ -95,6 +96,7 @@ class Prepared(replicated_ranks.Small):
     wrong: str = ""
 
     def prepare(self, context: RunContext) -> Any:
+        context.note(f"waits {storage.outage_s():g} s for a store")
         if self.wrong:
             raise InputError(self.wrong)
 
@@ -103,29 +105,35 @@ class Prepared(replicated_ranks.Small):
 
 
 def failing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, *, wrong: str = ""
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, *, wrong: str = "", finishes: bool = False
 ) -> list[dict[str, Any]]:
-    """The events of a run that logs a step, and ends with the error."""
+    """The events of a run that logs a step, and ends with the error, `finishes`: of the summary. Its notes go to NOTES."""
 
     def run_attempts(*_: Any, events: EventWriter, **__: Any) -> dict[str, Any]:
         for event in told()[1:3]:
             events.write(
                 event["kind"], **{name: value for name, value in event.items() if name not in ("kind", "time")}
             )
+        if finishes:
+            return {"step": 15}
         raise error
 
     monkeypatch.setattr(trainer.cluster, "connect", lambda *_, **__: None)
     monkeypatch.setattr(trainer.cluster, "ship_code", lambda *_: None)
     monkeypatch.setattr(attempts, "share_out", lambda *_: SimpleNamespace(driver=None))
+    monkeypatch.setattr(attempts, "wait_for_room", attempts.share_out)
     monkeypatch.setattr(attempts, "run_attempts", run_attempts)
     config = replicated_ranks.config(1).replace(
         name="run",
         storage_path=str(folder),
         workload=Prepared(wrong=wrong),
+        failure={"max_outage_s": 900.0},
         trackers={"prometheus": False, "tensorboard": False, "mllog": True},
     )
+    console = Console(quiet=True)
+    monkeypatch.setattr(console, "note", NOTES.append)
     with pytest.raises(type(error)) as raised:
-        trainer.train(config, console=Console(quiet=True))
+        trainer.train(config, console=console)
     assert str(raised.value) == (wrong or str(error))
     return read_events(folder / "run" / "events.jsonl")
 
@@ -154,6 +162,25 @@ def test_an_error_before_training_is_told_too(tmp_path: Path, monkeypatch: pytes
     events = failing(tmp_path, monkeypatch, InputError("no such log"), wrong="no such log")
     assert [event["kind"] for event in events] == ["run", "failure"]
     assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_run_that_goes_on_waits_longer_for_its_store_than_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYREC_STORAGE_OUTAGE_S", "30")
+    for waits_s in (30, 900):
+        NOTES.clear()
+        failing(tmp_path, monkeypatch, InputError("no such log"), wrong="no such log")
+        assert f"waits {waits_s} s for a store" in NOTES
+        checkpoint.save(folder_of(str(tmp_path / "run"), 5), {"a": torch.ones(1)}, state={})
+
+
+def test_the_summary_is_worth_as_much_waiting_as_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def waits(*_: Any, **__: Any) -> Any:
+        raise InputError(f"waits {storage.outage_s():g} s for a store")
+
+    monkeypatch.setattr(trainer, "summarize", waits)
+    failing(tmp_path, monkeypatch, InputError("waits 900 s for a store"), finishes=True)
 
 
 def lines_of(events: list[dict[str, Any]]) -> list[str]:
