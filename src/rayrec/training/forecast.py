@@ -11,7 +11,7 @@ from rayrec.config import InputError
 from rayrec.launch.cluster import Layout, Node, layout
 from rayrec.observe.quantities import duration_text, number_text, size_text
 from rayrec.workloads.base import TrainConfig
-from rayrec.workloads.calibration import Calibration
+from rayrec.workloads.calibration import Calibration, Target
 
 Limit = Literal["model", "data", "cpus"]
 _KEPT_IN_RESERVE: Final = 0.5
@@ -30,6 +30,12 @@ class ClusterShape:
     """With the GPUs, where there are some."""
     cpu_nodes: int = 0
     """Beside them, without; 0 where there are no GPUs."""
+    memory_gb: float | None = None
+    """Of each node with workers, free for them; None: as much as here."""
+    gpu_memory_gb: float | None = None
+    """Of each GPU; None: that of the GPU here."""
+    gpu_rows_per_s: float | None = None
+    """That one GPU trains; None: it is measured here."""
 
     @classmethod
     def parse(cls, text: str) -> ClusterShape:
@@ -43,14 +49,25 @@ class ClusterShape:
                 values[name] = -1.0
             if name not in cls.__dataclass_fields__ or not 0 <= values[name] < math.inf:
                 raise InputError(
-                    f"--cluster: {part!r} is none of cpus=N, gpus=N, nodes=N, cpu_nodes=N; e.g. cpus=16,gpus=1,nodes=2"
+                    f"--cluster: {part!r} is none of {'=N, '.join(cls.__dataclass_fields__)}=N; e.g. cpus=16,gpus=1,nodes=2"
                 )
         if not values.get("cpus") or values.get("nodes", 1) < 1:
             raise InputError(f"--cluster: {text!r} needs cpus=N, of each node, and a node at least")
         gpus, nodes, cpu_nodes = values.get("gpus", 0.0), int(values.get("nodes", 1)), int(values.get("cpu_nodes", 0))
+        given = {name: values.get(name) for name in ("memory_gb", "gpu_memory_gb", "gpu_rows_per_s")}
+        for name, value in given.items():
+            if value == 0 or (value and name.startswith("gpu_") and not gpus):
+                raise InputError(f"--cluster: {text!r}: {name} must be more than 0, and those of GPUs need gpus=N")
         if not gpus:  # nodes beside those with GPUs are then nodes like all others
             nodes, cpu_nodes = nodes + cpu_nodes, 0
-        return cls(values["cpus"], gpus, nodes, cpu_nodes)
+        return cls(values["cpus"], gpus, nodes, cpu_nodes, **given)
+
+    def target(self, num_workers: int) -> Target:
+        """What whoever measures has to know of it."""
+        workers_per_node = -(-num_workers // self.nodes)
+        memory_gb = self.gpu_memory_gb if self.gpus else self.memory_gb and self.memory_gb / workers_per_node
+        memory_bytes = None if memory_gb is None else int(memory_gb * 1e9)
+        return Target(num_workers, workers_per_node, memory_bytes, self.gpu_rows_per_s)
 
     def resources(self) -> list[Node]:
         gpu = {"GPU": self.gpus} if self.gpus else {}
@@ -107,7 +124,8 @@ class Forecast:
         for name, wall_s in calibration.stage_wall_s.items():
             lines.append(f"  {name:8} {number_text(_rounded(1 / wall_s))} rows/s a CPU")
         lines.append(f"  {'data':8} {number_text(_rounded(self.data_rows_per_s))} rows/s in all")
-        lines.append(f"  {'model':8} {number_text(_rounded(self.model_rows_per_s))} rows/s in all")
+        given = ", by gpu_rows_per_s: given, not measured" if calibration.given else ""
+        lines.append(f"  {'model':8} {number_text(_rounded(self.model_rows_per_s))} rows/s in all{given}")
         if self.cpu_rows_per_s is not None:
             lines.append(f"  {'CPUs':8} {number_text(_rounded(self.cpu_rows_per_s))} rows/s, all work on a row counted")
         why = {"model": "the model", "data": "data tasks", "cpus": "the CPUs, which workers and data tasks share"}
@@ -128,7 +146,7 @@ class Forecast:
                 "The tables are those of a slice of the log, and smaller than they will be: `rayrec vocabulary` and "
                 "--workload.preprocessor DIR give real ones."
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, *calibration.notes])
 
 
 def _rounded(value: float) -> float:
@@ -138,7 +156,8 @@ def _rounded(value: float) -> float:
 
 def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
     """Measures a slice of the recipe's stages on this machine (some twenty seconds) and reckons from it. Raises InputError where
-    the recipe does not fit the cluster, has no log, or is to train on GPUs and this machine has none to measure."""
+    the recipe does not fit the cluster, has no log, or is to train on GPUs whose speed is not given and this machine has none to
+    measure."""
     config.workload.check(config)
     if shape.gpus and not config.scaling.use_gpu:
         config = config.replace(scaling={"use_gpu": True})
@@ -152,11 +171,12 @@ def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
     )
     if config.scaling.use_gpu:
         local_workers = 1
-        _require_gpu()
+        if shape.gpu_rows_per_s is None:
+            _require_gpu()
     else:
         local_workers = min(-(-shares.num_workers // shape.nodes), os.cpu_count() or 1)
     calibration = config.workload.calibrate(
-        config, num_workers=shares.num_workers, local_workers=local_workers, cuda=config.scaling.use_gpu
+        config, target=shape.target(shares.num_workers), local_workers=local_workers, cuda=config.scaling.use_gpu
     )
     return reckoned(calibration, shape, shares, threads_per_worker=config.scaling.threads_per_worker)
 
@@ -166,7 +186,8 @@ def _require_gpu() -> None:
 
     if not torch.cuda.is_available():
         raise InputError(
-            "plan: this machine has no GPU to measure the model on; run it on a node that has one, or leave gpus out of --cluster"
+            "plan: this machine has no GPU to measure the model on; run it on a node that has one, give gpu_rows_per_s=N in "
+            "--cluster, or leave gpus out of it"
         )
 
 

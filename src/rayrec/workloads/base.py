@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torchrec.distributed.train_pipeline import TrainPipeline
 
-    from rayrec.workloads.calibration import Calibration
+    from rayrec.workloads.calibration import Calibration, Target
     from rayrec.workloads.phases import StepClock
     from rayrec.workloads.scoring import Scoring, ScoringContext
 
@@ -33,6 +33,8 @@ class DataConfig(Config):
     window, on data that `rayrec preprocess --shuffle full` has mixed as a whole, and refused on other data."""
     in_memory: bool = False
     """Ready-made data of this machine is read into memory whole, instead of mapped."""
+    cache_bytes: int | None = None
+    """Blocks of tokens at a URL: disk that a node keeps shards of a set on, those longest unused going first; None: keeps all."""
     block_bytes: int = 32 << 20
     """Text one data task reads, parses and hands on; its rows are shuffled together."""
     segments_per_block: int = 16
@@ -44,6 +46,8 @@ class DataConfig(Config):
         super().__post_init__()
         if self.segments_per_block < 1 or self.prefetch_blocks < 0:
             raise InputError("data: segments_per_block must be at least 1 and prefetch_blocks at least 0")
+        if self.cache_bytes is not None and self.cache_bytes < 1:
+            raise InputError(f"data.cache_bytes: {self.cache_bytes} must be at least 1")
         if self.block_bytes < 1 << 16:
             raise InputError(
                 f"data.block_bytes: {self.block_bytes} is below 65536; small blocks cost more than their work"
@@ -170,7 +174,7 @@ class ObserveConfig(Config):
 
     times: bool = True
     """Split every logged interval into phases, measure the device's peak at the start, and tell what data tasks do (which time
-    themselves in any case: six looks at a clock for each block)."""
+    themselves in any case: four looks at a clock for each segment of a block)."""
 
 
 MOST_PROFILED_STEPS: Final = 200
@@ -432,8 +436,8 @@ class Workload(Config, abc.ABC):
         """How the model is spread over the workers, readable; nothing is started. Raises InputError where it won't fit."""
         raise InputError(f"{type(self).__name__} is not sharded; every worker holds the whole model")
 
-    def calibrate(self, config: TrainConfig, *, num_workers: int, local_workers: int, cuda: bool) -> Calibration:
-        """Measures a slice of the real stages on this machine, training with `local_workers` of the run's `num_workers`.
+    def calibrate(self, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool) -> Calibration:
+        """Measures a slice of the real stages on this machine, training with `local_workers` of the target's workers.
         Raises InputError where that cannot be done."""
         raise InputError(
             f"plan: recipe {config.recipe} cannot be measured before it is trained; only click models can yet"

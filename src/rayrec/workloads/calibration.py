@@ -7,6 +7,18 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Target:
+    """The cluster that a forecast is made for, as far as whoever measures has to know it."""
+
+    num_workers: int
+    workers_per_node: int
+    memory_bytes: int | None = None
+    """That one worker may fill with tables, of its device where it has one; None: as on a node like this machine."""
+    gpu_rows_per_s: float | None = None
+    """That one GPU trains, known from elsewhere; None: it is measured."""
+
+
+@dataclass(frozen=True)
 class Calibration:
     """Measured on this machine, without Ray."""
 
@@ -31,3 +43,7 @@ class Calibration:
     """Whether the tables' sizes are those of the slice, for want of a Preprocessor: real ones are larger."""
     plan: str
     """Which worker holds which table, readable."""
+    given: bool = False
+    """Whether `rows_per_s` was told and not measured."""
+    notes: tuple[str, ...] = ()
+    """What was otherwise here than it will be there, a sentence each."""

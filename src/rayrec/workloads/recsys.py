@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import ray
 
     from rayrec.data.loader import ClickLoader
-    from rayrec.workloads.calibration import Calibration
+    from rayrec.workloads.calibration import Calibration, Target
     from rayrec.workloads.recsys_scorer import ClickScorer
     from rayrec.workloads.scoring import Scoring, ScoringContext
 
@@ -240,10 +240,10 @@ class ClickWorkload(Workload):
             )
         return plan(self, config, Preprocessor.load(self.preprocessor).num_embeddings)
 
-    def calibrate(self, config: TrainConfig, *, num_workers: int, local_workers: int, cuda: bool) -> Calibration:
+    def calibrate(self, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool) -> Calibration:
         from rayrec.workloads.recsys_calibration import calibrate
 
-        return calibrate(self, config, num_workers=num_workers, local_workers=local_workers, cuda=cuda)
+        return calibrate(self, config, target=target, local_workers=local_workers, cuda=cuda)
 
     # -- on each worker
 

@@ -9,7 +9,7 @@ import queue
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +19,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import ready
 from rayrec.data.counting import count_parts
-from rayrec.data.encoded import EncodedRows, from_arrow
+from rayrec.data.encoded import Bags, EncodedRows
 from rayrec.data.log import LogIndex, cut, index_chunk, is_gzip, numbered
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import Block, EpochOrder, Part
@@ -28,8 +28,8 @@ from rayrec.data.profiles import make_preprocessor
 from rayrec.data.stages import BlockTimes, measured
 from rayrec.data.tables import is_table
 from rayrec.workloads.base import TrainConfig, WorkerContext
-from rayrec.workloads.calibration import Calibration
-from rayrec.workloads.recsys_plan import tables_of
+from rayrec.workloads.calibration import Calibration, Target
+from rayrec.workloads.recsys_plan import cut_to_fit, memory_here, tables_of
 
 if TYPE_CHECKING:
     from rayrec.click_batch import ClickBatch
@@ -40,6 +40,10 @@ _REPEATS: Final = 3
 _WARM_STEPS: Final = 8
 _MEASURED_S: Final = 4.0
 _TIMEOUT_S: Final = 300.0
+_MEMORY_FOR_TABLES: Final = 0.9
+"""Of what is free here: less may be when the workers look."""
+_UNKNOWN_BYTES: Final = 2**50
+"""More than any tables take."""
 
 
 @dataclass(frozen=True)
@@ -54,30 +58,77 @@ class _Slice:
 
 
 def calibrate(
-    workload: ClickWorkload, config: TrainConfig, *, num_workers: int, local_workers: int, cuda: bool
+    workload: ClickWorkload, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool
 ) -> Calibration:
-    """`num_workers` of the run; `local_workers` that train here, side by side, on the CPUs or (one) on this machine's GPU.
+    """`local_workers` train here, side by side, on the CPUs or (one) on this machine's GPU; nobody does where the target's speed
+    is known. Tables that are too large for this machine are cut for that.
 
-    Takes some twenty seconds. Raises InputError where the log is not text, or the tables do not fit.
+    Takes some twenty seconds. Raises InputError where the log is not text, or the tables do not fit the target.
     """
     piece = _read_slice(workload, config)
-    encoded, times = _time_stages(piece, config)
-    described, worker_bytes = tables_of(workload, config, piece.preprocessor.num_embeddings, workers=num_workers)
+    times = _time_stages(piece, config)
+    described, worker_bytes, notes = _tables_there(workload, config, piece, target)
     threads = max(1, (os.cpu_count() or 1) // local_workers)
-    trained = _train_here(config, piece, encoded, workers=local_workers, threads=threads, cuda=cuda)
+    if target.gpu_rows_per_s is not None:
+        rows_per_s, cpu_s_per_row = local_workers * target.gpu_rows_per_s, 0.0
+    else:
+        wanted, memory_bytes = piece.preprocessor.num_embeddings, memory_here(config, workers=local_workers)
+        held = cut_to_fit(
+            workload, config, wanted, workers=local_workers, memory_bytes=int(memory_bytes * _MEMORY_FOR_TABLES)
+        )
+        if held != wanted:
+            notes.append(
+                f"The tables do not fit this machine: the model was measured with {max(held):,} rows in the largest, where "
+                "caches help more than they will."
+            )
+        trained = _train_here(config, piece, held, workers=local_workers, threads=threads, cuda=cuda)
+        rows_per_s = sum(rows / seconds for rows, seconds, _ in trained)
+        cpu_s_per_row = sum(cpu_s for _, _, cpu_s in trained) / sum(rows for rows, _, _ in trained)
     return Calibration(
         num_workers=local_workers,
         threads_per_worker=threads,
         device="cuda" if cuda else "cpu",
-        rows_per_s=sum(rows / seconds for rows, seconds, _ in trained),
-        cpu_s_per_row=sum(cpu_s for _, _, cpu_s in trained) / sum(rows for rows, _, _ in trained),
+        rows_per_s=rows_per_s,
+        cpu_s_per_row=cpu_s_per_row,
         stage_wall_s={name: spent / times.rows for name, spent in times.wall_s.items()},
         stage_cpu_s={name: spent / times.rows for name, spent in times.cpu_s.items()},
         rows=piece.rows_of_log,
         worker_bytes=worker_bytes,
         sampled_vocabulary=piece.sampled_vocabulary,
         plan=described,
+        given=target.gpu_rows_per_s is not None,
+        notes=tuple(notes),
     )
+
+
+def _tables_there(
+    workload: ClickWorkload, config: TrainConfig, piece: _Slice, target: Target
+) -> tuple[str, tuple[int, ...], list[str]]:
+    """The plan as text, the bytes each worker holds, and what is to be said of it."""
+    import torch
+
+    notes: list[str] = []
+    memory_bytes = target.memory_bytes
+    if memory_bytes is None and config.scaling.use_gpu and not torch.cuda.is_available():
+        memory_bytes = _UNKNOWN_BYTES
+        notes.append(
+            "Whether the tables fit the GPUs was not looked at: gpu_memory_gb=N in --cluster says what they have."
+        )
+    try:
+        described, worker_bytes = tables_of(
+            workload,
+            config,
+            piece.preprocessor.num_embeddings,
+            workers=target.num_workers,
+            workers_per_node=target.workers_per_node,
+            memory_bytes=memory_here(config, workers=target.workers_per_node) if memory_bytes is None else memory_bytes,
+        )
+    except InputError as error:
+        if target.memory_bytes is not None:
+            raise
+        name = "gpu_memory_gb" if config.scaling.use_gpu else "memory_gb"
+        raise InputError(f"{error}; taken for as large as here, {name}=N in --cluster gives its memory") from None
+    return described, worker_bytes, notes
 
 
 def _read_slice(workload: ClickWorkload, config: TrainConfig) -> _Slice:
@@ -102,8 +153,8 @@ def _read_slice(workload: ClickWorkload, config: TrainConfig) -> _Slice:
     return _Slice(index, rows, make_preprocessor(workload.profile, workload.schema, counts), True)
 
 
-def _time_stages(piece: _Slice, config: TrainConfig) -> tuple[list[EncodedRows], BlockTimes]:
-    """What one data task makes of the slice, and how long that takes it."""
+def _time_stages(piece: _Slice, config: TrainConfig) -> BlockTimes:
+    """How long one data task takes for the slice."""
     from rayrec.data.ingest import encoded_block
 
     parts = tuple(Part(segment, 0, segment.rows) for segment in piece.index.segments)
@@ -115,22 +166,21 @@ def _time_stages(piece: _Slice, config: TrainConfig) -> tuple[list[EncodedRows],
         )
         for _ in range(_REPEATS)
     ]
-    table, times = min(tables, key=lambda one: sum(one[1].wall_s.values()))
-    return from_arrow(table), times
+    return min((times for _, times in tables), key=lambda times: sum(times.wall_s.values()))
 
 
 # -- training for some steps, a process a worker
 
 
 def _train_here(
-    config: TrainConfig, piece: _Slice, encoded: list[EncodedRows], *, workers: int, threads: int, cuda: bool
+    config: TrainConfig, piece: _Slice, num_embeddings: list[int], *, workers: int, threads: int, cuda: bool
 ) -> list[tuple[int, float, float]]:
-    """(rows, seconds, CPU-seconds) of each worker."""
+    """(rows, seconds, CPU-seconds) of each worker; tables have `num_embeddings` rows."""
     processes = multiprocessing.get_context("spawn")
     results = processes.Queue()
     with tempfile.TemporaryDirectory(prefix="rayrec-calibration-") as folder:
         piece.preprocessor.save(folder + "/preprocessor")
-        arguments = (workers, threads, cuda, folder, config, piece.index, piece.rows_of_log, results)
+        arguments = (workers, threads, cuda, folder, config, piece.index, num_embeddings, piece.rows_of_log, results)
         started = [processes.Process(target=_rank, args=(rank, *arguments), daemon=True) for rank in range(workers)]
         with _one_openmp_thread():
             for process in started:
@@ -192,6 +242,7 @@ def _rank(
     folder: str,
     config: TrainConfig,
     index: LogIndex,
+    num_embeddings: list[int],
     rows_of_log: int,
     results: Any,
 ) -> None:
@@ -206,11 +257,14 @@ def _rank(
         "nccl" if cuda else "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=workers
     )
     preprocessor = Preprocessor.load(folder + "/preprocessor")
-    prepared = prepared_for_rows(preprocessor, index, rows_of_log, folder=folder)
+    prepared = replace(
+        prepared_for_rows(preprocessor, index, rows_of_log, folder=folder), num_embeddings=num_embeddings
+    )
     context = WorkerContext(config, rank, workers, device, TaskPlacement())
     setup = config.workload.set_up(context, prepared)
     setup.model.train()
-    batches = cycle(_batches(index, preprocessor, size=setup.described["batch_size"], rank=rank, workers=workers))
+    size = setup.described["batch_size"]
+    batches = cycle(_batches(index, preprocessor, size=size, rank=rank, workers=workers, num_embeddings=num_embeddings))
     for step in range(_WARM_STEPS):
         setup.begin_step(step, 1000)
         begin_s = time.perf_counter()
@@ -228,8 +282,17 @@ def _rank(
     torch.distributed.barrier()
 
 
-def _batches(index: LogIndex, preprocessor: Preprocessor, *, size: int, rank: int, workers: int) -> list[ClickBatch]:
-    """This worker's share of the slice, in batches of its size; one at least, of rows that repeat where there are too few."""
+def _batches(
+    index: LogIndex,
+    preprocessor: Preprocessor,
+    *,
+    size: int,
+    rank: int,
+    workers: int,
+    num_embeddings: list[int] | None = None,
+) -> list[ClickBatch]:
+    """This worker's share of the slice, in batches of its size; one at least, of rows that repeat where there are too few. Ids
+    are folded into tables of `num_embeddings` rows, where these are given."""
     from rayrec.data.loader import Slicer
     from rayrec.data.reading import read_raw
 
@@ -237,6 +300,17 @@ def _batches(index: LogIndex, preprocessor: Preprocessor, *, size: int, rank: in
     mine = np.random.default_rng(0).permutation(raw.rows)[rank::workers]
     count = max(1, len(mine) // size)
     encoded = preprocessor.encode(raw, np.resize(mine, count * size))
+    if num_embeddings is not None and num_embeddings != preprocessor.num_embeddings:
+        encoded = folded(encoded, num_embeddings)
     inputs = preprocessor.inputs
     slicer = Slicer(iter([encoded]), num_dense=len(inputs.dense), keys=inputs.sparse)
     return [slicer.take(size, loss_weight=1 / size) for _ in range(count)]
+
+
+def folded(rows: EncodedRows, num_embeddings: list[int]) -> EncodedRows:
+    """The rows with each id beyond its table's end on another of its rows."""
+    ids = [
+        Bags(column.values % size, column.lengths) if isinstance(column, Bags) else column % size
+        for column, size in zip(rows.ids, num_embeddings, strict=True)
+    ]
+    return replace(rows, ids=ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rayrec.config import InputError
 from rayrec.models.dlrm import multiply_adds
 from rayrec.sharding import describe, placements, plan_sharding
 
@@ -26,20 +27,56 @@ def plan(workload: ClickWorkload, config: TrainConfig, num_embeddings: list[int]
 
     Raises InputError where the tables do not fit, with what they need.
     """
-    described, _ = tables_of(workload, config, num_embeddings, workers=config.scaling.max_workers)
+    workers = config.scaling.max_workers
+    described, _ = tables_of(
+        workload,
+        config,
+        num_embeddings,
+        workers=workers,
+        workers_per_node=workers,
+        memory_bytes=memory_here(config, workers=workers),
+    )
     return described
 
 
-def tables_of(
-    workload: ClickWorkload, config: TrainConfig, num_embeddings: list[int], *, workers: int
-) -> tuple[str, tuple[int, ...]]:
-    """The plan as text, and the bytes of tables and optimizer state that each worker holds. Raises InputError as `plan`."""
+def memory_here(config: TrainConfig, *, workers: int) -> int:
+    """Bytes that each of so many workers could fill on this machine: its GPU's, or a share of what the host has free."""
     if config.scaling.use_gpu:
         import torch
 
-        memory_bytes = torch.cuda.get_device_properties(0).total_memory
-    else:
-        memory_bytes = available_host_bytes() // workers
+        return torch.cuda.get_device_properties(0).total_memory
+    return available_host_bytes() // workers
+
+
+def cut_to_fit(
+    workload: ClickWorkload, config: TrainConfig, num_embeddings: list[int], *, workers: int, memory_bytes: int
+) -> list[int]:
+    """The tables' rows, no more in any than lets so many workers of one node, with so much memory each, hold them all. Raises
+    InputError where not even tables of one row fit."""
+    most = max(num_embeddings)
+    while True:
+        cut = [min(rows, most) for rows in num_embeddings]
+        try:
+            tables_of(workload, config, cut, workers=workers, workers_per_node=workers, memory_bytes=memory_bytes)
+        except InputError:
+            if most == 1:
+                raise
+            most //= 2
+        else:
+            return cut
+
+
+def tables_of(
+    workload: ClickWorkload,
+    config: TrainConfig,
+    num_embeddings: list[int],
+    *,
+    workers: int,
+    workers_per_node: int,
+    memory_bytes: int,
+) -> tuple[str, tuple[int, ...]]:
+    """The plan as text, and the bytes of tables and optimizer state that each worker holds, who may fill `memory_bytes`. Raises
+    InputError as `plan`."""
     model = workload.model.build(
         num_embeddings=num_embeddings, num_dense=len(workload.schema.dense), features=workload.schema.sparse
     )
@@ -49,6 +86,7 @@ def tables_of(
         device="cuda" if config.scaling.use_gpu else "cpu",
         batch_size=config.batch_size,
         memory_bytes=memory_bytes,
+        local_world_size=workers_per_node,
         config=workload.sharding,
     )
     held = dict.fromkeys(range(workers), 0)

@@ -10,7 +10,7 @@ from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.launch.cluster import Layout, layout
 from rayrec.training.forecast import ClusterShape, Forecast, forecast, reckoned
-from rayrec.workloads.calibration import Calibration
+from rayrec.workloads.calibration import Calibration, Target
 
 MEASURED = Calibration(
     num_workers=2,
@@ -88,8 +88,45 @@ def test_cpus_that_keep_a_gpu_busy() -> None:
     assert found.bottleneck == "model"
 
 
+def test_what_a_gpu_trains_may_be_given() -> None:
+    measured = replace(
+        MEASURED, device="cuda", num_workers=1, rows_per_s=500_000.0, given=True, notes=("Not looked at.",)
+    )
+    text = of(measured, "cpus=16,gpus=1,nodes=2,gpu_rows_per_s=500000").text()
+    assert "  model    1M rows/s in all, by gpu_rows_per_s: given, not measured\n" in text
+    assert "5 CPUs for data tasks keep one GPU busy" in text
+    assert text.endswith("\nNot looked at.")
+    assert "given" not in of(replace(measured, given=False), "cpus=16,gpus=1,nodes=2").text()
+
+
 @pytest.mark.parametrize(
-    "text", ["", "cpus", "cpus=x", "cpus=-1", "gpus=1", "cpus=2,nodes=0", "cpus=2,cores=3", "cpus=nan"]
+    ("text", "workers", "target"),
+    [
+        ("cpus=8,nodes=2", 3, Target(3, 2)),
+        ("cpus=8,nodes=2,memory_gb=64", 4, Target(4, 2, 32_000_000_000)),
+        ("cpus=8,gpus=2,nodes=2,memory_gb=64", 4, Target(4, 2)),
+        ("cpus=8,gpus=2,gpu_memory_gb=80,gpu_rows_per_s=1e6", 2, Target(2, 2, 80_000_000_000, 1e6)),
+    ],
+)
+def test_memory_is_that_of_the_cluster(text: str, workers: int, target: Target) -> None:
+    assert ClusterShape.parse(text).target(workers) == target
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "cpus",
+        "cpus=x",
+        "cpus=-1",
+        "gpus=1",
+        "cpus=2,nodes=0",
+        "cpus=2,cores=3",
+        "cpus=nan",
+        "cpus=2,memory_gb=0",
+        "cpus=2,gpu_rows_per_s=5",
+        "cpus=2,gpus=1,gpu_rows_per_s=0",
+    ],
 )
 def test_a_cluster_that_is_none(text: str) -> None:
     with pytest.raises(InputError, match="--cluster: "):
@@ -104,4 +141,4 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         forecast(recipes.criteo_demo("log.txt"), ClusterShape(8.0, 1.0, 2))
     other = recipes.gpt2_tiny("tokens")
     with pytest.raises(InputError, match="cannot be measured before it is trained"):
-        other.workload.calibrate(other, num_workers=1, local_workers=1, cuda=False)
+        other.workload.calibrate(other, target=Target(1, 1), local_workers=1, cuda=False)
