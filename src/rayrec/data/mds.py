@@ -195,7 +195,7 @@ class TokenRows:
                 _logger.warning("%s; fetching it again", error)
                 self._cache.remove(self._index.shards[number].name)
             self._store.prepare(number)
-        raise InputError(f"{self._folder}: shards go as fast as they come; allow the cache more bytes")
+        raise InputError(f"{self._folder}: shards go as fast as they come; allow more cache_bytes")
 
     def _map(self, number: int) -> np.ndarray:
         """Raises FileNotFoundError where the shard is not here."""

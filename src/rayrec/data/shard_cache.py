@@ -50,7 +50,7 @@ class ShardCache:
         largest = max(sizes_bytes.values())
         if limit_bytes is not None and limit_bytes < LEAST_FILES * largest:
             raise InputError(
-                f"{source}: a cache of {limit_bytes:,} bytes is too small for files of up to {largest:,}; allow at least "
+                f"{source}: cache_bytes {limit_bytes:,} is too small for shards of up to {largest:,}; allow at least "
                 f"{LEAST_FILES * largest:,} bytes, or prepare it with smaller shards"
             )
         key = hashlib.sha256(source.encode() + b"\0" + index).hexdigest()[:16]

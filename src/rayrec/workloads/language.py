@@ -164,9 +164,11 @@ class LanguageWorkload(ReplicatedWorkload):
     def open_set(self, context: WorkerContext, prepared: Prepared, name: str) -> RowSource:
         from rayrec.data.mds import TokenRows
 
+        config = context.config
         if name == "train":
-            return TokenRows(prepared.train.set_path("train"))
-        return TokenRows(prepared.validation.set_path(prepared.validation_set))
+            return TokenRows(prepared.train.set_path("train"), cache_bytes=config.train_data.cache_bytes)
+        path = prepared.validation.set_path(prepared.validation_set)
+        return TokenRows(path, cache_bytes=config.eval_data.cache_bytes)
 
     def build(self, prepared: Prepared) -> GPT2LMHeadModel:
         train = prepared.train
@@ -227,7 +229,8 @@ class LanguageWorkload(ReplicatedWorkload):
             raise InputError(
                 f"{path}: its tokens are of another tokenizer than the model's; preprocess the text with --tokenizer {tokenizer}"
             )
-        return TokenRows(folder.set_path(_validation_set(folder, own=True)))
+        path = folder.set_path(_validation_set(folder, own=True))
+        return TokenRows(path, cache_bytes=config.eval_data.cache_bytes)
 
     def open_inputs(self, config: TrainConfig, *, checkpoint: str, path: str) -> ArrayRows:
         """A text with a prompt on each line; an empty line stands for a line break. Of a prompt longer than the model's block

@@ -17,8 +17,8 @@ from rayrec.checkpoint.extra_files import ExtraFiles
 from rayrec.config import InputError
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.rows import ArrayRows
-from rayrec.data.tokenizer import Files, TextTokenizer, bytes_bpe, characters, write_tokenizer
-from rayrec.data.tokens import TokenFolder, load_tokenizer
+from rayrec.data.tokenizer import Files, TextTokenizer, bytes_bpe, characters, read_tokenizer, write_tokenizer
+from rayrec.data.tokens import TokenFolder, load_tokenizer, open_tokens
 from rayrec.models.gpt2 import GPT2Config
 from rayrec.recipes.gpt2 import gpt2, gpt2_tiny
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
@@ -69,8 +69,6 @@ def folder_of(
         "hash": f"{block_size}{text}",
     }
     (path / "manifest.json").write_text(json.dumps(manifest))
-    from rayrec.data.tokens import open_tokens
-
     return open_tokens(str(path))
 
 
@@ -414,6 +412,44 @@ def test_samples_go_on_from_validation_text(tmp_path: Path) -> None:
     assert all(len(sample["text"]) == 12 for sample in made)
     assert samples() == made
     json.dumps(made)
+
+
+def test_a_nodes_cache_of_shards_has_the_limit_that_is_set(
+    saved: tuple[TrainConfig, str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rayrec.data import mds
+
+    _, checkpoint_folder, _ = saved
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+    tokens = tmp_path / "tokens"
+    tokens.mkdir()
+    rows = np.arange(4 * BLOCK, dtype=np.uint16).reshape(4, BLOCK)
+    folder_of(tokens, files=read_tokenizer(f"{checkpoint_folder}/tokenizer"), sets={"train": 4, "validation": 4})
+    for name in ("train", "validation"):
+        mds.write_index(str(tokens / name), [mds.write_shard(rows, str(tokens / name / "shard.00000.mds"))])
+    url = f"file://{tokens}"
+
+    def open_with(opened: str, **limits: int) -> None:
+        config = gpt2_tiny(url).replace(**{data: {"cache_bytes": limit} for data, limit in limits.items()})
+        if opened == "labelled":
+            source = config.workload.open_labelled(config, checkpoint=checkpoint_folder, path=url)
+        else:
+            folder = open_tokens(url)
+            context = WorkerContext(config, 0, 1, torch.device("cpu"), TaskPlacement(num_cpus=1.0))
+            source = config.workload.open_set(context, Prepared(folder, folder, "validation"), opened)
+        np.testing.assert_array_equal(source.read(np.arange(4))["tokens"], rows)
+        source.close()
+
+    for opened, limited, other in (
+        ("train", "train_data", "eval_data"),
+        ("validation", "eval_data", "train_data"),
+        ("labelled", "eval_data", "train_data"),
+    ):
+        open_with(opened, **{limited: 1 << 20, other: 1})
+        with pytest.raises(InputError, match="cache_bytes 1 is too small"):
+            open_with(opened, **{limited: 1, other: 1 << 20})
+    with pytest.raises(InputError, match=r"data.cache_bytes: 0 must be at least 1"):
+        gpt2_tiny(url).replace(train_data={"cache_bytes": 0})
 
 
 @pytest.mark.parametrize(
