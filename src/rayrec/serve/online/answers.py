@@ -80,7 +80,7 @@ class Answerer:
     def warm(self) -> None:
         """Scores rows without a value, so that the first request does not pay for what is made once."""
         for num_rows in (1, 64):
-            raw, _ = self._reader.read([Body("json", num_rows, rows=[{}] * num_rows)])
+            raw, _ = self._reader.read([Body("json", num_rows, 0, rows=[{}] * num_rows)])
             encoded = self.model.preprocessor.encode(raw)
             self.model.score(encoded)
             self._unknown.count(raw, encoded)

@@ -229,8 +229,8 @@ class ScoringApp:
 
 _CLOSE: Headers = ((b"connection", b"close"),)  # what is left of the request is not read
 _INLINE_BYTES: Final = 1 << 20
-_JSON_WEIGHT: Final = 8
-"""Bytes of memory that a byte of JSON takes at most, about, once it is parsed."""
+_JSON_WEIGHT: Final = 40
+"""Bytes of memory that a byte of JSON takes at most, about, once it is parsed: empty lists within lists do."""
 _DRAIN_S: Final = 1.0
 
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 _RETRY = ((b"retry-after", b"1"),)
 INLINE_ROWS: Final = 64
 """Up to so many are scored in the event loop, which that holds up by less than a millisecond."""
-
+INLINE_BYTES: Final = 64 << 10
+"""Unless they are longer than this together: some columns take any number of values."""
 
 Done = Future[Sequence["Answer | RequestError"]] | asyncio.Future[Sequence["Answer | RequestError"]]
 
@@ -82,7 +83,8 @@ class Batcher:
         """Goes on with what waits."""
         while jobs := self._next():
             bodies = [job.body for job in jobs]
-            if sum(body.num_rows for body in bodies) > INLINE_ROWS:
+            num_rows, num_bytes = sum(body.num_rows for body in bodies), sum(body.num_bytes for body in bodies)
+            if num_rows > INLINE_ROWS or num_bytes > INLINE_BYTES:
                 work = asyncio.get_running_loop().run_in_executor(self._thread, self._score, bodies)
                 work.add_done_callback(functools.partial(self._finish, jobs))
                 return

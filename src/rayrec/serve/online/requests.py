@@ -42,6 +42,8 @@ class Body:
     format: Format
     num_rows: int
     """Never less than there are."""
+    num_bytes: int
+    """As it came."""
     rows: list[Any] | None = None
     """Of JSON."""
     text: bytes = b""
@@ -56,7 +58,7 @@ def open_body(content: bytes, format: Format, *, max_rows: int) -> Body:
         text = content.rstrip(b"\r\n")
         # A row ends with \n, \r\n, or, of CSV, with \r.
         ends = text.count(b"\n") + text.count(b"\r") - text.count(b"\r\n")
-        body = Body(format, ends + 1 if text else 0, text=text)
+        body = Body(format, ends + 1 if text else 0, len(content), text=text)
     if not body.num_rows:
         raise RequestError(400, "the request holds no row", field="rows" if format == "json" else None)
     if body.num_rows > max_rows:
@@ -78,7 +80,7 @@ def _open_json(content: bytes) -> Body:
             raise RequestError(400, f"unknown field {shown(name)}; there is only rows", field=shown(name))
     if type(found.get("rows")) is not list:
         raise RequestError(400, "rows must be a list of objects", field="rows")
-    return Body("json", len(found["rows"]), rows=found["rows"])
+    return Body("json", len(found["rows"]), len(content), rows=found["rows"])
 
 
 def shown(name: str) -> str:

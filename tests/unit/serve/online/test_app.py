@@ -6,9 +6,11 @@ import asyncio
 import hashlib
 import json
 import threading
+import tracemalloc
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 from asgi_client import Reply, ask, post, post_async, request
 from hypothesis import given, settings
@@ -30,7 +32,7 @@ from rayrec.data.columns import RawColumns
 from rayrec.data.multi_hot import MultiHot
 from rayrec.data.preprocessor import SparseColumn
 from rayrec.datasets.criteo import SCHEMA
-from rayrec.serve.online.app import ScoringApp
+from rayrec.serve.online.app import _JSON_WEIGHT, ScoringApp
 from rayrec.serve.online.requests import Body, RequestError, open_body
 from rayrec.serve.online.row_readers import make_reader
 
@@ -354,6 +356,19 @@ def test_what_all_requests_hold_is_bounded() -> None:
     assert app.held_bytes == 0
 
 
+@pytest.mark.parametrize("row", ["{}", "[]", '{"":0}', "[" * 900 + "]" * 900, '{"":' * 900 + "0" + "}" * 900])
+def test_parsed_json_holds_no_more_than_it_counts_for(row: str) -> None:
+    content = f'{{"rows": [{",".join([row] * (200_000 // len(row)))}]}}'.encode()
+    tracemalloc.start()
+    try:
+        found = orjson.loads(content)
+        held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found
+    assert held_bytes <= _JSON_WEIGHT * len(content)
+
+
 def test_a_large_body_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayrec.serve.online.app._INLINE_BYTES", 1)
     opened_by: list[str] = []
@@ -473,7 +488,7 @@ def test_a_failure_is_a_failure_of_that_request_alone(monkeypatch: pytest.Monkey
 
 
 def test_reading_nothing_good() -> None:
-    raw, outcomes = make_reader(ANY).read([Body("csv", 1, text=b"1")])
+    raw, outcomes = make_reader(ANY).read([Body("csv", 1, 1, text=b"1")])
     assert isinstance(raw, RawColumns)
     assert raw.rows == 0
     assert len(outcomes) == 1

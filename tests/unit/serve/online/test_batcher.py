@@ -11,7 +11,7 @@ import pytest
 from asgi_client import post_async
 from served_click_model import make_app, make_model, row_text
 
-from rayrec.serve.online.batcher import INLINE_ROWS, Batcher
+from rayrec.serve.online.batcher import INLINE_BYTES, INLINE_ROWS, Batcher
 from rayrec.serve.online.requests import Body, RequestError
 
 
@@ -45,7 +45,7 @@ def _run(scenario: Callable[[Model], Any]) -> Model:
 
 
 async def _submit(batcher: Batcher, *rows: int) -> list[asyncio.Task[Any]]:
-    tasks = [asyncio.ensure_future(batcher.submit(Body("tsv", count))) for count in rows]
+    tasks = [asyncio.ensure_future(batcher.submit(Body("tsv", count, count))) for count in rows]
     await asyncio.sleep(0.02)
     return tasks
 
@@ -80,9 +80,11 @@ def test_few_rows_need_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         found = await asyncio.gather(*tasks, return_exceptions=True)
         assert [found[0], *found[2:]] == [1, 2, 3, 99, 4]
         assert isinstance(found[1], RequestError)
+        assert await batcher.submit(Body("json", 5, INLINE_BYTES + 1)) == 5
+        assert await batcher.submit(Body("json", 6, INLINE_BYTES)) == 6
 
-    assert _run(scenario).batches == [[1, 13, 2, 3], [99], [4]]
-    assert threads == ["MainThread", "score", "MainThread"]
+    assert _run(scenario).batches == [[1, 13, 2, 3], [99], [4], [5], [6]]
+    assert threads == ["MainThread", "score", "MainThread", "score", "MainThread"]
 
 
 def test_a_refused_body_and_one_whose_client_has_gone() -> None:
@@ -105,12 +107,12 @@ def test_a_full_queue() -> None:
         batcher = _batcher(model, max_waiting_rows=50, max_waiting_requests=3)
         tasks = [*await _submit(batcher, 1), *await _submit(batcher, 40)]
         with pytest.raises(RequestError) as error:
-            await batcher.submit(Body("tsv", 11))
+            await batcher.submit(Body("tsv", 11, 11))
         assert error.value.status == 503
         assert (b"retry-after", b"1") in error.value.headers
         tasks += await _submit(batcher, 5, 5)
         with pytest.raises(RequestError):
-            await batcher.submit(Body("tsv", 0))
+            await batcher.submit(Body("tsv", 0, 0))
         model.may.release(9)
         await asyncio.gather(*tasks)
         (alone,) = await _submit(batcher, 51)  # more than may wait, but nothing does
