@@ -108,8 +108,8 @@ class MlLogTracker:
 
     def _evaluation(self, event: Mapping[str, Any], begin_ms: int) -> None:
         place = {
-            "epoch_num": round(event["step"] / self._epochs.steps_per_epoch, 6),
-            "samples_count": event["step"] * (self._epochs.global_batch_size or 0),
+            "epoch_num": round(self._epochs.done(event["step"]), 6),
+            "samples_count": self._epochs.rows(event["step"]),
         }
         score = next((event[name] for name in _SCORES if event.get(name) is not None), None)
         self._say("INTERVAL_START", "eval_start", None, begin_ms, **place)

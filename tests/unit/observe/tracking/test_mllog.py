@@ -172,6 +172,35 @@ def test_lines_of_the_first_dlrm(tmp_path: Path) -> None:
     assert len(lines) == len(found) + 4
 
 
+def resized() -> list[dict[str, Any]]:
+    """Two workers of 64 rows a step, of which one is left from step 25 on: an epoch of 6400 rows ends at step 75."""
+    events = made_up_run.Events()
+    events.add("run", recipe="x", name="y", config_hash="", versions={})
+    events.add("prepared", seconds=1.0, rows_of_sets={"train": 6400})
+    for first, end, workers, rows in ((0, 25, 2, 0), (25, 100, 1, 3200)):
+        events.add("start", step=first, steps=200, rows=rows, world_size=workers, batch_size=64)
+        for step in range(first + 25, end + 1, 25):
+            done = rows + (step - first) * 64 * workers
+            events.add("step", step=step, steps=200, loss=0.5, rows=done, rows_per_s=1000.0, blocked_fraction=0.0)
+            events.add("evaluate", step=step, set="validation", auroc=0.7, rows=640)
+    return events.all
+
+
+def test_epochs_of_a_run_whose_batches_shrank(tmp_path: Path) -> None:
+    records = write(tmp_path, resized())
+    places = [record["metadata"] for record in records if record["key"] == "eval_start"]
+    assert [place["samples_count"] for place in places] == [3200, 4800, 6400, 8000]
+    assert [place["epoch_num"] for place in places] == [0.5, 0.75, 1.0, 1.25]
+    assert [record["metadata"]["epoch_num"] for record in records if record["key"] == "epoch_start"] == [0, 1]
+    tracker = IterationTracker(str(tmp_path))
+    for event in resized():
+        tracker.update(event)
+    tracker.close()
+    lines = (tmp_path / "iterations.log").read_text()
+    places = re.findall(r"Testing at - (\d+/\d+ of epoch \d+)", lines)
+    assert places == ["25/50 of epoch 0", "75/100 of epoch 0", "100/100 of epoch 0", "25/100 of epoch 1"]
+
+
 def test_epochs_of_a_run_that_does_not_tell_them() -> None:
     epochs = Epochs()
     epochs.update({"kind": "start", "step": 0, "steps": 150, "world_size": 2})
