@@ -19,3 +19,5 @@ class TaskPlacement(Config):
     """Object-store memory this pipeline may fill ahead of its reader; None leaves it to Ray Data."""
     label_selector: dict[str, str] | None = None
     """Ray node labels a task's node must have."""
+    max_outage_s: float | None = None
+    """Seconds for which a task waits for a store that is out; None: as long as its process would by itself."""

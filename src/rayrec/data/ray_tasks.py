@@ -17,6 +17,7 @@ import ray.data
 from ray.data import Datasource, ExecutionOptions, ExecutionResources, ReadTask
 from ray.data.block import BlockMetadata
 
+from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.placement import TaskPlacement
 
@@ -43,6 +44,11 @@ def _run(function: Callable[[Any], pa.Table], item: Any) -> list[pa.Table]:
     return [function(item)]
 
 
+def _patient(max_outage_s: float, function: Callable[[Any], pa.Table], item: Any) -> pa.Table:
+    with storage.patience(max_outage_s):
+        return function(item)
+
+
 def tasks_dataset(
     name: str,
     function: Callable[[Any], pa.Table],
@@ -58,6 +64,8 @@ def tasks_dataset(
     `bounded` keeps a reader that is slower than the tasks from filling the object store. It costs half of the CPUs: Ray Data
     2.60 was seen to keep that share of them in reserve from a pipeline of one operator.
     """
+    if placement.max_outage_s is not None:
+        function = functools.partial(_patient, placement.max_outage_s, function)
     context = ray.data.DataContext.get_current().copy()
     context.enable_progress_bars = False
     context.print_on_execution_start = False

@@ -156,7 +156,8 @@ def _attempt(
     """One attempt; None where a signal ended it and the workers took longer than failure.grace_s to save. `crowded`: others hold
     part of the cluster."""
     request = StopRequest()
-    assignment = Assignment(config, prepared, folder, shares.per_worker, request.mailbox)
+    placement = shares.per_worker.replace(max_outage_s=config.failure.max_outage_s)
+    assignment = Assignment(config, prepared, folder, placement, request.mailbox)
     future: Future[dict[str, Any]] = Future()
 
     def fit() -> None:

@@ -104,7 +104,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
         ):
             events.write("run", recipe=config.recipe, name=name, config_hash=run_hash(config), versions=versions())
             with console.preparing(), storage.patience(patience_s):
-                context = RunContext(config, folder, shares.driver, console.note, console.progress)
+                placement = shares.driver.replace(max_outage_s=patience_s)
+                context = RunContext(config, folder, placement, console.note, console.progress)
                 prepared = config.workload.prepare(context)
             prepared_s = time.monotonic() - started_s
             events.write("prepared", seconds=prepared_s, **config.workload.summarize(prepared, {}))

@@ -17,6 +17,7 @@ from ray.train.v2.api.exceptions import WorkerGroupError
 from rayrec import checkpoint, storage
 from rayrec.checkpoint import folder_of
 from rayrec.config import InputError
+from rayrec.data.placement import TaskPlacement
 from rayrec.observe.console import Console
 from rayrec.observe.events import EventWriter, read_events
 from rayrec.observe.history import standing
@@ -96,7 +97,7 @@ class Prepared(replicated_ranks.Small):
     wrong: str = ""
 
     def prepare(self, context: RunContext) -> Any:
-        context.note(f"waits {storage.outage_s():g} s for a store")
+        context.note(f"waits {storage.outage_s():g} s for a store, its tasks {context.placement.max_outage_s:g} s")
         if self.wrong:
             raise InputError(self.wrong)
 
@@ -120,7 +121,7 @@ def failing(
 
     monkeypatch.setattr(trainer.cluster, "connect", lambda *_, **__: None)
     monkeypatch.setattr(trainer.cluster, "ship_code", lambda *_: None)
-    monkeypatch.setattr(attempts, "share_out", lambda *_: SimpleNamespace(driver=None))
+    monkeypatch.setattr(attempts, "share_out", lambda *_: SimpleNamespace(driver=TaskPlacement()))
     monkeypatch.setattr(attempts, "wait_for_room", attempts.share_out)
     monkeypatch.setattr(attempts, "run_attempts", run_attempts)
     config = replicated_ranks.config(1).replace(
@@ -171,7 +172,7 @@ def test_a_run_that_goes_on_waits_longer_for_its_store_than_a_new_one(
     for waits_s in (30, 900):
         NOTES.clear()
         failing(tmp_path, monkeypatch, InputError("no such log"), wrong="no such log")
-        assert f"waits {waits_s} s for a store" in NOTES
+        assert f"waits {waits_s} s for a store, its tasks {waits_s} s" in NOTES
         checkpoint.save(folder_of(str(tmp_path / "run"), 5), {"a": torch.ones(1)}, state={})
 
 
