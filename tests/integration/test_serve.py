@@ -133,6 +133,8 @@ def test_a_server(tmp_path: Path, ingress: str) -> None:
         logits = np.array(json.loads(body)["logits"], np.float32)
         np.testing.assert_allclose(logits, logits_of(models[0], TEXT), atol=1e-5)
         assert _ask(port, "POST", "/v1/score", b"1")[0] == 400
+        for replica in _replicas(server):
+            assert b"sesame" not in Path(f"/proc/{replica}/environ").read_bytes()
 
         with Load(port) as load:
             _wait(lambda: len(load.answers) > 20)

@@ -66,9 +66,17 @@ def serving(
 
     Raises InputError for an unusable model or address, and where the cluster has a server already.
     """
+    digest = config.token_digest()
+    with _serving(path, config=config, digest=digest, address=address, shadow=shadow, console=console) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def _serving(
+    path: str, *, config: ServeConfig, digest: bytes | None, address: str | None, shadow: str | None, console: Console
+) -> Iterator[Server]:
     path = source_of(path)
     shadow = source_of(shadow) if shadow else None
-    digest = config.token_digest()
     if digest is None and config.host not in ("127.0.0.1", "localhost", "::1"):
         console.note(
             f"anyone who reaches {config.host}:{config.port} may score: --token-file or --token-env asks for a token"
@@ -158,11 +166,14 @@ def serve_forever(
     """Serves until Ctrl-C or SIGTERM; then requests in flight are answered. A second signal ends at once.
 
     `follow`: `path` is a run, to whose newest or best checkpoint the server changes over as they appear. `started` is told
-    once requests are taken.
+    once requests are taken. The variable that `config.token_env` names is taken out of the environment.
     """
     first = _first_of_run(path, follow)
+    digest = config.token_digest()
+    if config.token_env:
+        del os.environ[config.token_env]  # before Ray starts, whose processes inherit it
     with (
-        serving(first, config=config, address=address, shadow=shadow, console=console) as server,
+        _serving(first, config=config, digest=digest, address=address, shadow=shadow, console=console) as server,
         _until_signal() as asked,  # behind Ray's start, which sets handlers of its own
     ):
         started(server.describe())

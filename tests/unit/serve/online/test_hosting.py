@@ -267,6 +267,28 @@ def test_counts_outlive_a_replica() -> None:
     assert ledger.collect() == {("rayrec_serve_rows_total", ()): [20.0]}
 
 
+# -- starting
+
+
+def test_ray_inherits_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    inherited: dict[str, str] = {}
+
+    def connect(*_: object, **__: object) -> None:
+        inherited.update(os.environ)
+        raise InputError("no Ray")
+
+    monkeypatch.setattr(running, "source_of", lambda path: path)
+    monkeypatch.setattr(running, "quieten", lambda: None)
+    monkeypatch.setattr("rayrec.launch.cluster.connect", connect)
+    monkeypatch.setenv("SERVE_TOKEN", "open sesame")
+    with pytest.raises(InputError, match="no Ray"):
+        running.serve_forever(
+            "run", config=ServeConfig(token_env="SERVE_TOKEN"), address=None, console=Console(quiet=True), started=print
+        )
+    assert inherited
+    assert "open sesame" not in inherited.values()
+
+
 # -- following a run
 
 
