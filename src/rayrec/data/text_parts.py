@@ -112,7 +112,7 @@ def decoded(content: bytes, name: str, start: int) -> str:
         ) from None
 
 
-def read_texts(file: storage.File, part_bytes: int = PART_BYTES) -> list[str]:
+def read_texts(file: storage.File, part_bytes: int) -> list[str]:
     """A whole file, plain or gzip, in the parts it would be tokenised in."""
     content = storage.read_bytes(file.path)
     if content.startswith(GZIP_MAGIC):

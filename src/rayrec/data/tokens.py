@@ -29,6 +29,8 @@ class TokenFolder:
     path: str
     block_size: int
     """Tokens of a row."""
+    part_bytes: int
+    """Text that was tokenised at once."""
     vocabulary_size: int
     """Ids are below it."""
     tokenizer_hash: str
@@ -69,6 +71,7 @@ def open_tokens(path: str) -> TokenFolder:
     return TokenFolder(
         path=path,
         block_size=found["block_size"],
+        part_bytes=found["part_bytes"],
         vocabulary_size=found["vocabulary_size"],
         tokenizer_hash=found["tokenizer"],
         end_token=found["end_token"],
@@ -81,16 +84,16 @@ def _format(manifest: Any) -> str | None:
     return manifest.get("format") if isinstance(manifest, dict) else None
 
 
-def text_rows(path: str, *, tokenizer: str, block_size: int) -> RowSource:
+def text_rows(path: str, *, tokenizer: str, block_size: int, part_bytes: int) -> RowSource:
     """Plain text (file, glob or folder, gzip too, local or at a URL) as rows {tokens int64 (n, block_size)} in memory.
 
-    `tokenizer`: a folder. Tokens are those of `rayrec preprocess`; those that fill no row are left out. Raises InputError
-    where there is no text, less than a row of it, or such as cannot be tokenised.
+    `tokenizer`: a folder. Tokens are those of `rayrec preprocess` with these sizes; those that fill no row are left out. Raises
+    InputError where there is no text, less than a row of it, or such as cannot be tokenised.
     """
     found = load_tokenizer(tokenizer)
     pieces: list[np.ndarray] = []
     for file in storage.list_files(path):
-        encoded = [found.encode(text) for text in read_texts(file)]
+        encoded = [found.encode(text) for text in read_texts(file, part_bytes)]
         if pieces and encoded and found.end_token is not None:
             pieces.append(np.array([found.end_token]))
         pieces += encoded

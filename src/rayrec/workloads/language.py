@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.text_parts import PART_BYTES
 from rayrec.data.tokenizer import read_tokenizer
 from rayrec.data.tokens import (
     TokenFolder,
@@ -37,7 +38,8 @@ TOKENS = "tokens"
 TOKENIZER_FOLDER = "tokenizer"
 """In a checkpoint."""
 CONFIG_FILE = "config.json"
-"""In a checkpoint and in an export: what the model is, as transformers reads it, and `block_size`."""
+"""In a checkpoint and in an export: what the model is, as transformers reads it, and how its text was cut: `block_size` and
+`part_bytes`, which checkpoints of before lack."""
 NUM_SAMPLES = 3
 """Texts made by the final weights."""
 PROMPT_TOKENS = 32
@@ -157,7 +159,7 @@ class LanguageWorkload(ReplicatedWorkload):
 
     def _config_json(self, train: TokenFolder) -> dict[str, Any]:
         model = self.model.to_huggingface(train.vocabulary_size, end_of_text=train.end_token)
-        return {**model, "block_size": train.block_size}
+        return {**model, "block_size": train.block_size, "part_bytes": train.part_bytes}
 
     # -- on each worker
 
@@ -220,8 +222,13 @@ class LanguageWorkload(ReplicatedWorkload):
         tokenizer. Raises InputError for tokens of another tokenizer, and for a text shorter than a block."""
         tokenizer = storage.join(checkpoint, TOKENIZER_FOLDER)
         if not is_tokens(path):
-            block_size = storage.read_json(storage.join(checkpoint, CONFIG_FILE))["block_size"]
-            return text_rows(path, tokenizer=tokenizer, block_size=block_size)
+            sizes = storage.read_json(storage.join(checkpoint, CONFIG_FILE))
+            return text_rows(
+                path,
+                tokenizer=tokenizer,
+                block_size=sizes["block_size"],
+                part_bytes=sizes.get("part_bytes", PART_BYTES),
+            )
         from rayrec.data.mds import TokenRows
 
         folder = open_tokens(path)

@@ -185,17 +185,29 @@ def test_files_are_one_text_with_an_end_between(here: HereEngine, beer: Path, tm
 
 
 def test_text_in_memory_has_the_same_tokens(here: HereEngine, beer: Path, tmp_path: Path) -> None:
-    prepared(beer, tmp_path / "out", validation_fraction=0.0, part_bytes=4 << 20)
-    rows = text_rows(str(beer), tokenizer=str(tmp_path / "out" / "tokenizer"), block_size=16)
-    np.testing.assert_array_equal(
-        rows.read(np.arange(len(rows)))["tokens"].reshape(-1), tokens_of(tmp_path / "out", "train")
-    )
-    (tmp_path / "beer.txt.gz").write_bytes(gzip.compress(TEXT.encode()))
-    packed = text_rows(str(tmp_path / "beer.txt.gz"), tokenizer=str(tmp_path / "out" / "tokenizer"), block_size=16)
-    assert len(packed) == len(rows)
+    text = TEXT.replace("\n", "\n\n\n")  # a cut between empty lines leaves other tokens
+    beer.write_text(text)
+    prepared(beer, tmp_path / "first", validation_fraction=0.0)
+    own = str(tmp_path / "first" / "tokenizer")
+
+    def in_memory(path: Path, part_bytes: int) -> np.ndarray:
+        rows = text_rows(str(path), tokenizer=own, block_size=16, part_bytes=part_bytes)
+        return rows.read(np.arange(len(rows)))["tokens"].reshape(-1)
+
+    (tmp_path / "beer.txt.gz").write_bytes(gzip.compress(text.encode()))
+    made = {}
+    for part_bytes in (1024, 4 << 20):
+        out = tmp_path / str(part_bytes)
+        options = {"tokenizer": own, "vocabulary_size": None, "validation_fraction": 0.0, "part_bytes": part_bytes}
+        prepared(beer, out, **options)
+        assert open_tokens(str(out)).part_bytes == part_bytes
+        made[part_bytes] = tokens_of(out, "train")
+        np.testing.assert_array_equal(in_memory(beer, part_bytes), made[part_bytes])
+        np.testing.assert_array_equal(in_memory(tmp_path / "beer.txt.gz", part_bytes), made[part_bytes])
+    assert not np.array_equal(*(tokens[:1000] for tokens in made.values()))
     beer.write_text("too short")
     with pytest.raises(InputError, match=r"^[^\n]*less than one row of 16; give more text$"):
-        text_rows(str(beer), tokenizer=str(tmp_path / "out" / "tokenizer"), block_size=16)
+        in_memory(beer, 1024)
 
 
 # -- what happens on the way

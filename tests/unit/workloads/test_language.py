@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
-from rayrec import checkpoint
+from rayrec import checkpoint, storage
 from rayrec.checkpoint.extra_files import ExtraFiles
 from rayrec.config import InputError
+from rayrec.data import tokens
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.rows import ArrayRows
 from rayrec.data.tokenizer import Files, TextTokenizer, bytes_bpe, characters, read_tokenizer, write_tokenizer
@@ -37,6 +39,7 @@ from rayrec.workloads.replicated_scoring import load_model
 from rayrec.workloads.row_cost import multiply_adds_per_row
 
 BLOCK = 16
+PART_BYTES = 1024
 TEXT = "the quick brown fox jumps over the lazy dog.\n"
 SMALL = GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=BLOCK, dropout=0.0)
 
@@ -62,6 +65,7 @@ def folder_of(
         "format": "rayrec-tokens",
         "version": 1,
         "block_size": block_size,
+        "part_bytes": PART_BYTES,
         "vocabulary_size": tokenizer.vocabulary_size,
         "tokenizer": tokenizer.hash,
         "end_token": tokenizer.end_token,
@@ -325,6 +329,29 @@ def test_text_is_scored_with_the_checkpoints_tokenizer(saved: tuple[TrainConfig,
         config.workload.open_labelled(config, checkpoint=folder, path=str(tmp_path / "other"))
 
 
+def test_text_is_cut_as_that_was_which_the_run_had(
+    saved: tuple[TrainConfig, str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, folder, _ = saved
+    cut: list[int] = []
+    read_texts = tokens.read_texts
+
+    def noting(file: storage.File, part_bytes: int) -> list[str]:
+        cut.append(part_bytes)
+        return read_texts(file, part_bytes)
+
+    monkeypatch.setattr(tokens, "read_texts", noting)
+    (tmp_path / "more.txt").write_text(TEXT * 3)
+    older = tmp_path / "older"
+    shutil.copytree(folder, older)
+    described = json.loads((older / "config.json").read_text())
+    del described["part_bytes"]
+    (older / "config.json").write_text(json.dumps(described))
+    for checkpoint_folder in (folder, str(older)):
+        config.workload.open_labelled(config, checkpoint=checkpoint_folder, path=str(tmp_path / "more.txt"))
+    assert cut == [PART_BYTES, 4 << 20]
+
+
 def test_an_export_is_a_folder_of_transformers(saved: tuple[TrainConfig, str, Any], tmp_path: Path) -> None:
     config, folder, model = saved
     told = config.workload.export(config, checkpoint=folder, out=str(tmp_path / "out"))
@@ -421,13 +448,14 @@ def test_a_nodes_cache_of_shards_has_the_limit_that_is_set(
 
     _, checkpoint_folder, _ = saved
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
-    tokens = tmp_path / "tokens"
-    tokens.mkdir()
+    token_folder = tmp_path / "tokens"
+    token_folder.mkdir()
     rows = np.arange(4 * BLOCK, dtype=np.uint16).reshape(4, BLOCK)
-    folder_of(tokens, files=read_tokenizer(f"{checkpoint_folder}/tokenizer"), sets={"train": 4, "validation": 4})
+    folder_of(token_folder, files=read_tokenizer(f"{checkpoint_folder}/tokenizer"), sets={"train": 4, "validation": 4})
     for name in ("train", "validation"):
-        mds.write_index(str(tokens / name), [mds.write_shard(rows, str(tokens / name / "shard.00000.mds"))])
-    url = f"file://{tokens}"
+        shard = mds.write_shard(rows, str(token_folder / name / "shard.00000.mds"))
+        mds.write_index(str(token_folder / name), [shard])
+    url = f"file://{token_folder}"
 
     def open_with(opened: str, **limits: int) -> None:
         config = gpt2_tiny(url).replace(**{data: {"cache_bytes": limit} for data, limit in limits.items()})
