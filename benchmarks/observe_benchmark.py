@@ -132,7 +132,7 @@ def measuring_stages(config: Any, index: Any, preprocessor: Any) -> tuple[float,
     def make() -> pa.Table:
         return encoded_block((block, 0, block.rows), preprocessor)
 
-    with mock.patch.object(stages, "_now", side_effect=stages._now) as looks:
+    with mock.patch.object(stages._Clock, "now", autospec=True, side_effect=stages._Clock.now) as looks:
         table, times = stages.measured(make, rows_of=lambda table: table.num_rows)
     entries = looks.call_count // 2
 

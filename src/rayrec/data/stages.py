@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Final, TypeVar, final
 
@@ -37,38 +38,49 @@ class BlockTimes:
 @contextmanager
 def stage(name: str) -> Iterator[None]:
     """Counts what happens within it, in this thread, for the `measured` around it; costs nothing to speak of without one."""
-    times: dict[str, list[float]] | None = getattr(_local, "times", None)
-    if times is None:
+    clock: _Clock | None = getattr(_local, "clock", None)
+    if clock is None:
         yield
         return
-    before = _now()
+    before = clock.now()
     try:
         yield
     finally:
-        seconds = times.setdefault(name, [0.0, 0.0, 0.0])
-        for which, (start, stop) in enumerate(zip(before, _now(), strict=True)):
+        seconds = clock.times.setdefault(name, [0.0, 0.0, 0.0])
+        for which, (start, stop) in enumerate(zip(before, clock.now(), strict=True)):
             seconds[which] += stop - start
 
 
-def _now() -> tuple[float, float, float]:
-    """Of this thread: seconds gone, computed, and queued for a CPU (0 where the kernel does not tell)."""
-    try:
-        with open("/proc/thread-self/schedstat", "rb") as file:
-            queue_s = int(file.read().split()[1]) / 1e9
-    except OSError:
-        queue_s = 0.0
-    return time.perf_counter(), time.thread_time(), queue_s
+@final
+class _Clock:
+    """Of the thread that makes it. Opening the kernel's file takes longer than all else of a look, so it stays open meanwhile."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, list[float]] = {}
+        """Seconds gone, computed and queued, by stage."""
+        self._schedstat: int | None = None
+        with suppress(OSError):
+            self._schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+
+    def now(self) -> tuple[float, float, float]:
+        """Seconds gone, computed, and queued for a CPU (0 where the kernel does not tell)."""
+        queue_s = 0.0 if self._schedstat is None else int(os.pread(self._schedstat, 100, 0).split()[1]) / 1e9
+        return time.perf_counter(), time.thread_time(), queue_s
+
+    def close(self) -> None:
+        if self._schedstat is not None:
+            os.close(self._schedstat)
 
 
 def measured(make: Callable[[], _Result], *, rows_of: Callable[[_Result], int]) -> tuple[_Result, BlockTimes]:
     """What `make` returns, and the times of the stages in it."""
-    times: dict[str, list[float]] = {}
-    _local.times = times
+    _local.clock = clock = _Clock()
     try:
         made = make()
     finally:
-        del _local.times
-    wall_s, cpu_s, queue_s = ({name: seconds[which] for name, seconds in times.items()} for which in range(3))
+        del _local.clock
+        clock.close()
+    wall_s, cpu_s, queue_s = ({name: seconds[which] for name, seconds in clock.times.items()} for which in range(3))
     return made, BlockTimes(rows_of(made), wall_s, cpu_s, queue_s, time.time())
 
 

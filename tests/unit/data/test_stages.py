@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
 
+from rayrec.data import stages
 from rayrec.data.stages import STAGES, BlockTimes, StageAccount, measured, stage, times_of, with_times
 
 
@@ -37,6 +40,64 @@ def test_stages_are_measured_in_their_own_thread_and_waiting_is_not_computing() 
     assert times.cpu_s["read"] < 0.02
     assert times.cpu_s["parse"] >= 0.02
     assert begin_s <= times.done_s <= time.time()
+
+
+def test_queueing_is_that_of_the_own_thread_and_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight threads, of which each is told by the kernel that it queued 1 ms longer at every look."""
+    threads: dict[int, int] = {}
+    looks = dict.fromkeys(range(8), 0)
+    open_file, close_file = stages.os.open, stages.os.close
+
+    def opened(path: str, flags: int) -> int:
+        assert path == "/proc/thread-self/schedstat"
+        descriptor = open_file(os.devnull, flags)
+        threads[descriptor] = int(threading.current_thread().name)
+        return descriptor
+
+    def read(descriptor: int, size: int, offset: int) -> bytes:
+        number = threads[descriptor]
+        assert number == int(threading.current_thread().name)
+        looks[number] += 1
+        return b"7 %d 3\n" % (looks[number] * 1_000_000)
+
+    def closed(descriptor: int) -> None:
+        del threads[descriptor]
+        close_file(descriptor)
+
+    monkeypatch.setattr(stages, "os", SimpleNamespace(open=opened, pread=read, close=closed, O_RDONLY=os.O_RDONLY))
+    found: dict[int, float] = {}
+
+    def work(number: int) -> None:
+        def make() -> None:
+            for _ in range(5):
+                with stage("read"):
+                    barrier.wait()
+
+        found[number] = measured(make, rows_of=lambda _: 1)[1].queue_s["read"]
+
+    barrier = threading.Barrier(8)
+    workers = [threading.Thread(target=work, args=(number,), name=str(number)) for number in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert found == dict.fromkeys(range(8), pytest.approx(0.005))
+    assert set(looks.values()) == {10}
+    assert not threads
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/thread-self/schedstat"), reason="the kernel does not tell of queueing")
+def test_the_kernels_numbers_go_up() -> None:
+    clock = stages._Clock()
+    before = clock.now()
+    end_s = time.thread_time() + 0.005
+    while time.thread_time() < end_s:
+        pass
+    after = clock.now()
+    clock.close()
+    assert all(late >= early for early, late in zip(before, after, strict=True))
+    assert after[1] > before[1]
+    assert after[2] < 3600  # seconds
 
 
 def test_nobody_measures_without_measured_and_none_is_left_by_an_error() -> None:
