@@ -17,9 +17,12 @@ from processes import Run
 from rayrec import recipes
 from rayrec.checkpoint import Checkpoint, committed, weights_sha256
 from rayrec.config import InputError
+from rayrec.data.preprocessor import Preprocessor
 from rayrec.observe.events import read_events
 from rayrec.training.trainer import Result, train
 from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.recsys import ClickWorkload
+from rayrec.workloads.recsys_plan import memory_here, tables_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -84,6 +87,26 @@ def test_a_run_leaves_its_folder_complete(finished: tuple[TrainConfig, Result]) 
     frame = result.metrics_dataframe
     assert frame["step"].tolist()[-1] == 20
     assert frame["validation_auroc"].dropna().tolist()[-1] == summary["validation"]["auroc"]
+
+
+def test_the_plan_tells_what_each_worker_holds(finished: tuple[TrainConfig, Result]) -> None:
+    config, result = finished
+    assert isinstance(config.workload, ClickWorkload)
+    _, planned = tables_of(
+        config.workload,
+        config,
+        Preprocessor.load(os.path.join(result.folder, "preprocessor")).num_embeddings,
+        workers=2,
+        workers_per_node=2,
+        memory_bytes=memory_here(config, workers=2),
+    )
+    (start,) = read_events(os.path.join(result.folder, "events.jsonl"), kinds={"start"})
+    held = [0, 0]
+    for table in start["tables"]:
+        for rank, size_bytes in table["bytes_of_rank"].items():
+            held[int(rank)] += size_bytes
+    assert list(planned) == held
+    assert min(held) > 0
 
 
 def test_retention_keeps_the_best_and_the_newest(finished: tuple[TrainConfig, Result]) -> None:
