@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from rayrec.serve.online.board import Change
 from rayrec.serve.online.deployment import APPLICATION, BoardHandle, end_board, find_board, quieten
 
 _PROBE_S: Final = 3.0
+_HOST_PORT: Final = re.compile(r"(?P<host>\[[^\]/]+\]|[^:/]+):(?P<port>\d+)")
 _CHANGE_S: Final = 600.0
 """How long a change of the model may take, the loading of it included."""
 
@@ -79,7 +81,7 @@ def _reached(address: str | None) -> Iterator[BoardHandle]:
 
     joined = ray.is_initialized()
     address = address or os.environ.get("RAY_ADDRESS")
-    if not address and not joined:
+    if address in (None, "", "local") and not joined:
         raise InputError("which server? give --cluster.address, which `rayrec serve` printed when it started")
     if not joined:
         assert address is not None
@@ -98,11 +100,14 @@ def _reached(address: str | None) -> Iterator[BoardHandle]:
 
 
 def _require_answer(address: str) -> None:
-    """Raises InputError where nobody takes a connection; Ray itself tries for minutes."""
-    host, _, port = address.rpartition(":")
+    """Raises InputError where nobody takes a connection at host:port; Ray itself tries for minutes. What else Ray takes, such as
+    auto and ray://host:10001, is left to it."""
+    found = _HOST_PORT.fullmatch(address)
+    if not found:
+        return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()
-    except (OSError, ValueError) as error:
+        socket.create_connection((found["host"].strip("[]"), int(found["port"])), timeout=_PROBE_S).close()
+    except (OSError, OverflowError) as error:  # of a port beyond 65535
         raise InputError(
             f"{address}: no Ray cluster answers there ({error}); give host:port as `rayrec serve` printed it"
         ) from None

@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 import ray
 from asgi_client import ask, post, post_async
+from ports import free_ports
 from served_click_model import ANY, logits_of, make_model, make_preprocessor, row_text
 
 from rayrec.checkpoint import folder_of
 from rayrec.config import InputError
 from rayrec.observe.console import Console
-from rayrec.serve.online import running
+from rayrec.serve.online import changing, running
 from rayrec.serve.online.app import ScoringApp
 from rayrec.serve.online.board import GONE_S, Change, Ledger
 from rayrec.serve.online.counters import Counters
@@ -287,6 +288,45 @@ def test_ray_inherits_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
         )
     assert inherited
     assert "open sesame" not in inherited.values()
+
+
+# -- reaching a server
+
+
+@pytest.fixture
+def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither here nor in the environment."""
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # else it is set by who finds a token
+
+
+@pytest.mark.usefixtures("_no_ray")
+@pytest.mark.parametrize("address", ["auto", "ray://127.0.0.1:10001"])
+def test_what_ray_takes_as_an_address_is_left_to_it(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    def connect(given: str, **_: object) -> None:
+        raise InputError(f"asked for {given}")
+
+    monkeypatch.setattr(changing, "quieten", lambda: None)
+    monkeypatch.setattr("rayrec.launch.cluster.connect", connect)
+    with pytest.raises(InputError, match=f"asked for {address}"):
+        changing.roll_back(address=address)
+
+
+@pytest.mark.usefixtures("_no_ray")
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+def test_a_server_that_is_not_there(host: str) -> None:
+    with pytest.raises(InputError, match=r"no Ray cluster answers there .*; give host:port as"):
+        changing.roll_back(address=f"{host}:{free_ports(1)}")
+    with pytest.raises(InputError, match="no Ray cluster answers there"):
+        changing.roll_back(address=f"{host}:70000")
+
+
+@pytest.mark.usefixtures("_no_ray")
+def test_no_server_is_named() -> None:
+    for address in (None, "local"):  # of a new Ray, which has none
+        with pytest.raises(InputError, match="which server"):
+            changing.roll_back(address=address)
 
 
 # -- following a run
