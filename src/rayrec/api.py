@@ -298,7 +298,7 @@ def serve(
 ) -> None:
     """Scores rows over HTTP until Ctrl-C or SIGTERM; see `rayrec.serve.online.running.serve_forever`. With `swap`, `rollback`,
     `no_shadow`, or `shadow` and no model, tells the server that runs on the Ray cluster at `cluster_address` to change, with
-    `stop` to end.
+    `stop` to end; nothing else is given then.
 
     `started` gets what is served, once it is. Raises InputError for an unusable model or address, and where no server runs.
     """
@@ -306,14 +306,22 @@ def serve(
     from rayrec.serve.online.settings import ServeConfig
 
     address, tell = cluster_address, started or (lambda told: None)
-    if rollback + no_shadow + swap + stop > 1:
+    config = config or ServeConfig()
+    wishes = {"swap": swap, "rollback": rollback, "no_shadow": no_shadow, "stop": stop}
+    asked = [name for name, wish in wishes.items() if wish]
+    if len(asked) > 1:
         raise InputError("swap, rollback, no_shadow and stop: one at a time")
+    if asked or (model is None and shadow):
+        settings = [name for name, value in vars(ServeConfig()).items() if getattr(config, name) != value]
+        unused = ["shadow"] * bool(asked and shadow) + ["follow"] * (follow != "no") + settings
+        if unused:
+            raise InputError(f"{(asked or ['shadow'])[0]}: tells a running server, and takes no {', '.join(unused)}")
     if model is None:
         if rollback:
             tell(changing.roll_back(address=address))
         elif stop:
             tell(changing.stop(address=address))
-        elif no_shadow or (shadow and not swap):
+        elif no_shadow or shadow:
             tell(changing.set_shadow(None if no_shadow else shadow, address=address))
         else:
             raise InputError("which model? give the folder of a checkpoint, a run or an export")
@@ -324,7 +332,7 @@ def serve(
     else:
         running.serve_forever(
             model,
-            config=config or ServeConfig(),
+            config=config,
             address=address,
             follow=follow,
             shadow=shadow,

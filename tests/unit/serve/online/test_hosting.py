@@ -19,6 +19,7 @@ from asgi_client import ask, post, post_async
 from ports import free_ports
 from served_click_model import ANY, logits_of, make_model, make_preprocessor, row_text
 
+import rayrec.api
 from rayrec.checkpoint import folder_of
 from rayrec.config import InputError
 from rayrec.observe.console import Console
@@ -327,6 +328,25 @@ def test_no_server_is_named() -> None:
     for address in (None, "local"):  # of a new Ray, which has none
         with pytest.raises(InputError, match="which server"):
             changing.roll_back(address=address)
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "unused"),
+    [
+        ("a", {"swap": True, "shadow": "b"}, "swap: .* takes no shadow"),
+        ("a", {"swap": True, "follow": "best"}, "swap: .* takes no follow"),
+        (None, {"rollback": True, "shadow": "b"}, "rollback: .* takes no shadow"),
+        (None, {"no_shadow": True, "shadow": "b"}, "no_shadow: .* takes no shadow"),
+        (None, {"stop": True, "config": ServeConfig(port=81, replicas=2)}, "stop: .* takes no port, replicas"),
+        (None, {"shadow": "b", "follow": "newest"}, "shadow: .* takes no follow"),
+        (None, {"rollback": True, "stop": True}, "one at a time"),
+        ("a", {"rollback": True}, "take no model"),
+        (None, {"swap": True}, "which model"),
+    ],
+)
+def test_what_a_running_server_is_not_told_is_refused(model: str | None, given: dict[str, Any], unused: str) -> None:
+    with pytest.raises(InputError, match=unused):
+        rayrec.api.serve(model, **given)
 
 
 # -- following a run
