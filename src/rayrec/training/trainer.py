@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     import pandas
 
 SUMMARY = "summary.json"
+_PATIENCE_S = 5.0
+"""With a store that is out, for what is left to write where an error ends a run."""
 
 
 @dataclass(frozen=True)
@@ -139,15 +141,19 @@ def _end_told(events: EventWriter, signals: Signals) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _told_in_the_end(folder: str, *, note: Callable[[str], None]) -> Iterator[None]:
-    """However the run ends, its events are one file then, and its report is written; trouble with either is noted only."""
+    """However the run ends, its events are one file then, and its report is written; trouble with either is noted only. An error
+    that ends it does not wait for long for a store."""
+    patience_s = min(_PATIENCE_S, storage.outage_s())
     try:
         yield
+        patience_s = storage.outage_s()
     finally:
-        try:
-            merge_events(storage.join(folder, "events.jsonl"))
-        except (OSError, InputError) as error:
-            note(f"the events of this run stay in parts, which can be read as well ({error})")
-        report.write_or_note(folder, note=note)
+        with storage.patience(patience_s):
+            try:
+                merge_events(storage.join(folder, "events.jsonl"))
+            except (OSError, InputError) as error:
+                note(f"the events of this run stay in parts, which can be read as well ({error})")
+            report.write_or_note(folder, note=note)
 
 
 def _trackers(config: TrainConfig, folder: str) -> Makers:
