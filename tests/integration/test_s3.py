@@ -1,16 +1,24 @@
-"""Logs and prepared data in an S3-compatible store, served on loopback."""
+"""Logs, prepared data, checkpoints and what is made of them in an S3-compatible store, served on loopback."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
+from saved_clicks import save_clicks
 
 import rayrec
+from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.parsing import parse
+from rayrec.metrics import auroc
 from rayrec.observe.console import Console
+from rayrec.serve.served import open_served
+from rayrec.serve.unfinished import COMPLETE
 
 pytestmark = [pytest.mark.ray, pytest.mark.extended]
 
@@ -56,6 +64,41 @@ def test_a_log_in_s3_gives_what_it_gives_here(
     from_s3 = rayrec.train(config.replace(name="s3"), console=QUIET).summary
     local = config.replace(name="local", train_data={"path": str(click_log / "train.txt")})
     assert from_s3["weights_sha256"] == rayrec.train(local, console=QUIET).summary["weights_sha256"]
+
+
+@pytest.mark.usefixtures("ray_here")
+def test_a_checkpoint_in_s3_is_put_to_use(
+    bucket: str, click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluated, predicted with and exported, all that is written in the bucket too; and each gives the same scores."""
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("rayrec.serve.parity._SPEED_S", 0.01)
+    log, run, exported = f"{bucket}/used/train.txt", f"{bucket}/used/run", f"{bucket}/used/exported"
+    storage.copy_file(str(click_log / "train.txt"), log)
+    storage.copy_files(str(save_clicks(tmp_path / "run", scale=3.0, train_data={"path": log}).run), run)
+
+    told = rayrec.export(run, out=exported, parity_rows=500)
+    assert told["parity"]["origin"] == f"test rows of {log}"
+    checkpoint, served = open_served(run), open_served(exported)
+    assert (checkpoint.kind, served.kind) == ("checkpoint", "export")
+    lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)[:100]
+    rows = checkpoint.preprocessor.encode(parse(checkpoint.preprocessor.schema, b"".join(lines))[0])
+    logits = checkpoint.score(rows)
+    np.testing.assert_allclose(served.score(rows), logits, atol=1e-5)
+
+    made = rayrec.predict_to(run, log, out=f"{bucket}/used/predicted", console=QUIET)
+    assert made["rows"] == 20_000
+    assert storage.list_folder(f"{bucket}/used/predicted") == [COMPLETE, "part-00000.parquet"]
+    assert storage.list_folder(f"{bucket}/used/predicted.partial") == []
+    filesystem, inner = storage.resolve(f"{bucket}/used/predicted/part-00000.parquet")
+    predicted = pq.read_table(inner, filesystem=filesystem)
+    assert predicted.column("row").to_pylist() == list(range(20_000))
+    np.testing.assert_allclose(predicted.column("logit").to_numpy()[:100], logits, atol=1e-5)
+
+    evaluated = rayrec.evaluate(run, log, console=QUIET)
+    assert evaluated["rows"] == 20_000
+    expected = auroc(predicted.column("logit").to_numpy(), predicted.column("label").to_numpy())
+    assert evaluated["auroc"] == pytest.approx(expected, abs=1e-4)  # a batch of another size rounds otherwise
 
 
 @pytest.mark.usefixtures("ray_here")
