@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayrec import storage
 from rayrec.checkpoint import open_checkpoint
+from rayrec.checkpoint.folders import refuse_pickles
 from rayrec.config import InputError
 from rayrec.serve.export_config import ExportConfig
 from rayrec.workloads.recsys import ClickWorkload
@@ -23,7 +24,7 @@ def export(checkpoint: str, out: str, *, config: TrainConfig, settings: ExportCo
     """
     settings = settings or ExportConfig()
     opened = open_checkpoint(checkpoint)
-    opened.manifest()
+    refuse_pickles(opened.path, opened.manifest()["files"])
     is_click_model = isinstance(config.workload, ClickWorkload)
     if not is_click_model and settings != ExportConfig():
         raise InputError(

@@ -178,6 +178,14 @@ def test_a_pickle_beside_it_is_refused(copied: Path) -> None:
         open_served(str(copied))
 
 
+def test_a_checkpoint_with_a_pickle_is_not_exported(tmp_path: Path) -> None:
+    """Of whatever kind."""
+    saved = save_clicks(tmp_path / "run")
+    (saved.checkpoint / "weights.pt").touch()
+    with pytest.raises(InputError, match=r"weights\.pt: is a pickle"):
+        export(str(saved.run), str(tmp_path / "out"), config=recipes.mnist_resnet18())
+
+
 def test_a_changed_manifest_is_found(copied: Path) -> None:
     path = copied / "manifest.json"
     path.write_text(path.read_text().replace('"int8"', '"int4"'))
