@@ -100,7 +100,7 @@ class OnlineRun:
         pass
 
     def finish(self, *, exit_code: int) -> None:
-        pass
+        self.exit_code = exit_code
 
 
 def online(run: OnlineRun, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -138,3 +138,18 @@ def test_a_driver_that_goes_on_sends_what_the_one_before_did_not(monkeypatch: py
     tracker.flush()
     assert after.sent == [{"step": 100, "validation/loss": 0.6}, {"step": 110, "train/loss": 0.5}]
     assert after.summary == {"last_step/step": 110, "last_step/evaluate/validation": 100}
+
+
+def test_a_driver_that_ends_with_an_error_behind_a_stop_is_a_failed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wandb.teardown", lambda: None)
+    begun = {"kind": "run", "time": 3.0, "config_hash": "x"}
+    stopped = [begun, STEP_100, {"kind": "stop", "time": 4.0, "step": 100, "cause": "SIGTERM"}]
+    failed = [*stopped, begun, {"kind": "failure", "time": 5.0, "cause": "no such log", "last": True}]
+    finished = [*failed, begun, STEP_100, {"kind": "finish", "time": 6.0, "step": 100, "metrics": {}}]
+    for events, exit_code in ((stopped, 0), (failed, 1), (finished, 0)):
+        run = OnlineRun({}, resumed=False)
+        tracker = online(run, monkeypatch)
+        for event in events:
+            tracker.update(event)
+        tracker.close()
+        assert run.exit_code == exit_code
