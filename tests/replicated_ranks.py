@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 import torch
 from checkpoint_ranks import local
 from torch import distributed
@@ -16,6 +18,7 @@ from torch.nn import functional
 from rayrec import checkpoint
 from rayrec.checkpoint import Checkpoint
 from rayrec.data.rows import ArrayRows, RowSource
+from rayrec.models.gpt2 import GPT2Config
 from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule
 from rayrec.training import loop
 from rayrec.training.loop import Progress
@@ -78,6 +81,66 @@ class Small(ReplicatedWorkload):
         return metrics["accuracy"]
 
 
+TOKEN_ROWS = {"train": 44, "validation": 10}
+VOCABULARY, LENGTH = 13, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextToken(ReplicatedWorkload):
+    """A GPT-2 of next to no size on rows of counting."""
+
+    LOOPS: ClassVar[tuple[str, ...]] = ("rayrec", "huggingface")
+
+    model: GPT2Config = field(default_factory=lambda: GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=LENGTH))
+
+    def prepare(self, context: RunContext) -> None:
+        pass
+
+    def set_rows(self, prepared: Any) -> dict[str, int]:
+        return TOKEN_ROWS
+
+    def open_set(self, context: WorkerContext, prepared: Any, name: str) -> RowSource:
+        starts = np.random.default_rng(len(name)).integers(VOCABULARY, size=(TOKEN_ROWS[name], 1))
+        return ArrayRows({"tokens": (starts + np.arange(LENGTH)) % VOCABULARY})
+
+    def build(self, prepared: Any) -> torch.nn.Module:
+        return self.model.build(VOCABULARY)
+
+    def measure(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        from rayrec.workloads.language_model import row_losses  # which brings transformers
+
+        return {"loss": row_losses(model, tensors["tokens"])}
+
+    def score(self, metrics: dict[str, float]) -> float:
+        return -metrics["loss"]
+
+
+def products_by_onednn(patch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Has oneDNN make GPT-2's products however small; gives the shapes of their inputs, as they come."""
+    from rayrec.models import gpt2_module
+
+    seen: list[torch.Size] = []
+    stack = gpt2_module.linear_stack
+
+    def noting(rows: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        seen.append(rows.shape)
+        return stack(rows, *arguments, **named)
+
+    patch.setattr(gpt2_module, "_LEAST_MULTIPLY_ADDS", 1)
+    patch.setattr(gpt2_module, "linear_stack", noting)
+    return seen
+
+
+def next_token_config(world_size: int, **workload: Any) -> TrainConfig:
+    """Without chance, of a rule that does not blow up gradients that are but rounding, and short, as this model does later."""
+    words = NextToken(
+        model=GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=LENGTH, dropout=0.0),
+        optimizer=DenseOptimizerConfig(kind="sgd", learning_rate=0.1),
+        **workload,
+    )
+    return dataclasses.replace(config(world_size, steps=6), workload=words)
+
+
 def config(world_size: int, *, steps: int = 12, **workload: Any) -> TrainConfig:
     return TrainConfig(
         recipe="small",
@@ -135,6 +198,13 @@ def ddp(folder: str, rank: int) -> None:
 
 def fsdp(folder: str, rank: int) -> None:
     train(folder, rank, config(2, parallel="fsdp", accumulate=3))
+
+
+def fsdp_by_onednn(folder: str, rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        products = products_by_onednn(patch)
+        train(folder, rank, next_token_config(2, parallel="fsdp", accumulate=2))
+    assert products
 
 
 def fsdp_goes_on(folder: str, rank: int) -> None:

@@ -7,55 +7,20 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from replicated_ranks import NextToken, products_by_onednn
 
 from rayrec.config import InputError
-from rayrec.data.rows import ArrayRows
-from rayrec.models.gpt2 import GPT2Config
 from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule
 from rayrec.training import huggingface, loop
 from rayrec.training.loop import Progress
 from rayrec.training.state import all_tensors, make_state
-from rayrec.workloads.base import CheckpointConfig, RunContext, TrainConfig, WorkerContext
-from rayrec.workloads.language_model import row_losses
-from rayrec.workloads.replicated import ReplicatedWorkload
-
-VOCABULARY, LENGTH = 13, 8
-ROWS = {"train": 44, "validation": 10}
-
-
-@dataclass(frozen=True, kw_only=True)
-class NextToken(ReplicatedWorkload):
-    """A GPT-2 of next to no size on rows of counting."""
-
-    LOOPS: ClassVar[tuple[str, ...]] = ("rayrec", "huggingface")
-
-    model: GPT2Config = field(default_factory=lambda: GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=LENGTH))
-
-    def prepare(self, context: RunContext) -> None:
-        pass
-
-    def set_rows(self, prepared: Any) -> dict[str, int]:
-        return ROWS
-
-    def open_set(self, context: WorkerContext, prepared: Any, name: str) -> ArrayRows:
-        starts = np.random.default_rng(len(name)).integers(VOCABULARY, size=(ROWS[name], 1))
-        return ArrayRows({"tokens": (starts + np.arange(LENGTH)) % VOCABULARY})
-
-    def build(self, prepared: Any) -> torch.nn.Module:
-        return self.model.build(VOCABULARY)
-
-    def measure(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {"loss": row_losses(model, tensors["tokens"])}
-
-    def score(self, metrics: dict[str, float]) -> float:
-        return -metrics["loss"]
+from rayrec.workloads.base import CheckpointConfig, TrainConfig, WorkerContext
 
 
 def config(**changes: Any) -> TrainConfig:
@@ -163,6 +128,16 @@ def assert_same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tenso
     ids=str,
 )
 def test_both_loops_do_the_same(changes: dict[str, Any]) -> None:
+    check_that_both_loops_do_the_same(changes)
+
+
+def test_both_loops_do_the_same_by_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = products_by_onednn(monkeypatch)
+    check_that_both_loops_do_the_same({"workload": {"accumulate": 2}})
+    assert products
+
+
+def check_that_both_loops_do_the_same(changes: dict[str, Any]) -> None:
     own, other = (Attempt(run, config(**changes)) for run in (loop.run, huggingface.run))
     assert own.finished
     assert other.finished

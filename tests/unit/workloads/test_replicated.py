@@ -105,6 +105,13 @@ def test_two_workers_learn_what_one_does(kind: str, alone: tuple[Path, list[dict
     assert _close(_tensors(alone[0] / "12"), _tensors(tmp_path / "12"))
 
 
+def test_fsdp_learns_by_onednn_what_one_worker_does_without(tmp_path: Path) -> None:
+    """A GPT-2, whose layers FSDP splits and gathers under the classes that multiply by oneDNN."""
+    replicated_ranks.train(str(tmp_path / "alone"), 0, replicated_ranks.next_token_config(1))
+    run_ranks(replicated_ranks.fsdp_by_onednn, 2, str(tmp_path / "fsdp"))
+    assert _close(_tensors(tmp_path / "alone" / "6"), _tensors(tmp_path / "fsdp" / "6"))
+
+
 def test_a_checkpoint_of_fsdp_goes_on_alone_and_back(alone: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
     run_ranks(replicated_ranks.fsdp, 2, str(tmp_path))
     replicated_ranks.train(str(tmp_path), 0, replicated_ranks.config(1), from_step=6)
