@@ -40,7 +40,7 @@ class ServeConfig(Config):
     max_waiting_requests: int = 512
     """Requests that may wait in a replica; beyond: 503."""
     max_held_bytes: int = 1 << 30
-    """Bytes that all requests may hold in a replica (JSON counts 40 times, as it may grow so much when parsed); beyond: 503."""
+    """Bytes that all requests may hold in a replica (of JSON what it may grow to when parsed: 16 times and more); beyond: 503."""
     time_limit_s: float = 10.0
     """From a request's first byte to its answer; beyond: 408 while it is still being sent, else 504."""
     token_file: str | None = None

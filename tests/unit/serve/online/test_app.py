@@ -32,7 +32,7 @@ from rayrec.data.columns import RawColumns
 from rayrec.data.multi_hot import MultiHot
 from rayrec.data.preprocessor import SparseColumn
 from rayrec.datasets.criteo import SCHEMA
-from rayrec.serve.online.app import _JSON_WEIGHT, ScoringApp
+from rayrec.serve.online.app import ScoringApp, held_by_json
 from rayrec.serve.online.requests import Body, RequestError, open_body
 from rayrec.serve.online.row_readers import make_reader
 
@@ -356,7 +356,21 @@ def test_what_all_requests_hold_is_bounded() -> None:
     assert app.held_bytes == 0
 
 
-@pytest.mark.parametrize("row", ["{}", "[]", '{"":0}', "[" * 900 + "]" * 900, '{"":' * 900 + "0" + "}" * 900])
+@pytest.mark.parametrize(
+    "row",
+    [
+        "{}",
+        "[]",
+        '{"":0}',
+        "300",
+        '"ab"',
+        "1.5",
+        '"é€"',
+        '{"a":"bc","d":300}',
+        "[" * 900 + "]" * 900,
+        '{"":' * 900 + "0" + "}" * 900,
+    ],
+)
 def test_parsed_json_holds_no_more_than_it_counts_for(row: str) -> None:
     content = f'{{"rows": [{",".join([row] * (200_000 // len(row)))}]}}'.encode()
     tracemalloc.start()
@@ -366,7 +380,7 @@ def test_parsed_json_holds_no_more_than_it_counts_for(row: str) -> None:
     finally:
         tracemalloc.stop()
     assert found
-    assert held_bytes <= _JSON_WEIGHT * len(content)
+    assert held_bytes <= held_by_json(content)
 
 
 def test_a_large_body_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
