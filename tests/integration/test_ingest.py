@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -303,3 +304,14 @@ def test_tasks_run_on_all_cpus(tmp_path: Path) -> None:
 
     found = [table.to_pylist()[0] for table in RayEngine(TaskPlacement()).run("meet", meet, list(range(num_tasks)))]
     assert found == [{"met": True}] * num_tasks
+
+
+def test_ray_data_keeps_no_statistics_of_usage() -> None:
+    """Which is a thread in every process that, by printing stacks, makes others fail, and an actor in the cluster."""
+    assert [table.num_rows for table in RayEngine(TaskPlacement()).run("one", _one_row, [0])] == [1]
+    assert not [thread.name for thread in threading.enumerate() if "usage" in thread.name]
+    assert not [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if "usage" in actor["name"]]
+
+
+def _one_row(item: int) -> pa.Table:
+    return pa.table({"item": [item]})

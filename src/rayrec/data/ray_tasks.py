@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -49,6 +50,13 @@ def _patient(max_outage_s: float, function: Callable[[Any], pa.Table], item: Any
         return function(item)
 
 
+def _without_usage_statistics() -> None:
+    """Ray Data 2.60 starts an actor for them, and in every process a thread that logs, every ten seconds, how it did not reach a
+    Prometheus. Python before 3.11.8 parses code to print a stack, and then whatever else is parsed at that moment fails with
+    "AST constructor recursion depth mismatch": torch's imports, for one."""
+    os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")
+
+
 def tasks_dataset(
     name: str,
     function: Callable[[Any], pa.Table],
@@ -66,6 +74,7 @@ def tasks_dataset(
     """
     if placement.max_outage_s is not None:
         function = functools.partial(_patient, placement.max_outage_s, function)
+    _without_usage_statistics()
     context = ray.data.DataContext.get_current().copy()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
