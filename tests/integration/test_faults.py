@@ -110,6 +110,7 @@ def test_a_data_task_costs_no_restart_and_a_train_worker_one(expected: dict[str,
     assert run.events("start")[1]["step"] >= saved
 
 
+@pytest.mark.exhaustive
 @pytest.mark.extended
 def test_the_train_controller(expected: dict[str, Any], begin: Begin) -> None:
     run = begin()
@@ -171,6 +172,7 @@ def test_stopped_runs_save_and_go_on_where_they_stopped(expected: dict[str, Any]
     assert summary["steps_redone"] == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.extended
 def test_a_second_ctrl_c_ends_at_once(begin: Begin) -> None:
     run = begin(failure={"grace_s": 600.0})
@@ -353,6 +355,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.extended
 def test_a_cluster_that_others_use_is_waited_for(
     click_log: Path, cache: Path, tmp_path: Path, cluster: RayCluster

@@ -306,8 +306,9 @@ def test_tasks_run_on_all_cpus(tmp_path: Path) -> None:
     assert found == [{"met": True}] * num_tasks
 
 
-def test_ray_data_keeps_no_statistics_of_usage() -> None:
+def test_ray_data_keeps_no_statistics_of_usage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is a thread in every process that, by printing stacks, makes others fail, and an actor in the cluster."""
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")  # as `ray start` does, and a Ray of one process does not
     assert [table.num_rows for table in RayEngine(TaskPlacement()).run("one", _one_row, [0])] == [1]
     assert not [thread.name for thread in threading.enumerate() if "usage" in thread.name]
     assert not [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if "usage" in actor["name"]]

@@ -51,9 +51,9 @@ def _patient(max_outage_s: float, function: Callable[[Any], pa.Table], item: Any
 
 
 def _without_usage_statistics() -> None:
-    """Ray Data 2.60 starts an actor for them, and in every process a thread that logs, every ten seconds, how it did not reach a
-    Prometheus. Python before 3.11.8 parses code to print a stack, and then whatever else is parsed at that moment fails with
-    "AST constructor recursion depth mismatch": torch's imports, for one."""
+    """On a cluster of `ray start` Ray Data 2.60 has an actor for them, and in every process a thread that logs every ten seconds
+    how it did not reach a Prometheus. Python before 3.11.8 parses code to print a stack, and what else is parsed at that moment
+    fails with "AST constructor recursion depth mismatch": torch's imports, for one."""
     os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")
 
 
