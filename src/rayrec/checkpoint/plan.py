@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from rayrec.checkpoint.format import DTYPES
 from rayrec.checkpoint.ranks import Ranks
+
+if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import, which whoever saves nothing does without
+    from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ class LocalTensors:
     """The tensors a rank holds as torch's planner sees them. Raises TypeError for what a checkpoint cannot hold."""
 
     def __init__(self, tensors: dict[str, Any]) -> None:
+        from torch.distributed.checkpoint import DefaultSavePlanner
+        from torch.distributed.checkpoint.planner import WriteItemType
+
         self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._planner.set_up_planner(tensors)
         self.plan: SavePlan = self._planner.create_local_plan()
@@ -76,6 +80,8 @@ def _layout(item: WriteItem) -> tuple[torch.dtype, tuple[int, ...], tuple[int, .
 
 def make_plan(local: LocalTensors, ranks: Ranks) -> Plan:
     """Collective: what is replicated is written by one rank, the one with the least to write so far."""
+    from torch.distributed.checkpoint import DefaultSavePlanner
+
     # Each rank makes the same plan of the same list, which spares sending the plans back.
     plans, _ = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(ranks.gather_all(local.plan))
     parts, start = [], 0

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 
 def untied(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Without those that share all of their memory with one named before."""
+    from torch.distributed.tensor import DTensor
+
     seen: set[Any] = set()
     kept = {}
     for name, tensor in tensors.items():
