@@ -179,8 +179,7 @@ def test_fsdp_learns_what_ddp_learns(tokens: Path, tmp_path: Path, loop: str) ->
     }
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", [pytest.param("rayrec", marks=pytest.mark.exhaustive), "huggingface"])
 def test_whatever_is_killed_the_weights_are_the_same(tokens: Path, tmp_path: Path, loop: str) -> None:
     """A worker, then the driver, then SIGTERM; with dropout, and data read from the middle of an epoch."""
     fields: dict[str, Any] = {"steps": 400, "evaluate_every": 100, "checkpoint": {"every": 20}, "loop": loop}

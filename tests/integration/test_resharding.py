@@ -15,7 +15,7 @@ import torch
 
 from rayrec.checkpoint import Checkpoint, full_tensors
 
-pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.exhaustive]
+pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
 Saved = dict[str, dict[str, torch.Tensor]]
 """Checkpoints, whole, by name."""

@@ -270,7 +270,6 @@ def test_validation_of_one_class_is_judged_by_logloss(local_ray: None, click_log
     assert Path(summary["checkpoint"], "manifest.json").exists()
 
 
-@pytest.mark.exhaustive
 @pytest.mark.extended
 def test_another_number_of_workers_goes_on_without_loss(click_log: Path, tmp_path: Path) -> None:
     """Two workers train to a checkpoint, one finishes the epoch: every row counted once."""
