@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, Protocol, final, runtime_checkable
 
 from rayrec import storage
 from rayrec.observe.event_lines import without_users
@@ -37,6 +37,15 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """Delivers the rest; nothing is called after it."""
+        ...
+
+
+@runtime_checkable
+class Lingering(Protocol):
+    """What a tracker is, too, that would keep this process from ending for as long as it cannot be reached."""
+
+    def abandon(self) -> None:
+        """Called, from another thread, where the tracker is left behind: sees to it that the process can end."""
         ...
 
 
@@ -70,6 +79,7 @@ class Feed:
         self.num_failures = 0
         """Attempts at anything that failed."""
         self._name, self._make, self._path, self._stop, self._note = name, make, path, stop, note
+        self._tracker: Tracker | None = None
         self._noted = False
         self._has_taken = False
         self._next_flush_s = 0.0
@@ -83,11 +93,13 @@ class Feed:
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._thread.is_alive():
             self._tell(f"not done {CLOSE_S:.0f} s after the end; its last events may be missing there")
+            if isinstance(self._tracker, Lingering):
+                self._tracker.abandon()
 
     def _run(self) -> None:
         poll_s = _URL_POLL_S if storage.is_url(self._path) else None
         try:
-            tracker = self._make()
+            self._tracker = tracker = self._make()
             # What comes within FLUSH_S of a delivery goes later, and need not wait for an event that goes with it.
             idle = partial(self._deliver_due, tracker)
             for event in follow(self._path, stop=self._stop, poll_s=poll_s, idle=idle):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -81,6 +84,14 @@ class WandbTracker:
                 self._send(Path(self._scratch.name) / "wandb")
             self._scratch.cleanup()
 
+    def abandon(self) -> None:
+        """Ends W&B's own process: this one would wait for it at its end, and it for the server. Linux only."""
+        if wandb.run is not None:
+            return  # the user has a run of their own, which it serves too
+        for process in children_named("wandb-core"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
     def _opened(self) -> Any:
         run = wandb.init(
             project=self._project,
@@ -122,3 +133,12 @@ class WandbTracker:
     def _send(self, written: Path) -> None:
         for run in written.glob("offline-run-*"):
             storage.copy_files(str(run), storage.join(self._folder, "wandb", run.name))
+
+
+def children_named(name: str) -> Iterator[int]:
+    """Ids of this process's own processes of a name, by Linux's /proc."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it may end at any time
+            found, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(")")
+            if found == name and int(rest.split()[1]) == os.getpid():
+                yield int(folder.name)

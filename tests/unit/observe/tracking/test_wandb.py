@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import made_up_run
 import pytest
+from ports import free_ports
 
 from rayrec import recipes
 
@@ -153,3 +157,41 @@ def test_a_driver_that_ends_with_an_error_behind_a_stop_is_a_failed_one(monkeypa
             tracker.update(event)
         tracker.close()
         assert run.exit_code == exit_code
+
+
+UNREACHABLE = """
+import sys, time
+from rayrec.observe.events import EventWriter
+from rayrec.observe.tracking import tracker
+from rayrec.observe.tracking.wandb import WandbTracker, children_named
+
+folder = sys.argv[1]
+tracker.CLOSE_S = 1.0
+make = lambda: WandbTracker(folder, project="project", offline=False, config={"name": "run"})
+with tracker.tracking({"W&B": make}, folder + "/events.jsonl", note=print), EventWriter(folder + "/events.jsonl") as events:
+    events.write("run", config_hash="0")
+    events.write("step", step=1, loss=1.0, rows=1)
+    while not list(children_named("wandb-core")):
+        time.sleep(0.1)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="its process is found in /proc")
+def test_a_server_out_of_reach_does_not_keep_the_process(tmp_path: Path) -> None:
+    port = free_ports(1)  # nobody listens there
+    environment = {
+        **os.environ,
+        "WANDB_BASE_URL": f"http://127.0.0.1:{port}",
+        "WANDB_API_KEY": "0" * 40,
+        "WANDB_INIT_TIMEOUT": "86400",  # W&B would try for a day
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", UNREACHABLE, str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "not done" in run.stdout
