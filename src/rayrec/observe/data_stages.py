@@ -72,9 +72,8 @@ def data_side(events: Iterable[Event]) -> DataSide | None:
         return None
     seconds = sum(event["seconds"] for event in used)
     rows = sum(event["rows"] for event in used)
-    possible_s = sum(
-        event["seconds"] * event["cpus"] for event in used
-    )  # attempts may have had different numbers of CPUs
+    # Attempts may have had different numbers of CPUs.
+    possible_s = sum(event["seconds"] * event["cpus"] for event in used)
     wall_s, cpu_s, queue_s = (_stage_seconds(used, kind) for kind in (None, "cpu_share", "queue_share"))
     total_s, computed_s, queued_s = (sum(spent.values()) for spent in (wall_s, cpu_s, queue_s))
     waited_s = max(0.0, sum(spent.get("read", 0.0) * sign for spent, sign in ((wall_s, 1), (cpu_s, -1), (queue_s, -1))))
