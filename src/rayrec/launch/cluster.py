@@ -6,7 +6,9 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rayrec.config import InputError
 from rayrec.data.placement import TaskPlacement
@@ -16,6 +18,8 @@ _OBJECT_STORE_SHARE = 0.25
 
 
 _PROBE_S = 2.0
+_ROUNDING = 1e-4
+"""Ray counts resources in ten-thousandths."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class Layout:
     """What each worker's data pipeline may use while training."""
     driver: TaskPlacement
     """What data tasks may use while no worker runs."""
+    workers_only: frozenset[str] = frozenset()
+    """Ids of the nodes that data tasks stay off; nodes that join later take data tasks."""
 
 
 def connect(address: str | None, *, num_cpus: int | None, object_store_bytes: int | None, log_to_driver: bool) -> str:
@@ -106,6 +112,35 @@ def alive_nodes(*, probe: bool = False, free: bool = False) -> list[Node]:
     ]
 
 
+def data_nodes(shares: Layout, *, probe: bool = False) -> list[Node]:
+    """The nodes that can run data tasks of a run with this layout now, with the CPUs that are left for such tasks.
+
+    A node counts if it is alive, is not about to be drained, is not kept for workers, and has the CPUs of one task beyond what
+    placement groups (the run's workers, and those of other jobs) reserve on it. CPUs that tasks hold at the moment count: tasks
+    end. With `probe` a node must also take a TCP connection: Ray needs some 15 s to see that a node is gone.
+
+    If the list is empty, Ray queues the run's data tasks without an error until such a node joins. Needs a connection to Ray;
+    makes three short calls to its head, so poll it every few seconds at most. Call it on the driver.
+    """
+    from ray.util.placement_group import placement_group_table
+
+    return with_room_for_tasks(alive_nodes(probe=probe), list(placement_group_table().values()), shares)
+
+
+def with_room_for_tasks(nodes: list[Node], placement_groups: Sequence[Mapping[str, Any]], shares: Layout) -> list[Node]:
+    """The nodes of `nodes` that can run data tasks, with the resources that placement groups (as in Ray's table) leave. Pure."""
+    left = {node.node_id: dict(node.resources) for node in nodes if node.node_id not in shares.workers_only}
+    for group in placement_groups:
+        if group["state"] == "REMOVED":
+            continue
+        for bundle, node_id in group["bundles_to_node_id"].items():
+            for name, amount in group["bundles"][bundle].items():
+                if node_id in left:
+                    left[node_id][name] = left[node_id].get(name, 0.0) - amount
+    enough = shares.per_worker.num_cpus - _ROUNDING
+    return [Node(node_id, resources) for node_id, resources in left.items() if resources.get("CPU", 0.0) >= enough]
+
+
 def _answers(host: str, port: int) -> bool:
     try:
         socket.create_connection((host, port), timeout=_PROBE_S).close()
@@ -165,10 +200,9 @@ def layout(
         raise InputError(misfit)
     share = free / chosen
     store = sum(node.resources.get("object_store_memory", 0) for node in data_nodes)
-    selector = None
-    if apart:
-        ids = ",".join(sorted(node.node_id for node in training))
-        selector = {"ray.io/node-id": f"!in({ids})"}  # also nodes that join later
+    workers_only = frozenset(node.node_id for node in training) if apart else frozenset()
+    # Not the ids of the others: nodes that join later take data tasks too.
+    selector = {"ray.io/node-id": f"!in({','.join(sorted(workers_only))})"} if apart else None
     return Layout(
         num_workers=chosen,
         cpus_per_worker=cpus_per_worker,
@@ -180,6 +214,7 @@ def layout(
             label_selector=selector,
         ),
         driver=TaskPlacement(num_cpus=min(1.0, _cpus(data_nodes)), label_selector=selector),
+        workers_only=workers_only,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rayrec.config import InputError
-from rayrec.launch.cluster import Layout, Node, alive_nodes, layout
+from rayrec.launch.cluster import Layout, Node, alive_nodes, layout, with_room_for_tasks
 
 
 def shared(*resources: dict[str, float], **changes: Any) -> Layout:
@@ -87,3 +87,31 @@ def test_nodes_that_are_to_go_are_no_room(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ray._private, "state", state)
     assert alive_nodes() == [Node("one", {"CPU": 4.0}), Node("two", {"CPU": 4.0})]
     assert alive_nodes(free=True) == [Node("one", {"CPU": 1.0}), Node("two", {})]
+
+
+WORKERS = {"state": "CREATED", "bundles": {0: {"CPU": 2.0}, 1: {"CPU": 2.0}}, "bundles_to_node_id": {0: "0", 1: "1"}}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "group", "expected"),
+    [
+        ([{"CPU": 4.0}, {"CPU": 4.0}], WORKERS, {"0": 2.0, "1": 2.0}),
+        ([{"CPU": 2.0}, {"CPU": 4.0}], WORKERS, {"1": 2.0}),  # the workers reserve all of the first
+        ([{"CPU": 2.0}, {"CPU": 2.0}], WORKERS, {}),
+        ([{"CPU": 2.0}, {"CPU": 2.0}], {**WORKERS, "state": "REMOVED"}, {"0": 2.0, "1": 2.0}),
+        ([{"CPU": 2.0}, {"CPU": 4.0}], {**WORKERS, "bundles_to_node_id": {}}, {"0": 2.0, "1": 4.0}),  # not placed yet
+    ],
+)
+def test_nodes_with_room_for_data_tasks(
+    nodes: list[dict[str, float]], group: dict[str, Any], expected: dict[str, float]
+) -> None:
+    found = [Node(str(number), each) for number, each in enumerate(nodes)]
+    left = with_room_for_tasks(found, [group], shared(*nodes, cpus_per_worker=0.5))
+    assert {node.node_id: node.resources["CPU"] for node in left} == expected
+
+
+def test_data_tasks_of_a_mixed_cluster_have_only_the_nodes_without_workers() -> None:
+    workers, data, joined = (Node(name, {"CPU": 8.0}) for name in "012")
+    shares = shared({"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0}, use_gpu=True)
+    assert with_room_for_tasks([workers, data, joined], [], shares) == [data, joined]
+    assert with_room_for_tasks([workers], [], shares) == []  # the data node is gone
