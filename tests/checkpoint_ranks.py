@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -22,7 +23,20 @@ import torch
 from torch import distributed
 
 from rayrec import checkpoint, storage
-from rayrec.checkpoint import Checkpoint, DamagedError, Retention, Saver, claim, folder_of, newest_good, writing
+from rayrec.checkpoint import (
+    Checkpoint,
+    DamagedError,
+    Retention,
+    Saver,
+    check_shared,
+    claim,
+    folder_of,
+    newest_good,
+    shared_storage,
+    write_token,
+    writing,
+)
+from rayrec.checkpoint.ranks import Ranks
 from rayrec.config import InputError
 
 
@@ -246,6 +260,59 @@ def save_in_background(folder: str, rank: int) -> None:
         ]  # fmt: skip
         assert sorted(os.listdir(folder_of(folder, 2))) == []
         assert [found.step for found in checkpoint.committed(folder)] == [1, 3]
+
+
+def save_apart(folder: str, rank: int) -> None:
+    """Each rank sees a folder of its own under the run's path, as with a disk of each node; then the ranks' sharding plans
+    differ. No checkpoint is made of either."""
+    own = f"{folder}/{rank}"
+    name = Ranks.all().share(os.path.basename(write_token(own)))
+    with mock.patch.object(shared_storage, "_APPEARS_S", 0.1):
+        told = raised(lambda: check_shared(f"{own}/{name}", Ranks.all()))
+    host = socket.gethostname()
+    assert f"/{rank} is not shared by all nodes: worker 1 on {host} does not see" in told
+    shared_token = Ranks.all().share(write_token(folder) if rank == 0 else "")
+    assert os.path.exists(shared_token)
+    check_shared(shared_token, Ranks.all())
+    distributed.barrier()
+    assert not os.path.exists(shared_token)
+
+    saver = Saver(
+        own,
+        claim=claim(own) if rank == 0 else None,
+        retention=Retention(),
+        extra_files={},
+        max_outage_s=0.3,
+        log=lambda *_: None,
+    )
+    assert saver.begin(1, sharded(), state={}, score=None)
+    assert "data_00001-000001-" in (told := raised(saver.wait))
+    assert "missing after it was written; storage_path must be storage that all workers share" in told
+    assert checkpoint.latest(own) is None
+    for mine, elements in (([], 0), ([rank], 14)):  # nobody holds the table; both hold its first rows
+        tensors = {"model.table": claimed_table(mine)}
+        assert f"model.table: the workers hold {elements} of its 7 elements" in raised(
+            lambda tensors=tensors: saver.begin(2, tensors, state={}, score=None)
+        )
+    saver.close()
+
+
+def claimed_table(held_by: list[int]) -> Any:
+    """A table of 7 rows that this rank believes to be on `held_by`, or, if that is empty, on the next rank."""
+    from torch.distributed._shard.sharded_tensor import (
+        Shard,
+        ShardedTensor,
+        ShardedTensorMetadata,
+        ShardMetadata,
+        TensorProperties,
+    )
+
+    owner = held_by[0] if held_by else 1 - distributed.get_rank()
+    metadata = ShardMetadata([0, 0], [7, 1], f"rank:{owner}/cpu")
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        [Shard(torch.zeros(7, 1), metadata)] if held_by else [],
+        ShardedTensorMetadata([metadata], torch.Size([7, 1]), TensorProperties(dtype=torch.float32)),
+    )
 
 
 def die_saving(folder: str, rank: int) -> None:

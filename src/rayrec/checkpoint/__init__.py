@@ -20,6 +20,7 @@ from rayrec.checkpoint.format import MANIFEST, VERSION, DamagedError
 from rayrec.checkpoint.reading import full_tensors, restore, verify, weights_sha256
 from rayrec.checkpoint.retention import Retention, to_remove
 from rayrec.checkpoint.saver import Saver
+from rayrec.checkpoint.shared_storage import check_shared, write_token
 from rayrec.checkpoint.tied import untied
 from rayrec.checkpoint.writing import save
 
@@ -31,6 +32,7 @@ __all__ = [
     "DamagedError",
     "Retention",
     "Saver",
+    "check_shared",
     "claim",
     "committed",
     "folder_of",
@@ -45,4 +47,5 @@ __all__ = [
     "untied",
     "verify",
     "weights_sha256",
+    "write_token",
 ]

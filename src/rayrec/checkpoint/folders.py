@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -122,15 +122,22 @@ def _newest_good(run_folder: str, log: Callable[[str, dict[str, Any]], None], ex
 
 def check_files(checkpoint: Checkpoint, manifest: dict[str, Any]) -> None:
     """Raises DamagedError where a file is missing or has another size; reads none."""
-    sizes = file_sizes(checkpoint.path)
-    for name, file in manifest["files"].items():
-        path = storage.join(checkpoint.path, name)
+    wrong = wrong_file(checkpoint.path, manifest["files"])
+    if wrong is not None:
+        path, what = wrong
+        raise DamagedError(f"{path}: {what}; use an earlier checkpoint")
+
+
+def wrong_file(folder: str, files: Mapping[str, Mapping[str, Any]]) -> tuple[str, str] | None:
+    """The path of the first of `files` that is missing below a folder or has another size, and what is wrong with it; None if
+    all are there. Lists the folder once, and reads no file."""
+    sizes = file_sizes(folder)
+    for name, file in files.items():
         if name not in sizes:
-            raise DamagedError(f"{path}: missing; use an earlier checkpoint")
+            return storage.join(folder, name), "missing"
         if sizes[name] != file["bytes"]:
-            raise DamagedError(
-                f"{path}: damaged, has {sizes[name]} bytes instead of {file['bytes']}; use an earlier checkpoint"
-            )
+            return storage.join(folder, name), f"damaged, has {sizes[name]} bytes instead of {file['bytes']}"
+    return None
 
 
 def refuse_pickles(folder: str, files: Collection[str]) -> None:

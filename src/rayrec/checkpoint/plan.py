@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -10,6 +11,7 @@ import torch
 
 from rayrec.checkpoint.format import DTYPES
 from rayrec.checkpoint.ranks import Ranks
+from rayrec.config import InputError
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import, which whoever saves nothing does without
     from torch.distributed.checkpoint.planner import SavePlan, WriteItem
@@ -31,11 +33,18 @@ class Part:
     size_bytes: int
 
 
+Shapes = dict[str, tuple[int, ...]]
+"""The shape of every tensor of the model, by name, over all ranks."""
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a chunk within its tensor."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What this rank writes, one part after the other."""
 
     parts: tuple[Part, ...]
+    shapes: Shapes
 
     @property
     def body_bytes(self) -> int:
@@ -47,6 +56,7 @@ class LocalTensors:
     """The tensors a rank holds as torch's planner sees them. Raises TypeError for what a checkpoint cannot hold."""
 
     def __init__(self, tensors: dict[str, Any]) -> None:
+        from torch.distributed._shard.sharded_tensor import ShardedTensor
         from torch.distributed.checkpoint import DefaultSavePlanner
         from torch.distributed.checkpoint.planner import WriteItemType
 
@@ -58,6 +68,9 @@ class LocalTensors:
                 raise TypeError(f"{item.index.fqn} is no tensor; plain state belongs into the manifest's state")
             if item.tensor_data.properties.dtype not in DTYPES:
                 raise TypeError(f"{item.index.fqn} is {item.tensor_data.properties.dtype}, which no checkpoint holds")
+        self.shapes: Shapes = {name: tuple(tensor.size()) for name, tensor in tensors.items()}
+        self.sharded = frozenset(name for name, tensor in tensors.items() if isinstance(tensor, ShardedTensor))
+        """Tensors of which every part is held by one rank only."""
 
     def signature(self) -> Hashable:
         """As long as it stays the same on all ranks, so does the plan."""
@@ -79,11 +92,22 @@ def _layout(item: WriteItem) -> tuple[torch.dtype, tuple[int, ...], tuple[int, .
 
 
 def make_plan(local: LocalTensors, ranks: Ranks) -> Plan:
-    """Collective: what is replicated is written by one rank, the one with the least to write so far."""
+    """Collective: a replicated tensor is written by one rank, the one with the least to write so far.
+
+    Raises InputError, on all ranks, if the parts that the ranks hold do not make up every tensor exactly once.
+    """
     from torch.distributed.checkpoint import DefaultSavePlanner
 
+    everyone = ranks.gather_all((local.plan, local.shapes, local.sharded))
+    shapes = _agreed_shapes([held for _, held, _ in everyone])
+    sharded = frozenset().union(*(names for *_, names in everyone))
+    boxes: dict[str, list[Box]] = {}
+    for plan, *_ in everyone:
+        for item in plan.items:
+            boxes.setdefault(item.index.fqn, []).append(_layout(item)[2:])
+    check_covered(shapes, {name: found if name in sharded else set(found) for name, found in boxes.items()})
     # Each rank makes the same plan of the same list, which spares sending the plans back.
-    plans, _ = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(ranks.gather_all(local.plan))
+    plans, _ = DefaultSavePlanner(flatten_state_dict=False).create_global_plan([plan for plan, *_ in everyone])
     parts, start = [], 0
     # Widest numbers first: every part then begins at a multiple of the width of its own.
     items = sorted(plans[ranks.rank].items, key=lambda item: -_layout(item)[0].itemsize)
@@ -92,7 +116,27 @@ def make_plan(local: LocalTensors, ranks: Ranks) -> Plan:
         size_bytes = dtype.itemsize * torch.Size(sizes).numel()
         parts.append(Part(item, item.index.fqn, dtype, shape, offsets, sizes, start, size_bytes))
         start += size_bytes
-    return Plan(tuple(parts))
+    return Plan(tuple(parts), shapes)
+
+
+def _agreed_shapes(everyone: Sequence[Shapes]) -> Shapes:
+    shapes: Shapes = {}
+    for held in everyone:
+        for name, shape in held.items():
+            if shapes.setdefault(name, shape) != shape:
+                raise InputError(f"{name}: has shape {list(shapes[name])} on one worker and {list(shape)} on another")
+    return shapes
+
+
+def check_covered(shapes: Mapping[str, Sequence[int]], boxes: Mapping[str, Iterable[Box]]) -> None:
+    """Raises InputError if the boxes to be written of a tensor have fewer or more elements than the tensor. Pure."""
+    for name, shape in shapes.items():
+        covered = sum(math.prod(sizes) for _, sizes in boxes.get(name, ()))
+        if covered != math.prod(shape):
+            raise InputError(
+                f"{name}: the workers hold {covered:,} of its {math.prod(shape):,} elements, so that no checkpoint can be "
+                "saved; their sharding plans differ: use the same number of workers on every machine, and report this"
+            )
 
 
 @final
@@ -135,5 +179,5 @@ class HostCopy:
         if self._device and self.plan.body_bytes:
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())))
         self._bytes = torch.empty(0, dtype=torch.uint8)
-        self.plan = Plan(())
+        self.plan = Plan((), {})
         self._device = self._stream = None

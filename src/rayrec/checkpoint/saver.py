@@ -236,6 +236,7 @@ class Saver:
             lambda: commit(
                 job.folder,
                 written,
+                shapes=job.copy.plan.shapes,
                 state=job.state,
                 score=job.score,
                 extra_files=self._extra_files.write,

@@ -11,6 +11,7 @@ from typing import Any
 from rayrec import storage
 from rayrec.checkpoint.claims import Claim
 from rayrec.checkpoint.extra_files import Described, written_by
+from rayrec.checkpoint.folders import wrong_file
 from rayrec.checkpoint.format import (
     BLOCK_BYTES,
     DTYPES,
@@ -20,7 +21,7 @@ from rayrec.checkpoint.format import (
     header,
     seal,
 )
-from rayrec.checkpoint.plan import HostCopy, LocalTensors, make_plan
+from rayrec.checkpoint.plan import HostCopy, LocalTensors, Shapes, check_covered, make_plan
 from rayrec.checkpoint.ranks import Ranks
 
 
@@ -94,15 +95,17 @@ def commit(
     folder: str,
     written: Sequence[Written],
     *,
+    shapes: Shapes,
     state: dict[str, Any],
     score: float | None,
     extra_files: Callable[[str], Described] | None,
     claim: Claim | None = None,
 ) -> int:
-    """Makes a checkpoint of what the ranks have written; on rank 0. Returns its size in bytes. `extra_files` writes what
-    belongs with the weights into the folder.
+    """Makes a checkpoint of what the ranks have written; on rank 0. Returns its size in bytes. `shapes`: all tensors of the
+    model; `extra_files` writes what belongs with the weights into the folder.
 
-    Raises InputError where the claim is not valid any more, OSError where storage is away or full.
+    Raises InputError if the claim is not valid any more or the ranks have not written all of the model; OSError if storage is
+    unavailable or full, and if a file that was written is missing or has another size.
     """
     if claim is not None:
         claim.check()
@@ -113,6 +116,17 @@ def commit(
     tensors: dict[str, dict[str, Any]] = {}
     for name, tensor, chunk in sorted((entry for part in written for entry in part.chunks), key=_by_name_and_place):
         tensors.setdefault(name, {**tensor, "chunks": []})["chunks"].append(chunk)
+    check_covered(
+        shapes,
+        {
+            name: [(tuple(chunk["offsets"]), tuple(chunk["sizes"])) for chunk in tensor["chunks"]]
+            for name, tensor in tensors.items()
+        },
+    )
+    wrong = wrong_file(folder, files)
+    if wrong is not None:
+        path, what = wrong
+        raise OSError(f"{path}: {what} after it was written; storage_path must be storage that all workers share")
     manifest = {
         "version": VERSION,
         "state": state,
@@ -149,12 +163,13 @@ def save(
     copy = HostCopy(make_plan(local, ranks), local)
     try:
         copy.fill(local)
+        shapes = copy.plan.shapes
         written = ranks.each(lambda: write_rank(path, copy, rank=ranks.rank, tag=""))
     finally:
         copy.free()
     present = [part for part in written if part is not None]
     extra = extra_files and written_by(extra_files)
-    return ranks.from_first(lambda: commit(path, present, state=state, score=None, extra_files=extra))
+    return ranks.from_first(lambda: commit(path, present, shapes=shapes, state=state, score=None, extra_files=extra))
 
 
 def _ready(path: str, tensors: dict[str, Any], ranks: Ranks) -> LocalTensors:

@@ -35,6 +35,8 @@ def note_of(event: Event, *, verbose: bool = False) -> str | None:
         return f"step {event['step']:,}  {event['set']}  {metrics_text(event)}"
     if kind == "start" and event["step"]:
         return f"goes on from step {event['step']:,} with {event['world_size']} workers"
+    if kind == "start" and event.get("damaged"):
+        return f"no undamaged checkpoint is left (damaged: {len(event['damaged'])}): training starts again from step 0"
     if kind == "failure":
         return event["cause"] if event.get("last") else f"{event['cause']}: starting again"
     if kind == "checkpoint_damaged":

@@ -20,7 +20,7 @@ from ray.train.v2.api import data_parallel_trainer
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from rayrec import storage
-from rayrec.checkpoint import latest
+from rayrec.checkpoint import latest, write_token
 from rayrec.config import InputError
 from rayrec.launch import cluster
 from rayrec.observe.events import EventWriter
@@ -157,7 +157,9 @@ def _attempt(
     part of the cluster."""
     request = StopRequest()
     placement = shares.per_worker.replace(max_outage_s=config.failure.max_outage_s)
-    assignment = Assignment(config, prepared, folder, placement, request.mailbox)
+    with storage.patience(config.failure.max_outage_s):
+        token = write_token(folder)
+    assignment = Assignment(config, prepared, folder, placement, request.mailbox, token)
     future: Future[dict[str, Any]] = Future()
 
     def fit() -> None:

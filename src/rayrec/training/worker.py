@@ -20,6 +20,7 @@ from rayrec.checkpoint import (
     DamagedError,
     Retention,
     Saver,
+    check_shared,
     claim,
     folder_of,
     newest_good,
@@ -60,6 +61,8 @@ class Assignment:
     placement: TaskPlacement
     mailbox: Any
     """Where the driver leaves its wish to stop."""
+    storage_token: str
+    """File that the driver has written into the run's folder, for all workers to find."""
 
 
 def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
@@ -99,6 +102,7 @@ def _train(worker: WorkerContext, assignment: Assignment, log: Log) -> dict[str,
     peak = multiply_adds_per_s_or_zero(worker.device, precision=config.precision) if config.observe.times else 0.0
     damaged: set[int] = set()
     with storage.patience(config.failure.max_outage_s):  # a start is worth as much waiting as a save
+        check_shared(assignment.storage_token, Ranks.all())
         mine = _claimed(folder, max_outage_s=config.failure.max_outage_s) if worker.rank == 0 else None
         checkpoint, setup, loader, progress = _resume(worker, assignment, log, damaged)
     if config.observe.times:
@@ -128,6 +132,7 @@ def _train(worker: WorkerContext, assignment: Assignment, log: Log) -> dict[str,
             "world_size": worker.world_size,
             "peak_multiply_adds_per_s": setup.peak_multiply_adds_per_s,
             "checkpoint": checkpoint and checkpoint.path,
+            "damaged": sorted(damaged),
             **setup.described,
         },
     )

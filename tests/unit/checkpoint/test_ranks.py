@@ -53,6 +53,10 @@ def test_ranks_save_in_the_background(tmp_path: Path) -> None:
     run_ranks("save_in_background", 2, str(tmp_path))
 
 
+def test_no_checkpoint_where_ranks_share_no_storage_or_no_plan(tmp_path: Path) -> None:
+    run_ranks("save_apart", 2, str(tmp_path))
+
+
 def test_a_rank_killed_while_it_saves(tmp_path: Path) -> None:
     folder = str(tmp_path)
     run_ranks("die_saving", 2, folder, killed=1)

@@ -432,5 +432,7 @@ def test_a_copy_of_another_length_is_made_again(
     assert saver.begin(1, values(), state={}, score=None)
     saver.wait()
     assert [kind for kind, _ in events] == ["checkpoint_late", "checkpoint"]
-    assert events[0][1]["cause"].endswith("words.txt: the copy has 2 bytes instead of 3")
+    assert events[0][1]["cause"].endswith(
+        "words.txt: damaged, has 2 bytes instead of 3 after it was written; storage_path must be storage that all workers share"
+    )
     checkpoint.verify(Checkpoint(folder_of(str(tmp_path), 1)))

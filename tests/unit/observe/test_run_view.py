@@ -156,6 +156,10 @@ def test_names_are_text_and_no_markup() -> None:
     ("event", "told"),
     [
         ({"kind": "start", "step": 8, "world_size": 2}, "goes on from step 8 with 2 workers"),
+        (
+            {"kind": "start", "step": 0, "world_size": 2, "damaged": [4, 8]},
+            "no undamaged checkpoint is left (damaged: 2): training starts again from step 0",
+        ),
         ({"kind": "start", "step": 0, "world_size": 2}, None),
         ({"kind": "failure", "cause": "worker 1 died"}, "worker 1 died: starting again"),
         ({"kind": "failure", "cause": "the loss is nan", "last": True}, "the loss is nan"),
