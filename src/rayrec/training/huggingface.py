@@ -44,7 +44,7 @@ def run(
     interruption: Interruption,
 ) -> bool:
     """What `loop.run` does, to the same steps and with the same events; Trainer makes the steps."""
-    course = steer(config, setup, loader, progress, log=log, save=save)
+    course = steer(config, setup, loader, progress, log=log, save=save, interruption=interruption)
     account = Account(config, setup, loader, progress, log=log, interruption=interruption)
     try:
         stop = next(course)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any, Literal, Protocol
 
@@ -15,12 +16,16 @@ from torch import distributed
 from rayrec.config import InputError
 from rayrec.training.data_report import DataReport
 from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerSetup
-from rayrec.workloads.phases import StepClock
+from rayrec.workloads.phases import NoClock, StepClock
 
 _LOOK_S = 5.0
 """Between two looks for reasons to save, as far as whole steps allow: what `failure.grace_s` is not to be lost to."""
 Cut = Literal["none", "save", "stop"]
 """What came up in a segment: nothing, a save that cannot wait, a wish to save and end."""
+_EVALUATION_POLL_S = 2.0
+"""Seconds between two polls for a stop during an evaluation, as far as whole batches allow."""
+_EVALUATION_GRACE_SHARE = 0.25
+"""An evaluation that takes longer than this share of `failure.grace_s` saves its step while it runs."""
 TRAINING_COST = 3
 """Of a step, in forward passes: the backward pass has two products for each of the forward's."""
 
@@ -112,6 +117,10 @@ class Interruption(Protocol):
         """Whether there is a new notice that a worker's node will go; collective."""
         ...
 
+    def urgent(self) -> bool:
+        """Whether this worker was asked to stop for a reason that cannot wait for the end of an evaluation; local."""
+        ...
+
 
 class Save(Protocol):
     """Saves a checkpoint; collective."""
@@ -139,7 +148,7 @@ def run(
 
     `log(kind, fields)` is called on every worker with the same values. Raises InputError where the loss is not finite.
     """
-    course = steer(config, setup, loader, progress, log=log, save=save)
+    course = steer(config, setup, loader, progress, log=log, save=save, interruption=interruption)
     account = Account(config, setup, loader, progress, log=log, interruption=interruption)
     cut: Cut | None = None
     while True:
@@ -172,11 +181,12 @@ def steer(
     *,
     log: Callable[[str, dict[str, Any]], None],
     save: Save,
+    interruption: Interruption,
 ) -> Generator[int, Cut, bool]:
     """What happens between segments, whoever trains these: evaluation, saving, early stopping.
 
     Yields the step to train up to, before which a segment may end where a save cannot wait; is sent what came up meanwhile;
-    returns what `run` does.
+    returns what `run` does. A stop ends an evaluation between two batches; the next attempt repeats the evaluation.
     """
     patience = config.early_stopping.patience
     if 0 < patience <= progress.since_best:
@@ -184,6 +194,13 @@ def steer(
     total = progress.step + loader.steps
     evaluate_every = config.evaluate_every or max(1, math.ceil(loader.steps_per_epoch / 4))
     setup.model.train()
+    saved_step = progress.step  # the start, and a checkpoint that training resumed from, need no save
+
+    def save_now(*, score: float | None = None, needed: bool, complete: bool) -> None:
+        nonlocal saved_step
+        save(progress, loader.state(), score=score, needed=needed, complete=complete)
+        saved_step = progress.step
+
     while True:
         cut: Cut = "none"
         save_due = progress.evaluation_due  # of the step that an earlier attempt stopped at
@@ -200,13 +217,24 @@ def steer(
             # What is saved at once is saved again only where an evaluation adds its score.
             save_due = boundary.save and reached and (cut == "none" or boundary.evaluate)
         if cut != "none":
-            save(progress, loader.state(), score=None, needed=True, complete=True)
+            save_now(needed=True, complete=True)
         if cut == "stop":
             return False
-        score = None
+        score, saved_in_evaluation = None, False
         if progress.evaluation_due:
+            watch = EvaluationWatch(
+                interruption,
+                save=None if saved_step == progress.step else partial(save_now, needed=True, complete=False),
+                save_after_s=_EVALUATION_GRACE_SHARE * config.failure.grace_s,
+            )
+            metrics = evaluate(setup, "validation", watch)
+            if metrics is None:  # evaluation_due is saved too
+                if saved_step != progress.step:
+                    save_now(needed=True, complete=True)
+                return False
+            saved_in_evaluation = watch.saved
             progress.evaluation_due = False
-            progress.metrics = evaluate(setup, "validation")
+            progress.metrics = metrics
             score = config.workload.score(progress.metrics)
             judge(progress, score, min_improvement=config.early_stopping.min_improvement)
             log("evaluate", {"step": progress.step, "set": "validation", **progress.metrics})
@@ -216,7 +244,8 @@ def steer(
         best = bool(patience) and progress.best_step == progress.step
         last = learnt or progress.step == total
         if save_due or last or best:
-            save(progress, loader.state(), score=score, needed=last or best, complete=last)
+            # The score of a step that was saved without one must not be lost because that save is still in progress.
+            save_now(score=score, needed=last or best or saved_in_evaluation, complete=last)
         if learnt:
             log("early_stop", {"step": progress.step, "best_step": progress.best_step, "best_score": progress.best})
             return True
@@ -363,17 +392,60 @@ def drain(pipeline: Any, batches: Iterator[Any]) -> None:
     raise AssertionError("the pipeline held a batch that no step was counted for")
 
 
+class EvaluationWatch:
+    """Polls between the batches of one evaluation: ends it when the run was asked to stop, and saves its step when the
+    evaluation takes long or a node of the run is about to be preempted.
+
+    Every decision is made from numbers that all workers have, so all workers take it at the same batch.
+    """
+
+    def __init__(self, interruption: Interruption, *, save: Callable[[], None] | None, save_after_s: float) -> None:
+        """`save`: saves the step under evaluation, collective; None if that is not needed. `save_after_s`: seconds of
+        evaluation after which the step is saved."""
+        self._interruption, self._save, self._save_after_s = interruption, save, save_after_s
+        self._start_s = time.perf_counter()
+        self._batches, self._poll_at = 0, 1
+        self.saved = False
+
+    def stopped(self) -> bool:
+        """Called after each batch: whether the evaluation has to end here. Collective when a poll is due: after 1, 2, 4, ...
+        batches, and about every two seconds from then on."""
+        self._batches += 1
+        if self._batches < self._poll_at:
+            return False
+        _, preemption_poll = self._interruption.seen()
+        (elapsed_s, *_), (_, asked, poll) = over_workers(
+            time.perf_counter() - self._start_s, self._interruption.urgent(), preemption_poll
+        )
+        ahead = int(_EVALUATION_POLL_S * self._batches / max(elapsed_s, 1e-6))
+        self._poll_at += max(1, min(ahead, self._batches))
+        preempted = bool(poll) and self._interruption.preempted()
+        if self._save is not None and not asked and (preempted or elapsed_s >= self._save_after_s):
+            self._save()
+            self._save, self.saved = None, True
+        return bool(asked)
+
+
 @torch.no_grad()
-def evaluate(setup: WorkerSetup, name: str) -> dict[str, float]:
-    """Scores every row of an evaluation set once; collective."""
+def evaluate(setup: WorkerSetup, name: str, watch: EvaluationWatch | None = None) -> dict[str, float] | None:
+    """Scores every row of an evaluation set once -> its metrics; collective. None if `watch` ended it before its last batch."""
     setup.model.eval()
-    metrics, batches = setup.make_metrics(), setup.eval_batches[name]()
-    while True:
-        try:
-            metrics.update(setup.pipeline.progress(batches))
-        except StopIteration:
-            setup.pipeline.reset()
-            return metrics.compute()
+    metrics, source = setup.make_metrics(), setup.eval_batches[name]()
+    batches, stopped = Batches(source, NoClock()), False
+    try:
+        while True:
+            try:
+                metrics.update(setup.pipeline.progress(batches))
+            except StopIteration:
+                setup.pipeline.reset()
+                return None if stopped else metrics.compute()
+            if not stopped and watch is not None and watch.stopped():
+                stopped = True
+                batches.end()  # scores what the pipeline has pulled ahead, and no more
+    finally:
+        close = getattr(source, "close", None)
+        if close is not None:  # data tasks of an evaluation that was ended
+            close()
 
 
 def over_workers(*values: float) -> tuple[list[float], list[float]]:

@@ -91,6 +91,10 @@ class StopWatch:
     def seen(self) -> tuple[bool, bool]:
         return self.cause is not None, self._first and time.monotonic() - self._looked_s >= PREEMPTION_POLL_S
 
+    def urgent(self) -> bool:
+        """Whether the cause is not room for more workers, which can wait for the end of an evaluation."""
+        return self.cause is not None and self.cause != MORE_WORKERS
+
     def preempted(self) -> bool:
         self._looked_s = time.monotonic()
         info = ray.train.get_preemption_info()

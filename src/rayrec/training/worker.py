@@ -160,15 +160,27 @@ def _train(worker: WorkerContext, assignment: Assignment, log: Log) -> dict[str,
         with waits_noticed(setup.clock):
             finished = _loop(config)(config, setup, loader, progress, log=log_and_note, save=save, interruption=watch)
         saver.wait()
+    except BaseException:
+        watch.close()
+        raise
     finally:
         profiler.close()
-        watch.close()
         saver.close()
         loader.close()
-    if finished:
-        return finish(
-            assignment, setup, progress, evaluated_step=evaluated_step, expected_rows=loader.rows_behind(), log=log
+    try:
+        told = finished and finish(
+            assignment,
+            setup,
+            progress,
+            evaluated_step=evaluated_step,
+            expected_rows=loader.rows_behind(),
+            log=log,
+            interruption=watch,
         )
+    finally:
+        watch.close()
+    if told:
+        return told
     log("stop", {"cause": watch.cause, "step": progress.step, "last": watch.cause != MORE_WORKERS})
     return {"stopped": watch.cause}
 
@@ -273,9 +285,11 @@ def finish(
     evaluated_step: int | None,
     expected_rows: int,
     log: Log,
-) -> dict[str, Any]:
+    interruption: loop.Interruption,
+) -> dict[str, Any] | None:
     """Scores the final test with the weights that are to be used, the best ones where training stops early, and says so;
-    collective. `metrics` are those of the test rows, without such of the validation rows.
+    collective. `metrics` are those of the test rows, without such of the validation rows. None if the run was asked to stop
+    during an evaluation: everything is saved by then, and the next attempt begins here.
 
     `evaluated_step`: whose weights this process has evaluated last, None for none. Raises InputError where the weights to be
     used are damaged.
@@ -292,9 +306,15 @@ def finish(
             raise InputError(
                 f"{error}; these were the best weights of the run: train it anew under another --name"
             ) from None
-    tested = {name: loop.evaluate(setup, name) for name in setup.eval_batches if name != "validation"}
-    if "test" not in tested and evaluated_step != step:
-        loop.evaluate(setup, "validation")  # for the samples, which show the last evaluation; its metrics are known
+    names = [name for name in setup.eval_batches if name != "validation"]
+    if "test" not in names and evaluated_step != step:
+        names.append("validation")  # for the samples, which show the last evaluation; its metrics are known
+    tested: dict[str, dict[str, float]] = {}
+    for name in names:
+        metrics = loop.evaluate(setup, name, loop.EvaluationWatch(interruption, save=None, save_after_s=0.0))
+        if metrics is None:
+            return None
+        tested[name] = metrics
     told = {
         "step": progress.step,
         "rows": progress.rows,
@@ -307,6 +327,7 @@ def finish(
         "validation": validation,
     }
     log("finish", told)
+    setup.model.eval()  # without an evaluation above it is still in training mode
     samples = setup.make_samples()
     if samples:
         log("samples", {"samples": samples})

@@ -52,6 +52,9 @@ class Interruption:
     def seen(self) -> tuple[bool, bool]:
         return self.progress.step >= self.stop_at, self.progress.step >= self.preempt_at
 
+    def urgent(self) -> bool:
+        return self.progress.step >= self.stop_at
+
     def preempted(self) -> bool:
         self.preempt_at = math.inf
         return True

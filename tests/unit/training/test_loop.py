@@ -41,6 +41,8 @@ class Pipeline:
     def __init__(self, ahead: int) -> None:
         self.ahead, self.waiting = ahead, list[int]()
         self.trained: list[int] = []
+        self.scored = 0
+        """Evaluation batches, which are negative."""
 
     def progress(self, batches: Iterator[int]) -> Any:
         while len(self.waiting) < self.ahead:
@@ -51,7 +53,10 @@ class Pipeline:
         if not self.waiting:
             raise StopIteration
         batch = self.waiting.pop(0)
-        self.trained.append(batch)
+        if batch < 0:
+            self.scored += 1
+        else:
+            self.trained.append(batch)
         return SimpleNamespace(loss=torch.tensor(float("nan") if batch == 99 else 1.0))
 
     def reset(self) -> None:
@@ -88,14 +93,21 @@ class Interruption:
     pipeline: Pipeline
     stop_at: int | None = None
     preempt_at: int | None = None
+    stop_after_scored: int | None = None
+    preempt_after_scored: int | None = None
     told: bool = False
 
     def seen(self) -> tuple[bool, bool]:
         done = len(self.pipeline.trained)
+        scored = self.preempt_after_scored
         return (
-            self.stop_at is not None and done >= self.stop_at,
-            self.preempt_at is not None and done >= self.preempt_at,
+            (self.stop_at is not None and done >= self.stop_at) or self.urgent(),
+            (self.preempt_at is not None and done >= self.preempt_at)
+            or (scored is not None and self.pipeline.scored >= scored),
         )
+
+    def urgent(self) -> bool:
+        return self.stop_after_scored is not None and self.pipeline.scored >= self.stop_after_scored
 
     def preempted(self) -> bool:
         self.told, before = True, self.told
@@ -105,7 +117,11 @@ class Interruption:
 class Run:
     """A run of 20 steps whose saves and events are written down."""
 
-    def __init__(self, *, ahead: int = 3, start: int = 0, progress: Progress | None = None, **config: Any) -> None:
+    def __init__(
+        self, *, ahead: int = 3, start: int = 0, progress: Progress | None = None, evaluation: int = 0, **config: Any
+    ) -> None:
+        """`evaluation`: batches of an evaluation."""
+        self.evaluation = evaluation
         self.pipeline = Pipeline(ahead)
         self.saves: list[tuple[int, int, float | None, bool, bool]] = []
         self.events: list[tuple[str, int]] = []
@@ -126,9 +142,9 @@ class Run:
             model=SimpleNamespace(train=lambda: None, eval=lambda: None),
             begin_step=lambda step, total: None,
             make_metrics=lambda: SimpleNamespace(
-                update=None, compute=lambda: {"auroc": 0.5 + self.progress.step / 100}
+                update=lambda output: None, compute=lambda: {"auroc": 0.5 + self.progress.step / 100}
             ),
-            eval_batches={"validation": lambda: iter(())},
+            eval_batches={"validation": lambda: iter(range(-self.evaluation, 0))},
         )
 
         def save(progress: Progress, state: dict[str, Any], *, score: Any, needed: bool, complete: bool) -> None:
@@ -311,3 +327,69 @@ def test_a_preemption_notice_at_the_end_of_a_segment_saves(config: dict[str, Any
     assert [save[0] for save in run.saves if save[0] != 12] == [4, 8, 16, 20]
     assert run.pipeline.trained == list(range(20))
     assert not run.progress.evaluation_due
+
+
+# -- stops and saves during an evaluation
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_a_stop_ends_an_evaluation_and_the_next_attempt_repeats_it(ahead: int) -> None:
+    run = Run(ahead=ahead, evaluation=100)
+    run.interruption.stop_after_scored = 5
+    assert not run.run()
+    assert run.pipeline.scored == 8 + ahead - 1  # polls come after 1, 2, 4, 8 batches; what was pulled is scored
+    assert run.saves == [(8, 80, None, True, True)]
+    assert run.progress.evaluation_due
+    assert [kind for kind, _ in run.events if kind == "evaluate"] == []
+    again = Run(ahead=ahead, evaluation=100, progress=run.progress, start=8)
+    assert again.run()
+    assert (again.pipeline.scored, again.saves[0][:3]) == (300, (8, 80, 0.58))
+    assert again.pipeline.trained == list(range(8, 20))
+
+
+def test_workers_end_an_evaluation_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker 0 alone knows of a signal."""
+    run = Run(ahead=1, evaluation=100)
+
+    def over_workers(*values: float) -> tuple[list[float], list[float]]:
+        asked = len(values) == 3 and run.pipeline.scored >= 3  # by another worker
+        return list(values), [values[0], float(asked), *values[2:]] if len(values) == 3 else list(values)
+
+    monkeypatch.setattr(loop, "over_workers", over_workers)
+    assert not run.run()
+    assert (run.pipeline.scored, run.saves) == (4, [(8, 80, None, True, True)])
+
+
+def slow_evaluation(monkeypatch: pytest.MonkeyPatch, step_s: float, **config: Any) -> Run:
+    run = slow_run(monkeypatch, step_s, evaluation=10, ahead=1, evaluate_every=8, **config)
+    run.interruption.stop_after_scored = 10**6
+    return run
+
+
+def test_a_long_evaluation_saves_its_step_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = slow_evaluation(monkeypatch, 10.0)  # a quarter of 60 s of grace are over at the second batch
+    assert run.run()
+    of_step_8 = [save[2:] for save in run.saves if save[0] == 8]
+    assert of_step_8 == [(None, True, False), (0.58, True, False)]  # and the score is not lost to a save in progress
+
+
+def test_a_short_evaluation_saves_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = slow_evaluation(monkeypatch, 1.0)
+    assert run.run()
+    assert [save[:3] for save in run.saves] == [(8, 80, 0.58), (16, 160, 0.66), (20, 200, 0.7)]
+
+
+def test_a_step_that_is_saved_already_is_not_saved_during_its_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress = Progress(step=8, rows=80, evaluation_due=True)
+    run = slow_evaluation(monkeypatch, 10.0, progress=progress, start=8)
+    run.interruption.stop_after_scored = 12
+    assert not run.run()
+    assert [save[0] for save in run.saves] == [8, 16]
+    assert run.saves[1] == (16, 160, None, True, True)
+
+
+def test_a_preemption_notice_during_an_evaluation_saves() -> None:
+    run = Run(ahead=3, evaluation=100)
+    run.interruption.preempt_after_scored = 3
+    assert run.run()
+    assert [save[:3] for save in run.saves] == [(8, 80, None), (8, 80, 0.58), (16, 160, 0.66), (20, 200, 0.7)]

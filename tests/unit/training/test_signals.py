@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from rayrec.training.signals import Signals
+from rayrec.training.stopping import MORE_WORKERS, StopWatch
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
@@ -44,3 +45,10 @@ def test_other_threads_leave_signals_alone() -> None:
     thread.start()
     thread.join()
     assert seen == [before]
+
+
+def test_room_for_more_workers_waits_for_an_evaluation_and_a_signal_does_not() -> None:
+    watch = StopWatch(None, rank=1)
+    for cause, expected in ((None, (False, False)), (MORE_WORKERS, (True, False)), ("SIGTERM", (True, True))):
+        watch.cause = cause
+        assert (watch.seen()[0], watch.urgent()) == expected

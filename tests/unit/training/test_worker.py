@@ -47,6 +47,7 @@ class Evaluated:
             saver.begin(step, model_tensors(self.model), state={}, score=None)
             saver.wait()
         saver.close()
+        self.interruption: Any = SimpleNamespace(seen=lambda: (False, False), urgent=lambda: False)
         self.setup: Any = SimpleNamespace(
             model=self.model,
             pipeline=SimpleNamespace(progress=next, reset=lambda: None),
@@ -67,6 +68,11 @@ class Evaluated:
         return iter(())
 
     def finish(self, progress: Progress, *, evaluated_step: int | None) -> dict[str, Any]:
+        told = self.finish_or_stop(progress, evaluated_step=evaluated_step)
+        assert told is not None
+        return told
+
+    def finish_or_stop(self, progress: Progress, *, evaluated_step: int | None) -> dict[str, Any] | None:
         return finish(
             self.assignment,
             self.setup,
@@ -74,6 +80,7 @@ class Evaluated:
             evaluated_step=evaluated_step,
             expected_rows=progress.rows,
             log=lambda kind, fields: self.events.append((kind, fields)),
+            interruption=self.interruption,
         )
 
 
@@ -117,6 +124,24 @@ def test_the_best_weights_damaged_is_for_the_user(tmp_path: Path) -> None:
     file.write_bytes(data)
     with pytest.raises(InputError, match="best weights of the run: train it anew"):
         run.finish(STOPPED_EARLY, evaluated_step=7)
+
+
+def test_a_stop_ends_the_final_test(tmp_path: Path) -> None:
+    run = Evaluated(tmp_path, steps=(4, 7), sets=("validation", "test"))
+    run.interruption = SimpleNamespace(seen=lambda: (True, False), urgent=lambda: True)
+    run.setup.eval_batches["test"] = lambda: iter([object()] * 10)
+    run.setup.make_metrics = lambda: SimpleNamespace(update=lambda output: None, compute=dict)
+    assert run.finish_or_stop(STOPPED_EARLY, evaluated_step=7) is None
+    assert run.events == []
+
+
+@pytest.mark.parametrize("evaluated_step", [7, None])
+def test_samples_are_made_in_evaluation_mode(tmp_path: Path, evaluated_step: int | None) -> None:
+    run = Evaluated(tmp_path, steps=(4, 7), sets=("validation",), patience=0)
+    run.model.train()
+    run.setup.make_samples = lambda: [{"training": run.model.training}]
+    run.finish(STOPPED_EARLY, evaluated_step=evaluated_step)
+    assert run.events[-1] == ("samples", {"samples": [{"training": False}]})
 
 
 # -- the peak
