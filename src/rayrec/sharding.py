@@ -61,9 +61,11 @@ class TablePlacement:
 
 def embedding_sharders() -> list[ModuleSharder[Any]]:
     """The sharders of our embedding modules, for the planner and for DistributedModelParallel alike."""
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
-    return [EmbeddingBagCollectionSharder()]
+    # The default sets an id outside its table to 0 and trains on that row.
+    return [EmbeddingBagCollectionSharder(fused_params={"bounds_check_mode": BoundsCheckMode.FATAL})]
 
 
 def plan_sharding(

@@ -104,7 +104,12 @@ def open_log(
     """The index of whatever `path` names, raw or ready-made, or of the named `files` of a folder; unpacked gzip files and
     indices are kept in `cache_folder`."""
     if ready.is_ready(path):
-        return ready.open_ready(path).index
+        return ready.open_verified(
+            path,
+            engine=engine,
+            cache_folder=cache_folder,
+            progress=lambda done, size: progress("verify (bytes)", done, size),
+        ).index
     found = storage.list_files(path, names=files)
     if is_table(found, schema):
         return index_tables(

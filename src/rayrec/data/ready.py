@@ -9,7 +9,7 @@ from __future__ import annotations
 import posixpath
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,10 +22,12 @@ from pyarrow import fs as arrow_fs
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
+from rayrec.data.engine import Engine
 from rayrec.data.log import LogIndex, Segment
 from rayrec.data.parsing import Faults
 from rayrec.data.position import Block, Piece
 from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.ready_checks import check_checksums, wrong_id
 from rayrec.data.ready_files import FORMATS, MAPPED, file_checksum
 from rayrec.data.ready_formats import from_named_columns
 from rayrec.data.ready_maps import ReadyMaps, Run, damaged
@@ -98,6 +100,21 @@ def open_ready(path: str, *, verify: bool = False) -> ReadyDataset:
     return dataset
 
 
+def open_verified(
+    path: str, *, engine: Engine, cache_folder: str, progress: Callable[[int, int], None]
+) -> ReadyDataset:
+    """Opens a preprocessed dataset and compares the checksums of its files in data tasks, unless a record in
+    `cache_folder` says that these files, with these sizes and times, were compared before. `progress` gets bytes.
+
+    Raises InputError if it is none, of another version, incomplete or damaged.
+    """
+    dataset = _load(storage.absolute(path).rstrip("/"))
+    files = dataset.manifest["files"]
+    found = _check_files(dataset.path, files, verify=False)
+    check_checksums(dataset.path, files, found, engine=engine, cache_folder=cache_folder, progress=progress)
+    return dataset
+
+
 def _load(path: str) -> ReadyDataset:
     if not is_ready(path):
         raise InputError(
@@ -130,10 +147,11 @@ def _load(path: str) -> ReadyDataset:
     return _OPENED[path]
 
 
-def _check_files(path: str, files: Sequence[dict[str, Any]], *, verify: bool) -> None:
+def _check_files(path: str, files: Sequence[dict[str, Any]], *, verify: bool) -> dict[str, storage.File]:
+    """The files in the folder by their names there, after a check that those of the manifest have their sizes."""
     filesystem, inner = storage.resolve(path)
     found = {
-        posixpath.relpath(info.path, inner): info.size
+        posixpath.relpath(info.path, inner): storage.File(info.path, info.size, info.mtime_ns or 0)
         for info in filesystem.get_file_info(arrow_fs.FileSelector(inner, recursive=True))
         if info.type == arrow_fs.FileType.File
     }
@@ -141,10 +159,11 @@ def _check_files(path: str, files: Sequence[dict[str, Any]], *, verify: bool) ->
         name, size = file["name"], file["bytes"]
         if name not in found:
             raise damaged(path, name, "is missing")
-        if found[name] != size:
-            raise damaged(path, name, f"has {found[name]} bytes, not {size}")
+        if found[name].size_bytes != size:
+            raise damaged(path, name, f"has {found[name].size_bytes} bytes, not {size}")
         if verify and file_checksum(storage.join(path, name)) != file["crc32"]:
             raise damaged(path, name, "has other bytes than were written")
+    return found
 
 
 def _dataset_of(segment: Segment) -> tuple[ReadyDataset, int]:
@@ -158,15 +177,42 @@ def _dataset_of(segment: Segment) -> tuple[ReadyDataset, int]:
 def read(segments: Sequence[Segment], order: np.ndarray, preprocessor: Preprocessor) -> EncodedRows:
     """Rows `order` (int64) of the segments' rows, one segment after the other: what encoding them would give.
 
-    Raises InputError where the dataset was made with another Preprocessor or its files are damaged.
+    Raises InputError if the dataset was made with another Preprocessor, if its files are damaged, or if an id is no row of
+    its table.
     """
     order = np.ascontiguousarray(order, np.int64)
     dataset, _ = _dataset_of(segments[0])
     dataset.check_preprocessor(preprocessor)
     assert not len(order) or (order.min() >= 0 and order.max() < sum(segment.rows for segment in segments))
     if dataset.format == "parquet":
-        return _read_parquet(dataset, segments, order, preprocessor)
-    return dataset.maps.read(_runs(segments), order, preprocessor)
+        rows = _read_parquet(dataset, segments, order, preprocessor)
+    else:
+        rows = dataset.maps.read(_runs(segments), order, preprocessor)
+    wrong = wrong_id(rows, preprocessor.num_embeddings)
+    if wrong is not None:
+        column, size = preprocessor.inputs.sparse[wrong.column], preprocessor.num_embeddings[wrong.column]
+        name, row = _place_of(dataset, segments, int(order[wrong.row]), wrong.column)
+        raise damaged(
+            dataset.path, name, f"row {row} column {column}: id {wrong.id} is outside its table of {size:,} rows"
+        )
+    return rows
+
+
+def _place_of(dataset: ReadyDataset, segments: Sequence[Segment], row: int, column: int) -> tuple[str, int]:
+    """The file that holds a sparse column of row `row` of the segments' rows, and the number of the row in that file."""
+    if dataset.format == "parquet":
+        for segment in segments:
+            if row < segment.rows:
+                break
+            row -= segment.rows
+        number = segment.first_row + row
+        files = dataset.manifest["parquet"]
+        file = files[bisect_right([file["first_row"] for file in files], number) - 1]
+        return file["name"], number - file["first_row"]
+    run = next(run for run in _runs(segments) if row < run.stop)
+    name = {"binary": "rows", "npy": "sparse"}.get(dataset.format, str(column))
+    file_name = next(stored[1] for stored in dataset.manifest["matrices"][run.file] if stored[0] == name)
+    return file_name, run.first + row - run.start
 
 
 def _runs(segments: Sequence[Segment]) -> list[Run]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import types
@@ -19,11 +20,12 @@ import pytest
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data import ready, ready_maps
+from rayrec.data import ready, ready_checks, ready_maps
 from rayrec.data.counting import count_log
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.log import LogIndex, cut, index_chunk, numbered, select
 from rayrec.data.multi_hot import MultiHot
+from rayrec.data.opening import open_log
 from rayrec.data.parsing import Faults
 from rayrec.data.position import EpochOrder, Part, whole
 from rayrec.data.preprocess import preprocess
@@ -525,3 +527,75 @@ def test_what_is_no_dataset(days: LogIndex, preprocessor: Preprocessor, tmp_path
         ready.open_ready(str(out))
     shutil.rmtree(out)
     assert not ready.is_ready(str(out))
+
+
+@pytest.mark.parametrize("format", ready.FORMATS)
+def test_an_id_outside_its_table_is_refused(days: LogIndex, tmp_path: Path, format: str) -> None:
+    """By file, row, column, id and table size, in an order of rows that is not the log's."""
+    preprocessor = hashed(SCHEMA, 1 << 20)
+    made = write(days, preprocessor, tmp_path / "out", format)
+    segments = [segment for segment in made.index.segments if segment.path.endswith("day_9.txt")]
+    ids = preprocessor.encode(read_raw([s for s in days.segments if s.path.endswith("day_9.txt")], SCHEMA)).ids[3]
+    assert isinstance(ids, np.ndarray)
+    row = int(ids.argmax())
+    preprocessor.__dict__["num_embeddings"] = [1 << 20] * 3 + [int(ids.max())] + [1 << 20] * 22
+    order = np.arange(len(ids))[::-1]
+    assert len(ready.read(segments, order[order != row], preprocessor)) == len(ids) - 1
+    with pytest.raises(InputError) as error:
+        ready.read(segments, order, preprocessor)
+    place = re.escape(f"row {row} column cat_3: id {ids.max()} is outside its table of {ids.max():,} rows: ")
+    names = {"binary": "day_9.bin", "npy": "day_9_sparse.npy", "npz": "day_9_sparse_multi_hot.npz"}
+    if format == "parquet":
+        parts = [
+            pq.read_table(file).column("cat_3").to_numpy() for file in sorted((tmp_path / "out").rglob("*.parquet"))
+        ]
+        named = re.search(r"part-(\d+)\.parquet: row (\d+)", str(error.value))
+        assert named
+        assert parts[int(named[1])][int(named[2])] == ids.max()
+    else:
+        assert re.search(rf"/out/{re.escape(names[format])}: {place}", str(error.value))
+
+
+def test_ids_of_bags_and_negative_ids_are_checked() -> None:
+    dense = np.zeros((3, 0), np.float32)
+    bags = Bags(np.array([1, 2, 9, 0], np.int32), np.array([2, 0, 2], np.int32))
+    one = EncodedRows(dense, [np.array([0, 1, -1], np.int64), np.array([[0, 1], [2, 3], [4, 4]]), bags], None, None)
+    assert ready_checks.wrong_id(one, [2, 5, 10]) == ready_checks.WrongId(2, 0, -1)
+    one.ids[0][2] = 1  # type: ignore[index]
+    assert ready_checks.wrong_id(one, [2, 5, 10]) is None
+    assert ready_checks.wrong_id(one, [2, 4, 10]) == ready_checks.WrongId(2, 1, 4)
+    assert ready_checks.wrong_id(one, [2, 5, 9]) == ready_checks.WrongId(2, 2, 9)
+
+
+@pytest.mark.parametrize("format", ready.FORMATS)
+def test_checksums_are_compared_once_for_the_same_files(
+    days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ready_checks, "_TASK_BYTES", 50_000)  # so that files are split, and share tasks
+    out = tmp_path / "out"
+    made = write(days, preprocessor, out, format)
+    done: list[tuple[int, int]] = []
+
+    def opened() -> LogIndex:
+        return open_log(
+            str(out),
+            SCHEMA,
+            segment_bytes=1,
+            engine=HERE,
+            cache_folder=str(tmp_path / "cache"),
+            note=lambda _: None,
+            progress=lambda _, bytes_done, size: done.append((bytes_done, size or 0)),
+        )
+
+    assert opened() == made.index
+    assert done[-1] == (made.size_bytes, made.size_bytes)
+    assert len(done) > 2
+    done.clear()
+    assert opened() == made.index
+    assert not done
+    path = out / made.manifest["files"][1]["name"]
+    changed = bytearray(path.read_bytes())
+    changed[-1] ^= 1
+    path.write_bytes(changed)
+    with pytest.raises(InputError, match=rf"{path.name}: has other bytes than were written: the dataset is damaged"):
+        opened()
