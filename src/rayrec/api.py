@@ -171,15 +171,14 @@ def supervise(
             "give an absolute path of a file system that outlives the head, or a URL"
         )
     name = config.name or f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if not re.fullmatch(r"[\w.-]+", name):
-        raise InputError(f"name: {name!r} may hold letters, digits, '.', '_' and '-' only")
+    named = config.replace(name=name)
     # Flags that follow a subcommand of the command line would be taken for that one's.
     place = 0 if not arguments or arguments[0].startswith("-") else 1
     naming = [] if config.name else ["--name", name]
     return run(
         [*arguments[:place], *naming, *arguments[place:]],
         name=name,
-        config_hash=config.replace(name=name).config_hash(),
+        config_hash=named.config_hash(),
         config=supervision or SuperviseConfig(),
         stop_wait_s=config.failure.grace_s + _SAVED_S,
         note=_console(console).note,
@@ -409,7 +408,8 @@ def _config_of(checkpoint: str, recipe: Recipe | None) -> TrainConfig:
 
     found = open_checkpoint(checkpoint)
     found.manifest()  # says so where it is none
-    return load_config(storage.read_bytes(storage.join(found.path, "config.yaml")).decode(), recipe=recipe)
+    place = storage.join(found.path, "config.yaml")
+    return load_config(storage.read_text(place), recipe=recipe, source=place)
 
 
 def _scoring(

@@ -83,7 +83,7 @@ def load_schema(text: str, where: str) -> Schema:
 
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
         raise InputError(f"{where}: not YAML ({' '.join(str(error).split())})") from None
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise InputError(

@@ -7,9 +7,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from pyarrow import fs
 
 from rayrec import storage
 from rayrec.config import InputError
@@ -298,6 +300,36 @@ def test_an_s3_place_is_found_as_aws_tools_find_it(tmp_path: Path, monkeypatch: 
     config.write_text("rubbish")
     with pytest.raises(InputError, match="not a configuration of AWS"):
         S3Place.of("s3://bucket")
+
+
+def test_options_of_an_s3_url_stay_at_its_end() -> None:
+    url = "s3://bucket/runs?region=x&scheme=http"
+    assert storage.join(url, "demo", "events.jsonl") == "s3://bucket/runs/demo/events.jsonl?region=x&scheme=http"
+    assert storage.join("s3://bucket?region=x", "a") == "s3://bucket/a?region=x"
+    assert storage.join("s3://bucket/day_?", "a") == "s3://bucket/day_?/a"  # a glob's
+    assert storage.join("/runs?region=x", "a") == "/runs?region=x/a"  # a local folder's name
+    inside = storage.join(url, "day_1.parquet")
+    assert (storage.folder_of(inside), storage.name_of(inside)) == (url, "day_1.parquet")
+    assert S3Place.of(inside).inner == "bucket/runs/day_1.parquet"
+    assert (storage.folder_of("/a/b"), storage.name_of("/a/b?c=d")) == ("/a", "b?c=d")
+
+
+def test_listed_files_keep_the_options_of_their_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    infos = [fs.FileInfo(f"bucket/log/day_{number}", type=fs.FileType.File, size=1) for number in (10, 9)]
+
+    class Store:
+        def get_file_info(self, asked: str | fs.FileSelector) -> fs.FileInfo | list[fs.FileInfo]:
+            return fs.FileInfo(asked, type=fs.FileType.Directory) if isinstance(asked, str) else infos
+
+    def enduring(path: str, call: Any) -> Any:
+        assert path.endswith("?region=x")
+        return call(Store(), S3Place.of(path).inner)
+
+    monkeypatch.setattr("rayrec.storage.folders.enduring", enduring)
+    expected = ["s3://bucket/log/day_9?region=x", "s3://bucket/log/day_10?region=x"]
+    assert [file.path for file in storage.list_files("s3://bucket/log?region=x")] == expected
+    assert [file.path for file in storage.list_files("s3://bucket/log?region=x", names=["day_9"])] == expected[:1]
+    assert sorted(file.path for file in storage.files_in("s3://bucket/log?region=x")) == sorted(expected)
 
 
 def test_importing_loads_neither_torch_nor_ray() -> None:

@@ -41,7 +41,7 @@ def folder_of(run_folder: str, step: int) -> str:
 
 
 def step_of(path: str) -> int:
-    found = re.search(r"step_(\d+)/?$", path)
+    found = re.fullmatch(r"step_(\d+)", storage.name_of(path.rstrip("/")))
     if not found:
         raise InputError(f"{path}: not a checkpoint's folder; they are named step_00001000 and the like")
     return int(found.group(1))

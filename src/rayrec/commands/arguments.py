@@ -1,8 +1,14 @@
 """How commands read their arguments and print their results."""
 
+import contextlib
+import difflib
+import functools
+import io
 import json
+import re
 import sys
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, NoReturn
 
 import tyro
 
@@ -19,14 +25,93 @@ Out = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
 OwnRecipe = Annotated[str | None, tyro.conf.arg(metavar="FILE.py:FUNCTION")]
 Address = Annotated[str | None, tyro.conf.arg(name="cluster.address")]
 
+_MOST_MATCHES = 3
+"""Flags that a message about an unknown flag suggests."""
+
 
 def print_json(value: Any) -> None:
     json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
-    print(flush=True)  # a server goes on after it
+    print(flush=True)  # a server keeps running after it
 
 
-def flags(verb: str, function: Any, arguments: list[str]) -> Any:
-    return tyro.cli(function, args=arguments, prog=f"rayrec {verb}")
+def flags(verb: str, function: Callable[..., Any], arguments: list[str]) -> Any:
+    """Calls `function` with the values that the command line gives its parameters and returns what it returns.
+
+    Raises InputError for a flag that does not exist, with the nearest one, and for a value that does not fit.
+    """
+
+    @functools.wraps(function)
+    def bound(*args: Any, **kwargs: Any) -> Callable[[], Any]:
+        return functools.partial(function, *args, **kwargs)
+
+    # Called outside of the parser, which captures standard error.
+    return parsed(f"rayrec {verb}", bound, arguments)()
+
+
+def parsed(prog: str, kind: Any, arguments: list[str], **options: Any) -> Any:
+    """What tyro makes of the arguments. Its own messages, boxes of many lines, become one InputError each."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            value, unknown = tyro.cli(kind, args=arguments, prog=prog, return_unknown_args=True, **options)
+    except SystemExit as error:
+        if error.code in (0, None):  # --help, which went to standard output
+            raise
+        cause = _input_error(error)
+        if cause is not None:
+            raise cause from None
+        text = said.getvalue()
+        listed = text.partition("Unrecognized")[2]
+        for token in arguments:
+            if token.startswith("--") and token.partition("=")[0] in listed:
+                _refuse_unknown(prog, kind, token, options)
+        raise InputError(f"{_one_line(text)}; `{prog} --help` describes every flag") from None
+    if unknown:
+        _refuse_unknown(prog, kind, unknown[0], options)
+    return value
+
+
+def _input_error(error: BaseException) -> InputError | None:
+    """The InputError that a configuration raised while the parser built it."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, InputError):
+        found = found.__cause__ or found.__context__
+    return found
+
+
+def _refuse_unknown(prog: str, kind: Any, token: str, options: dict[str, Any]) -> NoReturn:
+    if not token.startswith("-"):
+        raise InputError(f"takes no argument '{token}'; `{prog} --help` shows what it takes")
+    wanted, help_text = token.partition("=")[0].replace("_", "-"), io.StringIO()
+    with contextlib.redirect_stdout(help_text), contextlib.suppress(SystemExit):
+        tyro.cli(kind, args=["--help"], prog=prog, **options)
+    named = re.findall(r"^[│ ] (?:-\w, )?(--.*?)(?:  |│|$)", help_text.getvalue(), re.MULTILINE)
+    known = dict.fromkeys(flag for line in named for flag in re.findall(r"--[a-z][\w.-]*", line))
+    near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.7)
+    if not near:  # a nested field without the names before its last dot
+        last = {flag: flag.removeprefix("--").rpartition(".")[2] for flag in known}
+        similar = difflib.get_close_matches(wanted.removeprefix("--").rpartition(".")[2], last.values(), n=1)
+        near = [flag for flag, name in last.items() if name in similar][:_MOST_MATCHES]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"`{prog} --help` shows every flag"
+    raise InputError(f"no flag {token.partition('=')[0]}; {hint}")
+
+
+def _one_line(box: str) -> str:
+    """What an error box of tyro says before its first rule, without the frame and the help texts of arguments."""
+    lines = [line.strip("│").rstrip() for line in box.splitlines() if line and line[0] not in "╭╰"]
+    if len(lines) > 1 and set(lines[1].strip()) == {"-"}:  # a title and a rule, on a standard output that is not UTF-8
+        lines = lines[2:]
+    said: list[str] = []
+    for line in lines:
+        text = line.strip()
+        if not text or set(text) <= {"─", "-"} or text.startswith("Got errors"):
+            break
+        if not line.startswith(" " * 9):  # what an argument is for is indented below its name
+            said.append(text)
+    text = " ".join(said).rstrip(".") or " ".join(box.split())
+    text = re.sub(r"^Missing from [^:]*:", "missing", text)
+    text = re.sub(r"no type matching (\S+) could be instantiated from \['(.*)'\]", r"'\2' is no \1", text)
+    return text.removeprefix("Error parsing ")
 
 
 def no_arguments(verb: str, arguments: list[str]) -> None:
@@ -42,17 +127,14 @@ def parse_config(verb: str, arguments: list[str]) -> tuple[TrainConfig, set[str]
     switches -v and -q."""
     switches = {argument for argument in arguments if argument in ("-v", "-q")}
     arguments, schema = with_schema([argument for argument in arguments if argument not in switches])
+    arguments, file = take_option(arguments, "--config", what="a file")
     recipe = None
     if arguments and not arguments[0].startswith("-"):
         recipe, arguments = recipes.find(arguments[0]), arguments[1:]
-    if "--config" in arguments:
-        place = arguments.index("--config")
-        if place + 1 == len(arguments):
-            raise InputError("--config needs a file")
-        default = recipes.load_config(storage.read_bytes(arguments[place + 1]).decode(), recipe=recipe)
-        flags = arguments[:place] + arguments[place + 2 :]
+    if file is not None:
+        default = recipes.load_config(storage.read_text(file), recipe=recipe, source=file)
     elif recipe is not None:
-        default, flags = recipe(), arguments
+        default = recipe()
     elif any(argument in ("-h", "--help") for argument in arguments):
         print(f"usage: rayrec {verb} {VERBS[verb][0]}\n\n{VERBS[verb][1]}\n")
         print(f"Recipes: {', '.join(recipes.ALL)}. `rayrec {verb} RECIPE --help` shows every flag with its meaning.")
@@ -65,16 +147,30 @@ def parse_config(verb: str, arguments: list[str]) -> tuple[TrainConfig, set[str]
         if not isinstance(default.workload, ClickWorkload):
             raise InputError(f"--schema: recipe {default.recipe} reads no click log")
         default = default.replace(workload=default.workload.replace(schema=schema))
-    config = tyro.cli(type(default), default=default, args=flags, prog=f"rayrec {verb} {default.recipe}")
+    config = parsed(f"rayrec {verb} {default.recipe}", type(default), arguments, default=default)
     return config, switches
 
 
 def with_schema(arguments: list[str]) -> tuple[list[str], Schema | None]:
     """Takes `--schema FILE` out of the arguments and reads the file."""
-    if "--schema" not in arguments:
+    rest, file = take_option(arguments, "--schema", what="a file")
+    return rest, None if file is None else load_schema(storage.read_text(file), file)
+
+
+def take_option(arguments: list[str], name: str, *, what: str) -> tuple[list[str], str | None]:
+    """The arguments without `NAME VALUE` or `NAME=VALUE`, and the value; None if it is not given.
+
+    Raises InputError for an option without a value, which is `what`, and for one that is given twice.
+    """
+    places = [place for place, argument in enumerate(arguments) if argument == name or argument.startswith(f"{name}=")]
+    if not places:
         return arguments, None
-    place = arguments.index("--schema")
-    if place + 1 == len(arguments):
-        raise InputError("--schema needs a file")
-    file = arguments[place + 1]
-    return arguments[:place] + arguments[place + 2 :], load_schema(storage.read_bytes(file).decode(), file)
+    if places[1:]:
+        raise InputError(f"{name} is given {len(places)} times; give it once")
+    (place,) = places
+    value, size = arguments[place].partition("=")[2], 1
+    if arguments[place] == name:
+        value, size = (arguments[place + 1] if place + 1 < len(arguments) else ""), 2
+    if not value or value.startswith("--"):
+        raise InputError(f"{name} needs {what}")
+    return arguments[:place] + arguments[place + size :], value

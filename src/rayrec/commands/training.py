@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import tyro
 
 from rayrec import api
-from rayrec.commands.arguments import flags, no_arguments, parse_config, print_json
+from rayrec.commands.arguments import flags, no_arguments, parse_config, print_json, take_option
 from rayrec.config import InputError
 from rayrec.launch.policy import Policy
 from rayrec.launch.supervision import SuperviseConfig
@@ -29,12 +29,9 @@ def config(arguments: list[str]) -> None:
 
 
 def plan(arguments: list[str]) -> None:
-    cluster = None
-    if "--cluster" in arguments:
-        place = arguments.index("--cluster")
-        if place + 1 == len(arguments):
-            raise InputError("--cluster needs what its nodes have, such as cpus=16,gpus=1,nodes=2")
-        cluster, arguments = arguments[place + 1], arguments[:place] + arguments[place + 2 :]
+    arguments, cluster = take_option(
+        arguments, "--cluster", what="the resources of its nodes, such as cpus=16,gpus=1,nodes=2"
+    )
     resolved, _ = parse_config("plan", arguments)
     print(api.plan(resolved, cluster=cluster))
 

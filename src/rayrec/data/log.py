@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
-import posixpath
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -227,7 +225,7 @@ def is_gzip(path: str) -> bool:
 def unpacked_path(file: storage.File, folder: str) -> str:
     """Where the plain text of a gzip file is kept: named by the file's path, size and time."""
     key = hashlib.sha256(f"{file.path}\0{file.size_bytes}\0{file.modified_ns}".encode()).hexdigest()[:16]
-    name = os.path.basename(file.path).removesuffix(".gz")
+    name = storage.name_of(file.path).removesuffix(".gz")
     return storage.join(folder, f"{key}-{name}")
 
 
@@ -269,7 +267,7 @@ def _decompressed(path: str) -> Iterator[bytes]:
 def source_of(path: str) -> tuple[str, str]:
     """What tells apart the user's file that a segment's rows come from, and its base name, where they were unpacked (see
     `unpacked_path`) or written anew in several parts (see data/row_groups.py)."""
-    folder, base = posixpath.split(path)
+    folder, base = storage.folder_of(path), storage.name_of(path)
     rewritten = re.fullmatch(r"(.*/tables/[0-9a-f]{16})/\d{5}", folder)
     if rewritten:
         return rewritten[1], base.removesuffix(".parquet")

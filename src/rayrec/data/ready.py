@@ -168,7 +168,8 @@ def _check_files(path: str, files: Sequence[dict[str, Any]], *, verify: bool) ->
 
 def _dataset_of(segment: Segment) -> tuple[ReadyDataset, int]:
     """The dataset a segment belongs to, and the number of its raw file there."""
-    folder, number = posixpath.split(posixpath.dirname(segment.path))
+    place = storage.folder_of(segment.path)
+    folder, number = storage.folder_of(place), storage.name_of(place)
     if folder not in _OPENED:
         _load(folder)
     return _OPENED[folder], int(number)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import posixpath
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.log import LogIndex, select
 from rayrec.data.position import Part
@@ -59,7 +59,7 @@ class Layout:
         """What a reader must know of it."""
         matrices = [[list(vars(matrix).values()) for plan in plans for matrix in plan.matrices] for plans in self.plans]
         return {
-            "raw_files": [posixpath.basename(path) for path in self.raw_files],
+            "raw_files": [storage.name_of(path) for path in self.raw_files],
             "file_rows": self.file_rows,
             "matrices": matrices,
             "segments": self.segments(index),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import posixpath
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
@@ -41,7 +40,7 @@ class Part:
 
 
 def is_parquet(path: str) -> bool:
-    return path.lower().endswith(".parquet")
+    return storage.name_of(path).lower().endswith(".parquet")
 
 
 @contextmanager
@@ -97,7 +96,7 @@ def prepared(file: storage.File, schema: Schema, segment_bytes: int, folder: str
         stored = storage.read_json(manifest)
     else:
         tables = _read_parquet(file.path, schema) if is_parquet(file.path) else read_csv(file.path, schema)
-        name = posixpath.basename(file.path).removesuffix(".gz").removesuffix(".parquet") + ".parquet"
+        name = storage.name_of(file.path).removesuffix(".gz").removesuffix(".parquet") + ".parquet"
         stored = list(_written(tables, folder, name, schema, segment_bytes))
         storage.write_json(manifest, stored)  # last: without it the files do not count
     parts, first_row = [], 0

@@ -46,7 +46,7 @@ def read(folder: str) -> Run:
     if not storage.exists(config):
         raise InputError(f"{folder}: not the folder of a run, which holds a config.yaml; give storage_path/name of one")
     return Run(
-        storage.read_bytes(config).decode(),
+        storage.read_text(config),
         read_events(storage.join(folder, "events.jsonl")),
         storage.read_json(summary) if storage.exists(summary) else None,
     )

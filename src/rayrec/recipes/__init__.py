@@ -8,6 +8,7 @@ import os
 import sys
 import types
 from collections.abc import Callable
+from typing import Any
 
 from rayrec.config import InputError
 from rayrec.recipes.clicks import clicks
@@ -75,38 +76,43 @@ PUBLISHED = {
 """The published data set (see `rayrec fetch`) that a recipe's train_data.files are of."""
 
 
-def load_config(text: str, *, recipe: Recipe | None = None) -> TrainConfig:
+def load_config(text: str, *, recipe: Recipe | None = None, source: str = "config") -> TrainConfig:
     """The configuration that YAML text holds, as `TrainConfig.to_yaml` wrote it or a part of it.
 
     The recipe it names supplies every class and whatever the text leaves out; the text supplies plain values only. A recipe
-    that is not rayrec's own is passed as `recipe`. Raises InputError for text that is no such YAML, an unknown recipe or
-    another than `recipe`, and unknown or unfit fields.
+    that is not rayrec's own is passed as `recipe`; messages name `source`. Raises InputError for text that is no such YAML, an
+    unknown recipe or another than `recipe`, and unknown or unfit fields.
     """
     import yaml
 
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
         why = " ".join(str(error).split())
-        raise InputError(f"config: not YAML ({why}); `rayrec config RECIPE` prints one") from None
+        raise InputError(f"{source}: not YAML ({why}); `rayrec config RECIPE` prints one") from None
     if not isinstance(values, dict) or "recipe" not in values:
-        raise InputError(f"config: names no recipe; add a line `recipe: NAME` with one of {', '.join(ALL)}")
+        raise InputError(f"{source}: names no recipe; add a line `recipe: NAME` with one of {', '.join(ALL)}")
     for field in values:
         if not isinstance(field, str):
-            raise InputError(f"config: {field!r} is no field's name")
-    name = values["recipe"]
-    if recipe is not None:
-        config = recipe()
-        if config.recipe != name:
-            raise InputError(f"config: is one of recipe {name!r}, and the recipe given is {config.recipe!r}")
-        return config.updated(values)
+            raise InputError(f"{source}: {field!r} is no field's name")
+    default = recipe() if recipe is not None else _named(values["recipe"], source)
+    if default.recipe != values["recipe"]:
+        raise InputError(f"{source}: is one of recipe {values['recipe']!r}, and the recipe given is {default.recipe!r}")
+    try:
+        return default.updated(values)
+    except InputError as error:
+        raise InputError(f"{source}: {error}") from None
+
+
+def _named(name: Any, source: str) -> TrainConfig:
+    """The configuration of one of rayrec's own recipes, which the text of `source` names."""
     if not isinstance(name, str) or name not in ALL:
         near = difflib.get_close_matches(str(name), ALL, n=1)
         hint = f"did you mean '{near[0]}'? " if near else ""
         raise InputError(
-            f"config: no recipe {name!r}; {hint}there are {', '.join(ALL)}; one of your own goes by its file: FILE.py:FUNCTION"
+            f"{source}: no recipe {name!r}; {hint}there are {', '.join(ALL)}; one of your own goes by its file: FILE.py:FUNCTION"
         )
-    return ALL[name]().updated(values)
+    return ALL[name]()
 
 
 def find(name: str) -> Recipe:

@@ -7,6 +7,7 @@ from rayrec.storage.files import (
     read_into,
     read_json,
     read_stream,
+    read_text,
     remove_file,
     size_of,
     sync,
@@ -26,7 +27,7 @@ from rayrec.storage.folders import (
     writing_folder,
 )
 from rayrec.storage.outages import OUTAGE_S, outage_s, patience
-from rayrec.storage.stores import absolute, is_url, join, resolve
+from rayrec.storage.stores import absolute, folder_of, is_url, join, name_of, resolve
 
 __all__ = [
     "OUTAGE_S",
@@ -36,17 +37,20 @@ __all__ = [
     "copy_files",
     "exists",
     "files_in",
+    "folder_of",
     "is_url",
     "join",
     "list_files",
     "list_folder",
     "make_folder",
+    "name_of",
     "outage_s",
     "patience",
     "read_bytes",
     "read_into",
     "read_json",
     "read_stream",
+    "read_text",
     "remove_file",
     "remove_folder",
     "resolve",

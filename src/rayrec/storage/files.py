@@ -19,7 +19,7 @@ from pyarrow import fs as arrow_fs
 
 from rayrec.config import InputError
 from rayrec.storage.outages import explained
-from rayrec.storage.stores import enduring, is_s3, local_path, remedy, resolve
+from rayrec.storage.stores import enduring, is_s3, local_path, remedy, resolve, split_options
 
 _PIECE_BYTES: Final = 8 << 20
 """Read, written and copied at once; a smaller file is one request to a store."""
@@ -46,8 +46,9 @@ def _info(path: str) -> arrow_fs.FileInfo:
 def missing(path: str, what: str = "no such file") -> InputError:
     """What to say of a path where nothing is: that of a bucket which is not there, too, a store says just that."""
     if is_s3(path):
-        bucket = "/".join(path.split("/")[:3])
-        if not exists(bucket):
+        body, options = split_options(path)
+        bucket = "/".join(body.split("/")[:3])
+        if not exists(bucket + options):
             return InputError(f"{bucket}: no such bucket; create it or mend its name ({remedy(path)})")
     return InputError(f"{path}: {what}")
 
@@ -109,6 +110,14 @@ def read_stream(path: str) -> Iterator[bytes]:
 def read_bytes(path: str) -> bytes:
     """All of a file. Raises InputError where there is none."""
     return b"".join(read_stream(path))
+
+
+def read_text(path: str) -> str:
+    """All of a UTF-8 file, without a byte order mark. Raises InputError if there is none, and for any other encoding."""
+    try:
+        return read_bytes(path).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: not UTF-8 text; save it with that encoding") from None
 
 
 def read_json(path: str) -> Any:

@@ -21,7 +21,7 @@ from pyarrow import fs as arrow_fs
 
 from rayrec.config import InputError
 from rayrec.storage.files import copy_file, exists, missing, sync
-from rayrec.storage.stores import enduring, is_s3, is_url, join, local_path
+from rayrec.storage.stores import enduring, is_s3, is_url, join, local_path, name_of, split_options
 
 _GLOB: Final = re.compile(r"[*?\[]")
 _NUM_COPIES: Final = 8
@@ -37,8 +37,10 @@ class File:
     modified_ns: int
 
 
-def _info_file(info: arrow_fs.FileInfo, prefix: str) -> File:
-    return File(prefix + info.path, info.size or 0, info.mtime_ns or 0)
+def _file(info: arrow_fs.FileInfo, path: str) -> File:
+    """What was found below `path`, which supplies the scheme and options of a URL."""
+    prefix, options = (path[: path.index("://") + 3], split_options(path)[1]) if is_url(path) else ("", "")
+    return File(prefix + info.path + options, info.size or 0, info.mtime_ns or 0)
 
 
 def list_files(path: str, *, names: Sequence[str] = ()) -> list[File]:
@@ -55,9 +57,9 @@ def list_files(path: str, *, names: Sequence[str] = ()) -> list[File]:
         return files
     chosen = []
     for name in names:
-        matching = [file for file in files if _is_named(posixpath.basename(file.path), name)]
+        matching = [file for file in files if _is_named(name_of(file.path), name)]
         if len(matching) != 1:
-            found = " and ".join(posixpath.basename(file.path) for file in matching)
+            found = " and ".join(name_of(file.path) for file in matching)
             what = (
                 f"holds {found}; keep one of them" if matching else f"holds no {name}, nor {name}.gz or {name}.parquet"
             )
@@ -88,17 +90,16 @@ def _infos(path: str, *, recursive: bool = False) -> list[arrow_fs.FileInfo]:
 
 
 def _list_files(path: str, info: arrow_fs.FileInfo) -> list[File]:
-    prefix = path[: path.index("://") + 3] if is_url(path) else ""
     if info.type == arrow_fs.FileType.File:
-        return [_info_file(info, prefix)]
+        return [_file(info, path)]
     if info.type == arrow_fs.FileType.Directory:
         infos = _infos(path)
     elif _GLOB.search(info.path):
-        infos = _matching(info.path, prefix)
+        infos = _matching(info.path, path)
     else:
         raise missing(path, "no such file or folder")
     files = [
-        _info_file(found, prefix)
+        _file(found, path)
         for found in infos
         if found.type == arrow_fs.FileType.File
         and not found.base_name.startswith((".", "_"))
@@ -111,10 +112,12 @@ def _list_files(path: str, info: arrow_fs.FileInfo) -> list[File]:
     )
 
 
-def _matching(inner: str, prefix: str) -> list[arrow_fs.FileInfo]:
-    if not prefix:
+def _matching(inner: str, path: str) -> list[arrow_fs.FileInfo]:
+    """What a glob matches: `inner` is the path within its filesystem, `path` the whole."""
+    if not is_url(path):
         return [arrow_fs.LocalFileSystem().get_file_info(found) for found in local_glob.glob(inner)]
-    folder = prefix + posixpath.dirname(_GLOB.split(inner)[0] + "x")
+    beginning = posixpath.dirname(_GLOB.split(inner)[0] + "x")
+    folder = path[: path.index("://") + 3] + beginning + split_options(path)[1]
     return [found for found in _infos(folder, recursive=True) if fnmatch.fnmatch(found.path, inner)]
 
 
@@ -130,9 +133,8 @@ def list_folder(path: str) -> list[str]:
 
 def files_in(path: str) -> list[File]:
     """All files in a folder, whatever their names, by name; none where there is no such folder."""
-    prefix = path[: path.index("://") + 3] if is_url(path) else ""
     return sorted(
-        (_info_file(info, prefix) for info in _infos(path) if info.type == arrow_fs.FileType.File),
+        (_file(info, path) for info in _infos(path) if info.type == arrow_fs.FileType.File),
         key=lambda file: file.path,
     )
 

@@ -55,7 +55,28 @@ def local_path(path: str) -> str | None:
 
 
 def join(folder: str, *names: str) -> str:
-    return posixpath.join(folder, *names)
+    """The path of something below a folder; the options of an S3 URL (?region=...) stay at its end."""
+    body, options = split_options(folder)
+    return posixpath.join(body, *names) + options
+
+
+def folder_of(path: str) -> str:
+    """The folder that contains a path; the options of an S3 URL stay at its end."""
+    body, options = split_options(path)
+    return posixpath.dirname(body) + options
+
+
+def name_of(path: str) -> str:
+    """The last component of a path, without the options of an S3 URL."""
+    return posixpath.basename(split_options(path)[0])
+
+
+def split_options(path: str) -> tuple[str, str]:
+    """An S3 URL without its options, and the options with their question mark; ("...", "") for every other path."""
+    body, question, query = path.rpartition("?")
+    if not is_s3(path) or not question or not re.match(r"\w+=", query):  # the ? belongs to a glob
+        return path, ""
+    return body, question + query
 
 
 def resolve(path: str) -> tuple[arrow_fs.FileSystem, str]:
@@ -105,9 +126,8 @@ class S3Place:
 
         Raises InputError for credentials in the URL: they would end up in configurations and logs.
         """
-        body, question, query = path.removeprefix("s3://").rpartition("?")
-        if not question or not re.match(r"\w+=", query):  # else the ? of a glob
-            body, query = path.removeprefix("s3://"), ""
+        url, query = split_options(path)
+        body = url.removeprefix("s3://")
         bucket = body.partition("/")[0]
         if "@" in bucket:
             raise InputError(
@@ -116,7 +136,7 @@ class S3Place:
             )
         if not bucket:
             raise InputError(f"{path}: names no bucket; give a URL such as s3://bucket/key")
-        options = dict(parse_qsl(query))
+        options = dict(parse_qsl(query.removeprefix("?")))
         unknown = sorted(options.keys() - {*_FLAGS, *_NAMES})
         if unknown:
             raise InputError(f"{path}: {unknown[0]} is no option of an S3 URL; there are {', '.join(_NAMES + _FLAGS)}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -67,8 +66,6 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
     config.workload.check(config)
     config.trackers.check(os.environ)
     name = config.name or f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if not re.fullmatch(r"[\w.-]+", name):
-        raise InputError(f"name: {name!r} may hold letters, digits, '.', '_' and '-' only")
     config = config.replace(name=name)
     root = storage.absolute(config.storage_path)
     folder = storage.join(root, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
@@ -181,6 +182,10 @@ MOST_PROFILED_STEPS: Final = 200
 """In one recording, which a worker holds in memory: about a kilobyte for each of a step's thousands of operations."""
 
 
+MOST_NAME_LETTERS: Final = 128
+"""In the name of a run."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig(Config):
     """What torch.profiler records of a run, into RUN/profile; `rayrec profile RUN` asks a run in progress for more."""
@@ -247,7 +252,8 @@ class TrainConfig(Config):
     storage_path: str = "runs"
     """Where runs are kept, local or a URL; must be reachable from every node."""
     name: str | None = None
-    """Name of the run; None: the recipe's name and the time. The same name goes on where that run stopped."""
+    """Name of the run: up to 128 letters, digits, '.', '_' and '-'. None: the recipe's name and the time. A run of the same name
+    is resumed."""
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
     """Training workers."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -274,6 +280,8 @@ class TrainConfig(Config):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name}: {value} must be at least 1")
+        if self.name is not None:
+            _check_name(self.name)
         if self.eval_data.shuffle != "none":
             raise InputError(
                 f"eval_data.shuffle: {self.eval_data.shuffle!r}; evaluation reads in the log's order, 'none'"
@@ -286,6 +294,15 @@ class TrainConfig(Config):
             )
         if self.early_stopping.patience and not self.checkpoint.keep_best:
             raise InputError("checkpoint.keep_best: early stopping ends with the best weights; keep at least 1")
+
+
+def _check_name(name: str) -> None:
+    """A name is one folder of the storage path."""
+    if not re.fullmatch(r"\w[\w.-]*", name) or len(name) > MOST_NAME_LETTERS:
+        raise InputError(
+            f"name: {name!r} is no name of a run; give 1 to {MOST_NAME_LETTERS} letters, digits, '.', '_' and '-', the first a "
+            "letter, a digit or '_'"
+        )
 
 
 def effective_batch_size(config: TrainConfig, *, rows: int, world_size: int) -> int:

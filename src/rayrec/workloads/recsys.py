@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import posixpath
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -228,7 +227,7 @@ class ClickWorkload(Workload):
 
     def checkpoint_files(self, prepared: Prepared) -> dict[str, bytes | str]:
         found = storage.files_in(prepared.folder)
-        return {storage.join(PREPROCESSOR_FOLDER, posixpath.basename(file.path)): file.path for file in found}
+        return {storage.join(PREPROCESSOR_FOLDER, storage.name_of(file.path)): file.path for file in found}
 
     def plan(self, config: TrainConfig) -> str:
         from rayrec.workloads.recsys_plan import plan
@@ -292,7 +291,7 @@ def _order(index: LogIndex, rows: tuple[int, int], data: DataConfig, seed: int) 
 
 def _best_auroc(path: str, index: LogIndex) -> float | None:
     """Of the test rows, from the truth.json beside a generated log; None where there is none or the rows are not its."""
-    for folder in (path, posixpath.dirname(path)):
+    for folder in (path, storage.folder_of(path)):
         place = storage.join(folder, "truth.json")
         if storage.exists(place):
             truth = storage.read_json(place)

@@ -143,8 +143,8 @@ def cache_folder(checkpoint: str) -> str:
     chosen = os.environ.get("RAYREC_CACHE")
     if chosen:
         return chosen
-    root = checkpoint.rstrip("/").rsplit("/", 3)[0]  # ROOT/RUN/checkpoints/step_00001000
-    of_run = storage.join(root, ".cache")
+    run = storage.folder_of(storage.folder_of(checkpoint.rstrip("/")))  # ROOT/RUN/checkpoints/step_00001000
+    of_run = storage.join(storage.folder_of(run), ".cache")
     if storage.exists(of_run) and (storage.is_url(of_run) or os.access(of_run, os.W_OK)):
         return of_run
     return os.path.join(os.path.expanduser("~"), ".cache", "rayrec")

@@ -23,7 +23,7 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
     Nothing in the file is executed. Raises InputError where it is missing, damaged or holds anything but named tensors.
     """
     data = bytearray(storage.read_bytes(path))
-    return _safetensors(data, path) if path.endswith(".safetensors") else _state_dict(data, path)
+    return _safetensors(data, path) if storage.name_of(path).endswith(".safetensors") else _state_dict(data, path)
 
 
 def _safetensors(data: bytearray, path: str) -> dict[str, torch.Tensor]:
