@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 from rayrec.config import Config, InputError
@@ -15,6 +18,7 @@ ShardingType = Literal["table_wise", "column_wise", "table_column_wise", "row_wi
 
 _CPU_SHARDING_TYPES = {"table_wise", "column_wise", "table_column_wise", "data_parallel"}
 _WHOLE = {"table_wise", "data_parallel"}  # a worker that holds any of a table holds all of it
+_WITHIN_NODES = {"table_row_wise"}  # TorchRec builds process groups of one node each, all of the same size
 _FLOAT_BYTES = 4
 
 
@@ -76,16 +80,19 @@ def plan_sharding(
     batch_size: int,
     memory_bytes: int,
     host_memory_bytes: int | None = None,
-    local_world_size: int | None = None,
+    nodes: Sequence[str] | None = None,
+    devices: Sequence[str] | None = None,
     config: ShardingConfig | None = None,
 ) -> ShardingPlan:
     """Spread the tables of `model` (its EmbeddingBagCollections, as on the meta device) over `world_size` workers.
 
-    The same arguments give the same plan, so every worker may plan for itself. `memory_bytes` is what one worker may
-    fill: its share of host memory on "cpu", its device's memory on "cuda" (`host_memory_bytes` is then its share of
+    One rank makes the plan and shares it with the others: TorchRec breaks ties by the number of workers per node, which can
+    differ between ranks. `nodes` names the node of each rank (None: one node has them all), and `devices` the device of each
+    rank with its index, such as cuda:3 (None: TorchRec's guess, the rank's number within its node). `memory_bytes` is what one
+    worker may fill: its share of host memory on "cpu", its device's memory on "cuda" (`host_memory_bytes` is then its share of
     the host's, used for nothing but the planner's book-keeping). `batch_size` is per worker. Tables are data_parallel
     only where the settings allow it; `replicated_tables` names those, which the fused optimizer leaves out.
-    Raises InputError when the tables do not fit.
+    Raises InputError when the tables do not fit, or when no allowed sharding type runs on these workers.
     """
     from torchrec.distributed.embedding_types import EmbeddingComputeKernel
     from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
@@ -93,11 +100,8 @@ def plan_sharding(
     from torchrec.distributed.planner.types import KernelConfig, PlannerError, TopologyFactory, TrainerConfig
 
     config = config or ShardingConfig()
-    allowed = [kind for kind in config.sharding_types if device != "cpu" or kind in _CPU_SHARDING_TYPES]
-    if not allowed:
-        raise InputError(
-            f"ShardingConfig.sharding_types: none of {', '.join(config.sharding_types)} runs on cpu; add table_wise"
-        )
+    per_node = workers_per_node(nodes or [""] * world_size)
+    allowed = _allowed_types(config, device=device, per_node=per_node)
     tables = _tables(model)
     usable_bytes = int(memory_bytes * (1 - config.reserved_fraction))
     _refuse_what_cannot_fit(tables, allowed, config=config, world_size=world_size, usable_bytes=usable_bytes)
@@ -118,9 +122,8 @@ def plan_sharding(
         capacity = {"hbm_cap_bytes": usable_bytes, "ddr_cap_bytes": host_memory_bytes or memory_bytes}
     planner = EmbeddingShardingPlanner(
         topology=TopologyFactory.create_topology(
-            trainer_config=TrainerConfig(
-                world_size=world_size, local_world_size=local_world_size or world_size, **capacity
-            ),
+            # With unequal nodes the largest number that divides all: TorchRec takes one number, and only estimates traffic by it.
+            trainer_config=TrainerConfig(world_size=world_size, local_world_size=math.gcd(*per_node), **capacity),
             kernel_config=KernelConfig(compute_device=device),
         ),
         batch_size=batch_size,
@@ -130,7 +133,7 @@ def plan_sharding(
         stats=[],
     )
     try:
-        return planner.plan(model, embedding_sharders())
+        made = planner.plan(model, embedding_sharders())
     except PlannerError as error:
         need = _readable(sum(_table_bytes(rows, dim, config) for rows, dim in tables.values()))
         raise InputError(
@@ -139,6 +142,42 @@ def plan_sharding(
             "workers, more memory, a smaller batch_size or embedding_dim, or a higher min_count "
             f"(planner: {_first_line(error)})"
         ) from error
+    if devices is not None:
+        _place_on(made, devices)
+    return made
+
+
+def workers_per_node(nodes: Sequence[str]) -> list[int]:
+    """Workers of each node, in the order of their ranks, given the node of each rank. A node whose ranks do not follow one
+    another counts several times: what TorchRec does within a node assumes consecutive ranks."""
+    return [len(list(ranks)) for _, ranks in groupby(nodes)]
+
+
+def _allowed_types(config: ShardingConfig, *, device: str, per_node: list[int]) -> list[ShardingType]:
+    allowed = [kind for kind in config.sharding_types if device != "cpu" or kind in _CPU_SHARDING_TYPES]
+    if not allowed:
+        raise InputError(
+            f"ShardingConfig.sharding_types: none of {', '.join(config.sharding_types)} runs on cpu; add table_wise"
+        )
+    if len(set(per_node)) > 1:
+        allowed = [kind for kind in allowed if kind not in _WITHIN_NODES]
+        if not allowed:
+            raise InputError(
+                f"ShardingConfig.sharding_types: {', '.join(config.sharding_types)} needs the same number of workers on every "
+                f"node, and the nodes have {', '.join(map(str, per_node))}; add table_wise or row_wise"
+            )
+    return allowed
+
+
+def _place_on(plan: ShardingPlan, devices: Sequence[str]) -> None:
+    """Names the ranks' own devices in a plan; TorchRec names them by the rank's number within a node of equal size."""
+    from torch.distributed.remote_device import _remote_device
+
+    for module_plan in plan.plan.values():
+        for sharding in module_plan.values():
+            for shard in sharding.sharding_spec.shards if sharding.sharding_spec is not None else ():
+                rank = shard.placement.rank()
+                shard.placement = _remote_device(f"rank:{rank}/{devices[rank]}")
 
 
 def placements(plan: ShardingPlan, model: nn.Module, *, config: ShardingConfig | None = None) -> list[TablePlacement]:

@@ -88,7 +88,8 @@ def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
             events.write(kind, **fields, **(store.latest() if store is not None and kind == "data" else {}))
 
     try:
-        return _train(WorkerContext(config, rank, world_size, device, assignment.placement), assignment, log)
+        node = ray.get_runtime_context().get_node_id()
+        return _train(WorkerContext(config, rank, world_size, device, assignment.placement, node), assignment, log)
     finally:
         if store is not None:
             store.close()

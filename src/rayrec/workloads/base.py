@@ -343,6 +343,8 @@ class WorkerContext:
     device: torch.device
     placement: TaskPlacement
     """Of this worker's own data pipeline."""
+    node: str = ""
+    """Name of the machine; workers with the same name share its memory. Tests set it to place workers on unequal machines."""
 
 
 class TrainLoader(Protocol):

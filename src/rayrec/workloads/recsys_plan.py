@@ -86,7 +86,7 @@ def tables_of(
         device="cuda" if config.scaling.use_gpu else "cpu",
         batch_size=config.batch_size,
         memory_bytes=memory_bytes,
-        local_world_size=workers_per_node,
+        nodes=[str(rank // workers_per_node) for rank in range(workers)],
         config=workload.sharding,
     )
     held = dict.fromkeys(range(workers), 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from rayrec import storage
+from rayrec.checkpoint.ranks import Ranks
 from rayrec.data import ready
 from rayrec.data.loader import ClickLoader
 from rayrec.data.position import EpochOrder, Position
@@ -41,19 +41,50 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-def memory_per_worker(context: WorkerContext) -> int:
-    """Bytes a worker may fill: its device's memory, or its share of what the host has free."""
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where one rank runs, and what it may fill there."""
+
+    node: str
+    device: str
+    """With its index: cpu, cuda:0."""
+    memory_bytes: int
+    """Of its device, or its share of what the host has free."""
+
+
+def places_of_ranks(context: WorkerContext, ranks: Ranks) -> list[Place]:
+    """The place of every rank, by rank; collective."""
+    nodes = ranks.gather_all(context.node)
     if context.device.type == "cuda":
-        return torch.cuda.get_device_properties(context.device).total_memory
-    return available_host_bytes() // local_workers(context)
+        memory_bytes = torch.cuda.get_device_properties(context.device).total_memory
+    else:
+        memory_bytes = available_host_bytes() // nodes.count(context.node)
+    return ranks.gather_all(Place(context.node, str(context.device), memory_bytes))
 
 
-def local_workers(context: WorkerContext) -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", context.world_size))
+def shared_plan(
+    workload: ClickWorkload, context: WorkerContext, model: torch.nn.Module, *, batch_size: int
+) -> ShardingPlan:
+    """The sharding plan that rank 0 makes for all ranks; collective. Raises InputError on every rank when the tables do not
+    fit."""
+    ranks = Ranks.all()
+    places = places_of_ranks(context, ranks)
+    return ranks.from_first(
+        lambda: plan_sharding(
+            model,
+            world_size=context.world_size,
+            device="cuda" if context.device.type == "cuda" else "cpu",
+            batch_size=batch_size,
+            memory_bytes=min(place.memory_bytes for place in places),
+            nodes=[place.node for place in places],
+            devices=[place.device for place in places],
+            config=workload.sharding,
+        )
+    )
 
 
 def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) -> WorkerSetup:
-    """Everything the loop needs. The plan is made on rank 0 and shared, since free memory differs between ranks."""
+    """Everything the loop needs; collective."""
     config, inputs = context.config, prepared.inputs
     batch_size = effective_batch_size(config, rows=prepared.sets["train"].rows, world_size=context.world_size)
     model = workload.model.build(
@@ -65,15 +96,7 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
     )
     optimizer_class, optimizer_arguments = workload.sparse_optimizer.build()
     apply_optimizer_in_backward(optimizer_class, model.embeddings.parameters(), optimizer_arguments)
-    plan = plan_sharding(
-        model,
-        world_size=context.world_size,
-        device="cuda" if context.device.type == "cuda" else "cpu",
-        batch_size=batch_size,
-        memory_bytes=agreed(memory_per_worker(context)),
-        local_world_size=local_workers(context),
-        config=workload.sharding,
-    )
+    plan = shared_plan(workload, context, model, batch_size=batch_size)
     described = {
         "tables": [dataclasses.asdict(placement) for placement in placements(plan, model, config=workload.sharding)],
         "plan": describe(plan, model, config=workload.sharding),
@@ -191,15 +214,6 @@ def is_mapped(order: EpochOrder) -> bool:
     """Whether the rows lie ready-made on a file system of this machine, so that a worker reads them itself."""
     first = order.parts[0].segment if order.parts else None
     return first is not None and first.format in ready.MAPPED and not storage.is_url(first.path)
-
-
-def agreed(value: int) -> int:
-    """The least value of all workers, so that all make the same plan; collective."""
-    group = torch.distributed.group.WORLD
-    device = "cuda" if torch.distributed.get_backend(group) == "nccl" else "cpu"
-    tensor = torch.tensor([value], dtype=torch.int64, device=device)
-    torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MIN)
-    return int(tensor.item())
 
 
 class Unwrapped(DataParallelWrapper):

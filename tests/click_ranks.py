@@ -1,0 +1,142 @@
+"""What ranks of a process group do with a small click model in tests, each a process of its own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import distributed
+
+from rayrec import checkpoint
+from rayrec.checkpoint import Checkpoint
+from rayrec.click_batch import ClickBatch
+from rayrec.data.loader import sparse_features
+from rayrec.models.dlrm import DLRMConfig
+from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig
+from rayrec.schema import Schema
+from rayrec.training.state import all_tensors
+from rayrec.workloads.base import ScalingConfig, TrainConfig, WorkerContext
+from rayrec.workloads.recsys import ClickWorkload
+
+MANY = [
+    1460,
+    583,
+    4000,
+    3000,
+    305,
+    24,
+    1251,
+    633,
+    3,
+    931,
+    568,
+    2500,
+    319,
+    27,
+    1499,
+    2700,
+    10,
+    565,
+    217,
+    4,
+    3500,
+    18,
+    15,
+    900,
+    105,
+    800,
+]
+EQUAL = [50] * 24
+DIM, ROWS, STEPS = 8, 12, 3
+
+
+def workload(tables: list[int], **settings: Any) -> ClickWorkload:
+    return ClickWorkload(
+        schema=schema(tables),
+        model=DLRMConfig(interaction="dot", embedding_dim=DIM, bottom_mlp=(8, DIM), top_mlp=(8, 1)),
+        sparse_optimizer=SparseOptimizerConfig(kind="sgd", learning_rate=0.5),
+        dense_optimizer=DenseOptimizerConfig(kind="sgd", learning_rate=0.1),
+        **settings,
+    )
+
+
+def schema(tables: list[int]) -> Schema:
+    return Schema(
+        label="label", dense=("int_0", "int_1"), sparse=tuple(f"cat_{number}" for number in range(len(tables)))
+    )
+
+
+def context(configuration: TrainConfig, rank: int, world_size: int, *, node: str = "") -> WorkerContext:
+    return WorkerContext(configuration, rank, world_size, torch.device("cpu"), None, node)  # type: ignore[arg-type]
+
+
+def config(tables: list[int], world_size: int, **settings: Any) -> TrainConfig:
+    return TrainConfig(
+        recipe="small",
+        workload=workload(tables, **settings),
+        batch_size=ROWS // world_size,
+        scaling=ScalingConfig(num_workers=world_size),
+    )
+
+
+def prepared(tables: list[int]) -> Any:
+    """What set-up looks at of a workload's preparation."""
+    return SimpleNamespace(
+        inputs=schema(tables),
+        num_embeddings=tables,
+        sets={"train": SimpleNamespace(rows=10_000)},
+        open_preprocessor=lambda: SimpleNamespace(sparse=[], multi_hot=object()),
+        teacher=None,
+    )
+
+
+def batch(tables: list[int], step: int, rank: int, world_size: int) -> ClickBatch:
+    """A rank's share of the same global batch for any number of ranks."""
+    chance = torch.Generator().manual_seed(step)
+    ids = [torch.randint(rows, (ROWS,), generator=chance) for rows in tables]
+    dense, labels = torch.rand(ROWS, 2, generator=chance), torch.rand(ROWS, generator=chance).round()
+    mine = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
+    columns = [column[mine].int().numpy() for column in ids]
+    features = sparse_features(schema(tables).sparse, columns, len(labels[mine]))
+    return ClickBatch(dense[mine], features, labels[mine], loss_weight=world_size / ROWS)
+
+
+def train(folder: str, tables: list[int], rank: int, *, node: str = "") -> None:
+    """Saves FOLDER/start and, after some steps, FOLDER/end, and writes each step's mean loss into FOLDER/losses.json."""
+    world_size = distributed.get_world_size()
+    configuration = config(tables, world_size)
+    setup = configuration.workload.set_up(context(configuration, rank, world_size, node=node), prepared(tables))
+    checkpoint.save(f"{folder}/start", all_tensors(setup.model, setup.optimizer), state={})
+    losses = []
+    batches = iter([batch(tables, step, rank, world_size) for step in range(STEPS)])
+    for step in range(STEPS):
+        setup.begin_step(step, STEPS)
+        loss = setup.pipeline.progress(batches).loss.detach().clone()
+        distributed.all_reduce(loss)
+        losses.append(loss.item() / world_size)
+    checkpoint.save(f"{folder}/end", all_tensors(setup.model, setup.optimizer), state={})
+    if rank == 0:
+        with open(f"{folder}/losses.json", "w") as file:
+            json.dump(losses, file)
+
+
+def on_unequal_nodes(folder: str, rank: int) -> None:
+    """Ranks 0 and 1 run on one machine, rank 2 on another."""
+    logging.disable(logging.WARNING)
+    os.environ["LOCAL_WORLD_SIZE"] = "2" if rank < 2 else "1"
+    for name, tables in (("many", MANY), ("equal", EQUAL)):
+        train(f"{folder}/{name}_3", tables, rank, node="a" if rank < 2 else "b")
+
+
+def alone(folder: str, rank: int) -> None:
+    logging.disable(logging.WARNING)
+    for name, tables in (("many", MANY), ("equal", EQUAL)):
+        train(f"{folder}/{name}_1", tables, rank)
+
+
+def weights(folder: str) -> str:
+    return checkpoint.weights_sha256(Checkpoint(folder))
