@@ -113,6 +113,31 @@ def test_data_parallel_needs_every_table_on_each_worker() -> None:
         plan(memory_bytes=200 << 20, config=ShardingConfig(sharding_types=("data_parallel",)))
 
 
+def test_a_plan_names_the_devices_that_the_ranks_have() -> None:
+    devices = ["cuda:0", "cuda:1", "cuda:3", "cuda:0", "cuda:2"]  # cuda:2 of the first node is broken
+    made = plan(5, "cuda", nodes=["a", "a", "a", "b", "b"], devices=devices)
+    shards = [
+        shard
+        for module in made.plan.values()
+        for sharding in module.values()
+        for shard in sharding.sharding_spec.shards
+    ]
+    assert {shard.placement.rank() for shard in shards} == set(range(5))
+    assert all(str(shard.placement.device()) == devices[shard.placement.rank()] for shard in shards)
+
+
+def test_what_needs_equal_nodes_is_left_out_of_unequal_ones() -> None:
+    both = ShardingConfig(sharding_types=("table_row_wise", "table_wise"))
+    made = plan(3, "cuda", nodes=["a", "a", "b"], config=both)
+    assert {row.sharding_type for row in placements(made, Model(SIZES))} == {"table_wise"}
+    alone = ShardingConfig(sharding_types=("table_row_wise",))
+    with pytest.raises(
+        InputError, match="same number of workers on every node, and the nodes have 2, 1; add table_wise"
+    ):
+        plan(3, "cuda", nodes=["a", "a", "b"], config=alone)
+    assert plan(4, "cuda", nodes=["a", "a", "b", "b"], config=alone)
+
+
 def test_too_little_memory_in_all_is_refused() -> None:
     with pytest.raises(InputError, match=r"16 tables need .* MiB .* but 2 workers have .* use at least 6 workers"):
         plan(memory_bytes=50 << 20)

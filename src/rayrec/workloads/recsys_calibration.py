@@ -252,7 +252,9 @@ def _rank(
 
     keep_freed_memory()
     torch.set_num_threads(threads)
-    device = torch.device("cuda" if cuda else "cpu")
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)  # NCCL's collectives of objects use the current device
     torch.distributed.init_process_group(
         "nccl" if cuda else "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=workers
     )

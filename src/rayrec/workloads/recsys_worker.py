@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
+import os
 from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -26,7 +28,7 @@ from rayrec.models.dlrm import multiply_adds
 from rayrec.models.embeddings import initialize_shards
 from rayrec.models.replicated import replicated_optimizer
 from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig, learning_rates, set_learning_rates
-from rayrec.sharding import describe, embedding_sharders, placements, plan_sharding, replicated_tables
+from rayrec.sharding import describe, embedding_sharders, placements, plan_sharding, replicated_tables, workers_per_node
 from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_size, learning_rate_factor
 from rayrec.workloads.distillation import load_targets
 from rayrec.workloads.phases import NoClock, StepClock, step_clock
@@ -69,6 +71,9 @@ def shared_plan(
     fit."""
     ranks = Ranks.all()
     places = places_of_ranks(context, ranks)
+    nodes = [place.node for place in places]
+    # TorchRec builds its process groups by this number, which must be the same on every rank.
+    os.environ["LOCAL_WORLD_SIZE"] = str(math.gcd(*workers_per_node(nodes)))
     return ranks.from_first(
         lambda: plan_sharding(
             model,
@@ -76,7 +81,7 @@ def shared_plan(
             device="cuda" if context.device.type == "cuda" else "cpu",
             batch_size=batch_size,
             memory_bytes=min(place.memory_bytes for place in places),
-            nodes=[place.node for place in places],
+            nodes=nodes,
             devices=[place.device for place in places],
             config=workload.sharding,
         )
@@ -217,10 +222,10 @@ def is_mapped(order: EpochOrder) -> bool:
 
 
 class Unwrapped(DataParallelWrapper):
-    """Leaves the replicated part as it is: one worker has nobody to average gradients with."""
+    """Moves the replicated part to the device, and no more: one worker has nobody to average gradients with."""
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        pass
+        dmp._dmp_wrapped_module = dmp._dmp_wrapped_module.to(device)  # as TorchRec's own wrappers do
 
 
 def make_pipeline(

@@ -9,12 +9,31 @@ import click_ranks
 import pytest
 import torch
 from checkpoint_ranks import run_ranks
+from torch import distributed
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from rayrec.checkpoint import Checkpoint, full_tensors, weights_sha256
+from rayrec.workloads.recsys_worker import Unwrapped
 
-pytestmark = pytest.mark.slow
+
+def test_the_dense_part_of_a_single_worker_is_on_its_device(tmp_path: Path) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
+    try:
+        sharded = DistributedModelParallel(
+            torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)),
+            env=ShardingEnv.from_local(1, 0),
+            device=torch.device("meta"),
+            plan=ShardingPlan({}),
+            init_parameters=False,
+            data_parallel_wrapper=Unwrapped(),
+        )
+    finally:
+        distributed.destroy_process_group()
+    assert {tensor.device.type for tensor in sharded.state_dict().values()} == {"meta"}
 
 
+@pytest.mark.slow
 def test_machines_with_unequal_numbers_of_workers_train_one_model(tmp_path: Path) -> None:
     run_ranks(click_ranks.alone, 1, str(tmp_path))
     run_ranks(click_ranks.on_unequal_nodes, 3, str(tmp_path))
