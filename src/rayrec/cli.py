@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -13,7 +14,17 @@ from rayrec.verbs import VERBS
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs one command. Exit status: 0 done, 2 the user can mend it, 130 interrupted, 143 terminated, 1 anything else."""
+    _keep_stdout_for_results()
     sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def _keep_stdout_for_results() -> None:
+    """Points file descriptor 1 to standard error, and `sys.stdout` to what it was: Ray's C++ prints warnings to the former, and
+    the processes it starts inherit it."""
+    sys.stdout.flush()
+    results = os.dup(1)  # which no child inherits
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(results, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, buffering=1)
 
 
 def run(arguments: list[str]) -> int:

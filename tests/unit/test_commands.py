@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -45,3 +46,36 @@ def test_trouble_with_storage_is_told_in_a_line(
     monkeypatch.setattr("rayrec.commands.command", lambda verb: fails)
     assert cli.run(["train", "criteo_demo"]) == status
     assert capsys.readouterr().err == f"rayrec train: {line}\n"
+
+
+def test_what_native_code_and_child_processes_print_stays_out_of_the_results() -> None:
+    script = (
+        "import os, subprocess, sys\n"
+        "from rayrec import cli\n"
+        "def run(arguments):\n"
+        "    os.write(1, b'a warning of Ray\\n')\n"
+        "    subprocess.run(['echo', 'a child'], check=True)\n"
+        "    print('{\"auroc\": 0.5}')\n"
+        "    return 3\n"
+        "cli.run = run\n"
+        "cli.main(['evaluate'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (3, '{"auroc": 0.5}\n')
+    assert done.stderr == "a warning of Ray\na child\n"
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "predict"])
+def test_what_libraries_print_stays_out_of_the_results(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def score(*_: object, **__: object) -> dict[str, float]:
+        print("a warning of Ray")
+        return {"auroc": 0.5}
+
+    monkeypatch.setattr("rayrec.api.evaluate", score)
+    monkeypatch.setattr("rayrec.api.predict_to", score)
+    assert cli.run([verb, "run", "log", *(["--out", "scores"] if verb == "predict" else [])]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"auroc": 0.5}
+    assert "a warning of Ray" in err

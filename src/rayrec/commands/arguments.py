@@ -34,6 +34,11 @@ def print_json(value: Any) -> None:
     print(flush=True)  # a server keeps running after it
 
 
+def results_alone() -> contextlib.AbstractContextManager[object]:
+    """Within it what Ray and other libraries print goes to standard error, so that only results reach standard output."""
+    return contextlib.redirect_stdout(sys.stderr)
+
+
 def flags(verb: str, function: Callable[..., Any], arguments: list[str]) -> Any:
     """Calls `function` with the values that the command line gives its parameters and returns what it returns.
 

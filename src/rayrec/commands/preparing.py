@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from rayrec import api
-from rayrec.commands.arguments import Out, Path_, flags, print_json, with_schema
+from rayrec.commands.arguments import Out, Path_, flags, print_json, results_alone, with_schema
 from rayrec.config import InputError
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig
@@ -66,7 +66,8 @@ def vocabulary(arguments: list[str]) -> None:
                 out: Folder to write to.
                 config: How the log is read and prepared.
             """
-            return prepare_vocabulary(path, out=out, config=config, console=Console())
+            with results_alone():
+                return prepare_vocabulary(path, out=out, config=config, console=Console())
 
         return run
 
@@ -98,17 +99,18 @@ def preprocess(arguments: list[str]) -> None:
                 config: How the log is read and prepared.
                 text: How text is, with --format mds; of the options of logs, --files and --address are for it too.
             """
-            return prepare_preprocess(
-                path,
-                out=out,
-                format=format,
-                preprocessor=preprocessor,
-                shuffle=shuffle,
-                seed=seed,
-                config=config,
-                text=text,
-                console=Console(),
-            )
+            with results_alone():
+                return prepare_preprocess(
+                    path,
+                    out=out,
+                    format=format,
+                    preprocessor=preprocessor,
+                    shuffle=shuffle,
+                    seed=seed,
+                    config=config,
+                    text=text,
+                    console=Console(),
+                )
 
         return run
 
@@ -131,7 +133,8 @@ def validate(arguments: list[str]) -> None:
                 gates: What the log must fulfil.
                 config: How the log is read.
             """
-            return prepare_validate(path, config=config, gates=gates, preprocessor=preprocessor, console=console)
+            with results_alone():
+                return prepare_validate(path, config=config, gates=gates, preprocessor=preprocessor, console=console)
 
         return run
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from rayrec import api, recipes
-from rayrec.commands.arguments import Address, Checkpoint, OwnRecipe, Path_, flags, print_json
+from rayrec.commands.arguments import Address, Checkpoint, OwnRecipe, Path_, flags, print_json, results_alone
 from rayrec.observe.console import Console
 from rayrec.serve.online.following import Follow
 from rayrec.serve.online.settings import ServeConfig
@@ -81,7 +81,8 @@ def _evaluate(checkpoint: Checkpoint, path: Path_, detail: Detail, scoring: Scor
         detail: What is told of a click model beside its metrics over all rows.
         scoring: How rows are scored.
     """
-    return api.evaluate(checkpoint, path, **detail, **scoring)
+    with results_alone():
+        return api.evaluate(checkpoint, path, **detail, **scoring)
 
 
 def evaluate(arguments: list[str]) -> None:
@@ -99,7 +100,8 @@ def _predict(checkpoint: Checkpoint, path: Path_, out: str, scoring: Scoring) ->
         out: Folder for the Parquet files: column row and what is predicted, such as score and logit.
         scoring: How rows are scored.
     """
-    return api.predict_to(checkpoint, path, out=out, **scoring)
+    with results_alone():
+        return api.predict_to(checkpoint, path, out=out, **scoring)
 
 
 def predict(arguments: list[str]) -> None:
@@ -132,17 +134,18 @@ def _export(
             compared then); report.json says what failed.
         triton: Of a click model: write a model repository for Triton as well.
     """
-    return api.export(
-        checkpoint,
-        out=out,
-        recipe=recipes.find(recipe) if recipe else None,
-        quantize=quantize,
-        parity_path=parity_path,
-        parity_rows=parity_rows,
-        max_auroc_loss=max_auroc_loss,
-        ignore_parity=ignore_parity,
-        triton=triton,
-    )
+    with results_alone():
+        return api.export(
+            checkpoint,
+            out=out,
+            recipe=recipes.find(recipe) if recipe else None,
+            quantize=quantize,
+            parity_path=parity_path,
+            parity_rows=parity_rows,
+            max_auroc_loss=max_auroc_loss,
+            ignore_parity=ignore_parity,
+            triton=triton,
+        )
 
 
 def export(arguments: list[str]) -> None:

@@ -1,13 +1,12 @@
 """Commands on runs to be: recipes, config, plan, train, supervise."""
 
-import contextlib
 import sys
 from typing import Annotated, Any
 
 import tyro
 
 from rayrec import api
-from rayrec.commands.arguments import flags, no_arguments, parse_config, print_json, take_option
+from rayrec.commands.arguments import flags, no_arguments, parse_config, print_json, results_alone, take_option
 from rayrec.config import InputError
 from rayrec.launch.policy import Policy
 from rayrec.launch.supervision import SuperviseConfig
@@ -39,7 +38,7 @@ def plan(arguments: list[str]) -> None:
 def train(arguments: list[str]) -> None:
     resolved, switches = parse_config("train", arguments)
     console = Console(verbose="-v" in switches, quiet="-q" in switches)
-    with contextlib.redirect_stdout(sys.stderr):  # where Ray prints what it thinks of dead processes
+    with results_alone():  # Ray prints what it thinks of dead processes
         result = api.train(resolved, console=console)
     console.table(f"{resolved.recipe}: finished", summary_rows(result.summary, folder=result.folder))
     print_json(result.summary)

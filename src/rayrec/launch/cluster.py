@@ -47,24 +47,49 @@ class Layout:
 
 
 def connect(address: str | None, *, num_cpus: int | None, object_store_bytes: int | None, log_to_driver: bool) -> str:
-    """Connects this process to Ray and says where to: an existing connection, `address`, RAY_ADDRESS, or a new local
-    Ray. Raises InputError where the address does not answer."""
+    """Connects this process to Ray and returns the address of its head: of the existing connection, of the cluster at `address`
+    or RAY_ADDRESS (None: RAY_ADDRESS), or of a new local Ray.
+
+    Raises InputError within some 20 s if the address does not answer, and if the cluster refuses this user or this environment;
+    OSError if a local Ray does not start.
+    """
     # Ray 2.60 turns token authentication on for clusters it starts; the token file serves this user alone.
     import ray
 
     if ray.is_initialized():
         return ray.get_runtime_context().gcs_address
+    source = address or f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS')}"
     address = address or os.environ.get("RAY_ADDRESS")
     logging.getLogger("ray").setLevel(logging.ERROR)
     if address and address != "local":
-        try:
-            ray.init(address=address, log_to_driver=log_to_driver, logging_level=logging.ERROR)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            why = str(error).strip().splitlines()[0]
-            raise InputError(
-                f"{address}: no Ray cluster answers there ({why}); start one or leave the address out"
-            ) from None
+        _join(address, source, log_to_driver=log_to_driver)
     else:
+        _start(num_cpus=num_cpus, object_store_bytes=object_store_bytes, log_to_driver=log_to_driver)
+    import ray.data  # sets up its own logger, which is then quietened
+
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    return ray.get_runtime_context().gcs_address
+
+
+def _join(address: str, source: str, *, log_to_driver: bool) -> None:
+    import ray
+
+    from rayrec.launch.head import require_head
+
+    require_head(address, source=source)
+    try:
+        ray.init(address=address, log_to_driver=log_to_driver, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"{source}: the Ray cluster answers, but this machine cannot join it ({_in_one_line(error)}); run the command on "
+            "one of its nodes"
+        ) from None
+
+
+def _start(*, num_cpus: int | None, object_store_bytes: int | None, log_to_driver: bool) -> None:
+    import ray
+
+    try:
         ray.init(
             address="local",
             num_cpus=num_cpus,
@@ -73,10 +98,17 @@ def connect(address: str | None, *, num_cpus: int | None, object_store_bytes: in
             logging_level=logging.ERROR,
             include_dashboard=False,
         )
-    import ray.data  # sets up its own logger, which is then quietened
+    except ValueError as error:  # of too small an object store, for one
+        raise InputError(f"a local Ray does not start: {_in_one_line(error)}") from None
+    except Exception as error:  # Ray 2.60 raises no narrower class if its processes are not up in 30 s
+        raise OSError(
+            f"a local Ray did not start ({_in_one_line(error)}); the machine may be short of CPU, memory or disk: look at "
+            "/tmp/ray/session_latest/logs, then give the same command again"
+        ) from None
 
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
-    return ray.get_runtime_context().gcs_address
+
+def _in_one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
 
 
 def connect_for_data(address: str | None) -> TaskPlacement:

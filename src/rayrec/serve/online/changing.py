@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -18,8 +16,6 @@ from rayrec.serve.exported import is_export
 from rayrec.serve.online.board import Change
 from rayrec.serve.online.deployment import APPLICATION, BoardHandle, end_board, find_board, quieten
 
-_PROBE_S: Final = 3.0
-_HOST_PORT: Final = re.compile(r"(?P<host>\[[^\]/]+\]|[^:/]+):(?P<port>\d+)")
 _CHANGE_S: Final = 600.0
 """How long a change of the model may take, the loading of it included."""
 
@@ -77,17 +73,13 @@ def _changed(address: str | None, ask: Callable[[BoardHandle], Any]) -> dict[str
 def _reached(address: str | None) -> Iterator[BoardHandle]:
     """The board of the server that runs on a cluster."""
     import ray
-    from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 
     joined = ray.is_initialized()
     address = address or os.environ.get("RAY_ADDRESS")
     if address in (None, "", "local") and not joined:
         raise InputError("which server? give --cluster.address, which `rayrec serve` printed when it started")
     if not joined:
-        assert address is not None
-        _require_answer(address)
         quieten()
-        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # of a server's own Ray it is on
     cluster.connect(address, num_cpus=None, object_store_bytes=None, log_to_driver=False)
     try:
         board = find_board()
@@ -97,20 +89,6 @@ def _reached(address: str | None) -> Iterator[BoardHandle]:
     finally:
         if not joined:
             ray.shutdown()
-
-
-def _require_answer(address: str) -> None:
-    """Raises InputError where nobody takes a connection at host:port; Ray itself tries for minutes. What else Ray takes, such as
-    auto and ray://host:10001, is left to it."""
-    found = _HOST_PORT.fullmatch(address)
-    if not found:
-        return
-    try:
-        socket.create_connection((found["host"].strip("[]"), int(found["port"])), timeout=_PROBE_S).close()
-    except (OSError, OverflowError) as error:  # of a port beyond 65535
-        raise InputError(
-            f"{address}: no Ray cluster answers there ({error}); give host:port as `rayrec serve` printed it"
-        ) from None
 
 
 def source_of(path: str) -> str:

@@ -317,7 +317,7 @@ def test_what_ray_takes_as_an_address_is_left_to_it(monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("_no_ray")
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
 def test_a_server_that_is_not_there(host: str) -> None:
-    with pytest.raises(InputError, match=r"no Ray cluster answers there .*; give host:port as"):
+    with pytest.raises(InputError, match=r"no Ray cluster answers there"):
         changing.roll_back(address=f"{host}:{free_ports(1)}")
     with pytest.raises(InputError, match="no Ray cluster answers there"):
         changing.roll_back(address=f"{host}:70000")

@@ -1,0 +1,175 @@
+"""Whether a Ray head answers, and takes this user's token: asked of a server that speaks the protocol of Ray's head."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+import ray
+from ports import free_ports
+from ray._raylet import AuthenticationTokenLoader, Config
+from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+
+from rayrec.config import InputError
+from rayrec.launch import cluster, head
+from rayrec.launch.head import require_head
+
+TOKEN = "0123456789abcdef" * 4
+
+
+class Head(gcs_service_pb2_grpc.NodeInfoGcsServiceServicer):
+    """Answers as Ray's head does, to those with the token if it has one."""
+
+    def __init__(self) -> None:
+        self.token: str | None = None
+        self.version = ray.__version__
+        self.presented: list[str | None] = []
+
+    def CheckAlive(
+        self, request: gcs_service_pb2.CheckAliveRequest, context: grpc.ServicerContext
+    ) -> gcs_service_pb2.CheckAliveReply:
+        presented = dict(context.invocation_metadata()).get("authorization")
+        self.presented.append(presented)
+        if self.token is not None and presented != f"Bearer {self.token}":
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken: the token is missing or incorrect")
+        return gcs_service_pb2.CheckAliveReply(ray_version=self.version)
+
+
+@pytest.fixture
+def user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A user without a token; returns the path of a token file, as a local Ray would write it."""
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+    (tmp_path / ".ray").mkdir()
+    yield tmp_path / ".ray" / "auth_token"
+    os.environ.pop("RAY_AUTH_MODE", None)
+    monkeypatch.undo()
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[Head, str]]:
+    """A head, and the address it answers at."""
+    service, server = Head(), grpc.server(ThreadPoolExecutor(2))
+    gcs_service_pb2_grpc.add_NodeInfoGcsServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("0.0.0.0:0")
+    server.start()
+    yield service, f"127.0.0.1:{port}"
+    server.stop(None)
+
+
+def test_a_cluster_without_a_token_is_sent_none(user: Path, served: tuple[Head, str]) -> None:
+    service, address = served
+    user.write_text(TOKEN)
+    require_head(address, source=address)
+    assert service.presented == [None]
+    assert "RAY_AUTH_MODE" not in os.environ
+
+
+def test_a_cluster_that_asks_for_a_token_is_sent_the_users(user: Path, served: tuple[Head, str]) -> None:
+    service, address = served
+    service.token = TOKEN
+    user.write_text(TOKEN)
+    require_head(address, source=address)
+    assert service.presented == [None, f"Bearer {TOKEN}"]
+    assert os.environ["RAY_AUTH_MODE"] == "token"  # from here on Ray presents it too
+
+
+@pytest.mark.parametrize(
+    ("environment", "token", "message"),
+    [
+        ({}, None, "asks for a token, and this user has none; copy"),
+        ({}, "f" * 64, r"refuses the token of ~/.ray/auth_token; copy"),
+        ({"RAY_AUTH_TOKEN": "f" * 64}, None, "refuses the token of RAY_AUTH_TOKEN; copy"),
+        ({"RAY_AUTH_MODE": "disabled"}, TOKEN, "asks for a token; unset RAY_AUTH_MODE=disabled"),
+        ({"RAY_AUTH_MODE": "token"}, None, "name its file in RAY_AUTH_TOKEN_PATH"),
+    ],
+)
+def test_a_refused_token_is_reported_as_that(
+    user: Path,
+    served: tuple[Head, str],
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    token: str | None,
+    message: str,
+) -> None:
+    service, address = served
+    service.token = TOKEN
+    if token is not None:
+        user.write_text(token)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+    with pytest.raises(InputError, match=message) as raised:
+        require_head(address, source=f"RAY_ADDRESS={address}")
+    assert str(raised.value).startswith(f"RAY_ADDRESS={address}: ")
+    assert "\n" not in str(raised.value)
+    assert (token or "f" * 64) not in str(raised.value)
+
+
+def test_another_version_of_ray_is_refused(user: Path, served: tuple[Head, str]) -> None:
+    service, address = served
+    service.version = "2.9.0"
+    with pytest.raises(InputError, match=r"runs Ray 2\.9\.0, and this environment has Ray 2\."):
+        require_head(address, source=address)
+
+
+@pytest.mark.usefixtures("user")
+@pytest.mark.parametrize("form", ["{}", "ray://{}"])
+def test_an_address_where_nothing_listens_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    address = form.format(f"127.0.0.1:{free_ports(1)}")
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    begin_s = time.monotonic()
+    with pytest.raises(
+        InputError, match=rf"RAY_ADDRESS={address}: no Ray cluster answers there \(Connection refused\)"
+    ):
+        cluster.connect(None, num_cpus=None, object_store_bytes=None, log_to_driver=False)
+    assert time.monotonic() - begin_s < 10
+
+
+@pytest.mark.usefixtures("user")
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("127.0.0.1:70000", "no Ray cluster answers there"),
+        ("6379", "is no address of a Ray cluster"),
+        ("host:port", "is no address of a Ray cluster|no such host"),
+    ],
+)
+def test_what_is_no_address_is_refused(address: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        require_head(address, source=address)
+
+
+@pytest.mark.usefixtures("user")
+def test_a_listener_that_is_no_head_is_named_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "_ANSWER_S", 0.3)
+    with socket.create_server(("0.0.0.0", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(InputError, match="does not answer as the head of a Ray cluster"):
+            require_head(address, source=address)
+
+
+@pytest.mark.usefixtures("user")
+def test_a_local_ray_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: object) -> None:
+        raise Exception("The current node timed out during startup.\nThis could happen because")  # Ray's own class
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(
+        OSError, match=r"a local Ray did not start \(The current node timed out.*; the machine may"
+    ) as raised:
+        cluster.connect("local", num_cpus=1, object_store_bytes=None, log_to_driver=False)
+    assert "\n" not in str(raised.value)
