@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from rayrec.config import Config, InputError
 
@@ -33,6 +33,16 @@ class Schema(Config):
     """Between the columns of a text file."""
     list_delimiter: str = "|"
     """Between the categories of a list in a text file."""
+    integers: tuple[str, ...] = ()
+    """Those of `sparse` whose text is read as a whole number: 7, 07, +7 and 7.0 are one category, other text is a fault;
+    needs tokens "any". In other columns such texts are different categories."""
+    optional: tuple[str, ...] = ()
+    """Those of `dense` and `sparse` that a file with named columns may lack: its rows have a missing value there."""
+    nan: Literal["fault", "missing"] = "fault"
+    """NaN in a dense column: a faulty row, or a missing value."""
+    category_rules: Literal[1, 2] = field(default=2, compare=False)
+    """Version of the rules that read categories of text; a Preprocessor keeps the version it was built with. 2: `true` and
+    `false` are the integers 1 and 0, and blanks around an unquoted CSV field do not belong to it. 1: both are plain text."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,6 +54,11 @@ class Schema(Config):
         unknown = [name for name in self.lists if name not in self.sparse]
         if unknown:
             raise InputError(f"schema: lists names {', '.join(unknown)}, which sparse does not")
+        for field_name, among in (("integers", self.sparse), ("optional", self.dense + self.sparse)):
+            unknown = [name for name in getattr(self, field_name) if name not in among]
+            if unknown:
+                kind = "sparse does not" if among == self.sparse else "dense and sparse do not"
+                raise InputError(f"schema: {field_name} names {', '.join(unknown)}, which {kind}")
         for name in ("delimiter", "list_delimiter"):
             value = getattr(self, name)
             if len(value) != 1 or ord(value) > 127 or value in '\n\r"':
@@ -52,8 +67,8 @@ class Schema(Config):
             raise InputError(f"schema: delimiter and list_delimiter are both {self.delimiter!r}")
         if self.tokens == "any":
             return
-        if self.lists or self.weight:
-            raise InputError("schema: lists and weight need tokens: any")
+        if self.lists or self.weight or self.integers:
+            raise InputError("schema: lists, weight and integers need tokens: any")
         if self.delimiter != "\t":
             raise InputError("schema: hexadecimal tokens come tab-separated; use tokens: any for other files")
         if len(self.dense) + len(self.sparse) > MAX_COLUMNS:
@@ -71,6 +86,24 @@ class Schema(Config):
     def unlabelled(self) -> Schema:
         """The same log without its label (and the weights that only training uses)."""
         return self.replace(label=None, weight=None)
+
+    def describe(self) -> dict[str, Any]:
+        """The fields that decide how a log is read, as JSON values. Fields that earlier versions did not have are left out if
+        they change nothing, so that the description of an earlier schema, and its hash, stay the same."""
+        plain = self.to_dict()
+        if self.tokens == "hexadecimal":
+            del plain["category_rules"]
+        return {name: value for name, value in plain.items() if name not in _ADDED or value != _ADDED[name]}
+
+    @classmethod
+    def described(cls, stored: dict[str, Any]) -> Schema:
+        """The schema that `describe` described."""
+        rules = stored.get("category_rules", 1 if stored.get("tokens") == "any" else 2)
+        return cls(label=None, dense=("-",)).updated({**stored, "category_rules": rules})
+
+
+_ADDED: dict[str, Any] = {"integers": [], "optional": [], "nan": "fault", "category_rules": 1}
+"""Fields that were added later, and their values in a schema that lacks them."""
 
 
 def load_schema(text: str, where: str) -> Schema:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -11,9 +12,9 @@ from pyarrow import types
 
 from rayrec.config import InputError
 from rayrec.data.columns import RawColumns, RawSparse
-from rayrec.data.csv_text import FAULT, TOO_FEW, TOO_MANY
+from rayrec.data.csv_text import FAULT, TOO_FEW, TOO_MANY, UNMATCHED, present_columns
 from rayrec.data.parsing import Fault, Faults, RawRows
-from rayrec.data.wide_tokens import EMPTY, REFUSED, VALUE, Text, integer_tokens, text_tokens
+from rayrec.data.wide_tokens import EMPTY, REFUSED, VALUE, Text, integer_tokens, text_integers, text_tokens
 from rayrec.schema import Schema
 
 LIMIT = 10**18
@@ -29,8 +30,12 @@ _KINDS = (
     "not UTF-8",
     "too few columns",
     "too many columns",
+    "unmatched quote",
+    "not a whole number in range",
 )
-NO_LABEL, LABEL, WEIGHT, NOT_FINITE, BEYOND, NOT_AN_INTEGER, NOT_HEXADECIMAL, NOT_UTF8, FEW, MANY = range(len(_KINDS))
+NO_LABEL, LABEL, WEIGHT, NOT_FINITE, BEYOND, NOT_AN_INTEGER, NOT_HEXADECIMAL, NOT_UTF8, FEW, MANY, QUOTE, NOT_WHOLE = (
+    range(len(_KINDS))
+)
 _WHOLE_ROW = -1
 
 
@@ -60,14 +65,15 @@ class _Refused:
 
 def check_types(table_schema: pa.Schema, schema: Schema, *, path: str) -> None:
     """Raises InputError for a column whose type cannot be what the schema says; the columns must be there."""
-    parse_table(table_schema.empty_table().select(list(schema.columns)), schema, path=path)
+    parse_table(table_schema.empty_table().select(list(present_columns(table_schema.names, schema))), schema, path=path)
 
 
 def parse_table(
     table: pa.Table, schema: Schema, *, path: str = "", first_row: int = 0
 ) -> tuple[RawRows | RawColumns, Faults]:
     """The good rows of a table that has the schema's columns, and its faulty ones, numbered from `first_row` on. Null and
-    empty text are missing values; of a list, such items are left out. Raises InputError for a column of an unusable type."""
+    empty text are missing values; such items of a list are left out. A column that is not there has missing values only.
+    Raises InputError for a column of an unusable type."""
     raw, refused = _parsed(table, schema, path)
     return raw, refused.faults(schema, path, first_row)
 
@@ -83,7 +89,11 @@ def _parsed(table: pa.Table, schema: Schema, path: str) -> tuple[RawRows | RawCo
         fault = table.column(FAULT).to_numpy()
         refused.add(fault == TOO_FEW, FEW, _WHOLE_ROW)
         refused.add(fault == TOO_MANY, MANY, _WHOLE_ROW)
-    arrays = {name: _plain(table.column(name)) for name in schema.columns}
+        refused.add(fault == UNMATCHED, QUOTE, _WHOLE_ROW)
+    arrays = {
+        name: _plain(table.column(name)) if name in table.column_names else pa.nulls(table.num_rows)
+        for name in schema.columns
+    }
     place = {name: number for number, name in enumerate(schema.columns)}
 
     def refuse_type(name: str, remedy: str) -> InputError:
@@ -150,7 +160,10 @@ def _raw_columns(
     first = len(schema.columns) - len(schema.dense) - len(schema.sparse)
     dense, absent, sparse = [], [], []
     for number, name in enumerate(schema.dense, first):
-        values, status = _numbers(arrays[name], name, refuse_type)
+        values, status = _numbers(arrays[name], name, refuse_type, times=True)
+        if schema.nan == "missing":
+            status = np.where(np.isnan(values), EMPTY, status)
+            values = np.where(status == EMPTY, 0.0, values)
         finite = np.isfinite(values)
         refused.add((status == REFUSED) | ~finite, NOT_FINITE, number)
         refused.add(np.abs(values) > LIMIT, BEYOND, number)
@@ -158,13 +171,13 @@ def _raw_columns(
         absent.append(status == EMPTY)
     for number, name in enumerate(schema.sparse, first + len(schema.dense)):
         if name in schema.lists:
-            column, bad = _lists(arrays[name], name, schema.list_delimiter, refuse_type)
+            column, bad, kind = _lists(arrays[name], name, schema, refuse_type)
         else:
             if _is_list(arrays[name].type):
                 raise refuse_type(name, "name it in the schema's lists, or leave it out")
-            tokens, status = _tokens(arrays[name], name, refuse_type)
+            tokens, status, kind = _tokens(arrays[name], name, schema, refuse_type)
             column, bad = RawSparse(tokens, status == EMPTY), status == REFUSED
-        refused.add(bad, NOT_UTF8, number)
+        refused.add(bad, kind, number)
         sparse.append(column)
     rows = len(refused.kinds)
     raw = RawColumns(schema, rows, tuple(dense), tuple(absent), tuple(sparse), labels, weights)
@@ -224,19 +237,50 @@ def _empty(array: pa.Array) -> np.ndarray:
     return array.is_null().to_numpy(zero_copy_only=False).astype(np.uint8)
 
 
-def _numbers(array: pa.Array, name: str, refuse_type: RefuseType) -> tuple[np.ndarray, np.ndarray]:
-    """(float64, status): 0 where missing or refused; may hold NaN and infinities."""
+def _text_numbers(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """(float64, status) of text: decimal numbers, `true` and `false` as 1 and 0, and NaN."""
+    array = pc.cast(array, pa.large_binary())
+    status = Text.of(array).call("rayrec_check_numbers")
+    text = pc.if_else(pa.array(status == VALUE), array, pa.scalar(None, pa.large_binary()))
+    values = pc.fill_null(pc.cast(pc.cast(text, pa.large_string()), pa.float64()), 0.0).to_numpy(zero_copy_only=False)
+    words = np.flatnonzero(status == REFUSED)
+    if len(words):
+        values = values.copy()
+        for value, spellings in _WORDS.items():
+            found = pc.is_in(array.take(pa.array(words)), value_set=pa.array(spellings, pa.large_binary()))
+            meant = words[found.to_numpy(zero_copy_only=False)]
+            values[meant], status[meant] = value, VALUE
+    return values, status
+
+
+_WORDS = {
+    1.0: [b"true", b"True", b"TRUE"],
+    0.0: [b"false", b"False", b"FALSE"],
+    math.nan: [b"nan", b"NaN", b"NAN"],
+}
+
+
+def _seconds(array: pa.Array) -> pa.Array:
+    """float64: the seconds from 1970-01-01 00:00 UTC (or without a time zone, of local time) to dates or timestamps."""
+    if types.is_date(array.type):
+        array = pc.cast(array, pa.timestamp("s"))
+    units = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+    return pc.divide(pc.cast(pc.cast(array, pa.int64()), pa.float64(), safe=False), float(units[array.type.unit]))
+
+
+def _numbers(
+    array: pa.Array, name: str, refuse_type: RefuseType, *, times: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """(float64, status): 0 if missing or refused; may hold NaN and infinities. With `times`, dates and timestamps are
+    seconds."""
     if types.is_null(array.type):
         return _nothing(array, np.float64)
     if _is_text(array.type):
-        status = Text.of(array).call("rayrec_check_numbers")
-        text = pc.if_else(
-            pa.array(status == VALUE), pc.cast(array, pa.large_binary()), pa.scalar(None, pa.large_binary())
-        )
-        values = pc.cast(pc.cast(text, pa.large_string()), pa.float64())
-        return pc.fill_null(values, 0.0).to_numpy(zero_copy_only=False), status
+        return _text_numbers(array)
     if types.is_boolean(array.type):
         array = pc.cast(array, pa.uint8())
+    if times and (types.is_timestamp(array.type) or types.is_date(array.type)):
+        array = _seconds(array)
     if not (types.is_integer(array.type) or types.is_floating(array.type) or types.is_decimal(array.type)):
         raise refuse_type(name, "numbers are needed; convert it, or leave it out of the schema")
     values = pc.cast(array, pa.float64(), safe=False)  # integers above 2^53 are rounded
@@ -275,32 +319,56 @@ def _hexadecimal(array: pa.Array, name: str, refuse_type: RefuseType) -> tuple[n
     return values, text.call("rayrec_text_hexadecimal", values)
 
 
-def _tokens(array: pa.Array, name: str, refuse_type: RefuseType) -> tuple[np.ndarray, np.ndarray]:
-    """(uint64, status), see wide_tokens."""
+def _tokens(array: pa.Array, name: str, schema: Schema, refuse_type: RefuseType) -> tuple[np.ndarray, np.ndarray, int]:
+    """(uint64, status, the kind of fault that REFUSED is), see wide_tokens."""
     if types.is_null(array.type):
-        return _nothing(array, np.uint64)
+        return *_nothing(array, np.uint64), NOT_UTF8
+    if types.is_date(array.type) and name not in schema.integers:
+        array = pc.cast(pc.cast(array, pa.date32()), pa.large_string())
     if _is_text(array.type):
-        return text_tokens(array)
+        if name in schema.integers:
+            return *text_integers(array), NOT_WHOLE
+        return *text_tokens(array, booleans=schema.category_rules >= 2), NOT_UTF8
     if types.is_integer(array.type) or types.is_boolean(array.type):
-        return integer_tokens(array)
+        return *integer_tokens(array), NOT_WHOLE
+    if types.is_floating(array.type) or types.is_decimal(array.type):
+        return *_whole_tokens(array), NOT_WHOLE
+    if types.is_timestamp(array.type):
+        raise refuse_type(
+            name,
+            "text or integers are needed: convert it to text, or to the part that tells rows apart, such as the date "
+            "(pandas: .dt.date) or the hour (.dt.hour)",
+        )
     raise refuse_type(name, "text or integers are needed; convert it, or leave it out of the schema")
 
 
-def _lists(array: pa.Array, name: str, delimiter: str, refuse_type: RefuseType) -> tuple[RawSparse, np.ndarray]:
-    """The column, and bool (rows): which rows hold a refused item. Lists in text are split."""
+def _whole_tokens(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """(uint64, status) of floating-point numbers that are integers, as pandas stores a column of integers with gaps; NaN is
+    a missing value. A number is refused if it is not whole or if its type does not hold all integers of its size."""
+    mantissa = {pa.float16(): 11, pa.float32(): 24}.get(array.type, 53)
+    missing = array.is_null().to_numpy(zero_copy_only=False)
+    values = pc.fill_null(pc.cast(array, pa.float64(), safe=False), 0.0).to_numpy(zero_copy_only=False)
+    missing |= np.isnan(values)
+    good = (np.abs(values) < 2.0**mantissa) & (np.trunc(values) == values)
+    tokens = np.where(good, values, 0).astype(np.int64).view(np.uint64)
+    return tokens, np.where(missing, EMPTY, np.where(good, VALUE, REFUSED)).astype(np.uint8)
+
+
+def _lists(array: pa.Array, name: str, schema: Schema, refuse_type: RefuseType) -> tuple[RawSparse, np.ndarray, int]:
+    """(the column, bool (rows): rows with a refused item, the kind of their fault). Lists in text are split."""
     rows = len(array)
     if types.is_null(array.type):
-        return RawSparse(np.zeros(0, np.uint64), None, np.zeros(rows, np.int32)), np.zeros(rows, bool)
+        return RawSparse(np.zeros(0, np.uint64), None, np.zeros(rows, np.int32)), np.zeros(rows, bool), NOT_UTF8
     if _is_text(array.type):
-        array = pc.split_pattern(pc.cast(array, pa.large_binary()), pattern=delimiter)
+        array = pc.split_pattern(pc.cast(array, pa.large_binary()), pattern=schema.list_delimiter)
     elif not _is_list(array.type):
         raise refuse_type(name, "a list is needed, or text with the schema's list_delimiter; take it out of lists")
     lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
-    tokens, status = _tokens(_resolved(pc.list_flatten(array)), name, refuse_type)
+    tokens, status, kind = _tokens(_resolved(pc.list_flatten(array)), name, schema, refuse_type)
     if not status.any():
-        return RawSparse(tokens, None, lengths.astype(np.int32)), np.zeros(rows, bool)
+        return RawSparse(tokens, None, lengths.astype(np.int32)), np.zeros(rows, bool), kind
     row_of = np.repeat(np.arange(rows), lengths)
     there = status != EMPTY
     lengths = np.bincount(row_of[there], minlength=rows)
     bad = np.bincount(row_of[status == REFUSED], minlength=rows) > 0
-    return RawSparse(np.ascontiguousarray(tokens[there]), None, lengths.astype(np.int32)), bad
+    return RawSparse(np.ascontiguousarray(tokens[there]), None, lengths.astype(np.int32)), bad, kind

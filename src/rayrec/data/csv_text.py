@@ -21,9 +21,12 @@ from rayrec.schema import Schema
 
 READ_BYTES = 4 << 20
 MAX_ROW_BYTES = 64 << 20
+MAX_QUOTED_BYTES, MAX_QUOTED_LINES = 256 << 10, 100
+"""Most bytes and line ends of a quoted field. A quote that is not closed within them is unmatched."""
 FAULT = "rayrec.fault"
-"""Name of the column (uint8) that tells rows with too few (TOO_FEW) or too many fields (TOO_MANY) from others (0)."""
-TOO_FEW, TOO_MANY = 1, 2
+"""Name of the column (uint8) of faulty rows: TOO_FEW or TOO_MANY fields, UNMATCHED for a line with an unmatched quote; 0 for
+other rows."""
+TOO_FEW, TOO_MANY, UNMATCHED = 1, 2, 3
 _HEADER_BYTES = 1 << 20
 
 
@@ -50,11 +53,18 @@ def read_header(head: bytes, schema: Schema, *, path: str) -> Header:
     return Header(delimiter, tuple(columns))
 
 
-def check_columns(names: Sequence[str], wanted: Sequence[str], *, path: str, hint: str = "") -> None:
-    """Raises InputError unless each wanted column is there once."""
+def present_columns(names: Sequence[str], schema: Schema) -> tuple[str, ...]:
+    """The schema's columns without the optional ones that are not among `names`."""
+    return tuple(name for name in schema.columns if name in names or name not in schema.optional)
+
+
+def check_columns(
+    names: Sequence[str], wanted: Sequence[str], *, path: str, hint: str = "", optional: Sequence[str] = ()
+) -> None:
+    """Raises InputError unless each wanted column is there once; an optional one may be absent."""
     for name in wanted:
         found = list(names).count(name)
-        if found != 1:
+        if found != 1 and not (found == 0 and name in optional):
             shown = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
             what = "no column" if not found else f"{found} columns"
             raise InputError(
@@ -70,15 +80,17 @@ def csv_columns(path: str, schema: Schema) -> tuple[str, ...]:
 
 
 def read_csv(path: str, schema: Schema, *, read_bytes: int = READ_BYTES) -> Iterator[pa.Table]:
-    """The schema's columns of a CSV file (plain or gzip) as tables of bytes, with the column FAULT. Rows with too few or too
-    many fields are there too, all empty; only empty lines are not. Raises InputError for a file without the columns, with
-    a quote that is never closed, or damaged."""
+    """Yields the schema's columns of a CSV file (plain or gzip) as tables of bytes, with the column FAULT. Faulty rows are
+    included with empty values; empty lines are skipped. Of a row with an unmatched quote, the first line is one faulty row
+    and the next row starts at the next line. Raises InputError for a file without the columns, with a row of more than
+    MAX_ROW_BYTES, or damaged."""
     with _opened(path) as stream:
         text = _head(stream, path, read_bytes)
         if not text.strip(b"\r\n"):
             return
         header = read_header(text, schema, path=path)
-        check_columns(header.columns, schema.columns, path=path, hint=f" (split at {header.delimiter!r})")
+        hint = f" (split at {header.delimiter!r})"
+        check_columns(header.columns, schema.columns, path=path, hint=hint, optional=schema.optional)
         splitter = _Splitter(path, header, schema)
         while True:
             more = stream.read(read_bytes)
@@ -87,12 +99,14 @@ def read_csv(path: str, schema: Schema, *, read_bytes: int = READ_BYTES) -> Iter
             if not more:
                 return
             if len(text) > MAX_ROW_BYTES:
-                splitter.refuse(f"is longer than {MAX_ROW_BYTES >> 20} MiB")
+                raise InputError(
+                    f"{path}: row {max(splitter.row, 0)} is longer than {MAX_ROW_BYTES >> 20} MiB; it is no CSV file"
+                )
 
 
 def read_csv_text(text: bytes, schema: Schema, *, delimiter: str, columns: Sequence[str], path: str) -> pa.Table:
-    """The same of rows in memory, without a header: one table, `columns` being the names of their fields in order. Empty
-    lines are passed over. Raises InputError for a quote that is never closed."""
+    """Returns the same table for rows in memory without a header; `columns` names their fields in order. Empty lines are
+    skipped."""
     splitter = _Splitter(path, Header(delimiter, tuple(columns)), schema)
     splitter.row = 0  # there is no header
     tables, _ = splitter.split(text, final=True)
@@ -128,14 +142,13 @@ class _Splitter:
     """Splits a CSV file's text, piece by piece."""
 
     def __init__(self, path: str, header: Header, schema: Schema) -> None:
-        self.path, self.names = path, schema.columns
+        self.path = path
+        self.names = present_columns(header.columns, schema)
         self.delimiter, self.columns = header.delimiter, len(header.columns)
         place = {name: number for number, name in enumerate(self.names)}
         self.places = np.array([place.get(name, -1) for name in header.columns], np.int32)
         self.row = -1  # the header is split too
-
-    def refuse(self, why: str) -> None:
-        raise InputError(f"{self.path}: row {max(self.row, 0)} {why}: a quote is not closed, or it is no CSV file")
+        self.trim = schema.tokens == "any" and schema.category_rules >= 2
 
     def split(self, text: bytes, *, final: bool) -> tuple[list[pa.Table], bytes]:
         """The rows that are complete, and the text that is left."""
@@ -161,7 +174,7 @@ class _Splitter:
         kept = len(self.names)
         capacity = len(data) // max(self.columns, 2) + 1  # of complete rows; those with too few fields may be more
         starts, lengths = np.empty((capacity, kept), np.int64), np.empty((capacity, kept), np.int64)
-        kinds, result = np.empty(capacity, np.uint8), np.zeros(2, np.int64)
+        kinds, consumed = np.empty(capacity, np.uint8), np.zeros(1, np.int64)
         function = library().rayrec_split_csv
         function.restype = ctypes.c_int64
         rows = function(
@@ -169,19 +182,21 @@ class _Splitter:
             ctypes.c_int64(len(data)),
             ctypes.c_int32(final),
             ctypes.c_uint8(ord(self.delimiter)),
+            ctypes.c_int32(self.trim),
+            ctypes.c_int64(MAX_QUOTED_BYTES),
+            ctypes.c_int64(MAX_QUOTED_LINES),
             ctypes.c_int32(self.columns),
             ctypes.c_void_p(self.places.ctypes.data),
             ctypes.c_int32(kept),
             ctypes.c_int64(capacity),
-            *(ctypes.c_void_p(array.ctypes.data) for array in (starts, lengths, kinds, result)),
+            *(ctypes.c_void_p(array.ctypes.data) for array in (starts, lengths, kinds, consumed)),
         )
-        consumed, is_open = result.tolist()
         skip = 1 if rows and self.row < 0 else 0
+        if skip and kinds[0]:
+            raise InputError(f"{self.path}: its first row is no header (an unmatched quote); a CSV file needs one")
         self.row += rows
-        if final and is_open:
-            self.refuse("does not end")
         arrays = [self._gather(data, starts[skip:rows], lengths[skip:rows], place) for place in range(kept)]
-        return pa.table([*arrays, pa.array(kinds[skip:rows])], names=[*self.names, FAULT]), consumed
+        return pa.table([*arrays, pa.array(kinds[skip:rows])], names=[*self.names, FAULT]), int(consumed[0])
 
     def _gather(self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray, place: int) -> pa.Array:
         rows, kept = starts.shape

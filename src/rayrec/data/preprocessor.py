@@ -223,7 +223,7 @@ class Preprocessor:
         return {
             "version": VERSION,
             "profile": self.profile,
-            "schema": self.schema.to_dict(),
+            "schema": self.schema.describe(),
             "dense": [vars(column) for column in self.dense],
             "sparse": [vars(column) for column in self.sparse],
             "integer_buckets": self.integer_buckets,
@@ -261,7 +261,7 @@ class Preprocessor:
         try:
             self = cls(
                 profile=stored["profile"],
-                schema=Schema(label=None, dense=("-",)).updated(stored["schema"]),
+                schema=Schema.described(stored["schema"]),
                 dense=tuple(DenseColumn(**column) for column in stored["dense"]),
                 sparse=tuple(SparseColumn(**column) for column in stored["sparse"]),
                 tokens=np.load(io.BytesIO(packed), allow_pickle=False),

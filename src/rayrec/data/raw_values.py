@@ -39,7 +39,8 @@ def _text(part: Part, column: str, schema: Schema) -> pa.Array:
     """Large text of the part's rows, null where missing."""
     segment = part.segment
     with open_parquet(segment.path) as parquet:
-        found = read_rows(parquet, segment.path, segment.start, segment.stop, [column]).column(column)
+        table = read_rows(parquet, segment.path, segment.start, segment.stop, [column], optional=schema.optional)
+        found = table.column(column) if column in table.column_names else pa.chunked_array([pa.nulls(len(table))])
     if segment.rows != segment.stop - segment.start:
         found = found.take(pa.array(good_rows(segment, schema)))
     found = found.slice(part.start, part.stop - part.start)
@@ -47,6 +48,8 @@ def _text(part: Part, column: str, schema: Schema) -> pa.Array:
         found = found.cast(found.type.value_type)
     if pa.types.is_boolean(found.type):
         found = found.cast(pa.uint8())  # as its tokens count
+    if pa.types.is_floating(found.type):  # whole numbers; NaN is a missing value
+        found = pc.if_else(pc.is_nan(found), pa.scalar(None, found.type), found).cast(pa.int64())
     text = found.cast(pa.large_binary()).cast(pa.large_string()) if _is_binary(found) else found.cast(pa.large_string())
     return pc.if_else(pc.equal(text, ""), pa.scalar(None, pa.large_string()), text).combine_chunks()
 

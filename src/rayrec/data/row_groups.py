@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow_columns import check_types
-from rayrec.data.csv_text import FAULT, check_columns, read_csv
+from rayrec.data.csv_text import FAULT, check_columns, present_columns, read_csv
 from rayrec.schema import Schema
 
-VERSION = 1
+VERSION = 2
 """Of the files written here; another one makes them be written anew."""
 PART_GROUPS = 64
 """Row groups a file written here has at most: whoever reads one of them reads the description of all."""
@@ -84,12 +84,17 @@ def prepared(file: storage.File, schema: Schema, segment_bytes: int, folder: str
     Raises InputError for a file that lacks a column or has one of an unusable type."""
     if is_parquet(file.path):
         with open_parquet(file.path) as parquet:
-            check_columns(parquet.schema_arrow.names, schema.columns, path=file.path)
+            check_columns(parquet.schema_arrow.names, schema.columns, path=file.path, optional=schema.optional)
             check_types(parquet.schema_arrow, schema, path=file.path)
             groups = _group_sizes(parquet, schema.columns)
         if all(size <= 2 * segment_bytes or rows <= 1 for rows, size in groups):
             return [Part(file.path, file.path, 0, groups)]
-    key = repr((VERSION, astuple(file), schema.columns, schema.delimiter, schema.list_delimiter, segment_bytes))
+    key = repr(
+        (
+            *(VERSION, astuple(file), schema.columns, schema.delimiter, schema.list_delimiter, segment_bytes),
+            *(schema.category_rules, schema.optional),
+        )
+    )
     folder = storage.join(folder, hashlib.sha256(key.encode()).hexdigest()[:16])
     manifest = storage.join(folder, "manifest.json")
     if storage.exists(manifest):
@@ -107,8 +112,8 @@ def prepared(file: storage.File, schema: Schema, segment_bytes: int, folder: str
 
 
 def _read_parquet(path: str, schema: Schema) -> Iterator[pa.Table]:
-    names = list(schema.columns)
     with open_parquet(path) as parquet:
+        names = list(present_columns(parquet.schema_arrow.names, schema))
         for batch in parquet.iter_batches(batch_size=1 << 15, columns=names, use_threads=False):
             yield pa.table(batch).select(names)
 
@@ -133,7 +138,7 @@ def _written(
                 piece.schema,
                 compression="lz4",
                 write_statistics=False,
-                use_dictionary=[*schema.sparse, FAULT],  # numbers seldom repeat
+                use_dictionary=[name for name in (*schema.sparse, FAULT) if name in piece.schema.names],
             ) as writer,
         ):
             while piece is not None and len(groups) < PART_GROUPS:
@@ -171,10 +176,14 @@ def changed(path: str, start: int, stop: int, what: str) -> InputError:
     )
 
 
-def read_rows(parquet: pq.ParquetFile, path: str, start: int, stop: int, names: Sequence[str]) -> pa.Table:
-    """Rows [start, stop), which are whole row groups: the named columns, and FAULT where there is one."""
+def read_rows(
+    parquet: pq.ParquetFile, path: str, start: int, stop: int, names: Sequence[str], *, optional: Sequence[str] = ()
+) -> pa.Table:
+    """Rows [start, stop), which are whole row groups: the named columns without the `optional` ones that the file lacks, and
+    FAULT if there is one."""
     known = parquet.schema_arrow.names
-    check_columns(known, names, path=path)
+    check_columns(known, names, path=path, optional=optional)
+    names = [name for name in names if name in known]
     ends = list(
         itertools.accumulate(parquet.metadata.row_group(i).num_rows for i in range(parquet.metadata.num_row_groups))
     )
@@ -182,6 +191,4 @@ def read_rows(parquet: pq.ParquetFile, path: str, start: int, stop: int, names: 
     groups = [i for i, (low, high) in enumerate(zip(starts, ends, strict=True)) if low < stop and high > start]
     if not groups or starts[groups[0]] != start or ends[groups[-1]] != stop:
         raise changed(path, start, stop, f"other row groups ({len(ends)} of {ends[-1] if ends else 0} rows) than")
-    return parquet.read_row_groups(
-        groups, columns=[*names, FAULT] if FAULT in known else list(names), use_threads=False
-    )
+    return parquet.read_row_groups(groups, columns=[*names, FAULT] if FAULT in known else names, use_threads=False)

@@ -129,7 +129,7 @@ def _check_task(chunk: Chunk, *, schema: Schema) -> pa.Table:
     rows, faults = [], Faults()
     with open_parquet(part.path) as parquet:
         for start, stop in ranges:
-            table = read_rows(parquet, part.path, start, stop, schema.columns)
+            table = read_rows(parquet, part.path, start, stop, schema.columns, optional=schema.optional)
             raw, found = parse_table(table, schema, path=part.source, first_row=part.first_row + start)
             rows.append(raw.rows)
             faults.add(found)
@@ -168,7 +168,7 @@ def read_tables(segments: Sequence[Segment], schema: Schema) -> RawRows | RawCol
 def good_rows(segment: Segment, schema: Schema) -> np.ndarray:
     """int64 (segment.rows): the place of each good row among the segment's, from 0 on."""
     with open_parquet(segment.path) as parquet:
-        table = read_rows(parquet, segment.path, segment.start, segment.stop, schema.columns)
+        table = read_rows(parquet, segment.path, segment.start, segment.stop, schema.columns, optional=schema.optional)
     good = good_rows_of(table, schema, path=segment.path)
     if len(good) != segment.rows:
         raise _other_rows(segment, len(good))
@@ -191,7 +191,7 @@ def _read(path: str, segments: Iterable[Segment], schema: Schema) -> Iterator[tu
     with open_parquet(path) as parquet:
         for segment in segments:
             with stage("read"):
-                table = read_rows(parquet, path, segment.start, segment.stop, schema.columns)
+                table = read_rows(parquet, path, segment.start, segment.stop, schema.columns, optional=schema.optional)
             with stage("parse"):
                 raw, _ = parse_table(table, schema, path=path)
             if raw.rows != segment.rows:

@@ -5,45 +5,72 @@
 #include <stddef.h>
 #include <string.h>
 
-/* Splits CSV text (RFC 4180; any one-byte delimiter; rows end with \n, \r\n or \r; empty lines are passed over) as far as
- * its rows are complete. What follows a closing quote belongs to the field; a quote inside an unquoted field is itself.
+static inline int ends_line(uint8_t c) { return c == '\n' || c == '\r'; }
+
+static inline int is_blank(uint8_t c) { return c == ' ' || c == '\t'; }
+
+/* The closing quote of a field that starts at `p`, behind its opening quote; NULL if there is none in the text, or none
+ * within `max_bytes` bytes and `max_lines` line ends, and then *exceeded is 1. Adds the line ends inside to *lines. */
+static const uint8_t *closing_quote(const uint8_t *p, const uint8_t *end, int64_t max_bytes, int64_t max_lines,
+                                    int64_t *lines, int *exceeded) {
+    const uint8_t *const limit = end - p > max_bytes + 1 ? p + max_bytes + 1 : end;
+    for (;; p += 2) { /* past a doubled quote, which stands for one quote */
+        const uint8_t *const quote = p < limit ? memchr(p, '"', (size_t)(limit - p)) : NULL;
+        for (const uint8_t *const stop = quote ? quote : limit; p < stop; p++)
+            *lines += *p == '\n' || (*p == '\r' && p + 1 < end && p[1] != '\n');
+        *exceeded = *lines > max_lines || (!quote && limit < end);
+        if (!quote || *exceeded) return NULL;
+        if (quote + 1 >= end || quote[1] != '"') return quote;
+    }
+}
+
+/* Splits CSV text (RFC 4180; any one-byte delimiter; rows end with \n, \r\n or \r; empty lines are skipped) up to its last
+ * complete row. Text behind a closing quote belongs to the field; a quote inside an unquoted field is an ordinary character.
+ * With `trim`, blanks and tabs around an unquoted field do not belong to it.
  *
- * Rows have `columns` fields; field c is stored as number places[c], or not where that is negative. Field k of row r is
- * text[starts[r * kept + k], ... + lengths[...]), its quotes removed in place. kinds[r] is 0, or 1 or 2 for a row of too few
- * or too many fields, whose fields are stored as empty.
+ * A quote is unmatched if its field has no closing quote within `max_bytes` bytes and `max_lines` line ends, or if the field
+ * spans lines and either text follows its closing quote or its row has a wrong number of fields. Then the first line of the
+ * row is one faulty row, and the next row starts at the next line.
  *
- * Returns the rows stored, at most `capacity`, and in result: bytes consumed, and whether the text ends inside a quoted
- * field. With `final` the last row may lack its line end. */
-int64_t rayrec_split_csv(uint8_t *text, int64_t length, int32_t final, uint8_t delimiter, int32_t columns,
-                         const int32_t *places, int32_t kept, int64_t capacity, int64_t *starts, int64_t *lengths,
-                         uint8_t *kinds, int64_t *result) {
+ * Rows have `columns` fields; field c is stored as number places[c], or not if that is negative. Field k of row r is
+ * text[starts[r * kept + k], ... + lengths[...]), its quotes removed in place. kinds[r] is 0, or 1, 2 or 3 for a row of too
+ * few fields, too many fields or an unmatched quote, whose fields are stored as empty.
+ *
+ * Returns the rows stored, at most `capacity`, and in *consumed the bytes they take up. With `final` the last row may lack
+ * its line end. */
+int64_t rayrec_split_csv(uint8_t *text, int64_t length, int32_t final, uint8_t delimiter, int32_t trim, int64_t max_bytes,
+                         int64_t max_lines, int32_t columns, const int32_t *places, int32_t kept, int64_t capacity,
+                         int64_t *starts, int64_t *lengths, uint8_t *kinds, int64_t *consumed) {
     const uint8_t *const end = text + length;
     const uint8_t *p = text;
-    int64_t row = 0, consumed = 0;
-    int open = 0;
+    int64_t row = 0;
+    *consumed = 0;
     while (p < end && row < capacity) {
-        if (*p == '\n' || *p == '\r') { /* an empty line, or the \n of \r\n */
+        if (ends_line(*p)) { /* an empty line, or the \n of \r\n */
             p++;
-            consumed = p - text;
+            *consumed = p - text;
             continue;
         }
-        int column = 0;
+        const uint8_t *const line = p;
+        int column = 0, spans_lines = 0, unmatched = 0;
         for (;;) { /* a field a turn */
-            const uint8_t *start = p;
+            const uint8_t *const start = p;
             if (p < end && *p == '"') {
-                for (p++;; p += 2) { /* to behind the closing quote; a row is unquoted once it is known to be complete */
-                    const uint8_t *quote = p < end ? memchr(p, '"', (size_t)(end - p)) : NULL;
-                    if (!quote) {
-                        open = 1;
-                        goto stop;
-                    }
-                    p = quote;
-                    if (p + 1 >= end || p[1] != '"') break;
+                int64_t lines = 0;
+                int exceeded = 0;
+                const uint8_t *const quote = closing_quote(p + 1, end, max_bytes, max_lines, &lines, &exceeded);
+                if (!quote) {
+                    if (!exceeded && !final) return row;
+                    unmatched = 1;
+                    break;
                 }
-                p++;
+                p = quote + 1;
+                spans_lines |= lines > 0;
+                unmatched = lines > 0 && p < end && *p != delimiter && !ends_line(*p);
+                if (unmatched) break;
             }
-            while (p < end && *p != delimiter && *p != '\n' && *p != '\r') p++;
-            if (p >= end && !final) goto stop;
+            while (p < end && *p != delimiter && !ends_line(*p)) p++;
+            if (p >= end && !final) return row;
             if (column < columns && places[column] >= 0) {
                 starts[row * kept + places[column]] = start - text;
                 lengths[row * kept + places[column]] = p - start;
@@ -52,33 +79,43 @@ int64_t rayrec_split_csv(uint8_t *text, int64_t length, int32_t final, uint8_t d
             if (p >= end || *p != delimiter) break;
             p++;
         }
-        if (p < end) p++; /* the \n of \r\n is passed over as an empty line */
-        consumed = p - text;
-        kinds[row] = column == columns ? 0 : column < columns ? 1 : 2;
-        if (kinds[row]) {
-            memset(starts + row * kept, 0, (size_t)kept * sizeof *starts);
-            memset(lengths + row * kept, 0, (size_t)kept * sizeof *lengths);
-        } else {
-            for (int64_t k = row * kept; k < (row + 1) * kept; k++) {
-                uint8_t *field = text + starts[k];
-                if (lengths[k] == 0 || *field != '"') continue;
-                int64_t in = 1, out = 0;
-                for (; in < lengths[k]; in++) { /* to the closing quote */
-                    if (field[in] == '"') {
-                        if (in + 1 >= lengths[k] || field[in + 1] != '"') break;
-                        in++;
-                    }
-                    field[out++] = field[in];
-                }
-                for (in++; in < lengths[k]; in++) field[out++] = field[in];
-                lengths[k] = out;
+        unmatched |= spans_lines && column != columns;
+        if (unmatched) {
+            for (p = line; p < end && !ends_line(*p);) p++;
+            if (p >= end && !final) return row;
+        }
+        if (p < end) p++; /* the \n of \r\n is skipped as an empty line */
+        *consumed = p - text;
+        kinds[row] = unmatched ? 3 : column == columns ? 0 : column < columns ? 1 : 2;
+        for (int64_t k = row * kept; k < (row + 1) * kept; k++) {
+            if (kinds[row]) {
+                starts[k] = lengths[k] = 0;
+                continue;
             }
+            uint8_t *const field = text + starts[k];
+            if (lengths[k] == 0) continue;
+            if (*field != '"') {
+                if (!trim) continue;
+                int64_t first = 0, last = lengths[k];
+                while (first < last && is_blank(field[first])) first++;
+                while (first < last && is_blank(field[last - 1])) last--;
+                starts[k] += first;
+                lengths[k] = last - first;
+                continue;
+            }
+            int64_t in = 1, out = 0;
+            for (; in < lengths[k]; in++) { /* to the closing quote */
+                if (field[in] == '"') {
+                    if (in + 1 >= lengths[k] || field[in + 1] != '"') break;
+                    in++;
+                }
+                field[out++] = field[in];
+            }
+            for (in++; in < lengths[k]; in++) field[out++] = field[in];
+            lengths[k] = out;
         }
         row++;
     }
-stop:
-    result[0] = consumed;
-    result[1] = open;
     return row;
 }
 

@@ -106,9 +106,15 @@ static int is_utf8(const uint8_t *p, int64_t length) {
     return 1;
 }
 
-/* Tokens of texts data[offsets[i], offsets[i + 1]): an int64 where the text is one in canonical form, else its XXH64. */
-void rayrec_text_tokens(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint64_t *out,
-                        uint8_t *status) {
+/* 1 or 0 for a text that is true or false in lower case, upper case or capitalized; -1 for other texts. */
+static inline int boolean_of(const uint8_t *p, int64_t length) {
+    if (length == 4 && (!memcmp(p, "true", 4) || !memcmp(p, "True", 4) || !memcmp(p, "TRUE", 4))) return 1;
+    if (length == 5 && (!memcmp(p, "false", 5) || !memcmp(p, "False", 5) || !memcmp(p, "FALSE", 5))) return 0;
+    return -1;
+}
+
+static inline void text_tokens(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count,
+                               uint64_t *out, uint8_t *status, int booleans) {
     for (int64_t i = 0; i < count; i++) {
         const uint8_t *text = data + offsets[i];
         const int64_t length = offsets[i + 1] - offsets[i];
@@ -116,7 +122,56 @@ void rayrec_text_tokens(const int64_t *offsets, const uint8_t *data, const uint8
         status[i] = TEXT_VALUE;
         if (length == 0 || (null && null[i])) status[i] = TEXT_EMPTY;
         else if (canonical_integer(text, length, &out[i])) continue;
+        else if (booleans && boolean_of(text, length) >= 0) out[i] = (uint64_t)boolean_of(text, length);
         else if (is_utf8(text, length)) out[i] = xxh64(text, (uint64_t)length);
+        else status[i] = TEXT_REFUSED;
+    }
+}
+
+/* Tokens of texts data[offsets[i], offsets[i + 1]): an int64 if the text is one in canonical form, 1 and 0 for true and
+ * false, else the XXH64 of the text. */
+void rayrec_text_tokens(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint64_t *out,
+                        uint8_t *status) {
+    text_tokens(offsets, data, null, count, out, status, 1);
+}
+
+/* The same, but true and false are texts like any other. */
+void rayrec_plain_text_tokens(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count,
+                              uint64_t *out, uint8_t *status) {
+    text_tokens(offsets, data, null, count, out, status, 0);
+}
+
+/* Texts as int64: blanks, [+-]? digits [. zeros?]?, blanks; true and false are 1 and 0, nan is an empty field. */
+void rayrec_text_whole(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint64_t *out,
+                       uint8_t *status) {
+    for (int64_t i = 0; i < count; i++) {
+        const uint8_t *p = data + offsets[i], *end = data + offsets[i + 1];
+        out[i] = 0;
+        while (p < end && (*p == ' ' || *p == '\t')) p++;
+        while (p < end && (end[-1] == ' ' || end[-1] == '\t')) end--;
+        status[i] = TEXT_EMPTY;
+        if (p == end || (null && null[i])) continue;
+        if (end - p == 3 && (p[0] | 0x20) == 'n' && (p[1] | 0x20) == 'a' && (p[2] | 0x20) == 'n') continue;
+        status[i] = TEXT_VALUE;
+        const int boolean = boolean_of(p, end - p);
+        if (boolean >= 0) {
+            out[i] = (uint64_t)boolean;
+            continue;
+        }
+        const int negative = *p == '-';
+        p += negative || *p == '+';
+        const uint8_t *const first = p;
+        const uint64_t limit = (uint64_t)INT64_MAX + (uint64_t)negative;
+        uint64_t value = 0;
+        int good = 1;
+        for (uint8_t digit; p < end && (digit = (uint8_t)(*p - '0')) <= 9; p++) {
+            good &= value <= (limit - digit) / 10;
+            value = value * 10 + digit;
+        }
+        good &= p > first;
+        if (p < end && *p == '.')
+            for (p++; p < end && *p == '0';) p++;
+        if (good && p == end) out[i] = negative ? 0 - value : value;
         else status[i] = TEXT_REFUSED;
     }
 }

@@ -58,6 +58,8 @@ def token(text: bytes) -> int:
     """What the module's docstring says."""
     if re.fullmatch(rb"0|-?[1-9][0-9]*", text) and -(2**63) <= int(text) < 2**63:
         return int(text) & MASK
+    if text in (b"true", b"True", b"TRUE", b"false", b"False", b"FALSE"):
+        return int(text.lower() == b"true")
     return xxh64(text)
 
 
