@@ -38,7 +38,7 @@ assert result.summary["steps"] == 4
 
 nodes = launch.alive_nodes()
 shares = launch.layout(nodes, num_workers=2, use_gpu=False, cpus_per_worker=0.5,
-                       resources_per_worker={"accelerator": 1.0}, keep_data_off_workers=True)
+                       resources_per_worker={"accelerator": 1.0}, data_nodes="auto")
 
 
 def where(item):

@@ -8,15 +8,20 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rayrec.config import InputError
 from rayrec.data.placement import TaskPlacement
+
+DataNodes = Literal["auto", "any", "separate"]
+"""Where data tasks run: see `layout`."""
 
 _OBJECT_STORE_SHARE = 0.25
 """Part of the cluster's object store that ingest may fill ahead of training; the rest holds vocabularies and slack."""
 
 
+_ENOUGH_CPUS = 4.0
+"""CPUs for each worker's data tasks that are enough to keep them off the workers' nodes."""
 _PROBE_S = 2.0
 _ROUNDING = 1e-4
 """Ray counts resources in ten-thousandths."""
@@ -44,6 +49,28 @@ class Layout:
     """What data tasks may use while no worker runs."""
     workers_only: frozenset[str] = frozenset()
     """Ids of the nodes that data tasks stay off; nodes that join later take data tasks."""
+    num_nodes: int = 1
+    """Nodes of the cluster."""
+    idle_cpus: float = 0.0
+    """CPUs of nodes that cannot hold workers, if data tasks nevertheless run on all nodes."""
+
+    def text(self) -> str:
+        """One line: the workers, what each reserves, and where their data tasks run."""
+        reserved = ", ".join(f"{amount:g} {name}" for name, amount in self.worker_resources.items())
+        num_data = self.num_nodes - len(self.workers_only)
+        where = (
+            f"{num_data} of {self.num_nodes} nodes, without workers"
+            if self.workers_only
+            else f"all {self.num_nodes} nodes"
+        )
+        line = (
+            f"{self.num_workers} workers, each with {reserved}; data tasks on {where}, {self.per_worker.max_cpus or 0:.3g} CPUs "
+            "for each worker"
+        )
+        if self.idle_cpus:
+            each = self.idle_cpus / self.num_workers
+            line += f" (nodes without workers have {each:.2g} for each; --cluster.data-nodes separate uses those alone)"
+        return line
 
 
 def connect(address: str | None, *, num_cpus: int | None, object_store_bytes: int | None, log_to_driver: bool) -> str:
@@ -188,13 +215,15 @@ def layout(
     use_gpu: bool,
     cpus_per_worker: float | None,
     resources_per_worker: dict[str, float],
-    keep_data_off_workers: bool,
+    data_nodes: DataNodes,
 ) -> Layout:
-    """Shares out a cluster: how many workers (of least and most), what one reserves, where data tasks may run and how many
-    CPUs each pipeline of them gets. Pure.
+    """Assigns a cluster's resources: the number of workers (between a least and a most), what each reserves, where data tasks may
+    run and how many CPUs each worker's data pipeline gets. Pure.
 
-    Where some nodes have what workers need (GPUs, or the named resources) and others do not, data tasks go to the
-    others. Raises InputError where (the least) workers do not fit, or where they would leave data tasks no CPU.
+    If some nodes have what workers need (GPUs, or named resources) and others do not, `data_nodes` chooses where data tasks run:
+    with auto on the others alone if those have enough CPUs for each worker, with separate on the others alone in any case, with
+    any on all nodes. Raises InputError if (the least) workers do not fit, if they would leave data tasks no CPU, and for separate
+    if there are no other nodes.
     """
     least, most = (num_workers, num_workers) if isinstance(num_workers, int) else num_workers
     wanted = dict(resources_per_worker)
@@ -213,13 +242,22 @@ def layout(
             f"scaling: a worker needs {wanted}, but the cluster has {have}; change scaling.use_gpu or resources_per_worker"
         )
     others = [node for node in nodes if node not in training] if special else []
-    apart = bool(others) and keep_data_off_workers and _cpus(others) > 0
-    if cpus_per_worker is None:
-        cpus_per_worker = 1.0 if use_gpu or apart else min(1.0, _cpus(training) / (2 * most))
-    worker_resources = {"CPU": cpus_per_worker, **wanted}
-    data_nodes = others if apart else nodes
+    if data_nodes == "separate" and not _cpus(others):
+        raise InputError(
+            "cluster.data_nodes separate: every node with CPUs has what workers need; add nodes without, or choose auto"
+        )
+    misfit = None
     for chosen in range(most, least - 1, -1):
-        free = _cpus(others) if apart else _cpus(nodes) - cpus_per_worker * chosen
+        apart = data_nodes == "separate" or (
+            data_nodes == "auto"
+            and has_enough_cpus(
+                _cpus(others), all_cpus=_cpus(nodes), workers=chosen, cpus_per_worker=cpus_per_worker or float(use_gpu)
+            )
+        )
+        usual = 1.0 if use_gpu or apart else min(1.0, _cpus(training) / (2 * most))
+        each = usual if cpus_per_worker is None else cpus_per_worker
+        worker_resources = {"CPU": each, **wanted}
+        free = _cpus(others) if apart else _cpus(nodes) - each * chosen
         misfit = _misfit(chosen, training, worker_resources) or (
             f"scaling: {chosen} workers reserve all {_cpus(nodes):g} CPUs and leave none for data tasks; "
             "lower --scaling.cpus-per-worker or --scaling.num-workers"
@@ -228,16 +266,17 @@ def layout(
         )
         if misfit is None:
             break
-    else:
+    if misfit is not None:
         raise InputError(misfit)
     share = free / chosen
-    store = sum(node.resources.get("object_store_memory", 0) for node in data_nodes)
+    takes_data = others if apart else nodes
+    store = sum(node.resources.get("object_store_memory", 0) for node in takes_data)
     workers_only = frozenset(node.node_id for node in training) if apart else frozenset()
     # Not the ids of the others: nodes that join later take data tasks too.
     selector = {"ray.io/node-id": f"!in({','.join(sorted(workers_only))})"} if apart else None
     return Layout(
         num_workers=chosen,
-        cpus_per_worker=cpus_per_worker,
+        cpus_per_worker=each,
         worker_resources=worker_resources,
         per_worker=TaskPlacement(
             num_cpus=min(1.0, share),
@@ -245,9 +284,20 @@ def layout(
             max_object_store_bytes=int(store * _OBJECT_STORE_SHARE / chosen) or None,
             label_selector=selector,
         ),
-        driver=TaskPlacement(num_cpus=min(1.0, _cpus(data_nodes)), label_selector=selector),
+        driver=TaskPlacement(num_cpus=min(1.0, _cpus(takes_data)), label_selector=selector),
         workers_only=workers_only,
+        num_nodes=len(nodes),
+        idle_cpus=0.0 if apart else _cpus(others),
     )
+
+
+def has_enough_cpus(others: float, *, all_cpus: float, workers: int, cpus_per_worker: float) -> bool:
+    """Whether nodes without workers, with `others` CPUs in all, suffice for the data tasks of so many workers: each worker gets 4
+    CPUs, or half of what it would get if data tasks ran on all nodes. Pure."""
+    if others <= 0:
+        return False
+    shared = (all_cpus - cpus_per_worker * workers) / workers
+    return others / workers >= min(_ENOUGH_CPUS, shared / 2)
 
 
 def _cpus(nodes: list[Node]) -> float:

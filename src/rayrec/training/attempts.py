@@ -45,7 +45,7 @@ def share_out(config: TrainConfig, *, probe: bool = False, free: bool = False) -
         use_gpu=config.scaling.use_gpu,
         cpus_per_worker=config.scaling.cpus_per_worker,
         resources_per_worker=config.scaling.resources_per_worker,
-        keep_data_off_workers=config.cluster.data_nodes == "auto",
+        data_nodes=config.cluster.data_nodes,
     )
 
 
@@ -120,7 +120,9 @@ def run_attempts(
             if signals.cause is not None:
                 return None
             crowded, tolerance = False, Tolerance(config.failure)
-        shares = wait_for_room(config, note, free=crowded)
+        before_text, shares = shares.text(), wait_for_room(config, note, free=crowded)
+        if shares.num_nodes > 1 and shares.text() != before_text:
+            note(shares.text())
 
 
 def _newest_step(config: TrainConfig, folder: str) -> int:

@@ -167,7 +167,7 @@ def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
         use_gpu=config.scaling.use_gpu,
         cpus_per_worker=config.scaling.cpus_per_worker,
         resources_per_worker=config.scaling.resources_per_worker,
-        keep_data_off_workers=config.cluster.data_nodes == "auto",
+        data_nodes=config.cluster.data_nodes,
     )
     if config.scaling.use_gpu:
         local_workers = 1

@@ -88,6 +88,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
         # A run that goes on may do so on a cluster whose nodes are still joining; a new one is told at once.
         goes_on = latest(folder) is not None
         shares = wait_for_room(config, console.note) if goes_on else share_out(config)
+        if shares.num_nodes > 1:
+            console.note(shares.text())
         # Nor shall a new one wait for long at a wrong endpoint.
         patience_s = config.failure.max_outage_s if goes_on else storage.outage_s()
         head = f"# rayrec {versions()['rayrec']}, config hash {run_hash(config)}\n"

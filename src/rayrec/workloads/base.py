@@ -165,8 +165,9 @@ class ClusterConfig(Config):
     """CPUs of a local Ray; None: all of the machine."""
     object_store_bytes: int | None = None
     """Object-store memory of a local Ray; None: Ray's choice."""
-    data_nodes: Literal["auto", "any"] = "auto"
-    """auto: data tasks stay off the nodes that have what training workers reserve, where there are others; any: anywhere."""
+    data_nodes: Literal["auto", "any", "separate"] = "auto"
+    """Nodes that run data tasks. separate: those without what workers reserve (GPUs, named resources); any: all; auto: separate
+    if those have 4 CPUs for each worker, or half of its share of all CPUs, else any."""
 
 
 @dataclass(frozen=True, kw_only=True)

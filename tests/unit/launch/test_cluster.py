@@ -18,7 +18,7 @@ def shared(*resources: dict[str, float], **changes: Any) -> Layout:
         "use_gpu": False,
         "cpus_per_worker": None,
         "resources_per_worker": {},
-        "keep_data_off_workers": True,
+        "data_nodes": "auto",
     }
     return layout(nodes, **{**fields, **changes})
 
@@ -34,6 +34,50 @@ def test_data_tasks_keep_off_the_nodes_of_workers() -> None:
     assert shares.worker_resources == {"CPU": 1.0, "GPU": 1.0}
     assert shares.per_worker.max_cpus == 2.0
     assert shares.per_worker.label_selector == {"ray.io/node-id": "!in(1)"}
+
+
+GPU_NODES = [{"CPU": 96.0, "GPU": 8.0}] * 4
+
+
+@pytest.mark.parametrize(
+    ("others", "data_nodes", "apart", "cpus_each"),
+    [
+        ([{"CPU": 8.0}], "auto", False, 11.25),  # a head of 8 CPUs would starve 32 GPUs
+        ([{"CPU": 8.0}], "separate", True, 0.25),
+        ([{"CPU": 64.0}] * 2, "auto", True, 4.0),
+        ([{"CPU": 64.0}] * 2, "any", False, 15.0),
+        ([{"CPU": 120.0}], "auto", False, 14.75),
+        ([{"CPU": 0.0}], "auto", False, 11.0),
+        ([], "auto", False, 11.0),
+    ],
+)
+def test_data_tasks_are_separated_if_the_other_nodes_have_enough_cpus(
+    others: list[dict[str, float]], data_nodes: str, apart: bool, cpus_each: float
+) -> None:
+    shares = shared(*others, *GPU_NODES, num_workers=32, use_gpu=True, data_nodes=data_nodes)
+    assert bool(shares.workers_only) is apart
+    assert (shares.per_worker.label_selector is not None) is apart
+    assert shares.per_worker.max_cpus == cpus_each
+    assert f"{cpus_each:.3g} CPUs for each worker" in shares.text()
+
+
+def test_with_fewer_workers_the_other_nodes_may_be_enough() -> None:
+    """An elastic run decides for the number of workers that fit."""
+    nodes: tuple[dict[str, float], ...] = ({"CPU": 16.0}, *GPU_NODES)
+    assert not shared(*nodes, num_workers=(1, 32), use_gpu=True).workers_only
+    assert shared(*nodes[:1], {"CPU": 96.0, "GPU": 4.0}, num_workers=(1, 32), use_gpu=True).workers_only == {"1"}
+
+
+def test_the_layout_is_printed_in_a_line() -> None:
+    shares = shared({"CPU": 8.0}, *GPU_NODES, num_workers=32, use_gpu=True)
+    assert shares.text() == (
+        "32 workers, each with 1 CPU, 1 GPU; data tasks on all 5 nodes, 11.2 CPUs for each worker (nodes without workers have "
+        "0.25 for each; --cluster.data-nodes separate uses those alone)"
+    )
+    apart = shared({"CPU": 4.0}, {"CPU": 2.0, "GPU": 2.0}, use_gpu=True)
+    assert apart.text() == (
+        "2 workers, each with 1 CPU, 1 GPU; data tasks on 1 of 2 nodes, without workers, 2 CPUs for each worker"
+    )
 
 
 SLOTS = {"resources_per_worker": {"slot": 1.0}, "cpus_per_worker": 0.5, "num_workers": (1, 3)}
@@ -63,6 +107,7 @@ def test_as_many_workers_as_there_is_room_for(nodes: list[dict[str, float]], exp
         ([{"CPU": 2.0}], {"cpus_per_worker": 1.0}, "reserve all 2 CPUs and leave none for data tasks"),
         ([{"CPU": 1.0}] * 3, {"cpus_per_worker": 0.6, "num_workers": 4}, "do not fit on the nodes, 3 do"),
         ([{"CPU": 8.0}], {"num_workers": (1, 4)}, "give --scaling.cpus-per-worker"),
+        ([{"CPU": 8.0, "GPU": 2.0}], {"use_gpu": True, "data_nodes": "separate"}, "add nodes without, or choose auto"),
         ([{"CPU": 1.0, "slot": 1.0}], {**SLOTS, "num_workers": (2, 3)}, "2 workers need 2 slot"),
     ],
 )

@@ -34,7 +34,7 @@ def shares_of(shape: ClusterShape, *, workers: int, use_gpu: bool = False) -> La
         use_gpu=use_gpu,
         cpus_per_worker=None,
         resources_per_worker={},
-        keep_data_off_workers=True,
+        data_nodes="auto",
     )
 
 
