@@ -7,7 +7,8 @@ In README.md, docs/*.md and the notebooks of examples/:
   page's Python; of other lines only the targets of `make` are looked up;
 - blocks fenced as `yaml` must load as a configuration; `text` and others are only read.
 
-A page finds what docs/quickstart.md leaves behind (log/, runs/), unless it generates its own log.
+A page finds what docs/quickstart.md leaves behind (log/, runs/), unless it generates its own log. The quickstart starts Ray as
+a reader would; the other pages share one running Ray, because starting one for each command takes longer than the command.
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ def runnable(page: Path) -> list[Block]:
 RUNNABLE = [page for page in PAGES if runnable(page) and page != QUICKSTART]
 
 
-def _environment(folder: Path) -> dict[str, str]:
-    """Commands `rayrec` and `python` are this interpreter's; nothing is kept outside the folder; no cluster but a local one."""
+def _environment(folder: Path, address: str | None) -> dict[str, str]:
+    """Commands `rayrec` and `python` are this interpreter's; nothing is kept outside the folder; `address`: a Ray to use."""
     programs = folder / ".bin"
     programs.mkdir(exist_ok=True)
     for name, start in (("rayrec", "-m rayrec "), ("python", "")):
@@ -113,15 +114,17 @@ def _environment(folder: Path) -> dict[str, str]:
         script.chmod(0o755)
     environment = {**os.environ, "RAYREC_CACHE": str(folder / ".cache"), "PYTHONUNBUFFERED": "1"}
     environment.pop("RAY_ADDRESS", None)
+    if address:
+        environment["RAY_ADDRESS"] = address
     environment["PATH"] = f"{programs}{os.pathsep}{environment.get('PATH', os.defpath)}"
     return environment
 
 
-def run_blocks(name: str, wanted: list[Block], folder: Path) -> None:
+def run_blocks(name: str, wanted: list[Block], folder: Path, *, address: str | None = None) -> None:
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, json.dumps([name, wanted])],
         cwd=folder,
-        env=_environment(folder),
+        env=_environment(folder, address),
         capture_output=True,
         text=True,
         check=False,
@@ -139,6 +142,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def running_ray(world: Path, local_ray: None) -> str:
+    """The address of the Ray that pages share; starts after the quickstart's own has ended."""
+    import ray
+
+    return ray.get_runtime_context().gcs_address
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 def test_the_quickstart_runs(world: Path) -> None:
@@ -149,11 +160,11 @@ def test_the_quickstart_runs(world: Path) -> None:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUNNABLE, ids=_name)
-def test_a_page_runs(page: Path, world: Path, tmp_path: Path) -> None:
+def test_a_page_runs(page: Path, world: Path, running_ray: str, tmp_path: Path) -> None:
     if "rayrec generate log " not in page.read_text():
         for name in ("log", "runs"):
             shutil.copytree(world / name, tmp_path / name)
-    run_blocks(_name(page), runnable(page), tmp_path)
+    run_blocks(_name(page), runnable(page), tmp_path, address=running_ray)
 
 
 @pytest.mark.ray
@@ -167,7 +178,7 @@ def test_a_page_runs(page: Path, world: Path, tmp_path: Path) -> None:
         for notebook in NOTEBOOKS
     ],
 )
-def test_a_notebook_runs(notebook: Path, tmp_path: Path) -> None:
+def test_a_notebook_runs(notebook: Path, running_ray: str, tmp_path: Path) -> None:
     cells = json.loads(notebook.read_text())["cells"]
     assert not any(cell.get("outputs") for cell in cells), "a notebook is kept without outputs"
     code = [
@@ -175,7 +186,7 @@ def test_a_notebook_runs(notebook: Path, tmp_path: Path) -> None:
         for number, cell in enumerate(cells)
         if cell["cell_type"] == "code"
     ]
-    run_blocks(_name(notebook), code, tmp_path)
+    run_blocks(_name(notebook), code, tmp_path, address=running_ray)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)

@@ -89,7 +89,9 @@ def losses(folder: str) -> list[float]:
     return [event["loss"] for event in events(folder, "step")]
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one worker", "two workers"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(1, marks=pytest.mark.exhaustive), 2], ids=["one worker", "two workers"]
+)
 def runs(request: pytest.FixtureRequest, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     """The same run under each loop."""
     scaling = {"num_workers": request.param, "threads_per_worker": 1}
@@ -228,6 +230,7 @@ def test_a_run_goes_on_under_the_other_loop_with_another_number_of_workers(token
     assert result.summary["metrics"]["loss"] < 0.5 * losses(result.folder)[0]
 
 
+@pytest.mark.exhaustive
 def test_the_124_million_parameters_start_and_step(local_ray: None, tmp_path: Path) -> None:
     """The recipe as it is, but for what a machine without GPUs cannot have."""
     write_text(tmp_path / "text.txt", sentences=2000, seed=0)

@@ -242,6 +242,7 @@ def test_ctrl_c_stops_the_job_which_saves_first(begin: Begin) -> None:
     assert newest == max(run.steps())  # saved when it stopped, and not only every 40 steps
 
 
+@pytest.mark.exhaustive
 @pytest.mark.extended
 def test_another_supervisor_follows_the_same_job(begin: Begin, undisturbed: Supervised) -> None:
     run = begin("orphan")
