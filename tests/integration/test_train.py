@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from itertools import pairwise
@@ -121,8 +122,11 @@ def test_a_finished_run_is_not_trained_again(finished: tuple[TrainConfig, Result
     before = len(read_events(os.path.join(result.folder, "events.jsonl")))
     assert train(config).summary == result.summary
     assert len(read_events(os.path.join(result.folder, "events.jsonl"))) == before
-    for changes in ({"steps": 19}, {"steps": 21, "seed": 1}):
-        with pytest.raises(InputError, match="finished with another configuration"):
+    for changes, told in (
+        ({"steps": 19}, "finished with another configuration"),
+        ({"steps": 21, "seed": 1}, r"was trained with other settings \(seed: 0 -> 1\)"),
+    ):
+        with pytest.raises(InputError, match=told):
             train(config.replace(**changes))
     assert json.loads(Path(result.folder, "summary.json").read_text()) == result.summary
 
@@ -149,8 +153,14 @@ def test_a_run_goes_on_with_the_rows_it_began_with_alone(local_ray: None, click_
     config = small(click_log, tmp_path, name="run", steps=4, evaluate_every=4)
     folder = Path(train(config).folder)
     (folder / "summary.json").unlink()  # it was about to finish
-    with pytest.raises(InputError, match=r"^train_data: the run began with other rows[^\n]* another --name$"):
+    with pytest.raises(InputError, match=r"was trained with other settings \(seed: 0 -> 1\)[^\n]* another --name$"):
         train(config.replace(seed=1, steps=8))
+    parts = tmp_path / "parts"
+    shutil.copytree(click_log, parts)
+    with (parts / "train.txt").open("rb+") as log:
+        log.truncate(log.seek(0, os.SEEK_END) * 3 // 4)
+    with pytest.raises(InputError, match=r"^train_data: the run began with other rows[^\n]* another --name$"):
+        train(config.replace(train_data={"path": str(parts / "train.txt")}, steps=8))
     assert train(config.replace(steps=8)).summary["rows_lost"] == 0
 
 

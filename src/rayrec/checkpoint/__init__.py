@@ -8,6 +8,7 @@ ever unpickled. torch.distributed.checkpoint plans who writes and who reads what
 
 from rayrec.checkpoint.claims import Claim, claim
 from rayrec.checkpoint.folders import (
+    SUMMARY,
     Checkpoint,
     committed,
     folder_of,
@@ -26,6 +27,7 @@ from rayrec.checkpoint.writing import save
 
 __all__ = [
     "MANIFEST",
+    "SUMMARY",
     "VERSION",
     "Checkpoint",
     "Claim",

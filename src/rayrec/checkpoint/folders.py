@@ -21,6 +21,10 @@ _PICKLE_START: Final = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04")
 """Of a pickle of protocol 2 to 5, and of a zip archive, as torch.save makes."""
 
 
+SUMMARY = "summary.json"
+"""In the folder of a finished run."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A complete checkpoint."""
@@ -77,7 +81,7 @@ def open_checkpoint(path: str) -> Checkpoint:
     """
     if storage.exists(storage.join(path, MANIFEST)):
         return Checkpoint(storage.absolute(path))
-    summary = storage.join(path, "summary.json")
+    summary = storage.join(path, SUMMARY)
     chosen = latest(path)
     if storage.exists(summary):
         chosen = Checkpoint(folder_of(path, storage.read_json(summary)["chosen_step"]))

@@ -43,6 +43,11 @@ def note_of(event: Event, *, verbose: bool = False) -> str | None:
         return f"passed over: {event['cause']}"
     if kind == "checkpoint_late":
         return f"step {event['step']:,}  not saved yet: {event['cause']}"
+    if kind == "checkpoint_slow":
+        return (
+            f"step {event['step']:,}  saving took {event['write_s']:.0f} s, longer than failure.grace_s "
+            f"({event['grace_s']:.0f} s): raise --failure.grace-s, and give the machines' own notice as long"
+        )
     if kind == "stop":
         return f"step {event['step']:,}  saved, stopping ({event['cause']})"
     if kind == "checkpoint" and verbose:

@@ -23,6 +23,7 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, Sharde
 
 from rayrec.checkpoint import Checkpoint, restore, untied
 from rayrec.checkpoint.ranks import Ranks
+from rayrec.config import InputError
 
 Columns = tuple[int, int]
 """First column, and the one after the last."""
@@ -51,11 +52,19 @@ def all_tensors(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
 def restore_all(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: Any) -> None:
     """Brings weights and optimizer state back, whatever plan and number of workers saved them; collective.
 
-    Raises what `rayrec.checkpoint.restore` raises; the run is then half restored.
+    Raises what `rayrec.checkpoint.restore` raises, and InputError for optimizer state that this optimizer does not have; the run
+    is then half restored.
     """
     stored = Ranks.all().from_first(lambda: list(checkpoint.manifest()["tensors"]))
     make_state(optimizer)
     targets = Targets(model, optimizer, stored=set(stored))
+    live = set[str]().union(*Ranks.all().gather_all(list(targets.tensors)))
+    surplus = sorted(name for name in stored if name.startswith("optimizer.") and name not in live)
+    if surplus:
+        raise InputError(
+            f"{checkpoint.path}: holds {surplus[0]}, state that the optimizer of this run does not have; it was saved with "
+            "another optimizer: give the settings of its config.yaml"
+        )
     restore(checkpoint, targets.tensors)
     targets.loaded()
 

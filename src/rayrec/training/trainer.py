@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +22,13 @@ from rayrec.observe.events import EventWriter, follow, merge_events, read_events
 from rayrec.observe.tracking.config import Makers, TrackersConfig
 from rayrec.observe.tracking.tracker import tracking
 from rayrec.observe.verdict import verdict
+from rayrec.training.settings import LENGTHS, Change, Changes, compare_settings, with_old
 from rayrec.training.signals import Signals
 from rayrec.workloads.base import ClusterConfig, ObserveConfig, ProfileConfig, RunContext, TrainConfig
 
 if TYPE_CHECKING:
     import pandas
 
-SUMMARY = "summary.json"
 _PATIENCE_S = 5.0
 """With a store that is out, for what is left to write where an error ends a run."""
 
@@ -69,7 +69,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
     config = config.replace(name=name)
     root = storage.absolute(config.storage_path)
     folder = storage.join(root, name)
-    finished = _finished(folder, config, console.note)
+    changes = _changes(folder, config)
+    finished = _finished(folder, config, changes, console.note)
     if finished is not None:
         return finished
     _set_environment()
@@ -92,10 +93,12 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
             console.note(shares.text())
         # Nor shall a new one wait for long at a wrong endpoint.
         patience_s = config.failure.max_outage_s if goes_on else storage.outage_s()
-        head = f"# rayrec {versions()['rayrec']}, config hash {run_hash(config)}\n"
         with storage.patience(patience_s):
             storage.make_folder(folder)
-            storage.write_bytes(storage.join(folder, "config.yaml"), (head + config.to_yaml()).encode())
+            if not goes_on:
+                if changes.refused:
+                    config.workload.discard(folder)
+                _write_config(folder, config)
         place = storage.join(folder, "events.jsonl")
         with (
             _told_in_the_end(folder, note=console.note),
@@ -103,15 +106,23 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
             EventWriter(place) as events,
             _end_told(events, signals),
         ):
-            events.write("run", recipe=config.recipe, name=name, config_hash=run_hash(config), versions=versions())
+            events.write(
+                "run",
+                recipe=config.recipe,
+                name=name,
+                config_hash=run_hash(config),
+                versions=versions(),
+                changed={change.field: [change.old, change.new] for change in (*changes.accepted, *changes.refused)},
+            )
             with console.preparing(), storage.patience(patience_s):
                 placement = shares.driver.replace(max_outage_s=patience_s)
                 context = RunContext(config, folder, placement, console.note, console.progress)
                 prepared = config.workload.prepare(context)
             prepared_s = time.monotonic() - started_s
             events.write("prepared", seconds=prepared_s, **config.workload.summarize(prepared, {}))
-            with storage.patience(patience_s):  # the summary is of a run that was finished, and from here on is not
-                storage.remove_file(storage.join(folder, SUMMARY))
+            if goes_on:  # not before everything that may be refused here
+                with storage.patience(patience_s):
+                    _write_config(folder, config)
             with console.training(lambda stop: follow(place, stop=stop)):
                 finish = run_attempts(
                     config, folder, prepared, shares, events=events, signals=signals, note=console.note
@@ -188,23 +199,80 @@ def _set_environment() -> None:
         os.environ.setdefault(key, value)
 
 
-def _finished(folder: str, config: TrainConfig, note: Callable[[str], None]) -> Result | None:
-    """The result of a run that ended before; None where it is to be trained, or trained for longer. Raises InputError where its
-    configuration was another one."""
-    path = storage.join(folder, SUMMARY)
+def _write_config(folder: str, config: TrainConfig) -> None:
+    head = f"# rayrec {versions()['rayrec']}, config hash {run_hash(config)}\n"
+    storage.write_bytes(storage.join(folder, "config.yaml"), (head + config.to_yaml()).encode())
+
+
+def _changes(folder: str, config: TrainConfig) -> Changes:
+    """What differs from the settings of an earlier start of the run; nothing if there was none."""
+    from rayrec.checkpoint import latest
+
+    stored = _stored_settings(folder)
+    if stored is None:  # damaged, say; every checkpoint has a copy
+        checkpoint = latest(folder)
+        stored = _stored_settings(checkpoint.path) if checkpoint else None
+    return Changes((), ()) if stored is None else compare_settings(stored, config)
+
+
+def _stored_settings(folder: str) -> dict[str, Any] | None:
+    import yaml
+
+    path = storage.join(folder, "config.yaml")
     if not storage.exists(path):
         return None
+    with contextlib.suppress(yaml.YAMLError, UnicodeDecodeError):
+        settings = yaml.safe_load(storage.read_bytes(path).decode())
+        return settings if isinstance(settings, dict) else None
+    return None
+
+
+def _finished(folder: str, config: TrainConfig, changes: Changes, note: Callable[[str], None]) -> Result | None:
+    """The result of a run that ended before; None if it is to be trained, or trained for longer.
+
+    Raises InputError, before anything is changed, if the run has a checkpoint of a training with other settings.
+    """
+    from rayrec.checkpoint import SUMMARY, latest
+
+    path = storage.join(folder, SUMMARY)
+    if not storage.exists(path):
+        if changes.refused and latest(folder) is not None:
+            raise _other_settings(folder, changes.refused)
+        if changes.refused:
+            note(f"{folder}: no step was saved; starts again with other settings ({_listed(changes.refused)})")
+        if changes.accepted:
+            note(f"{folder}: resumes with changed settings ({_listed(changes.accepted)})")
+        return None
     summary = storage.read_json(path)
-    if summary["config_hash"] == run_hash(config):
-        note(f"{folder} is finished already; its result follows (choose another --name to train anew)")
+    lengths = tuple(change for change in changes.refused if change.field in LENGTHS)
+    refused = tuple(change for change in changes.refused if change.field not in LENGTHS)
+    if refused:
+        raise _other_settings(folder, refused)
+    free = tuple(change for change in changes.accepted if change.field not in LENGTHS)
+    before = with_old(config, free)
+    if summary["config_hash"] == run_hash(before):
+        changed = f"; not used, since nothing is left to train: {_listed(free)}" if free else ""
+        note(f"{folder} is finished already; its result follows (choose another --name to train anew){changed}")
         return Result(folder, summary["checkpoint"], summary)
-    if not is_longer(config, summary):
+    if not is_longer(before, summary):
+        told = f" ({_listed(lengths)})" if lengths else ""
         raise InputError(
             f"{folder}: finished with another configuration (see its config.yaml), of which steps and epochs alone can be "
-            "raised; choose another --name"
+            f"raised{told}; choose another --name"
         )
     note(f"{folder} was finished at step {summary['steps']:,}; it goes on from there")
     return None
+
+
+def _other_settings(folder: str, refused: Sequence[Change]) -> InputError:
+    return InputError(
+        f"{folder}: was trained with other settings ({_listed(refused)}); give those of its config.yaml, or choose another "
+        "--name"
+    )
+
+
+def _listed(changes: Sequence[Change]) -> str:
+    return ", ".join(map(str, changes))
 
 
 def is_longer(config: TrainConfig, summary: Mapping[str, Any]) -> bool:
@@ -240,7 +308,7 @@ def summarize(
 ) -> Result:
     """Writes the summary of a run that is through, `finish` being what its workers told last, and tells the events of it.
     `epochs` and `wall_s` count all attempts and drivers of the run."""
-    from rayrec.checkpoint import Checkpoint, weights_sha256
+    from rayrec.checkpoint import SUMMARY, Checkpoint, weights_sha256
 
     told = _events(storage.join(folder, "events.jsonl"), note=note)
     found = verdict(told)

@@ -15,6 +15,7 @@ import torch
 
 from rayrec import storage
 from rayrec.checkpoint import (
+    SUMMARY,
     Checkpoint,
     Claim,
     DamagedError,
@@ -27,6 +28,7 @@ from rayrec.checkpoint import (
     restore,
     step_of,
 )
+from rayrec.checkpoint.cleaning import tolerated
 from rayrec.checkpoint.format import UnreadableError
 from rayrec.checkpoint.persistence import Persistence
 from rayrec.checkpoint.ranks import Ranks
@@ -121,7 +123,7 @@ def _train(worker: WorkerContext, assignment: Assignment, log: Log) -> dict[str,
         ),
         extra_files=_extra_files(assignment) if mine else {},
         max_outage_s=config.failure.max_outage_s,
-        log=log,
+        log=saver_log(folder, log, grace_s=config.failure.grace_s),
         damaged=damaged,
     )
     log(
@@ -184,6 +186,27 @@ def _train(worker: WorkerContext, assignment: Assignment, log: Log) -> dict[str,
         return told
     log("stop", {"cause": watch.cause, "step": progress.step, "last": watch.cause != MORE_WORKERS})
     return {"stopped": watch.cause}
+
+
+def saver_log(folder: str, log: Log, *, grace_s: float) -> Log:
+    """The log of a run's Saver: with the first checkpoint of an attempt the summary of a run that was finished before, and is
+    trained for longer now, is removed; and a save that takes longer than `grace_s` is reported, once an attempt."""
+    first, quick = True, True
+
+    def log_save(kind: str, fields: dict[str, Any]) -> None:
+        nonlocal first, quick
+        log(kind, fields)
+        if kind != "checkpoint":
+            return
+        if first:
+            with tolerated(f"{folder}: an outdated {SUMMARY} is left"):
+                storage.remove_file(storage.join(folder, SUMMARY))
+                first = False
+        if quick and fields["write_s"] > grace_s:
+            quick = False
+            log("checkpoint_slow", {"step": fields["step"], "write_s": fields["write_s"], "grace_s": grace_s})
+
+    return log_save
 
 
 def _claimed(folder: str, *, max_outage_s: float) -> Claim:

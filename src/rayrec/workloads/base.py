@@ -430,6 +430,8 @@ class Workload(Config, abc.ABC):
 
     LOOPS: ClassVar[tuple[str, ...]] = ("rayrec",)
     """Loops that can train it: `TrainConfig.loop`."""
+    FREE_ON_RESUME: ClassVar[tuple[str, ...]] = ()
+    """Own fields, or groups of them (dotted), that may be others when a run resumes, since they change no step to come."""
 
     @abc.abstractmethod
     def score(self, metrics: dict[str, float]) -> float:
@@ -441,6 +443,10 @@ class Workload(Config, abc.ABC):
     @abc.abstractmethod
     def prepare(self, context: RunContext) -> Any:
         """On the driver, before workers start: whatever they share, picklable. Raises InputError for unusable input."""
+
+    def discard(self, folder: str) -> None:
+        """On the driver: removes what `prepare` has stored in a run's folder. Called before a run of which nothing is saved yet
+        starts again with other settings."""
 
     @abc.abstractmethod
     def make_loader(

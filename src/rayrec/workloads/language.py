@@ -61,6 +61,9 @@ class LanguageWorkload(ReplicatedWorkload):
     """Trains a model to tell the next token of a text."""
 
     LOOPS: ClassVar[tuple[str, ...]] = ("rayrec", "huggingface")
+    FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
+        *ReplicatedWorkload.FREE_ON_RESUME, "weights", "max_new_tokens", "temperature",
+    )  # fmt: skip
 
     model: GPT2Config = field(default_factory=GPT2Config)
     """The network; its vocabulary is that of the data."""

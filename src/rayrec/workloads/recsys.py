@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rayrec import storage
 from rayrec.config import InputError
@@ -19,7 +19,7 @@ from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, SparseOptim
 from rayrec.schema import Schema
 from rayrec.sharding import ShardingConfig
 from rayrec.workloads.base import DataConfig, RunContext, TrainConfig, WorkerContext, WorkerSetup, Workload
-from rayrec.workloads.distillation import Teacher, TeacherConfig, open_teacher
+from rayrec.workloads.distillation import RECORD, Teacher, TeacherConfig, open_teacher
 
 if TYPE_CHECKING:
     import ray
@@ -61,6 +61,8 @@ class Prepared:
 @dataclass(frozen=True, kw_only=True)
 class ClickWorkload(Workload):
     """Trains a click model on a log of clicks."""
+
+    FREE_ON_RESUME: ClassVar[tuple[str, ...]] = ("vocabulary_memory_bytes", "sharding")
 
     schema: Schema
     """Columns of the log."""
@@ -144,6 +146,10 @@ class ClickWorkload(Workload):
             best_auroc=_best_auroc(config.train_data.path, index) if config.eval_data.path is None else None,
             teacher=teacher,
         )
+
+    def discard(self, folder: str) -> None:
+        storage.remove_folder(storage.join(folder, PREPROCESSOR_FOLDER))
+        storage.remove_file(storage.join(folder, RECORD))
 
     def _index(self, data: DataConfig, context: RunContext) -> LogIndex:
         from rayrec.data.opening import open_log

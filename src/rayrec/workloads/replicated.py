@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rayrec.config import InputError
 from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule
@@ -27,6 +27,8 @@ class ReplicatedWorkload(Workload, abc.ABC):
     A subclass says where the rows are, what the model is and how a row is measured; the rest (order, exact position,
     gradients over workers, checkpoints, evaluation) is here.
     """
+
+    FREE_ON_RESUME: ClassVar[tuple[str, ...]] = ("parallel", "accumulate")
 
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """ddp: every worker holds the whole model; fsdp: weights, gradients and optimizer state are split over the workers."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -77,6 +77,8 @@ class Prepared:
 @dataclass(frozen=True, kw_only=True)
 class VisionWorkload(ReplicatedWorkload):
     """Trains a ResNet to tell classes of gray images."""
+
+    FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (*ReplicatedWorkload.FREE_ON_RESUME, "weights")
 
     model: ResNetConfig = field(default_factory=ResNetConfig)
     """The network."""

@@ -157,6 +157,11 @@ def test_names_are_text_and_no_markup() -> None:
     [
         ({"kind": "start", "step": 8, "world_size": 2}, "goes on from step 8 with 2 workers"),
         (
+            {"kind": "checkpoint_slow", "step": 8, "write_s": 95.4, "grace_s": 60.0},
+            "step 8  saving took 95 s, longer than failure.grace_s (60 s): raise --failure.grace-s, and give the machines' own "
+            "notice as long",
+        ),
+        (
             {"kind": "start", "step": 0, "world_size": 2, "damaged": [4, 8]},
             "no undamaged checkpoint is left (damaged: 2): training starts again from step 0",
         ),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from rayrec.checkpoint import Checkpoint, folder_of, save
+from rayrec.config import InputError
 from rayrec.models.replicated import replicated_optimizer
 from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig
-from rayrec.training.state import Targets, all_tensors, make_state, optimizer_tensors
+from rayrec.training.state import Targets, all_tensors, make_state, optimizer_tensors, restore_all
 
 NAME = "optimizer.weight.momentum1"
 
@@ -52,6 +56,21 @@ def test_what_is_not_stored_is_asked_for_by_its_own_name() -> None:
     model, optimizer = table()
     for stored in (["model.weight"], [f"{NAME}.columns_0_4"], [f"{NAME}.columns_0_2", f"{NAME}.columns_4_8"]):
         assert Targets(model, optimizer, stored=stored).tensors.keys() == {"model.weight", NAME}
+
+
+def test_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    """Restoring the rest would drop it without a word."""
+    model = torch.nn.Linear(8, 3)
+    adam = DenseOptimizerConfig(kind="adam").build_keyed(dict(model.named_parameters()))
+    make_state(adam)
+    saved = Checkpoint(folder_of(str(tmp_path), 1))
+    save(saved.path, all_tensors(model, adam), state={})
+    restore_all(saved, model, adam)
+    sgd = DenseOptimizerConfig(kind="sgd").build_keyed(dict(model.named_parameters()))
+    with pytest.raises(
+        InputError, match=r"step_00000001: holds optimizer\.bias\.exp_avg, state that the optimizer of this run"
+    ):
+        restore_all(saved, model, sgd)
 
 
 def test_state_is_made_once() -> None:

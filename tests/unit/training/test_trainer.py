@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import html
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import replicated_ranks
@@ -26,6 +27,7 @@ from rayrec.training.trainer import Result, is_longer, run_hash, summarize
 from rayrec.workloads.base import RunContext, TrainConfig
 
 NOTES: list[str] = []
+CONFIGS: list[TrainConfig] = []
 ROWS = replicated_ranks.ROWS["train"]
 
 
@@ -94,6 +96,8 @@ def test_more_steps_or_epochs_alone_are_the_same_run(
 class Prepared(replicated_ranks.Small):
     """Has nothing to prepare, or cannot."""
 
+    FREE_ON_RESUME: ClassVar[tuple[str, ...]] = ("wrong",)
+
     wrong: str = ""
 
     def prepare(self, context: RunContext) -> Any:
@@ -106,7 +110,13 @@ class Prepared(replicated_ranks.Small):
 
 
 def failing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, *, wrong: str = "", finishes: bool = False
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    *,
+    wrong: str = "",
+    finishes: bool = False,
+    changes: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """The events of a run that logs a step, and ends with the error, `finishes`: of the summary. Its notes go to NOTES."""
 
@@ -131,10 +141,9 @@ def failing(
         failure={"max_outage_s": 900.0},
         trackers={"prometheus": False, "tensorboard": False, "mllog": True},
     )
-    console = Console(quiet=True)
-    monkeypatch.setattr(console, "note", NOTES.append)
+    CONFIGS.append(config)
     with pytest.raises(type(error)) as raised:
-        trainer.train(config, console=console)
+        trainer.train(config.updated(changes or {}), console=quiet(monkeypatch))
     assert str(raised.value) == (wrong or str(error))
     return read_events(folder / "run" / "events.jsonl")
 
@@ -176,12 +185,55 @@ def test_a_run_that_goes_on_waits_longer_for_its_store_than_a_new_one(
         checkpoint.save(folder_of(str(tmp_path / "run"), 5), {"a": torch.ones(1)}, state={})
 
 
+def test_a_refusal_changes_nothing_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the summary nor the configuration of a finished run, when it cannot be trained for longer; nor those of a run
+    that another command would resume with other settings."""
+    failing(tmp_path, monkeypatch, InputError("no room"))  # nothing is saved yet
+    failing(tmp_path, monkeypatch, InputError("no room"), changes={"seed": 5})  # so that it may be another run
+    assert f"{tmp_path}/run: no step was saved; starts again with other settings (seed: 0 -> 5)" in NOTES
+    checkpoint.save(folder_of(str(tmp_path / "run"), 5), {"a": torch.ones(1)}, state={})
+    settings = tmp_path / "run" / "config.yaml"
+    before = settings.read_bytes()
+    other = (
+        f"{tmp_path}/run: was trained with other settings (seed: 5 -> 6); give those of its config.yaml, or choose another "
+        "--name"
+    )
+    failing(tmp_path, monkeypatch, InputError(other), changes={"seed": 6, "log_every": 3})
+    assert settings.read_bytes() == before
+    NOTES.clear()
+    failing(tmp_path, monkeypatch, InputError("no room"), changes={"seed": 5, "log_every": 3})
+    assert f"{tmp_path}/run: resumes with changed settings (log_every: 1 -> 3)" in NOTES
+    assert b"log_every: 3" in settings.read_bytes()
+
+    finished = CONFIGS[-1].replace(steps=20, log_every=3, seed=5)
+    summary = {"config_hash": run_hash(finished), "steps": 20, "epochs": 0.4, "checkpoint": "c"}
+    storage.write_json(str(tmp_path / "run" / "summary.json"), summary)
+    settings.write_text(finished.to_yaml())
+    before = settings.read_bytes()
+    longer = {"seed": 5, "log_every": 3, "steps": 30}
+    failing(tmp_path, monkeypatch, InputError("no such log"), wrong="no such log", changes=longer)
+    assert settings.read_bytes() == before
+    failing(tmp_path, monkeypatch, InputError("no room"), changes=longer)  # refused by the workers
+    assert storage.read_json(str(tmp_path / "run" / "summary.json")) == summary
+    NOTES.clear()
+    result = trainer.train(finished.replace(checkpoint={"every": 7}), console=quiet(monkeypatch))
+    assert result.summary == summary
+    assert NOTES[-1].endswith("not used, since nothing is left to train: checkpoint.every: null -> 7")
+
+
 def test_the_summary_is_worth_as_much_waiting_as_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def waits(*_: Any, **__: Any) -> Any:
         raise InputError(f"waits {storage.outage_s():g} s for a store")
 
     monkeypatch.setattr(trainer, "summarize", waits)
     failing(tmp_path, monkeypatch, InputError("waits 900 s for a store"), finishes=True)
+
+
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Console:
+    """A console whose notes go to NOTES."""
+    console = Console(quiet=True)
+    monkeypatch.setattr(console, "note", NOTES.append)
+    return console
 
 
 def lines_of(events: list[dict[str, Any]]) -> list[str]:

@@ -144,6 +144,25 @@ def test_samples_are_made_in_evaluation_mode(tmp_path: Path, evaluated_step: int
     assert run.events[-1] == ("samples", {"samples": [{"training": False}]})
 
 
+# -- saves
+
+
+def test_an_outdated_summary_goes_with_the_first_save_and_slow_saves_are_told_once(tmp_path: Path) -> None:
+    events: list[tuple[str, dict[str, Any]]] = []
+    log = worker.saver_log(str(tmp_path), lambda kind, fields: events.append((kind, fields)), grace_s=60.0)
+    summary = tmp_path / "summary.json"
+    summary.write_text("{}")
+    log("checkpoint_late", {"step": 5, "cause": "full"})
+    assert summary.exists()
+    log("checkpoint", {"step": 5, "write_s": 9.0})
+    assert not summary.exists()
+    for step in (6, 7):
+        log("checkpoint", {"step": step, "write_s": 61.0})
+    assert [(kind, fields["step"]) for kind, fields in events] == [
+        ("checkpoint_late", 5), ("checkpoint", 5), ("checkpoint", 6), ("checkpoint_slow", 6), ("checkpoint", 7)
+    ]  # fmt: skip
+
+
 # -- the peak
 
 

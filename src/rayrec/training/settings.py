@@ -1,0 +1,126 @@
+"""Decides which settings of a run may change between its start and a resume, by comparing two configurations."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rayrec.config import Config
+from rayrec.workloads.base import TrainConfig
+
+_OUTSIDE: Final = ("name", "storage_path", "cluster")
+"""Say where the run is, and are not compared."""
+_FREE: Final = (
+    "eval_batch_size", "evaluate_every", "log_every", "max_bad_fraction",
+    "checkpoint", "early_stopping", "failure", "observe", "profile", "trackers",
+    # A log may be moved: its rows and their order are compared when the run resumes.
+    "train_data.path", "train_data.in_memory", "train_data.cache_bytes", "train_data.prefetch_blocks",
+    "eval_data.path", "eval_data.in_memory", "eval_data.cache_bytes", "eval_data.prefetch_blocks",
+    "eval_data.block_bytes", "eval_data.segments_per_block",
+    # A checkpoint is free of the number of workers, and of what they run on.
+    "scaling.num_workers", "scaling.use_gpu", "scaling.cpus_per_worker", "scaling.resize_interval_s",
+    "scaling.resources_per_worker", "scaling.threads_per_worker", "scaling.placement_strategy",
+)  # fmt: skip
+"""Settings, or whole groups of them, that change no weight of the steps to come, or only their last digits."""
+LENGTHS: Final = ("steps", "epochs")
+_ABSENT: Final = "not set"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting that differs: plain JSON values, or "not set" where one of the configurations lacks it."""
+
+    field: str
+    """Dotted, as in flags."""
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.field}: {_text(self.old)} -> {_text(self.new)}"
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What differs between the settings that a run was started with and those that it is to resume with."""
+
+    refused: tuple[Change, ...]
+    """These change what the remaining steps learn."""
+    accepted: tuple[Change, ...]
+
+
+def compare_settings(stored: Mapping[str, Any], config: TrainConfig) -> Changes:
+    """Compares the settings of a run's config.yaml with those of a new command. Pure.
+
+    Accepted are more steps or epochs, another number of workers, a batch size that keeps the global batch, and what does not
+    change the training: `_FREE` and the workload's own `FREE_ON_RESUME`. Everything else is refused. A field that the stored
+    settings lack, because an earlier version wrote them, counts as its default.
+    """
+    free = (*_FREE, *(f"workload.{name}" for name in config.workload.FREE_ON_RESUME))
+    changes = [change for change in _changes(stored, config, "") if not _within(change.field, _OUTSIDE)]
+    refused = [
+        change
+        for change in changes
+        if not _within(change.field, free)
+        and not (change.field in LENGTHS and _longer(change.old, change.new))
+        and not (change.field == "batch_size" and _global_batch(stored) == _global_batch(config.to_dict()))
+    ]
+    return Changes(tuple(refused), tuple(change for change in changes if change not in refused))
+
+
+def with_old(config: TrainConfig, changes: tuple[Change, ...]) -> TrainConfig:
+    """The configuration with the old values of some changes, as far as it had any. Pure."""
+    for change in changes:
+        if _ABSENT not in (change.old, change.new):
+            *groups, name = change.field.split(".")
+            values: dict[str, Any] = {name: change.old}
+            for group in reversed(groups):
+                values = {group: values}
+            config = config.updated(values)
+    return config
+
+
+def _changes(stored: Mapping[str, Any], config: Config, where: str) -> Iterator[Change]:
+    plain = config.to_dict()
+    for field in dataclasses.fields(config):
+        value, new, old = getattr(config, field.name), plain[field.name], stored.get(field.name, _ABSENT)
+        name = f"{where}{field.name}"
+        if isinstance(value, Config) and isinstance(old, Mapping):
+            yield from _changes(old, value, f"{name}.")
+        elif not _equal(old, new) and not (old == _ABSENT and value == _default(field)):
+            yield Change(name, old, new)
+    for name in stored.keys() - plain.keys():
+        yield Change(f"{where}{name}", stored[name], _ABSENT)
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _equal(old: Any, new: Any) -> bool:
+    return json.dumps(old, sort_keys=True, default=str) == json.dumps(new, sort_keys=True, default=str)
+
+
+def _within(field: str, names: tuple[str, ...]) -> bool:
+    return any(field == name or field.startswith(f"{name}.") for name in names)
+
+
+def _longer(old: Any, new: Any) -> bool:
+    """`steps` is a limit, which None lifts."""
+    return isinstance(old, int) and (new is None or (isinstance(new, int) and new > old))
+
+
+def _global_batch(settings: Mapping[str, Any]) -> int | None:
+    """Rows of a step of the most workers; None if the settings do not say."""
+    workers = settings.get("scaling", {}).get("num_workers", 1)
+    most = workers[-1] if isinstance(workers, list) else workers
+    size = settings.get("batch_size")
+    return size * most if isinstance(size, int) and isinstance(most, int) else None
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)

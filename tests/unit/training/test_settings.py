@@ -1,0 +1,103 @@
+"""Which settings of a run may differ when it resumes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import replicated_ranks
+import yaml
+
+from rayrec import recipes
+from rayrec.training.settings import Change, compare_settings, with_old
+from rayrec.workloads.base import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(replicated_ranks.Small):
+    FREE_ON_RESUME: ClassVar[tuple[str, ...]] = ("workers_note",)
+    workers_note: str = "a"
+
+
+def config(**changes: Any) -> TrainConfig:
+    """Of a click model on four workers, at most, with 100 rows each."""
+    base = recipes.criteo_demo("log").replace(batch_size=100, steps=50, scaling={"num_workers": (1, 4)})
+    return base.updated(changes)
+
+
+def stored(config: TrainConfig) -> dict[str, Any]:
+    """As a run's config.yaml gives it back."""
+    settings = yaml.safe_load(config.to_yaml())
+    assert isinstance(settings, dict)
+    return settings
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused", "accepted"),
+    [
+        ({}, [], []),
+        ({"name": "b", "storage_path": "s3://b/runs", "cluster": {"address": "a:1"}}, [], []),
+        ({"seed": 7}, ["seed: 0 -> 7"], []),
+        ({"precision": "bf16"}, ["precision: fp32 -> bf16"], []),
+        ({"train_data": {"shuffle": "none"}}, ["train_data.shuffle: window -> none"], []),
+        ({"train_data": {"block_bytes": 1 << 20}}, ["train_data.block_bytes: 33554432 -> 1048576"], []),
+        ({"train_data": {"files": ("a", "b")}}, ['train_data.files: [] -> ["a", "b"]'], []),
+        ({"train_data": {"path": "moved", "prefetch_blocks": 9}}, [], ["train_data.path", "train_data.prefetch_blocks"]),
+        (
+            {"workload": {"dense_optimizer": {"kind": "adagrad", "learning_rate": 0.5}}},
+            [
+                "workload.dense_optimizer.kind: adam -> adagrad",
+                "workload.dense_optimizer.learning_rate: 0.002 -> 0.5",
+            ],
+            [],
+        ),
+        ({"workload": {"sparse_optimizer": {"eps": 1e-5}}}, ["workload.sparse_optimizer.eps: 1e-08 -> 1e-05"], []),
+        ({"workload": {"profile": {"min_count": 9}}}, ["workload.profile.min_count: 2 -> 9"], []),
+        ({"workload": {"preprocessor": "other"}}, ["workload.preprocessor: null -> other"], []),
+        ({"workload": {"sharding": {"min_column_width": 8}}}, [], ["workload.sharding.min_column_width"]),
+        (
+            {"checkpoint": {"every": 5}, "log_every": 1, "trackers": {"tensorboard": False}, "failure": {"grace_s": 9.0}},
+            [],
+            ["log_every", "checkpoint.every", "failure.grace_s", "trackers.tensorboard"],
+        ),
+        ({"steps": 51, "epochs": 3}, [], ["steps", "epochs"]),
+        ({"steps": None}, [], ["steps"]),
+        ({"steps": 49}, ["steps: 50 -> 49"], []),
+        ({"scaling": {"num_workers": 2, "threads_per_worker": 1}}, [], ["scaling.num_workers", "scaling.threads_per_worker"]),
+        ({"scaling": {"num_workers": 2}, "batch_size": 200}, [], ["batch_size", "scaling.num_workers"]),
+        ({"scaling": {"num_workers": 2}, "batch_size": 100}, [], ["scaling.num_workers"]),
+        ({"batch_size": 200}, ["batch_size: 100 -> 200"], []),
+        (
+            {"scaling": {"batch_policy": "per_worker", "learning_rate_policy": "sqrt"}},
+            ["scaling.batch_policy: global -> per_worker", "scaling.learning_rate_policy: constant -> sqrt"],
+            [],
+        ),
+    ],
+)  # fmt: skip
+def test_what_may_change(changes: dict[str, Any], refused: list[str], accepted: list[str]) -> None:
+    first, then = config(), config(**changes)
+    found = compare_settings(stored(first), then)
+    assert [str(change) for change in found.refused] == refused
+    assert [change.field for change in found.accepted] == accepted
+    free = with_old(then, found.accepted)
+    assert [change.field for change in compare_settings(stored(first), free).accepted] == []
+
+
+def test_fields_of_another_version() -> None:
+    settings = stored(config())
+    del settings["min_steps_per_epoch"], settings["workload"]["dense_optimizer"]["momentum"]
+    settings["gone"] = settings["workload"]["gone"] = 3
+    found = compare_settings(settings, config(min_steps_per_epoch=2))
+    assert found.refused == (
+        Change("workload.gone", 3, "not set"), Change("min_steps_per_epoch", "not set", 2), Change("gone", 3, "not set")
+    )  # fmt: skip
+    assert found.accepted == ()
+
+
+def test_a_workload_says_which_of_its_fields_are_free() -> None:
+    first = replicated_ranks.config(1).replace(workload=Own())
+    found = compare_settings(stored(first), first.replace(workload={"workers_note": "b"}))
+    assert (found.refused, found.accepted) == ((), (Change("workload.workers_note", "a", "b"),))
+    found = compare_settings(stored(first), first.replace(workload={"optimizer": {"kind": "sgd"}}))
+    assert [change.field for change in found.refused] == ["workload.optimizer.kind"]
