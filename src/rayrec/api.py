@@ -201,19 +201,23 @@ def require_files(config: TrainConfig, *, note: Callable[[str], None]) -> None:
     remote.require_files(path, wanted, fetch_name=name, note=note)
 
 
-def plan(config: TrainConfig, *, cluster: str | None = None) -> str:
-    """The sharding of a recipe's tables over its workers, readable, without starting anything.
+def plan(config: TrainConfig, *, cluster: str | None = None, tables: Sequence[int] | None = None) -> str:
+    """The sharding of a recipe's tables over its workers and the memory that a worker needs, without starting anything.
 
-    Needs a ready-made Preprocessor (`--workload.preprocessor DIR`), which knows the tables' sizes. With a `cluster`, such as
-    "cpus=16,gpus=1,nodes=2", also rows/s of each stage there, the bottleneck and the CPUs that keep a GPU busy, from a slice
-    of the log that is read and trained on here (some twenty seconds); tables are then the slice's where there is no Preprocessor.
-    Raises InputError where the tables do not fit, with what they need.
+    The tables' sizes come from `tables` (rows of each), a Preprocessor (`--workload.preprocessor DIR`), or a profile that fixes
+    them. With a `cluster`, such as "cpus=16,gpus=1,nodes=2,gpu_memory_gb=80", the plan is for its workers; if a log is given
+    and no `tables`, the text also has rows/s of each stage there, the bottleneck and the CPUs that keep a GPU busy, from a slice
+    of the log that is read and trained on here (some twenty seconds); without a Preprocessor the tables are then the slice's.
+    Raises InputError when the tables do not fit, with what they need.
     """
     if cluster is None:
-        return config.workload.plan(config)
-    from rayrec.training.forecast import ClusterShape, forecast
+        return config.workload.plan(config, tables=tables)
+    from rayrec.training.forecast import ClusterShape, forecast, plan_for
 
-    return forecast(config, ClusterShape.parse(cluster)).text()
+    shape = ClusterShape.parse(cluster)
+    if tables is not None or config.train_data.path is None:
+        return plan_for(config, shape, tables=tables)
+    return forecast(config, shape).text()
 
 
 def evaluate(

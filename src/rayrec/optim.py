@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import torch
     from torchrec.optim.keyed import KeyedOptimizer
 
+FLOAT_BYTES: Final = 4
+"""Of a weight, a gradient and a state value: all are float32."""
 LEARNING_RATE_FLOOR: Final = 1e-7  # absolute, as in MLPerf
 
 
@@ -108,6 +110,11 @@ class SparseOptimizerConfig(Config):
         super().__post_init__()
         _check_not_negative(self, "learning_rate", "eps")
 
+    def state_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of state that it keeps for a table, or a part of one, of shape (rows, columns)."""
+        values = {"sgd": 0, "adagrad": rows * columns, "rowwise_adagrad": rows}[self.kind]
+        return values * FLOAT_BYTES
+
     def build(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
         """Class and keyword arguments for `apply_optimizer_in_backward(cls, parameters, kwargs)`.
 
@@ -159,6 +166,11 @@ class DenseOptimizerConfig(Config):
             raise InputError(f"betas {self.betas}: both must be at least 0 and below 1")
         if self.max_gradient_norm is not None and not self.max_gradient_norm > 0:
             raise InputError(f"max_gradient_norm {self.max_gradient_norm} must be above 0; None never clips")
+
+    def state_bytes(self, weights: int) -> int:
+        """Bytes of state that it keeps for so many weights."""
+        per_weight = {"sgd": int(self.momentum > 0), "adagrad": 1, "adam": 2, "adamw": 2}[self.kind]
+        return weights * per_weight * FLOAT_BYTES
 
     def build(self, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """The torch optimizer over the parameters, without clipping (`build_keyed` has it)."""

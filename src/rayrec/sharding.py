@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
+StateBytes = Callable[[int, int], int]
+"""(rows, columns) of a table or a part of it -> bytes of state that its optimizer keeps."""
 ShardingType = Literal["table_wise", "column_wise", "table_column_wise", "row_wise", "table_row_wise", "data_parallel"]
 
 _CPU_SHARDING_TYPES = {"table_wise", "column_wise", "table_column_wise", "data_parallel"}
@@ -35,7 +37,7 @@ class ShardingConfig(Config):
     reserved_fraction: float = 0.15
     """Part of each worker's memory kept free for the dense model, activations and batches in flight."""
     optimizer_floats_per_row: int = 1
-    """Optimizer state per table row, in float32 values: 1 for row-wise Adagrad, 0 for SGD, 2 * dim for Adam."""
+    """Deprecated and ignored: the optimizer knows the size of its state."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,6 +64,11 @@ class TablePlacement:
     def total_bytes(self) -> int:
         return sum(self.bytes_of_rank.values())
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the whole table's gradient, which every rank that holds a data_parallel table has; others have none."""
+        return self.num_embeddings * self.embedding_dim * _FLOAT_BYTES if self.sharding_type == "data_parallel" else 0
+
 
 def embedding_sharders() -> list[ModuleSharder[Any]]:
     """The sharders of our embedding modules, for the planner and for DistributedModelParallel alike."""
@@ -83,16 +90,19 @@ def plan_sharding(
     nodes: Sequence[str] | None = None,
     devices: Sequence[str] | None = None,
     config: ShardingConfig | None = None,
+    state_bytes: StateBytes,
 ) -> ShardingPlan:
     """Spread the tables of `model` (its EmbeddingBagCollections, as on the meta device) over `world_size` workers.
 
     One rank makes the plan and shares it with the others: TorchRec breaks ties by the number of workers per node, which can
     differ between ranks. `nodes` names the node of each rank (None: one node has them all), and `devices` the device of each
     rank with its index, such as cuda:3 (None: TorchRec's guess, the rank's number within its node). `memory_bytes` is what one
-    worker may fill: its share of host memory on "cpu", its device's memory on "cuda" (`host_memory_bytes` is then its share of
-    the host's, used for nothing but the planner's book-keeping). `batch_size` is per worker. Tables are data_parallel
-    only where the settings allow it; `replicated_tables` names those, which the fused optimizer leaves out.
-    Raises InputError when the tables do not fit, or when no allowed sharding type runs on these workers.
+    worker may fill: its share of host memory on "cpu", its device's memory on "cuda". A checkpoint's copy takes as much host
+    memory as the tables and their state: on "cpu" half of what is usable is for it, on "cuda" tables fill no more than
+    `host_memory_bytes`, the worker's share of the host's (None: not known, and not checked). `batch_size` is per worker.
+    `model` should have its sparse optimizer applied, from which TorchRec computes the state's size; `state_bytes` is the same
+    for ours. Tables are data_parallel only where the settings allow it; `replicated_tables` names those, which the fused
+    optimizer leaves out. Raises InputError when the tables do not fit, or when no allowed sharding type runs on these workers.
     """
     from torchrec.distributed.embedding_types import EmbeddingComputeKernel
     from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
@@ -103,8 +113,9 @@ def plan_sharding(
     per_node = workers_per_node(nodes or [""] * world_size)
     allowed = _allowed_types(config, device=device, per_node=per_node)
     tables = _tables(model)
-    usable_bytes = int(memory_bytes * (1 - config.reserved_fraction))
-    _refuse_what_cannot_fit(tables, allowed, config=config, world_size=world_size, usable_bytes=usable_bytes)
+    room = _room_for_tables(config, device=device, memory_bytes=memory_bytes, host_memory_bytes=host_memory_bytes)
+    sizes = {name: _table_bytes(rows, dim, state_bytes) for name, (rows, dim) in tables.items()}
+    _refuse_what_cannot_fit(tables, sizes, allowed, world_size=world_size, room=room)
     kernels = [EmbeddingComputeKernel.FUSED.value]
     if "data_parallel" in allowed:
         kernels.append(EmbeddingComputeKernel.DENSE.value)  # which TorchRec offers for no other sharding type
@@ -117,9 +128,9 @@ def plan_sharding(
         for name, (_, dim) in tables.items()
     }
     if device == "cpu":
-        capacity = {"ddr_cap_bytes": usable_bytes}
+        capacity = {"ddr_cap_bytes": room.size_bytes}
     else:
-        capacity = {"hbm_cap_bytes": usable_bytes, "ddr_cap_bytes": host_memory_bytes or memory_bytes}
+        capacity = {"hbm_cap_bytes": room.size_bytes, "ddr_cap_bytes": host_memory_bytes or memory_bytes}
     planner = EmbeddingShardingPlanner(
         topology=TopologyFactory.create_topology(
             # With unequal nodes the largest number that divides all: TorchRec takes one number, and only estimates traffic by it.
@@ -135,16 +146,60 @@ def plan_sharding(
     try:
         made = planner.plan(model, embedding_sharders())
     except PlannerError as error:
-        need = _readable(sum(_table_bytes(rows, dim, config) for rows, dim in tables.values()))
+        need = _readable(sum(sizes.values()))
         raise InputError(
             f"sharding: no plan puts {len(tables)} tables ({need}) on {world_size} workers with "
-            f"{_readable(usable_bytes)} each for tables, beside the buffers of batches of {batch_size} rows; use more "
+            f"{room} each for tables, next to the buffers of batches of {batch_size} rows; use more "
             "workers, more memory, a smaller batch_size or embedding_dim, or a higher min_count "
             f"(planner: {_first_line(error)})"
         ) from error
+    _refuse_overfull(placements(made, model, state_bytes=state_bytes), device=device, room=room)
     if devices is not None:
         _place_on(made, devices)
     return made
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Memory of one worker for tables and their optimizer state."""
+
+    size_bytes: int
+    reason: str
+    """Why it is not all memory that is free."""
+
+    def __str__(self) -> str:
+        return f"{_readable(self.size_bytes)} ({self.reason})"
+
+
+def _room_for_tables(config: ShardingConfig, *, device: str, memory_bytes: int, host_memory_bytes: int | None) -> _Room:
+    kept = f"{config.reserved_fraction:.0%} kept free"
+    usable = int(memory_bytes * (1 - config.reserved_fraction))
+    if device == "cpu":
+        return _Room(
+            usable // 2, f"{_readable(memory_bytes)} are free, {kept}, half of the rest for a checkpoint's copy"
+        )
+    room = _Room(usable, f"of its device's {_readable(memory_bytes)}, {kept}")
+    if host_memory_bytes is None:
+        return room
+    host = int(host_memory_bytes * (1 - config.reserved_fraction))
+    if host >= usable:
+        return room
+    return _Room(host, f"{_readable(host_memory_bytes)} of host memory, {kept}, must hold a checkpoint's copy of them")
+
+
+def _refuse_overfull(rows: list[TablePlacement], *, device: str, room: _Room) -> None:
+    """Gradients of data_parallel tables, which TorchRec's planner leaves out."""
+    for rank in sorted({rank for row in rows for rank in row.bytes_of_rank}):
+        held = sum(row.bytes_of_rank.get(rank, 0) for row in rows)
+        gradients = sum(row.gradient_bytes for row in rows if rank in row.bytes_of_rank)
+        room_bytes = room.size_bytes * (2 if device == "cpu" else 1)
+        need = held * (2 if device == "cpu" else 1) + gradients
+        if gradients and need > room_bytes:
+            raise InputError(
+                f"sharding: data_parallel tables need {_readable(held)} on worker {rank}, {_readable(gradients)} for their "
+                f"gradients, and it has {room} for tables; allow table_wise without data_parallel in "
+                "ShardingConfig.sharding_types"
+            )
 
 
 def workers_per_node(nodes: Sequence[str]) -> list[int]:
@@ -180,9 +235,8 @@ def _place_on(plan: ShardingPlan, devices: Sequence[str]) -> None:
                 shard.placement = _remote_device(f"rank:{rank}/{devices[rank]}")
 
 
-def placements(plan: ShardingPlan, model: nn.Module, *, config: ShardingConfig | None = None) -> list[TablePlacement]:
+def placements(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes) -> list[TablePlacement]:
     """Every table of `plan` in the order of `model` (before it is sharded), with the bytes it takes on each rank."""
-    config = config or ShardingConfig()
     tables = _tables(model)
     found = []
     for module_plan in plan.plan.values():
@@ -190,11 +244,12 @@ def placements(plan: ShardingPlan, model: nn.Module, *, config: ShardingConfig |
             rows, dim = tables[table]
             bytes_of_rank: dict[int, int] = {}
             if sharding.sharding_type == "data_parallel":  # the plan says no more of it
-                bytes_of_rank = dict.fromkeys(sharding.ranks, _table_bytes(rows, dim, config))
+                bytes_of_rank = dict.fromkeys(sharding.ranks, _table_bytes(rows, dim, state_bytes))
             else:
                 for shard in sharding.sharding_spec.shards:
                     rank, (held_rows, held_columns) = shard.placement.rank(), shard.shard_sizes
-                    bytes_of_rank[rank] = bytes_of_rank.get(rank, 0) + _table_bytes(held_rows, held_columns, config)
+                    size = _table_bytes(held_rows, held_columns, state_bytes)
+                    bytes_of_rank[rank] = bytes_of_rank.get(rank, 0) + size
             found.append(
                 TablePlacement(
                     table=table,
@@ -217,9 +272,9 @@ def replicated_tables(plan: ShardingPlan) -> list[str]:
     ]
 
 
-def describe(plan: ShardingPlan, model: nn.Module, *, config: ShardingConfig | None = None) -> str:
+def describe(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes) -> str:
     """The plan as text: one line a table (rows, dim, how, where, bytes), then what each worker holds in all."""
-    rows = placements(plan, model, config=config)
+    rows = placements(plan, model, state_bytes=state_bytes)
     head = ("table", "rows", "dim", "sharding", "ranks", "weights + optimizer")
     lines = [
         (
@@ -268,24 +323,24 @@ def _tables(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 def _refuse_what_cannot_fit(
     tables: dict[str, tuple[int, int]],
+    sizes: dict[str, int],
     allowed: list[ShardingType],
     *,
-    config: ShardingConfig,
     world_size: int,
-    usable_bytes: int,
+    room: _Room,
 ) -> None:
-    sizes = {name: _table_bytes(rows, dim, config) for name, (rows, dim) in tables.items()}
+    usable_bytes = room.size_bytes
     total = sum(sizes.values())
     if set(allowed) == {"data_parallel"} and total > usable_bytes:
         raise InputError(
-            f"sharding: {len(tables)} tables need {_readable(total)} on each worker, which has {_readable(usable_bytes)}; "
+            f"sharding: {len(tables)} tables need {_readable(total)} on each worker, which has {room}; "
             "allow table_wise beside data_parallel in ShardingConfig.sharding_types"
         )
     if total > usable_bytes * world_size:
         raise InputError(
             f"sharding: {len(tables)} tables need {_readable(total)} (weights and optimizer state), but {world_size} "
-            f"workers have {_readable(usable_bytes)} each, {_readable(usable_bytes * world_size)} in all, after "
-            f"{config.reserved_fraction:.0%} kept free; use at least {-(-total // max(usable_bytes, 1))} workers, or "
+            f"workers have {room} each, {_readable(usable_bytes * world_size)} in all; "
+            f"use at least {-(-total // max(usable_bytes, 1))} workers, or "
             "a smaller embedding_dim, or a higher min_count"
         )
     largest = max(sizes, key=sizes.__getitem__, default=None)
@@ -293,13 +348,14 @@ def _refuse_what_cannot_fit(
         rows, dim = tables[largest]
         raise InputError(
             f"sharding: table {largest} ({rows:,} rows x {dim}) needs {_readable(sizes[largest])} on one worker, "
-            f"which has {_readable(usable_bytes)}; give workers more memory, or allow row_wise (GPUs) or column_wise "
+            f"which has {room}; give workers more memory, or allow row_wise (GPUs) or column_wise "
             "(changes row-wise Adagrad) in ShardingConfig.sharding_types"
         )
 
 
-def _table_bytes(rows: int, columns: int, config: ShardingConfig) -> int:
-    return rows * (columns + config.optimizer_floats_per_row) * _FLOAT_BYTES
+def _table_bytes(rows: int, columns: int, state_bytes: StateBytes) -> int:
+    """Weights and optimizer state."""
+    return rows * columns * _FLOAT_BYTES + state_bytes(rows, columns)
 
 
 def _first_line(error: Exception) -> str:

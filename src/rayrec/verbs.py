@@ -10,7 +10,7 @@ VERBS = {
     "fetch": ("NAME --out DIR", "downloads a published data set, resuming and checking each file"),
     "plan": (
         "RECIPE [--cluster cpus=N,..]",
-        "how a recipe's tables are spread over workers; rows/s and bottleneck there",
+        "how a recipe's tables are spread over workers, and their memory; rows/s and bottleneck there",
     ),
     "train": ("RECIPE [--flags] [-v|-q]", "trains; the same storage and name again goes on where the run stopped"),
     "supervise": ("-- train RECIPE [--flags]", "trains as a job of a cluster, and goes on when its head was lost"),

@@ -83,9 +83,10 @@ def build(stage):
             batch_size=ROWS,
             memory_bytes=1 << 30,
             config=ShardingConfig(sharding_types=tuple(stage["plan"]), min_column_width=stage.get("width", 8)),
+            state_bytes=sparse.state_bytes,
         )
     if rank == 0:
-        print(stage["save"], {row.sharding_type for row in placements(plan, model)})
+        print(stage["save"], {row.sharding_type for row in placements(plan, model, state_bytes=sparse.state_bytes)})
     sharded = DistributedModelParallel(
         model,
         env=ShardingEnv.from_process_group(distributed.group.WORLD),

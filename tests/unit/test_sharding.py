@@ -10,6 +10,7 @@ from torch import nn
 
 from rayrec.config import InputError
 from rayrec.models.embeddings import build_embeddings
+from rayrec.optim import SparseOptimizerConfig
 from rayrec.sharding import (
     ShardingConfig,
     describe,
@@ -21,6 +22,7 @@ from rayrec.sharding import (
 
 SIZES = [1460, 583, 1_000_000, 900_000, 305, 24, 12_517, 633, 3, 93_145, 5683, 800_000, 3194, 27, 14_992, 700_000]
 GIB = 1 << 30
+STATE = SparseOptimizerConfig(kind="rowwise_adagrad").state_bytes
 
 
 class Model(nn.Module):
@@ -29,9 +31,17 @@ class Model(nn.Module):
         self.embeddings = build_embeddings(sizes, embedding_dim=dim, seed=0)
 
 
-def plan(world_size: int = 2, device: Literal["cpu", "cuda"] = "cpu", memory_bytes: int = GIB, **settings: Any) -> Any:
+def plan(
+    world_size: int = 2, device: Literal["cpu", "cuda"] = "cpu", memory_bytes: int = 2 * GIB, **settings: Any
+) -> Any:
     return plan_sharding(
-        Model(SIZES), world_size=world_size, device=device, batch_size=2048, memory_bytes=memory_bytes, **settings
+        Model(SIZES),
+        world_size=world_size,
+        device=device,
+        batch_size=2048,
+        memory_bytes=memory_bytes,
+        state_bytes=STATE,
+        **settings,
     )
 
 
@@ -39,7 +49,7 @@ def plan(world_size: int = 2, device: Literal["cpu", "cuda"] = "cpu", memory_byt
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_every_table_is_fused_and_none_data_parallel(world_size: int, device: Literal["cpu", "cuda"]) -> None:
     made = plan(world_size, device)
-    rows = placements(made, Model(SIZES))
+    rows = placements(made, Model(SIZES), state_bytes=STATE)
     assert [(row.table, row.num_embeddings, row.embedding_dim) for row in rows] == [
         (f"cat_{index}", size, 16) for index, size in enumerate(SIZES)
     ]
@@ -52,21 +62,21 @@ def test_every_table_is_fused_and_none_data_parallel(world_size: int, device: Li
 
 def test_workers_share_the_lookups() -> None:
     counts = [0, 0]
-    for row in placements(plan(), Model(SIZES)):
+    for row in placements(plan(), Model(SIZES), state_bytes=STATE):
         for rank in row.bytes_of_rank:
             counts[rank] += 1
     assert abs(counts[0] - counts[1]) <= 2
 
 
 def test_the_same_model_gives_the_same_plan_quickly() -> None:
-    first = describe(plan(), Model(SIZES))
+    first = describe(plan(), Model(SIZES), state_bytes=STATE)
     start = time.thread_time()
-    assert describe(plan(), Model(SIZES)) == first
+    assert describe(plan(), Model(SIZES), state_bytes=STATE) == first
     assert time.thread_time() - start < 1
 
 
 def test_description_reads_as_a_table() -> None:
-    lines = describe(plan(), Model(SIZES)).splitlines()
+    lines = describe(plan(), Model(SIZES), state_bytes=STATE).splitlines()
     assert lines[0].split() == ["table", "rows", "dim", "sharding", "ranks", "weights", "+", "optimizer"]
     assert lines[3].split()[:4] == ["cat_2", "1,000,000", "16", "table_wise"]
     assert lines[3].endswith("64.8 MiB")
@@ -81,10 +91,11 @@ def test_column_wise_splits_one_table_over_workers() -> None:
         world_size=2,
         device="cpu",
         batch_size=128,
-        memory_bytes=240 << 20,
+        memory_bytes=640 << 20,
+        state_bytes=STATE,
         config=ShardingConfig(sharding_types=("column_wise",), min_column_width=32),
     )
-    (row,) = placements(made, model)
+    (row,) = placements(made, model, state_bytes=STATE)
     assert row.sharding_type == "column_wise"
     assert (row.num_embeddings, row.embedding_dim) == (1_000_000, 64)
     assert set(row.bytes_of_rank) == {0, 1}
@@ -92,13 +103,13 @@ def test_column_wise_splits_one_table_over_workers() -> None:
 
 def test_data_parallel_tables_lie_on_every_worker() -> None:
     made = plan(config=ShardingConfig(sharding_types=("data_parallel",)))
-    rows = placements(made, Model(SIZES))
+    rows = placements(made, Model(SIZES), state_bytes=STATE)
     assert {row.sharding_type for row in rows} == {"data_parallel"}
     assert all(row.bytes_of_rank == {0: row.num_embeddings * 17 * 4, 1: row.num_embeddings * 17 * 4} for row in rows)
     assert sorted(replicated_tables(made)) == sorted(
         f"embeddings.embedding_bags.cat_{index}.weight" for index in range(len(SIZES))
     )
-    assert "data_parallel  0-1" in describe(made, Model(SIZES)).splitlines()[1]
+    assert "data_parallel  0-1" in describe(made, Model(SIZES), state_bytes=STATE).splitlines()[1]
 
 
 def test_data_parallel_beside_others_keeps_those_fused() -> None:
@@ -110,7 +121,7 @@ def test_data_parallel_beside_others_keeps_those_fused() -> None:
 
 def test_data_parallel_needs_every_table_on_each_worker() -> None:
     with pytest.raises(InputError, match=r"16 tables need 22\d\.. MiB on each worker, .* allow table_wise"):
-        plan(memory_bytes=200 << 20, config=ShardingConfig(sharding_types=("data_parallel",)))
+        plan(memory_bytes=400 << 20, config=ShardingConfig(sharding_types=("data_parallel",)))
 
 
 def test_a_plan_names_the_devices_that_the_ranks_have() -> None:
@@ -129,7 +140,7 @@ def test_a_plan_names_the_devices_that_the_ranks_have() -> None:
 def test_what_needs_equal_nodes_is_left_out_of_unequal_ones() -> None:
     both = ShardingConfig(sharding_types=("table_row_wise", "table_wise"))
     made = plan(3, "cuda", nodes=["a", "a", "b"], config=both)
-    assert {row.sharding_type for row in placements(made, Model(SIZES))} == {"table_wise"}
+    assert {row.sharding_type for row in placements(made, Model(SIZES), state_bytes=STATE)} == {"table_wise"}
     alone = ShardingConfig(sharding_types=("table_row_wise",))
     with pytest.raises(
         InputError, match="same number of workers on every node, and the nodes have 2, 1; add table_wise"
@@ -140,12 +151,12 @@ def test_what_needs_equal_nodes_is_left_out_of_unequal_ones() -> None:
 
 def test_too_little_memory_in_all_is_refused() -> None:
     with pytest.raises(InputError, match=r"16 tables need .* MiB .* but 2 workers have .* use at least 6 workers"):
-        plan(memory_bytes=50 << 20)
+        plan(memory_bytes=100 << 20)
 
 
 def test_a_table_larger_than_a_worker_is_refused() -> None:
     with pytest.raises(InputError, match=r"table cat_2 \(1,000,000 rows x 16\) needs 64.8 MiB on one worker"):
-        plan(8, memory_bytes=60 << 20)
+        plan(8, memory_bytes=120 << 20)
 
 
 def test_the_planner_refusal_is_explained() -> None:
@@ -156,9 +167,60 @@ def test_the_planner_refusal_is_explained() -> None:
             world_size=2,
             device="cpu",
             batch_size=128,
-            memory_bytes=62 << 20,
+            memory_bytes=124 << 20,
+            state_bytes=STATE,
             config=ShardingConfig(reserved_fraction=0.0),
         )
+
+
+def test_on_cpu_half_of_the_memory_is_for_a_checkpoints_copy() -> None:
+    model = Model([1_000_000])  # 64.8 MiB with its state
+    settings: Any = {"world_size": 1, "batch_size": 1, "config": ShardingConfig(reserved_fraction=0.0)}
+    settings["state_bytes"] = STATE
+    assert plan_sharding(model, device="cpu", memory_bytes=135 << 20, **settings)
+    with pytest.raises(InputError, match=r"125.0 MiB are free, 0% kept free, half of the rest for a checkpoint's copy"):
+        plan_sharding(model, device="cpu", memory_bytes=125 << 20, **settings)
+
+
+def test_on_gpus_host_memory_must_hold_a_checkpoints_copy() -> None:
+    assert plan(1, "cuda", host_memory_bytes=GIB)
+    with pytest.raises(InputError, match=r"200.0 MiB of host memory, 15% kept free, must hold a checkpoint's copy"):
+        plan(1, "cuda", host_memory_bytes=200 << 20)
+
+
+def test_gradients_of_data_parallel_tables_count() -> None:
+    alone = ShardingConfig(sharding_types=("data_parallel",), reserved_fraction=0.0)
+    assert plan(memory_bytes=700 << 20, config=alone)  # 229 MiB, their copy, 216 MiB of gradients
+    with pytest.raises(InputError, match=r"need 229.1 MiB on worker 0, 215.6 MiB for their gradients"):
+        plan(memory_bytes=600 << 20, config=alone)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "rowwise_adagrad", "adagrad"])
+def test_torchrecs_planner_counts_the_same_optimizer_state(kind: Any) -> None:
+    from torchrec.distributed.planner import EmbeddingShardingPlanner
+    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+    optimizer = SparseOptimizerConfig(kind=kind)
+    model = Model([1_000_000], dim=32)
+    optimizer_class, arguments = optimizer.build()
+    apply_optimizer_in_backward(optimizer_class, model.embeddings.parameters(), arguments)
+    seen: list[int] = []
+    plan_options = EmbeddingShardingPlanner.plan
+
+    def noting(self: Any, *arguments: Any) -> Any:
+        made = plan_options(self, *arguments)
+        (option,) = self._best_plan
+        seen.append(option.total_storage.ddr)
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EmbeddingShardingPlanner, "plan", noting)
+        made = plan_sharding(
+            model, world_size=1, device="cpu", batch_size=1, memory_bytes=2 * GIB, state_bytes=optimizer.state_bytes
+        )
+    (row,) = placements(made, model, state_bytes=optimizer.state_bytes)
+    assert row.total_bytes == 1_000_000 * 4 * (32 + {"sgd": 0, "rowwise_adagrad": 1, "adagrad": 32}[kind])
+    assert seen == [pytest.approx(row.total_bytes, rel=1e-3)]
 
 
 @pytest.mark.parametrize(

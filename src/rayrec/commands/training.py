@@ -8,6 +8,7 @@ import tyro
 from rayrec import api
 from rayrec.commands.arguments import flags, no_arguments, parse_config, print_json, results_alone, take_option
 from rayrec.config import InputError
+from rayrec.data.profiles import MLPERF_NUM_EMBEDDINGS
 from rayrec.launch.policy import Policy
 from rayrec.launch.supervision import SuperviseConfig
 from rayrec.observe.console import Console
@@ -31,8 +32,18 @@ def plan(arguments: list[str]) -> None:
     arguments, cluster = take_option(
         arguments, "--cluster", what="the resources of its nodes, such as cpus=16,gpus=1,nodes=2"
     )
+    arguments, tables = take_option(arguments, "--tables", what="mlperf, or the rows of each table, such as 1000,200")
     resolved, _ = parse_config("plan", arguments)
-    print(api.plan(resolved, cluster=cluster))
+    print(api.plan(resolved, cluster=cluster, tables=None if tables is None else _table_sizes(tables)))
+
+
+def _table_sizes(text: str) -> tuple[int, ...]:
+    if text == "mlperf":
+        return MLPERF_NUM_EMBEDDINGS
+    sizes = tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(","))
+    if min(sizes) < 1:
+        raise InputError(f"--tables: {text!r} is neither mlperf nor numbers of rows, such as 1000,200, each at least 1")
+    return sizes
 
 
 def train(arguments: list[str]) -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from rayrec import machine
+
 PROBED = ("torch", "fbgemm_gpu", "torchrec", "ray")
 """Modules that are imported to see whether they do; the first three each need those before them."""
 FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
@@ -150,37 +152,18 @@ def _ending(status: int, stderr: str) -> str:
 
 def this_machine() -> Machine:
     """What this process sees of the machine."""
-    total, free = _memory_bytes()
+    memory = machine.memory()
     shm = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Machine(
         python=platform.python_version(),
         interpreter=sys.executable,
         platform=f"{platform.system()} {platform.machine()}",
-        cpu_cores=cores,
-        memory_bytes=total,
-        free_memory_bytes=free,
+        cpu_cores=machine.usable_cpus(),
+        memory_bytes=memory.total,
+        free_memory_bytes=memory.available,
         shm_bytes=shm,
         cuda_devices=_cuda_devices(),
     )
-
-
-def _memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
-    """(total, free), within the container's limit where there is one (cgroup 2)."""
-    try:
-        text = (root / "proc/meminfo").read_text()
-    except OSError:
-        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return pages, pages
-    fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in text.splitlines() if line.endswith("kB")}
-    total, free = fields["MemTotal"], fields["MemAvailable"]
-    group = root / "sys/fs/cgroup"
-    try:
-        limit = int((group / "memory.max").read_text())  # "max": no limit
-        used = int((group / "memory.current").read_text())
-    except (OSError, ValueError):
-        return total, free
-    return min(total, limit), max(0, min(free, limit - used))
 
 
 def _cuda_devices() -> tuple[str, ...]:

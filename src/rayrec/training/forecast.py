@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from rayrec import machine
 from rayrec.config import InputError
 from rayrec.launch.cluster import Layout, Node, layout
 from rayrec.observe.quantities import duration_text, number_text, size_text
@@ -65,9 +66,15 @@ class ClusterShape:
     def target(self, num_workers: int) -> Target:
         """What whoever measures has to know of it."""
         workers_per_node = -(-num_workers // self.nodes)
-        memory_gb = self.gpu_memory_gb if self.gpus else self.memory_gb and self.memory_gb / workers_per_node
-        memory_bytes = None if memory_gb is None else int(memory_gb * 1e9)
-        return Target(num_workers, workers_per_node, memory_bytes, self.gpu_rows_per_s)
+        host_gb = self.memory_gb and self.memory_gb / workers_per_node
+        memory_gb = self.gpu_memory_gb if self.gpus else host_gb
+        return Target(
+            num_workers,
+            workers_per_node,
+            None if memory_gb is None else int(memory_gb * 1e9),
+            self.gpu_rows_per_s,
+            int(host_gb * 1e9) if self.gpus and host_gb else None,
+        )
 
     def resources(self) -> list[Node]:
         gpu = {"GPU": self.gpus} if self.gpus else {}
@@ -159,6 +166,28 @@ def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
     the recipe does not fit the cluster, has no log, or is to train on GPUs whose speed is not given and this machine has none to
     measure."""
     config.workload.check(config)
+    config, shares = _shares(config, shape)
+    if config.scaling.use_gpu:
+        local_workers = 1
+        if shape.gpu_rows_per_s is None:
+            _require_gpu()
+    else:
+        local_workers = min(-(-shares.num_workers // shape.nodes), machine.usable_cpus())
+    calibration = config.workload.calibrate(
+        config, target=shape.target(shares.num_workers), local_workers=local_workers, cuda=config.scaling.use_gpu
+    )
+    return reckoned(calibration, shape, shares, threads_per_worker=config.scaling.threads_per_worker)
+
+
+def plan_for(config: TrainConfig, shape: ClusterShape, *, tables: Sequence[int] | None) -> str:
+    """How the tables are spread over a cluster; no log is read, and nothing is measured. `tables`: their rows; None: those of the
+    recipe's Preprocessor or profile. Raises InputError when they do not fit or are not known."""
+    config, shares = _shares(config, shape)
+    return config.workload.plan(config, target=shape.target(shares.num_workers), tables=tables)
+
+
+def _shares(config: TrainConfig, shape: ClusterShape) -> tuple[TrainConfig, Layout]:
+    """The configuration for the cluster's kind of device, and how a run shares out the cluster."""
     if shape.gpus and not config.scaling.use_gpu:
         config = config.replace(scaling={"use_gpu": True})
     shares = layout(
@@ -169,16 +198,7 @@ def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
         resources_per_worker=config.scaling.resources_per_worker,
         data_nodes=config.cluster.data_nodes,
     )
-    if config.scaling.use_gpu:
-        local_workers = 1
-        if shape.gpu_rows_per_s is None:
-            _require_gpu()
-    else:
-        local_workers = min(-(-shares.num_workers // shape.nodes), os.cpu_count() or 1)
-    calibration = config.workload.calibrate(
-        config, target=shape.target(shares.num_workers), local_workers=local_workers, cuda=config.scaling.use_gpu
-    )
-    return reckoned(calibration, shape, shares, threads_per_worker=config.scaling.threads_per_worker)
+    return config, shares
 
 
 def _require_gpu() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import logging
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import ray.train
 import torch
 
-from rayrec import storage
+from rayrec import machine, storage
 from rayrec.checkpoint import (
     SUMMARY,
     Checkpoint,
@@ -44,7 +45,7 @@ from rayrec.training.state import all_tensors, model_tensors, restore_all
 from rayrec.training.stopping import MORE_WORKERS, StopWatch
 from rayrec.training.store_watch import StoreWatch
 from rayrec.training.worker_logs import quiet_logs
-from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerContext, WorkerSetup
+from rayrec.workloads.base import ScalingConfig, TrainConfig, TrainLoader, WorkerContext, WorkerSetup
 from rayrec.workloads.phases import waits_noticed
 
 Log = Callable[[str, dict[str, Any]], None]
@@ -77,9 +78,10 @@ def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
     quiet_logs(storage.join(folder, "logs", f"worker_{rank}.log"), rank=rank)
     keep_freed_memory()
     device = ray.train.torch.get_device() if config.scaling.use_gpu else torch.device("cpu")
+    node = _this_node()
     if device.type == "cpu":
-        cores = os.cpu_count() or 1
-        torch.set_num_threads(config.scaling.threads_per_worker or max(1, cores // context.get_local_world_size()))
+        cpus = machine.usable_cpus(granted=node.cpus) // context.get_local_world_size()
+        torch.set_num_threads(threads_of_worker(config.scaling, share=cpus))
     torch.manual_seed(config.seed)
     events = EventWriter(storage.join(folder, "events.jsonl")) if rank == 0 else None
 
@@ -90,13 +92,41 @@ def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
             events.write(kind, **fields, **(store.latest() if store is not None and kind == "data" else {}))
 
     try:
-        node = ray.get_runtime_context().get_node_id()
-        return _train(WorkerContext(config, rank, world_size, device, assignment.placement, node), assignment, log)
+        worker = WorkerContext(
+            config, rank, world_size, device, assignment.placement, node.node_id, node.object_store_bytes
+        )
+        return _train(worker, assignment, log)
     finally:
         if store is not None:
             store.close()
         if events is not None:
             events.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class _ThisNode:
+    """The Ray node of this process."""
+
+    node_id: str
+    cpus: float
+    """That Ray was started with; 0 if it lends none."""
+    object_store_bytes: int
+    """Capacity of its object store, less what it takes already."""
+
+
+def _this_node() -> _ThisNode:
+    node_id = ray.get_runtime_context().get_node_id()
+    resources = next((node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id), {})
+    taken = shutil.disk_usage("/dev/shm").used if os.path.isdir("/dev/shm") else 0
+    store = int(resources.get("object_store_memory", 0))
+    return _ThisNode(node_id, float(resources.get("CPU", 0)), max(0, store - taken))
+
+
+def threads_of_worker(scaling: ScalingConfig, *, share: int) -> int:
+    """Threads of a worker's CPU operators, of which `share` CPUs of its node are its own: threads_per_worker, else the CPUs that
+    cpus_per_worker reserves, else its share. Pure."""
+    reserved = None if scaling.cpus_per_worker is None else int(scaling.cpus_per_worker)
+    return scaling.threads_per_worker or max(1, share if reserved is None else min(share, reserved))
 
 
 def _train(worker: WorkerContext, assignment: Assignment, log: Log) -> dict[str, Any]:

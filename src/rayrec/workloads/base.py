@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
 
@@ -81,7 +81,8 @@ class ScalingConfig(Config):
     resources_per_worker: dict[str, float] = field(default_factory=dict)
     """Further Ray resources a worker reserves, such as {"accelerator": 1}."""
     threads_per_worker: int | None = None
-    """Threads of a worker's CPU operators; None: the machine's cores divided by its workers."""
+    """Threads of a worker's CPU operators; None: cpus_per_worker if it is given, else its share of the node's CPUs, within CPU
+    affinity, container quota and what Ray was started with."""
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     """How Ray places workers on nodes."""
 
@@ -346,6 +347,8 @@ class WorkerContext:
     """Of this worker's own data pipeline."""
     node: str = ""
     """Name of the machine; workers with the same name share its memory. Tests set it to place workers on unequal machines."""
+    object_store_bytes: int = 0
+    """Memory of its node that Ray's object store may still take."""
 
 
 class TrainLoader(Protocol):
@@ -458,8 +461,9 @@ class Workload(Config, abc.ABC):
     def set_up(self, context: WorkerContext, prepared: Any) -> WorkerSetup:
         """On each worker, after its process group is up."""
 
-    def plan(self, config: TrainConfig) -> str:
-        """How the model is spread over the workers, readable; nothing is started. Raises InputError where it won't fit."""
+    def plan(self, config: TrainConfig, *, target: Target | None = None, tables: Sequence[int] | None = None) -> str:
+        """How the model is spread over the workers of `target` (None: of this machine), readable; nothing is started. `tables`:
+        rows of each table, if they are known without the data. Raises InputError when it does not fit."""
         raise InputError(f"{type(self).__name__} is not sharded; every worker holds the whole model")
 
     def calibrate(self, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool) -> Calibration:

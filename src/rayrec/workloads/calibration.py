@@ -16,6 +16,8 @@ class Target:
     """That one worker may fill with tables, of its device where it has one; None: as on a node like this machine."""
     gpu_rows_per_s: float | None = None
     """That one GPU trains, known from elsewhere; None: it is measured."""
+    host_memory_bytes: int | None = None
+    """With GPUs: host memory that one worker may fill, with a checkpoint's copy; None: not known."""
 
 
 @dataclass(frozen=True)

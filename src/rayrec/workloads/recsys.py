@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -235,15 +236,25 @@ class ClickWorkload(Workload):
         found = storage.files_in(prepared.folder)
         return {storage.join(PREPROCESSOR_FOLDER, storage.name_of(file.path)): file.path for file in found}
 
-    def plan(self, config: TrainConfig) -> str:
+    def plan(self, config: TrainConfig, *, target: Target | None = None, tables: Sequence[int] | None = None) -> str:
         from rayrec.workloads.recsys_plan import plan
 
+        if tables is None and self.preprocessor is None:
+            tables = self.profile.num_embeddings
+        if tables is not None:
+            inputs = self.profile.inputs(self.schema)
+            if len(tables) != len(inputs.sparse):
+                raise InputError(
+                    f"plan: {len(tables)} table sizes for {len(inputs.sparse)} sparse columns; give one for each"
+                )
+            return plan(self, config, list(tables), inputs=inputs, target=target)
         if self.preprocessor is None:
             raise InputError(
                 "plan: the sizes of the tables come from a Preprocessor; make one with `rayrec vocabulary PATH --out DIR` "
-                "and pass --workload.preprocessor DIR"
+                "and pass --workload.preprocessor DIR, or give the sizes: --tables mlperf, or --tables 1000,200,... (rows)"
             )
-        return plan(self, config, Preprocessor.load(self.preprocessor).num_embeddings)
+        preprocessor = Preprocessor.load(self.preprocessor)
+        return plan(self, config, preprocessor.num_embeddings, inputs=preprocessor.inputs, target=target)
 
     def calibrate(self, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool) -> Calibration:
         from rayrec.workloads.recsys_calibration import calibrate

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from rayrec import storage
+from rayrec import machine, storage
 from rayrec.config import InputError
 from rayrec.data import ready
 from rayrec.data.counting import count_parts
@@ -29,7 +29,7 @@ from rayrec.data.stages import BlockTimes, measured
 from rayrec.data.tables import is_table
 from rayrec.workloads.base import TrainConfig, WorkerContext
 from rayrec.workloads.calibration import Calibration, Target
-from rayrec.workloads.recsys_plan import cut_to_fit, memory_here, tables_of
+from rayrec.workloads.recsys_plan import Tables, cut_to_fit, memory_here, memory_of_target, tables_of
 
 if TYPE_CHECKING:
     from rayrec.click_batch import ClickBatch
@@ -42,8 +42,6 @@ _MEASURED_S: Final = 4.0
 _TIMEOUT_S: Final = 300.0
 _MEMORY_FOR_TABLES: Final = 0.9
 """Of what is free here: less may be when the workers look."""
-_UNKNOWN_BYTES: Final = 2**50
-"""More than any tables take."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +65,19 @@ def calibrate(
     """
     piece = _read_slice(workload, config)
     times = _time_stages(piece, config)
-    described, worker_bytes, notes = _tables_there(workload, config, piece, target)
-    threads = max(1, (os.cpu_count() or 1) // local_workers)
+    tables, notes = _tables_there(workload, config, piece, target)
+    threads = max(1, machine.usable_cpus() // local_workers)
     if target.gpu_rows_per_s is not None:
         rows_per_s, cpu_s_per_row = local_workers * target.gpu_rows_per_s, 0.0
     else:
         wanted, memory_bytes = piece.preprocessor.num_embeddings, memory_here(config, workers=local_workers)
         held = cut_to_fit(
-            workload, config, wanted, workers=local_workers, memory_bytes=int(memory_bytes * _MEMORY_FOR_TABLES)
+            workload,
+            config,
+            wanted,
+            inputs=piece.preprocessor.inputs,
+            workers=local_workers,
+            memory_bytes=int(memory_bytes * _MEMORY_FOR_TABLES),
         )
         if held != wanted:
             notes.append(
@@ -93,9 +96,9 @@ def calibrate(
         stage_wall_s={name: spent / times.rows for name, spent in times.wall_s.items()},
         stage_cpu_s={name: spent / times.rows for name, spent in times.cpu_s.items()},
         rows=piece.rows_of_log,
-        worker_bytes=worker_bytes,
+        worker_bytes=tables.worker_bytes,
         sampled_vocabulary=piece.sampled_vocabulary,
-        plan=described,
+        plan=tables.text,
         given=target.gpu_rows_per_s is not None,
         notes=tuple(notes),
     )
@@ -103,32 +106,24 @@ def calibrate(
 
 def _tables_there(
     workload: ClickWorkload, config: TrainConfig, piece: _Slice, target: Target
-) -> tuple[str, tuple[int, ...], list[str]]:
-    """The plan as text, the bytes each worker holds, and what is to be said of it."""
-    import torch
-
-    notes: list[str] = []
-    memory_bytes = target.memory_bytes
-    if memory_bytes is None and config.scaling.use_gpu and not torch.cuda.is_available():
-        memory_bytes = _UNKNOWN_BYTES
-        notes.append(
-            "Whether the tables fit the GPUs was not looked at: gpu_memory_gb=N in --cluster says what they have."
-        )
+) -> tuple[Tables, list[str]]:
+    """The tables over the target's workers, and what is to be said of it."""
+    memory_bytes, notes = memory_of_target(config, target)
     try:
-        described, worker_bytes = tables_of(
+        tables = tables_of(
             workload,
             config,
             piece.preprocessor.num_embeddings,
-            workers=target.num_workers,
-            workers_per_node=target.workers_per_node,
-            memory_bytes=memory_here(config, workers=target.workers_per_node) if memory_bytes is None else memory_bytes,
+            inputs=piece.preprocessor.inputs,
+            target=target,
+            memory_bytes=memory_bytes,
         )
     except InputError as error:
         if target.memory_bytes is not None:
             raise
         name = "gpu_memory_gb" if config.scaling.use_gpu else "memory_gb"
         raise InputError(f"{error}; taken for as large as here, {name}=N in --cluster gives its memory") from None
-    return described, worker_bytes, notes
+    return tables, notes
 
 
 def _read_slice(workload: ClickWorkload, config: TrainConfig) -> _Slice:

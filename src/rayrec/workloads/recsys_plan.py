@@ -2,62 +2,111 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
+from rayrec import machine
 from rayrec.config import InputError
 from rayrec.models.dlrm import multiply_adds
+from rayrec.schema import Schema
 from rayrec.sharding import describe, placements, plan_sharding
+from rayrec.workloads.calibration import Target
+from rayrec.workloads.recsys_memory import PROCESS_BYTES, WorkerMemory, worker_memories
 
 if TYPE_CHECKING:
+    from rayrec.models.dlrm_module import DLRM
     from rayrec.workloads.base import TrainConfig
     from rayrec.workloads.recsys import ClickWorkload
 
+_UNKNOWN_BYTES: Final = 2**50
+"""More than any tables take."""
+_OBJECT_STORE_SHARE: Final = 0.3
+"""Of the free memory, which a local Ray reserves for its object store."""
+NOT_CHECKED: Final = (
+    "Not checked: whether the tables fit the GPUs, of which this machine has none; --cluster gpus=N,gpu_memory_gb=N,... says "
+    "what theirs have."
+)
 
-def available_host_bytes() -> int:
-    """MemAvailable of /proc/meminfo: what this machine has left for tables."""
-    with open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/meminfo has no MemAvailable")
 
+def plan(
+    workload: ClickWorkload,
+    config: TrainConfig,
+    num_embeddings: list[int],
+    *,
+    inputs: Schema,
+    target: Target | None = None,
+) -> str:
+    """The plan as text: for the workers of `target`, or, without one, for workers that share this machine's memory or have a
+    GPU like this machine's.
 
-def plan(workload: ClickWorkload, config: TrainConfig, num_embeddings: list[int]) -> str:
-    """The plan as text, for workers that share this machine's memory, or have a GPU like this machine's.
-
-    Raises InputError where the tables do not fit, with what they need.
+    Raises InputError when the tables do not fit, with what they need.
     """
     workers = config.scaling.max_workers
-    described, _ = tables_of(
-        workload,
-        config,
-        num_embeddings,
-        workers=workers,
-        workers_per_node=workers,
-        memory_bytes=memory_here(config, workers=workers),
-    )
-    return described
+    target = target or Target(workers, workers)
+    memory_bytes, notes = memory_of_target(config, target)
+    tables = tables_of(workload, config, num_embeddings, inputs=inputs, target=target, memory_bytes=memory_bytes)
+    return "\n".join([tables.text, *notes])
+
+
+def memory_of_target(config: TrainConfig, target: Target) -> tuple[int, list[str]]:
+    """Bytes that one worker of a target may fill, and notes about what is not known."""
+    if target.memory_bytes is not None:
+        return target.memory_bytes, []
+    if config.scaling.use_gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            return _UNKNOWN_BYTES, [NOT_CHECKED]
+    return memory_here(config, workers=target.workers_per_node), []
 
 
 def memory_here(config: TrainConfig, *, workers: int) -> int:
-    """Bytes that each of so many workers could fill on this machine: its GPU's, or a share of what the host has free."""
+    """Bytes that each of so many workers could fill on this machine: its GPU's, or a share of what the host has free, less Ray's
+    object store and the worker's own process."""
     if config.scaling.use_gpu:
         import torch
 
         return torch.cuda.get_device_properties(0).total_memory
-    return available_host_bytes() // workers
+    free = available_host_bytes()
+    store = config.cluster.object_store_bytes or int(free * _OBJECT_STORE_SHARE)
+    return max(0, (free - store) // workers - PROCESS_BYTES)
+
+
+def available_host_bytes() -> int:
+    """What this machine, or its container, has left for tables."""
+    return machine.memory().available
+
+
+def build_model(workload: ClickWorkload, num_embeddings: list[int], *, inputs: Schema, **settings: Any) -> DLRM:
+    """The model with its tables on the meta device and their optimizer applied, from which TorchRec's planner computes the
+    bytes of its state."""
+    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+    model = workload.model.build(
+        num_embeddings=num_embeddings, num_dense=len(inputs.dense), features=inputs.sparse, **settings
+    )
+    optimizer_class, optimizer_arguments = workload.sparse_optimizer.build()
+    apply_optimizer_in_backward(optimizer_class, model.embeddings.parameters(), optimizer_arguments)
+    return model
 
 
 def cut_to_fit(
-    workload: ClickWorkload, config: TrainConfig, num_embeddings: list[int], *, workers: int, memory_bytes: int
+    workload: ClickWorkload,
+    config: TrainConfig,
+    num_embeddings: list[int],
+    *,
+    inputs: Schema,
+    workers: int,
+    memory_bytes: int,
 ) -> list[int]:
     """The tables' rows, no more in any than lets so many workers of one node, with so much memory each, hold them all. Raises
     InputError where not even tables of one row fit."""
     most = max(num_embeddings)
+    target = Target(workers, workers)
     while True:
         cut = [min(rows, most) for rows in num_embeddings]
         try:
-            tables_of(workload, config, cut, workers=workers, workers_per_node=workers, memory_bytes=memory_bytes)
+            tables_of(workload, config, cut, inputs=inputs, target=target, memory_bytes=memory_bytes)
         except InputError:
             if most == 1:
                 raise
@@ -66,33 +115,61 @@ def cut_to_fit(
             return cut
 
 
+@dataclass(frozen=True)
+class Tables:
+    """Tables spread over workers."""
+
+    text: str
+    """The plan and the memory of the fullest worker, for people."""
+    worker_bytes: tuple[int, ...]
+    """Tables and optimizer state of each worker."""
+    memories: tuple[WorkerMemory, ...]
+    """All memory of each worker."""
+
+
 def tables_of(
     workload: ClickWorkload,
     config: TrainConfig,
     num_embeddings: list[int],
     *,
-    workers: int,
-    workers_per_node: int,
+    inputs: Schema,
+    target: Target,
     memory_bytes: int,
-) -> tuple[str, tuple[int, ...]]:
-    """The plan as text, and the bytes of tables and optimizer state that each worker holds, who may fill `memory_bytes`. Raises
-    InputError as `plan`."""
-    model = workload.model.build(
-        num_embeddings=num_embeddings, num_dense=len(workload.schema.dense), features=workload.schema.sparse
-    )
+) -> Tables:
+    """The tables over the workers of `target`, who may fill `memory_bytes` each; `inputs` are the model's columns, which a
+    Preprocessor may have made from others. Raises InputError as `plan`."""
+    model = build_model(workload, num_embeddings, inputs=inputs)
+    workers, device = target.num_workers, "cuda" if config.scaling.use_gpu else "cpu"
+    state_bytes = workload.sparse_optimizer.state_bytes
     made = plan_sharding(
         model,
         world_size=workers,
         device="cuda" if config.scaling.use_gpu else "cpu",
         batch_size=config.batch_size,
         memory_bytes=memory_bytes,
-        nodes=[str(rank // workers_per_node) for rank in range(workers)],
+        host_memory_bytes=target.host_memory_bytes,
+        nodes=[str(rank // target.workers_per_node) for rank in range(workers)],
         config=workload.sharding,
+        state_bytes=state_bytes,
     )
-    held = dict.fromkeys(range(workers), 0)
-    for placement in placements(made, model, config=workload.sharding):
-        for rank, size in placement.bytes_of_rank.items():
-            held[rank] += size
-    cost = multiply_adds(workload.model, num_dense=len(workload.schema.dense), num_sparse=len(workload.schema.sparse))
-    text = f"{describe(made, model, config=workload.sharding)}\n{cost:,} multiply-adds a row, forward"
-    return text, tuple(held.values())
+    rows = placements(made, model, state_bytes=state_bytes)
+    memories = worker_memories(
+        workload,
+        config,
+        rows,
+        dense_weights=sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta),
+        num_sparse=len(inputs.sparse),
+        batch_size=config.batch_size,
+        world_size=workers,
+    )
+    fullest = max(memories, key=lambda memory: memory.tables)
+    cost = multiply_adds(workload.model, num_dense=len(inputs.dense), num_sparse=len(inputs.sparse))
+    text = "\n".join(
+        [
+            describe(made, model, state_bytes=state_bytes),
+            f"the fullest worker needs about {fullest.text(device)}",
+            f"{cost:,} multiply-adds a row, forward",
+        ]
+    )
+    held = tuple(sum(row.bytes_of_rank.get(rank, 0) for row in rows) for rank in range(workers))
+    return Tables(text, held, tuple(memories))

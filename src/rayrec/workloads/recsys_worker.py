@@ -6,21 +6,22 @@ import dataclasses
 import logging
 import math
 import os
+import time
 from collections.abc import Iterator
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.train_pipeline import TrainPipeline
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from rayrec import storage
+from rayrec import machine, storage
 from rayrec.checkpoint.ranks import Ranks
+from rayrec.config import InputError
 from rayrec.data import ready
 from rayrec.data.loader import ClickLoader
 from rayrec.data.position import EpochOrder, Position
@@ -34,13 +35,16 @@ from rayrec.workloads.distillation import load_targets
 from rayrec.workloads.phases import NoClock, StepClock, step_clock
 from rayrec.workloads.recsys_evaluation import EvaluationCounts, counted_columns
 from rayrec.workloads.recsys_pipeline import TimedBase, TimedSparseDist
-from rayrec.workloads.recsys_plan import available_host_bytes
+from rayrec.workloads.recsys_plan import build_model
 
 if TYPE_CHECKING:
     from rayrec.workloads.recsys import ClickWorkload, Prepared
 
 
 _logger = logging.getLogger(__name__)
+_MEMORY_WAIT_S: Final = 60.0
+"""For which a start waits for memory that other processes hold: those of a failed attempt take some seconds to end."""
+_MEMORY_POLL_S: Final = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,61 +54,91 @@ class Place:
     node: str
     device: str
     """With its index: cpu, cuda:0."""
-    memory_bytes: int
-    """Of its device, or its share of what the host has free."""
+    host_bytes: int
+    """Its share of what the host has free now."""
+    most_host_bytes: int
+    """Its share if no other process held any host memory."""
+    device_bytes: int | None
+    """Memory of its GPU; None on CPU."""
 
 
 def places_of_ranks(context: WorkerContext, ranks: Ranks) -> list[Place]:
     """The place of every rank, by rank; collective."""
     nodes = ranks.gather_all(context.node)
-    if context.device.type == "cuda":
-        memory_bytes = torch.cuda.get_device_properties(context.device).total_memory
-    else:
-        memory_bytes = available_host_bytes() // nodes.count(context.node)
-    return ranks.gather_all(Place(context.node, str(context.device), memory_bytes))
+    workers, store = nodes.count(context.node), context.object_store_bytes
+    memory = machine.memory()
+    place = Place(
+        context.node,
+        str(context.device),
+        max(0, memory.available - store) // workers,
+        max(0, memory.total - store) // workers,
+        torch.cuda.get_device_properties(context.device).total_memory if context.device.type == "cuda" else None,
+    )
+    return ranks.gather_all(place)
 
 
 def shared_plan(
     workload: ClickWorkload, context: WorkerContext, model: torch.nn.Module, *, batch_size: int
 ) -> ShardingPlan:
-    """The sharding plan that rank 0 makes for all ranks; collective. Raises InputError on every rank when the tables do not
-    fit."""
+    """The sharding plan that rank 0 makes for all ranks; collective. Processes of an attempt before this one may still hold
+    memory: if the tables fit the machine but not what is free of it, this waits for up to a minute. Raises InputError on every
+    rank when the tables do not fit."""
     ranks = Ranks.all()
-    places = places_of_ranks(context, ranks)
-    nodes = [place.node for place in places]
-    # TorchRec builds its process groups by this number, which must be the same on every rank.
-    os.environ["LOCAL_WORLD_SIZE"] = str(math.gcd(*workers_per_node(nodes)))
-    return ranks.from_first(
-        lambda: plan_sharding(
+    deadline_s = time.monotonic() + _MEMORY_WAIT_S
+    while True:
+        places = places_of_ranks(context, ranks)
+        nodes = [place.node for place in places]
+        # TorchRec builds its process groups by this number, which must be the same on every rank.
+        os.environ["LOCAL_WORLD_SIZE"] = str(math.gcd(*workers_per_node(nodes)))
+        made, wait = ranks.from_first(
+            lambda places=places: _plan_or_wait(
+                workload, model, places, batch_size=batch_size, patient=time.monotonic() < deadline_s
+            )
+        )
+        if not wait:
+            return made
+        time.sleep(_MEMORY_POLL_S)
+
+
+def _plan_or_wait(
+    workload: ClickWorkload, model: torch.nn.Module, places: list[Place], *, batch_size: int, patient: bool
+) -> tuple[ShardingPlan | None, bool]:
+    """(the plan, False), or (None, True) if the tables would fit once other processes have freed their memory."""
+
+    def planned(host_bytes: int) -> ShardingPlan:
+        device_bytes = [place.device_bytes for place in places if place.device_bytes is not None]
+        return plan_sharding(
             model,
-            world_size=context.world_size,
-            device="cuda" if context.device.type == "cuda" else "cpu",
+            world_size=len(places),
+            device="cuda" if device_bytes else "cpu",
             batch_size=batch_size,
-            memory_bytes=min(place.memory_bytes for place in places),
-            nodes=nodes,
+            memory_bytes=min(device_bytes, default=host_bytes),
+            host_memory_bytes=host_bytes,
+            nodes=[place.node for place in places],
             devices=[place.device for place in places],
             config=workload.sharding,
+            state_bytes=workload.sparse_optimizer.state_bytes,
         )
-    )
+
+    try:
+        return planned(min(place.host_bytes for place in places)), False
+    except InputError:
+        if not patient:
+            raise
+        planned(min(place.most_host_bytes for place in places))  # raises if no waiting helps
+        return None, True
 
 
 def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) -> WorkerSetup:
     """Everything the loop needs; collective."""
     config, inputs = context.config, prepared.inputs
     batch_size = effective_batch_size(config, rows=prepared.sets["train"].rows, world_size=context.world_size)
-    model = workload.model.build(
-        num_embeddings=prepared.num_embeddings,
-        num_dense=len(inputs.dense),
-        precision=config.precision,
-        seed=config.seed,
-        features=inputs.sparse,
-    )
-    optimizer_class, optimizer_arguments = workload.sparse_optimizer.build()
-    apply_optimizer_in_backward(optimizer_class, model.embeddings.parameters(), optimizer_arguments)
+    model = build_model(workload, prepared.num_embeddings, inputs=inputs, precision=config.precision, seed=config.seed)
     plan = shared_plan(workload, context, model, batch_size=batch_size)
+    state_bytes = workload.sparse_optimizer.state_bytes
     described = {
-        "tables": [dataclasses.asdict(placement) for placement in placements(plan, model, config=workload.sharding)],
-        "plan": describe(plan, model, config=workload.sharding),
+        "tables": [dataclasses.asdict(row) for row in placements(plan, model, state_bytes=state_bytes)],
+        "plan": describe(plan, model, state_bytes=state_bytes),
     }
     process_group = torch.distributed.group.WORLD
     assert process_group is not None

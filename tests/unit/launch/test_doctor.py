@@ -11,7 +11,6 @@ import pytest
 from packaging.requirements import Requirement
 
 from rayrec.config import InputError
-from rayrec.launch import installation
 from rayrec.launch.doctor import Finding, Report, closure, diagnose, doctor
 from rayrec.launch.installation import Installed, Machine, Probe, installed_distributions, probe_all, this_machine
 
@@ -336,26 +335,6 @@ def test_this_machine_is_seen() -> None:
     assert machine.python == ".".join(map(str, sys.version_info[:3]))
     assert machine.cpu_cores >= 1
     assert 0 < machine.free_memory_bytes <= machine.memory_bytes
-
-
-@pytest.mark.parametrize(
-    ("limit", "used", "expected"),
-    [
-        ("max", "1", (8 << 20, 6 << 20)),
-        (str(4 << 20), str(1 << 20), (4 << 20, 3 << 20)),
-        (str(1 << 20), str(2 << 20), (1 << 20, 0)),
-    ],
-)
-def test_memory_keeps_to_the_container_s_limit(
-    tmp_path: Path, limit: str, used: str, expected: tuple[int, int]
-) -> None:
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal:  8192 kB\nMemAvailable:  6144 kB\nHugePages_Total: 0\n")
-    group = tmp_path / "sys/fs/cgroup"
-    group.mkdir(parents=True)
-    (group / "memory.max").write_text(limit + "\n")
-    (group / "memory.current").write_text(used + "\n")
-    assert installation._memory_bytes(tmp_path) == expected
 
 
 def test_this_interpreter_s_distributions_are_seen() -> None:

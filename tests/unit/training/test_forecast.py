@@ -104,7 +104,7 @@ def test_what_a_gpu_trains_may_be_given() -> None:
     [
         ("cpus=8,nodes=2", 3, Target(3, 2)),
         ("cpus=8,nodes=2,memory_gb=64", 4, Target(4, 2, 32_000_000_000)),
-        ("cpus=8,gpus=2,nodes=2,memory_gb=64", 4, Target(4, 2)),
+        ("cpus=8,gpus=2,nodes=2,memory_gb=64", 4, Target(4, 2, host_memory_bytes=32_000_000_000)),
         ("cpus=8,gpus=2,gpu_memory_gb=80,gpu_rows_per_s=1e6", 2, Target(2, 2, 80_000_000_000, 1e6)),
     ],
 )

@@ -19,6 +19,7 @@ from rayrec.training.device_peak import multiply_adds_per_s, multiply_adds_per_s
 from rayrec.training.loop import Progress
 from rayrec.training.state import model_tensors
 from rayrec.training.worker import Assignment, finish
+from rayrec.workloads.base import ScalingConfig
 
 CPU = torch.device("cpu")
 
@@ -204,3 +205,21 @@ def test_a_peak_counts_where_every_worker_has_one(
 
     monkeypatch.setattr(worker.loop, "over_workers", over_workers)
     assert worker.peak_of_all(mine, world_size=2) == expected
+
+
+# -- threads
+
+
+@pytest.mark.parametrize(
+    ("settings", "share", "threads"),
+    [
+        ({}, 8, 8),
+        ({}, 0, 1),
+        ({"cpus_per_worker": 3.0}, 8, 3),
+        ({"cpus_per_worker": 0.5}, 8, 1),
+        ({"cpus_per_worker": 16.0}, 8, 8),
+        ({"cpus_per_worker": 3.0, "threads_per_worker": 5}, 8, 5),
+    ],
+)
+def test_threads_keep_to_what_the_worker_was_given(settings: dict[str, Any], share: int, threads: int) -> None:
+    assert worker.threads_of_worker(ScalingConfig(**settings), share=share) == threads

@@ -1,0 +1,114 @@
+"""Memory of one worker that trains a click model, by what it is for: what `rayrec plan` forecasts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from rayrec.observe.quantities import size_text
+from rayrec.optim import FLOAT_BYTES
+from rayrec.sharding import TablePlacement
+
+if TYPE_CHECKING:
+    from rayrec.models.dlrm import DLRMConfig
+    from rayrec.workloads.base import TrainConfig
+    from rayrec.workloads.recsys import ClickWorkload
+
+PROCESS_BYTES: Final = 700 << 20
+"""Python, torch, TorchRec and Ray in a worker, before it holds any data."""
+_COPIES_OF_EMBEDDINGS: Final = 6
+"""Pooled embeddings of a batch: looked up, exchanged, in the interaction, and the gradient of each."""
+_COPIES_OF_ACTIVATIONS: Final = 2
+"""With the gradient."""
+
+
+@dataclass(frozen=True)
+class WorkerMemory:
+    """Bytes at the peak of training with a save."""
+
+    tables: int
+    """Embedding tables and their optimizer state."""
+    gradients: int
+    """Of data_parallel tables."""
+    dense: int
+    """The dense part: weights, gradients and optimizer state."""
+    batches: int
+    """Activations of a batch and their gradients."""
+    checkpoint: int
+    """Copy of what the worker saves, in host memory."""
+    process: int = PROCESS_BYTES
+    """The process itself, in host memory."""
+
+    def host_bytes(self, device: str) -> int:
+        return self.checkpoint + self.process + (self._trained if device == "cpu" else 0)
+
+    def device_bytes(self, device: str) -> int:
+        return 0 if device == "cpu" else self._trained
+
+    @property
+    def _trained(self) -> int:
+        return self.tables + self.gradients + self.dense + self.batches
+
+    def text(self, device: str) -> str:
+        """One line for people."""
+        trained = (
+            f"tables with optimizer state {size_text(self.tables)}, "
+            + (f"gradients of data_parallel tables {size_text(self.gradients)}, " if self.gradients else "")
+            + f"dense part {size_text(self.dense)}, a batch {size_text(self.batches)}"
+        )
+        host = f"a checkpoint's copy {size_text(self.checkpoint)}, the process {size_text(self.process)}"
+        if device == "cpu":
+            return f"{size_text(self.host_bytes(device))} of memory: {trained}, {host}"
+        return (
+            f"{size_text(self.device_bytes(device))} of GPU memory: {trained}; "
+            f"{size_text(self.host_bytes(device))} of host memory: {host}"
+        )
+
+
+def worker_memories(
+    workload: ClickWorkload,
+    config: TrainConfig,
+    rows: Sequence[TablePlacement],
+    *,
+    dense_weights: int,
+    num_sparse: int,
+    batch_size: int,
+    world_size: int,
+) -> list[WorkerMemory]:
+    """The memory of every worker, by rank, that holds its part of the tables `rows` and a dense part of so many weights, and
+    takes so many rows a step."""
+    replicated_bytes = sum(
+        row.bytes_of_rank[0] for row in rows if row.sharding_type == "data_parallel"
+    )  # every rank holds them all; one rank saves each
+    dense_state = workload.dense_optimizer.state_bytes(dense_weights)
+    dense_saved = dense_weights * FLOAT_BYTES + dense_state
+    found = []
+    for rank in range(world_size):
+        held = sum(row.bytes_of_rank.get(rank, 0) for row in rows)
+        own = sum(row.bytes_of_rank.get(rank, 0) for row in rows if row.sharding_type != "data_parallel")
+        found.append(
+            WorkerMemory(
+                tables=held,
+                gradients=sum(row.gradient_bytes for row in rows),
+                dense=2 * dense_weights * FLOAT_BYTES + dense_state,
+                batches=_batch_bytes(workload.model, num_sparse, max(batch_size, config.eval_batch_size // 2)),
+                checkpoint=own + (replicated_bytes + dense_saved) // world_size,
+            )
+        )
+    return found
+
+
+def _batch_bytes(model: DLRMConfig, num_sparse: int, rows: int) -> int:
+    """Activations of a step; an evaluation keeps none for a backward pass, so that half of its rows count."""
+    dim, vectors = model.embedding_dim, num_sparse + 1
+    width = vectors * dim
+    layers = sum(model.bottom_mlp) + sum(model.top_mlp)
+    if model.interaction == "dot":
+        meeting = vectors * vectors + vectors * (vectors - 1) // 2
+    elif model.interaction == "cross":
+        meeting = model.cross_layers * (2 * width + model.cross_low_rank)
+    else:
+        meeting = sum(model.projection_first) + sum(model.projection_second)
+    values = _COPIES_OF_EMBEDDINGS * width + _COPIES_OF_ACTIVATIONS * (layers + meeting)
+    return rows * values * FLOAT_BYTES

@@ -1,0 +1,85 @@
+"""CPUs and memory within the limits of containers and Ray, from made-up files of the kernel."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rayrec.machine import Memory, memory, usable_cpus
+
+MIB = 1 << 20
+
+
+def kernel(root: Path, **files: str) -> Path:
+    """A root folder with these files; slashes are written as two underscores."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text("MemTotal:  8192 kB\nMemAvailable:  6144 kB\nHugePages_Total: 0\n")
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return root
+
+
+def group(root: Path, path: str, **files: str) -> None:
+    folder = root / "sys/fs/cgroup" / path
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text + "\n")
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "expected"),
+    [
+        ("max", "1", Memory(8 * MIB, 6 * MIB)),
+        (str(4 * MIB), str(MIB), Memory(4 * MIB, 3 * MIB)),
+        (str(MIB), str(2 * MIB), Memory(MIB, 0)),
+    ],
+)
+def test_memory_keeps_to_the_containers_limit(tmp_path: Path, limit: str, used: str, expected: Memory) -> None:
+    kernel(tmp_path)
+    group(tmp_path, "", memory__max=limit, memory__current=used)
+    assert memory(tmp_path) == expected
+
+
+def test_page_cache_of_a_container_counts_as_available(tmp_path: Path) -> None:
+    kernel(tmp_path)
+    stat = f"anon 1\ninactive_file {MIB}\nactive_file {MIB}\nfile {3 * MIB}\nshmem {MIB}"
+    group(tmp_path, "", memory__max=str(5 * MIB), memory__current=str(4 * MIB), memory__stat=stat)
+    assert memory(tmp_path) == Memory(5 * MIB, 3 * MIB)
+
+
+def test_the_tightest_group_on_the_way_up_counts(tmp_path: Path) -> None:
+    kernel(tmp_path, proc__self__cgroup="0::/pod/container")
+    group(tmp_path, "pod", memory__max=str(2 * MIB), memory__current=str(MIB), cpu__max="150000 100000")
+    group(tmp_path, "pod/container", memory__max="max", memory__current=str(MIB), cpu__max="max 100000")
+    assert memory(tmp_path) == Memory(2 * MIB, MIB)
+    assert usable_cpus(root=tmp_path) == 1
+
+
+def test_groups_of_version_1(tmp_path: Path) -> None:
+    kernel(tmp_path, proc__self__cgroup="4:memory:/box\n1:cpu,cpuacct:/box")
+    group(
+        tmp_path,
+        "memory/box",
+        memory__limit_in_bytes=str(3 * MIB),
+        memory__usage_in_bytes=str(2 * MIB),
+        memory__stat=f"inactive_file 1\ntotal_inactive_file {MIB}\ntotal_active_file 0",
+    )
+    group(tmp_path, "cpu/box", **{"cpu__cfs_quota_us": "100000", "cpu__cfs_period_us": "100000"})
+    group(tmp_path, "cpu", **{"cpu__cfs_quota_us": "-1", "cpu__cfs_period_us": "100000"})
+    assert memory(tmp_path) == Memory(3 * MIB, 2 * MIB)
+    assert usable_cpus(root=tmp_path) == 1
+
+
+def test_cpus_are_those_of_affinity_and_of_what_was_granted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel(tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)))
+    assert usable_cpus(root=tmp_path) == 6
+    assert usable_cpus(granted=4.0, root=tmp_path) == 4
+    assert usable_cpus(granted=0.5, root=tmp_path) == 1
+    assert usable_cpus(granted=0.0, root=tmp_path) == 6  # a node that lends no CPUs says nothing
+    group(tmp_path, "", cpu__max="250000 100000")
+    assert usable_cpus(granted=4.0, root=tmp_path) == 2

@@ -1,0 +1,163 @@
+"""Plans of click models for machines that are described, and the memory that workers need."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rayrec import api, recipes
+from rayrec.commands import training
+from rayrec.config import InputError
+from rayrec.data.profiles import FUXICTR_X4, MLPERF_NUM_EMBEDDINGS
+from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig
+from rayrec.sharding import TablePlacement
+from rayrec.workloads import recsys_plan, recsys_worker
+from rayrec.workloads.recsys_memory import PROCESS_BYTES, worker_memories
+from rayrec.workloads.recsys_plan import build_model
+from rayrec.workloads.recsys_worker import Place, _plan_or_wait
+
+GB = 10**9
+GPUS = "cpus=96,gpus=8,nodes=1,memory_gb=1000,gpu_memory_gb=80"
+
+
+@pytest.fixture(autouse=True)
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_published_sizes_are_planned_without_a_log_for_gpus_that_are_not_here() -> None:
+    text = api.plan(recipes.mlperf_dlrm(), cluster=GPUS, tables=MLPERF_NUM_EMBEDDINGS)
+    assert "cat_0   40,000,000  128" in text
+    assert "of GPU memory: tables with optimizer state" in text
+    assert "a checkpoint's copy" in text
+    assert "Not checked" not in text
+
+
+def test_without_their_memory_the_gpus_are_not_checked() -> None:
+    text = api.plan(recipes.mlperf_dlrm(), tables=MLPERF_NUM_EMBEDDINGS)
+    assert "cat_0   40,000,000  128" in text
+    assert text.endswith("--cluster gpus=N,gpu_memory_gb=N,... says what theirs have.")
+
+
+def test_adagrad_doubles_the_tables() -> None:
+    adagrad = recipes.mlperf_dcnv2()
+    with pytest.raises(InputError, match=r"26 tables need 194.7 GiB \(weights and optimizer state\), but 2 workers"):
+        api.plan(
+            adagrad.replace(scaling={"num_workers": 2}),
+            cluster="cpus=96,gpus=2,gpu_memory_gb=80",
+            tables=MLPERF_NUM_EMBEDDINGS,
+        )
+    with pytest.raises(InputError, match="host memory, 15% kept free, must hold a checkpoint's copy"):
+        api.plan(adagrad, cluster=GPUS.replace("memory_gb=1000", "memory_gb=100", 1), tables=MLPERF_NUM_EMBEDDINGS)
+    assert "adagrad" in adagrad.to_yaml()
+
+
+def test_a_profile_that_makes_integers_categories_is_planned_with_all_its_columns() -> None:
+    config = recipes.criteo_demo().replace(workload={"profile": FUXICTR_X4.to_dict()})
+    text = api.plan(config, tables=[10] * 39)
+    assert "int_12" in text
+    with pytest.raises(InputError, match="26 table sizes for 39 sparse columns"):
+        api.plan(config, tables=[10] * 26)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [(["--tables", "mlperf"], MLPERF_NUM_EMBEDDINGS), (["--tables=3,20"], (3, 20)), ([], None)],
+)
+def test_the_command_takes_sizes(arguments: list[str], expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(api, "plan", lambda config, **options: seen.update(options) or "")
+    training.plan(["criteo_demo", *arguments, "--cluster=cpus=2"])
+    assert seen == {"cluster": "cpus=2", "tables": expected}
+    with pytest.raises(InputError, match="'3,x' is neither mlperf nor numbers of rows"):
+        training.plan(["criteo_demo", "--tables", "3,x"])
+
+
+def test_what_a_worker_needs_is_the_sum_of_its_parts() -> None:
+    config = recipes.criteo_demo()
+    workload = config.workload.replace(
+        sparse_optimizer=SparseOptimizerConfig(kind="sgd"), dense_optimizer=DenseOptimizerConfig(kind="adam")
+    )
+    rows = [
+        TablePlacement(
+            table="a", num_embeddings=10, embedding_dim=4, sharding_type="table_wise", bytes_of_rank={0: 160}
+        ),
+        TablePlacement(
+            table="b", num_embeddings=5, embedding_dim=4, sharding_type="data_parallel", bytes_of_rank={0: 80, 1: 80}
+        ),
+    ]
+    first, second = worker_memories(workload, config, rows, dense_weights=100, num_sparse=2, batch_size=8, world_size=2)
+    assert (first.tables, first.gradients, first.dense, first.checkpoint) == (240, 80, 1600, 160 + (80 + 1200) // 2)
+    assert (second.tables, second.gradients, second.checkpoint) == (80, 80, (80 + 1200) // 2)
+    parts = first.tables + first.gradients + first.dense + first.batches + first.checkpoint
+    assert first.host_bytes("cpu") == parts + PROCESS_BYTES
+    assert first.host_bytes("cuda") == first.checkpoint + PROCESS_BYTES
+    assert first.device_bytes("cuda") == parts - first.checkpoint
+
+
+def test_on_this_machine_the_object_store_and_processes_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recsys_plan, "available_host_bytes", lambda: 20 * GB)
+    config = recipes.criteo_demo()
+    assert recsys_plan.memory_here(config, workers=2) == 7 * GB - PROCESS_BYTES
+    config = config.replace(cluster={"object_store_bytes": 2 * GB})
+    assert recsys_plan.memory_here(config, workers=2) == 9 * GB - PROCESS_BYTES
+
+
+def test_a_start_waits_for_memory_that_others_still_hold() -> None:
+    workload = recipes.criteo_demo().workload
+    sizes = [400_000] * 26  # 674 MiB with their state
+    model = build_model(workload, sizes, inputs=workload.schema)
+    free = Place("a", "cpu", host_bytes=4 * GB, most_host_bytes=4 * GB, device_bytes=None)
+    full = replace(free, host_bytes=GB)
+    small = replace(full, most_host_bytes=GB)
+
+    def planned(place: Place, *, patient: bool) -> tuple[Any, bool]:
+        return _plan_or_wait(workload, model, [place], batch_size=8, patient=patient)
+
+    made, wait = planned(free, patient=True)
+    assert made is not None
+    assert not wait
+    assert planned(full, patient=True) == (None, True)
+    for place, patient in ((full, False), (small, True)):
+        with pytest.raises(InputError, match="use at least 2 workers"):
+            planned(place, patient=patient)
+
+
+def test_memory_of_a_node_is_shared_by_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from rayrec.machine import Memory
+
+    monkeypatch.setattr(recsys_worker.machine, "memory", lambda: Memory(total=10 * GB, available=6 * GB))
+    ranks: Any = SimpleNamespace(gather_all=lambda value: ["a", "b", "a"] if isinstance(value, str) else [value])
+    context: Any = SimpleNamespace(node="a", device=torch.device("cpu"), object_store_bytes=2 * GB)
+    (place,) = recsys_worker.places_of_ranks(context, ranks)
+    assert place == Place("a", "cpu", host_bytes=2 * GB, most_host_bytes=4 * GB, device_bytes=None)
+
+
+def test_a_preprocessors_columns_are_planned(tmp_path: Path) -> None:
+    """Those that the model gets, which are not the log's with a profile that makes integers categories."""
+    import numpy as np
+
+    from rayrec import storage
+    from rayrec.data.counting import count_parts
+    from rayrec.data.log import cut, index_chunk, numbered
+    from rayrec.data.position import Part
+    from rayrec.data.profiles import make_preprocessor
+
+    values = np.random.default_rng(0).integers(0, 9, (200, 26))
+    lines = ("\t".join(["1", *map(str, range(13)), *(f"{value:08x}" for value in row)]) for row in values)
+    (tmp_path / "log.txt").write_text("\n".join(lines) + "\n")
+    schema = recipes.criteo_demo().workload.schema
+    (chunk,) = cut(storage.list_files(str(tmp_path / "log.txt")), 1 << 20)
+    segments = numbered(index_chunk(chunk, schema, 1 << 20)[0])
+    counting = FUXICTR_X4.counting(schema)
+    counts = counting.empty()
+    counts.add(count_parts([Part(segment, 0, segment.rows) for segment in segments], counting=counting))
+    make_preprocessor(FUXICTR_X4, schema, counts).save(str(tmp_path / "preprocessor"))
+    config = recipes.criteo_demo().replace(workload={"preprocessor": str(tmp_path / "preprocessor")})
+    assert "int_12" in api.plan(config)
