@@ -116,7 +116,7 @@ class _ThisNode:
 
 def _this_node() -> _ThisNode:
     node_id = ray.get_runtime_context().get_node_id()
-    resources = next((node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id), {})
+    resources: dict[str, float] = next((node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id), {})
     taken = shutil.disk_usage("/dev/shm").used if os.path.isdir("/dev/shm") else 0
     store = int(resources.get("object_store_memory", 0))
     return _ThisNode(node_id, float(resources.get("CPU", 0)), max(0, store - taken))

@@ -90,20 +90,17 @@ def shared_plan(
         nodes = [place.node for place in places]
         # TorchRec builds its process groups by this number, which must be the same on every rank.
         os.environ["LOCAL_WORLD_SIZE"] = str(math.gcd(*workers_per_node(nodes)))
-        made, wait = ranks.from_first(
-            lambda places=places: _plan_or_wait(
-                workload, model, places, batch_size=batch_size, patient=time.monotonic() < deadline_s
-            )
-        )
-        if not wait:
+        patient = time.monotonic() < deadline_s
+        made = ranks.from_first(partial(_plan_or_wait, workload, model, places, batch_size=batch_size, patient=patient))
+        if made is not None:
             return made
         time.sleep(_MEMORY_POLL_S)
 
 
 def _plan_or_wait(
     workload: ClickWorkload, model: torch.nn.Module, places: list[Place], *, batch_size: int, patient: bool
-) -> tuple[ShardingPlan | None, bool]:
-    """(the plan, False), or (None, True) if the tables would fit once other processes have freed their memory."""
+) -> ShardingPlan | None:
+    """The plan; None if the tables would fit once other processes have freed their memory."""
 
     def planned(host_bytes: int) -> ShardingPlan:
         device_bytes = [place.device_bytes for place in places if place.device_bytes is not None]
@@ -121,12 +118,12 @@ def _plan_or_wait(
         )
 
     try:
-        return planned(min(place.host_bytes for place in places)), False
+        return planned(min(place.host_bytes for place in places))
     except InputError:
         if not patient:
             raise
         planned(min(place.most_host_bytes for place in places))  # raises if no waiting helps
-        return None, True
+        return None
 
 
 def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) -> WorkerSetup:
