@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
-from rayrec import cli
+from rayrec import cli, recipes
 from rayrec.commands import MODULES, command
+from rayrec.config import InputError
 from rayrec.verbs import VERBS
 
 
@@ -79,3 +83,111 @@ def test_what_libraries_print_stays_out_of_the_results(
     out, err = capsys.readouterr()
     assert json.loads(out) == {"auroc": 0.5}
     assert "a warning of Ray" in err
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of a command."""
+    status = cli.run(list(arguments))
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--step", "5"), "no flag --step; did you mean --steps?"),
+        (("--batchsize=5",), "no flag --batchsize; did you mean --batch-size?"),
+        (("--shuffl", "none"), "no flag --shuffl; did you mean --train-data.shuffle or --eval-data.shuffle?"),
+        (("--qqqqqqq",), "no flag --qqqqqqq; `rayrec config criteo_demo --help` shows every flag"),
+        (("more",), "takes no argument 'more'; `rayrec config criteo_demo --help` shows what it takes"),
+        (
+            ("--steps", "few"),
+            "--steps: 'few' is no {None}|INT; `rayrec config criteo_demo --help` describes every flag",
+        ),
+        (("--batch-size", "0"), "batch_size: 0 must be at least 1"),
+        (("--scaling.num-workers", "0"), "scaling.num_workers: 0 must be at least 1, and the least not above the most"),
+        (("--config",), "--config needs a file"),
+        (("--config=",), "--config needs a file"),
+        (("--schema", "--steps", "5"), "--schema needs a file"),
+        (("--config=a", "--config", "b"), "--config is given 2 times; give it once"),
+    ],
+    ids=str,
+)
+def test_a_wrong_flag_is_one_line(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], line: str) -> None:
+    assert run(capsys, "config", "criteo_demo", *arguments) == (2, "", f"rayrec config: {line}\n")
+
+
+def test_wrong_flags_of_other_commands_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "evaluate", "run") == (
+        2,
+        "",
+        "rayrec evaluate: missing PATH; `rayrec evaluate --help` describes every flag\n",
+    )
+    assert (
+        run(capsys, "predict", "run", "log", "--uot", "x")[2] == "rayrec predict: no flag --uot; did you mean --out?\n"
+    )
+    status, _, line = run(capsys, "predict", "run", "log", "--out", "x", "--recipe", "criteo_dem")
+    assert (status, line) == (2, "rayrec predict: no recipe 'criteo_dem'; did you mean 'criteo_demo'?\n")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])  # the parser draws other boxes for each
+def test_a_wrong_flag_is_one_line_in_every_encoding(encoding: str) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    code = "from rayrec import cli; cli.main(['config', 'criteo_demo', '--precison', 'bf16'])"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False, env=environment
+    )
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr == "rayrec config: no flag --precison; did you mean --precision?\n"
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_file_may_follow_its_flag_or_an_equals_sign(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, joined: bool
+) -> None:
+    config, schema = tmp_path / "config.yaml", tmp_path / "schema.yaml"
+    config.write_text("\ufeffrecipe: clicks\nsteps: 7\n", encoding="utf-8")
+    schema.write_text("{label: y, dense: [a], sparse: [b]}")
+    given = (
+        [(f"--config={config}",), (f"--schema={schema}",)]
+        if joined
+        else [("--config", str(config)), ("--schema", str(schema))]
+    )
+    status, out, err = run(capsys, "config", *given[0], *given[1])
+    assert (status, err) == (0, "")
+    resolved = yaml.safe_load(out)
+    assert (resolved["steps"], resolved["workload"]["schema"]["dense"]) == (7, ["a"])
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ("recipe: clicks\nname: \u00e9\n".encode("latin-1"), "not UTF-8 text; save it with that encoding"),
+        (b"recipe: [", "not YAML"),
+        (b"recipe: clicks\nsteps: 2001-99-99\n", "not YAML (month must be in 1..12)"),
+        (b"steps: 3\n", "names no recipe"),
+        (b"recipe: click\n", "no recipe 'click'; did you mean 'clicks'?"),
+        (b"recipe: clicks\nstep: 3\n", "step: TrainConfig has no such field; did you mean 'steps'?"),
+        (b"recipe: clicks\nname: ..\n", "name: '..' is no name of a run"),
+    ],
+    ids=str,
+)
+def test_a_wrong_config_file_is_one_line_that_names_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes, line: str
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_bytes(content)
+    status, out, err = run(capsys, "config", f"--config={file}")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"rayrec config: {file}: {line}")
+
+
+@pytest.mark.parametrize("name", ["..", ".", ".hidden", "-x", "a/b", "", "a b", "x" * 129, "a\n"])
+def test_a_run_s_name_is_one_folder(name: str) -> None:
+    with pytest.raises(InputError, match="is no name of a run"):
+        recipes.criteo_demo().replace(name=name)
+
+
+@pytest.mark.parametrize("name", ["a", "_b", "7", "a..b", "x" * 128, "größe_1.0-rc"])
+def test_names_of_runs(name: str) -> None:
+    assert recipes.criteo_demo().replace(name=name).name == name

@@ -60,7 +60,15 @@ class Console:
 
     def __init__(self, *, verbose: bool = False, quiet: bool = False) -> None:
         self.verbose = verbose
-        self._out = RichConsole(file=cast(IO[str], _StandardError()), quiet=quiet, highlight=False, soft_wrap=True)
+        # Names of columns, files and runs are shown unchanged: no text is markup.
+        self._out = RichConsole(
+            file=cast(IO[str], _StandardError()),
+            quiet=quiet,
+            highlight=False,
+            soft_wrap=True,
+            markup=False,
+            emoji=False,
+        )
         self._progress: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._started: dict[str, float] = {}
@@ -68,7 +76,7 @@ class Console:
 
     def note(self, text: str) -> None:
         """One line for the user."""
-        self._out.print(text, markup=False)
+        self._out.print(text)
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
@@ -83,9 +91,9 @@ class Console:
             return
         columns = (
             SpinnerColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", markup=False),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),

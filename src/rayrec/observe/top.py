@@ -27,7 +27,7 @@ def top(run: str, *, once: bool = False, console: Console | None = None) -> RunV
     folder = storage.absolute(run).rstrip("/")
     if not storage.exists(storage.join(folder, "config.yaml")):
         raise InputError(f"{run}: not the folder of a run, which holds a config.yaml; give storage_path/name of one")
-    console = console or Console(highlight=False)
+    console = console or Console(highlight=False, markup=False, emoji=False)
     place, view = storage.join(folder, "events.jsonl"), RunView(keep=True)
     if once or not console.is_terminal:
         for event in read_events(place):

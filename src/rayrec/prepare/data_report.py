@@ -51,7 +51,7 @@ class Report:
     def lines(self, width: int = 120) -> list[str]:
         """The report as plain text."""
         out = io.StringIO()
-        console = RichConsole(file=out, width=width, highlight=False, color_system=None)
+        console = RichConsole(file=out, width=width, highlight=False, color_system=None, markup=False, emoji=False)
         for table in self.tables():
             console.print(table)
         lines = [line.rstrip() for line in out.getvalue().splitlines()]

@@ -128,3 +128,24 @@ def test_events_that_cannot_be_read_end_the_showing_alone(
     assert "worker 1 died: starting again" in told
     assert "nothing more can be shown of this run (events.jsonl, line 2: not an event)" in told
     assert not failures
+
+
+NAMES = ("[red]", "[/x]", ":smile:", "{task}", "a[0]")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_names_of_the_user_are_no_markup(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    stream = Full(terminal=terminal)
+    stream.full = False
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    console = Console()
+    for name in NAMES:
+        console.note(f"note {name}")
+        with console.preparing():
+            console.progress(f"index {name}", 1, 1, note=f"of {name}")
+        console.table(f"title {name}", [(f"key {name}", f"value {name}")])
+    for name in NAMES:
+        for text in (f"note {name}", f"index {name}", f"of {name}", f"title {name}", f"key {name}", f"value {name}"):
+            assert text in stream.getvalue(), text

@@ -572,3 +572,15 @@ def test_a_synthetic_log_passes_and_reads_well(tmp_path: Path) -> None:
     assert max(map(len, lines)) <= 120
     for word in ("label rate", "day_2", "int_12", "cat_25", "AUROC"):
         assert any(word in line for line in lines)
+
+
+def test_names_of_columns_and_paths_are_no_markup(tmp_path: Path) -> None:
+    folder = tmp_path / "[red] :smile:"
+    folder.mkdir()
+    path = folder / "log.csv"
+    path.write_text("click,[/b],:x: [i]\n" + "".join(f"{number % 2},{number},{number % 5}\n" for number in range(50)))
+    schema = Schema(label="click", dense=("[/b]",), sparse=(":x: [i]",), tokens="any", delimiter=",")
+    found = validate(path, config=PreparationConfig(schema=schema, max_bad_fraction=0.1))
+    text = "\n".join(found.lines(width=200))
+    for name in ("[/b]", ":x: [i]", str(path)):
+        assert name in text
