@@ -5,15 +5,24 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from rayrec.config import Config, InputError
 
 TORN_LINE: Final = "torn_line"  # kind of the event that follows, and excuses, a line that a crash left incomplete
-_SECRET: Final = re.compile(r"password|passwd|secret|accesskey|apikey|credential")
-_TOKEN: Final = re.compile(r"token(_|$)|tokens$")  # hf_token, token_file; not tokenizer, tokens_per_s
+_SECRET: Final = re.compile(r"password|passwd|secret|accesskey|apikey|credential|signature")
+_TOKEN: Final = re.compile(
+    r"token(_|$)|.tokens$"
+)  # hf_token, token_file; not tokenizer, tokens_per_s, tokens (of a text)
+_SECRET_VALUE: Final = re.compile(  # what the keys of well-known services look like, whatever they are called here
+    r"\b(?:(?:AKIA|ASIA)[0-9A-Z]{16}\b|gh[opsru]_\w{36,}|github_pat_\w{22,}|hf_[A-Za-z0-9]{30,}|xox[abprs]-[\w-]{10,}"
+    r"|sk-[\w-]{20,}|AIza[\w-]{35}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+)"
+)
+_ASSIGNED: Final = re.compile(r"((?:^-*|[?&])([\w.-]+)=)([^&]*)")
+"""A flag of a command line, or a parameter of a URL, with its value."""
 _USER_OF_URL: Final = re.compile(r"(\w+://)[^/?#\s]+@")  # with its password, up to the last @ before path and query
 
 
@@ -62,8 +71,25 @@ def line_of(event: Mapping[str, Any]) -> bytes:
 
 
 def without_users(text: str) -> str:
-    """The text, with *** for user and password in every URL: other people's errors name what they could not reach."""
-    return _USER_OF_URL.sub(r"\1***@", text)
+    """The text, with *** for the user and password of every URL: errors of libraries name what they could not reach. Keys of
+    well-known services are replaced as well."""
+    return _SECRET_VALUE.sub("***", _USER_OF_URL.sub(r"\1***@", text))
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """A command line as one would type it, with *** for values of flags and URL parameters that look like secrets."""
+    shown, follows_secret = [], False
+    for argument in arguments:
+        hidden = _ASSIGNED.sub(
+            lambda found: (
+                found[1]
+                + ("***" if _is_secret(found[2], int(found[3]) if found[3].isdecimal() else found[3]) else found[3])
+            ),
+            argument,
+        )
+        shown.append("***" if follows_secret and not argument.startswith("-") else without_users(hidden))
+        follows_secret = argument.startswith("-") and "=" not in argument and _is_secret(argument.strip("-"), "")
+    return " ".join(text if "***" in text else shlex.quote(text) for text in shown)
 
 
 def _plain(value: Any) -> Any:

@@ -55,7 +55,8 @@ class EventWriter:
 
         NumPy and torch scalars and arrays become numbers and lists (a tensor on a device: a device sync), non-finite
         floats null, other objects their `str`. Values under keys that look like a password, secret, token or access key
-        become "***" at any depth; a number under a token key is a count and stays.
+        become "***" at any depth, and so do texts that look like a key of a well-known service. A number under a token key is a
+        count and stays, and so does what is called just `tokens`: those of a text.
         """
         line = line_of({"time": self._now(), "kind": kind, **fields})
         try:

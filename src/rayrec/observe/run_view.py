@@ -87,6 +87,10 @@ class RunView:
     """Of the last logged interval, by phase."""
     evaluation: Event | None = None
     """The last one of the validation rows."""
+    final: Event | None = None
+    """The event of kind finish: the metrics of the chosen weights."""
+    planned_steps: int | None = None
+    """Steps that the run had been meant to make, if it stopped early."""
     checkpoint: Event | None = None
     data: Event | None = None
     restarts: int = 0
@@ -105,7 +109,7 @@ class RunView:
 
     @property
     def finished(self) -> bool:
-        return self.status == "finished"
+        return self.status.startswith("finished")
 
     def update(self, event: Event) -> None:
         """Takes in the next event."""
@@ -132,14 +136,25 @@ class RunView:
             self.status = f"failed: {event['cause']}"
         elif kind == "stop":
             self.status = f"stopped: {event['cause']}"
+        else:
+            self._end(event)
+
+    def _end(self, event: Event) -> None:
+        kind = event["kind"]
+        if kind == "early_stop":
+            self.planned_steps = self.steps
         elif kind == "finish":
-            self.status = "finishing"
+            self.status, self.final = "finishing", event
+            self.step = self.steps = event["step"]
         elif kind == "summary":
             self.status, self._trained = "finished", False
+            if self.planned_steps is not None and self.planned_steps > self.step:
+                self.status = f"finished, stopped early at step {self.step:,} of {self.planned_steps:,}"
 
     def _begin(self, event: Event) -> None:
         self.restarts += self._trained
         self.status, self._trained, self._pace = "training", True, None
+        self.final = self.planned_steps = None
         self.step, self.steps, self.num_workers = event["step"], event.get("steps"), event.get("world_size")
 
     def _take_step(self, event: Event) -> None:
@@ -173,15 +188,20 @@ class RunView:
         found: list[tuple[str, str]] = []
         if self.loss is not None:
             found.append(("loss", metric_text(self.loss)))
-        if self.evaluation is not None:
-            shown = [name for name in _SHOWN_METRICS if self.evaluation.get(name) is not None][:1]
-            found += [(name, metric_text(self.evaluation[name])) for name in shown]
+        metrics = (self.final or {}).get("metrics") or self.evaluation or {}
+        shown = [name for name in _SHOWN_METRICS if metrics.get(name) is not None][:1]
+        found += [(name, metric_text(metrics[name])) for name in shown]
+        if self.final is not None and self.final.get("chosen_step") is not None:
+            found.append(("weights of", f"step {self.final['chosen_step']:,}"))
         if self.rows_per_s is not None:
             found.append(("rows/s", number_text(round(self.rows_per_s))))
         if self.blocked_fraction is not None:
             found.append(("blocked", f"{self.blocked_fraction:.1%}"))
         if self.peak_fraction is not None:
-            found.append(("of peak", f"{self.peak_fraction:.0%}"))
+            # More than all of it means that the peak, measured for some hundredths of a second, was underestimated.
+            found.append(
+                ("of peak", f"{self.peak_fraction:.0%}" if self.peak_fraction <= 1 else "above the measured one")
+            )
         left_s = self.left_s()
         if left_s is not None and not self.ended:
             found.append(("left", duration_text(round(left_s))))

@@ -80,6 +80,13 @@ def _percent(share: float) -> str:
     return f"{share * 100:.0f} %"
 
 
+def _peak_text(fraction: float) -> str:
+    """The peak is the fastest of a few products measured at the start of a worker, so the device may do more."""
+    if fraction > 1:
+        return ", faster than the peak measured at the start (a lower bound of what the device can do)"
+    return f", at {_percent(fraction)} of the device's peak"
+
+
 def _rate(rows_per_s: float) -> str:
     """Two digits: it is an estimate."""
     digits = -max(0, math.floor(math.log10(max(rows_per_s, 1.0))) - 1)
@@ -209,7 +216,7 @@ def _model(events: Sequence[Event], split: TimeSplit) -> Verdict:
         for name, key in (("forward", "forward"), ("backward", "backward"), ("optimizer", "optimizer"))
     )
     peaks = [event["peak_fraction"] for event in events if event["kind"] == "step" and event.get("peak_fraction")]
-    peak = f", at {_percent(sum(peaks) / len(peaks))} of the device's peak" if peaks else ""
+    peak = _peak_text(sum(peaks) / len(peaks)) if peaks else ""
     text = f"The model computes {_percent(computing)} of the time ({parts}){peak}; it waits for data {_percent(shares['data'])}."
     if shares["other"] >= _WORTH_TELLING:
         text += f" {_percent(shares['other'])} is neither: Python between the steps."

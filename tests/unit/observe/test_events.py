@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from rayrec.config import Config, InputError
-from rayrec.observe.event_lines import events_in
+from rayrec.observe.event_lines import command_line, events_in
 from rayrec.observe.events import EventWriter, follow, read_events, readable_events
 
 
@@ -123,6 +123,49 @@ def test_counts_of_tokens_are_no_secrets(path: Path) -> None:
     event = _written(path, tokens_per_s=5.5, num_tokens=np.int64(7), token_count=3, tokenizer="gpt2", password=None)
     assert (event["tokens_per_s"], event["num_tokens"], event["token_count"]) == (5.5, 7, 3)
     assert (event["password"], event["tokenizer"]) == (None, "gpt2")
+
+
+def test_the_hash_of_a_text_s_tokens_is_no_secret(path: Path) -> None:
+    event = _written(path, tokens="0f3a9c1b22d4e5f6", schema={"tokens": "any"}, data={"tokens": [1, 2]})
+    assert (event["tokens"], event["schema"], event["data"]) == (
+        "0f3a9c1b22d4e5f6",
+        {"tokens": "any"},
+        {"tokens": [1, 2]},
+    )
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        "AKIAIOSFODNN7EXAMPLE",
+        "ghp_" + "a1" * 18,
+        "hf_" + "aB" * 17,
+        "xoxb-1234567890-abc",
+        "sk-" + "abcd1234" * 3,
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abc-def_ghi",
+    ],
+)
+def test_texts_that_look_like_a_known_service_s_key_are_hidden(path: Path, secret: str) -> None:
+    assert _written(path, cause=f"refused ({secret})", tokens=secret) | {"time": 0} == {
+        "time": 0,
+        "kind": "test",
+        "cause": "refused (***)",
+        "tokens": "***",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["train", "gpt2", "--max-new-tokens=20", "--name", "a b"], "train gpt2 --max-new-tokens=20 --name 'a b'"),
+        (["train", "--workload.tokenizer", "gpt2", "--tokens", "x"], "train --workload.tokenizer gpt2 --tokens x"),
+        (["x", "--password", "hu sh", "--api-key=hush2", "--seed", "1"], "x --password *** --api-key=*** --seed 1"),
+        (["x", "--token", "--seed", "1"], "x --token --seed 1"),
+        (["x", "https://me:hush@host/a?X-Amz-Signature=ff00&b=c"], "x https://***@host/a?X-Amz-Signature=***&b=c"),
+    ],
+)
+def test_a_command_line_hides_secrets(arguments: list[str], line: str) -> None:
+    assert command_line(arguments) == line
 
 
 def test_incomplete_last_line_is_left_out(path: Path) -> None:

@@ -61,6 +61,30 @@ def test_figures_of_a_run_under_way() -> None:
     assert "left 8 s" in view.line() or "left 7 s" in view.line()
 
 
+def test_a_finished_run_shows_its_chosen_weights() -> None:
+    events = measured()
+    early = {"time": 2e9, "kind": "early_stop", "step": 150, "best_step": 100, "best_score": 0.8}
+    finish = {"time": 2e9, "kind": "finish", "step": 150, "chosen_step": 100, "metrics": {"perplexity": 1.5, "rows": 9}}
+    events += [early, finish, {"time": 2e9, "kind": "summary", "steps": 150}]
+    view = view_of(events)
+    figures = dict(view.figures())
+    assert (view.step, view.steps, view.finished, view.ended) == (150, 150, True, True)
+    assert (figures["perplexity"], figures["weights of"]) == ("1.5000", "step 100")  # the last evaluation's is 2
+    text = shown(view)
+    assert "step 150 of 150" in text
+    assert "finished, stopped early at step 150 of 200" in text
+    # A driver that trains it for longer.
+    view.update({"time": 3e9, "kind": "start", "step": 150, "steps": 400, "world_size": 2})
+    assert (view.finished, view.steps, dict(view.figures())["perplexity"]) == (False, 400, "2.0000")
+
+
+def test_a_peak_that_was_underestimated_is_no_percentage() -> None:
+    events = measured()
+    for event in events:
+        event |= {"peak_fraction": 1.15} if event["kind"] == "step" else {}
+    assert dict(view_of(events).figures())["of peak"] == "above the measured one"
+
+
 def test_figures_grow_with_what_is_known() -> None:
     view = RunView()
     assert view.figures() == []

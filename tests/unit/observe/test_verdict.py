@@ -149,6 +149,15 @@ def test_a_slow_model() -> None:
     )
 
 
+def test_a_peak_that_was_underestimated_is_said_to_be_a_lower_bound() -> None:
+    events = run({"data": 0.02, "optimizer": 0.05})
+    for event in events:
+        event |= {"peak_fraction": 1.23} if event["kind"] == "step" else {}
+    text = told(events)[2]
+    assert ", faster than the peak measured at the start (a lower bound of what the device can do); it waits" in text
+    assert "123" not in text
+
+
 def test_time_between_the_steps_is_not_the_models() -> None:
     text = told(run({"data": 0.02, "other": 0.3, "optimizer": 0.05}))[2]
     assert text == (
