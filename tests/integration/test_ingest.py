@@ -275,11 +275,13 @@ def test_a_log_changed_under_a_run_stops_it(click_log: Path, tmp_path: Path, pre
         placement=PLACEMENT,
         prefetch_blocks=1,
     )
-    with pytest.raises(InputError, match=r"log\.txt: bytes .* the file changed, start a new run$") as caught:
+    with pytest.raises(
+        InputError, match=r"log\.txt: bytes .* changed since the log was indexed; [^\n]* --name$"
+    ) as caught:
         list(loader)
     assert type(caught.value) is InputError
     assert "\n" not in str(caught.value)
-    with pytest.raises(InputError, match=r"^[^\n]*log\.txt: bytes [^\n]* start a new run$"):
+    with pytest.raises(InputError, match=r"^[^\n]*log\.txt: bytes [^\n]* changed since [^\n]*$"):
         count_log(RAYREC.counting(SCHEMA), parts_of(index), engine=RayEngine(PLACEMENT))
 
 

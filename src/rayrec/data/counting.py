@@ -412,9 +412,10 @@ def index_and_count(
         for table in engine.run("index and count", function, tasks):
             total.add(table, first_row=total.rows)
             found = json.loads(table.column("index")[0].as_py())
-            entries.extend((path, start, stop, rows) for path, start, stop, rows in found["entries"])
+            new = [Entry(*entry) for entry in found["entries"]]
+            entries.extend(new)
             faults.add(Faults.from_dict(found["faults"]))
-            done += sum(stop - start for _, start, stop, _ in found["entries"])
+            done += sum(entry.stop - entry.start for entry in new)
             if progress:
                 progress(done)
     except BaseException:

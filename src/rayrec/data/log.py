@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
+import ctypes
+import functools
 import hashlib
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -23,8 +24,19 @@ GZIP_MAGIC = b"\x1f\x8b"
 
 Format = Literal["text", "table", "binary", "npy", "npz", "parquet"]
 """text: lines of a raw log; table: a raw log in Parquet or CSV; the others are ready-made model inputs (data/ready.py)."""
-Entry = tuple[str, int, int, int]
-"""(path, start, stop, good rows) of a segment not numbered yet."""
+VERSION = 2
+"""Version of stored indices; another one makes a log be indexed again."""
+
+
+class Entry(NamedTuple):
+    """A segment that is not numbered yet."""
+
+    path: str
+    start: int
+    stop: int
+    rows: int
+    """Good rows."""
+    checksum: int | None = None
 
 
 @dataclass(frozen=True)
@@ -38,6 +50,9 @@ class Segment:
     first_row: int
     rows: int
     format: Format = "text"
+    checksum: int | None = None
+    """Checksum of the bytes the rows are made from (native/checksum.c), of a table those of the schema's columns. None: not
+    known; preprocessed files have checksums of their own."""
 
 
 @dataclass(frozen=True)
@@ -83,21 +98,22 @@ class LogIndex:
         return {
             "paths": paths,
             "format": self.format,
-            "segments": [[number[s.path], s.start, s.stop, s.rows] for s in self.segments],
+            "segments": [[number[s.path], s.start, s.stop, s.rows, s.checksum] for s in self.segments],
             "faults": self.faults.to_dict(),
         }
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> LogIndex:
-        entries = ((stored["paths"][n], start, stop, rows) for n, start, stop, rows in stored["segments"])
+        entries = (Entry(stored["paths"][number], *rest) for number, *rest in stored["segments"])
         return cls(numbered(entries, stored["format"]), Faults.from_dict(stored["faults"]))
 
 
-def numbered(entries: Iterable[Entry], format: Format = "text") -> tuple[Segment, ...]:
+def numbered(entries: Iterable[Entry | tuple[str, int, int, int]], format: Format = "text") -> tuple[Segment, ...]:
     """Segments in log order, their rows numbered through."""
     segments, first_row = [], 0
-    for path, start, stop, rows in entries:
-        segments.append(Segment(path, start, stop, first_row, rows, format))
+    for entry in entries:
+        path, start, stop, rows, checksum = Entry(*entry)
+        segments.append(Segment(path, start, stop, first_row, rows, format, checksum))
         first_row += rows
     return tuple(segments)
 
@@ -170,8 +186,9 @@ def parsed_segments(chunk: Chunk, schema: Schema, segment_bytes: int) -> Iterato
                 stop = newline + 1 if newline >= 0 else length
                 raw = RawRows(schema, max(raw.capacity, max_rows_in(schema, stop - start)))
         raw.rows = 0
+        sum_ = checksum(text[start:stop])
         faults = parse_into(raw, text[start:], stop - start, path=chunk.path, first_byte=first_byte + start)
-        yield (chunk.path, first_byte + start, first_byte + stop, raw.rows), faults, raw
+        yield Entry(chunk.path, first_byte + start, first_byte + stop, raw.rows, sum_), faults, raw
         start = stop
 
 
@@ -185,11 +202,24 @@ def index_chunk(chunk: Chunk, schema: Schema, segment_bytes: int) -> tuple[list[
 
 
 def _last_line_start(text: np.ndarray, length: int) -> int:
-    import ctypes
-
     function = library().rayrec_last_line_start
     function.restype = ctypes.c_int64
     return function(ctypes.c_void_p(text.ctypes.data), ctypes.c_int64(length))
+
+
+def checksum(data: np.ndarray) -> int:
+    """Checksum of contiguous bytes (uint8), from 0 to 2^63 - 1; finds any change of one 8-byte word, others but for 2^-63."""
+    function = library().rayrec_checksum
+    function.restype = ctypes.c_int64
+    return function(ctypes.c_void_p(data.ctypes.data), ctypes.c_int64(data.nbytes))
+
+
+def changed(path: str, start: int, stop: int, unit: str) -> InputError:
+    """The error for a segment that is not what it was when the log was indexed; `unit`: bytes or rows."""
+    return InputError(
+        f"{path}: {unit} {start}-{stop} changed since the log was indexed; restore the file, or start a new run with "
+        "another --name"
+    )
 
 
 def read_segments(segments: Sequence[Segment], schema: Schema) -> RawRows:
@@ -199,21 +229,29 @@ def read_segments(segments: Sequence[Segment], schema: Schema) -> RawRows:
     """
     sizes = [segment.stop - segment.start for segment in segments]
     raw = RawRows(schema, sum(max_rows_in(schema, size) for size in sizes))
+    texts = storage.ahead(
+        [functools.partial(_read_text, segment) for segment in segments], of=segments[0].path if segments else ""
+    )
     for segment, size in zip(segments, sizes, strict=True):
-        text = np.zeros(size + PADDING_BYTES, np.uint8)
+        with stage("read"):
+            text, got = next(texts)
+        if got != size or (segment.checksum is not None and checksum(text[:size]) != segment.checksum):
+            raise changed(segment.path, segment.start, segment.stop, "bytes")
         before = raw.rows
         raw.begin_file(segment.path)
-        with stage("read"):
-            got = storage.read_into(segment.path, segment.start, text[:size])
-        if got == size:
-            with stage("parse"):
-                parse_into(raw, text, size, path=segment.path, first_byte=segment.start)
+        with stage("parse"):
+            parse_into(raw, text, size, path=segment.path, first_byte=segment.start)
         if raw.rows - before != segment.rows:
-            raise InputError(
-                f"{segment.path}: bytes {segment.start}-{segment.stop} hold {raw.rows - before} rows where there were "
-                f"{segment.rows} when the log was indexed; the file changed, start a new run"
-            )
+            raise changed(segment.path, segment.start, segment.stop, "bytes")
     return raw
+
+
+def _read_text(segment: Segment) -> tuple[np.ndarray, int]:
+    """A segment's bytes with the padding the parser needs behind them, and how many bytes there were."""
+    size = segment.stop - segment.start
+    text = np.empty(size + PADDING_BYTES, np.uint8)
+    text[size:] = 0
+    return text, storage.read_into(segment.path, segment.start, text[:size])
 
 
 def is_gzip(path: str) -> bool:
@@ -286,7 +324,8 @@ def select(index: LogIndex, start: int, stop: int) -> list[tuple[Segment, int, i
 
 def identity(files: Sequence[storage.File], schema: Schema, segment_bytes: int) -> str:
     """What an index depends on, as 16 hex digits: files with size and time, columns, segment size."""
-    text = repr([dataclasses.astuple(file) for file in files]) + repr(schema.to_dict()) + str(segment_bytes)
+    files = [(file.path, file.size_bytes, file.modified_ns) for file in files]
+    text = repr((VERSION, files, schema.to_dict(), segment_bytes))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

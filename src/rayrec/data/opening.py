@@ -80,9 +80,10 @@ def index_log(
     for table in engine.run("index", function, chunks, block_bytes=1 << 16):
         for text in table.column("index").to_pylist():
             result = json.loads(text)
-            entries.extend((path, start, stop, rows) for path, start, stop, rows in result["entries"])
+            found = [Entry(*entry) for entry in result["entries"]]
+            entries.extend(found)
             faults.add(Faults.from_dict(result["faults"]))
-            done += sum(stop - start for _, start, stop, _ in result["entries"])
+            done += sum(entry.stop - entry.start for entry in found)
             if progress:
                 progress(done)
     index = LogIndex(numbered(entries), faults)

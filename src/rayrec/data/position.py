@@ -120,9 +120,12 @@ class EpochOrder:
     def identity(self) -> str:
         """What the meaning of a position depends on, as 16 hex digits: which rows of which files, and how they are mixed.
 
-        A file is known by its name, and by where its segments lie and how many rows they have, not by its folder, so a log
-        may be moved. Takes under a second for a million parts.
+        A file is known by its name, and by its segments with their numbers of rows and checksums, not by its folder, so a
+        log may be moved. Takes under two seconds for a million parts.
         """
+        return self._identity(checksums=True)
+
+    def _identity(self, *, checksums: bool) -> str:
         sources = {path: source_of(path) for path in dict.fromkeys(part.segment.path for part in self.parts)}
         files = list(dict.fromkeys(sources.values()))
         if self.shuffle == "files":  # permutes them from this order on
@@ -146,15 +149,20 @@ class EpochOrder:
             repr((self.shuffle, seed, self.segments_per_block, [name for _, name in files])).encode()
         )
         digest.update(np.fromiter(numbers, "<i8", count=6 * len(self.parts)).tobytes())
+        if checksums and any(part.segment.checksum is not None for part in self.parts):
+            sums = (-1 if part.segment.checksum is None else part.segment.checksum for part in self.parts)
+            digest.update(np.fromiter(sums, "<i8", count=len(self.parts)).tobytes())
         return digest.hexdigest()[:16]
 
     def check(self, position: Position) -> None:
-        """Raises InputError for a position in another order, whose pieces would be other rows of this one. One that does not
-        say which order it is in passes."""
-        if position.order is not None and position.order != self.identity:
+        """Raises InputError for a position in another order, whose pieces would be other rows of this one. A position that
+        does not say its order passes; one of a checkpoint written before segments had checksums is compared without them."""
+        if position.order is None or position.order == self.identity:
+            return
+        if position.order != self._identity(checksums=False):
             raise InputError(
                 "train_data: the run began with other rows, or with another order of them (path, files, shuffle, block_bytes, "
-                "segments_per_block; seed); give it those, or choose another --name"
+                "segments_per_block; seed), or the log was edited; give it those, or choose another --name"
             )
 
 

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from rayrec.data.columns import RawColumns
 from rayrec.data.parsing import RawRows
 from rayrec.data.position import Block, Part
-from rayrec.data.row_groups import open_parquet, read_rows
+from rayrec.data.row_groups import read_rows
 from rayrec.data.stretches import Slice
 from rayrec.data.tables import good_rows
 from rayrec.schema import Schema
@@ -38,9 +38,8 @@ def values_of(block: Block, raw: RawRows | RawColumns, column: str, schema: Sche
 def _text(part: Part, column: str, schema: Schema) -> pa.Array:
     """Large text of the part's rows, null where missing."""
     segment = part.segment
-    with open_parquet(segment.path) as parquet:
-        table = read_rows(parquet, segment.path, segment.start, segment.stop, [column], optional=schema.optional)
-        found = table.column(column) if column in table.column_names else pa.chunked_array([pa.nulls(len(table))])
+    table, _ = read_rows(segment.path, segment.start, segment.stop, [column], optional=schema.optional)
+    found = table.column(column) if column in table.column_names else pa.chunked_array([pa.nulls(len(table))])
     if segment.rows != segment.stop - segment.start:
         found = found.take(pa.array(good_rows(segment, schema)))
     found = found.slice(part.start, part.stop - part.start)

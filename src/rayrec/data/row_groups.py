@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
+import os
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
+from functools import lru_cache
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -15,10 +20,15 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow_columns import check_types
 from rayrec.data.csv_text import FAULT, check_columns, present_columns, read_csv
+from rayrec.data.log import changed, checksum
 from rayrec.schema import Schema
 
 VERSION = 2
 """Of the files written here; another one makes them be written anew."""
+_FOOTERS = 64
+"""Descriptions of files that a process keeps."""
+_GAP_BYTES = 64 << 10
+"""Bytes between two column chunks that are read with them, rather than by another request."""
 PART_GROUPS = 64
 """Row groups a file written here has at most: whoever reads one of them reads the description of all."""
 
@@ -170,25 +180,151 @@ def _of_size(tables: Iterable[pa.Table], size_bytes: int) -> Iterator[pa.Table]:
         yield pa.concat_tables(waiting)
 
 
-def changed(path: str, start: int, stop: int, what: str) -> InputError:
-    return InputError(
-        f"{path}: rows {start}-{stop} hold {what} when the log was indexed; the file changed, start a new run"
-    )
+@dataclass(frozen=True)
+class _Footer:
+    """The description of a Parquet file, which takes long to read where there are many row groups."""
+
+    metadata: pq.FileMetaData
+    names: tuple[str, ...]
+    """The columns."""
+    starts: tuple[int, ...]
+    """First row of each row group, and the number of rows."""
+    size_bytes: int
+
+
+@lru_cache(maxsize=_FOOTERS)
+def _footer(path: str, version: tuple[int, int] | None) -> _Footer:
+    del version  # another one is another entry of the cache
+    filesystem, inner = storage.resolve(path)
+    try:
+        with filesystem.open_input_file(inner) as file, pq.ParquetFile(file) as parquet:
+            metadata = parquet.metadata
+            rows = (metadata.row_group(number).num_rows for number in range(metadata.num_row_groups))
+            starts = tuple(itertools.accumulate(rows, initial=0))
+            return _Footer(metadata, tuple(parquet.schema_arrow.names), starts, file.size())
+    except (OSError, pa.ArrowException) as error:
+        raise _unreadable(path, error) from None
+
+
+def _version(path: str) -> tuple[int, int] | None:
+    """Size and time of a local file; None for a URL, which would take a request to know."""
+    if storage.is_url(path):
+        return None
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    return found.st_size, found.st_mtime_ns
 
 
 def read_rows(
-    parquet: pq.ParquetFile, path: str, start: int, stop: int, names: Sequence[str], *, optional: Sequence[str] = ()
-) -> pa.Table:
-    """Rows [start, stop), which are whole row groups: the named columns without the `optional` ones that the file lacks, and
-    FAULT if there is one."""
-    known = parquet.schema_arrow.names
-    check_columns(known, names, path=path, optional=optional)
-    names = [name for name in names if name in known]
-    ends = list(
-        itertools.accumulate(parquet.metadata.row_group(i).num_rows for i in range(parquet.metadata.num_row_groups))
-    )
-    starts = [0, *ends[:-1]]
-    groups = [i for i, (low, high) in enumerate(zip(starts, ends, strict=True)) if low < stop and high > start]
-    if not groups or starts[groups[0]] != start or ends[groups[-1]] != stop:
-        raise changed(path, start, stop, f"other row groups ({len(ends)} of {ends[-1] if ends else 0} rows) than")
-    return parquet.read_row_groups(groups, columns=[*names, FAULT] if FAULT in known else names, use_threads=False)
+    path: str, start: int, stop: int, names: Sequence[str], *, optional: Sequence[str] = ()
+) -> tuple[pa.Table, int]:
+    """Rows [start, stop), which are whole row groups, and the checksum of their bytes in the file: the named columns
+    without the `optional` ones that the file lacks, and FAULT if there is one. Neighbouring column chunks are one request to
+    a store.
+
+    Raises InputError if the file cannot be read, lacks a column, or has other row groups.
+    """
+    version = _version(path)
+    footer = _footer(path, version)
+    groups = _groups(footer, start, stop)
+    if groups is None and version is None:  # the file at the URL may be another one since
+        _footer.cache_clear()
+        footer = _footer(path, version)
+        groups = _groups(footer, start, stop)
+    if groups is None:
+        raise changed(path, start, stop, "rows")
+    check_columns(footer.names, names, path=path, optional=optional)
+    columns = [name for name in (*names, FAULT) if name in footer.names]
+    chunks = _chunks_of(footer.metadata, groups, columns)
+    spans = _spans(chunks)
+    buffers = list(storage.in_parallel(functools.partial(_read_span, path), spans, of=path))
+    file = _Spans(path, footer.size_bytes, spans, buffers)
+    sums = np.array([checksum(file.bytes_of(*chunk)) for chunk in chunks], np.int64)
+    try:
+        with pq.ParquetFile(pa.PythonFile(file, mode="r"), metadata=footer.metadata) as parquet:
+            table = parquet.read_row_groups(groups, columns=columns, use_threads=False)
+    except (OSError, pa.ArrowException) as error:
+        raise _unreadable(path, error) from None
+    return table, checksum(sums)
+
+
+def _groups(footer: _Footer, start: int, stop: int) -> list[int] | None:
+    """The row groups of rows [start, stop); None if these are no whole row groups."""
+    first, last = bisect_left(footer.starts, start), bisect_left(footer.starts, stop)
+    if last >= len(footer.starts) or footer.starts[first] != start or footer.starts[last] != stop:
+        return None
+    return list(range(first, last))
+
+
+Range = tuple[int, int]
+"""Bytes [start, stop) of a file."""
+
+
+def _chunks_of(metadata: pq.FileMetaData, groups: Sequence[int], columns: Sequence[str]) -> list[Range]:
+    """The bytes of each column chunk of some row groups."""
+    wanted = set(columns)
+    leaves = [i for i in range(metadata.num_columns) if _top_level(metadata.schema.column(i), wanted)]
+    chunks = []
+    for number in groups:
+        group = metadata.row_group(number)
+        for leaf in leaves:
+            chunk = group.column(leaf)
+            start = min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset)), default=0)
+            chunks.append((start, start + chunk.total_compressed_size))
+    return chunks
+
+
+def _spans(chunks: Iterable[Range]) -> list[Range]:
+    """The chunks, those with little between them joined."""
+    spans: list[Range] = []
+    for start, stop in sorted(chunks):
+        if spans and start - spans[-1][1] <= _GAP_BYTES:
+            spans[-1] = spans[-1][0], max(stop, spans[-1][1])
+        else:
+            spans.append((start, stop))
+    return spans
+
+
+def _read_span(path: str, span: Range) -> np.ndarray:
+    buffer = np.empty(span[1] - span[0], np.uint8)
+    if storage.read_into(path, span[0], buffer) != len(buffer):
+        raise InputError(f"{path}: is shorter than its footer says; fetch or write it again")
+    return buffer
+
+
+class _Spans:
+    """A file of which some spans are in memory, for pa.PythonFile; what else is asked for is read."""
+
+    closed = False
+
+    def __init__(self, path: str, size_bytes: int, spans: Sequence[Range], buffers: Sequence[np.ndarray]) -> None:
+        self._path, self._size_bytes, self._buffers = path, size_bytes, buffers
+        self._starts = [start for start, _ in spans]
+        self._at = 0
+
+    def bytes_of(self, start: int, stop: int) -> np.ndarray:
+        number = bisect_right(self._starts, start) - 1
+        if number >= 0 and stop <= self._starts[number] + len(self._buffers[number]):
+            offset = start - self._starts[number]
+            return self._buffers[number][offset : offset + stop - start]
+        return _read_span(self._path, (start, stop))
+
+    def read(self, size: int = -1) -> memoryview:
+        stop = self._size_bytes if size < 0 else min(self._at + size, self._size_bytes)
+        start, self._at = self._at, stop
+        return memoryview(self.bytes_of(start, stop).data)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._size_bytes)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True

@@ -7,7 +7,6 @@ enough to be shuffled, and otherwise, as CSV files always, written anew once, wi
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -21,9 +20,9 @@ from rayrec.data.arrow_columns import good_rows_of, parse_table
 from rayrec.data.columns import RawColumns
 from rayrec.data.csv_text import csv_columns
 from rayrec.data.engine import Engine
-from rayrec.data.log import CachedIndex, Entry, LogIndex, Segment, numbered
+from rayrec.data.log import CachedIndex, Entry, LogIndex, Segment, changed, numbered
 from rayrec.data.parsing import Faults, RawRows
-from rayrec.data.row_groups import VERSION, Part, changed, is_parquet, open_parquet, prepared, read_rows
+from rayrec.data.row_groups import VERSION, Part, is_parquet, open_parquet, prepared, read_rows
 from rayrec.data.stages import stage
 from rayrec.schema import Schema
 
@@ -87,7 +86,8 @@ def index_tables(
     check = functools.partial(_check_task, schema=schema)
     results = _results(engine.run("index", check, chunks, block_bytes=1 << 16), "checked")
     for (part, ranges), result in zip(chunks, results, strict=True):
-        entries.extend((part.path, *range_, rows) for range_, rows in zip(ranges, result["rows"], strict=True))
+        found = zip(ranges, result["rows"], result["checksums"], strict=True)
+        entries.extend(Entry(part.path, *range_, rows, sum_) for range_, rows, sum_ in found)
         faults.add(Faults.from_dict(result["faults"]))
         done += sum(stop - start for start, stop in ranges)
         progress("index (rows)", done, total)
@@ -126,14 +126,15 @@ def _chunks(part: Part, segment_bytes: int) -> Iterator[Chunk]:
 
 def _check_task(chunk: Chunk, *, schema: Schema) -> pa.Table:
     part, ranges = chunk
-    rows, faults = [], Faults()
-    with open_parquet(part.path) as parquet:
-        for start, stop in ranges:
-            table = read_rows(parquet, part.path, start, stop, schema.columns, optional=schema.optional)
-            raw, found = parse_table(table, schema, path=part.source, first_row=part.first_row + start)
-            rows.append(raw.rows)
-            faults.add(found)
-    return pa.table({"checked": [json.dumps({"rows": rows, "faults": faults.to_dict()})]})
+    rows, sums, faults = [], [], Faults()
+    read = functools.partial(read_rows, part.path, names=schema.columns, optional=schema.optional)
+    reads = [functools.partial(read, start, stop) for start, stop in ranges]
+    for (start, _), (table, sum_) in zip(ranges, storage.ahead(reads, of=part.path), strict=True):
+        raw, found = parse_table(table, schema, path=part.source, first_row=part.first_row + start)
+        rows.append(raw.rows)
+        sums.append(sum_)
+        faults.add(found)
+    return pa.table({"checked": [json.dumps({"rows": rows, "checksums": sums, "faults": faults.to_dict()})]})
 
 
 # Reading -------------------------------------------------------------------------------------------------------------
@@ -146,11 +147,7 @@ def read_tables(segments: Sequence[Segment], schema: Schema) -> RawRows | RawCol
     Raises InputError where a segment no longer holds the rows it was indexed with.
     """
     assert segments
-    read = [
-        raw
-        for path, run in itertools.groupby(segments, lambda segment: segment.path)
-        for raw in _read(path, run, schema)
-    ]
+    read = list(_read(segments, schema))
     columns = [raw for _, raw in read if isinstance(raw, RawColumns)]
     if columns:
         return RawColumns.concatenated(columns)
@@ -167,11 +164,10 @@ def read_tables(segments: Sequence[Segment], schema: Schema) -> RawRows | RawCol
 
 def good_rows(segment: Segment, schema: Schema) -> np.ndarray:
     """int64 (segment.rows): the place of each good row among the segment's, from 0 on."""
-    with open_parquet(segment.path) as parquet:
-        table = read_rows(parquet, segment.path, segment.start, segment.stop, schema.columns, optional=schema.optional)
+    table = _read_table(segment, schema)
     good = good_rows_of(table, schema, path=segment.path)
     if len(good) != segment.rows:
-        raise _other_rows(segment, len(good))
+        raise changed(segment.path, segment.start, segment.stop, "rows")
     return good
 
 
@@ -183,17 +179,21 @@ def column_names(file: storage.File, schema: Schema) -> tuple[str, ...]:
         return tuple(parquet.schema_arrow.names)
 
 
-def _other_rows(segment: Segment, rows: int) -> InputError:
-    return changed(segment.path, segment.start, segment.stop, f"{rows} good rows where there were {segment.rows}")
+def _read_table(segment: Segment, schema: Schema) -> pa.Table:
+    """A segment's rows, faulty ones too. Raises InputError if they are not those that were indexed."""
+    table, sum_ = read_rows(segment.path, segment.start, segment.stop, schema.columns, optional=schema.optional)
+    if segment.checksum is not None and sum_ != segment.checksum:
+        raise changed(segment.path, segment.start, segment.stop, "rows")
+    return table
 
 
-def _read(path: str, segments: Iterable[Segment], schema: Schema) -> Iterator[tuple[str, RawRows | RawColumns]]:
-    with open_parquet(path) as parquet:
-        for segment in segments:
-            with stage("read"):
-                table = read_rows(parquet, path, segment.start, segment.stop, schema.columns, optional=schema.optional)
-            with stage("parse"):
-                raw, _ = parse_table(table, schema, path=path)
-            if raw.rows != segment.rows:
-                raise _other_rows(segment, raw.rows)
-            yield path, raw
+def _read(segments: Sequence[Segment], schema: Schema) -> Iterator[tuple[str, RawRows | RawColumns]]:
+    tables = storage.ahead([functools.partial(_read_table, each, schema) for each in segments], of=segments[0].path)
+    for segment in segments:
+        with stage("read"):
+            table = next(tables)
+        with stage("parse"):
+            raw, _ = parse_table(table, schema, path=segment.path)
+        if raw.rows != segment.rows:
+            raise changed(segment.path, segment.start, segment.stop, "rows")
+        yield segment.path, raw

@@ -170,4 +170,7 @@ void rayrec_text_integers(const int64_t *offsets, const uint8_t *data, const uin
 void rayrec_text_hexadecimal(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint32_t *out,
                              uint8_t *status);
 
+/* checksum.c: a checksum of `length` bytes, from 0 to 2^63 - 1. */
+int64_t rayrec_checksum(const uint8_t *data, int64_t length);
+
 #endif

@@ -27,17 +27,20 @@ from rayrec.storage.folders import (
     writing_folder,
 )
 from rayrec.storage.outages import OUTAGE_S, outage_s, patience
+from rayrec.storage.ranges import ahead, in_parallel
 from rayrec.storage.stores import absolute, folder_of, is_url, join, name_of, resolve
 
 __all__ = [
     "OUTAGE_S",
     "File",
     "absolute",
+    "ahead",
     "copy_file",
     "copy_files",
     "exists",
     "files_in",
     "folder_of",
+    "in_parallel",
     "is_url",
     "join",
     "list_files",

@@ -19,6 +19,7 @@ from pyarrow import fs as arrow_fs
 
 from rayrec.config import InputError
 from rayrec.storage.outages import explained
+from rayrec.storage.ranges import read_url
 from rayrec.storage.stores import enduring, is_s3, local_path, remedy, resolve, split_options
 
 _PIECE_BYTES: Final = 8 << 20
@@ -61,22 +62,17 @@ def read_into(path: str, start: int, buffer: np.ndarray) -> int:
 
     Raises InputError where the file is gone.
     """
-    view, done = memoryview(buffer.data), 0
-
-    def read(filesystem: arrow_fs.FileSystem, inner: str) -> None:
-        nonlocal done
-        with filesystem.open_input_file(inner) as file:
-            if start + done >= file.size():
-                return
-            file.seek(start + done)
-            while done < len(view) and (count := file.readinto(view[done:])):
-                done += count
-
+    local = local_path(path)
     try:
-        enduring(path, read)
+        if local is None:
+            return read_url(path, start, buffer)
+        with open(local, "rb", buffering=0) as file:
+            view, done = memoryview(buffer.data), 0
+            while done < len(view) and (count := os.preadv(file.fileno(), [view[done:]], start + done)):
+                done += count
+            return done
     except FileNotFoundError:
         raise missing(path) from None
-    return done
 
 
 def read_stream(path: str) -> Iterator[bytes]:

@@ -1,0 +1,105 @@
+"""Reads many ranges of files at once: a store answers each request slowly, but many requests at the same time."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
+from typing import Final, TypeVar
+
+import numpy as np
+from pyarrow import NativeFile
+from pyarrow import fs as arrow_fs
+
+from rayrec.storage.stores import enduring, is_url
+
+_Result = TypeVar("_Result")
+_Item = TypeVar("_Item")
+
+NUM_REQUESTS: Final = 32
+"""Requests to a store that one call has in flight."""
+_OPEN_FILES: Final = 256
+"""Files of stores that a process keeps open: opening one again costs a HEAD request."""
+
+_files: OrderedDict[tuple[int, str], tuple[arrow_fs.FileSystem, NativeFile]] = OrderedDict()
+"""By file system and path; it also keeps the file system, so that its id belongs to nothing else."""
+_lock = threading.Lock()
+
+
+def in_parallel(function: Callable[[_Item], _Result], items: Sequence[_Item], *, of: str) -> Iterator[_Result]:
+    """`function` of each item, in the items' order, up to NUM_REQUESTS at a time if `of` is a URL, else one after the other.
+
+    Each call runs in a copy of the caller's context (see `patience`). Calls that have not begun are cancelled if the caller
+    stops or a call raises.
+    """
+    if not is_url(of) or len(items) < 2:
+        yield from map(function, items)
+        return
+    pool = ThreadPoolExecutor(min(NUM_REQUESTS, len(items)), thread_name_prefix="store")
+    waiting: deque[Future[_Result]] = deque()
+    rest = iter(items)
+    try:
+        for item in rest:
+            waiting.append(pool.submit(copy_context().run, function, item))
+            if len(waiting) >= NUM_REQUESTS:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def ahead(calls: Sequence[Callable[[], _Result]], *, of: str) -> Iterator[_Result]:
+    """The results of calls, in order; see `in_parallel`."""
+    return in_parallel(lambda call: call(), calls, of=of)
+
+
+def read_url(path: str, start: int, buffer: np.ndarray) -> int:
+    """Reads bytes from `start` on into a uint8 array with one GET request, and returns how many there were. Any number of
+    threads may. A file is opened, which takes a HEAD request, once a process. Raises FileNotFoundError."""
+
+    def read(filesystem: arrow_fs.FileSystem, inner: str) -> int:
+        key = id(filesystem), inner
+        file = _opened(filesystem, inner)
+        try:
+            count = _read_at(file, start, buffer)
+            if count < len(buffer):  # the end of the file, or it has grown since it was opened
+                _forget(key)
+                count = _read_at(_opened(filesystem, inner), start, buffer)
+        except OSError:
+            _forget(key)
+            raise
+        return count
+
+    return enduring(path, read)
+
+
+def _read_at(file: NativeFile, start: int, buffer: np.ndarray) -> int:
+    size = file.size()
+    if start >= size:
+        return 0
+    data = file.read_at(min(len(buffer), size - start), start)
+    buffer[: len(data)] = np.frombuffer(data, np.uint8)
+    return len(data)
+
+
+def _opened(filesystem: arrow_fs.FileSystem, inner: str) -> NativeFile:
+    key = id(filesystem), inner
+    with _lock:
+        known = _files.get(key)
+        if known is not None:
+            _files.move_to_end(key)
+            return known[1]
+    file = filesystem.open_input_file(inner)
+    with _lock:
+        _files[key] = filesystem, file
+        while len(_files) > _OPEN_FILES:
+            _files.popitem(last=False)
+    return file
+
+
+def _forget(key: tuple[int, str]) -> None:
+    with _lock:
+        _files.pop(key, None)
