@@ -324,8 +324,8 @@ def select(index: LogIndex, start: int, stop: int) -> list[tuple[Segment, int, i
 
 def identity(files: Sequence[storage.File], schema: Schema, segment_bytes: int) -> str:
     """What an index depends on, as 16 hex digits: files with size and time, columns, segment size."""
-    files = [(file.path, file.size_bytes, file.modified_ns) for file in files]
-    text = repr((VERSION, files, schema.to_dict(), segment_bytes))
+    listed = [(file.path, file.size_bytes, file.modified_ns) for file in files]
+    text = repr((VERSION, listed, schema.to_dict(), segment_bytes))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
