@@ -180,7 +180,7 @@ def make_lanes(config: Any, folder: str, progress: Any, driver: Callable[[int], 
     writer = EventWriter(os.path.join(folder, "events.jsonl"))
     writer.write("run", recipe=config.recipe, name="observed", config_hash="", versions={})
     writer.write("start", step=0, steps=10**9, rows=0, world_size=1, checkpoint=None)
-    interruption = SimpleNamespace(seen=lambda: (False, False), preempted=lambda: False)
+    interruption = SimpleNamespace(seen=lambda: (False, False), preempted=lambda: False, urgent=lambda: False)
     lanes = []
     for observed in (True, False, False):
         clock = HostClock() if observed else NoClock()

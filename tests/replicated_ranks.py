@@ -165,7 +165,7 @@ def train(folder: str, rank: int, configuration: TrainConfig, *, from_step: int 
     context = WorkerContext(configuration, rank, world_size, torch.device("cpu"), None)  # type: ignore[arg-type]
     stored = None if from_step is None else Checkpoint(f"{folder}/{from_step}")
     state = stored.manifest()["state"] if stored else None
-    progress = Progress(**state["progress"]) if state else Progress()
+    progress = Progress.from_state(state["progress"], rank=rank) if state else Progress()
     loader = configuration.workload.make_loader(
         context, None, state=state["loader"] if state else None, step=progress.step
     )
@@ -176,7 +176,7 @@ def train(folder: str, rank: int, configuration: TrainConfig, *, from_step: int 
 
     def save(progress: Progress, position: dict[str, Any], **_: Any) -> None:
         tensors = all_tensors(setup.model, setup.optimizer)
-        state = {"progress": vars(progress), "loader": position}
+        state = {"progress": progress.state(), "loader": position}
         checkpoint.save(f"{folder}/{progress.step}", tensors, state=state)
 
     loop.run(
@@ -186,7 +186,7 @@ def train(folder: str, rank: int, configuration: TrainConfig, *, from_step: int 
         progress,
         log=lambda kind, fields: events.append({"kind": kind, **fields}),
         save=save,
-        interruption=SimpleNamespace(seen=lambda: (False, False), preempted=lambda: False),
+        interruption=SimpleNamespace(seen=lambda: (False, False), preempted=lambda: False, urgent=lambda: False),
     )
     loader.close()
     return events

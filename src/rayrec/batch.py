@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rayrec.row_tally import RowNumbers
+
 
 @dataclass
 class TensorBatch:
@@ -18,6 +20,8 @@ class TensorBatch:
     """world_size / rows of the global batch: the sum of row losses times this, averaged over workers (as DDP and FSDP do),
     is the exact mean over the global batch also where workers hold different numbers of rows. 0: a filler, which counts
     nowhere, for a worker that has no row where others have."""
+    row_numbers: RowNumbers | None = None
+    """Which rows these are, none for a filler, for the loop to count; copies and parts do not have it."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> TensorBatch:
         tensors = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.tensors.items()}

@@ -8,6 +8,8 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
+from rayrec.row_tally import RowNumbers
+
 
 @dataclass
 class ClickBatch(Pipelineable):
@@ -24,6 +26,8 @@ class ClickBatch(Pipelineable):
     does), gives the exact mean over the global batch also when workers hold different numbers of rows."""
     weights: torch.Tensor | None = None
     """(rows,) float32: what each row's loss is multiplied by; None: 1 each."""
+    row_numbers: RowNumbers | None = None
+    """Which rows these are, for the loop to count; copies on a device and in pinned memory do not have it."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> ClickBatch:
         return ClickBatch(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Generator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,13 @@ from processes import Run
 
 from rayrec import recipes
 from rayrec.checkpoint import Checkpoint, committed, weights_sha256
+from rayrec.click_batch import ClickBatch
 from rayrec.config import InputError
+from rayrec.data.loader import ClickLoader
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.observe.events import read_events
 from rayrec.training.trainer import Result, train
-from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.base import TrainConfig, WorkerContext
 from rayrec.workloads.recsys import ClickWorkload
 from rayrec.workloads.recsys_plan import memory_here, tables_of
 
@@ -162,6 +166,38 @@ def test_a_run_goes_on_with_the_rows_it_began_with_alone(local_ray: None, click_
     with pytest.raises(InputError, match=r"^train_data: the run began with other rows[^\n]* another --name$"):
         train(config.replace(train_data={"path": str(parts / "train.txt")}, steps=8))
     assert train(config.replace(steps=8)).summary["rows_lost"] == 0
+
+
+class RepeatingWorkload(ClickWorkload):
+    """Each worker trains its second batch twice, and its third not at all."""
+
+    def make_loader(
+        self, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int
+    ) -> ClickLoader:
+        loader = super().make_loader(context, prepared, state=state, step=step)
+        loader._batches = repeated_once(loader._batches)
+        return loader
+
+
+def repeated_once(batches: Generator[ClickBatch, None, None]) -> Generator[ClickBatch, None, None]:
+    before = None
+    for number, batch in enumerate(batches):
+        yield batch if number != 2 or before is None else before
+        before = batch
+
+
+def test_rows_that_are_lost_and_repeated_are_in_the_summary(
+    local_ray: None, click_log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small(click_log, tmp_path, steps=4, evaluate_every=4)
+    assert isinstance(config.workload, ClickWorkload)
+    # The configuration's own class; a subclass has all of its fields.
+    faulty = dataclasses.replace(config, workload=RepeatingWorkload(**vars(config.workload)))
+    summary = train(faulty).summary
+    assert summary["rows"] == 4 * 2 * 64
+    assert summary["rows_lost"] == summary["rows_repeated"]
+    assert 120 < summary["rows_lost"] <= 2 * 64  # two rows with equal residues cancel each other
+    assert "rows of the log were not trained" in capsys.readouterr().err
 
 
 def test_same_config_gives_the_same_weights(finished: tuple[TrainConfig, Result], tmp_path: Path) -> None:

@@ -43,6 +43,8 @@ class EncodedRows:
     """float32 (rows), None for an unlabelled log"""
     weights: np.ndarray | None = None
     """float32 (rows), None where all rows weigh the same"""
+    row_numbers: np.ndarray | None = None
+    """int64 (rows): each row's number in the log, given to it where it was read; None if nobody asked for it"""
 
     def __len__(self) -> int:
         return len(self.dense)
@@ -50,12 +52,13 @@ class EncodedRows:
 
 def to_arrow(rows: EncodedRows) -> pa.Table:
     """Columnar and zero-copy both ways: `dense` fixed-size list of float (absent without dense columns, as Arrow has no
-    list of nothing), `id_s` a sparse column (integers, or lists of them), `label` and `weight` where there are any."""
+    list of nothing), `id_s` a sparse column (integers, or lists of them); `label`, `weight` and `row` (row numbers) if the
+    rows have them."""
     arrays: dict[str, pa.Array] = {}
     if rows.dense.shape[1]:
         arrays["dense"] = pa.FixedSizeListArray.from_arrays(pa.array(rows.dense.reshape(-1)), rows.dense.shape[1])
     arrays.update((f"id_{s}", _ids_to_arrow(ids)) for s, ids in enumerate(rows.ids))
-    for name, values in (("label", rows.labels), ("weight", rows.weights)):
+    for name, values in (("label", rows.labels), ("weight", rows.weights), ("row", rows.row_numbers)):
         if values is not None:
             arrays[name] = pa.array(values)
     return pa.table(arrays)
@@ -80,11 +83,11 @@ def _from_batch(batch: pa.RecordBatch) -> EncodedRows:
         dense_list = batch.column("dense")
         dense = dense_list.flatten().to_numpy(zero_copy_only=True).reshape(-1, dense_list.type.list_size)
     ids = [_ids_from_arrow(batch.column(name)) for name in batch.schema.names if name.startswith("id_")]
-    labels, weights = (
+    labels, weights, row_numbers = (
         batch.column(name).to_numpy(zero_copy_only=True) if name in batch.schema.names else None
-        for name in ("label", "weight")
+        for name in ("label", "weight", "row")
     )
-    return EncodedRows(dense, ids, labels, weights)
+    return EncodedRows(dense, ids, labels, weights, row_numbers)
 
 
 def _ids_from_arrow(column: pa.Array) -> Ids:

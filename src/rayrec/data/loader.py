@@ -15,10 +15,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from rayrec.click_batch import ClickBatch
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.ingest import stream
+from rayrec.data.log import row_numbers
 from rayrec.data.placement import TaskPlacement
-from rayrec.data.position import Block, EpochOrder, Piece, Position, after, steps_in
+from rayrec.data.position import Block, EpochOrder, Part, Piece, Position, after, steps_in
 from rayrec.data.ready import stream_ready
 from rayrec.data.stages import StageAccount
+from rayrec.row_tally import RowNumbers, RowTally, merged
 from rayrec.schema import Schema
 
 if TYPE_CHECKING:
@@ -78,7 +80,9 @@ class ClickLoader:
         if max_steps is not None:
             self.steps = min(self.steps, max_steps)
         self._pieces, self._sizes = self._plan()
-        self._rows_until = np.concatenate([[0], np.cumsum([everyone for _, everyone in self._sizes], dtype=np.int64)])
+        self._rows_until = np.concatenate(
+            [[0], np.cumsum([everyone for _, _, everyone in self._sizes], dtype=np.int64)]
+        )
         self._batches = self._make_batches()
         self._first: Future[ClickBatch] | None = None
 
@@ -119,15 +123,24 @@ class ClickLoader:
     def state(self) -> dict[str, Any]:
         return replace(self.position(), order=self._order.identity).to_dict()
 
-    def rows_behind(self) -> int:
-        """Rows of the whole run that lie behind the present position, whatever number of workers trained on them."""
-        position = self.position()
-        rows = position.epoch * self._order.rows
+    def rows_behind(self) -> RowTally:
+        """The rows that a run has to have trained at the present position, by any number of workers: each row of the log's
+        training set once in every epoch, less those that are left of this one."""
+        position, tally = self.position(), RowTally()
+        whole_set = merged(numbers_of(part) for part in self._order.parts)
+        for epoch in range(position.epoch):
+            tally.add_ranges(whole_set, epoch=epoch)
         if position.world_size:
-            used = position.step_in_deal * position.batch_size
-            left = sum(piece.rows for hand in self._hands(position) for piece in after(hand, used))
-            rows += self._order.rows - left
-        return rows
+            tally.add_ranges(whole_set, epoch=position.epoch)
+            blocks, used = self._order.blocks(position.epoch), position.step_in_deal * position.batch_size
+            left = [piece for hand in position.hands(blocks) for piece in after(hand, used)]
+            whole = [blocks[piece.block] for piece in left if piece.rows == blocks[piece.block].rows]
+            untouched = merged(numbers_of(part) for block in whole for part in block.parts)
+            tally.add_ranges(untouched, epoch=position.epoch, times=-1)
+            for piece in left:
+                if piece.rows < blocks[piece.block].rows:
+                    tally.remove(RowNumbers(position.epoch, _numbers_in(blocks[piece.block], piece)))
+        return tally
 
     def _hands(self, position: Position) -> list[list[Piece]]:
         return position.hands(self._order.blocks(position.epoch))
@@ -139,10 +152,10 @@ class ClickLoader:
     def _epoch_start(self, epoch: int, step: int = 0) -> Position:
         return Position(epoch, step, self._world_size, self._batch_size, None)
 
-    def _plan(self) -> tuple[list[tuple[Block, Piece]], list[tuple[int, int]]]:
-        """The pieces this worker reads, and (its rows, rows of all workers) of every step."""
+    def _plan(self) -> tuple[list[tuple[Block, Piece]], list[tuple[int, int, int]]]:
+        """The pieces this worker reads, and (epoch, its rows, rows of all workers) of every step."""
         pieces: list[tuple[Block, Piece]] = []
-        sizes: list[tuple[int, int]] = []
+        sizes: list[tuple[int, int, int]] = []
         start = self._start
         while len(sizes) < self.steps:
             blocks = self._order.blocks(start.epoch)
@@ -154,12 +167,12 @@ class ClickLoader:
             totals = np.array([sum(piece.rows for piece in hand) for hand in hands])
             for step in range(start.step_in_deal, start.step_in_deal + self._steps_left(start, hands)):
                 share = np.clip(totals - step * self._batch_size, 0, self._batch_size)
-                sizes.append((int(share[self._rank]), int(share.sum())))
+                sizes.append((start.epoch, int(share[self._rank]), int(share.sum())))
             start = self._epoch_start(start.epoch + 1)
         return pieces, sizes[: self.steps]
 
     def _make_batches(self) -> Generator[ClickBatch, None, None]:
-        wanted = sum(mine for mine, _ in self._sizes)
+        wanted = sum(mine for _, mine, _ in self._sizes)
         kept, total = [], 0
         for block, piece in self._pieces:  # no task for rows that no step wants
             if total >= wanted:
@@ -184,8 +197,18 @@ class ClickLoader:
                 account=self.stages,
             )
         slicer = Slicer(rows, num_dense=len(self._schema.dense), keys=self._schema.sparse, targets=self._targets)
-        for mine, everyone in self._sizes:
-            yield slicer.take(mine, loss_weight=self._world_size / everyone)
+        for epoch, mine, everyone in self._sizes:
+            yield slicer.take(mine, loss_weight=self._world_size / everyone, epoch=epoch)
+
+
+def numbers_of(part: Part) -> tuple[int, int]:
+    """[first, one after last) number in the log of a part's rows."""
+    first = part.segment.first_row
+    return first + part.start, first + part.stop
+
+
+def _numbers_in(block: Block, piece: Piece) -> np.ndarray:
+    return row_numbers([part.segment for part in block.parts])[block.order()[piece.start : piece.stop]]
 
 
 class Slicer:
@@ -200,7 +223,8 @@ class Slicer:
         self._used = 0
         self._constant: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def take(self, count: int, *, loss_weight: float) -> ClickBatch:
+    def take(self, count: int, *, loss_weight: float, epoch: int = 0) -> ClickBatch:
+        """The next `count` rows, which belong to an epoch."""
         slices: list[tuple[EncodedRows, list[np.ndarray | None], int, int]] = []
         done = 0
         while done < count:
@@ -235,6 +259,10 @@ class Slicer:
             labels=torch.from_numpy(labels),
             loss_weight=loss_weight,
             weights=None if weights is None else torch.from_numpy(weights),
+            row_numbers=_row_numbers(
+                [None if rows.row_numbers is None else rows.row_numbers[start:stop] for rows, _, start, stop in slices],
+                epoch,
+            ),
         )
 
     def _ids(
@@ -259,6 +287,13 @@ class Slicer:
             columns.append(out)
             begin += size
         return OneArray(values, columns)
+
+
+def _row_numbers(slices: Sequence[np.ndarray | None], epoch: int) -> RowNumbers | None:
+    known = [numbers for numbers in slices if numbers is not None]
+    if len(known) < len(slices):
+        return None
+    return RowNumbers(epoch, np.concatenate([np.empty(0, np.int64), *known]))
 
 
 class OneArray(list[np.ndarray]):

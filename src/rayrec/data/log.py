@@ -254,6 +254,13 @@ def _read_text(segment: Segment) -> tuple[np.ndarray, int]:
     return text, storage.read_into(segment.path, segment.start, text[:size])
 
 
+def row_numbers(segments: Sequence[Segment]) -> np.ndarray:
+    """int64: the numbers in the log of the segments' rows, one segment after the other."""
+    return np.concatenate(
+        [np.arange(segment.first_row, segment.first_row + segment.rows, dtype=np.int64) for segment in segments]
+    )
+
+
 def is_gzip(path: str) -> bool:
     head = np.zeros(2, np.uint8)
     storage.read_into(path, 0, head)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rayrec.data import ready
 from rayrec.data.columns import RawColumns
 from rayrec.data.encoded import EncodedRows
-from rayrec.data.log import Segment, read_segments
+from rayrec.data.log import Segment, read_segments, row_numbers
 from rayrec.data.parsing import RawRows
 from rayrec.data.position import Block
 from rayrec.data.preprocessor import Preprocessor
@@ -41,7 +41,14 @@ def open_block(block: Block, preprocessor: Preprocessor, *, labelled: bool = Tru
         read = stage("read")(lambda start, stop: ready.read(segments, order[start:stop], preprocessor))
         return OpenedBlock(read, None)
     raw = read_raw(segments, preprocessor.schema if labelled else preprocessor.schema.unlabelled())
-    return OpenedBlock(stage("encode")(lambda start, stop: preprocessor.encode(raw, order[start:stop])), raw)
+    numbers = row_numbers(segments)  # reading has checked that every segment has the rows that it was indexed with
+
+    @stage("encode")
+    def encode(start: int, stop: int) -> EncodedRows:
+        chosen = order[start:stop]
+        return replace(preprocessor.encode(raw, chosen), row_numbers=numbers[chosen])
+
+    return OpenedBlock(encode, raw)
 
 
 def encode_block(

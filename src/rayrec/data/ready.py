@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
 from rayrec.data.engine import Engine
-from rayrec.data.log import LogIndex, Segment
+from rayrec.data.log import LogIndex, Segment, row_numbers
 from rayrec.data.parsing import Faults
 from rayrec.data.position import Block, Piece
 from rayrec.data.preprocessor import Preprocessor
@@ -196,7 +196,7 @@ def read(segments: Sequence[Segment], order: np.ndarray, preprocessor: Preproces
         raise damaged(
             dataset.path, name, f"row {row} column {column}: id {wrong.id} is outside its table of {size:,} rows"
         )
-    return rows
+    return replace(rows, row_numbers=row_numbers(segments)[order])
 
 
 def _place_of(dataset: ReadyDataset, segments: Sequence[Segment], row: int, column: int) -> tuple[str, int]:

@@ -17,6 +17,7 @@ from rayrec.config import InputError
 from rayrec.data.row_order import RowOrder
 from rayrec.data.rows import RowSource
 from rayrec.data.stages import BlockTimes, StageAccount, measured, stage
+from rayrec.row_tally import RowNumbers, RowTally
 
 _CLOSE_S = 10.0
 """For which `stop` waits for a read under way, which may hang where storage is away."""
@@ -95,9 +96,17 @@ class RowLoader:
         """Rows of all workers in the first `batches` batches."""
         return self._behind(*self._after(batches)) - self._behind(self._epoch, self._offset)
 
-    def rows_behind(self) -> int:
-        """Rows of the whole run that lie behind the present position."""
-        return self._behind(*self._after(self._handed_out))
+    def rows_behind(self) -> RowTally:
+        """The rows that a run has to have trained at the present position: every row once in each epoch, less those that are
+        left of this one."""
+        epoch, offset = self._after(self._handed_out)
+        tally = RowTally()
+        for past in range(epoch + bool(offset)):
+            tally.add_ranges([(0, len(self._source))], epoch=past)
+        if offset:
+            for numbers in self._order.numbers(epoch, offset):
+                tally.remove(RowNumbers(epoch, numbers))
+        return tally
 
     def state(self) -> dict[str, Any]:
         """The position behind the batches handed out so far; plain JSON values, the same on every worker."""
@@ -170,7 +179,7 @@ class RowLoader:
             numbers = _Numbers(self._announced(epoch, offset))
             for start, stop in self._stops(offset):
                 taken = numbers.take(stop - start)
-                yield measured(partial(self._batch, taken), rows_of=len)
+                yield measured(partial(self._batch, taken, epoch), rows_of=len)
             epoch, offset = epoch + 1, 0
 
     def _announced(self, epoch: int, offset: int) -> Iterator[np.ndarray]:
@@ -186,13 +195,14 @@ class RowLoader:
             yield present
             present = following
 
-    def _batch(self, numbers: np.ndarray) -> TensorBatch:
+    def _batch(self, numbers: np.ndarray, epoch: int) -> TensorBatch:
         mine, weight = numbers[self._rank :: self._world_size], self._world_size / len(numbers)
+        counted = RowNumbers(epoch, mine)
         if not len(mine):
             mine, weight = numbers[:1], 0.0
         with stage("read"):
             arrays = self._source.read(mine)
-        return TensorBatch({name: torch.from_numpy(array) for name, array in arrays.items()}, weight)
+        return TensorBatch({name: torch.from_numpy(array) for name, array in arrays.items()}, weight, counted)
 
 
 class _Numbers:

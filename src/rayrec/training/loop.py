@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import islice
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 from torch import distributed
 
 from rayrec.config import InputError
+from rayrec.row_tally import RowNumbers, RowTally
 from rayrec.training.data_report import DataReport
 from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerSetup
 from rayrec.workloads.phases import NoClock, StepClock
@@ -52,18 +55,48 @@ class Progress:
     """Of the best one."""
     evaluation_due: bool = False
     """This step is yet to be evaluated: the run was asked to stop here."""
+    trained: RowTally | None = field(default_factory=RowTally)
+    """The rows that this worker trained in this attempt and, on worker 0, those of earlier attempts; None if some batch did not
+    tell its rows."""
+
+    def state(self) -> dict[str, Any]:
+        """Plain JSON values of a checkpoint, the same on every worker; collective."""
+        trained = self.trained_by_all()
+        plain = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "trained"}
+        return {**plain, "trained": trained and trained.to_dict()}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], *, rank: int) -> Progress:
+        """What `state` gave. A checkpoint of a version that did not count rows has no `trained`."""
+        stored = state.get("trained")
+        trained = None if stored is None else RowTally.from_dict(stored) if rank == 0 else RowTally()
+        return cls(**{**state, "trained": trained})
+
+    def trained_by_all(self) -> RowTally | None:
+        """The rows that all workers trained; None if some batch did not tell its rows; collective."""
+        _, (unknown,) = over_workers(float(self.trained is None))
+        return None if unknown or self.trained is None else _tally_over_workers(self.trained)
+
+    def count(self, rows: RowNumbers | None) -> None:
+        """This worker has trained these rows."""
+        if rows is None:
+            self.trained = None
+        elif self.trained is not None:
+            self.trained.add(rows)
 
     def blocked_fraction(self) -> float:
         return self.blocked_s / self.train_s if self.train_s else 0.0
 
 
 class Batches:
-    """The batches of one segment: counts them, adds up the time spent waiting for them, and may be ended early."""
+    """The batches of one segment: counts them, knows their rows until they are trained, adds up the time spent waiting for
+    them, and may be ended early."""
 
     def __init__(self, source: Iterator[Any], clock: StepClock) -> None:
         self._source, self._clock = source, clock
         self.num_pulled = 0
         self.blocked_s = 0.0
+        self._in_flight: deque[RowNumbers | None] = deque()
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -76,7 +109,13 @@ class Batches:
         finally:
             self.blocked_s += time.perf_counter() - start
         self.num_pulled += 1
+        self._in_flight.append(getattr(batch, "row_numbers", None))
         return batch
+
+    def trained(self) -> RowNumbers | None:
+        """The rows of the oldest batch that was pulled and not trained before; None if it does not tell. Pipelines train in the
+        order in which they pull."""
+        return self._in_flight.popleft()
 
     def end(self) -> None:
         """Gives no more batches; those pulled ahead by a pipeline are still to be trained."""
@@ -271,6 +310,8 @@ class Account:
         self._first_step, self._rows_before = progress.step, progress.rows
         self._losses: list[torch.Tensor] = []
         self._start_s = 0.0
+        self._num_rows = 0
+        """Rows that this worker trained since the last log."""
         self._look_at = progress.step + 1
         """Step of the next look for reasons to save; of the first one, which takes longest, nothing is known before."""
         self.total = progress.step + loader.steps
@@ -286,7 +327,9 @@ class Account:
 
     def count(self, loss: torch.Tensor, batches: Batches, *, stop: int) -> bool:
         """One more step is done; collective where a log or a look is due. True where the segment cannot go on up to `stop`."""
-        progress = self._progress
+        progress, rows = self._progress, batches.trained()
+        progress.count(rows)
+        self._num_rows += 0 if rows is None else len(rows.numbers)
         self._losses.append(loss)
         progress.step += 1
         due = progress.step % self._config.log_every == 0 or progress.step >= stop
@@ -297,18 +340,18 @@ class Account:
         mine = torch.stack(self._losses).mean().item()
         now_s = time.perf_counter()
         times_s = self._clock.read()
-        own = [mine, batches.blocked_s, now_s - self._start_s, *times_s.values()]
+        own = [mine, batches.blocked_s, now_s - self._start_s, self._num_rows, *times_s.values()]
         data = self._data.take() if self._data else []
         means, maxima = over_workers(*own, *data, *self._interruption.seen())
         *_, asked, look = maxima
-        mean, blocked_s, elapsed_s = means[:3]
-        times_max_s = dict(zip(times_s, maxima[3:], strict=False))
-        times_s = dict(zip(times_s, means[3:], strict=False))
-        self._log_steps(mean, blocked_s, sum(times_s.values()) or elapsed_s, times_s, times_max_s)
+        mean, blocked_s, elapsed_s, num_rows = means[:4]
+        times_max_s = dict(zip(times_s, maxima[4:], strict=False))
+        times_s = dict(zip(times_s, means[4:], strict=False))
+        self._log_steps(mean, num_rows, blocked_s, sum(times_s.values()) or elapsed_s, times_s, times_max_s)
         if self._data:
             self._data.tell(means[len(own) : len(own) + len(data)], step=progress.step, log=self._log)
         self._plan_look(elapsed_s)
-        self._losses, self._start_s, batches.blocked_s = [], now_s, 0.0
+        self._losses, self._start_s, self._num_rows, batches.blocked_s = [], now_s, 0, 0.0
         if due:
             self._heed(asked, look)
         return progress.step < stop and self.cut != "none"
@@ -340,13 +383,17 @@ class Account:
     def _log_steps(
         self,
         loss: float,
+        num_rows: float,
         blocked_s: float,
         elapsed_s: float,
         times_s: dict[str, float],
         times_max_s: dict[str, float],
     ) -> None:
         progress = self._progress
-        rows = self._rows_before + self._loader.rows(progress.step - self._first_step) - progress.rows
+        if progress.trained is None:  # the loader's word for it
+            rows = self._rows_before + self._loader.rows(progress.step - self._first_step) - progress.rows
+        else:
+            rows = round(num_rows * num_workers())
         progress.rows += rows
         progress.train_s += elapsed_s
         progress.blocked_s += blocked_s
@@ -446,6 +493,24 @@ def evaluate(setup: WorkerSetup, name: str, watch: EvaluationWatch | None = None
         close = getattr(source, "close", None)
         if close is not None:  # data tasks of an evaluation that was ended
             close()
+
+
+def _tally_over_workers(mine: RowTally) -> RowTally:
+    if num_workers() == 1:
+        return RowTally.total(mine.counts.copy(), [mine.checksums])
+    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+    counts = torch.from_numpy(mine.counts).to(device, copy=True)
+    distributed.all_reduce(counts)
+    # As bytes and added here, modulo 2^64.
+    checksums = torch.frombuffer(bytearray(np.array(mine.checksums, "<u8").tobytes()), dtype=torch.uint8).to(device)
+    everyone = [torch.empty_like(checksums) for _ in range(num_workers())]
+    distributed.all_gather(everyone, checksums)
+    pairs = (np.frombuffer(each.cpu().numpy().tobytes(), "<u8").tolist() for each in everyone)
+    return RowTally.total(counts.cpu().numpy(), ((first, second) for first, second in pairs))
+
+
+def num_workers() -> int:
+    return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
 def over_workers(*values: float) -> tuple[list[float], list[float]]:

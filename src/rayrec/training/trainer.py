@@ -325,8 +325,8 @@ def summarize(
         "train_s": finish["train_s"],
         "rows_per_s": finish["rows"] / finish["train_s"] if finish["train_s"] else 0.0,
         "blocked_fraction": finish["blocked_fraction"],
-        "rows_repeated": max(0, finish["rows"] - finish["expected_rows"]),
-        "rows_lost": max(0, finish["expected_rows"] - finish["rows"]),
+        "rows_repeated": finish["rows_repeated"],
+        "rows_lost": finish["rows_lost"],
         "metrics": finish["metrics"],
         "validation": finish["validation"],
         "checkpoint": finish["checkpoint"],
@@ -337,6 +337,11 @@ def summarize(
         **of_workload,
         "versions": versions(),
     }
+    if summary["rows_lost"] or summary["rows_repeated"]:
+        note(
+            f"{folder}: {summary['rows_lost']:,} rows of the log were not trained and {summary['rows_repeated']:,} were trained "
+            "more often than once an epoch; do not use the weights, and report this"
+        )
     storage.write_json(storage.join(folder, SUMMARY), summary)
     events.write("summary", **summary)
     return Result(folder, finish["checkpoint"], summary)

@@ -37,6 +37,7 @@ from rayrec.config import InputError
 from rayrec.data.placement import TaskPlacement
 from rayrec.native import keep_freed_memory
 from rayrec.observe.events import EventWriter
+from rayrec.row_tally import RowTally
 from rayrec.training import loop
 from rayrec.training.device_peak import multiply_adds_per_s_or_zero
 from rayrec.training.loop import Progress
@@ -181,7 +182,7 @@ def _train(worker: WorkerContext, assignment: Assignment, log: Log) -> dict[str,
     def save(
         progress: Progress, loader_state: dict[str, Any], *, score: float | None, needed: bool, complete: bool
     ) -> None:
-        state = {"progress": dataclasses.asdict(progress), "loader": loader_state, "recipe": config.recipe}
+        state = {"progress": progress.state(), "loader": loader_state, "recipe": config.recipe}
         if needed:
             saver.wait()
         if not saver.begin(progress.step, all_tensors(setup.model, setup.optimizer), state=state, score=score):
@@ -206,7 +207,7 @@ def _train(worker: WorkerContext, assignment: Assignment, log: Log) -> dict[str,
             setup,
             progress,
             evaluated_step=evaluated_step,
-            expected_rows=loader.rows_behind(),
+            expected=loader.rows_behind(),
             log=log,
             interruption=watch,
         )
@@ -293,7 +294,7 @@ def _resume(
             assert checkpoint is not None
             pass_over(checkpoint, error)
             continue
-        progress = Progress(**state["progress"]) if state else Progress()
+        progress = Progress.from_state(state["progress"], rank=worker.rank) if state else Progress()
         loader = config.workload.make_loader(
             worker, assignment.prepared, state=state["loader"] if state else None, step=progress.step
         )
@@ -331,13 +332,20 @@ def _extra_files(assignment: Assignment) -> dict[str, bytes | str]:
     return {"config.yaml": config.to_yaml().encode(), **config.workload.checkpoint_files(assignment.prepared)}
 
 
+def accounted(progress: Progress, expected: RowTally) -> dict[str, int | None]:
+    """`rows_lost` and `rows_repeated`: what was trained against what had to be; None if that was not counted; collective."""
+    trained = progress.trained_by_all()
+    lost, repeated = (None, None) if trained is None else trained.lost_and_repeated(expected)
+    return {"rows_lost": lost, "rows_repeated": repeated}
+
+
 def finish(
     assignment: Assignment,
     setup: WorkerSetup,
     progress: Progress,
     *,
     evaluated_step: int | None,
-    expected_rows: int,
+    expected: RowTally,
     log: Log,
     interruption: loop.Interruption,
 ) -> dict[str, Any] | None:
@@ -372,7 +380,7 @@ def finish(
     told = {
         "step": progress.step,
         "rows": progress.rows,
-        "expected_rows": expected_rows,
+        **accounted(progress, expected),
         "train_s": progress.train_s,
         "blocked_fraction": progress.blocked_fraction(),
         "chosen_step": step,

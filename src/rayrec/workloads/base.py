@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torchrec.distributed.train_pipeline import TrainPipeline
 
+    from rayrec.row_tally import RowTally
     from rayrec.workloads.calibration import Calibration, Target
     from rayrec.workloads.phases import StepClock
     from rayrec.workloads.scoring import Scoring, ScoringContext
@@ -352,7 +353,8 @@ class WorkerContext:
 
 
 class TrainLoader(Protocol):
-    """The training batches of one worker, from a position on to the end of the last epoch."""
+    """The training batches of one worker, from a position on to the end of the last epoch. A batch has an attribute
+    `row_numbers` (`rayrec.row_tally.RowNumbers`); of batches without one nobody can tell whether rows were lost."""
 
     @property
     def steps(self) -> int:
@@ -374,8 +376,9 @@ class TrainLoader(Protocol):
         """Rows of all workers in the first `batches` batches."""
         ...
 
-    def rows_behind(self) -> int:
-        """Rows of the whole run that lie behind the present position, whatever number of workers trained on them."""
+    def rows_behind(self) -> RowTally:
+        """The rows that a run has to have trained at the present position, by any number of workers: what the data holds, not
+        what this loader gave. What was trained is compared with it."""
         ...
 
     def state(self) -> dict[str, Any]:

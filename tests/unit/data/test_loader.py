@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.profiles import RAYREC, make_preprocessor
 from rayrec.data.reading import encode_block
 from rayrec.datasets.criteo import SCHEMA
+from rayrec.row_tally import RowTally
 
 ROWS = 700
 
@@ -182,6 +184,8 @@ def test_ranks_agree_on_the_state(prepared: tuple[LogIndex, Preprocessor]) -> No
 def test_workers_may_come_and_go(prepared: tuple[LogIndex, Preprocessor], moves: list[tuple[int, int, int]]) -> None:
     """Every row once an epoch and one loader's count of steps left on all ranks, whatever the workers were."""
     used: Counter[tuple[bytes, ...]] = Counter()
+    numbers: Counter[tuple[int, int]] = Counter()
+    trained = RowTally()
     state: dict[str, Any] = Position().to_dict()
     for number, (world_size, steps, batch_size) in enumerate([*moves, (2, 10_000, 64)]):
         loaders = [
@@ -200,10 +204,105 @@ def test_workers_may_come_and_go(prepared: tuple[LogIndex, Preprocessor], moves:
             of_step = [next(each) for each in loaders]
             assert sum(batch.loss_weight * len(batch) / world_size for batch in of_step) == pytest.approx(1)
             used.update(row for batch in of_step for row in rows_of(batch))
+            for batch in of_step:
+                assert batch.row_numbers is not None
+                trained.add(batch.row_numbers)
+                numbers.update((batch.row_numbers.epoch, row) for row in batch.row_numbers.numbers.tolist())
         assert len({json.dumps(each.state()) for each in loaders}) == 1, number
+        assert all(each.rows_behind() == trained for each in loaders)
         state = loaders[0].state()
     assert used == Counter({row: 2 * count for row, count in Counter(log_rows(prepared)).items()})
     assert state["epoch"] == 2
+    assert numbers == Counter((epoch, row) for epoch in range(2) for row in range(ROWS))
+
+
+def test_row_numbers_are_those_of_the_log(prepared: tuple[LogIndex, Preprocessor]) -> None:
+    """A number says which row of the log the row beside it is, whatever the order and the set."""
+    rows = log_rows(prepared)
+    for order in (order_of(prepared[0]), order_of(prepared[0], 90, 611), order_of(prepared[0], 90, 611, "none")):
+        for batch in loader(prepared, order, epochs=2):
+            assert batch.row_numbers is not None
+            assert [rows[number] for number in batch.row_numbers.numbers] == rows_of(batch)
+
+
+def drop_a_row(rows: list[EncodedRows]) -> list[EncodedRows]:
+    return [taken(rows[0], slice(1, None)), *rows[1:]]
+
+
+def repeat_a_row(rows: list[EncodedRows]) -> list[EncodedRows]:
+    return [taken(rows[0], slice(0, 1)), *rows]
+
+
+def repeat_in_place_of_another(rows: list[EncodedRows]) -> list[EncodedRows]:
+    return [taken(rows[0], np.array([1, *range(1, len(rows[0]))])), *rows[1:]]
+
+
+def repeat_a_block(rows: list[EncodedRows]) -> list[EncodedRows]:
+    return [rows[0], *rows]
+
+
+def taken(rows: EncodedRows, which: Any) -> EncodedRows:
+    assert rows.labels is not None
+    assert rows.row_numbers is not None
+    ids = [column[which] for column in rows.ids]  # type: ignore[index]
+    return EncodedRows(rows.dense[which], ids, rows.labels[which], None, rows.row_numbers[which])
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (lambda rows: rows, (0, 0)),
+        (drop_a_row, (1, 0)),
+        (repeat_a_row, (0, 1)),
+        (repeat_in_place_of_another, (1, 1)),
+        (repeat_a_block, None),
+    ],
+)
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_what_the_data_path_loses_or_repeats_is_counted(
+    prepared: tuple[LogIndex, Preprocessor],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[list[EncodedRows]], list[EncodedRows]],
+    expected: tuple[int, int] | None,
+    epochs: int,
+) -> None:
+    """A data task that makes other rows than it was asked for: the position says nothing of it, and the count does."""
+    tasks = []
+
+    def faulty(pieces: Sequence[tuple[Block, Piece]], preprocessor: Preprocessor, **_: Any) -> Iterator[EncodedRows]:
+        tasks.append([piece.rows for _, piece in pieces])
+        yield from fault(list(local_stream(pieces, preprocessor)))
+
+    monkeypatch.setattr(loader_module, "stream", faulty)
+    loading, trained = loader(prepared, epochs=epochs), RowTally()
+    with contextlib.suppress(RuntimeError):  # a stream that ends too soon
+        for batch in loading:
+            assert batch.row_numbers is not None
+            trained.add(batch.row_numbers)
+    lost, repeated = trained.lost_and_repeated(loading.rows_behind())
+    if (
+        fault is drop_a_row or fault is repeat_a_row
+    ):  # the last batch could not be filled, and the one before has a row of it
+        assert (lost, repeated) == (1, 1)
+    elif expected is None:
+        assert lost == repeated == tasks[0][0]
+    else:
+        assert (lost, repeated) == expected
+
+
+@pytest.mark.parametrize(
+    ("calls", "expected"), [((0, 1, 2, 4, 5), (64, 0)), ((0, 1, 1, 2, 3), (0, 64)), (range(5), (0, 0))]
+)
+def test_batches_that_are_skipped_or_trained_twice_are_counted(
+    prepared: tuple[LogIndex, Preprocessor], calls: Sequence[int], expected: tuple[int, int]
+) -> None:
+    loading, trained = loader(prepared), RowTally()
+    given = [next(loading) for _ in range(max(calls) + 1)]
+    for call in calls:
+        numbers = given[call].row_numbers
+        assert numbers is not None
+        trained.add(numbers)
+    assert trained.lost_and_repeated(loading.rows_behind()) == expected
 
 
 def test_max_steps_cuts_the_batches_short(prepared: tuple[LogIndex, Preprocessor]) -> None:

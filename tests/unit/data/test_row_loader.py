@@ -108,7 +108,7 @@ def test_every_row_comes_once_an_epoch_whoever_goes_on(
         for _ in range(taken):
             next(loader)
         seen += rows
-        assert loader.rows_behind() == len(seen)
+        assert loader.rows_behind().rows == len(seen)
         state = loader.state()
         loader.close()
     assert seen == whole

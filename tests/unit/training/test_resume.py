@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import weakref
 from pathlib import Path
@@ -40,7 +39,7 @@ class Resumed:
         self.models_before: list[int] = []
         """For each model that was built, how many others there were then."""
         for step in steps:
-            state = {"progress": dataclasses.asdict(Progress(step=step)), "loader": {"at": step}}
+            state = {"progress": Progress(step=step).state(), "loader": {"at": step}}
             checkpoint.save(
                 folder_of(self.folder, step), {"model.weight": torch.full((1, 1), float(step))}, state=state
             )
@@ -60,7 +59,7 @@ class Resumed:
         return SimpleNamespace(model=model, optimizer=optimizer)
 
     def start(self) -> tuple[Checkpoint | None, Any, Any, Progress]:
-        context: Any = SimpleNamespace(config=SimpleNamespace(workload=self))
+        context: Any = SimpleNamespace(config=SimpleNamespace(workload=self), rank=0)
         assignment: Any = SimpleNamespace(folder=self.folder, prepared=None)
 
         def log(kind: str, fields: dict[str, Any]) -> None:

@@ -51,7 +51,15 @@ def summarized(folder: Path, lines: list[str], *, rows: int = ROWS * 3 // 2) -> 
     saved = folder_of(str(folder), 15)
     checkpoint.save(saved, {"model.weight": torch.ones(3)}, state={})
     metrics = {"accuracy": 0.5}
-    finish = {"step": 15, "chosen_step": 10, "rows": rows, "expected_rows": rows, "train_s": 12.0, "metrics": metrics}
+    finish = {
+        "step": 15,
+        "chosen_step": 10,
+        "rows": rows,
+        "rows_lost": 0,
+        "rows_repeated": 0,
+        "train_s": 12.0,
+        "metrics": metrics,
+    }
     notes: list[str] = []
     with EventWriter(folder / "events.jsonl") as events:
         result = summarize(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rayrec import recipes
 from rayrec.checkpoint import Retention, Saver, claim, folder_of
 from rayrec.config import InputError
+from rayrec.row_tally import RowNumbers, RowTally
 from rayrec.training import device_peak, worker
 from rayrec.training.device_peak import multiply_adds_per_s, multiply_adds_per_s_or_zero
 from rayrec.training.loop import Progress
@@ -48,6 +51,7 @@ class Evaluated:
             saver.begin(step, model_tensors(self.model), state={}, score=None)
             saver.wait()
         saver.close()
+        self.expected = RowTally()
         self.interruption: Any = SimpleNamespace(seen=lambda: (False, False), urgent=lambda: False)
         self.setup: Any = SimpleNamespace(
             model=self.model,
@@ -79,7 +83,7 @@ class Evaluated:
             self.setup,
             progress,
             evaluated_step=evaluated_step,
-            expected_rows=progress.rows,
+            expected=self.expected,
             log=lambda kind, fields: self.events.append((kind, fields)),
             interruption=self.interruption,
         )
@@ -125,6 +129,30 @@ def test_the_best_weights_damaged_is_for_the_user(tmp_path: Path) -> None:
     file.write_bytes(data)
     with pytest.raises(InputError, match="best weights of the run: train it anew"):
         run.finish(STOPPED_EARLY, evaluated_step=7)
+
+
+@pytest.mark.parametrize(
+    ("trained", "expected"),
+    [([[0, 1, 2, 3]], (0, 0)), ([[0, 1], [3]], (1, 0)), ([[0, 1, 2, 3], [2]], (0, 1)), ([[0, 1, 1, 3]], (1, 1))],
+)
+def test_the_end_compares_the_rows_trained_with_those_of_the_log(
+    tmp_path: Path, trained: list[list[int]], expected: tuple[int, int]
+) -> None:
+    run = Evaluated(tmp_path, steps=(7,), sets=("validation",), patience=0)
+    run.expected.add_ranges([(0, 4)], epoch=0)
+    progress = dataclasses.replace(STOPPED_EARLY, trained=RowTally())
+    for numbers in trained:
+        progress.count(RowNumbers(0, np.array(numbers)))
+    told = run.finish(progress, evaluated_step=7)
+    assert (told["rows_lost"], told["rows_repeated"]) == expected
+
+
+def test_rows_that_a_loader_does_not_number_are_not_accounted_for(tmp_path: Path) -> None:
+    run = Evaluated(tmp_path, steps=(7,), sets=("validation",), patience=0)
+    progress = dataclasses.replace(STOPPED_EARLY)
+    progress.count(None)
+    told = run.finish(progress, evaluated_step=7)
+    assert (told["rows_lost"], told["rows_repeated"]) == (None, None)
 
 
 def test_a_stop_ends_the_final_test(tmp_path: Path) -> None:

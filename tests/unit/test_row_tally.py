@@ -1,0 +1,102 @@
+"""A tally knows which rows it was given: losses and repetitions are counted, and exchanged rows are noticed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from rayrec.row_tally import RESIDUES, RowNumbers, RowTally, merged
+
+ROWS = 100_000
+
+
+def batches(epochs: int = 2, rows: int = ROWS, size: int = 1000) -> list[RowNumbers]:
+    rng = np.random.default_rng(0)
+    return [
+        RowNumbers(epoch, part)
+        for epoch in range(epochs)
+        for part in np.split(rng.permutation(rows).astype(np.int64), rows // size)
+    ]
+
+
+def tally_of(given: list[RowNumbers]) -> RowTally:
+    tally = RowTally()
+    for batch in given:
+        tally.add(batch)
+    return tally
+
+
+def expected(epochs: int = 2, rows: int = ROWS) -> RowTally:
+    tally = RowTally()
+    for epoch in range(epochs):
+        tally.add_ranges([(0, rows // 3), (rows // 3, rows)], epoch=epoch)
+    return tally
+
+
+@pytest.mark.parametrize("start", [0, 1, RESIDUES - 1, RESIDUES, 5 * 10**9])
+@pytest.mark.parametrize("length", [0, 1, RESIDUES - 1, RESIDUES, 3 * RESIDUES + 7])
+def test_a_range_is_the_sum_of_its_rows(start: int, length: int) -> None:
+    one_by_one, as_range = RowTally(), RowTally()
+    one_by_one.add(RowNumbers(3, np.arange(start, start + length, dtype=np.int64)))
+    as_range.add_ranges([(start, start + length)], epoch=3)
+    assert one_by_one == as_range
+    as_range.add_ranges([(start, start + length)], epoch=3, times=-1)
+    assert as_range == RowTally()
+    one_by_one.remove(RowNumbers(3, np.arange(start, start + length, dtype=np.int64)))
+    assert one_by_one == RowTally()
+
+
+def test_every_row_once_an_epoch_is_nothing_lost() -> None:
+    trained = tally_of(batches())
+    assert (trained.rows, trained.lost_and_repeated(expected())) == (2 * ROWS, (0, 0))
+
+
+def test_workers_add_up_and_survive_a_checkpoint() -> None:
+    given = batches()
+    parts = [tally_of(given[rank::3]) for rank in range(3)]
+    total = RowTally.total(np.sum([part.counts for part in parts], axis=0), [part.checksums for part in parts])
+    assert total == expected()
+    assert RowTally.from_dict(json.loads(json.dumps(total.to_dict()))) == total
+
+
+def with_one_exchanged(given: list[RowNumbers]) -> list[RowNumbers]:
+    """A row in the place of another, both with the same residue."""
+    numbers = given[0].numbers.copy()
+    numbers[0] = (numbers[0] + RESIDUES) % (ROWS // RESIDUES * RESIDUES)
+    return [RowNumbers(0, numbers), *given[1:]]
+
+
+def in_another_epoch(given: list[RowNumbers]) -> list[RowNumbers]:
+    """A batch twice in the second epoch, and missing in the first."""
+    return [RowNumbers(1, given[0].numbers), *given[1:]]
+
+
+@pytest.mark.parametrize(
+    ("change", "lost", "repeated"),
+    [
+        (lambda given: given[1:], 1000, 0),
+        (lambda given: [*given, given[7]], 0, 1000),
+        (lambda given: [RowNumbers(0, given[0].numbers[:-1]), *given[1:]], 1, 0),
+        (lambda given: [*given, RowNumbers(1, given[-1].numbers[:1])], 0, 1),
+        (lambda given: [*given, RowNumbers(0, np.array([ROWS]))], 0, 1),
+        (with_one_exchanged, 1, 1),
+        (in_another_epoch, 1, 1),
+    ],
+)
+def test_planted_faults(change: Callable[[list[RowNumbers]], list[RowNumbers]], lost: int, repeated: int) -> None:
+    assert tally_of(change(batches())).lost_and_repeated(expected()) == (lost, repeated)
+
+
+def test_lost_and_repeated_at_once_are_nearly_exact() -> None:
+    given = batches()
+    lost, repeated = tally_of([given[1], *given[1:]]).lost_and_repeated(expected())
+    assert lost == repeated
+    assert 900 < lost <= 1000
+
+
+def test_merged() -> None:
+    assert merged([(0, 3), (3, 5), (7, 9), (9, 9), (2, 4)]) == [(0, 5), (7, 9), (2, 4)]
+    assert merged([]) == []
