@@ -180,7 +180,7 @@ def supervise(
         name=name,
         config_hash=named.config_hash(),
         config=supervision or SuperviseConfig(),
-        stop_wait_s=config.failure.grace_s + _SAVED_S,
+        stop_wait_s=max(config.failure.grace_s, config.failure.max_grace_s) + _SAVED_S,
         note=_console(console).note,
         show=show,
     )

@@ -72,6 +72,10 @@ class Saver:
         `damaged`: on rank 0, steps of checkpoints that a start has passed over; they go with the first later save."""
         self.last: Checkpoint | None = None
         """The newest one that this saver has committed."""
+        self.written_bytes = 0
+        """By all saves of this rank so far; grows while one is under way."""
+        self.write_s = 0.0
+        """Seconds that the last save took, from the copy to the manifest."""
         self._folder, self._claim, self._retention = run_folder, claim, retention
         self._extra_files = ExtraFiles(extra_files)
         self._max_outage_s, self._log, self._sweep = max_outage_s, log, sweep
@@ -192,7 +196,9 @@ class Saver:
         causes: list[str] = []
         persistence = self._persistence(job, causes)
         written, failure = attempt(
-            lambda: persistence.run(lambda: write_rank(job.folder, job.copy, rank=ranks.rank, tag=job.tag))
+            lambda: persistence.run(
+                lambda: write_rank(job.folder, job.copy, rank=ranks.rank, tag=job.tag, wrote=self._count)
+            )
         )
         results = ranks.gather((written, failure, causes[:1]))
         outcome = ranks.share(attempt(lambda: self._commit(job, results, persistence, causes)) if ranks.first else None)
@@ -202,8 +208,12 @@ class Saver:
             self._discard(job, ranks.rank)
             raise failure
         self.last = Checkpoint(job.folder)
+        self.write_s = time.monotonic() - job.begun_s
         if ranks.first:
             self._clean(job, [part.file for part, _, _ in results if part is not None])
+
+    def _count(self, size_bytes: int) -> None:
+        self.written_bytes += size_bytes
 
     def _persistence(self, job: _Job, causes: list[str]) -> Persistence:
         def late(cause: str) -> None:

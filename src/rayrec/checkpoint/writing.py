@@ -35,8 +35,12 @@ class Written:
     """(name, tensor, chunk)."""
 
 
-def write_rank(folder: str, copy: HostCopy, *, rank: int, tag: str) -> Written | None:
+def write_rank(
+    folder: str, copy: HostCopy, *, rank: int, tag: str, wrote: Callable[[int], None] = lambda size_bytes: None
+) -> Written | None:
     """Writes a rank's file from its copy in host memory; None, and no file, where the rank has nothing to write.
+
+    `wrote` is called with the bytes of each block that was handed to storage.
 
     Raises OSError where storage is away or full; no part of the file is left then.
     """
@@ -52,7 +56,7 @@ def write_rank(folder: str, copy: HostCopy, *, rank: int, tag: str) -> Written |
     )
     with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-sums") as pool:
         sums_ahead = pool.submit(_checksums, copy)  # both leave Python to itself, so that they overlap
-        storage.write_stream(storage.join(folder, name), _pieces(head, copy))
+        storage.write_stream(storage.join(folder, name), _pieces(head, copy, wrote))
         checksums = sums_ahead.result()
     chunks = tuple(
         (
@@ -84,11 +88,12 @@ def _checksums(copy: HostCopy) -> list[list[str]]:
     ]
 
 
-def _pieces(head: bytes, copy: HostCopy) -> Iterator[bytes | memoryview]:
+def _pieces(head: bytes, copy: HostCopy, wrote: Callable[[int], None]) -> Iterator[bytes | memoryview]:
     yield head
     body = copy.body()
     for start in range(0, len(body), BLOCK_BYTES):
-        yield body[start : start + BLOCK_BYTES]
+        yield (block := body[start : start + BLOCK_BYTES])
+        wrote(len(block))
 
 
 def commit(

@@ -25,6 +25,7 @@ from rayrec.config import InputError
 from rayrec.launch import cluster
 from rayrec.observe.events import EventWriter
 from rayrec.training.failures import Tolerance, cause_of, is_without_room, worker_failures
+from rayrec.training.grace import Grace
 from rayrec.training.profiling import watched_requests, worker_runtime_env
 from rayrec.training.signals import Signals
 from rayrec.training.stopping import MORE_WORKERS, StopRequest
@@ -112,7 +113,11 @@ def run_attempts(
         else:
             if outcome is None:
                 _abandon_workers(groups)
-                cause = f"{signals.cause}, and the workers had not saved {config.failure.grace_s:.0f} s later"
+                failure = config.failure
+                cause = (
+                    f"{signals.cause}, and the last checkpoint made no progress for failure.grace_s ({failure.grace_s:.0f} s) or "
+                    f"took longer than failure.max_grace_s ({failure.max_grace_s:.0f} s)"
+                )
                 events.write("failure", cause=cause, last=True)
                 return None
             if "stopped" not in outcome:
@@ -155,7 +160,7 @@ def _abandon_workers(before: set[str]) -> None:
 def _attempt(
     config: TrainConfig, folder: str, prepared: Any, shares: cluster.Layout, signals: Signals, *, crowded: bool
 ) -> dict[str, Any] | None:
-    """One attempt; None where a signal ended it and the workers took longer than failure.grace_s to save. `crowded`: others hold
+    """One attempt; None if a signal ended it and the workers did not save within their `Grace`. `crowded`: others hold
     part of the cluster."""
     request = StopRequest()
     placement = shares.per_worker.replace(max_outage_s=config.failure.max_outage_s)
@@ -173,18 +178,20 @@ def _attempt(
     # In a thread of its own, so that this one can look around, and Ray Train leaves the signals alone.
     threading.Thread(target=fit, name="attempt", daemon=True).start()
     growth = _Growth(config, shares.num_workers, crowded=crowded)
-    deadline_s = None
-    with signals.held(), watched_requests(folder, request.mailbox):
-        while not future.done():
-            wait([future], timeout=_LOOK_S)
-            if signals.cause is not None:
-                deadline_s = deadline_s or time.monotonic() + config.failure.grace_s
-                request.send(signals.cause)
-                if time.monotonic() > deadline_s:
-                    return None
-            elif growth.possible():
-                request.send(MORE_WORKERS)
-    request.close()
+    grace: Grace | None = None
+    try:
+        with signals.held(), watched_requests(folder, request.mailbox):
+            while not future.done():
+                wait([future], timeout=_LOOK_S)
+                if signals.cause is not None:
+                    grace = grace or Grace(config.failure, now_s=time.monotonic())
+                    request.send(signals.cause)
+                    if not future.done() and grace.over(time.monotonic(), written_bytes=request.written_bytes()):
+                        return None
+                elif growth.possible():
+                    request.send(MORE_WORKERS)
+    finally:  # also after a second signal
+        request.close()
     return future.result()
 
 

@@ -148,12 +148,14 @@ def next_boundary(step: int, total: int, *, evaluate_every: int, save_every: int
 class Interruption(Protocol):
     """Reasons to save before a save is due."""
 
-    def seen(self) -> tuple[bool, bool]:
-        """(this worker was asked to stop, this worker finds it time to look for preemption notices); cheap and local."""
+    def seen(self) -> tuple[bool, int]:
+        """(this worker was asked to stop; 1: this worker finds it time to look for preemption notices, 2: and to save before a
+        node is taken away, 0: neither); cheap and local."""
         ...
 
-    def preempted(self) -> bool:
-        """Whether there is a new notice that a worker's node will go; collective."""
+    def preempted(self, *, due: bool) -> bool:
+        """Whether to save, because there is a new notice that a worker's node will go, or because it is `due` on some worker;
+        collective."""
         ...
 
     def urgent(self) -> bool:
@@ -377,7 +379,7 @@ class Account:
     def _heed(self, asked: float, look: float) -> None:
         if asked:
             self.cut = "stop"
-        elif look and self._interruption.preempted() and self.cut == "none":
+        elif look and self._interruption.preempted(due=look > 1) and self.cut == "none":
             self.cut = "save"
 
     def _log_steps(
@@ -466,7 +468,7 @@ class EvaluationWatch:
         )
         ahead = int(_EVALUATION_POLL_S * self._batches / max(elapsed_s, 1e-6))
         self._poll_at += max(1, min(ahead, self._batches))
-        preempted = bool(poll) and self._interruption.preempted()
+        preempted = bool(poll) and self._interruption.preempted(due=poll > 1)
         if self._save is not None and not asked and (preempted or elapsed_s >= self._save_after_s):
             self._save()
             self._save, self.saved = None, True

@@ -43,7 +43,7 @@ from rayrec.training.device_peak import multiply_adds_per_s_or_zero
 from rayrec.training.loop import Progress
 from rayrec.training.profiling import make_profiler, profiled
 from rayrec.training.state import all_tensors, model_tensors, restore_all
-from rayrec.training.stopping import MORE_WORKERS, StopWatch
+from rayrec.training.stopping import MORE_WORKERS, SaveReporter, StopWatch
 from rayrec.training.store_watch import StoreWatch
 from rayrec.training.worker_logs import quiet_logs
 from rayrec.workloads.base import ScalingConfig, TrainConfig, TrainLoader, WorkerContext, WorkerSetup
@@ -157,6 +157,8 @@ def _train(worker: WorkerContext, assignment: Assignment, log: Log) -> dict[str,
         log=saver_log(folder, log, grace_s=config.failure.grace_s),
         damaged=damaged,
     )
+    watch.write_s = lambda: saver.write_s
+    reporter = SaveReporter(assignment.mailbox, lambda: saver.written_bytes, rank=worker.rank)
     log(
         "start",
         {
@@ -199,6 +201,7 @@ def _train(worker: WorkerContext, assignment: Assignment, log: Log) -> dict[str,
         raise
     finally:
         profiler.close()
+        reporter.close()
         saver.close()
         loader.close()
     try:

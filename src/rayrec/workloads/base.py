@@ -120,11 +120,13 @@ class FailureConfig(Config):
     node_wait_s: float = 600.0
     """Seconds to wait where there is no room for the (least) workers: nodes were lost, or others hold what they need."""
     grace_s: float = 60.0
-    """Seconds the workers have for a last checkpoint after SIGTERM or Ctrl-C."""
+    """Seconds the workers have for a last checkpoint after SIGTERM or Ctrl-C; and again as many whenever it makes progress."""
+    max_grace_s: float = 600.0
+    """Seconds they have in all, where the last checkpoint makes progress but takes longer than grace_s."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_failures < -1 or min(self.max_outage_s, self.node_wait_s, self.grace_s) < 0:
+        if self.max_failures < -1 or min(self.max_outage_s, self.node_wait_s, self.grace_s, self.max_grace_s) < 0:
             raise InputError("failure: max_failures must be at least -1, and the times at least 0")
 
 

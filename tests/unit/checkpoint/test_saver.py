@@ -296,6 +296,22 @@ def test_what_cannot_be_saved_is_refused_at_once(make_saver: MakeSaver, tmp_path
     assert steps(tmp_path) == [1]
 
 
+def test_what_a_save_has_written_is_counted_while_it_is_under_way(make_saver: MakeSaver) -> None:
+    saver, gate = make_saver(), threading.Event()
+    block = checkpoint.writing.BLOCK_BYTES
+    with writes(gate.wait):
+        assert saver.begin(1, {"a": torch.zeros(3 * block, dtype=torch.uint8)}, state={}, score=None)
+        deadline_s = time.monotonic() + 30
+        while saver.written_bytes < 2 * block:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        assert (saver.written_bytes, saver.write_s) == (2 * block, 0.0)
+        gate.set()
+        saver.wait()
+    assert saver.written_bytes == 3 * block
+    assert saver.write_s > 0
+
+
 def test_nothing_to_save(make_saver: MakeSaver) -> None:
     saver = make_saver()
     assert saver.begin(1, {}, state={"a": 1}, score=None)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from rayrec import checkpoint, recipes
 from rayrec.config import InputError
+from rayrec.data.placement import TaskPlacement
 from rayrec.launch import cluster
 from rayrec.launch.cluster import Node
 from rayrec.training import attempts
@@ -123,7 +126,11 @@ def test_a_signal_that_workers_do_not_save_at_is_the_end(
 ) -> None:
     for outcome, told in (
         (fails(DIED), "worker 0: ValueError: no, before a last checkpoint was made"),
-        (lambda: None, "SIGTERM, and the workers had not saved 60 s later"),
+        (
+            lambda: None,
+            "SIGTERM, and the last checkpoint made no progress for failure.grace_s (60 s) or took longer than "
+            "failure.max_grace_s (600 s)",
+        ),
     ):
         run = Attempts(monkeypatch, [outcome], config(grace_s=60.0), tmp_path)  # type: ignore[list-item]
         run.signals.cause = "SIGTERM"
@@ -187,3 +194,42 @@ def test_growth_is_what_nodes_that_joined_have_brought(nodes: Cluster, monkeypat
     assert looks(crowded) == [False, True]
     nodes.slots.clear()
     assert looks(crowded) == [False, False]
+
+
+class Request:
+    """Of a driver; after so many bytes were asked for a second signal comes."""
+
+    mailbox = "the actor"
+
+    def __init__(self, bytes_written: list[int]) -> None:
+        self.bytes_written, self.closed = bytes_written, False
+
+    def send(self, cause: str) -> None:
+        pass
+
+    def written_bytes(self) -> int:
+        if not self.bytes_written:
+            raise KeyboardInterrupt
+        return self.bytes_written.pop(0)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("bytes_written", [[0] * 1000, [0]])
+def test_the_mailbox_goes_with_the_attempt(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bytes_written: list[int]
+) -> None:
+    request, ended = Request(bytes_written), threading.Event()
+    monkeypatch.setattr(attempts, "StopRequest", lambda: request)
+    monkeypatch.setattr(attempts, "_fit", lambda *_: ended.wait(60))
+    monkeypatch.setattr(attempts, "watched_requests", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(attempts, "_LOOK_S", 0.001)
+    shares = SimpleNamespace(per_worker=TaskPlacement(), num_workers=4)
+    signals = Signals()
+    signals.cause = "SIGINT"
+    wanted = config(grace_s=0.05 if len(bytes_written) > 1 else 60.0)
+    with contextlib.suppress(KeyboardInterrupt):
+        assert attempts._attempt(wanted, str(tmp_path), None, shares, signals, crowded=False) is None  # type: ignore[arg-type]
+    assert request.closed
+    ended.set()

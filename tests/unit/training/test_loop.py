@@ -109,11 +109,15 @@ class Interruption:
     preempt_at: int | None = None
     stop_after_scored: int | None = None
     preempt_after_scored: int | None = None
+    due_at: int | None = None
+    """The last save before the node goes."""
     told: bool = False
 
-    def seen(self) -> tuple[bool, bool]:
+    def seen(self) -> tuple[bool, int]:
         done = len(self.pipeline.trained)
         scored = self.preempt_after_scored
+        if self.due_at is not None and done >= self.due_at:
+            return False, 2
         return (
             (self.stop_at is not None and done >= self.stop_at) or self.urgent(),
             (self.preempt_at is not None and done >= self.preempt_at)
@@ -123,7 +127,10 @@ class Interruption:
     def urgent(self) -> bool:
         return self.stop_after_scored is not None and self.pipeline.scored >= self.stop_after_scored
 
-    def preempted(self) -> bool:
+    def preempted(self, *, due: bool) -> bool:
+        if due:
+            self.due_at = None
+            return True
         self.told, before = True, self.told
         return not before
 
@@ -217,6 +224,14 @@ def test_a_stop_where_an_evaluation_is_due_leaves_it_to_the_next_start(stop_at: 
     assert again.saves[0][:3] == (step, 10 * step, 0.5 + step / 100)
     assert [at for kind, at in again.events if kind == "evaluate"] == ([16, 20] if step == 16 else [20])
     assert not again.progress.evaluation_due
+
+
+def test_the_step_before_a_node_goes_is_saved_too() -> None:
+    run = Run(ahead=3)
+    run.interruption.due_at = 10
+    assert run.run()
+    assert [save[0] for save in run.saves] == [8, 14, 16, 20]
+    assert run.pipeline.trained == list(range(20))
 
 
 def test_a_preemption_notice_saves_once_and_goes_on() -> None:

@@ -1,0 +1,78 @@
+"""How long a stop waits for the last checkpoint, and when the last save before a preemption begins."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import ray.train
+from ray.train import PreemptionInfo
+
+from rayrec.training.grace import Grace, last_save_s
+from rayrec.training.stopping import StopWatch
+from rayrec.workloads.base import FailureConfig
+
+
+@pytest.mark.parametrize(
+    ("written", "over_at"),
+    [
+        ({}, 61),  # nothing was written
+        ({0: 5}, 61),  # before the stop
+        ({0: 5, 50: 6}, 111),
+        ({10: 1, 75: 2}, 71),  # a stall longer than grace_s
+        ({10 + 30 * number: number for number in range(1, 100)}, 301),  # progress without an end
+    ],
+)
+def test_a_save_that_makes_progress_is_waited_for(written: dict[int, int], over_at: int) -> None:
+    grace = Grace(FailureConfig(grace_s=60.0, max_grace_s=300.0), now_s=1000.0)
+    so_far = 0
+    for second in range(1000):
+        so_far = written.get(second, so_far)
+        if grace.over(1000.0 + second, written_bytes=so_far):
+            assert second == over_at
+            return
+    raise AssertionError("it was waited for without an end")
+
+
+def test_no_grace_is_no_grace() -> None:
+    grace = Grace(FailureConfig(grace_s=0.0, max_grace_s=0.0), now_s=10.0)
+    assert not grace.over(10.0, written_bytes=0)
+    assert grace.over(10.1, written_bytes=1)
+
+
+@pytest.mark.parametrize("write_s", [0.0, 0.1, 3.0, 40.0])
+@pytest.mark.parametrize("step_s", [0.001, 0.2, 5.0, 30.0])
+def test_the_last_save_ends_before_the_node_goes_and_little_is_trained_after_it(write_s: float, step_s: float) -> None:
+    deadline_s, between_s = 120.0, max(step_s, 1.0)
+    begin_s = last_save_s(deadline_s, write_s=write_s, between_s=between_s)
+    saved_s = 0.0
+    while saved_s < begin_s:  # the first look behind the moment, after which the step is ended
+        saved_s += between_s
+    assert saved_s + step_s + write_s <= deadline_s
+    assert deadline_s - (saved_s + write_s) <= 0.5 * write_s + 2 * between_s + 2.0  # what is lost
+
+
+def test_a_notice_saves_at_once_and_again_before_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    now: dict[str, Any] = {"s": 5000.0, "info": None}
+    monkeypatch.setattr(time, "time", lambda: now["s"])
+    monkeypatch.setattr(time, "monotonic", lambda: now["s"])
+    monkeypatch.setattr(ray.train, "get_preemption_info", lambda: now["info"])
+    watch, other = StopWatch(None, rank=1), StopWatch(None, rank=1)
+    watch._first = True  # as rank 0, without the thread that asks the driver
+    watch.write_s = lambda: 10.0
+    saves = []
+    for second in range(200):
+        now["s"] = 5000.0 + second
+        if second == 20:
+            now["info"] = PreemptionInfo(deadline_ms=5_100_000, preempted_node_to_ranks={"a": [1]})
+        if second == 150:  # too near for another save than the one at once
+            nodes = {"a": [1], "b": [0]}
+            now["info"] = PreemptionInfo(deadline_ms=5_160_000, preempted_node_to_ranks=nodes)
+        _, look = watch.seen()
+        assert other.seen() == (False, 0)  # only rank 0 looks at the clock
+        if look:
+            cut = watch.preempted(due=look > 1)
+            assert other.preempted(due=look > 1) == cut
+            saves += [second] if cut else []
+    assert saves == [20, 81, 151]  # 100 - (1.5 * 10 + 2 * 1 + 2) = 81
