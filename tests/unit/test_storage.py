@@ -15,7 +15,7 @@ from pyarrow import fs
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.storage import outages
+from rayrec.storage import files, outages
 from rayrec.storage.stores import S3Place
 
 
@@ -335,3 +335,14 @@ def test_listed_files_keep_the_options_of_their_url(monkeypatch: pytest.MonkeyPa
 def test_importing_loads_neither_torch_nor_ray() -> None:
     code = "import sys, rayrec.storage; sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_store_copies_within_itself_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another endpoint has other objects under the same name, or none."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://a:1")
+    other = "?endpoint_override=b:1&scheme=http"
+    assert files.same_store("s3://one/x", "s3://two/y")
+    assert files.same_store("s3://one/x", "s3://two/y?endpoint_override=a:1&scheme=http")
+    assert not files.same_store("s3://one/x", f"s3://two/y{other}")
+    assert not files.same_store(f"s3://one/x{other}", "s3://one/y")
+    assert not files.same_store("/one/x", "s3://one/x")

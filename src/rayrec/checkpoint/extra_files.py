@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Mapping
-from typing import Any, final
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from typing import Any, Final, final
 
 from rayrec import storage
 from rayrec.checkpoint.folders import file_sizes
-from rayrec.checkpoint.format import MANIFEST, is_data_file, sha256_of
+from rayrec.checkpoint.format import MANIFEST, is_data_file, read_manifest, sha256_of
+from rayrec.config import InputError
 
 Source = bytes | str
 """The content of a file, or the path or URL of one to copy."""
 Described = dict[str, dict[str, Any]]
 """What the manifest says of each file, by name: its `bytes` and `sha256`."""
+_NUM_THREADS: Final = 8
+"""Files hashed and copied at a time."""
 
 
 @final
@@ -27,16 +33,51 @@ class ExtraFiles:
         self._described: Described = {}
 
     def write(self, folder: str) -> Described:
-        """Raises InputError if a source is gone, OSError if storage is unavailable. The caller checks the sizes of the copies."""
-        for name, source in self._sources.items():
-            if name not in self._described:
-                self._described[name] = _describe(source)
-            target = storage.join(folder, name)
-            if isinstance(source, bytes):
-                storage.write_bytes(target, source)
-            else:
-                storage.copy_file(source, target)
-        return self._described
+        """Raises InputError if a source is gone, OSError if storage is unavailable. The caller checks the sizes of the copies.
+
+        A file of a complete checkpoint in the same folder that has other content stays: until the next manifest is written,
+        that checkpoint is the one to resume from. An earlier start of the run saved it, with settings that may change.
+        """
+        new = [name for name in self._sources if name not in self._described]
+        self._described |= zip(new, _threaded(_describe, [self._sources[name] for name in new]), strict=True)
+        before = _recorded(folder) if self._sources else {}
+        kept = {
+            name: before[name]
+            for name, file in self._described.items()
+            if name in before
+            and before[name]["sha256"] != file["sha256"]
+            and _is(storage.join(folder, name), before[name])
+        }
+        _threaded(
+            lambda name: self._write(storage.join(folder, name), self._sources[name]),
+            [name for name in self._sources if name not in kept],
+        )
+        return self._described | kept
+
+    def _write(self, target: str, source: Source) -> None:
+        if isinstance(source, bytes):
+            storage.write_bytes(target, source)
+        else:
+            storage.copy_file(source, target)
+
+
+def _recorded(folder: str) -> Described:
+    """The extra files of a complete checkpoint in a folder, none if there is no readable one."""
+    files: Described = {}
+    if storage.exists(storage.join(folder, MANIFEST)):
+        with contextlib.suppress(InputError):
+            files = read_manifest(folder)["files"]
+    return {name: file for name, file in files.items() if "sha256" in file}
+
+
+def _is(path: str, file: Mapping[str, Any]) -> bool:
+    return storage.size_of(path) == file["bytes"] and sha256_of(path) == file["sha256"]
+
+
+def _threaded(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+    """The results in the items' order; raises what the first failing call raised."""
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="checkpoint-files") as pool:
+        return [future.result() for future in [pool.submit(copy_context().run, function, item) for item in items]]
 
 
 def _describe(source: Source) -> dict[str, Any]:
@@ -50,10 +91,12 @@ def written_by(function: Callable[[str], None]) -> Callable[[str], Described]:
 
     def write(folder: str) -> Described:
         function(folder)
-        return {
-            name: {"bytes": size_bytes, "sha256": sha256_of(storage.join(folder, name))}
+        sizes = {
+            name: size_bytes
             for name, size_bytes in sorted(file_sizes(folder).items())
             if name != MANIFEST and not is_data_file(name) and not name.endswith(".partial")
         }
+        sums = _threaded(sha256_of, [storage.join(folder, name) for name in sizes])
+        return {name: {"bytes": sizes[name], "sha256": found} for name, found in zip(sizes, sums, strict=True)}
 
     return write

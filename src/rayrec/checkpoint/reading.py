@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -67,9 +69,7 @@ def _restore_mine(folder: str, manifest: dict[str, Any], tensors: dict[str, Any]
         for item in items:
             yield from _copies(reader, stored[item.storage_index.fqn], item, planner.resolve_tensor(item).detach())
 
-    _run(copies())
-    if extra_files:
-        check_extra_files(folder, manifest)
+    _run(itertools.chain(copies(), _extra_checks(folder, manifest) if extra_files else ()))
 
 
 def _metadata(manifest: dict[str, Any]) -> Metadata:
@@ -229,14 +229,20 @@ class _Reader:
 
 def check_extra_files(folder: str, manifest: dict[str, Any]) -> None:
     """Raises DamagedError where a file beside the tensors (config.yaml, the workload's own) is not as it was written."""
+    _run(_extra_checks(folder, manifest))
+
+
+def _extra_checks(folder: str, manifest: dict[str, Any]) -> Iterator[Callable[[], None]]:
     for name, file in manifest["files"].items():
-        path = storage.join(folder, name)
-        if "sha256" not in file:
-            continue
-        if not storage.exists(path):
-            raise DamagedError(f"{path}: missing; use an earlier checkpoint")
-        if sha256_of(path) != file["sha256"]:
-            raise DamagedError(f"{path}: damaged, its checksum does not fit; use an earlier checkpoint")
+        if "sha256" in file:
+            yield partial(_check_extra_file, storage.join(folder, name), file["sha256"])
+
+
+def _check_extra_file(path: str, sha256: str) -> None:
+    if not storage.exists(path):
+        raise DamagedError(f"{path}: missing; use an earlier checkpoint")
+    if sha256_of(path) != sha256:
+        raise DamagedError(f"{path}: damaged, its checksum does not fit; use an earlier checkpoint")
 
 
 def full_tensors(checkpoint: Checkpoint, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:

@@ -353,10 +353,13 @@ class CachedIndex:
         return cls(storage.join(folder, f"index-{identity(files, schema, segment_bytes)}{suffix}.json"))
 
     def read(self) -> LogIndex | None:
-        """None where there is none."""
+        """None if there is none, or if it is damaged: the log is then indexed again."""
         if self.path is None or not storage.exists(self.path):
             return None
-        return LogIndex.from_dict(storage.read_json(self.path))
+        try:
+            return LogIndex.from_dict(storage.read_json(self.path))
+        except (ValueError, TypeError, LookupError, AttributeError):  # not JSON, or JSON of another shape
+            return None
 
     def write(self, index: LogIndex) -> None:
         if self.path is not None:

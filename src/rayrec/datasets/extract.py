@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
 import hashlib
+import lzma
 import os
 import posixpath
 import shutil
@@ -56,7 +56,9 @@ def extract(
                 results.append(_extract_member(tar, member, file, os.path.join(folder, file.name), url, stop))
                 if not missing:
                     break
-    except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk; gzip's and bz2's own have no number
+            raise
         raise InputError(f"{archive}: damaged, no whole tar file ({error}); remove it to fetch it again") from None
     if missing:
         raise InputError(f"{archive}: holds no file {' and no '.join(missing)}; is {url} the published archive?")

@@ -221,7 +221,13 @@ class _Records:
         self._by_name: dict[str, dict[str, Any]] = {}
         # A record that is missing or damaged costs a checksum of what is there, nothing else.
         with contextlib.suppress(InputError, KeyError, TypeError):
-            self._by_name = {record["name"]: record for record in storage.read_json(self._path)["files"]}
+            self._by_name = {
+                record["name"]: record
+                for record in storage.read_json(self._path)["files"]
+                if isinstance(record["name"], str)
+                and isinstance(record["bytes"], int)
+                and isinstance(record["sha256"], str)
+            }
 
     def read(self, name: str) -> dict[str, Any] | None:
         return self._by_name.get(name)

@@ -20,7 +20,7 @@ from pyarrow import fs as arrow_fs
 from rayrec.config import InputError
 from rayrec.storage.outages import explained
 from rayrec.storage.ranges import read_url
-from rayrec.storage.stores import enduring, is_s3, local_path, remedy, resolve, split_options
+from rayrec.storage.stores import S3Place, enduring, is_s3, local_path, remedy, resolve, split_options
 
 _PIECE_BYTES: Final = 8 << 20
 """Read, written and copied at once; a smaller file is one request to a store."""
@@ -179,11 +179,16 @@ def copy_file(source: str, target: str) -> None:
     size = size_of(source)
     if size is None:
         raise missing(source)
-    if is_s3(source) and is_s3(target) and size <= _LARGEST_COPY_BYTES:
+    if same_store(source, target) and size <= _LARGEST_COPY_BYTES:
         _, inner = resolve(source)
         enduring(target, lambda filesystem, target_inner: filesystem.copy_file(inner, target_inner))
     else:
         write_stream(target, read_stream(source))
+
+
+def same_store(source: str, target: str) -> bool:
+    """Whether two paths are in one S3 store, which can copy between them: buckets of one endpoint."""
+    return is_s3(source) and is_s3(target) and S3Place.of(source).endpoint == S3Place.of(target).endpoint
 
 
 def remove_file(path: str) -> None:

@@ -432,6 +432,36 @@ def test_files_are_hashed_where_they_come_from_and_once(
     assert [kind for kind, _ in events] == ["checkpoint"] * 3
 
 
+def test_a_save_at_a_step_that_is_saved_leaves_its_checkpoint_whole_until_the_manifest(
+    make_saver: MakeSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a run was stopped before an evaluation, and resumes with another --checkpoint.every."""
+    saver = make_saver(extra_files={"config.yaml": b"every: 5"})
+    assert saver.begin(1, values(), state={}, score=None)
+    saver.wait()
+    saver.close()
+    saved = Checkpoint(folder_of(str(tmp_path), 1))
+    saver = make_saver(extra_files={"config.yaml": b"every: 7", "more.txt": b"x"})
+    write_json = storage.write_json
+
+    def check_and_write(path: str, value: Any) -> None:
+        if path.endswith("manifest.json"):
+            checkpoint.verify(saved)
+        write_json(path, value)
+
+    monkeypatch.setattr(storage, "write_json", check_and_write)
+    assert saver.begin(1, values(), state={}, score=0.5)
+    saver.wait()
+    checkpoint.verify(saved)
+    assert (saved.manifest()["score"], Path(saved.path, "config.yaml").read_bytes()) == (0.5, b"every: 5")
+    Path(saved.path, "config.yaml").write_bytes(b"every: 6")  # damaged: it is of no use
+    monkeypatch.setattr(storage, "write_json", write_json)
+    assert saver.begin(1, values(), state={}, score=0.6)
+    saver.wait()
+    checkpoint.verify(saved)
+    assert Path(saved.path, "config.yaml").read_bytes() == b"every: 7"
+
+
 def test_a_copy_of_another_length_is_made_again(
     make_saver: MakeSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[tuple[str, dict[str, Any]]]
 ) -> None:

@@ -16,7 +16,18 @@ from hypothesis import strategies as st
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import log
-from rayrec.data.log import LogIndex, Segment, cut, index_chunk, numbered, read_lines, read_segments, select, unpack
+from rayrec.data.log import (
+    CachedIndex,
+    LogIndex,
+    Segment,
+    cut,
+    index_chunk,
+    numbered,
+    read_lines,
+    read_segments,
+    select,
+    unpack,
+)
 from rayrec.data.parsing import MAX_LINE_BYTES, Fault, Faults, RawRows, parse
 from rayrec.schema import Schema
 
@@ -152,6 +163,19 @@ def test_an_index_comes_back_from_json(tmp_path: Path) -> None:
     assert again == made
     assert again.rows == 20
     assert again.size_bytes == made.size_bytes
+
+
+@pytest.mark.parametrize(
+    "damaged", ["", "{ torn", "[]", "null", '{"paths": []}', '{"paths": [], "segments": [[0, 1]]}']
+)
+def test_a_damaged_index_in_the_cache_is_made_again(tmp_path: Path, damaged: str) -> None:
+    made = index(write(tmp_path, b"\n".join(LINES)), 100, 50)
+    cache = CachedIndex(str(tmp_path / "index.json"))
+    assert cache.read() is None
+    cache.write(made)
+    assert cache.read() == made
+    (tmp_path / "index.json").write_text(damaged)
+    assert cache.read() is None
 
 
 def test_select_finds_every_row_range(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import bz2
 import gzip
 import hashlib
 import io
 import json
+import lzma
 import os
 import random
 import shutil
@@ -174,8 +176,13 @@ def test_what_is_there_is_not_fetched_again(server: Server, tmp_path: Path) -> N
     [first] = fetch([file], str(tmp_path), retries=RETRIES)
     assert fetch([file], str(tmp_path)) == [{**first, "status": "present"}]
     assert fetch([file], str(tmp_path), verify=True) == [{**first, "status": "present"}]
-    (tmp_path / "fetched.json").write_text("{ damaged")
-    assert fetch([file], str(tmp_path)) == [{**first, "url": None, "status": "present"}]
+    for damaged in (
+        "{ damaged",
+        '{"files": [{"name": "a.gz"}]}',
+        '{"files": [{"name": "a.gz", "bytes": "x", "sha256": 1}]}',
+    ):
+        (tmp_path / "fetched.json").write_text(damaged)
+        assert fetch([file], str(tmp_path)) == [{**first, "url": None, "status": "present"}]
     assert len(served.requests) == 1
 
     (tmp_path / "a.gz").write_bytes(OTHER)
@@ -532,4 +539,8 @@ def test_archives_that_are_not_what_they_should_be(server: Server, tmp_path: Pat
     fails(_archive({"train.txt": _link("train.txt", "/etc/passwd")}), r"holds no file train\.txt")
     fails(whole[: len(whole) // 2], "damaged, no whole tar file")
     fails(b"nothing", "damaged, no whole tar file")
+    for compressed in (lzma.compress(gzip.decompress(whole)), bz2.compress(gzip.decompress(whole))):
+        middle = len(compressed) // 2
+        torn = compressed[:middle] + b" " * 100_000 + compressed[middle + 100_000 :]
+        fails(torn, "damaged, no whole tar file")
     fails(whole, r"train\.txt of .*: has md5 \w+, published is", md5=md5(OTHER))
