@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, final
 
 from rayrec.config import InputError
 from rayrec.serve.online.counters import Snapshot, summed, without_gauges
-from rayrec.serve.online.hosting import Source, Status, Wanted
+from rayrec.serve.online.hosting import Configured, Source, Status, Wanted
 
 GONE_S: Final = 15.0
 """A replica that has not been heard of for so long is gone."""
+ALONE_S: Final = 120.0
+"""A board that nobody has called for so long ends: its server was removed. A replica that needs one starts another."""
 
 
 @dataclass
@@ -76,6 +79,18 @@ class Ledger:
         if all(replica.status.model == model for replica in self._replicas.values()):
             self._settled.add(model.serial)
             self._failures.pop(model.serial, None)
+
+    def configure(self, configured: Configured, *, model: str, shadow: str | None) -> None:
+        """Wants the models that the application's configuration names, unless it named the same before: a model that was swapped
+        since then stays. `model` and `shadow` are the folders that its paths stand for."""
+        before = self.wanted.configured
+        if configured == before:
+            return
+        if configured.model != (before.model if before else None) and model != self.wanted.model.path:
+            self.swap(model)
+        if configured.shadow != (before.shadow if before else None):
+            self.shadow(shadow)
+        self._change(configured=configured)
 
     def swap(self, path: str) -> int:
         """Wants another model, or the same path's anew; returns its serial."""
@@ -146,11 +161,29 @@ class Ledger:
 class Board:
     """The ledger as a Ray actor."""
 
-    def __init__(self, path: str) -> None:
-        self._ledger = Ledger(path)
+    def __init__(self, path: str, *, started_serve: bool = False, alone_s: float = ALONE_S) -> None:
+        """`started_serve`: whether Ray Serve was started for this server, and ends with it."""
+        self._ledger, self._started_serve, self._alone_s = Ledger(path), started_serve, alone_s
+        self._heard_s = time.monotonic()
+        threading.Thread(target=self._end_alone, name="alone", daemon=True).start()
+
+    def _end_alone(self) -> None:
+        import ray
+
+        while time.monotonic() - self._heard_s < self._alone_s:
+            time.sleep(self._alone_s / 10)
+        ray.kill(ray.get_runtime_context().current_actor)
+
+    def configure(self, configured: Configured, model: str, shadow: str | None) -> None:
+        self._heard_s = time.monotonic()
+        self._ledger.configure(configured, model=model, shadow=shadow)
+
+    def started_serve(self) -> bool:
+        return self._started_serve
 
     def exchange(self, replica: str, known: Wanted | None, status: Status, snapshot: Snapshot) -> Wanted:
-        return self._ledger.exchange(replica, known, status, snapshot, now_s=time.monotonic())
+        self._heard_s = time.monotonic()
+        return self._ledger.exchange(replica, known, status, snapshot, now_s=self._heard_s)
 
     def collect(self, replica: str, known: Wanted | None, status: Status, snapshot: Snapshot) -> Snapshot:
         """What all have counted; first takes in what is newer of the replica that asks."""
@@ -174,4 +207,5 @@ class Board:
         return self._ledger.change(serial)
 
     def describe(self) -> dict[str, Any]:
+        self._heard_s = time.monotonic()
         return self._ledger.describe()

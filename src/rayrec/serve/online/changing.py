@@ -8,13 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from rayrec import storage
-from rayrec.checkpoint import open_checkpoint
 from rayrec.config import InputError
 from rayrec.launch import cluster
-from rayrec.serve.exported import is_export
 from rayrec.serve.online.board import Change
-from rayrec.serve.online.deployment import APPLICATION, BoardHandle, end_board, find_board, quieten
+from rayrec.serve.online.deployment import APPLICATION, BoardHandle, end_board, end_serve, find_board, quieten
+from rayrec.serve.online.sources import source_of
 
 _CHANGE_S: Final = 600.0
 """How long a change of the model may take, the loading of it included."""
@@ -49,6 +47,7 @@ def stop(*, address: str | None) -> dict[str, Any]:
 
         found: dict[str, Any] = ray.get(board.describe.remote())
         serve.delete(APPLICATION)
+        end_serve(board)
         end_board(board)
         return found
 
@@ -89,14 +88,6 @@ def _reached(address: str | None) -> Iterator[BoardHandle]:
     finally:
         if not joined:
             ray.shutdown()
-
-
-def source_of(path: str) -> str:
-    """The very folder that a path stands for, the same to all replicas: of a run the checkpoint to use. Raises InputError where
-    there is none."""
-    if is_export(path):
-        return storage.absolute(path)
-    return open_checkpoint(path).path
 
 
 def wait_for_change(board: BoardHandle, serial: int, *, timeout_s: float = _CHANGE_S) -> Change:

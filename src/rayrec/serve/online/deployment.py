@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -13,12 +15,14 @@ from rayrec.config import InputError
 from rayrec.serve.online.app import ScoringApp
 from rayrec.serve.online.board import Board
 from rayrec.serve.online.counters import Counters, Snapshot
-from rayrec.serve.online.hosting import Hosting, Wanted
+from rayrec.serve.online.hosting import Configured, Hosting, Wanted
 from rayrec.serve.online.settings import ServeConfig
+from rayrec.serve.online.sources import source_of
 
 if TYPE_CHECKING:
     from ray.serve import Application
 
+    from rayrec.serve.online.listening import Listener
     from rayrec.serve.served import ServedModel
 
 _log = logging.getLogger(__name__)
@@ -38,8 +42,9 @@ _SPARE_REQUESTS: Final = 64
 """Requests of other paths beside those that wait and those that are scored."""
 
 
-def start_board(path: str) -> BoardHandle:
-    """The board of a new server. Raises InputError where the cluster has a server already."""
+def start_board(path: str, *, started_serve: bool = False) -> BoardHandle:
+    """The board of a new server. `started_serve`: whether Ray Serve ends with it. Raises InputError if the cluster has a server
+    already."""
     import ray
     from ray import serve
 
@@ -51,19 +56,33 @@ def start_board(path: str) -> BoardHandle:
                 "--cluster.address)"
             )
         end_board(left)  # of a server that was killed, and whose replicas somebody removed
-    actor: Any = ray.remote(Board)
-    actor = actor.options(name=BOARD, namespace=NAMESPACE, num_cpus=0, max_restarts=-1, lifetime="detached")
-    board = actor.remote(path)
+    board = make_board(APPLICATION, path, started_serve=started_serve)
     ray.get(board.describe.remote(), timeout=_START_S)  # replicas do not wait long for it
     return board
 
 
+def make_board(application: str, path: str, *, started_serve: bool = False) -> BoardHandle:
+    """The board of an application of Ray Serve, started for a model at `path` if it has none."""
+    import ray
+
+    actor: Any = ray.remote(Board)
+    actor = actor.options(
+        name=f"{BOARD}-{application}",
+        namespace=NAMESPACE,
+        num_cpus=0,
+        max_restarts=-1,
+        lifetime="detached",
+        get_if_exists=True,
+    )
+    return actor.remote(path, started_serve=started_serve)
+
+
 def find_board() -> BoardHandle | None:
-    """The board of the server that runs on the cluster, None where none does."""
+    """The board of the `rayrec serve` that runs on the cluster; None if there is none."""
     import ray
 
     try:
-        return ray.get_actor(BOARD, namespace=NAMESPACE)
+        return ray.get_actor(f"{BOARD}-{APPLICATION}", namespace=NAMESPACE)
     except ValueError:
         return None
 
@@ -78,16 +97,36 @@ def end_board(board: BoardHandle) -> None:
         time.sleep(0.05)
 
 
-def make_application(config: ServeConfig, *, token_digest: bytes | None) -> Application:
-    """What `serve.run` takes. The board must be there."""
+def end_serve(board: BoardHandle | None) -> None:
+    """Ends Ray Serve if it was started for this board's server and runs nothing else."""
+    import ray
+    from ray import serve
+
+    if board is not None and ray.get(board.started_serve.remote()) and not serve.status().applications:
+        serve.shutdown()
+
+
+def make_application(
+    config: ServeConfig,
+    *,
+    token_digest: bytes | None,
+    model: str,
+    shadow: str | None = None,
+    autoscaling: Mapping[str, Any] | None = None,
+) -> Application:
+    """What `serve.run` takes: an application that loads `model`, which Ray Serve may later change by `user_config`.
+
+    `autoscaling`: Ray Serve's autoscaling_config, in place of `config.replicas`."""
     from ray import serve
     from ray.serve.schema import LoggingConfig
 
     taken = config.max_waiting_requests + _SPARE_REQUESTS
     deployment: Any = serve.deployment(
-        serve.ingress()(_Replica) if config.ingress == "serve" else _ListeningReplica,
+        _ListeningReplica if config.ingress == "direct" else serve.ingress()(_Replica),
         name=APPLICATION,
-        num_replicas=config.replicas,
+        num_replicas=config.replicas if autoscaling is None else None,
+        autoscaling_config=None if autoscaling is None else dict(autoscaling),
+        user_config={"model": model, "shadow": shadow},
         ray_actor_options={
             "num_cpus": config.cpus_per_replica,
             "num_gpus": 1 if config.device == "cuda" else 0,
@@ -113,6 +152,10 @@ class _Replica:
     def __serve_build_asgi_app__(self) -> ScoringApp:
         return self._held.app
 
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Ray Serve calls it before a replica takes requests, and when the configuration changes."""
+        await asyncio.to_thread(self._held.configure, user_config)
+
     def check_health(self) -> None:
         """Ray Serve asks now and then, and replaces a replica that raises."""
         self._held.check_health()
@@ -123,25 +166,48 @@ class _ListeningReplica:
     """One that takes requests itself, at the port of its node."""
 
     def __init__(self, config: ServeConfig, token_digest: bytes | None) -> None:
+        self._config, self._held = config, _Held(config, token_digest)
+        self._listener: Listener | None = None
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """As above; the replica listens once it has a model."""
+        await asyncio.to_thread(self._held.configure, user_config)
+        if self._listener is None:
+            self._listener = await asyncio.to_thread(self._listen)
+
+    def _listen(self) -> Listener:
         from rayrec.serve.online.listening import Listener
 
-        self._held = _Held(config, token_digest)
+        config = self._config
         end_s = config.time_limit_s + 1
-        self._listener = Listener(
+        return Listener(
             self._held.app, host=config.host, port=config.port, max_body_bytes=config.max_body_bytes, end_s=end_s
         )
 
     def check_health(self) -> None:
         """As above."""
         self._held.check_health()
-        if not self._listener.alive:
+        if self._listener is None or not self._listener.alive:
             raise RuntimeError("the HTTP server has ended")
 
     def __del__(self) -> None:
         """Ray Serve calls it when it ends a replica, and waits."""
-        if hasattr(self, "_listener"):  # else it never came to listen
+        if self._listener is not None:
             self._listener.close()
             self._held.app.close()
+
+
+def read_user_config(user_config: Mapping[str, Any]) -> Configured:
+    """What Ray Serve's `user_config` names. Raises InputError for anything but a model and perhaps a shadow model."""
+    unknown = sorted(user_config.keys() - {"model", "shadow"})
+    model, shadow = user_config.get("model"), user_config.get("shadow")
+    if unknown:
+        raise InputError(f"user_config: unknown field {unknown[0]}; it has model and shadow")
+    if not isinstance(model, str) or not model:
+        raise InputError("user_config: model must be the path of a checkpoint, a run or an export")
+    if shadow is not None and not isinstance(shadow, str):
+        raise InputError("user_config: shadow must be the path of a checkpoint, a run or an export, or null")
+    return Configured(model, shadow)
 
 
 @final
@@ -149,15 +215,15 @@ class _Held:
     """The model and the application of a replica."""
 
     def __init__(self, config: ServeConfig, token_digest: bytes | None) -> None:
-        import ray
         import torch
         from ray import serve
 
         from rayrec.serve.served import open_served
 
         torch.set_num_threads(max(1, int(config.cpus_per_replica)))
-        self._name = serve.get_replica_context().replica_id.unique_id
-        self._board = ray.get_actor(BOARD, namespace=NAMESPACE)
+        context = serve.get_replica_context()
+        self._name, self._application = context.replica_id.unique_id, context.app_name
+        self._board: BoardHandle = None
         counters = Counters()
 
         def load(path: str) -> ServedModel:
@@ -165,30 +231,56 @@ class _Held:
 
         self._hosting = Hosting(load, counters)
         self._wanted: Wanted | None = None
+        self._path = ""
         self.app = ScoringApp(self._hosting, counters, config=config, token_digest=token_digest, collect=self._collect)
+
+    def configure(self, user_config: dict[str, Any]) -> None:
+        """Registers at the board what the configuration names. At first it loads the model too, and raises if it cannot; later
+        the replica changes over while it answers, and what cannot be loaded changes nothing."""
+        configured = read_user_config(user_config)
+        if self._board is not None:
+            try:
+                self._register(configured)
+            except InputError as error:
+                _log.error("user_config: %s; this replica continues with its model", error)
+            return
+        self._path = source_of(configured.model)
+        self._board = make_board(self._application, self._path)
+        self._register(configured)
         self._start()
         threading.Thread(target=self._follow, name="board", daemon=True).start()
+
+    def _register(self, configured: Configured) -> None:
+        shadow = source_of(configured.shadow) if configured.shadow else None
+        self._ask("configure", configured, source_of(configured.model), shadow)
 
     def check_health(self) -> None:
         if not self._hosting.ready:
             raise RuntimeError("no model is loaded")
 
     def _start(self) -> None:
-        """Loads what is wanted; where that fails and there was one before, that."""
+        """Loads what is wanted; if that fails and there was a model before, that one."""
         for _ in range(2):
             self._exchange()
             assert self._wanted is not None
             self._hosting.apply(self._wanted)
             if self._hosting.ready:
                 return
-        self._exchange()  # so that whoever started the server hears why
+        self._exchange()  # so that the process that started the server hears why
         raise RuntimeError("; ".join(self._hosting.status().failures.values()))
 
-    def _exchange(self) -> None:
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """Calls the board; one that has ended is started again, and learns from the replicas what is wanted."""
         import ray
 
-        told: Any = self._board.exchange.remote(self._name, self._wanted, self._hosting.status(), self.app.snapshot())
-        self._wanted = ray.get(told, timeout=_ANSWER_S)
+        try:
+            return ray.get(getattr(self._board, method).remote(*arguments), timeout=_ANSWER_S)
+        except ray.exceptions.ActorDiedError:
+            self._board = make_board(self._application, self._path)
+            return ray.get(getattr(self._board, method).remote(*arguments), timeout=_ANSWER_S)
+
+    def _exchange(self) -> None:
+        self._wanted = self._ask("exchange", self._name, self._wanted, self._hosting.status(), self.app.snapshot())
 
     def _follow(self) -> None:
         """Tells and hears, also while a model is loaded."""
@@ -204,8 +296,8 @@ class _Held:
                 self._exchange()
                 silent = False
             except (ray.exceptions.RayError, TimeoutError) as error:
-                if not silent:  # it is started anew by Ray; what is served goes on
-                    _log.warning("the board does not answer (%s); this replica goes on with its model", error)
+                if not silent:  # Ray restarts it; what is served stays
+                    _log.warning("the board does not answer (%s); this replica continues with its model", error)
                 silent = True
                 continue
             assert self._wanted is not None

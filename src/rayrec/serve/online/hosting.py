@@ -40,6 +40,14 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Configured:
+    """Models as an application's configuration names them."""
+
+    model: str
+    shadow: str | None = None
+
+
+@dataclass(frozen=True)
 class Wanted:
     """What all replicas shall serve."""
 
@@ -49,6 +57,8 @@ class Wanted:
     previous: Source | None = None
     """What to go back to."""
     shadow: Source | None = None
+    configured: Configured | None = None
+    """What the application's configuration named last."""
 
 
 @dataclass(frozen=True)

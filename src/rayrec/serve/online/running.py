@@ -19,17 +19,19 @@ from rayrec.config import InputError
 from rayrec.launch import cluster
 from rayrec.observe.console import Console
 from rayrec.serve.online.board import Change
-from rayrec.serve.online.changing import source_of
 from rayrec.serve.online.deployment import (
     APPLICATION,
     BoardHandle,
+    end_serve,
     http_options,
     make_application,
     quieten,
     start_board,
 )
 from rayrec.serve.online.following import Follow, choose
+from rayrec.serve.online.ingress import LOOPBACK, find_instance, first_answering, settle, urls
 from rayrec.serve.online.settings import ServeConfig
+from rayrec.serve.online.sources import source_of
 
 _LOOK_EVERY_S: Final = 1.0
 _FOLLOW_EVERY_S: Final = 5.0
@@ -77,12 +79,13 @@ def _serving(
 ) -> Iterator[Server]:
     path = source_of(path)
     shadow = source_of(shadow) if shadow else None
-    if digest is None and config.host not in ("127.0.0.1", "localhost", "::1"):
+    if digest is None and config.host not in LOOPBACK:
         console.note(
             f"anyone who reaches {config.host}:{config.port} may score: --token-file or --token-env asks for a token"
         )
     quieten()
     import ray
+    from ray import serve
 
     joined = ray.is_initialized()
     reached = cluster.connect(address, num_cpus=None, object_store_bytes=None, log_to_driver=console.verbose)
@@ -90,28 +93,33 @@ def _serving(
     own_ray = not joined and not (address or os.environ.get("RAY_ADDRESS"))
     if own_ray:
         _require_free_port(config)
-    if config.ingress == "auto":
-        config = config.replace(ingress="direct" if own_ray else "serve")
-    board = start_board(path)
+    instance = find_instance(APPLICATION)
+    # One without applications and proxies was left by a server, and its proxies cannot be enabled later.
+    fresh = instance is None or not (instance.applications or instance.with_proxies)
+    board = start_board(path, started_serve=fresh)
     try:
-        _deploy(config, digest, board)
-        server = Server(f"http://{_shown(config.host)}:{config.port}", board, reached)
+        asked, config = config, settle(config, instance, own_ray=own_ray)
+        if (asked.host, asked.port) != (config.host, config.port):
+            console.note(f"Ray Serve runs on this cluster already and listens at {config.host}:{config.port}")
+        if fresh and instance is not None:
+            serve.shutdown()
+        server = Server(_deploy(config, digest, board, path), board, reached)
         if shadow:
             ray.get(board.shadow.remote(shadow))
         yield server
     finally:
-        _end(board, leave_ray=not joined)
+        _end(board, own_ray=own_ray, leave_ray=not joined)
 
 
-def _deploy(config: ServeConfig, digest: bytes | None, board: BoardHandle) -> None:
-    """Raises InputError where no replica can load the model."""
+def _deploy(config: ServeConfig, digest: bytes | None, board: BoardHandle, path: str) -> str:
+    """The URL at which the server answers. Raises InputError if no replica can load the model, or nothing answers."""
     import ray
     from ray import serve
     from ray.serve.schema import LoggingConfig
 
-    quiet = LoggingConfig(enable_access_log=False, log_level="WARNING")
     direct = config.ingress == "direct"
-    location = "HeadOnly" if config.host in ("127.0.0.1", "localhost", "::1") else "EveryNode"
+    quiet = LoggingConfig(enable_access_log=False, log_level="WARNING")
+    location = "HeadOnly" if config.host in LOOPBACK else "EveryNode"
     with _hushed():
         serve.start(
             proxy_location="Disabled" if direct else location,
@@ -120,7 +128,8 @@ def _deploy(config: ServeConfig, digest: bytes | None, board: BoardHandle) -> No
         )
     quieten()
     try:
-        serve.run(make_application(config, token_digest=digest), name=APPLICATION, route_prefix=None if direct else "/")
+        application = make_application(config, token_digest=digest, model=path)
+        serve.run(application, name=APPLICATION, route_prefix=None if direct else "/")
     except RuntimeError as error:
         change: Change = ray.get(board.change.remote(0))
         if change.state == "failed":
@@ -129,6 +138,10 @@ def _deploy(config: ServeConfig, digest: bytes | None, board: BoardHandle) -> No
             f"Ray Serve did not start the server: {' '.join(str(error).split())[:500]}; its logs are in "
             "/tmp/ray/session_latest/logs/serve"
         ) from None
+    instance = find_instance(APPLICATION)
+    assert instance is not None
+    versions = _versions(ray.get(board.describe.remote()))
+    return first_answering(urls(config, instance), versions=versions)
 
 
 @contextlib.contextmanager
@@ -141,12 +154,15 @@ def _hushed() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def _end(board: BoardHandle, *, leave_ray: bool) -> None:
+def _end(board: BoardHandle, *, own_ray: bool, leave_ray: bool) -> None:
     import ray
     from ray import serve
 
     with contextlib.suppress(Exception):  # whatever of it is gone already
         serve.delete(APPLICATION)
+    with contextlib.suppress(Exception):
+        if not own_ray:
+            end_serve(board)
     with contextlib.suppress(Exception):
         ray.kill(board)
     if leave_ray:
@@ -299,7 +315,3 @@ def _require_free_port(config: ServeConfig) -> None:
             raise InputError(
                 f"{config.host}:{config.port}: cannot listen there ({error.strerror}); choose another --port or --host"
             ) from None
-
-
-def _shown(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

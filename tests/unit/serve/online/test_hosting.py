@@ -28,7 +28,7 @@ from rayrec.serve.online.app import ScoringApp
 from rayrec.serve.online.board import GONE_S, Change, Ledger
 from rayrec.serve.online.counters import Counters
 from rayrec.serve.online.following import choose
-from rayrec.serve.online.hosting import Hosting, Source, Status, Wanted
+from rayrec.serve.online.hosting import Configured, Hosting, Source, Status, Wanted
 from rayrec.serve.online.settings import ServeConfig
 from rayrec.serve.served import ServedModel
 
@@ -254,6 +254,28 @@ def test_a_board_that_was_started_anew_learns_from_the_replicas() -> None:
     after = Ledger("a")
     assert _tell(after, "one", _serves(known.model), 0, known) == known
     assert _tell(after, "two", Status(), 0) == known
+
+
+def test_a_configuration_counts_once() -> None:
+    """A replica that starts later names what was configured before, and changes nothing."""
+    ledger = Ledger("a")
+    ledger.configure(Configured("run"), model="a", shadow=None)
+    assert ledger.wanted.model == Source(0, "a")
+    swapped = ledger.swap("b")
+    ledger.configure(Configured("run"), model="a2", shadow=None)
+    assert ledger.wanted.model == Source(swapped, "b")
+    ledger.configure(Configured("c", "d"), model="c", shadow="d")
+    assert (ledger.wanted.model.path, ledger.wanted.previous, ledger.wanted.shadow) == (
+        "c",
+        Source(swapped, "b"),
+        Source(ledger.wanted.generation - 1, "d"),
+    )
+    ledger.configure(Configured("c"), model="c", shadow=None)
+    assert (ledger.wanted.model.path, ledger.wanted.shadow) == ("c", None)
+    after = Ledger("a")  # the board was restarted
+    _tell(after, "one", Status(), 0, ledger.wanted)
+    after.configure(Configured("c"), model="c", shadow=None)
+    assert after.wanted == ledger.wanted
 
 
 def test_counts_outlive_a_replica() -> None:

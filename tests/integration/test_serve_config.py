@@ -1,0 +1,151 @@
+"""Ray Serve's own tools start the server; and a server finds out how it can be reached on a cluster."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import yaml
+from click.testing import CliRunner
+from ports import free_ports
+from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.scripts import cli
+from served_click_model import make_model, row_text, save_checkpoint
+
+import rayrec
+from rayrec.config import InputError
+from rayrec.observe.console import Console
+from rayrec.serve.online.board import Board
+from rayrec.serve.online.deployment import APPLICATION, BOARD, NAMESPACE
+from rayrec.serve.online.ingress import find_instance, settle
+from rayrec.serve.online.settings import ServeConfig
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
+
+DOCUMENTED = Path(__file__).parents[2] / "docs" / "serve.md"
+TEXT = b"".join(row_text(number) for number in range(10))
+
+
+def _documented() -> dict[str, Any]:
+    block = re.search(r"^```text\n# serve\.yaml\n(.*?)^```", DOCUMENTED.read_text(), re.MULTILINE | re.DOTALL)
+    assert block is not None
+    found: dict[str, Any] = yaml.safe_load(block[1])
+    return found
+
+
+def _score(url: str) -> dict[str, Any]:
+    request = urllib.request.Request(f"{url}/v1/score", TEXT, {"content-type": "text/tab-separated-values"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        found: dict[str, Any] = json.load(response)
+    return found
+
+
+def _wait_for_model(url: str, version: str) -> None:
+    deadline_s = time.monotonic() + 120
+    while True:
+        try:
+            if _score(url)["model"] == version:
+                return
+        except OSError:
+            pass
+        assert time.monotonic() < deadline_s, serve.status()
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> list[str]:
+    return [save_checkpoint(tmp_path / "run", 10 * seed, make_model(seed=seed)) for seed in (1, 2)]
+
+
+@pytest.fixture(autouse=True)
+def _no_serve() -> Iterator[None]:
+    yield
+    serve.shutdown()
+
+
+def test_the_documented_file_and_another_model(tmp_path: Path, places: list[str]) -> None:
+    """Started by `serve run FILE`, changed by deploying again: the replica stays, and answers all the time."""
+    config = _documented()
+    port = free_ports(1)
+    config["http_options"]["port"] = port
+    url = f"http://127.0.0.1:{port}"
+
+    def deploy(model: str) -> None:
+        config["applications"][0]["args"]["model"] = model
+        (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
+        ran = CliRunner().invoke(cli, ["run", "--non-blocking", str(tmp_path / "serve.yaml")])
+        assert ran.exit_code == 0, ran.output
+
+    deploy(places[0])
+    first = _version(places[0])
+    _wait_for_model(url, first)
+    failures: list[Exception] = []
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.wait(0.05):
+            try:
+                _score(url)
+            except OSError as error:
+                failures.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    replicas = _replicas()
+    deploy(places[1])
+    _wait_for_model(url, _version(places[1]))
+    deploy(str(tmp_path / "nothing"))
+    time.sleep(3)
+    assert _score(url)["model"] == _version(places[1])
+    stop.set()
+    asking.join()
+    assert not failures
+    assert _replicas() == replicas
+    board: Any = ray.get_actor(f"{BOARD}-{config['applications'][0]['name']}", namespace=NAMESPACE)
+    ray.kill(board)
+
+
+def _replicas() -> set[str]:
+    details: dict[str, Any] = _get_global_client().get_serve_details()
+    application = details["applications"]["clicks"]
+    assert application["status"] == "RUNNING", application["message"]
+    return {replica["replica_id"] for replica in application["deployments"][APPLICATION]["replicas"]}
+
+
+def _version(place: str) -> str:
+    from rayrec.serve.served import open_served
+
+    return open_served(place).version
+
+
+def test_how_a_server_is_reached(places: list[str]) -> None:
+    port = free_ports(1)
+    options: dict[str, Any] = {"port": port, "cpus_per_replica": 0.5, "console": Console(quiet=True)}
+    with rayrec.serving(places[0], ingress="direct", **options) as server:
+        assert server.url == f"http://127.0.0.1:{port}"
+        assert _score(server.url)["model"] == _version(places[0])
+        instance = find_instance(APPLICATION)
+        assert instance is not None
+        assert not instance.with_proxies
+        assert settle(ServeConfig(), instance, own_ray=False).ingress == "direct"
+        with pytest.raises(InputError, match="without HTTP proxies, for rayrec"):
+            settle(ServeConfig(ingress="serve"), instance, own_ray=False)
+    assert find_instance(APPLICATION) is None
+
+
+def test_a_board_that_nobody_calls_ends() -> None:
+    actor: Any = ray.remote(Board)
+    board = actor.options(num_cpus=0, max_restarts=-1).remote("a", alone_s=0.5)
+    assert ray.get(board.describe.remote())["model"] == "a"
+    time.sleep(2)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(board.describe.remote(), timeout=60)
