@@ -103,8 +103,9 @@ def test_the_documented_file_and_another_model(tmp_path: Path, places: list[str]
     replicas = _replicas()
     deploy(places[1])
     _wait_for_model(url, _version(places[1]))
+    _wait_for_deployed()
     deploy(str(tmp_path / "nothing"))
-    time.sleep(3)
+    _wait_for_deployed()
     assert _score(url)["model"] == _version(places[1])
     stop.set()
     asking.join()
@@ -114,10 +115,21 @@ def test_the_documented_file_and_another_model(tmp_path: Path, places: list[str]
     ray.kill(board)
 
 
-def _replicas() -> set[str]:
+def _application() -> dict[str, Any]:
     details: dict[str, Any] = _get_global_client().get_serve_details()
-    application = details["applications"]["clicks"]
-    assert application["status"] == "RUNNING", application["message"]
+    found: dict[str, Any] = details["applications"]["clicks"]
+    return found
+
+
+def _wait_for_deployed() -> None:
+    deadline_s = time.monotonic() + 120
+    while (application := _application())["status"] != "RUNNING":
+        assert time.monotonic() < deadline_s, application["message"]
+        time.sleep(0.1)
+
+
+def _replicas() -> set[str]:
+    application = _application()
     return {replica["replica_id"] for replica in application["deployments"][APPLICATION]["replicas"]}
 
 

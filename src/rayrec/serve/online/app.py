@@ -136,13 +136,13 @@ class ScoringApp:
     async def _score(self, scope: Message, receive: Receive) -> Response:
         deadline_s = time.monotonic() + self._config.time_limit_s
         with_columns = _with_columns(scope)
-        format = _format(scope)
+        format, header = _format(scope)
         with _HeldMemory(self) as held:
             weigh = held_by_json if format == "json" else len
             content = await self._read(scope, receive, deadline_s, weigh=weigh, held=held)
             start = time.perf_counter()
             try:
-                body = await self._open(content, format)
+                body = await self._open(content, format, header)
                 async with asyncio.timeout_at(_loop_time(deadline_s)):
                     answer = await self._batcher.submit(body)
                 return Response(answer.to_json(columns=with_columns))
@@ -151,9 +151,12 @@ class ScoringApp:
             finally:
                 self._counters.observe("rayrec_serve_request_seconds", [time.perf_counter() - start])
 
-    async def _open(self, content: bytes, format: Format) -> Body:
+    async def _open(self, content: bytes, format: Format, header: bool | None) -> Body:
         """A large body is not parsed in the event loop, which others wait for."""
-        opened = partial(open_body, content, format, max_rows=self._config.max_rows)
+        single = len(self._hosting.model.preprocessor.schema.unlabelled().columns) == 1
+        opened = partial(
+            open_body, content, format, max_rows=self._config.max_rows, header=header, single_column=single
+        )
         if len(content) <= _INLINE_BYTES:
             return opened()
         return await asyncio.get_running_loop().run_in_executor(None, opened)
@@ -284,18 +287,24 @@ def _header(scope: Message, name: bytes) -> bytes:
     return next((value for found, value in scope["headers"] if found.lower() == name), b"")
 
 
-def _format(scope: Message) -> Format:
+def _format(scope: Message) -> tuple[Format, bool | None]:
+    """The format of a body, and whether CSV has a header (RFC 4180's parameter), None if the client does not say."""
     media_type, *parameters = _header(scope, b"content-type").decode("latin-1").lower().split(";")
     taken = ", ".join(FORMATS)
     if media_type.strip() not in FORMATS:
         raise RequestError(415, f"the content type must be one of {taken}")
+    format, header = FORMATS[media_type.strip()], None
     for parameter in parameters:
         name, _, value = parameter.strip().partition("=")
+        if name == "header" and format == "csv":
+            if value.strip('"') not in ("present", "absent"):
+                raise RequestError(415, "the parameter header of text/csv must be present or absent")
+            header = value.strip('"') == "present"
         if name == "charset" and value.strip('"') not in ("utf-8", "utf8", "us-ascii"):
             raise RequestError(415, "the charset must be utf-8")
     if _header(scope, b"content-encoding").lower() not in (b"", b"identity"):
         raise RequestError(415, "the body must not be compressed")
-    return FORMATS[media_type.strip()]
+    return format, header
 
 
 def _with_columns(scope: Message) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import orjson
 
@@ -14,6 +14,9 @@ FORMATS: dict[str, Format] = {
     "text/csv": "csv",
 }
 """What is taken, by media type."""
+
+
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
 
 class RequestError(Exception):
@@ -47,21 +50,30 @@ class Body:
     rows: list[Any] | None = None
     """Of JSON."""
     text: bytes = b""
-    """Of other formats."""
+    """Of other formats, without a byte order mark."""
+    header: bool | None = None
+    """Whether the first line of CSV names columns; None: the client does not say."""
 
 
-def open_body(content: bytes, format: Format, *, max_rows: int) -> Body:
-    """Raises RequestError for what is no request at all, and for too many rows."""
+def open_body(
+    content: bytes, format: Format, *, max_rows: int, header: bool | None = None, single_column: bool = False
+) -> Body:
+    """`single_column`: the schema has one column, so an empty line at the end counts as a line. Raises RequestError for content
+    that is no request at all, and for too many rows."""
     if format == "json":
         body = _open_json(content)
     else:
-        text = content.rstrip(b"\r\n")
+        text = content.removeprefix(_BYTE_ORDER_MARK)
+        if not single_column:
+            text = text.rstrip(b"\r\n")
         # A row ends with \n, \r\n, or, of CSV, with \r.
         ends = text.count(b"\n") + text.count(b"\r") - text.count(b"\r\n")
-        body = Body(format, ends + 1 if text else 0, len(content), text=text)
+        num_rows = ends + (bool(text) and not text.endswith((b"\n", b"\r")))
+        body = Body(format, num_rows, len(content), text=text, header=header)
     if not body.num_rows:
         raise RequestError(400, "the request holds no row", field="rows" if format == "json" else None)
-    if body.num_rows > max_rows:
+    lines = max_rows + (format == "csv" and header is not False)  # one may be a header
+    if body.num_rows > lines:
         raise RequestError(
             413, f"{body.num_rows} rows in one request, at most {max_rows} are taken; send them in several requests"
         )

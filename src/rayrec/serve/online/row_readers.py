@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import difflib
+import io
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -19,9 +21,16 @@ from rayrec.data.parsing import Fault, RawRows, padded, parse_into
 from rayrec.schema import Schema
 from rayrec.serve.online.requests import Body, RequestError, shown
 
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+_EMPTY_LINE = re.compile(rb"(?:^|\n|\r(?!\n))(?:\n|\r)")
+_QUOTED_ROW_BYTES = 1 << 20
+_SIMILAR = 0.75
+"""Share of common characters above which a field is taken for a misspelt column name."""
 MAX_INTEGER = 10**18 - 1
 MAX_NUMBER = 10**18
 """As in text, where 18 digits are taken."""
+_LINE_START = re.compile(rb"(?m)^")
+_A_LABEL = "label of rows without one"
 _LABEL_FAULT = "label is not 0 or 1"
 
 
@@ -65,19 +74,37 @@ class RowReader(ABC):
 
 
 def _first_fields(text: bytes, delimiter: str) -> list[str]:
-    """Of the first line; a quoted one may hold the delimiter."""
-    line = text.partition(b"\n")[0].rstrip(b"\r").decode("utf-8", "replace")
+    """The fields of the first row; a quoted one may contain the delimiter and line ends."""
+    line = _first_line(text).decode("utf-8", "replace")
     if '"' not in line:
         return line.split(delimiter)
+    rows = csv.reader(io.StringIO(text[:_QUOTED_ROW_BYTES].decode("utf-8", "replace"), newline=""), delimiter=delimiter)
     try:
-        return next(csv.reader([line], delimiter=delimiter), [])
+        return next(rows, [])
     except csv.Error:  # the parser says what is wrong with it
         return line.split(delimiter)
+
+
+def _first_line(text: bytes) -> bytes:
+    """Without its end."""
+    return _LINE_END.split(text, 1)[0]
+
+
+def _is_number(field: str) -> bool:
+    try:
+        float(field)
+    except ValueError:
+        return False
+    return True
 
 
 @final
 class HexadecimalReader(RowReader):
     """Rows of a log of hexadecimal tokens. All bodies are parsed into one place by the native parser."""
+
+    def __init__(self, schema: Schema) -> None:
+        super().__init__(schema)
+        self._labelled = schema if schema.label else schema.replace(label=_A_LABEL)
 
     def read(self, bodies: Sequence[Body]) -> tuple[RawRows, list[Outcome]]:
         raw = RawRows(self.schema, sum(body.num_rows for body in bodies))
@@ -88,7 +115,10 @@ class HexadecimalReader(RowReader):
                 if body.format == "csv":
                     raise RequestError(415, "rows of this model come as application/json or text/tab-separated-values")
                 if body.rows is not None:
-                    self._parse(raw, self._as_text(body.rows), labelled=False)
+                    # Of one column a missing value is an empty line, which is no row; behind a label it is one.
+                    single = len(self.schema.columns) == 1
+                    text = self._as_text(body.rows)
+                    self._parse(raw, _LINE_START.sub(b"0\t", text) if single else text, labelled=single)
                 else:
                     self._parse(raw, body.text, labelled=self._is_labelled(body.text, "\t"))
                 outcomes.append(slice(start, raw.rows))
@@ -99,7 +129,7 @@ class HexadecimalReader(RowReader):
 
     def _parse(self, raw: RawRows, text: bytes, *, labelled: bool) -> None:
         start = raw.rows
-        raw.schema = self._with_label if labelled else self.schema  # says only whether a line begins with a label
+        raw.schema = self._labelled if labelled else self.schema  # says only whether a line begins with a label
         try:
             faults = parse_into(raw, padded(text), len(text))
         finally:
@@ -223,16 +253,76 @@ class AnyReader(RowReader):
         delimiter = "\t" if body.format == "tsv" else self.schema.delimiter
         if delimiter == self.schema.list_delimiter:
             raise RequestError(415, "the columns' delimiter of this format is that of lists; send application/json")
+        if body.text.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise RequestError(400, "the request is UTF-16; send UTF-8", row=0)
         names = _first_fields(body.text, delimiter)
-        has_header = body.format == "csv" and set(self.schema.columns) <= set(names) <= self._known
-        if has_header:
-            columns, text = tuple(names), body.text.partition(b"\n")[2]
+        if self._has_header(body, names):
+            columns, text = tuple(names), (*_LINE_END.split(body.text, 1), b"")[1]
         else:
             labelled = self._is_labelled(body.text, delimiter)
             columns, text = (self._with_label if labelled else self.schema).columns, body.text
         if not text:
             raise RequestError(400, "the request holds no row")
+        _refuse_empty_lines(text, delimiter)
         return read_csv_text(text, self.schema, delimiter=delimiter, columns=columns, path="the request")
+
+    def _has_header(self, body: Body, names: list[str]) -> bool:
+        """Whether the first line names columns. Raises RequestError if it does so wrongly, or the format has no header.
+
+        Unless the client says, a line without numbers is a header if one of its fields is a column's name, whatever its case, or
+        at least half of them are nearly the names of the columns at their places."""
+        if body.header is False or (body.header is None and not self._resembles_header(names)):
+            return False
+        if body.format == "tsv":
+            raise RequestError(
+                400, "row 0 names columns; text/tab-separated-values has no header, text/csv may have one", row=0
+            )
+        hint = "" if body.header else "; if row 0 is data, send text/csv; header=absent"
+        for name in names:
+            if name not in self._known:
+                near = {known.casefold(): known for known in self._known}
+                found = difflib.get_close_matches(name.strip().casefold()[:64], near, 1)
+                meant = f", did you mean {near[found[0]]}?" if found else ""
+                told = shown(name)
+                raise RequestError(400, f"the header has an unknown column {told}{meant}{hint}", field=told)
+            if names.count(name) > 1:
+                raise RequestError(400, f"the header names {name} {names.count(name)} times{hint}", field=name)
+        for name in self.schema.columns:
+            if name not in names:
+                raise RequestError(400, f"the header does not name {name}{hint}", field=name)
+        return True
+
+    def _resembles_header(self, names: list[str]) -> bool:
+        folded = [name.strip().casefold() for name in names]
+        known = {name.casefold() for name in self._known}
+        if any(map(_is_number, folded)):
+            return False
+        if not known.isdisjoint(folded):
+            return True
+        columns = (self.schema if len(names) == len(self.schema.columns) else self._with_label).columns
+        similar = sum(
+            difflib.SequenceMatcher(None, name[:64], column.casefold()).ratio() >= _SIMILAR
+            for name, column in zip(folded, columns, strict=False)
+            if name
+        )
+        return similar * 2 >= len(names)
+
+
+def _refuse_empty_lines(text: bytes, delimiter: str) -> None:
+    """Raises RequestError for an empty line, which would be passed over: the rows behind it would not have their numbers."""
+    found = _EMPTY_LINE.search(text)
+    if found is None:
+        return
+    if b'"' not in text:
+        row = sum(1 for _ in _LINE_END.finditer(text, 0, found.end())) - 1
+        raise RequestError(400, f"row {row}: empty line", row=row)
+    rows = csv.reader(io.StringIO(text.decode("utf-8", "replace"), newline=""), delimiter=delimiter)
+    try:
+        for row, fields in enumerate(rows):
+            if not fields:
+                raise RequestError(400, f"row {row}: empty line", row=row)
+    except csv.Error:  # the parser says what is wrong with it
+        return
 
 
 def _numbers(values: list[Any], name: str) -> list[float | None]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import hashlib
+import io
 import json
 import threading
 import tracemalloc
@@ -32,6 +34,7 @@ from rayrec.data.columns import RawColumns
 from rayrec.data.multi_hot import MultiHot
 from rayrec.data.preprocessor import SparseColumn
 from rayrec.datasets.criteo import SCHEMA
+from rayrec.schema import Schema
 from rayrec.serve.online.app import ScoringApp, held_by_json
 from rayrec.serve.online.requests import Body, RequestError, open_body
 from rayrec.serve.online.row_readers import make_reader
@@ -191,6 +194,154 @@ def test_own_schema_refuses(content: Any, row: int | None, field: str | None) ->
     media_type = "text/csv" if isinstance(content, bytes) else None
     error = error_of(post(app, content, media_type=media_type), 400)
     assert (error["row"], error["field"]) == (row, field)
+
+
+TEXTS = ANY.replace(dense=(), weight=None)
+"""Every column is a category, so that any line could be a row."""
+ONE = Schema(label="click", dense=(), sparse=("shop",), tokens="any", delimiter=",")
+ONE_HEXADECIMAL = Schema(label="click", dense=(), sparse=("shop",), tokens="hexadecimal")
+SCHEMAS = {"criteo": SCHEMA, "own": ANY, "texts": TEXTS, "one": ONE, "one hexadecimal": ONE_HEXADECIMAL}
+APPS = {name: make_app(make_model(make_preprocessor(schema))) for name, schema in SCHEMAS.items()}
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        (b"USER,item,tags\na,b,c\n", "USER"),
+        (b"User,Item,Tags\na,b,c\n", "User"),
+        (b"usr,itm,tags\na,b,c\n", "usr"),
+        (b"usr,item_,tag\na,b,c\n", "usr"),
+        (b"user,item\na,b\n", "tags"),
+        (b"user,item,tags,tags\na,b,c,d\n", "tags"),
+        (b"user,user,tags\na,b,c\n", "user"),
+        (b"user,item,tags,price\na,b,c,d\n", "price"),
+        (b" user,item,tags\na,b,c\n", " user"),
+    ],
+)
+def test_a_wrong_header_is_no_row(text: bytes, field: str) -> None:
+    error = error_of(post(APPS["texts"], text, media_type="text/csv"), 400)
+    assert error["field"] == field
+    assert field in error["message"]
+    assert "header=absent" in error["message"]
+    told = error_of(post(APPS["texts"], text, media_type="text/csv; header=present"), 400)
+    assert told["field"] == field
+    if text.count(b",") == 4:
+        assert post(APPS["texts"], text, media_type="text/csv; header=absent").json()["unknown"] == [3, 3]
+
+
+def test_a_header_or_none() -> None:
+    app, rows = APPS["texts"], b"a,b,c\nuser,b,c\n"
+    header = b"tags,user,item\n"
+    expected = post(
+        app, {"rows": [{"user": "a", "item": "b", "tags": ["c"]}, {"user": "user", "item": "b", "tags": ["c"]}]}
+    )
+    turned = b"c,a,b\r\nc,user,b\r\n"
+    for text, media_type in (
+        (rows, "text/csv"),
+        (rows, 'text/csv; header="absent"'),
+        (header + turned, "text/csv; header=present"),
+        (b"\xef\xbb\xbf" + header + turned, "text/csv"),
+        (b"\xef\xbb\xbf" + rows.replace(b",", b"\t"), "text/tab-separated-values"),
+    ):
+        assert post(app, text, media_type=media_type).json() == expected.json(), (text, media_type)
+    assert error_of(post(app, rows, media_type="text/csv; header=present"), 400)["field"] == "a"
+    error_of(post(app, rows, media_type="text/csv; header=maybe"), 415)
+    error_of(post(app, header.replace(b",", b"\t") + rows, media_type="text/tab-separated-values"), 400)
+    error_of(post(app, header, media_type="text/csv"), 400)
+    assert error_of(post(app, b"\xff\xfe" + rows, media_type="text/csv"), 400)["row"] == 0
+    assert (
+        post(make_app(make_model(make_preprocessor(TEXTS)), max_rows=2), header + turned, media_type="text/csv").status
+        == 200
+    )
+
+
+def test_lists_in_text_are_joined_by_the_delimiter_of_lists() -> None:
+    rows = [{"user": "a", "item": "b", "tags": ["c", "d"]}]
+    as_json = post(APPS["texts"], {"rows": rows}, query="columns=true").json()
+    assert as_json["unknown"] == [4]
+    assert post(APPS["texts"], b"a,b,c|d\n", media_type="text/csv", query="columns=true").json() == as_json
+
+
+@pytest.mark.parametrize("text", [b"a\n\nb\n", b"a\n\n", b"\na\n", b"\n", b"a\r\n\r\nb"])
+def test_an_empty_line_is_no_row(text: bytes) -> None:
+    """Else fewer scores than lines would come, or others."""
+    for name, line in (("one", b"a"), ("one hexadecimal", b"0000000a")):
+        error = error_of(post(APPS[name], text.replace(b"a", line).replace(b"b", line)), 400)
+        assert error["row"] == (0 if text.startswith(b"\n") else 1)
+        assert "empty line" in error["message"]
+    three = b"a,b,c\n\na,b,c\n"
+    assert error_of(post(APPS["texts"], three, media_type="text/csv"), 400)["row"] == 1
+    quoted = b'"a\n\nb",b,c\n\na,b,c\n'
+    assert error_of(post(APPS["texts"], quoted, media_type="text/csv"), 400)["row"] == 1
+    assert post(APPS["texts"], quoted.replace(b"\n\na", b"\na"), media_type="text/csv").json()["unknown"] == [3, 3]
+
+
+def _categories(schema: Schema) -> st.SearchStrategy[str | None]:
+    if schema.tokens == "hexadecimal":
+        return st.none() | st.integers(0, 2**32 - 1).map("{:08x}".format)
+    strange = st.text(st.characters(codec="utf-8", exclude_characters="\0|"), min_size=1, max_size=6)
+    return st.none() | strange | st.sampled_from(["user", "Item", "a,b", 'q"q', "a\nb", "\r", "é", "1.5"])
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> tuple[str, list[dict[str, Any]], list[int]]:
+    """Rows of a schema, and another order of them."""
+    name = draw(st.sampled_from(sorted(SCHEMAS)))
+    schema = SCHEMAS[name]
+    dense = st.none() | st.integers(-1000, 1000)
+    row = st.fixed_dictionaries(
+        dict.fromkeys(schema.dense, dense)
+        | {
+            column: st.lists(_categories(schema).filter(bool), max_size=3)
+            if column in schema.lists
+            else _categories(schema)
+            for column in schema.sparse
+        }
+    )
+    rows = draw(st.lists(row, min_size=1, max_size=6))
+    return name, rows, draw(st.permutations(range(len(rows))))
+
+
+def _as_text(rows: list[dict[str, Any]], schema: Schema, *, header: bool) -> bytes:
+    out = io.StringIO(newline="")
+    hexadecimal = schema.tokens == "hexadecimal"
+    settings: dict[str, Any] = {"delimiter": "\t" if hexadecimal else ",", "lineterminator": "\n" if hexadecimal else "\r\n"}
+    writer = csv.writer(out, **settings, quoting=csv.QUOTE_NONE if hexadecimal else csv.QUOTE_MINIMAL)
+    columns = schema.unlabelled().columns
+    if header:
+        writer.writerow(columns)
+    for row in rows:
+        values = [row[name] for name in columns]
+        fields = ["|".join(value) if isinstance(value, list) else value for value in values]
+        # Behind a label, since an empty line of a log is no row.
+        writer.writerow(["0", *fields] if len(columns) == 1 and hexadecimal else fields)
+    return out.getvalue().encode()
+
+
+@settings(max_examples=60, deadline=None)
+@given(bodies())
+def test_every_row_gets_its_own_score(body: tuple[str, list[dict[str, Any]], list[int]]) -> None:
+    """As many scores as rows, in their order, whatever the format."""
+    name, rows, order = body
+    schema, app = SCHEMAS[name], APPS[name]
+    alone = [post(app, {"rows": [row]}).json() for row in rows]
+    expected = np.array([one["logits"][0] for one in alone])
+    unknown = [one["unknown"][0] for one in alone]
+    permuted = [rows[number] for number in order]
+    replies = [post(app, {"rows": permuted})]
+    if schema.tokens == "hexadecimal":
+        replies.append(post(app, _as_text(permuted, schema, header=False)))
+    else:
+        for header, parameter in ((True, "present"), (False, "absent")):
+            text = _as_text(permuted, schema, header=header)
+            replies.append(post(app, text, media_type=f"text/csv; header={parameter}"))
+        replies.append(post(app, _as_text(permuted, schema, header=True), media_type="text/csv"))
+    for reply in replies:
+        assert reply.status == 200, reply.body
+        found = reply.json()
+        np.testing.assert_allclose(found["logits"], expected[order], atol=1e-5)
+        assert found["unknown"] == [unknown[number] for number in order]
+        assert len(found["scores"]) == len(rows)
 
 
 # -- refusals
@@ -401,9 +552,10 @@ def test_a_large_body_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) 
 
 def test_rows_are_counted_by_every_kind_of_end() -> None:
     for content in (b"1\r2\r3", b"1\n2\n3\n", b"1\r\n2\r\n3\r\n", b"1\n2\r3\r\n"):
-        assert open_body(content, "csv", max_rows=3).num_rows == 3
+        assert open_body(content, "csv", max_rows=3, header=False).num_rows == 3
         with pytest.raises(RequestError, match="3 rows in one request"):
-            open_body(content, "csv", max_rows=2)
+            open_body(content, "csv", max_rows=2, header=False)
+        assert open_body(content, "csv", max_rows=2).num_rows == 3  # one may be a header
 
 
 def test_a_body_in_pieces_and_one_that_does_not_come() -> None:
