@@ -28,6 +28,8 @@ FAULT = "rayrec.fault"
 other rows."""
 TOO_FEW, TOO_MANY, UNMATCHED = 1, 2, 3
 _HEADER_BYTES = 1 << 20
+_ROWS_AT_ONCE = 1 << 15
+"""Rows split at once: their places take 16 bytes a field."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ class _Splitter:
     def _table(self, data: np.ndarray, final: bool) -> tuple[pa.Table, int]:
         """Rows at the start of the text, and the bytes they take up."""
         kept = len(self.names)
-        capacity = len(data) // max(self.columns, 2) + 1  # of complete rows; those with too few fields may be more
+        capacity = min(len(data) // max(self.columns, 2) + 1, _ROWS_AT_ONCE)  # more rows come with the next call
         starts, lengths = np.empty((capacity, kept), np.int64), np.empty((capacity, kept), np.int64)
         kinds, consumed = np.empty(capacity, np.uint8), np.zeros(1, np.int64)
         function = library().rayrec_split_csv

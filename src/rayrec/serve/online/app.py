@@ -25,6 +25,7 @@ from rayrec.serve.online.requests import FORMATS, Body, Format, RequestError, op
 from rayrec.serve.online.settings import ServeConfig
 
 if TYPE_CHECKING:
+    from rayrec.schema import Schema
     from rayrec.serve.served import ServedModel
 
 _log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class ScoringApp:
         self._batcher = Batcher(
             hosting.answer,
             max_batch_rows=config.max_batch_rows,
+            max_batch_bytes=config.max_batch_bytes,
             max_waiting_rows=config.max_waiting_rows,
             max_waiting_requests=config.max_waiting_requests,
         )
@@ -137,8 +139,11 @@ class ScoringApp:
         deadline_s = time.monotonic() + self._config.time_limit_s
         with_columns = _with_columns(scope)
         format, header = _format(scope)
+        if not self._hosting.ready:
+            raise _NOT_READY
+        schema = self._hosting.model.preprocessor.schema
+        weigh = partial(held_by_json if format == "json" else held_by_text, schema=schema)
         with _HeldMemory(self) as held:
-            weigh = held_by_json if format == "json" else len
             content = await self._read(scope, receive, deadline_s, weigh=weigh, held=held)
             start = time.perf_counter()
             try:
@@ -196,7 +201,7 @@ class ScoringApp:
 
     async def _ready(self, scope: Message, receive: Receive) -> Response:
         if not self._hosting.ready:
-            raise RequestError(503, "no model is loaded yet", headers=((b"retry-after", b"1"),))
+            raise _NOT_READY
         model = self._hosting.model
         return Response(
             orjson.dumps({"status": "ready", "model": model.version, "preprocessor": model.preprocessor_hash})
@@ -234,10 +239,24 @@ _INLINE_BYTES: Final = 1 << 20
 _DRAIN_S: Final = 1.0
 
 
-def held_by_json(text: bytes) -> int:
-    """Bytes of memory that JSON takes at most, about, once CPython has parsed it: an object of one member 232, a list of one 80,
-    a string or number of few characters up to 16 for each byte of it."""
-    return 16 * len(text) + 232 * text.count(b"{") + 80 * text.count(b"[")
+_NOT_READY: Final = RequestError(503, "no model is loaded yet", headers=((b"retry-after", b"1"),))
+
+
+def held_by_json(text: bytes, *, schema: Schema) -> int:
+    """Bytes of memory that JSON takes at most, about, until it is answered.
+
+    Parsed by CPython an object of one member takes 232, a list of one 80, a string or number of few characters up to 16 for each
+    byte of it; a category in a list up to 64 more when it becomes a token and an id. What any row takes besides is bounded by
+    the number of rows."""
+    held = 16 * len(text) + 232 * text.count(b"{") + 80 * text.count(b"[")
+    return held + 64 * text.count(b",") if schema.lists else held
+
+
+def held_by_text(text: bytes, *, schema: Schema) -> int:
+    """The same of TSV and CSV, whose lists are joined by the schema's delimiter: up to 8 for each byte, 40 more for each category
+    in a list."""
+    held = 8 * len(text)
+    return held + 40 * text.count(schema.list_delimiter.encode()) if schema.lists else held
 
 
 @final
@@ -249,10 +268,12 @@ class _HeldMemory:
         self._num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
-        """Raises RequestError where there is no room; a request that is alone always has it."""
+        """Raises RequestError if there is no room now, or never would be."""
         app = self._app
-        others = app.held_bytes - self._num_bytes
-        if others and app.held_bytes + num_bytes > app.max_held_bytes:
+        if self._num_bytes + num_bytes > app.max_held_bytes:
+            message = f"the rows take more than {app.max_held_bytes} bytes of memory; send them in several requests"
+            raise RequestError(413, message, headers=_CLOSE)
+        if app.held_bytes + num_bytes > app.max_held_bytes:
             raise RequestError(503, "too many bytes are held already; send them again a little later", headers=_LATER)
         self._num_bytes += num_bytes
         app.held_bytes += num_bytes

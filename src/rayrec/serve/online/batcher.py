@@ -42,12 +42,13 @@ class Batcher:
         score: Callable[[Sequence[Body]], Sequence[Answer | RequestError]],
         *,
         max_batch_rows: int,
+        max_batch_bytes: int,
         max_waiting_rows: int,
         max_waiting_requests: int,
     ) -> None:
-        """`score` answers some bodies, one each, and is called by one thread at a time; `max_batch_rows`: it gets no more at
-        once, but for a single body that has more."""
-        self._score, self._max_batch_rows = score, max_batch_rows
+        """`score` answers some bodies, one each, and is called by one thread at a time. It gets at most `max_batch_rows` and
+        `max_batch_bytes` at once, except for a single body that has more."""
+        self._score, self._max_batch_rows, self._max_batch_bytes = score, max_batch_rows, max_batch_bytes
         self._max_waiting_rows, self._max_waiting_requests = max_waiting_rows, max_waiting_requests
         self._waiting: deque[_Job] = deque()
         self._at_work = False
@@ -99,12 +100,14 @@ class Batcher:
     def _next(self) -> list[_Job]:
         """The first jobs that wait and may go together."""
         jobs: list[_Job] = []
-        rows = 0
-        while self._waiting and (not jobs or rows + self._waiting[0].body.num_rows <= self._max_batch_rows):
-            job = self._waiting.popleft()
-            self.waiting_rows -= job.body.num_rows
-            jobs.append(job)
-            rows += job.body.num_rows
+        rows = num_bytes = 0
+        while self._waiting:
+            body = self._waiting[0].body
+            rows, num_bytes = rows + body.num_rows, num_bytes + body.num_bytes
+            if jobs and (rows > self._max_batch_rows or num_bytes > self._max_batch_bytes):
+                break
+            self.waiting_rows -= body.num_rows
+            jobs.append(self._waiting.popleft())
         return jobs
 
     def _finish(self, jobs: list[_Job], done: asyncio.Future[Sequence[Answer | RequestError]]) -> None:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Final, final
 import numpy as np
 
 from rayrec.config import InputError
+from rayrec.data.columns import RawColumns, RawSparse
+from rayrec.data.parsing import RawRows
 from rayrec.metrics import sigmoid
 from rayrec.serve.online.answers import Answer, Answerer
 from rayrec.serve.online.counters import Counters
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _SHADOW_BATCHES: Final = 8
 """Batches that may wait for the shadow model."""
+_SHADOW_BYTES: Final = 64 << 20
+"""Memory that these may take."""
 _LOWEST_PRIORITY: Final = 19
 
 
@@ -187,6 +191,8 @@ class Shadow:
     def __init__(self, answerer: Answerer, counters: Counters) -> None:
         self._answerer, self._counters = answerer, counters
         self._batches: queue.Queue[tuple[Raw, np.ndarray] | None] = queue.Queue(_SHADOW_BATCHES)
+        self._lock = threading.Lock()
+        self._waiting_bytes = 0
         self._thread = threading.Thread(target=self._run, name="shadow", daemon=True)
         self._thread.start()
 
@@ -196,10 +202,18 @@ class Shadow:
 
     def offer(self, raw: Raw, logits: np.ndarray) -> None:
         """Never waits."""
+        num_bytes = _num_bytes(raw)
         try:
+            if self._waiting_bytes + num_bytes > _SHADOW_BYTES:
+                raise queue.Full
             self._batches.put_nowait((raw, logits))
+            self._add(num_bytes)
         except queue.Full:
             self._counters.add("rayrec_serve_shadow_dropped_rows_total", len(logits))
+
+    def _add(self, num_bytes: int) -> None:
+        with self._lock:
+            self._waiting_bytes += num_bytes
 
     def close(self) -> None:
         """What waits is left out."""
@@ -214,6 +228,7 @@ class Shadow:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         while (batch := self._batches.get()) is not None:
             raw, logits = batch
+            self._add(-_num_bytes(raw))
             try:
                 scores = sigmoid(self._answerer.score(raw))
             except Exception:  # it must not harm what is answered
@@ -223,3 +238,17 @@ class Shadow:
             self._counters.add("rayrec_serve_shadow_rows_total", len(logits), model=self.version)
             difference = np.abs(scores - sigmoid(logits)).astype(np.float64)
             self._counters.observe("rayrec_serve_shadow_score_difference", difference)
+
+
+def _num_bytes(raw: object) -> int:
+    """Of all the arrays in it."""
+    if isinstance(raw, np.ndarray):
+        return raw.nbytes
+    parts = (
+        raw
+        if isinstance(raw, tuple)
+        else vars(raw).values()
+        if isinstance(raw, RawRows | RawColumns | RawSparse)
+        else ()
+    )
+    return sum(map(_num_bytes, parts))

@@ -125,10 +125,11 @@ def _score(schema: Schema, example: dict[str, Any], config: ServeConfig, with_to
     for media_type, delimiter in texts.items():
         if delimiter != schema.list_delimiter:
             names = delimiter.join(schema.unlabelled().columns)
-            described = (
-                f"A line a row, its columns in this order, without a header: {names}. A label before them is ignored."
-            )
-            content[media_type] = {"schema": {"type": "string", "description": described}}
+            header = "without a header" if delimiter == "\t" else "behind a header or none (header=present or absent)"
+            described = f"A line a row, its columns in this order, {header}: {names}. A label before them is ignored."
+            if schema.lists:
+                described += f" Categories of a list are joined by {schema.list_delimiter}."
+            content[media_type] = {"schema": {"type": "string", "pattern": "[^\\r\\n]", "description": described}}
     responses = {"200": _json("Scores, in the order of the rows.", "Scores")}
     responses.update({str(status): _error(status) for status in _STATUSES if status != 401 or with_token})
     return {

@@ -24,6 +24,7 @@ from rayrec.serve.online.requests import Body, RequestError, shown
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _EMPTY_LINE = re.compile(rb"(?:^|\n|\r(?!\n))(?:\n|\r)")
 _QUOTED_ROW_BYTES = 1 << 20
+_MOST_FIELDS = 10_000
 _SIMILAR = 0.75
 """Share of common characters above which a field is taken for a misspelt column name."""
 MAX_INTEGER = 10**18 - 1
@@ -77,12 +78,12 @@ def _first_fields(text: bytes, delimiter: str) -> list[str]:
     """The fields of the first row; a quoted one may contain the delimiter and line ends."""
     line = _first_line(text).decode("utf-8", "replace")
     if '"' not in line:
-        return line.split(delimiter)
+        return line.split(delimiter, _MOST_FIELDS)
     rows = csv.reader(io.StringIO(text[:_QUOTED_ROW_BYTES].decode("utf-8", "replace"), newline=""), delimiter=delimiter)
     try:
         return next(rows, [])
     except csv.Error:  # the parser says what is wrong with it
-        return line.split(delimiter)
+        return line.split(delimiter, _MOST_FIELDS)
 
 
 def _first_line(text: bytes) -> bytes:

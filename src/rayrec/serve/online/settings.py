@@ -31,6 +31,8 @@ class ServeConfig(Config):
     """cuda: each replica gets one GPU."""
     max_batch_rows: int = 8192
     """Rows of several requests that the model takes at once."""
+    max_batch_bytes: int = 16 << 20
+    """Bytes of several requests that are read together; a single request may have more."""
     max_rows: int = 8192
     """Rows of one request; more: 413."""
     max_body_bytes: int = 16 << 20
@@ -40,7 +42,8 @@ class ServeConfig(Config):
     max_waiting_requests: int = 512
     """Requests that may wait in a replica; beyond: 503."""
     max_held_bytes: int = 1 << 30
-    """Bytes that all requests may hold in a replica (of JSON what it may grow to when parsed: 16 times and more); beyond: 503."""
+    """Bytes of memory that all requests may take in a replica until they are answered (8 to 80 times their length: lists of
+    categories grow most); beyond: 503, of a single request 413."""
     time_limit_s: float = 10.0
     """From a request's first byte to its answer; beyond: 408 while it is still being sent, else 504."""
     token_file: str | None = None
@@ -53,6 +56,7 @@ class ServeConfig(Config):
         counts = (
             "replicas",
             "max_batch_rows",
+            "max_batch_bytes",
             "max_rows",
             "max_body_bytes",
             "max_waiting_rows",

@@ -35,7 +35,16 @@ def _in_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _batcher(model: Model, **limits: int) -> Batcher:
-    return Batcher(model, **{"max_batch_rows": 100, "max_waiting_rows": 1000, "max_waiting_requests": 100, **limits})
+    return Batcher(
+        model,
+        **{
+            "max_batch_rows": 100,
+            "max_batch_bytes": 1000,
+            "max_waiting_rows": 1000,
+            "max_waiting_requests": 100,
+            **limits,
+        },
+    )
 
 
 def _run(scenario: Callable[[Model], Any]) -> Model:
@@ -64,6 +73,17 @@ def test_what_comes_meanwhile_goes_together() -> None:
     assert _run(scenario).batches == [[1], [2, 30, 60], [20], [300], [5]]
 
 
+def test_a_batch_has_few_bytes() -> None:
+    async def scenario(model: Model) -> None:
+        batcher = _batcher(model, max_batch_bytes=50)
+        tasks = await _submit(batcher, 1)
+        tasks += await _submit(batcher, 20, 30, 1, 51, 2, 3)
+        model.may.release(9)
+        assert await asyncio.gather(*tasks) == [1, 20, 30, 1, 51, 2, 3]
+
+    assert _run(scenario).batches == [[1], [20, 30], [1], [51], [2, 3]]
+
+
 def test_few_rows_need_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is ready at once goes together, in order, before and behind what goes to the thread."""
     monkeypatch.setattr("rayrec.serve.online.batcher.INLINE_ROWS", INLINE_ROWS)
@@ -74,7 +94,9 @@ def test_few_rows_need_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
             threads.append(threading.current_thread().name.partition("_")[0])
             return model(bodies)
 
-        batcher = Batcher(score, max_batch_rows=100, max_waiting_rows=1000, max_waiting_requests=100)
+        batcher = Batcher(
+            score, max_batch_rows=100, max_batch_bytes=1 << 20, max_waiting_rows=1000, max_waiting_requests=100
+        )
         model.may.release(9)
         tasks = await _submit(batcher, 1, 13, 2, 3, 99, 4)
         found = await asyncio.gather(*tasks, return_exceptions=True)
@@ -128,7 +150,7 @@ def test_a_failure_reaches_all_it_concerns_and_no_other() -> None:
                 raise ZeroDivisionError
             return model(bodies)
 
-        batcher = Batcher(fail, max_batch_rows=2, max_waiting_rows=99, max_waiting_requests=9)
+        batcher = Batcher(fail, max_batch_rows=2, max_batch_bytes=99, max_waiting_rows=99, max_waiting_requests=9)
         tasks = await _submit(batcher, 1, 2, 1)
         model.may.release(9)
         found = await asyncio.gather(*tasks, return_exceptions=True)
