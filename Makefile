@@ -21,7 +21,7 @@ CHAOS_S ?= 120
 BENCHMARKS ?= ingest vocabulary preprocess train checkpoint recover predict serve observe mnist gpt2
 export DATA # the shell, not make, puts it into commands, so that it may hold spaces
 
-.PHONY: help setup demo test test-extended test-exhaustive chaos check lint format types layers spelling docs bench clean
+.PHONY: help setup demo test test-extended test-exhaustive drills chaos check lint format types layers spelling docs bench clean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,6 +71,9 @@ test-extended: setup ## longer tests: what dies, several nodes, an S3 server in 
 
 test-exhaustive: setup ## what CI has no time for: Spark on Ray, forecasts held against the clock, variants of others
 	@$(RUN)/python -m pytest -m exhaustive
+
+drills: setup ## losses on a cluster of network namespaces: machines, links, processes (as root; needs iproute2, util-linux)
+	@RAYREC_REQUIRE_NODES=1 $(RUN)/python -m pytest tests/integration/test_nodes.py
 
 chaos: setup ## SEEDS=10 runs, something killed every few seconds for CHAOS_S=120 seconds; all must end with the same weights
 	@$(RUN)/python tests/chaos.py --seeds $(SEEDS) --seconds $(CHAOS_S)

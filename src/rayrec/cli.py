@@ -21,6 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def _keep_stdout_for_results() -> None:
     """Points file descriptor 1 to standard error, and `sys.stdout` to what it was: Ray's C++ prints warnings to the former, and
     the processes it starts inherit it."""
+    if sys.stdout is None or sys.stderr is None:  # closed by the caller
+        return
     sys.stdout.flush()
     results = os.dup(1)  # which no child inherits
     os.dup2(2, 1)

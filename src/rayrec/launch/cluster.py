@@ -102,10 +102,12 @@ def _join(address: str, source: str, *, log_to_driver: bool) -> None:
     import ray
 
     from rayrec.launch.head import require_head
+    from rayrec.launch.node_storage import runtime_env
 
+    job_env = runtime_env(os.environ)
     require_head(address, source=source)
     try:
-        ray.init(address=address, log_to_driver=log_to_driver, logging_level=logging.ERROR)
+        ray.init(address=address, log_to_driver=log_to_driver, logging_level=logging.ERROR, runtime_env=job_env)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise InputError(
             f"{source}: the Ray cluster answers, but this machine cannot join it ({_in_one_line(error)}); run the command on "

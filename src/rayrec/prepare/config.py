@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -103,13 +103,17 @@ def cache_folder() -> str:
 
 
 @contextmanager
-def engine(config: PreparationConfig, console: Console) -> Iterator[Engine]:
-    """The engine that `config` names, started; what was started for it is stopped."""
+def engine(config: PreparationConfig, console: Console, *, paths: Sequence[str] = ()) -> Iterator[Engine]:
+    """The engine that `config` names, started; what was started for it is stopped. Raises InputError if the nodes of a running
+    Ray cluster do not reach the stores of `paths`, which tasks read or write."""
     if config.engine == "ray":
         from rayrec.data.ray_tasks import RayEngine
         from rayrec.launch import cluster
+        from rayrec.launch.node_storage import require_reachable
 
-        yield RayEngine(cluster.connect_for_data(config.address))
+        placement = cluster.connect_for_data(config.address)
+        require_reachable((*paths, cache_folder()))
+        yield RayEngine(placement)
         return
     from rayrec.prepare.spark import SparkEngine
 

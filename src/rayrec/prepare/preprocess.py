@@ -80,7 +80,7 @@ def _preprocess_log(
         raise InputError(
             f"{preprocessor}: made for columns {given.schema.columns}, the log has {config.schema.columns}"
         )
-    with console.preparing(), engine(config, console) as running:
+    with console.preparing(), engine(config, console, paths=(path, out)) as running:
         labelled = has_labels(path, config.schema, files=config.files)
         if not labelled and given is None:
             raise InputError(

@@ -104,7 +104,7 @@ def preprocess_text(
     _check_target(out)
     given = None if text.tokenizer in ("bytes_bpe", "characters") else _given(text.tokenizer)
     files = storage.list_files(path, names=config.files)
-    with console.preparing(), engine(config, console) as running:
+    with console.preparing(), engine(config, console, paths=(path, out)) as running:
         sources = _sources(files, running, console)
         work = _Work(out, text, sources, running, console)
         work.begin(files, given)

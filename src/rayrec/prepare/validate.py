@@ -179,7 +179,7 @@ def validate(
         raise InputError(
             f"{preprocessor}: made for columns {given.schema.columns}, the log has {config.schema.columns}"
         )
-    with console.preparing(), engine(config, console) as running:
+    with console.preparing(), engine(config, console, paths=(path,)) as running:
         index = open_log(
             path,
             config.schema,

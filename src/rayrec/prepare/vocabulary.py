@@ -27,7 +27,7 @@ def vocabulary(path: str, *, out: str, config: PreparationConfig, console: Conso
     if storage.exists(out):
         raise InputError(f"{out}: exists already; remove it or choose another --out")
     config.rules.check(config.schema)
-    with console.preparing(), engine(config, console) as running:
+    with console.preparing(), engine(config, console, paths=(path,)) as running:
         if config.split == "none" or config.rules.counted == "all":
             index, preprocessor = _index_and_count(path, config, running, console)
         else:

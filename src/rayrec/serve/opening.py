@@ -16,6 +16,7 @@ from rayrec.config import InputError
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.ray_tasks import input_errors
 from rayrec.launch import cluster
+from rayrec.launch.node_storage import require_reachable
 from rayrec.observe.console import Console
 from rayrec.serve.scoring import Pool, plan_pool, scored_dataset, weight_bytes
 from rayrec.workloads.scoring import Device, Scoring, ScoringContext
@@ -108,5 +109,6 @@ class Request:
             object_store_bytes=wanted.object_store_bytes,
             log_to_driver=self.console.verbose,
         )
+        require_reachable((self.checkpoint, self.path))
         cpus = sum(node.resources.get("CPU", 0.0) for node in cluster.alive_nodes())
         return TaskPlacement(num_cpus=min(1.0, cpus))

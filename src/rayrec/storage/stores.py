@@ -30,6 +30,11 @@ _SETTINGS: Final = (
     "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE", "AWS_CONFIG_FILE",
     "AWS_SHARED_CREDENTIALS_FILE", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_CA_BUNDLE",
 )  # fmt: skip
+SENT_SETTINGS: Final = (
+    "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_REGION",
+    "AWS_DEFAULT_REGION", "AWS_EC2_METADATA_DISABLED",
+)  # fmt: skip
+"""Environment variables that mean the same on another machine: none names a file."""
 _FLAGS: Final = ("allow_bucket_creation", "allow_bucket_deletion")
 _NAMES: Final = ("region", "scheme", "endpoint_override")
 

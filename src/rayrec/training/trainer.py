@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.launch import cluster
+from rayrec.launch.node_storage import require_reachable
 from rayrec.launch.versions import versions
 from rayrec.observe import report
 from rayrec.observe.accounting import costs
@@ -81,6 +82,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
         object_store_bytes=config.cluster.object_store_bytes,
         log_to_driver=console.verbose,
     )
+    require_reachable((root, config.train_data.path, config.eval_data.path))
     from rayrec.checkpoint import latest
     from rayrec.training.attempts import run_attempts, share_out, wait_for_room
 

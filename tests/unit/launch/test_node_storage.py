@@ -1,0 +1,109 @@
+"""What nodes of a running cluster need to reach a store, and how credentials get there."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from rayrec.config import InputError
+from rayrec.launch import node_storage
+from rayrec.launch.node_storage import refusal, require_reachable, runtime_env, trouble_with
+
+SECRET = "swordfish-4711"
+S3 = {"AWS_ACCESS_KEY_ID": "AKID", "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_ENDPOINT_URL": "http://10.0.0.9:9000"}
+
+
+def test_credentials_are_sent_only_on_request() -> None:
+    assert runtime_env(S3) is None
+    assert runtime_env({**S3, "RAYREC_SEND_CREDENTIALS": "0"}) is None
+
+
+def test_sent_credentials_are_in_the_hook_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray pickles the hook and keeps it with the job's functions; what else is in a runtime environment it logs and shows."""
+    sent = runtime_env({**S3, "PATH": "/bin", "AWS_CA_BUNDLE": "/here.pem", "RAYREC_SEND_CREDENTIALS": "1"})
+    assert sent is not None
+    assert list(sent) == ["worker_process_setup_hook"]
+    assert SECRET not in repr(sent)
+    for name in (*S3, "AWS_CA_BUNDLE"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    pickled = ray.cloudpickle.dumps(sent["worker_process_setup_hook"])
+    monkeypatch.setitem(sys.modules, "rayrec.launch.node_storage", None)  # a node need not have it
+    ray.cloudpickle.loads(pickled)()
+    assert {name: os.environ.get(name) for name in (*S3, "AWS_CA_BUNDLE")} == {**S3, "AWS_CA_BUNDLE": None}
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({**S3, "RAYREC_SEND_CREDENTIALS": "yes"}, "is 'yes'; set it to 1"),
+        ({"RAYREC_SEND_CREDENTIALS": "1"}, "no settings to send; set AWS_ACCESS_KEY_ID"),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_refused(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        runtime_env(environment)
+
+
+def test_the_refusal_names_the_node_and_the_settings_but_no_value() -> None:
+    line = refusal("10.0.0.2", "s3://logs: access denied (HTTP status 403); set AWS_PROFILE", S3)
+    assert line == (
+        "node 10.0.0.2 does not reach the store, which this machine does: s3://logs: access denied (HTTP status 403); set "
+        "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL as here when you start Ray there, or have this command send "
+        "them: RAYREC_SEND_CREDENTIALS=1"
+    )
+    assert "give the nodes credentials" in refusal("10.0.0.2", "denied", {})
+    assert "RAYREC_SEND" not in refusal("10.0.0.2", "denied", {**S3, "RAYREC_SEND_CREDENTIALS": "1"})
+
+
+class Asked:
+    """Nodes that answer as they are told."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *answers: tuple[str, str | None], here: str | None = None
+    ) -> None:
+        self.urls: list[str] = []
+        self._answers = list(answers)
+        monkeypatch.setattr(node_storage, "_ask_nodes", self.ask)
+        monkeypatch.setattr(node_storage, "trouble_with", lambda urls, patience_s: here)
+        joined = SimpleNamespace(is_head=lambda: False)
+        monkeypatch.setattr(ray._private.worker, "_global_node", joined)
+
+    def ask(self, urls: list[str]) -> list[tuple[str, str | None]]:
+        self.urls = urls
+        return self._answers
+
+
+def test_a_node_that_does_not_reach_a_store_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(monkeypatch, ("10.0.0.1", None), ("10.0.0.2", "s3://b: access denied"))
+    with pytest.raises(InputError, match=r"node 10\.0\.0\.2 does not reach the store"):
+        require_reachable(("s3://b/log/day_*/x.tsv?region=eu", None, "/local", "s3://a/runs/"))
+    assert asked.urls == ["s3://a/runs/", "s3://b/log?region=eu"]
+
+
+def test_nodes_are_not_asked_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(monkeypatch, ("10.0.0.2", "s3://b: access denied"))
+    require_reachable(("/local", None))
+    monkeypatch.setattr(ray._private.worker, "_global_node", SimpleNamespace(is_head=lambda: True))
+    require_reachable(("s3://b/log",))  # Ray's processes inherit the environment
+    assert asked.urls == []
+
+
+def test_a_store_that_is_out_for_all_is_left_to_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(monkeypatch, ("10.0.0.2", "the store was out"), here="the store was out")
+    require_reachable(("s3://b/log",))
+    assert asked.urls == []
+
+
+def test_a_process_without_a_store_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    trouble = trouble_with(["s3://b/log"], patience_s=0.0)
+    assert trouble is not None
+    assert "127.0.0.1:9" in trouble
+    assert SECRET not in trouble
