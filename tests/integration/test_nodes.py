@@ -1,0 +1,284 @@
+"""A cluster of machines that share nothing but what is said: each an address, a host name, files and memory of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nodes
+import pytest
+from nodes import Done, Network, Node
+
+from rayrec.observe.events import read_events
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended]
+
+TOKEN = "0123456789abcdef" * 4
+SECRET = "swordfish-4711"
+STORE = """
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+class Empty(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        known = "Credential=AKID/" in self.headers.get("Authorization", "")
+        listing = urlsplit(self.path).query != ""
+        body = b"<ListBucketResult><KeyCount>0</KeyCount></ListBucketResult>" if known and listing else b""
+        self.send_response(403 if not known else 200 if listing else 404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+ThreadingHTTPServer(("0.0.0.0", 9000), Empty).serve_forever()
+"""
+"""An S3 store with nothing in it, for one access key."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _namespaces() -> None:
+    lacking = nodes.missing()
+    if lacking and os.environ.get("RAYREC_REQUIRE_NODES"):
+        pytest.fail(lacking)
+    if lacking:
+        pytest.skip(lacking)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that each machine has for itself."""
+    return tmp_path_factory.mktemp("own")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all machines share."""
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="module")
+def cluster(own: Path, _namespaces: None) -> Iterator[list[Node]]:
+    """Three machines: the head, one with two accelerators, one with one; only the head's user has the cluster's token."""
+    with Network(unshared=[own]) as network:
+        yield network.cluster(
+            {"cpus": 3, "whole": 3}, {"cpus": 2, "accelerator": 2}, {"cpus": 2, "accelerator": 1}, token=TOKEN
+        )
+
+
+def train_flags(log: Path, storage: Path, name: str, resource: str, **flags: Any) -> list[str]:
+    given = {
+        "steps": 6,
+        "batch-size": 64,
+        "evaluate-every": 6,
+        "scaling.num-workers": 3,
+        "scaling.cpus-per-worker": 0.5,
+        "scaling.threads-per-worker": 1,
+        **flags,
+    }
+    place = ["--train-data.path", str(log / "train.txt"), "--storage-path", str(storage), "--name", name]
+    settings = [part for key, value in given.items() for part in (f"--{key}", str(value))]
+    return ["train", "criteo_demo", *place, "--scaling.resources-per-worker", resource, "1", *settings]
+
+
+def summary(done: Done) -> dict[str, Any]:
+    assert done.status == 0, done.err[-4000:]
+    found: dict[str, Any] = json.loads(done.out)
+    return found
+
+
+def refusal(done: Done) -> str:
+    """The one line that a command was refused with."""
+    assert (done.status, done.out) == (2, ""), (done.out, done.err[-4000:])
+    return done.err.strip().splitlines()[-1]
+
+
+def test_workers_spread_two_and_one_learn_what_three_on_one_machine_learn(
+    cluster: list[Node], click_log: Path, shared: Path
+) -> None:
+    """The driver reaches a cluster that asks for a token by an explicit address."""
+    head = cluster[0]
+    spread = summary(head.rayrec(*train_flags(click_log, shared, "spread", "accelerator")))
+    whole = summary(head.rayrec(*train_flags(click_log, shared, "whole", "whole")))
+    assert spread["weights_sha256"] == whole["weights_sha256"]
+    assert spread["restarts"] == 0
+
+
+def test_a_user_without_the_clusters_token_is_refused(cluster: list[Node], click_log: Path, shared: Path) -> None:
+    done = cluster[1].rayrec(*train_flags(click_log, shared, "refused", "accelerator"))
+    assert "RAY_ADDRESS=10.77.0.1:6379: the Ray cluster asks for a token, and this user has none" in refusal(done)
+    again = cluster[1].rayrec(*train_flags(click_log, shared, "refused", "accelerator"), RAY_AUTH_TOKEN="f" * 64)
+    assert "the Ray cluster refuses the token of RAY_AUTH_TOKEN" in refusal(again)
+
+
+def test_a_machine_that_does_not_answer_ends_the_command_with_one_line(
+    cluster: list[Node], click_log: Path, shared: Path
+) -> None:
+    nobody = {"RAY_ADDRESS": "10.77.0.77:6379"}  # no such machine: packets to it are lost
+    done = cluster[0].rayrec(*train_flags(click_log, shared, "nobody", "accelerator"), timeout_s=60, **nobody)
+    assert "RAY_ADDRESS=10.77.0.77:6379: no Ray cluster answers there" in refusal(done)
+
+
+def test_storage_that_the_machines_do_not_share_is_refused(cluster: list[Node], click_log: Path, own: Path) -> None:
+    flags = train_flags(click_log, own, "scattered", "accelerator", **{"scaling.num-workers": 1})
+    said = refusal(cluster[0].rayrec(*flags))
+    assert str(own) in said
+
+
+def test_credentials_that_only_the_command_has(cluster: list[Node], tmp_path: Path) -> None:
+    """They are asked for before anything starts, and sent on request, where no log shows them."""
+    head = cluster[0]
+    store = head.start(sys.executable, "-c", STORE)
+    wait_for_listener(head, 9000)
+    settings = {
+        "AWS_ACCESS_KEY_ID": "AKID",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_ENDPOINT_URL": f"http://{head.address}:9000",
+        "AWS_REGION": "us-east-1",
+    }
+    command = ("vocabulary", "s3://logs/train.txt", "--out", str(tmp_path / "vocabulary"))
+    refused = head.rayrec(*command, **settings)
+    assert "does not reach the store, which this machine does" in refusal(refused)
+    assert "RAYREC_SEND_CREDENTIALS=1" in refusal(refused)
+    assert refused.seconds < 60
+    sent = head.rayrec(*command, **settings, RAYREC_SEND_CREDENTIALS="1")
+    assert "s3://logs: no such bucket" in refusal(sent)  # each node was let in, and there is no log
+    assert all(node.address in store.err for node in cluster)
+    logs = subprocess.run(
+        ["grep", "-r", "-l", "-a", "--devices=skip", SECRET, str(head.folder / "ray")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert logs.stdout == ""
+
+
+def wait_for_listener(node: Node, port: int, *, timeout_s: float = 60) -> None:
+    call = f"import socket; socket.create_connection(('{node.address}', {port}), timeout=1)"
+    deadline_s = time.monotonic() + timeout_s
+    while node.run(sys.executable, "-c", call).status:
+        assert time.monotonic() < deadline_s, f"nothing listens at {port}"
+
+
+def wait_for_step(folder: Path, step: int, *, timeout_s: float = 240) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    path = folder / "events.jsonl"
+    while not any(event.get("step", 0) >= step for event in events(path)):
+        assert time.monotonic() < deadline_s, f"no step {step} in {timeout_s:g} s"
+        time.sleep(0.2)
+
+
+def events(path: Path, *kinds: str) -> list[dict[str, Any]]:
+    return read_events(str(path), kinds=kinds or None) if path.exists() else []
+
+
+LONG = {"steps": 400, "evaluate-every": 400, "checkpoint.every": 40, "log-every": 10}
+
+
+HOG = """
+import ray, sys, time
+ray.init(address="auto", log_to_driver=False)
+hold = ray.remote(num_cpus=1)(time.sleep)
+held = [hold.remote(float(sys.argv[1])) for _ in range(int(ray.cluster_resources()["CPU"]))]
+print("held", flush=True)
+ray.get(held)
+"""
+
+
+@pytest.mark.exhaustive
+def test_on_a_busy_cluster_only_the_result_reaches_standard_output(
+    cluster: list[Node], click_log: Path, shared: Path
+) -> None:
+    """What Ray prints while others hold all CPUs goes to standard error."""
+    head = cluster[0]
+    summary(head.rayrec(*train_flags(click_log, shared, "measured", "whole")))
+    hog = head.start(sys.executable, "-c", HOG, "60", RAY_ADDRESS="10.77.0.1:6379", RAY_AUTH_MODE="token")
+    while "held" not in hog.out:
+        assert hog.process.poll() is None, hog.err
+        time.sleep(0.2)
+    time.sleep(3)
+    found = summary(head.rayrec("evaluate", str(shared / "measured"), str(click_log / "train.txt"), timeout_s=400))
+    assert found["rows"] == 20_000
+    hog.process.kill()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("loss", ["killed", "unplugged"])
+def test_a_machine_with_a_worker_is_lost(loss: str, click_log: Path, shared: Path) -> None:
+    """The run takes the machine that is left, and ends with the weights of a run that nothing happened to."""
+    name = f"lost-{loss}"
+    with Network() as network:
+        head, *workers = network.cluster({"cpus": 2}, *({"cpus": 1, "accelerator": 1} for _ in range(3)), token=TOKEN)
+        flags = {**LONG, "scaling.num-workers": 2, "scaling.placement-strategy": "SPREAD"}
+        command = head.start_rayrec(*train_flags(click_log, shared, name, "accelerator", **flags))
+        wait_for_step(shared / name, 80)
+        lost = next(worker for worker in workers if worker.processes("ray::RayTrainWorker"))
+        lost.end() if loss == "killed" else lost.unplug()
+        found = summary(command.wait(timeout_s=500))
+        assert found["restarts"] == 1
+        plain = summary(
+            head.rayrec(*train_flags(click_log, shared, f"{name}-plain", "accelerator", **flags), timeout_s=500)
+        )
+    assert found["weights_sha256"] == plain["weights_sha256"]
+    assert (found["rows_lost"], found["rows_repeated"]) == (0, 0)
+
+
+@pytest.mark.exhaustive
+def test_a_worker_is_killed_and_the_driver_told_to_stop(click_log: Path, shared: Path) -> None:
+    """One after the other, on machines with two workers and one: the same command resumes the run."""
+    with Network() as network:
+        head, first, _ = network.cluster(
+            {"cpus": 2}, {"cpus": 1, "accelerator": 2}, {"cpus": 1, "accelerator": 1}, token=TOKEN
+        )
+        flags = train_flags(click_log, shared, "resumed", "accelerator", **LONG)
+        command = head.start_rayrec(*flags)
+        wait_for_step(shared / "resumed", 80)
+        os.kill(first.processes("ray::RayTrainWorker")[0], signal.SIGKILL)
+        wait_for_step(shared / "resumed", 160)
+        os.kill(head.processes("-m rayrec train")[0], signal.SIGTERM)
+        assert command.wait().status in (143, 128 + signal.SIGTERM, -signal.SIGTERM)
+        found = summary(head.rayrec(*flags, timeout_s=500))
+        plain = summary(head.rayrec(*train_flags(click_log, shared, "plain", "accelerator", **LONG), timeout_s=500))
+    assert found["weights_sha256"] == plain["weights_sha256"]
+    assert found["restarts"] >= 1
+
+
+@pytest.mark.exhaustive
+def test_the_only_machine_for_data_tasks_is_lost(click_log: Path, shared: Path) -> None:
+    """Its data tasks go to the machines of the workers, or to one that joins: the run ends in any case."""
+    with Network() as network:
+        head, data, *_ = network.cluster(
+            {"cpus": 0}, {"cpus": 2}, {"cpus": 2, "accelerator": 2}, {"cpus": 2, "accelerator": 1}, token=TOKEN
+        )
+        flags = train_flags(click_log, shared, "dataless", "accelerator", **LONG)
+        command = head.start_rayrec(*flags)
+        wait_for_step(shared / "dataless", 80)
+        data.end()
+        found = summary(command.wait(timeout_s=300))
+    assert found["steps"] == LONG["steps"]
+    assert found["rows_lost"] == 0
+
+
+@pytest.mark.exhaustive
+def test_links_with_delay_and_loss_change_no_weights(click_log: Path, shared: Path) -> None:
+    lacking = nodes.missing_netem()
+    if lacking:
+        pytest.skip(lacking)
+    with Network() as network:
+        head, *workers = network.cluster(
+            {"cpus": 2}, {"cpus": 1, "accelerator": 2}, {"cpus": 1, "accelerator": 1}, token=TOKEN
+        )
+        plain = summary(head.rayrec(*train_flags(click_log, shared, "clear", "accelerator")))
+        for worker in workers:
+            worker.disturb(delay_ms=20, loss_percent=2)
+        found = summary(head.rayrec(*train_flags(click_log, shared, "disturbed", "accelerator"), timeout_s=500))
+    assert found["weights_sha256"] == plain["weights_sha256"]

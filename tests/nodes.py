@@ -1,0 +1,321 @@
+"""Machines for tests: Linux namespaces with an address, a host name, processes, /dev/shm and folders of their own each.
+
+Ray nodes on one machine share its address, its files and its memory, which hides faults of clusters. Here each node is a set of
+namespaces (network, mount, UTS, IPC, PID) on a bridge that only they reach. Needs Linux, root, and the commands `ip` (package
+iproute2), `unshare`, `nsenter`, `setpriv` and `mount` (package util-linux); `missing()` says what this machine lacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+POLL_S = 0.05
+_SUBNET = "10.77.0"
+_PORT = 6379
+_SHM_BYTES = 256 << 20
+_STORE_BYTES = 80_000_000
+_ALL = ("--mount", "--uts", "--ipc", "--net", "--pid")
+_INIT = """
+import os, time
+print("ready", flush=True)
+while True:
+    try:
+        os.wait()  # as an init does for orphans
+    except ChildProcessError:
+        time.sleep(0.1)
+"""
+_HEALTH = {
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_failure_threshold": "4",  # a node that is gone is noticed in 2 s rather than 15
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+}
+
+
+@functools.cache
+def missing() -> str | None:
+    """What this machine lacks for namespaces of nodes, and how to get it; None if nothing."""
+    commands = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux"}
+    for command, package in commands.items():
+        if shutil.which(command) is None:
+            return f"needs the command `{command}`: apt-get install {package}"
+    trial = (
+        "mount --make-rprivate / && mount -t tmpfs tmpfs /dev/shm && ip link add name va type veth peer name vb && "
+        + ("ip link add name br type bridge && ip link set va master br")
+    )
+    done = subprocess.run(
+        ["unshare", *_ALL, "--fork", "--mount-proc", "sh", "-c", trial], capture_output=True, text=True, check=False
+    )
+    if done.returncode == 0:
+        return None
+    return f"needs root, and a kernel with namespaces, veth and bridge ({done.stderr.strip().splitlines()[-1:]})"
+
+
+@functools.cache
+def missing_netem() -> str | None:
+    """Why links cannot be given delay and loss here; None if they can."""
+    trial = "ip link add name va type veth peer name vb && tc qdisc add dev va root netem delay 1ms"
+    done = subprocess.run(["unshare", "--net", "sh", "-c", trial], capture_output=True, text=True, check=False)
+    return (
+        None if done.returncode == 0 else "needs a kernel with the qdisc netem (module sch_netem) and the command `tc`"
+    )
+
+
+class _Space:
+    """A set of namespaces, which lasts as long as the process that holds it."""
+
+    def __init__(self, setup: str, *, kinds: Sequence[str], environment: Mapping[str, str]) -> None:
+        flags = [*kinds, "--fork", "--kill-child"] + (["--mount-proc"] if "--pid" in kinds else [])
+        script = f"set -e\n{setup}\nexec {sys.executable} -c '{_INIT}'"
+        self._holder = subprocess.Popen(
+            # Ends with the test's process, however that ends.
+            ["setpriv", "--pdeathsig", "KILL", "unshare", *flags, "sh", "-c", script],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            env=dict(environment),
+        )
+        assert self._holder.stdout is not None
+        assert self._holder.stderr is not None
+        if self._holder.stdout.readline() != "ready\n":
+            raise RuntimeError(f"no namespaces: {self._holder.stderr.read()}")
+        children = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children").read_text().split()
+        self.pid = int(children[0])
+        self._enter = ["nsenter", "--target", str(self.pid), *kinds, "--"]
+
+    def command(self, command: Sequence[str]) -> list[str]:
+        """The command that runs `command` in here."""
+        return [*self._enter, *command]
+
+    def call(self, *command: str) -> None:
+        subprocess.run(self.command(command), check=True, capture_output=True)
+
+    def end(self) -> None:
+        """SIGKILLs all that runs in here."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        self._holder.wait()
+        for stream in (self._holder.stdout, self._holder.stderr):
+            assert stream is not None
+            stream.close()
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    status: int
+    out: str
+    err: str
+    seconds: float
+
+
+@dataclass
+class Command:
+    """A command that runs on a node."""
+
+    process: subprocess.Popen[bytes]
+    output: Path
+    begin_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def out(self) -> str:
+        return Path(f"{self.output}.out").read_text(errors="replace")
+
+    @property
+    def err(self) -> str:
+        return Path(f"{self.output}.err").read_text(errors="replace")
+
+    def wait(self, *, timeout_s: float = 240) -> Done:
+        try:
+            status = self.process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout_s} s: {self.out[-2000:]}{self.err[-4000:]}") from None
+        return Done(status, self.out, self.err, time.monotonic() - self.begin_s)
+
+
+class Node:
+    """One machine of a network, and the Ray node on it if one was started."""
+
+    def __init__(self, network: Network, name: str, number: int) -> None:
+        self.name, self.address = name, f"{_SUBNET}.{number}"
+        self._network, self._link, self._commands = network, f"v{number}", 0
+        self.folder = network.folder / name
+        """What the node sees as `network.local`."""
+        for inner in ("home", "storage"):
+            (self.folder / inner).mkdir(parents=True)
+        mounts = [(self.folder, network.local), (network.hosts, Path("/etc/hosts"))]
+        mounts += [(self.folder / "storage", place) for place in network.unshared]
+        setup = [
+            "mount --make-rprivate /",
+            f"hostname {name}",
+            f"mount -t tmpfs -o size={_SHM_BYTES} tmpfs /dev/shm",
+            *(f"mount --bind {source} {target}" for source, target in mounts),
+            "ip link set lo up",
+        ]
+        self.environment = {
+            **{key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "AWS_"))},
+            **_HEALTH,
+            "HOME": str(network.local / "home"),
+            "RAYREC_CACHE": str(network.local / "cache"),
+            "PYTHONUNBUFFERED": "1",
+        }
+        """Of every command here; changes count for those that start later."""
+        self._space = _Space("\n".join(setup), kinds=_ALL, environment=self.environment)
+        switch = network.switch
+        switch.call("ip", "link", "add", self._link, "type", "veth", "peer", "name", "p", "netns", str(self._space.pid))
+        switch.call("ip", "link", "set", self._link, "master", "bridge", "up")
+        self._space.call("ip", "link", "set", "p", "name", "eth0")
+        self._space.call("ip", "address", "add", f"{self.address}/24", "dev", "eth0")
+        self._space.call("ip", "link", "set", "eth0", "up")
+
+    def start(self, *command: str, **environment: str) -> Command:
+        self._commands += 1
+        output = self._network.folder / f"{self.name}-{self._commands}"
+        with open(f"{output}.out", "wb") as out, open(f"{output}.err", "wb") as err:
+            process = subprocess.Popen(
+                self._space.command(command),
+                env={**self.environment, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+        return Command(process, output)
+
+    def run(self, *command: str, timeout_s: float = 240, **environment: str) -> Done:
+        return self.start(*command, **environment).wait(timeout_s=timeout_s)
+
+    def rayrec(self, *arguments: str, timeout_s: float = 240, **environment: str) -> Done:
+        """Runs the command on the cluster, which it finds by RAY_ADDRESS."""
+        return self.start_rayrec(*arguments, **environment).wait(timeout_s=timeout_s)
+
+    def start_rayrec(self, *arguments: str, **environment: str) -> Command:
+        more = {"RAY_ADDRESS": self._network.head_address, **environment}
+        return self.start(sys.executable, "-m", "rayrec", *arguments, **more)
+
+    def start_ray(self, *, cpus: int, head: bool = False, resources: Mapping[str, float] | None = None) -> Command:
+        """Starts Ray's processes of this node; `wait_for_ray` waits for them."""
+        place = ["--head", "--port", str(_PORT)] if head else ["--address", self._network.head_address]
+        return self.start(
+            str(Path(sys.executable).parent / "ray"),
+            *("start", "--block", "--disable-usage-stats", *place, "--node-ip-address", self.address),
+            *("--num-cpus", str(cpus), "--resources", json.dumps(dict(resources or {}))),
+            *("--object-store-memory", str(_STORE_BYTES)),
+            *(("--include-dashboard", "false", "--temp-dir", str(self._network.local / "ray")) if head else ()),
+        )
+
+    def processes(self, holding: str) -> list[int]:
+        """Pids, as this test sees them, of this node's processes whose command line holds a text; lowest first."""
+        space = os.stat(f"/proc/{self._space.pid}/ns/pid").st_ino
+        found = []
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+                if os.stat(f"/proc/{name}/ns/pid").st_ino == space:
+                    line = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    if holding in line:
+                        found.append(int(name))
+        return sorted(found)
+
+    def unplug(self) -> None:
+        """Cuts the node off the others; its processes do not see it."""
+        self._network.switch.call("ip", "link", "set", self._link, "down")
+
+    def plug(self) -> None:
+        self._network.switch.call("ip", "link", "set", self._link, "up")
+
+    def disturb(self, *, delay_ms: float, loss_percent: float) -> None:
+        """Delays and drops what the node sends; see `missing_netem`."""
+        self._space.call(
+            *("tc", "qdisc", "replace", "dev", "eth0", "root", "netem"),
+            *("delay", f"{delay_ms}ms", "loss", f"{loss_percent}%"),
+        )
+
+    def end(self) -> None:
+        """The machine goes, with all that runs on it."""
+        self._space.end()
+
+
+def wait_for_ray(*commands: Command, timeout_s: float = 240) -> None:
+    """Waits until the Ray node of each command takes work."""
+    deadline_s = time.monotonic() + timeout_s
+    for command in commands:
+        while "Ray runtime started" not in command.out + command.err:
+            assert command.process.poll() is None, command.out + command.err
+            assert time.monotonic() < deadline_s, command.out + command.err
+            time.sleep(POLL_S)
+
+
+class Network:
+    """Machines that reach each other and nothing else."""
+
+    def __init__(self, *, unshared: Sequence[Path] = ()) -> None:
+        """Each node has its own files at the folders `unshared`; all others are the test's own, shared by all nodes."""
+        self.folder = Path(tempfile.mkdtemp(prefix="rn", dir="/tmp"))  # short: Ray's sockets are below it
+        self.local = self.folder / "m"
+        """Each node's own folder, at the same path on all."""
+        self.local.mkdir()
+        self.unshared = tuple(unshared)
+        self.hosts = self.folder / "hosts"
+        self.hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{_SUBNET}.{n} node{n}\n" for n in range(1, 9)))
+        self.head_address = f"{_SUBNET}.1:{_PORT}"
+        self.nodes: list[Node] = []
+        setup = [
+            "ip link add bridge type bridge",
+            f"ip address add {_SUBNET}.254/24 dev bridge",
+            "ip link set bridge up",
+        ]
+        self.switch = _Space("\n".join(setup), kinds=("--net",), environment=os.environ)
+
+    def add(self) -> Node:
+        number = len(self.nodes) + 1
+        self.nodes.append(Node(self, f"node{number}", number))
+        return self.nodes[-1]
+
+    def cluster(self, *nodes: Mapping[str, float], token: str | None = None) -> list[Node]:
+        """Starts a Ray cluster on new machines, the first of them its head, and returns them. A mapping names a node's `cpus` and
+        its further resources. With a `token` the cluster demands it; the first machine's user has it, at ~/.ray/auth_token."""
+        machines = [self.add() for _ in nodes]
+        security = (
+            {"RAY_AUTH_MODE": "disabled"} if token is None else {"RAY_AUTH_TOKEN": token, "RAY_AUTH_MODE": "token"}
+        )
+        started = []
+        for machine, has in zip(machines, nodes, strict=True):
+            resources = {name: amount for name, amount in has.items() if name != "cpus"}
+            machine.environment.update(security)
+            started.append(machine.start_ray(cpus=int(has["cpus"]), head=not started, resources=resources))
+            for name in security:
+                del machine.environment[name]
+            if len(started) == 1:
+                wait_for_ray(*started)
+        wait_for_ray(*started)
+        if token is not None:
+            path = machines[0].folder / "home" / ".ray" / "auth_token"
+            path.parent.mkdir()
+            path.write_text(token)
+        return machines
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for node in self.nodes:
+            node.end()
+        self.switch.end()
+        shutil.rmtree(self.folder, ignore_errors=True)
