@@ -9,11 +9,15 @@ import json
 import typing
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Self
+from typing import Any, Final, Self
 
 
 class InputError(ValueError):
     """What the user gave cannot be used; the message says what, where and the remedy in one line (exit status 2)."""
+
+
+CLASS: Final = "class"
+"""Key of the class's name in a stored configuration; no field can have it."""
 
 
 @lru_cache(maxsize=1024)
@@ -71,6 +75,11 @@ class Config:
                 why = error.errors()[0]["msg"]
                 raise InputError(f"{type(self).__name__}.{field.name}: {value!r} does not fit ({why})") from None
 
+    @classmethod
+    def _own_class(cls) -> str | None:
+        """The name of a class that is not rayrec's own, which a stored configuration must not be silent about."""
+        return None if cls.__module__.partition(".")[0] == "rayrec" else f"{cls.__module__}.{cls.__qualname__}"
+
     def replace(self, **changes: Any) -> Self:
         """A copy with the given fields changed; a dict changes fields of a nested configuration."""
         return self.updated(changes)
@@ -78,8 +87,18 @@ class Config:
     def updated(self, changes: Mapping[str, Any], *, where: str = "") -> Self:
         """A copy with `changes` laid over it, nested mappings reaching into nested configurations.
 
-        Raises InputError for a name that does not exist, with the nearest one that does.
+        Raises InputError for a name that does not exist, with the nearest one that does, and for another `class` than this.
         """
+        stored = changes.get(CLASS)
+        if stored is not None:
+            own = type(self)._own_class()
+            # A recipe's file may be imported under another name than before.
+            if own is None or str(stored).rpartition(".")[2] != own.rpartition(".")[2]:
+                raise InputError(
+                    f"{where}{CLASS}: {stored}, and this recipe has {own or type(self).__qualname__} there; give the recipe that "
+                    "the configuration was made by"
+                )
+            changes = {name: value for name, value in changes.items() if name != CLASS}
         known = {field.name: field for field in dataclasses.fields(self)}
         new: dict[str, Any] = {}
         for name, value in changes.items():
@@ -93,8 +112,10 @@ class Config:
         return dataclasses.replace(self, **new)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists and scalars, ready for JSON or YAML."""
-        return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        """Plain dicts, lists and scalars, ready for JSON or YAML; `class` names a class that is not rayrec's own."""
+        own = type(self)._own_class()
+        named = {} if own is None else {CLASS: own}
+        return named | {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
     def to_yaml(self) -> str:
         """The whole resolved configuration as YAML, fields in declaration order."""

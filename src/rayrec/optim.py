@@ -29,7 +29,7 @@ class LearningRateSchedule(Config):
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly; the last of them has the base learning rate."""
     decay_start_step: int = 0
-    """First step of the decay; until then the base learning rate holds."""
+    """Steps before the decay: the first of the lower learning rates is that of this step, counted from 0."""
     decay_steps: int = 0
     """Steps of the decay, after which the learning rate stays at its floor; 0 never decays."""
     warmup_fraction: float = 0.0
@@ -64,20 +64,23 @@ class LearningRateSchedule(Config):
             schedule = schedule.replace(warmup_fraction=0.0, warmup_steps=max(1, round(total * self.warmup_fraction)))
         if self.decay_fraction:
             start = max(schedule.warmup_steps, total - max(1, round(total * self.decay_fraction)))
-            schedule = schedule.replace(decay_fraction=0.0, decay_start_step=start, decay_steps=max(1, total - start))
+            # One step later than MLPerf's rule would have it, so that the last step still learns.
+            schedule = schedule.replace(
+                decay_fraction=0.0, decay_start_step=start + 1, decay_steps=max(1, total - start)
+            )
         return schedule
 
     def factor(self, step: int) -> float:
         """Share of the base learning rate in step `step` (from 0), before the floor.
 
-        With W warm-up steps: (step + 1) / W below W. With N decay steps, in the k-th of them, s = (N - k) / N: s^2, s or
-        (1 - cos(pi s)) / 2, between `final_fraction` and 1.
+        With W warm-up steps: (step + 1) / W below W. With N decay steps, in the k-th of them (from 1), s = (N - k) / N: s^2, s
+        or (1 - cos(pi s)) / 2, between `final_fraction` and 1.
         """
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if not self.decay_steps or step < self.decay_start_step:
             return 1.0
-        left = max(0, self.decay_start_step + self.decay_steps - step) / self.decay_steps
+        left = max(0, self.decay_start_step + self.decay_steps - step - 1) / self.decay_steps
         match self.decay:
             case "quadratic":
                 shape = left**2

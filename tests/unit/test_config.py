@@ -11,6 +11,8 @@ import pytest
 import yaml
 
 from rayrec.config import Config, InputError
+from rayrec.optim import LearningRateSchedule
+from rayrec.recipes import criteo_demo
 from rayrec.schema import Schema
 
 
@@ -86,7 +88,7 @@ def test_a_nested_dict_changes_only_what_it_names() -> None:
 def test_yaml_comes_back_and_keeps_the_hash() -> None:
     config = Outer(name="ä: #1", limit=5, labels={"zone": "a"}, inner=Inner(rate=1e-7, sizes=()), other=Inner())
     stored = yaml.safe_load(config.to_yaml())
-    assert list(stored) == [field.name for field in dataclasses.fields(Outer)]
+    assert list(stored) == ["class", *(field.name for field in dataclasses.fields(Outer))]
     again = Outer(other=Inner(rate=3.0)).updated(stored)
     assert again == config
     assert again.config_hash() == config.config_hash()
@@ -116,3 +118,24 @@ def test_schemas_are_checked() -> None:
     schema = Schema(label="y", dense=("a",), sparse=("b",))
     assert schema.columns == ("y", "a", "b")
     assert schema.unlabelled().columns == ("a", "b")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnSchedule(LearningRateSchedule):
+    """A schedule of the user's."""
+
+    cycle: int = 10
+
+
+def test_a_class_of_the_users_leaves_its_name_and_is_needed_again() -> None:
+    plain = criteo_demo("log")
+    own = plain.replace(workload={"schedule": OwnSchedule()})
+    assert "class" not in plain.to_yaml()
+    stored = yaml.safe_load(own.to_yaml())
+    assert stored["workload"]["schedule"]["class"] == f"{OwnSchedule.__module__}.OwnSchedule"
+    assert own.config_hash() != plain.config_hash()
+    assert own.updated(stored) == own
+    with pytest.raises(
+        InputError, match=r"^workload\.schedule\.class: .*OwnSchedule, and this recipe has LearningRateSchedule"
+    ):
+        plain.updated(stored)

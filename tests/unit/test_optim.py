@@ -37,32 +37,48 @@ def test_schedule_by_hand() -> None:
     schedule = LearningRateSchedule(warmup_steps=4, decay_start_step=6, decay_steps=4)
     rates = [schedule.learning_rate(step, base=8.0) for step in range(13)]
     warm_up, hold = [2.0, 4.0, 6.0, 8.0], [8.0, 8.0]
-    decay = [8.0, 8 * 9 / 16, 8 / 4, 8 / 16]
-    assert rates == [*warm_up, *hold, *decay, 1e-7, 1e-7, 1e-7]
+    decay = [8 * 9 / 16, 8 / 4, 8 / 16]
+    assert rates == [*warm_up, *hold, *decay, 1e-7, 1e-7, 1e-7, 1e-7]
 
 
 def test_hold_is_exactly_the_base() -> None:
     schedule = LearningRateSchedule(warmup_steps=2750, decay_start_step=49315, decay_steps=27772)
-    assert {schedule.learning_rate(step, base=0.1) for step in range(2749, 49316)} == {0.1}
+    assert {schedule.learning_rate(step, base=0.1) for step in range(2749, 49315)} == {0.1}
     rates = [schedule.learning_rate(step, base=0.1) for step in range(80000)]
     assert rates[:2750] == sorted(set(rates[:2750]))
     assert rates[49315:] == sorted(rates[49315:], reverse=True)
     assert rates[-1] == 1e-7
 
 
+@pytest.mark.parametrize(("warmup", "start", "steps"), [(4, 6, 4), (4, 4, 3), (1, 10, 7), (0, 5, 20)])
+def test_warm_up_and_decay_are_those_of_mlperf(warmup: int, start: int, steps: int) -> None:
+    """Against the rule of the reference, which counts its steps from 1: first at 1 - (W - n) / W, then ((N - (n - S)) / N)^2."""
+    schedule = LearningRateSchedule(warmup_steps=warmup, decay_start_step=start, decay_steps=steps)
+    for step in range(start + steps - 1):
+        count = step + 1
+        if count < warmup:
+            reference = 1.0 - (warmup - count) / warmup
+        elif count < start:
+            reference = 1.0
+        else:
+            reference = ((steps - (count - start)) / steps) ** 2
+        assert schedule.factor(step) == pytest.approx(reference), step
+
+
 def test_decay_without_warm_up() -> None:
     schedule = LearningRateSchedule(decay_steps=2)
-    assert [schedule.learning_rate(step, base=1.0) for step in range(4)] == [1.0, 0.25, 1e-7, 1e-7]
+    assert [schedule.learning_rate(step, base=1.0) for step in range(4)] == [0.25, 1e-7, 1e-7, 1e-7]
 
 
 def test_decay_right_after_the_warm_up() -> None:
     schedule = LearningRateSchedule(warmup_steps=2, decay_start_step=2, decay_steps=2)
-    assert [schedule.factor(step) for step in range(5)] == [0.5, 1.0, 1.0, 0.25, 0.0]
+    assert [schedule.factor(step) for step in range(5)] == [0.5, 1.0, 0.25, 0.0, 0.0]
 
 
 def test_decay_fraction_is_the_end_of_the_run() -> None:
     schedule = LearningRateSchedule(warmup_steps=2, decay_fraction=0.25)
-    assert schedule.for_steps(100) == LearningRateSchedule(warmup_steps=2, decay_start_step=75, decay_steps=25)
+    assert schedule.for_steps(100) == LearningRateSchedule(warmup_steps=2, decay_start_step=76, decay_steps=25)
+    assert schedule.for_steps(100).factor(99) > 0
     assert schedule.for_steps(2).decay_start_step + schedule.for_steps(2).decay_steps >= 2
     assert LearningRateSchedule(warmup_steps=2).for_steps(100) == LearningRateSchedule(warmup_steps=2)
 
@@ -276,7 +292,7 @@ def test_schedule_reaches_the_fused_kernel(torch: Any, single_rank: None) -> Non
     schedule = LearningRateSchedule(warmup_steps=2, decay_start_step=2, decay_steps=2)
     base_rates = learning_rates(model.fused_optimizer)
     assert base_rates == [1.0]
-    for step, rate in enumerate([0.5, 1.0, 1.0, 0.25]):
+    for step, rate in enumerate([0.5, 1.0, 0.25]):
         before = _weights(kernel).clone()
         set_learning_rates(model.fused_optimizer, base_rates=base_rates, schedule=schedule, step=step)
         _step(torch, model)

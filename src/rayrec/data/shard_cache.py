@@ -65,7 +65,7 @@ class ShardCache:
         where the store has no such file, OSError where it is out for too long.
         """
         target = os.path.join(self.folder, name)
-        with self._locked(name):
+        with self._locked(f"{name}.lock"):  # no shard's lock has the name of the one below
             if os.path.exists(target):
                 return 0
             for left in glob.glob(

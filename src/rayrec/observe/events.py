@@ -179,16 +179,17 @@ def readable_events(path: str | Path) -> list[dict[str, Any]]:
 
 
 def metrics_dataframe(path: str | Path) -> pandas.DataFrame:
-    """A row for each step that was logged or evaluated: step, rows, loss, rows_per_s, blocked_fraction, validation_METRIC for
-    each metric, and time_s since the run began. What was not logged with a step is NaN; steps that were done again after a
-    failure appear once, as they were the last time. Raises InputError as `read_events` does, and where pandas is missing."""
+    """A row for each step that was logged or evaluated: step, epoch (passes over the training rows, in part too; NaN if their
+    number is not known), rows, loss, rows_per_s, blocked_fraction, validation_METRIC for each metric, and time_s since
+    the run began. What was not logged with a step is NaN; steps that were done again after a failure appear once, as they were
+    the last time. Raises InputError as `read_events` does, and where pandas is missing."""
     try:
         import pandas
     except ModuleNotFoundError:
         raise InputError("metrics_dataframe: pandas is not installed; `pip install pandas`") from None
-    rows = logged(read_events(path, kinds=("run", "start", "step", "evaluate")))
+    rows = logged(read_events(path, kinds=("run", "prepared", "start", "step", "evaluate")))
     metrics = dict.fromkeys(name for row in rows for name in row if name.startswith(VALIDATION))
-    columns = ["step", "rows", "loss", "rows_per_s", "blocked_fraction", *metrics, "time_s"]
+    columns = ["step", "epoch", "rows", "loss", "rows_per_s", "blocked_fraction", *metrics, "time_s"]
     return pandas.DataFrame(rows, columns=columns)
 
 

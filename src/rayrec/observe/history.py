@@ -16,17 +16,23 @@ _NO_METRICS = {"time", "kind", "step", "set"}
 
 
 def logged(events: Iterable[Event]) -> list[dict[str, Any]]:
-    """A row for each step that was logged or evaluated, by step: `step`, `rows`, `loss`, `rows_per_s`, `blocked_fraction`,
+    """A row for each step that was logged or evaluated, by step: `step`, `epoch` (passes over the training rows so far, in part
+    too; needs the event of kind prepared), `rows`, `loss`, `rows_per_s`, `blocked_fraction`,
     `validation_METRIC` and `time_s`, seconds since the run began; what was not logged is not there. Steps that were done again
     after a failure appear once, as they were the last time."""
     rows: dict[int, dict[str, Any]] = {}
     begin_s: float | None = None
+    rows_per_epoch = 0
     for event in events:
         begin_s = event["time"] if begin_s is None else begin_s
+        if event["kind"] == "prepared":
+            rows_per_epoch = event.get("rows_of_sets", {}).get("train", 0)
         if event["kind"] == "start":  # what lies behind its step is done anew
             rows = {step: row for step, row in rows.items() if step <= event["step"]}
         elif event["kind"] == "step":
             new = {name: event[name] for name in _FIELDS}
+            if rows_per_epoch:
+                new["epoch"] = event["rows"] / rows_per_epoch
         elif event["kind"] == "evaluate" and event["set"] == "validation":
             new = {VALIDATION + name: value for name, value in metrics_of(event).items()}
         else:

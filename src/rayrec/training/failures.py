@@ -24,12 +24,13 @@ class Tolerance:
     def __init__(self, failure: FailureConfig) -> None:
         self._failure = failure
         self._failures = self._quick = 0
+        self._repeatable: frozenset[str] | None = None
         self._without_room_s = 0.0
 
     def pause_s(self, error: Exception, *, attempt_s: float, progressed: bool) -> float:
         """Seconds to wait before the next attempt, after one of `attempt_s` that failed; `progressed`: there is a newer
-        checkpoint than when it began. Raises `error` where failure.max_failures are used up, InputError where there was no
-        room for the workers for failure.node_wait_s."""
+        checkpoint than when it began. Raises `error` if failure.max_failures are used up or if code or data failed in the same
+        way twice from the same step, InputError if there was no room for the workers for failure.node_wait_s."""
         if is_without_room(error):
             self._without_room_s += attempt_s
             if self._without_room_s > self._failure.node_wait_s:
@@ -39,6 +40,9 @@ class Tolerance:
                 )
             return 0.0
         self._without_room_s = 0.0
+        before, self._repeatable = self._repeatable, errors_in_code(error)
+        if before is not None and before == self._repeatable and not progressed:
+            raise error
         if not is_preemption(error):
             self._failures = failures_in_a_row(self._failures, progressed=progressed)
             if 0 <= self._failure.max_failures < self._failures:
@@ -50,6 +54,20 @@ class Tolerance:
 def failures_in_a_row(before: int, *, progressed: bool) -> int:
     """Failures that count, with this one: a run of weeks may lose any number of nodes, as long as it gets on between. Pure."""
     return 1 if progressed else before + 1
+
+
+_IN_CODE = (TypeError, ValueError, LookupError, AttributeError, NameError, AssertionError, ArithmeticError, ImportError)
+"""What code raises for its input; machines, networks and stores fail with OSError, RuntimeError or errors of Ray."""
+
+
+def errors_in_code(error: BaseException) -> frozenset[str] | None:
+    """The errors, one line each, of an attempt that failed in its code or by its data: the next attempt, from the same step,
+    would fail with the same ones. None if a worker died, or if no worker failed with such an error. Pure."""
+    failures = worker_failures(error).values()
+    if any(isinstance(failure, ray.exceptions.RayActorError) for failure in failures):
+        return None
+    # Others lose their connection to a worker that failed, each with an error of its own.
+    return frozenset(_line(failure) for failure in failures if isinstance(failure, _IN_CODE)) or None
 
 
 def is_preemption(error: BaseException) -> bool:

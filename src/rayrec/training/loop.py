@@ -48,7 +48,9 @@ class Progress:
     """Best score of an evaluation."""
     best_step: int | None = None
     since_best: int = 0
-    """Evaluations since the best one."""
+    """Evaluations since the last one that was better by more than `early_stopping.min_improvement`."""
+    last_improvement: float | None = None
+    """Score of that evaluation, with which the next ones are compared."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the last evaluation."""
     best_metrics: dict[str, float] = field(default_factory=dict)
@@ -422,9 +424,15 @@ class Account:
 
 
 def judge(progress: Progress, score: float, *, min_improvement: float) -> None:
-    """Notes the score of an evaluation. Of equal ones the later counts as best, as it does for what is kept."""
-    if progress.best is None or score > progress.best + min_improvement:
-        progress.since_best = 0
+    """Registers the score of an evaluation.
+
+    Patience is counted from the last evaluation that was better by more than `min_improvement` than the one counted before, as
+    in Keras and Lightning: smaller steps do not move this reference, so several of them add up. The best score is the highest of
+    all; of equal ones the later counts, as it does for what is kept.
+    """
+    reference = progress.best if progress.last_improvement is None else progress.last_improvement
+    if reference is None or score > reference + min_improvement:
+        progress.since_best, progress.last_improvement = 0, score
     else:
         progress.since_best += 1
     if progress.best is None or score >= progress.best:

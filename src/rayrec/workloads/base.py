@@ -154,9 +154,9 @@ class EarlyStoppingConfig(Config):
     """When training has learnt all it can."""
 
     patience: int = 0
-    """Evaluations without a better metric before training stops; 0: never stops early."""
+    """Evaluations without an improvement before training stops; 0: never stops early."""
     min_improvement: float = 0.0
-    """How much better counts as better."""
+    """An evaluation improves if its score is higher by more than this than that of the last evaluation that improved."""
 
 
 @dataclass(frozen=True, kw_only=True)

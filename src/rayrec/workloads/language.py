@@ -54,6 +54,8 @@ class Prepared:
     validation: TokenFolder
     validation_set: str
     """Its name in that folder."""
+    weights: str | None = None
+    """Folder of the initial weights, absolute: Ray Train changes the directory of workers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +110,12 @@ class LanguageWorkload(ReplicatedWorkload):
         if not train.sets.get("train"):
             raise InputError(f"{train.path}: has no training blocks; preprocess more text, or hold less of it out")
         validation = train if config.eval_data.path is None else open_tokens(config.eval_data.path)
-        prepared = Prepared(train, validation, _validation_set(validation, own=config.eval_data.path is not None))
+        prepared = Prepared(
+            train,
+            validation,
+            _validation_set(validation, own=config.eval_data.path is not None),
+            None if self.weights is None else storage.absolute(self.weights),
+        )
         self._check_sizes(prepared)
         if self.weights is not None:
             from rayrec.workloads.language_model import check_weights
@@ -178,10 +185,10 @@ class LanguageWorkload(ReplicatedWorkload):
     def build(self, prepared: Prepared) -> GPT2LMHeadModel:
         train = prepared.train
         model = self.model.build(train.vocabulary_size, end_of_text=train.end_token)
-        if self.weights is not None:
+        if prepared.weights is not None:
             from rayrec.workloads.language_model import load_weights
 
-            load_weights(model, self.weights)
+            load_weights(model, prepared.weights)
         return model
 
     def measure(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ import pickle
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ import pytest
 from rayrec.config import InputError
 from rayrec.data import mds, shard_cache
 from rayrec.data.mds import TokenRows
+from rayrec.data.shard_cache import LEAST_FILES, ShardCache
 
 BLOCK = 16
 SHARDS = (30, 30, 30, 7)
@@ -389,3 +391,18 @@ def test_what_is_missing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"^streaming is not installed; pip install 'rayrec\[language\]'$"):
         mds.load_streaming()
+
+
+def test_a_shard_may_have_any_name(tmp_path: Path) -> None:
+    """Even that of the lock under which a limited cache makes room."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "room").write_bytes(b"shard")
+    cache = ShardCache(
+        str(source), index=b"", sizes_bytes={"room": 5}, folder=str(tmp_path / "cache"), limit_bytes=5 * LEAST_FILES
+    )
+    fetched: list[int] = []
+    thread = threading.Thread(target=lambda: fetched.append(cache.fetch("room", lambda path: None)), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert fetched == [5]

@@ -37,6 +37,14 @@ def test_an_evaluation_that_was_still_due_joins_its_step() -> None:
     assert logged([]) == []
 
 
+def test_epochs_are_counted_in_training_rows() -> None:
+    events = made_up_run.Events()
+    events.add("prepared", seconds=1.0, rows_of_sets={"train": 6400, "validation": 640})
+    events.add("start", step=0, steps=200, world_size=2, checkpoint=None)
+    events.steps(100, 200)
+    assert [row["epoch"] for row in logged(events.all)] == [row["rows"] / 6400 for row in logged(events.all)]
+
+
 def test_dataframe(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     with EventWriter(path) as writer:
@@ -47,6 +55,7 @@ def test_dataframe(tmp_path: Path) -> None:
     frame = metrics_dataframe(path)
     assert list(frame.columns) == [
         "step",
+        "epoch",
         "rows",
         "loss",
         "rows_per_s",
@@ -57,6 +66,7 @@ def test_dataframe(tmp_path: Path) -> None:
         "time_s",
     ]
     assert frame["step"].tolist() == list(range(10, 201, 10))
+    assert frame["epoch"].isna().all()  # this run does not tell how many training rows there are
     assert frame.set_index("step")["validation_perplexity"].dropna().to_dict() == dict.fromkeys(
         (50, 100, 150, 200), 2.0
     )

@@ -16,7 +16,14 @@ from ray.train.v2.api.exceptions import ControllerError, PreemptionError, Worker
 from ray.train.v2.api.preemption import PreemptionInfo
 
 from rayrec.config import InputError
-from rayrec.training.failures import Tolerance, cause_of, failures_in_a_row, is_preemption, is_without_room
+from rayrec.training.failures import (
+    Tolerance,
+    cause_of,
+    errors_in_code,
+    failures_in_a_row,
+    is_preemption,
+    is_without_room,
+)
 from rayrec.workloads.base import FailureConfig
 
 DIED = WorkerGroupError(
@@ -60,6 +67,54 @@ def test_what_an_attempt_failed_with(error: Exception, preemption: bool, without
 def test_failures_in_a_row() -> None:
     assert [failures_in_a_row(before, progressed=False) for before in (0, 1, 2)] == [1, 2, 3]
     assert [failures_in_a_row(before, progressed=True) for before in (0, 1, 9)] == [1, 1, 1]
+
+
+CONNECTION = RuntimeError("connection closed by peer")
+
+
+@pytest.mark.parametrize(
+    ("failures", "expected"),
+    [
+        ({0: KeyError("items")}, {"KeyError: 'items'"}),
+        ({0: TypeError("a"), 1: CONNECTION}, {"TypeError: a"}),
+        ({0: ValueError("x\ny"), 1: ValueError("x\ny")}, {"ValueError: y"}),
+        ({0: TypeError("a"), 1: AttributeError("b")}, {"TypeError: a", "AttributeError: b"}),
+        ({0: ray.exceptions.RayTaskError("f", "", IndexError("c"))}, {"IndexError: c"}),
+        ({0: CONNECTION}, None),
+        ({0: OSError("no space left"), 1: MemoryError()}, None),
+        ({0: ValueError("connection reset"), 1: ray.exceptions.RayActorError()}, None),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_errors_in_code(failures: dict[int, Exception], expected: set[str] | None) -> None:
+    assert errors_in_code(WorkerGroupError("failed", failures)) == expected
+
+
+@pytest.mark.parametrize("error", [ANNOUNCED, NO_ROOM, NOT_STARTED, ray.exceptions.RayActorError()])
+def test_what_is_not_an_error_in_code(error: Exception) -> None:
+    assert errors_in_code(error) is None
+
+
+def wrong(message: str = "no column 'items'") -> WorkerGroupError:
+    return WorkerGroupError("failed", {0: KeyError(message), 1: CONNECTION})
+
+
+def test_the_same_error_in_code_twice_from_one_step_is_not_tried_again() -> None:
+    tolerance = Tolerance(FailureConfig(max_failures=100))
+    tolerance.pause_s(wrong(), attempt_s=100.0, progressed=False)
+    with pytest.raises(WorkerGroupError):
+        tolerance.pause_s(wrong(), attempt_s=100.0, progressed=False)
+
+
+@pytest.mark.parametrize(
+    ("between", "progressed"), [([wrong("another")], False), ([DIED], False), ([ANNOUNCED], False), ([], True)], ids=str
+)
+def test_other_errors_in_code_or_another_step_are_tried_again(between: list[Exception], progressed: bool) -> None:
+    tolerance = Tolerance(FailureConfig(max_failures=100))
+    for error in [wrong(), *between]:
+        tolerance.pause_s(error, attempt_s=100.0, progressed=False)
+    assert tolerance.pause_s(wrong(), attempt_s=100.0, progressed=progressed) == 0.0
 
 
 @pytest.fixture

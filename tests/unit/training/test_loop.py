@@ -255,6 +255,25 @@ def test_early_stopping_saves_the_best_and_the_last() -> None:
     assert Run(progress=run.progress, start=10, early_stopping={"patience": 1}).run()
 
 
+@pytest.mark.parametrize(
+    ("scores", "since_best", "best"),
+    [
+        ([0.50, 0.60, 0.65, 0.69], 2, 0.69),  # the two last are the best so far, but not by enough
+        ([0.50, 0.60, 0.65, 0.71], 0, 0.71),  # small steps add up
+        ([0.50, 0.55, 0.58, 0.59], 3, 0.59),
+        ([0.50, 0.70, 0.60, 0.75], 2, 0.75),
+    ],
+)
+def test_patience_counts_from_the_last_sufficient_improvement(
+    scores: list[float], since_best: int, best: float
+) -> None:
+    progress = Progress()
+    for step, score in enumerate(scores):
+        progress.step = step
+        loop.judge(progress, score, min_improvement=0.0999)
+    assert (progress.since_best, progress.best, progress.best_step) == (since_best, best, 3)
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_the_longest_times_of_several_workers_are_told(monkeypatch: pytest.MonkeyPatch, num_workers: int) -> None:
     def over_workers(*values: float) -> tuple[list[float], list[float]]:

@@ -396,12 +396,20 @@ def test_weights_of_others_are_taken_on(saved: tuple[TrainConfig, str, Any], tmp
         load_weights(SMALL.build(model.config.vocab_size), str(hub))
 
 
-def test_initial_weights_fit_the_model_or_are_refused(saved: tuple[TrainConfig, str, Any], tmp_path: Path) -> None:
+def test_initial_weights_fit_the_model_or_are_refused(
+    saved: tuple[TrainConfig, str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, folder, model = saved
     config.workload.export(config, checkpoint=folder, out=str(tmp_path / "export"))
     begun = config.replace(workload={"weights": str(tmp_path / "export")})
     torch.manual_seed(5)
     built = begun.workload.build(prepare(begun, tmp_path))
+    assert torch.equal(built.transformer.wte.weight, model.transformer.wte.weight)
+    with monkeypatch.context() as patch:  # a path relative to the driver's directory, which is not the workers'
+        patch.chdir(tmp_path)
+        prepared = prepare(config.replace(workload={"weights": "export"}), tmp_path)
+    torch.manual_seed(5)
+    built = begun.replace(workload={"weights": "export"}).workload.build(prepared)
     assert torch.equal(built.transformer.wte.weight, model.transformer.wte.weight)
     wider = begun.replace(workload={"model": {"n_embd": 32}})
     with pytest.raises(InputError, match="has n_embd 16, the model 32"):

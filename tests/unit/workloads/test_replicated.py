@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +18,54 @@ from torch.nn import functional
 from rayrec.batch import RowOutput
 from rayrec.checkpoint import Checkpoint, full_tensors, untied, weights_sha256
 from rayrec.config import InputError
+from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, NamedOptimizer
 from rayrec.workloads.replicated_worker import RowMetrics, seed_chance, step_seed
 from rayrec.workloads.row_cost import multiply_adds_per_row
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TwoRates(DenseOptimizerConfig):
+    """A rule and groups of the user's."""
+
+    bias_rate: float = 0.1
+
+    def build_named(self, named_parameters: Mapping[str, torch.nn.Parameter]) -> NamedOptimizer:
+        matrices = [value for value in named_parameters.values() if value.dim() > 1]
+        biases = [value for value in named_parameters.values() if value.dim() <= 1]
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": biases, "lr": self.bias_rate}]
+        return NamedOptimizer(torch.optim.RMSprop(groups, lr=self.learning_rate), named_parameters)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Halving(LearningRateSchedule):
+    every: int = 50
+
+    def factor(self, step: int) -> float:
+        return 0.5 ** (step // self.every)
+
+
+def test_an_own_optimizer_with_rates_per_group_and_an_own_schedule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = replicated_ranks.config(1, batch_norm=True)
+    workload = plain.workload.replace(optimizer=TwoRates(learning_rate=0.01, bias_rate=0.04), schedule=Halving(every=4))
+    configuration = plain.replace(workload=workload)
+    rates: list[list[float]] = []
+    step = NamedOptimizer.step
+
+    def noted(self: NamedOptimizer) -> None:
+        rates.append([group["lr"] for group in self.param_groups])
+        step(self)
+
+    monkeypatch.setattr(NamedOptimizer, "step", noted)
+    losses = [
+        event["loss"] for event in replicated_ranks.train(str(tmp_path), 0, configuration) if event["kind"] == "step"
+    ]
+    assert losses[-1] < losses[0]
+    assert rates == [[0.01 * 0.5 ** (number // 4), 0.04 * 0.5 ** (number // 4)] for number in range(12)]
+    whole = weights_sha256(Checkpoint(str(tmp_path / "12")))
+    replicated_ranks.train(str(tmp_path), 0, configuration, from_step=6)  # RMSprop's state is in the checkpoint
+    assert weights_sha256(Checkpoint(str(tmp_path / "12"))) == whole
 
 
 class _Uncountable(torch.nn.Module):
