@@ -130,6 +130,6 @@ def bucketed_preprocessor() -> Preprocessor:
 def lists_preprocessor() -> Preprocessor:
     """Own columns, one of them with any number of ids a row."""
     schema = Schema(
-        label="click", dense=("age",), sparse=("user", "words"), lists=("words",), tokens="any", delimiter=","
+        label="click", dense=("age",), sparse=("user.id", "keys"), lists=("keys",), tokens="any", delimiter=","
     )
     return criteo_preprocessor(schema, [30, 50])

@@ -293,7 +293,7 @@ def test_multi_hot_npz_trains_the_same_weights(log: Path, tmp_path: Path) -> Non
 MOVIES = Schema(
     label="liked",
     dense=("age",),
-    sparse=("user", "movie", "genres"),
+    sparse=("user.id", "type", "genres"),
     lists=("genres",),
     weight="importance",
     tokens="any",
@@ -314,8 +314,8 @@ def ratings(rows: int) -> list[dict[str, Any]]:
             {
                 "liked": int(liked),
                 "age": age,
-                "user": f"user {user}",
-                "movie": rng.randrange(300),
+                "user.id": f"user {user}",
+                "type": rng.randrange(300),
                 "genres": genres,
                 "importance": rng.choice([0.5, 1.0, 2.0]),
                 "comment": "left, alone",

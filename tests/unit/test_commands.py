@@ -13,6 +13,7 @@ import yaml
 
 from rayrec import cli, recipes
 from rayrec.commands import MODULES, command
+from rayrec.commands.arguments import print_json
 from rayrec.config import InputError
 from rayrec.verbs import VERBS
 
@@ -191,3 +192,8 @@ def test_a_run_s_name_is_one_folder(name: str) -> None:
 @pytest.mark.parametrize("name", ["a", "_b", "7", "a..b", "x" * 128, "größe_1.0-rc"])
 def test_names_of_runs(name: str) -> None:
     assert recipes.criteo_demo().replace(name=name).name == name
+
+
+def test_results_are_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"auroc": float("nan"), "logloss": 0.5})
+    assert capsys.readouterr().out == '{\n  "auroc": null,\n  "logloss": 0.5\n}\n'

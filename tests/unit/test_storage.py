@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import subprocess
 import sys
@@ -346,3 +348,13 @@ def test_a_store_copies_within_itself_only(monkeypatch: pytest.MonkeyPatch) -> N
     assert not files.same_store("s3://one/x", f"s3://two/y{other}")
     assert not files.same_store(f"s3://one/x{other}", "s3://one/y")
     assert not files.same_store("/one/x", "s3://one/x")
+
+
+def test_json_knows_no_nan(tmp_path: Path) -> None:
+    value = {"auroc": math.nan, "rows": 3, "nested": [1.5, (math.inf, -math.inf), {"text": "NaN"}]}
+    path = str(tmp_path / "a.json")
+    storage.write_json(path, value)
+    text = (tmp_path / "a.json").read_text()
+    assert text == storage.json_text(value) + "\n"
+    strict = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert strict == {"auroc": None, "rows": 3, "nested": [1.5, [None, None], {"text": "NaN"}]}

@@ -4,7 +4,6 @@ import contextlib
 import difflib
 import functools
 import io
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -30,8 +29,7 @@ _MOST_MATCHES = 3
 
 
 def print_json(value: Any) -> None:
-    json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
-    print(flush=True)  # a server keeps running after it
+    print(storage.json_text(value), flush=True)  # a server keeps running after it
 
 
 def results_alone() -> contextlib.AbstractContextManager[object]:

@@ -114,7 +114,7 @@ def summary_rows(summary: dict[str, Any], *, folder: str) -> list[tuple[str, str
     rows = [
         (name, f"{value:.4f}") for name, value in metrics.items() if isinstance(value, float) and name != "label_rate"
     ]
-    if "share_of_best_auroc" in summary:
+    if summary.get("share_of_best_auroc") is not None:
         reached = (
             f"{summary['share_of_best_auroc']:.1%} of the way from 0.5 to the best possible {summary['best_auroc']:.4f}"
         )

@@ -252,6 +252,24 @@ class Counts:
             yield slice(low, high)
 
 
+def problems_of(counts: Counts, inputs: Schema) -> list[str]:
+    """Sentences on counted rows that a model can learn little from: labels of one class, columns without a value. `inputs` are
+    the counted columns."""
+    problems = []
+    if counts.rows and counts.labels.sum() and not counts.labels.all():
+        only = int(np.flatnonzero(counts.labels)[0])
+        problems.append(
+            f"all {counts.rows:,} training rows have label {only}, so there is nothing to tell apart and no AUROC; check the "
+            "label column"
+        )
+    present = [*counts.dense_moments[:, 0], *(counts.rows - counts.missing[:, 0])]
+    empty = [name for name, values in zip((*inputs.dense, *inputs.sparse), present, strict=True) if not values]
+    if counts.rows and empty:
+        shown = ", ".join(empty[:8]) + (f" and {len(empty) - 8} more" if len(empty) > 8 else "")
+        problems.append(f"no training row has a value in {shown}; check these columns, or leave them out of the schema")
+    return problems
+
+
 def _joined(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
     return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
 

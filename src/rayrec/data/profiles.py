@@ -183,7 +183,12 @@ def _dense_column(profile: Profile, moments: list[int]) -> DenseColumn:
         variance = (present * squares - total * total) / (present * DENSE_UNITS) ** 2  # exact up to the division
         scale = 1.0 / math.sqrt(variance) if variance > 1e-12 else 1.0
     plain = DenseColumn(profile.dense, profile.dense_shift, lowest, mean, scale)
-    return DenseColumn(**{**vars(plain), "missing_value": float(plain.apply(np.zeros(1))[0])})
+    missing_value = float(plain.apply(np.zeros(1))[0])
+    if not math.isfinite(missing_value):
+        raise InputError(
+            f"profile {profile.name}: a missing number counts as 0 and its logarithm is {missing_value}; raise dense_shift"
+        )
+    return DenseColumn(**{**vars(plain), "missing_value": missing_value})
 
 
 @dataclass(frozen=True)

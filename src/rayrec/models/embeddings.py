@@ -13,13 +13,14 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from rayrec.config import InputError
+from rayrec.models.tables import table_name
 
 # Rows drawn from one seed. Small enough that a shard wastes little at its edges, large enough to cost nothing.
 _BLOCK_ROWS = 65_536
 
 
 def feature_names(num_sparse: int) -> list[str]:
-    """cat_0, cat_1, ...: the names of the sparse features, and of the table that each one has."""
+    """cat_0, cat_1, ...: the names of sparse features that were given none."""
     return [f"cat_{index}" for index in range(num_sparse)]
 
 
@@ -86,15 +87,16 @@ def build_embeddings(
     Raises InputError for a table without rows.
     """
     tables = []
-    for name, rows in zip(features or feature_names(len(num_embeddings)), num_embeddings, strict=True):
+    for feature, rows in zip(features or feature_names(len(num_embeddings)), num_embeddings, strict=True):
+        name = table_name(feature)
         if rows < 1:
-            raise InputError(f"table {name}: needs at least one row, not {rows}; check num_embeddings")
+            raise InputError(f"table {feature}: needs at least one row, not {rows}; check num_embeddings")
         init: Callable[[torch.Tensor], None] = partial(
             _fill_whole, seed=seed, table=name, num_embeddings=rows, embedding_dim=embedding_dim
         )
         tables.append(
             EmbeddingBagConfig(
-                name=name, feature_names=[name], num_embeddings=rows, embedding_dim=embedding_dim, init_fn=init
+                name=name, feature_names=[feature], num_embeddings=rows, embedding_dim=embedding_dim, init_fn=init
             )
         )
     return EmbeddingBagCollection(tables=tables, device=torch.device(device))

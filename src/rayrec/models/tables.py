@@ -10,6 +10,7 @@ from typing import Final, Literal, final, get_args
 
 import numpy as np
 import torch
+from torch import nn
 
 from rayrec.config import InputError
 from rayrec.native import library
@@ -22,6 +23,20 @@ QUANTIZATIONS: Final[tuple[Quantization, ...]] = get_args(
 )  # in the order of rayrec_table_kind in kernels.h
 
 _LARGEST_HALF = 65504.0
+
+
+def table_name(feature: str) -> str:
+    """The name of a sparse feature's embedding table, as a module and in files: the feature's own name, unless torch accepts
+    no module of that name (a dot, nothing, or an attribute of ModuleDict such as `type` or `keys`); then `%table:` and the
+    feature's name with each % as %25 and each dot as %2E. Different features get different names."""
+    plain = feature and "." not in feature and not feature.startswith(_ESCAPED)
+    if plain and not hasattr(_MODULES, feature):
+        return feature
+    return _ESCAPED + feature.replace("%", "%25").replace(".", "%2E")
+
+
+_ESCAPED = "%table:"
+_MODULES = nn.ModuleDict()
 
 
 @dataclass(frozen=True)

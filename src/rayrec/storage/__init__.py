@@ -3,6 +3,7 @@
 from rayrec.storage.files import (
     copy_file,
     exists,
+    json_text,
     read_bytes,
     read_into,
     read_json,
@@ -43,6 +44,7 @@ __all__ = [
     "in_parallel",
     "is_url",
     "join",
+    "json_text",
     "list_files",
     "list_folder",
     "make_folder",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
+import math
 import os
 import tempfile
 import time
@@ -157,7 +158,26 @@ def write_bytes(path: str, data: bytes | memoryview) -> None:
 
 
 def write_json(path: str, value: Any) -> None:
-    write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+    """Writes a file of JSON; NaN and infinities become null."""
+    write_bytes(path, (json_text(value) + "\n").encode())
+
+
+def json_text(value: Any) -> str:
+    """Indented JSON that every reader accepts (RFC 8259): NaN and infinities, which JSON lacks, become null."""
+    try:
+        return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return json.dumps(_without_nan(value), indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return value
 
 
 @contextmanager

@@ -98,6 +98,8 @@ class ClickWorkload(Workload):
             raise InputError(
                 "train_data.path: no training log given; pass --train-data.path PATH (rayrec generate makes one)"
             )
+        if self.preprocessor is None and not ready.is_ready(config.train_data.path):
+            _check_sparse(self.profile.inputs(self.schema))
         self.teacher.check()
 
     def prepare(self, context: RunContext) -> Prepared:
@@ -132,6 +134,7 @@ class ClickWorkload(Workload):
             counted = _order(index, (0, index.rows), config.train_data.replace(shuffle="none"), 0)
         teacher = open_teacher(self.teacher, run=context.folder)
         preprocessor = self._preprocessor(folder, counted, context, teacher)
+        _check_sparse(preprocessor.inputs)
         if preprocessor.schema != self.schema:
             raise InputError(
                 f"the Preprocessor was made for columns {preprocessor.schema.columns}, the recipe has {self.schema.columns}"
@@ -208,7 +211,7 @@ class ClickWorkload(Workload):
         return {place: Preprocessor.load(folder) for place, folder in places.items()}
 
     def _counted_preprocessor(self, counted: EpochOrder, context: RunContext) -> Preprocessor:
-        from rayrec.data.counting import count_log
+        from rayrec.data.counting import count_log, problems_of
         from rayrec.data.profiles import make_preprocessor
         from rayrec.data.ray_tasks import RayEngine
 
@@ -219,6 +222,8 @@ class ClickWorkload(Workload):
             memory_bytes=self.vocabulary_memory_bytes,
             progress=lambda rows: context.progress("vocabulary", rows, counted.rows),
         ) as counts:
+            for problem in problems_of(counts, self.profile.inputs(self.schema)):
+                context.note(f"{context.config.train_data.path}: {problem}")
             return make_preprocessor(self.profile, self.schema, counts)
 
     def summarize(self, prepared: Prepared, metrics: dict[str, float]) -> dict[str, Any]:
@@ -290,6 +295,15 @@ class ClickWorkload(Workload):
 
         return load_scorer(
             self.model, precision=config.precision, checkpoint=checkpoint, preprocessor=preprocessor, device=device
+        )
+
+
+def _check_sparse(inputs: Schema) -> None:
+    """Raises InputError for model inputs without a sparse column."""
+    if not inputs.sparse:
+        raise InputError(
+            "schema: no sparse column, and a click model needs at least one; name a column of categories (whole numbers will "
+            "do) in sparse, or train a model of your own (docs/bring-your-own.md)"
         )
 
 

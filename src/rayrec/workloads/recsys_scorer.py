@@ -16,7 +16,7 @@ from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.models.dlrm import DLRMConfig
 from rayrec.models.mlp import Precision
-from rayrec.models.tables import DeviceTables, HostTables, Lookup, Quantization, RowFormat, Tables
+from rayrec.models.tables import DeviceTables, HostTables, Lookup, Quantization, RowFormat, Tables, table_name
 from rayrec.workloads.recsys import PREPROCESSOR_FOLDER
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def empty_dense_part(model: DLRMConfig, *, preprocessor: Preprocessor, precision
 
 def table_weight(feature: str) -> str:
     """The name of a sparse column's table among the weights of a checkpoint, without `PREFIX`."""
-    return f"embeddings.embedding_bags.{feature}.weight"
+    return f"embeddings.embedding_bags.{table_name(feature)}.weight"
 
 
 def load_scorer(

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.arrow_columns import parse_table
 from rayrec.data.columns import RawColumns, RawSparse
-from rayrec.data.counting import NO_ROW, CountingJob, Counts, count_log, count_parts, index_and_count
+from rayrec.data.counting import NO_ROW, CountingJob, Counts, count_log, count_parts, index_and_count, problems_of
 from rayrec.data.log import LogIndex, cut, index_chunk, numbered, read_segments, select
 from rayrec.data.opening import index_log
 from rayrec.data.parsing import Faults, RawRows, parse
@@ -484,3 +485,17 @@ def test_index_and_count_in_one_pass(click_log: Path, tmp_path: Path, first_rows
         again, counts = both()
         assert again == index
         assert everything(counts) == apart
+
+
+def test_problems_of_counted_rows() -> None:
+    schema = Schema(label="y", dense=("d", "e"), sparse=("s", "t", "l"), lists=("l",), tokens="any")
+    table = pa.table({"y": [1, 1], "d": [1, 2], "e": [None, None], "s": ["a", ""], "t": ["", None], "l": [[], None]})
+    for labels, expected in (([1, 1], True), ([0, 1], False)):
+        raw, _ = parse_table(table.set_column(0, "y", pa.array(labels)), schema)
+        counts = CountingJob(schema, dtype="uint64").empty()
+        counts.add_source(raw, "")
+        counts.add_rows(raw, 0)
+        *one_class, empty = problems_of(counts, schema)
+        assert empty.startswith("no training row has a value in e, t, l;")
+        assert [text.partition(",")[0] for text in one_class] == ["all 2 training rows have label 1"] * expected
+    assert problems_of(CountingJob(schema, dtype="uint64").empty(), schema) == []

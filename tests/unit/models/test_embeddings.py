@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rayrec.config import InputError
 from rayrec.models.embeddings import build_embeddings, fill_table_part
+from rayrec.models.tables import table_name
 
 TABLE = {"seed": 3, "table": "cat_1", "num_embeddings": 150_000, "embedding_dim": 8}
 
@@ -46,3 +48,39 @@ def test_tables_wait_on_meta() -> None:
 def test_an_empty_table_is_refused() -> None:
     with pytest.raises(InputError, match="cat_1: needs at least one row, not 0"):
         build_embeddings([5, 0], embedding_dim=4, seed=0)
+
+
+ODD_NAMES = [
+    "type",
+    "keys",
+    "items",
+    "update",
+    "user.id",
+    "user%2Eid",
+    "%table:a",
+    "",
+    "training",
+    "_modules",
+    "\u00fcser/id \u5e97",
+    "a b",
+]
+
+
+def test_any_column_name_names_a_table() -> None:
+    odd = build_embeddings([5] * len(ODD_NAMES), embedding_dim=4, seed=1, device="cpu", features=ODD_NAMES)
+    assert len(odd.state_dict()) == len(ODD_NAMES)
+    keys = [f"embedding_bags.{table_name(name)}.weight" for name in ODD_NAMES]
+    assert list(odd.state_dict()) == keys
+    batch = KeyedJaggedTensor(
+        keys=ODD_NAMES, values=torch.arange(len(ODD_NAMES)) % 5, lengths=torch.ones(len(ODD_NAMES), dtype=torch.int32)
+    )
+    pooled = odd(batch)
+    assert list(pooled.keys()) == ODD_NAMES
+    for number, (name, key) in enumerate(zip(ODD_NAMES, keys, strict=True)):
+        assert torch.equal(pooled[name][0], odd.state_dict()[key][number % 5])
+
+
+def test_ordinary_names_are_table_names() -> None:
+    for name in ("cat_0", "user_id", "Typ", "user%2Eid", "\u00fcser/id \u5e97", "a b"):
+        assert table_name(name) == name
+    assert table_name("user.id") == "%table:user%2Eid"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rayrec import recipes
 from rayrec.config import InputError
+from rayrec.schema import Schema
 from rayrec.workloads.base import ScalingConfig, effective_batch_size, learning_rate_factor
 
 
@@ -63,3 +65,14 @@ def test_ranges_of_workers_load_from_yaml_and_flags() -> None:
 def test_early_stopping_needs_the_best_checkpoint() -> None:
     with pytest.raises(InputError, match="early stopping ends with the best weights; keep at least 1"):
         recipes.criteo_demo().replace(checkpoint={"keep_best": 0}, early_stopping={"patience": 2})
+
+
+def test_a_click_model_without_sparse_columns_is_refused(tmp_path: Path) -> None:
+    dense_only = Schema(dense=("age", "price"), tokens="any", delimiter=",")
+    config = recipes.clicks(str(tmp_path), dense_only)
+    with pytest.raises(
+        InputError, match="no sparse column, and a click model needs at least one; name a column of categ"
+    ):
+        config.workload.check(config)
+    buckets = config.replace(workload={"profile": {"dense": "buckets"}})
+    buckets.workload.check(buckets)
