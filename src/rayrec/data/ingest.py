@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+import queue
+import threading
+import time
+from collections.abc import Generator, Iterator, Sequence
 from functools import lru_cache
+from typing import Final
 
 import pyarrow as pa
 import ray
@@ -18,6 +23,13 @@ from rayrec.data.reading import encode_block
 from rayrec.data.stages import StageAccount, measured, stage, times_of, with_times
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
+
+STOP_ASKED: Final = threading.Event()
+"""Set in a worker's process when its run is asked to stop: from then on it does not wait for data tasks that may never run."""
+_STALL_S: Final = 5.0
+"""Seconds without the next block after which, in a run that is asked to stop, the worker makes its blocks itself."""
+_POLL_S: Final = 0.2
+_CLOSE_S: Final = 5.0
 
 
 def share_preprocessor(preprocessor: Preprocessor) -> ray.ObjectRef:
@@ -58,7 +70,11 @@ def stream(
     prefetch_blocks: int = 2,
     account: StageAccount | None = None,
 ) -> Iterator[EncodedRows]:
-    """Encoded rows of the pieces, in order, made by Ray Data tasks ahead of the reader; `account` is told what they took."""
+    """Encoded rows of the pieces, in order, made by Ray Data tasks ahead of the reader; `account` is told what they took.
+
+    If the run is asked to stop and no block comes (the nodes that run data tasks may be gone), this process makes the blocks that
+    are missing: other workers may have trained theirs of the same step, and a checkpoint needs a step that is whole.
+    """
     if not pieces:
         return
     items = [(block, piece.start, piece.stop) for block, piece in pieces]
@@ -71,8 +87,60 @@ def stream(
         placement=placement,
         block_bytes=block_bytes,
     )
-    for table in tables(dataset, prefetch_blocks=prefetch_blocks):
+    num_made = 0
+    made = _until_stalled(tables(dataset, prefetch_blocks=prefetch_blocks))
+    for table in made:
+        num_made += 1
         times = times_of(table)
         if account is not None and times is not None:
             account.add(times)
         yield from from_arrow(table)
+    for item in items[num_made:]:
+        yield from from_arrow(encoded_block(item, _shared(preprocessor), labelled=labelled))
+
+
+def _until_stalled(source: Generator[pa.Table, None, None]) -> Iterator[pa.Table]:
+    """The tables of `source`; ends early if the run is asked to stop and the next one does not come."""
+    ready: queue.Queue[pa.Table | BaseException | None] = queue.Queue(maxsize=1)
+    ended = threading.Event()
+
+    def put(item: pa.Table | BaseException | None) -> None:
+        while not ended.is_set():
+            with contextlib.suppress(queue.Full):
+                ready.put(item, timeout=_POLL_S)
+                break
+
+    def pull() -> None:
+        try:
+            for table in source:
+                put(table)
+                if ended.is_set():
+                    break
+            put(None)
+        except BaseException as error:  # raised where the table is asked for
+            put(error)
+        finally:
+            source.close()
+
+    # A wait within Ray cannot be broken off, so a thread waits that does not keep the process alive.
+    thread = threading.Thread(target=pull, name="ingest", daemon=True)
+    thread.start()
+    try:
+        since_s = time.monotonic()
+        while True:
+            try:
+                item = ready.get(timeout=_POLL_S)
+            except queue.Empty:
+                if STOP_ASKED.is_set() and time.monotonic() - since_s >= _STALL_S:
+                    return
+                continue
+            if item is None:
+                return
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+            since_s = time.monotonic()
+    finally:
+        ended.set()
+        if not STOP_ASKED.is_set():
+            thread.join(_CLOSE_S)

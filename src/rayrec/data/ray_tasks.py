@@ -7,7 +7,7 @@ import gc
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -111,7 +111,7 @@ class RayEngine:
             yield from tables(dataset)
 
 
-def tables(dataset: ray.data.Dataset, *, prefetch_blocks: int = 1) -> Iterator[pa.Table]:
+def tables(dataset: ray.data.Dataset, *, prefetch_blocks: int = 1) -> Generator[pa.Table, None, None]:
     """The blocks of a Dataset, in order. An InputError of a task comes out as it was raised there, in one line."""
     try:
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=prefetch_blocks)

@@ -28,11 +28,14 @@ from rayrec.training.failures import Tolerance, cause_of, is_without_room, worke
 from rayrec.training.grace import Grace
 from rayrec.training.profiling import watched_requests, worker_runtime_env
 from rayrec.training.signals import Signals
-from rayrec.training.stopping import MORE_WORKERS, StopRequest
+from rayrec.training.stopping import MORE_WORKERS, NO_DATA_NODES, StopRequest
 from rayrec.training.worker import Assignment, train_worker
 from rayrec.workloads.base import TrainConfig
 
 _LOOK_S = 0.1
+_DATA_NODES_POLL_S = 5.0
+_DATA_NODES_S = 20.0
+"""Seconds without a node for data tasks after which an attempt saves and ends."""
 _NODES_S = 2.0
 """Seconds between two looks at the nodes."""
 
@@ -177,7 +180,7 @@ def _attempt(
 
     # In a thread of its own, so that this one can look around, and Ray Train leaves the signals alone.
     threading.Thread(target=fit, name="attempt", daemon=True).start()
-    growth = _Growth(config, shares.num_workers, crowded=crowded)
+    growth, data_nodes = _Growth(config, shares.num_workers, crowded=crowded), _DataNodes(config, shares)
     grace: Grace | None = None
     try:
         with signals.held(), watched_requests(folder, request.mailbox):
@@ -190,6 +193,8 @@ def _attempt(
                         return None
                 elif growth.possible():
                     request.send(MORE_WORKERS)
+                elif data_nodes.gone():
+                    request.send(NO_DATA_NODES)
     finally:  # also after a second signal
         request.close()
     return future.result()
@@ -230,6 +235,37 @@ def _fit(config: TrainConfig, assignment: Assignment, shares: cluster.Layout) ->
                 if isinstance(failure, InputError):
                     raise InputError(str(failure)) from None
             raise
+
+
+class _DataNodes:
+    """Whether no node is left that can run the data tasks of an attempt, and another layout of the cluster has some."""
+
+    def __init__(self, config: TrainConfig, shares: cluster.Layout) -> None:
+        self._config, self._shares = config, shares
+        self._next_poll_s = time.monotonic() + _DATA_NODES_POLL_S
+        self._gone_since_s: float | None = None
+
+    def gone(self) -> bool:
+        """True once the nodes are gone for `_DATA_NODES_S`. Ray would queue the tasks without end."""
+        now_s = time.monotonic()
+        if now_s < self._next_poll_s:
+            return False
+        self._next_poll_s = now_s + _DATA_NODES_POLL_S
+        try:
+            there = cluster.data_nodes(self._shares) or not self._another_layout()
+        except ray.exceptions.RayError:  # the head does not answer, and says nothing of the nodes
+            there = True
+        if there:
+            self._gone_since_s = None
+            return False
+        self._gone_since_s = self._gone_since_s or now_s
+        return now_s - self._gone_since_s >= _DATA_NODES_S
+
+    def _another_layout(self) -> bool:
+        try:
+            return share_out(self._config).per_worker.label_selector != self._shares.per_worker.label_selector
+        except InputError:  # without room for the workers, the attempt waits for nodes
+            return False
 
 
 class _Growth:

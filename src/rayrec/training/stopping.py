@@ -14,11 +14,16 @@ import ray
 import ray.train
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rayrec.data import ingest
 from rayrec.training.grace import last_save_s
 
 MORE_WORKERS = "there is room for more workers"
-"""The one reason to stop that another attempt follows."""
+NO_DATA_NODES = "the nodes that ran data tasks are gone, and others can run them"
+RESUMES = (MORE_WORKERS, NO_DATA_NODES)
+"""Reasons to stop that another attempt of the same run follows."""
 POLL_S = 0.5
+_OTHERS_POLL_S = 5.0
+"""Seconds between two polls of the workers other than worker 0."""
 PREEMPTION_POLL_S = 5.0
 """As often as Ray Train itself looks for nodes that are to go."""
 _MOST_CALLS = 100_000
@@ -96,8 +101,8 @@ class StopRequest:
 
 
 class StopWatch:
-    """A worker's side; see `rayrec.training.loop.Interruption`. Only worker 0 reads the mailbox, and only it looks at the
-    clock, so that all workers act at the same step."""
+    """A worker's side; see `rayrec.training.loop.Interruption`. Only worker 0 acts on the mailbox, and only it looks at the
+    clock, so that all workers act at the same step. The others read it too, so as not to wait for data tasks that never run."""
 
     def __init__(self, mailbox: Any, *, rank: int) -> None:
         self.cause: str | None = None
@@ -110,13 +115,19 @@ class StopWatch:
         """When a machine is taken away, in Unix time, as long as a save is due before that."""
         self._known: set[str] = set()
         self._closed = threading.Event()
-        if self._first:
+        ingest.STOP_ASKED.clear()
+        if mailbox is not None:
             threading.Thread(target=self._poll, args=(mailbox,), name="stop-watch", daemon=True).start()
 
     def _poll(self, mailbox: Any) -> None:
-        while self.cause is None and not self._closed.wait(POLL_S):
+        cause = None
+        while cause is None and not self._closed.wait(POLL_S if self._first else _OTHERS_POLL_S):
             with contextlib.suppress(ray.exceptions.RayError):  # a driver that is gone takes the workers with it
-                self.cause = ray.get(mailbox.read.remote(), timeout=10)
+                cause = ray.get(mailbox.read.remote(), timeout=10)
+        if cause is not None:
+            ingest.STOP_ASKED.set()
+        if self._first:
+            self.cause = cause
 
     def seen(self) -> tuple[bool, int]:
         now_s = time.monotonic()

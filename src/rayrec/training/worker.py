@@ -43,7 +43,7 @@ from rayrec.training.device_peak import multiply_adds_per_s_or_zero
 from rayrec.training.loop import Progress
 from rayrec.training.profiling import make_profiler, profiled
 from rayrec.training.state import all_tensors, model_tensors, restore_all
-from rayrec.training.stopping import MORE_WORKERS, SaveReporter, StopWatch
+from rayrec.training.stopping import RESUMES, SaveReporter, StopWatch
 from rayrec.training.store_watch import StoreWatch
 from rayrec.training.worker_logs import quiet_logs
 from rayrec.workloads.base import ScalingConfig, TrainConfig, TrainLoader, WorkerContext, WorkerSetup
@@ -218,7 +218,7 @@ def _train(worker: WorkerContext, assignment: Assignment, log: Log) -> dict[str,
         watch.close()
     if told:
         return told
-    log("stop", {"cause": watch.cause, "step": progress.step, "last": watch.cause != MORE_WORKERS})
+    log("stop", {"cause": watch.cause, "step": progress.step, "last": watch.cause not in RESUMES})
     return {"stopped": watch.cause}
 
 

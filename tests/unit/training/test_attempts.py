@@ -233,3 +233,40 @@ def test_the_mailbox_goes_with_the_attempt(
         assert attempts._attempt(wanted, str(tmp_path), None, shares, signals, crowded=False) is None  # type: ignore[arg-type]
     assert request.closed
     ended.set()
+
+
+@pytest.mark.parametrize(
+    ("nodes_left", "other_layout", "expected"), [(False, True, True), (True, True, False), (False, False, False)]
+)
+def test_an_attempt_ends_if_its_data_nodes_are_gone_and_others_can_take_their_tasks(
+    monkeypatch: pytest.MonkeyPatch, nodes_left: bool, other_layout: bool, expected: bool
+) -> None:
+    here = [Node("data", {"CPU": 8.0}), Node("worker", {"CPU": 8.0, "slot": 2.0})]
+    clock = [0.0]
+    monkeypatch.setattr(attempts.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(cluster, "alive_nodes", lambda **_: here)
+    wanted = config().replace(scaling={"num_workers": 2}, cluster={"data_nodes": "separate"})
+    shares = attempts.share_out(wanted)
+    monkeypatch.setattr(cluster, "data_nodes", lambda shares, **_: here[:1] if nodes_left else [])
+    monkeypatch.setattr(cluster, "alive_nodes", lambda **_: here[1:])
+    watch = attempts._DataNodes(wanted.replace(cluster={"data_nodes": "auto" if other_layout else "separate"}), shares)
+    ends = []
+    for now_s in range(0, 60):
+        clock[0] = float(now_s)
+        if watch.gone():
+            ends.append(now_s)
+    assert bool(ends) == expected
+    assert not ends or ends[0] == 25
+
+
+def test_a_head_that_does_not_answer_says_nothing_of_data_nodes(
+    nodes: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(attempts.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(cluster, "data_nodes", fails(attempts.ray.exceptions.RaySystemError("gone")))
+    watch = attempts._DataNodes(config(), attempts.share_out(config()))
+    monkeypatch.setattr(cluster, "data_nodes", lambda shares: fails(attempts.ray.exceptions.RaySystemError("gone"))())
+    for now_s in range(0, 60):
+        clock[0] = float(now_s)
+        assert not watch.gone()

@@ -1,0 +1,134 @@
+"""A worker that waits for data tasks: it does not, once its run is asked to stop."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.data import ingest
+from rayrec.data.counting import count_parts
+from rayrec.data.ingest import STOP_ASKED, encoded_block, stream
+from rayrec.data.log import cut, index_chunk, numbered
+from rayrec.data.placement import TaskPlacement
+from rayrec.data.position import Block, Part, Piece
+from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.profiles import RAYREC, make_preprocessor
+from rayrec.datasets.criteo import SCHEMA
+from rayrec.training import stopping
+
+BLOCKS = 4
+
+
+@pytest.fixture
+def pieces(click_log: Path) -> list[tuple[Block, Piece]]:
+    (chunk,) = cut(storage.list_files(str(click_log / "train.txt")), 1 << 30)
+    entries, _ = index_chunk(chunk, SCHEMA, 20_000)
+    blocks = [
+        Block((Part(segment, 0, segment.rows),), (3, number))
+        for number, segment in enumerate(numbered(entries[:BLOCKS]))
+    ]
+    return [(block, Piece(number, 5, block.rows)) for number, block in enumerate(blocks)]
+
+
+@pytest.fixture
+def preprocessor(pieces: list[tuple[Block, Piece]]) -> Preprocessor:
+    counting = RAYREC.counting(SCHEMA)
+    counts = counting.empty()
+    counts.add(count_parts([part for block, _ in pieces for part in block.parts], counting=counting))
+    return make_preprocessor(RAYREC, SCHEMA, counts)
+
+
+@pytest.fixture
+def never() -> Iterator[threading.Event]:
+    """What data tasks wait for whose nodes are gone."""
+    event = threading.Event()
+    STOP_ASKED.clear()
+    yield event
+    event.set()
+    STOP_ASKED.clear()
+
+
+def numbers(pieces: list[tuple[Block, Piece]], preprocessor: Any) -> list[int]:
+    found = stream(pieces, preprocessor, schema=SCHEMA, placement=TaskPlacement())
+    return [number for rows in found if rows.row_numbers is not None for number in rows.row_numbers.tolist()]
+
+
+@pytest.mark.parametrize("made", [0, 1, 3, BLOCKS])
+def test_blocks_that_never_come_are_made_here_once_the_run_is_asked_to_stop(
+    monkeypatch: pytest.MonkeyPatch,
+    pieces: list[tuple[Block, Piece]],
+    preprocessor: Preprocessor,
+    never: threading.Event,
+    made: int,
+) -> None:
+    items = [(block, piece.start, piece.stop) for block, piece in pieces]
+
+    def tables(dataset: Any, *, prefetch_blocks: int) -> Generator[pa.Table, None, None]:
+        for item in items[:made]:
+            yield encoded_block(item, preprocessor)
+        if made < BLOCKS:
+            never.wait()
+
+    monkeypatch.setattr(ingest, "tasks_dataset", lambda *_, **__: None)
+    monkeypatch.setattr(ingest, "tables", tables)
+    monkeypatch.setattr(ingest, "_shared", lambda reference: reference)
+    monkeypatch.setattr(ingest, "_STALL_S", 0.3)
+    monkeypatch.setattr(ingest, "_POLL_S", 0.05)
+    threading.Timer(0.2, STOP_ASKED.set).start()
+    found: list[list[int]] = []
+    thread = threading.Thread(target=lambda: found.append(numbers(pieces, preprocessor)), daemon=True)
+    thread.start()
+    thread.join(60)
+    expected = np.concatenate(
+        [block.parts[0].segment.first_row + block.order()[piece.start : piece.stop] for block, piece in pieces]
+    )
+    assert found == [expected.tolist()]
+
+
+def test_errors_of_data_tasks_and_an_early_end_go_through(
+    monkeypatch: pytest.MonkeyPatch,
+    pieces: list[tuple[Block, Piece]],
+    preprocessor: Preprocessor,
+    never: threading.Event,
+) -> None:
+    closed = threading.Event()
+
+    def tables(dataset: Any, *, prefetch_blocks: int) -> Generator[pa.Table, None, None]:
+        try:
+            for block, piece in pieces[:2]:
+                yield encoded_block((block, piece.start, piece.stop), preprocessor)
+            raise InputError("the file changed")
+        finally:
+            closed.set()
+
+    monkeypatch.setattr(ingest, "tasks_dataset", lambda *_, **__: None)
+    monkeypatch.setattr(ingest, "tables", tables)
+    with pytest.raises(InputError, match="the file changed"):
+        numbers(pieces, preprocessor)
+    assert closed.wait(5)
+    closed.clear()
+    rows: Any = stream(pieces, preprocessor, schema=SCHEMA, placement=TaskPlacement())  # type: ignore[arg-type]
+    next(rows)
+    rows.close()
+    assert closed.wait(5)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_worker_hears_of_a_stop(monkeypatch: pytest.MonkeyPatch, never: threading.Event, rank: int) -> None:
+    monkeypatch.setattr(stopping, "POLL_S", 0.01)
+    monkeypatch.setattr(stopping, "_OTHERS_POLL_S", 0.01)
+    monkeypatch.setattr(stopping.ray, "get", lambda reference, timeout: reference)
+    mailbox = SimpleNamespace(read=SimpleNamespace(remote=lambda: "SIGTERM"))
+    watch = stopping.StopWatch(mailbox, rank=rank)
+    assert STOP_ASKED.wait(10)
+    watch.close()
+    assert (watch.cause is None) == (rank == 1)  # all act on what worker 0 has heard
