@@ -129,7 +129,8 @@ def encode_columns(preprocessor: Preprocessor, raw: RawColumns, order: np.ndarra
 def _encode_sparse(column: SparseColumn, slots: np.ndarray | None, raw: RawSparse, dtype: np.dtype) -> Ids:
     if slots is None:
         spread = np.uint64(column.num_embeddings - column.first_id)
-        ids = (raw.tokens % spread).astype(dtype) + dtype.type(column.first_id)
+        tokens = mixed(raw.tokens) if column.mixed else raw.tokens
+        ids = (tokens % spread).astype(dtype) + dtype.type(column.first_id)
     else:
         tokens = raw.tokens if column.token_modulo is None else raw.tokens % np.uint64(column.token_modulo)
         ids = look_up(tokens, slots, column.unknown_id).astype(dtype, copy=False)
@@ -143,6 +144,14 @@ def _encode_sparse(column: SparseColumn, slots: np.ndarray | None, raw: RawSpars
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     values[_places(starts, raw.lengths)] = ids
     return Bags(values, lengths)
+
+
+def mixed(tokens: np.ndarray) -> np.ndarray:
+    """uint64: the finalizer of SplitMix64 (Steele, Lea, Flood 2014), a bijection of uint64 that spreads neighbours and multiples
+    evenly over any modulus."""
+    tokens = (tokens ^ tokens >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    tokens = (tokens ^ tokens >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return tokens ^ tokens >> np.uint64(31)
 
 
 # Counting ------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from rayrec import storage
+from rayrec import machine, storage
 from rayrec.data.columns import RawColumns, column_tokens, dense_moments
 from rayrec.data.engine import Engine
 from rayrec.data.log import CachedIndex, Chunk, Entry, LogIndex, Segment, cut, numbered, parsed_segments
@@ -29,6 +29,7 @@ from rayrec.data.token_counter import (
     Spill,
     TokenCounter,
     count_columns,
+    frequent_items,
     kernel,
     narrow,
     pointer,
@@ -37,6 +38,15 @@ from rayrec.native import keep_freed_memory, library
 from rayrec.schema import Schema
 
 TokenType = Literal["uint32", "uint64"]
+
+_MEMORY_SHARE = 0.25
+"""Share of the available memory that tables of counts get by default: Ray's object store and the system need the rest."""
+
+
+def default_memory_bytes() -> int:
+    """Memory for tables of counts if none is named: a quarter of what is available within the limits of the control group."""
+    return max(64 << 20, int(machine.memory().available * _MEMORY_SHARE))
+
 
 TASK_BYTES = 128 << 20
 """Text one task counts at most: the more, the fewer tables are left to be merged."""
@@ -69,7 +79,7 @@ class CountingJob:
         return self.prepare(raw)
 
     def total(self, memory_bytes: int | None, spill_folder: str | None) -> Counts:
-        return self.empty(spill=None if memory_bytes is None else Spill(spill_folder, memory_bytes))
+        return self.empty(spill=Spill(spill_folder, default_memory_bytes() if memory_bytes is None else memory_bytes))
 
 
 @dataclass
@@ -91,7 +101,7 @@ class Counts:
     labels: np.ndarray
     """int64 (2): rows with label 0 and with label 1."""
     spill: Spill | None = None
-    """Where tables go that outgrow memory; None: they may grow without limit."""
+    """Storage for tables that outgrow memory; None: they may grow without limit, as those of one task."""
     _distinct: dict[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -116,14 +126,14 @@ class Counts:
             spill=spill,
         )
 
-    def kept(self, column: int, min_count: int = 1) -> Items:
-        """(tokens, counts int64, first rows int64 or None) of a sparse column's tokens counted at least `min_count` times,
-        in no particular order. Where counts were spilled they are read back by the part, so that only those that are kept
-        are ever in memory together."""
+    def kept(self, column: int, min_count: int = 1, *, always: int | None = None) -> Items:
+        """(tokens, counts int64, first rows int64 or None) of a sparse column's tokens counted at least `min_count` times, and
+        of the token `always` however often it was counted, in no particular order. Counts that were spilled are read back part
+        by part, so that only those that are kept are ever in memory together."""
         if self.spill is None or not self.spill.begun:
-            return self.tokens[column].items(min_count)
+            return frequent_items(self.tokens[column], min_count, always)
         self.spill.write(self.tokens)
-        items, self._distinct[column] = self.spill.merged(column, self.tokens[column], min_count)
+        items, self._distinct[column] = self.spill.merged(column, self.tokens[column], min_count, always=always)
         return items
 
     def num_distinct(self, column: int) -> int:
@@ -133,6 +143,13 @@ class Counts:
         if column not in self._distinct:
             self.kept(column, NO_ROW)
         return self._distinct[column]
+
+    def spilled(self) -> str:
+        """A sentence on the counts that were written to the disk; empty if all fit into memory."""
+        if self.spill is None or not self.spill.begun:
+            return ""
+        limit, written = self.spill.memory_bytes >> 20, self.spill.written_bytes >> 20
+        return f"counts of categories outgrew {limit:,} MiB of memory, and {written:,} MiB were spilled to {self.spill.folder}"
 
     def close(self) -> None:
         """Frees what was spilled; `kept` is not to be called any more."""
@@ -333,9 +350,9 @@ def count_log(
 ) -> Counts:
     """Counts the chosen rows in one pass of data tasks, each pre-aggregating its own; `progress` gets rows done.
 
-    Tables that together outgrow `memory_bytes` (None: no limit) move to a file in `spill_folder` (None: that for temporary
-    files) and are only read back by `Counts.kept`; the result is the same. Close the Counts to free that file. Raises
-    InputError where a segment no longer holds its rows, or where the disk is full.
+    Tables that together outgrow `memory_bytes` (None: `default_memory_bytes()`) move to a file in `spill_folder` (None: the
+    one for temporary files) and are only read back by `Counts.kept`; the result is the same. Close the Counts to free that file.
+    Raises InputError if a segment no longer holds its rows, or if the disk is full.
     """
     total = counting.total(memory_bytes, spill_folder)
     tasks = _tasks(parts, [_size_bytes(part.segment) for part in parts], task_bytes)

@@ -105,7 +105,28 @@ class SparseColumn:
     token_modulo: int | None = None
     """Tokens are taken modulo this before they are looked up."""
     murmur3: bool = False
-    """Where hashed: the token's murmur3 hash stands for it."""
+    """For a hashed column: the token's murmur3 hash stands for it."""
+    mixed: bool = False
+    """For a hashed column of 64-bit tokens: their bits are mixed before the modulo, so that ids which are multiples of a number
+    spread over all rows. Preprocessors of earlier versions have False."""
+
+    def check(self, name: str) -> None:
+        """Raises InputError for values from which an id outside [0, num_embeddings) would come."""
+        rows, tokens = self.num_embeddings, self.num_tokens
+        limits = {
+            "num_embeddings": (rows, 1, 2**40),
+            "num_tokens": (0 if tokens is None else tokens, 0, 2**31 - 1),
+            "first_id": (self.first_id, 0, 2**31 - 1 if tokens is not None else rows - 1),
+            "unknown_id": (self.unknown_id, 0, rows - 1),
+            "missing_id": (self.missing_id, 0, rows - 1),
+            "gap": (0 if self.gap is None else self.gap, 0, 2**40),
+            "token_modulo": (1 if self.token_modulo is None else self.token_modulo, 1, 2**32 - 1),
+        }
+        for limited, (value, least, most) in limits.items():
+            if type(value) is not int or not least <= value <= most:
+                raise InputError(
+                    f"preprocessor: column {name} has {limited} {value!r}, not an integer from {least} to {most}; it is damaged"
+                )
 
     @property
     def has_own_ids(self) -> bool:
@@ -158,8 +179,28 @@ class Preprocessor:
         known = sum(column.num_tokens or 0 for column in self.sparse)
         if (len(self.dense), len(self.sparse)) != (len(self.inputs.dense), len(self.inputs.sparse)):
             raise InputError("preprocessor: its columns are not those of its schema; build it anew")
+        dtype = np.dtype(np.uint32 if self.schema.tokens == "hexadecimal" else np.uint64)
+        if self.tokens.dtype != dtype or self.tokens.ndim != 1:
+            raise InputError(
+                f"preprocessor: its tokens are {self.tokens.dtype} {self.tokens.shape}, not a row of {dtype}; build it again"
+            )
         if known != len(self.tokens):
             raise InputError(f"preprocessor: {len(self.tokens)} tokens where its columns have {known}; build it anew")
+
+    def check(self) -> None:
+        """Raises InputError for values that `rayrec vocabulary` never writes and from which a kernel would compute nonsense."""
+        for name, column in zip(self.inputs.sparse, self.sparse, strict=True):
+            column.check(name)
+        for name, dense in zip(self.inputs.dense, self.dense, strict=True):
+            if dense.kind not in _DENSE_KINDS or type(dense.lowest) is not int:
+                raise InputError(
+                    f"preprocessor: column {name} has kind {dense.kind!r}, lowest {dense.lowest!r}; it is damaged"
+                )
+        if self.multi_hot is not None and len(self.multi_hot.sizes) != len(self.sparse):
+            raise InputError("preprocessor: multi_hot.sizes are not as many as its sparse columns; it is damaged")
+        least = self.file_minimum
+        if least is not None and ("" not in least or any(type(value) is not int for value in least.values())):
+            raise InputError("preprocessor: file_minimum is not a table of integers; it is damaged")
 
     @cached_property
     def inputs(self) -> Schema:
@@ -225,7 +266,11 @@ class Preprocessor:
             "profile": self.profile,
             "schema": self.schema.describe(),
             "dense": [vars(column) for column in self.dense],
-            "sparse": [vars(column) for column in self.sparse],
+            # `mixed` was added later: without it, descriptions and hashes of earlier Preprocessors stay the same.
+            "sparse": [
+                {name: value for name, value in vars(column).items() if name != "mixed" or value}
+                for column in self.sparse
+            ],
             "integer_buckets": self.integer_buckets,
             "file_minimum": self.file_minimum,
             "multi_hot": self.multi_hot.to_dict() if self.multi_hot else None,
@@ -270,6 +315,9 @@ class Preprocessor:
                 multi_hot=MultiHot().updated(stored["multi_hot"]) if stored["multi_hot"] else None,
                 constants=stored["constants"],
             )
+            self.check()
+        except InputError as error:
+            raise InputError(f"{folder}: {error}") from None
         except (KeyError, TypeError, ValueError, EOFError) as error:
             raise InputError(f"{folder}: the preprocessor's files are damaged ({error}); build it anew") from None
         if self.hash() != stored.get("hash"):

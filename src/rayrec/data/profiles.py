@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -104,7 +105,9 @@ class Profile(Config):
 
     @property
     def prepare(self) -> Callable[[RawRows], RawRows] | None:
-        """What is done to raw rows before they are counted."""
+        """The step from raw rows to the rows that are counted."""
+        if self.token_modulo is not None:
+            return functools.partial(_counted_rows, buckets=self.dense == "buckets", modulo=self.token_modulo)
         return bucket_integers if self.dense == "buckets" else None
 
     def counting(self, schema: Schema) -> CountingJob:
@@ -136,6 +139,12 @@ class Profile(Config):
         if self.dense != "buckets":
             return schema
         return schema.replace(dense=(), sparse=schema.dense + schema.sparse)
+
+
+def _counted_rows(raw: RawRows, *, buckets: bool, modulo: int) -> RawRows:
+    """Raw rows whose tokens are taken modulo `modulo`, after their integers became tokens if `buckets` says so."""
+    rows = bucket_integers(raw) if buckets else raw
+    return rows.with_columns(rows.schema, tokens=rows.tokens[: rows.rows] % np.uint32(modulo))
 
 
 def make_preprocessor(profile: Profile, schema: Schema, counts: Counts) -> Preprocessor:
@@ -203,11 +212,10 @@ class _Known:
 
 
 def _known(profile: Profile, counts: Counts, number: int) -> _Known:
-    changed = profile.missing == "zero" or profile.token_modulo  # tokens that are rare may be one that is not
-    tokens, amounts, first_rows = counts.kept(number, 1 if changed else profile.min_count)
+    # An empty field may make token 0 frequent that is not without it.
+    always = 0 if profile.missing == "zero" else None
+    tokens, amounts, first_rows = counts.kept(number, profile.min_count, always=always)
     missing_count, missing_row = (int(value) for value in counts.missing[number])
-    if profile.token_modulo:
-        tokens, amounts, first_rows = _merged(tokens % tokens.dtype.type(profile.token_modulo), amounts, first_rows)
     if profile.missing == "zero" and missing_count:
         tokens, amounts, first_rows = _merged(
             np.append(tokens, tokens.dtype.type(0)),
@@ -251,7 +259,9 @@ def _sparse_column(profile: Profile, counts: Counts, number: int) -> tuple[Spars
     assert limit is not None
     if fixed is None and profile.beyond_limit == "hash":
         missing_id = missing_id if isinstance(profile.missing, int) else first_id  # that of token 0
-        return SparseColumn(limit, None, first_id, unknown_id % limit, missing_id), _Known(known.tokens[:0])
+        wide = known.tokens.dtype == np.uint64  # tokens that may be numbers with a pattern; Criteo's are hashes
+        column = SparseColumn(limit, None, first_id, unknown_id % limit, missing_id, mixed=wide)
+        return column, _Known(known.tokens[:0])
     column = SparseColumn(
         limit, len(known.tokens), first_id, unknown_id % limit, missing_id % limit, gap, profile.token_modulo
     )

@@ -41,9 +41,9 @@ def check(format: str, preprocessor: Preprocessor, *, labelled: bool) -> None:
             "format binary holds integers, and with tokens: any dense columns are any numbers; use --format npy, or parquet"
         )
     for name, column in zip(preprocessor.inputs.dense, preprocessor.dense, strict=True):
-        zero = np.empty(1, np.float32)
+        integer, zero = np.zeros(1, np.int64), np.empty(1, np.float32)
         library().rayrec_transform_dense(
-            ctypes.c_void_p(np.zeros(1, np.int64).ctypes.data),
+            ctypes.c_void_p(integer.ctypes.data),
             ctypes.c_int64(1),
             ctypes.byref(column.c_column()),
             ctypes.c_void_p(zero.ctypes.data),

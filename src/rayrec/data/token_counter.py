@@ -239,7 +239,8 @@ class Spill:
     def __init__(self, folder: str | None, memory_bytes: int) -> None:
         if folder is not None and storage.is_url(folder):
             raise InputError(f"{folder}: counts are spilled to a local folder only")
-        self._folder = storage.absolute(folder or tempfile.gettempdir())
+        self.folder = storage.absolute(folder or tempfile.gettempdir())
+        self.memory_bytes = memory_bytes
         # The other half is for a table that grows and for a column's items on their way to disk.
         self.table_bytes = memory_bytes // 2
         self._file: Any = None
@@ -254,8 +255,8 @@ class Spill:
         """Moves what the counters hold to disk. Raises InputError where there is no room."""
         try:
             if self._file is None:
-                os.makedirs(self._folder, exist_ok=True)
-                self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115  closed by `close`
+                os.makedirs(self.folder, exist_ok=True)
+                self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115  closed by `close`
             for column, counter in enumerate(counters):
                 if not counter.used:
                     continue
@@ -268,7 +269,7 @@ class Spill:
                     self._write(array)
         except OSError as error:
             raise InputError(
-                f"{self._folder}: counts that outgrew memory cannot be written there ({error.strerror}); make room, "
+                f"{self.folder}: counts that outgrew memory cannot be written there ({error.strerror}); make room, "
                 "name another spill_folder or raise memory_bytes"
             ) from None
 
@@ -279,9 +280,11 @@ class Spill:
             self.written_bytes += done
             view = view[done:]
 
-    def merged(self, column: int, like: TokenCounter, min_count: int) -> tuple[Items, int]:
-        """Everything spilled of a column, added up, where it was counted at least `min_count` times; and how many distinct
-        tokens there were before."""
+    def merged(
+        self, column: int, like: TokenCounter, min_count: int, *, always: int | None = None
+    ) -> tuple[Items, int]:
+        """Everything spilled of a column, added up, if it was counted at least `min_count` times or is the token `always`; and
+        how many distinct tokens there were before."""
         runs, distinct = self._runs.get(column, []), 0
         kept = like.items(NO_ROW)
         sizes = sum((np.diff(run.offsets) for run in runs), np.zeros(1 << _PARTITION_BITS, np.int64))
@@ -295,7 +298,7 @@ class Spill:
                             arrays = _select(arrays, _PARTITION_BITS + split_bits, (first << split_bits) + part)
                         counter.merge(*arrays)
                 distinct += counter.used
-                _extend(kept, counter.items(min_count))
+                _extend(kept, frequent_items(counter, min_count, always))
                 del counter
         return kept, distinct
 
@@ -336,6 +339,15 @@ def _select(arrays: Sequence[np.ndarray], bits: int, partition: int) -> list[np.
         ctypes.c_int64(partition),
     )
     return [array[:kept] for array in (tokens, counts, *rows)]
+
+
+def frequent_items(counter: TokenCounter, min_count: int, always: int | None) -> Items:
+    """The tokens of a counter that were counted at least `min_count` times, and the token `always` if it was counted."""
+    if always is None or min_count <= 1:
+        return counter.items(min_count)
+    tokens, counts, rows = counter.items()
+    chosen = (counts >= min_count) | (tokens == always)
+    return tokens[chosen], counts[chosen], None if rows is None else rows[chosen]
 
 
 def _extend(kept: Items, more: Items) -> None:

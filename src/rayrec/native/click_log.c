@@ -178,7 +178,7 @@ int64_t rayrec_last_line_start(const uint8_t *text, int64_t length) {
 static inline double transform(int64_t value, const rayrec_dense_column *column) {
     double transformed;
     if (column->kind == DENSE_SIGNED_LOG) {
-        const double magnitude = log1p((double)(value < 0 ? -value : value));
+        const double magnitude = log1p(fabs((double)value)); /* -INT64_MIN is not an int64 */
         transformed = value < 0 ? -magnitude : magnitude;
     } else {
         if (value < column->lowest) value = column->lowest;
@@ -276,7 +276,7 @@ void rayrec_encode(const rayrec_raw_rows *raw, const rayrec_layout *layout, cons
             const uint64_t missing = raw->missing[row];
             float *out = dense_out + (base + i) * num_dense;
             for (int d = 0; d < num_dense; d++) {
-                const uint64_t small_index = (uint64_t)(integers[d] - SMALL_FROM);
+                const uint64_t small_index = (uint64_t)integers[d] - (uint64_t)(int64_t)SMALL_FROM;
                 if (missing >> d & 1) out[d] = dense_columns[d].missing_value;
                 else if (use_small && small_index < SMALL_COUNT) out[d] = small[d][small_index];
                 else out[d] = (float)transform(integers[d], &dense_columns[d]);

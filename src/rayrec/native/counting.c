@@ -180,7 +180,7 @@ int64_t rayrec_select_partition(void *tokens, int32_t token_bytes, int64_t *coun
 
 /* sign(x) ln(1 + |x|), rounded to float32, in units of 1 / units. */
 static inline int64_t fixed_log(int64_t value, double units) {
-    const double magnitude = log1p((double)(value < 0 ? -value : value));
+    const double magnitude = log1p(fabs((double)value));
     return (int64_t)rint((double)(float)(value < 0 ? -magnitude : magnitude) * units);
 }
 

@@ -62,7 +62,7 @@ class PreparationConfig(Config):
     spark: SparkConfig = field(default_factory=SparkConfig)
     """Of the Spark engines."""
     memory_bytes: int | None = None
-    """Memory for counts of categories; beyond it they are spilled to the disk; None: no limit."""
+    """Memory for counts of categories; counts beyond it are spilled to the disk; None: a quarter of the available memory."""
     block_bytes: int = 32 << 20
     """As in training; the same value gives the same batches from ready-made data as from the raw log."""
     segments_per_block: int = 16

@@ -6,7 +6,7 @@ from typing import Any
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.counting import count_log, index_and_count
+from rayrec.data.counting import Counts, count_log, index_and_count
 from rayrec.data.engine import Engine
 from rayrec.data.log import LogIndex, select
 from rayrec.data.opening import plain_files
@@ -66,6 +66,7 @@ def _index_and_count(
         progress=lambda done: console.progress("vocabulary (bytes)", done, size),
     )
     with counts:
+        _report_spill(counts, console)
         check_index(index, path, config, console)
         return index, make_preprocessor(config.rules, config.schema, counts)
 
@@ -93,4 +94,10 @@ def count(
         memory_bytes=config.memory_bytes,
         progress=lambda rows: console.progress("vocabulary (rows)", rows, stop - start),
     ) as counts:
+        _report_spill(counts, console)
         return make_preprocessor(profile, config.schema, counts)
+
+
+def _report_spill(counts: Counts, console: Console) -> None:
+    if spilled := counts.spilled():
+        console.note(f"{spilled}; --memory-bytes sets the limit")

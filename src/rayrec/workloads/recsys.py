@@ -73,7 +73,7 @@ class ClickWorkload(Workload):
     """Folder of a Preprocessor made by `rayrec vocabulary`; None: that of ready-made data, else made from the rows that
     the profile counts."""
     vocabulary_memory_bytes: int | None = None
-    """Memory for counts of categories; beyond it they are spilled to the disk; None: no limit."""
+    """Memory for counts of categories; counts beyond it are spilled to the disk; None: a quarter of the available memory."""
     model: DLRMConfig = field(default_factory=DLRMConfig)
     """The network."""
     sparse_optimizer: SparseOptimizerConfig = field(default_factory=SparseOptimizerConfig)
@@ -224,6 +224,8 @@ class ClickWorkload(Workload):
         ) as counts:
             for problem in problems_of(counts, self.profile.inputs(self.schema)):
                 context.note(f"{context.config.train_data.path}: {problem}")
+            if spilled := counts.spilled():
+                context.note(f"{spilled}; --workload.vocabulary-memory-bytes sets the limit")
             return make_preprocessor(self.profile, self.schema, counts)
 
     def summarize(self, prepared: Prepared, metrics: dict[str, float]) -> dict[str, Any]:

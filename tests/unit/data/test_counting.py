@@ -7,10 +7,12 @@ import gc
 import os
 import random
 import resource
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -27,9 +29,10 @@ from rayrec.data.log import LogIndex, cut, index_chunk, numbered, read_segments,
 from rayrec.data.opening import index_log
 from rayrec.data.parsing import Faults, RawRows, parse
 from rayrec.data.position import Part
-from rayrec.data.profiles import DENSE_LOW_BITS, DENSE_UNITS
+from rayrec.data.profiles import DENSE_LOW_BITS, DENSE_UNITS, RAYREC, make_preprocessor
 from rayrec.data.token_counter import Spill, TokenCounter
 from rayrec.datasets.criteo import SCHEMA as CRITEO
+from rayrec.machine import Memory
 from rayrec.schema import Schema
 
 SCHEMA = Schema(label=None, dense=("d",), sparse=("s", "t"))
@@ -499,3 +502,39 @@ def test_problems_of_counted_rows() -> None:
         assert empty.startswith("no training row has a value in e, t, l;")
         assert [text.partition(",")[0] for text in one_class] == ["all 2 training rows have label 1"] * expected
     assert problems_of(CountingJob(schema, dtype="uint64").empty(), schema) == []
+
+
+@pytest.mark.parametrize("changes", [{"missing": "zero"}, {"missing": "zero", "token_modulo": 2**31}])
+def test_memory_is_bounded_whatever_the_profile(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Tokens that are too seldom are not gathered, and an empty field still counts as token 0."""
+    schema = Schema(label=None, sparse=("s",))
+    profile = RAYREC.replace(min_count=3, **changes)
+    raw = RawRows(schema, 300_000)
+    raw.rows = raw.capacity
+    raw.tokens[:, 0] = np.arange(raw.rows)  # 0 and all others once
+    raw.tokens[-4:, 0] = 7
+    raw.missing[:] = 0
+    raw.missing[-6:-4] = 1
+    job = profile.counting(schema)
+    task = job.empty()
+    task.add_rows(job.prepared(raw), 0)
+    preprocessors = []
+    for memory_bytes in (1 << 20, None):
+        with job.total(memory_bytes, str(tmp_path)) as counts:
+            counts.add(task.to_table())
+            gc.collect()
+            tracemalloc.start()
+            preprocessors.append(make_preprocessor(profile, schema, counts))
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            assert bool(counts.spilled()) == (memory_bytes is not None)
+            assert memory_bytes is None or peak < 2 << 20
+    assert preprocessors[0].hash() == preprocessors[1].hash()
+    assert preprocessors[0].tokens.tolist() == [7, 0]  # five times; once and two empty fields
+
+
+def test_the_default_limit_is_a_share_of_the_available_memory() -> None:
+    with mock.patch("rayrec.machine.memory", return_value=Memory(total=64 << 30, available=8 << 30)):
+        counts = CountingJob(SCHEMA).total(None, None)
+    assert counts.spill is not None
+    assert counts.spill.memory_bytes == 2 << 30

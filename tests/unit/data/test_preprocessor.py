@@ -9,13 +9,16 @@ import math
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayrec.config import InputError
+from rayrec.data.arrow_columns import parse_table
 from rayrec.data.parsing import RawRows, parse
 from rayrec.data.preprocessor import (
     CSparseColumn,
@@ -24,6 +27,7 @@ from rayrec.data.preprocessor import (
     SparseColumn,
     num_slots,
 )
+from rayrec.data.profiles import RAYREC, make_preprocessor
 from rayrec.native import library
 from rayrec.schema import Schema
 
@@ -292,3 +296,72 @@ def test_a_damaged_description_is_refused(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(InputError, match=r"holds no preprocessor\.json"):
         Preprocessor.load(str(tmp_path))
+
+
+def save_forged(folder: Path, *, tokens: np.ndarray | None = None, **changes: Any) -> None:
+    """Saves a Preprocessor whose hash is right though its values are not."""
+    good = make()
+    object.__setattr__(good, "tokens", good.tokens if tokens is None else tokens)
+    object.__setattr__(good, "sparse", (dataclasses.replace(good.sparse[0], **changes), *good.sparse[1:]))
+    good.save(str(folder))
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        *[{name: value} for name in ("first_id", "unknown_id", "missing_id") for value in (-1, 2**31, 2.5)],
+        {"num_embeddings": 0},
+        {"num_embeddings": 2**50},
+        {"token_modulo": 0},
+        {"token_modulo": 2**33},
+        {"gap": -1},
+        *[{"tokens": np.zeros(5004, dtype)} for dtype in (np.uint8, np.int64, np.float32)],
+        {"tokens": np.zeros((5004, 1), np.uint32)},
+    ],
+    ids=str,
+)
+def test_values_that_no_kernel_may_see_are_refused(tmp_path: Path, forged: dict[str, Any]) -> None:
+    save_forged(tmp_path, **forged)
+    with pytest.raises(InputError, match=str(tmp_path)):
+        Preprocessor.load(str(tmp_path))
+
+
+def test_the_least_integer_has_a_logarithm() -> None:
+    column, out = DenseColumn(), np.empty(2, np.float32)
+    values = np.array([-(2**63), 2**63 - 1], np.int64)
+    library().rayrec_transform_dense(
+        ctypes.c_void_p(values.ctypes.data),
+        ctypes.c_int64(2),
+        ctypes.byref(column.c_column()),
+        ctypes.c_void_p(out.ctypes.data),
+    )
+    assert out.tolist() == [-np.float32(63 * math.log(2)), np.float32(63 * math.log(2))]
+
+
+def test_multiples_spread_over_a_hashed_column_and_earlier_preprocessors_keep_their_ids() -> None:
+    schema = Schema(label=None, sparse=("s",), tokens="any")
+    ids = np.arange(0, 50_000_000, 1000)
+    raw, _ = parse_table(pa.table({"s": ids}), schema)
+    profile = RAYREC.replace(max_num_embeddings=100_002)
+    counts = profile.counting(schema).empty()
+    counts.add_rows(raw, 0)
+    counts.tokens[0].count_values(np.arange(1, 200_001, dtype=np.uint64).repeat(2))
+    mixed = make_preprocessor(profile, schema, counts)
+    assert mixed.sparse[0].mixed
+    assert len(set(mixed.encode(raw).ids[0].tolist())) > 35_000
+    before = dataclasses.replace(mixed, sparse=(dataclasses.replace(mixed.sparse[0], mixed=False),))
+    assert set(before.encode(raw).ids[0].tolist()) == {2 + 1000 * i for i in range(100)}
+    assert "mixed" not in before.describe()["sparse"][0]
+    assert before.hash() != mixed.hash()
+
+
+def test_hashes_of_earlier_versions_stay() -> None:
+    """A description without the fields that were added since, and its hash, are what they were."""
+    assert make().describe()["schema"] == {
+        **{"label": "y", "dense": ["a", "b"], "sparse": ["s", "t", "u"], "tokens": "hexadecimal", "lists": []},
+        **{"weight": None, "delimiter": "\t", "list_delimiter": "|"},
+    }
+    earlier = {**Schema(label=None, sparse=("s",), tokens="any").describe()}
+    assert earlier.pop("category_rules") == 2
+    assert Schema.described(earlier).category_rules == 1
+    assert Schema.described(earlier).describe() == earlier
