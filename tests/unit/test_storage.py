@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from pyarrow import fs
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.storage import files, outages
+from rayrec.storage import files, outages, stores
 from rayrec.storage.stores import S3Place
 
 
@@ -358,3 +359,43 @@ def test_json_knows_no_nan(tmp_path: Path) -> None:
     assert text == storage.json_text(value) + "\n"
     strict = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert strict == {"auroc": None, "rows": 3, "nested": [1.5, [None, None], {"text": "NaN"}]}
+
+
+class StoreThatIsOut:
+    """The first `answers` requests get an answer; counts the streams that were made."""
+
+    def __init__(self, *, answers: int) -> None:
+        self.answers, self.streams = answers, 0
+
+    def _answer(self) -> None:
+        self.answers -= 1
+        if self.answers < 0:
+            raise OSError("AWS Error NETWORK_CONNECTION during PutObject operation: no answer")
+
+    def get_file_info(self, path: str) -> fs.FileInfo:
+        self._answer()
+        return fs.FileInfo(path, fs.FileType.NotFound)
+
+    def create_dir(self, path: str, *, recursive: bool) -> None:
+        pass
+
+    def open_output_stream(self, path: str, *, compression: None) -> Any:
+        self.streams += 1
+        return SimpleNamespace(write=lambda data: None, tell=lambda: 0, flush=self._answer, close=self._answer)
+
+
+@pytest.mark.parametrize(("size_mib", "answers", "streams"), [(1, 0, 1), (1, 1, 2), (20, 0, 0), (20, 1, 1)])
+def test_an_outage_leaves_one_stream_behind_and_not_one_a_retry(
+    monkeypatch: pytest.MonkeyPatch, size_mib: int, answers: int, streams: int
+) -> None:
+    store = StoreThatIsOut(answers=answers)
+    monkeypatch.setattr(stores, "_resolve", lambda path, *, patient: (store, path))
+    monkeypatch.setattr(outages, "_FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(outages, "_LONGEST_WAIT_S", 0.001)
+    write = storage.write_bytes
+    if size_mib == 1 and answers:  # it is out from the second write on
+        write("fake://b/x", b"first")
+    for _ in range(3 if size_mib > 1 else 1):
+        with storage.patience(0.05), pytest.raises(OSError, match="out for"):
+            write("fake://b/x", bytes(size_mib << 20))
+    assert store.streams == streams

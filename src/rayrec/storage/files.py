@@ -148,7 +148,18 @@ def write_stream(path: str, pieces: Iterable[bytes | memoryview]) -> int:
             return _upload(path, itertools.chain([head, piece], iterator))
         for part in _cut(piece):
             head += part
-    enduring(path, lambda filesystem, inner: _put(filesystem, inner, head))
+    failed = False
+
+    def put(filesystem: arrow_fs.FileSystem, inner: str) -> None:
+        nonlocal failed
+        if failed:
+            filesystem.get_file_info(
+                inner
+            )  # fails while the store is out, and makes no stream that `_abandon` must keep
+        failed = True
+        _put(filesystem, inner, head)
+
+    enduring(path, put)
     return len(head)
 
 
@@ -274,6 +285,7 @@ def _upload(path: str, pieces: Iterable[bytes | memoryview | bytearray]) -> int:
     """Sends pieces as one object. Unlike `_put` it cannot begin again, so that outages are outlasted by the retries of the
     filesystem itself."""
     filesystem, inner = resolve(path)
+    _info(path)  # waits for a store that is out: a stream that fails keeps its memory
     with _explaining(path):
         stream = _opened(filesystem, inner)
     try:
@@ -312,5 +324,5 @@ def _explaining(path: str) -> Iterator[None]:
 
 def _abandon(stream: NativeFile) -> None:
     """Never lets go of an output stream: closing it, which its destructor does too, would complete a half-written file,
-    and pyarrow has no other way to end it."""
+    and pyarrow has no other way to end it. That keeps up to 10 MiB, so no stream is made while a store is known to be out."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(stream))
