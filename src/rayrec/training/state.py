@@ -52,18 +52,19 @@ def all_tensors(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
 def restore_all(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: Any) -> None:
     """Brings weights and optimizer state back, whatever plan and number of workers saved them; collective.
 
-    Raises what `rayrec.checkpoint.restore` raises, and InputError for optimizer state that this optimizer does not have; the run
-    is then half restored.
+    Raises what `rayrec.checkpoint.restore` raises, and InputError if the checkpoint holds tensors that this model or optimizer
+    does not have; the run is then half restored.
     """
     stored = Ranks.all().from_first(lambda: list(checkpoint.manifest()["tensors"]))
     make_state(optimizer)
     targets = Targets(model, optimizer, stored=set(stored))
     live = set[str]().union(*Ranks.all().gather_all(list(targets.tensors)))
-    surplus = sorted(name for name in stored if name.startswith("optimizer.") and name not in live)
+    surplus = sorted(set(stored) - live)
     if surplus:
+        owner = "optimizer" if surplus[0].startswith("optimizer.") else "model"
         raise InputError(
-            f"{checkpoint.path}: holds {surplus[0]}, state that the optimizer of this run does not have; it was saved with "
-            "another optimizer: give the settings of its config.yaml"
+            f"{checkpoint.path}: holds {surplus[0]}, which the {owner} of this run does not have; it was saved with another "
+            f"{owner}: give the settings of its config.yaml"
         )
     restore(checkpoint, targets.tensors)
     targets.loaded()

@@ -117,7 +117,12 @@ def test_what_a_disk_gives_no_more_is_damage(
             raise error
         return resolve(path, call)
 
+    def preadv(*_: Any) -> int:
+        raise error
+
     monkeypatch.setattr(storage.files, "enduring", enduring)
+    if name.startswith("data_"):  # others are streamed
+        monkeypatch.setattr(os, "preadv", preadv)
     target, told = {"a": torch.zeros(3)}, []
     with pytest.raises(UnreadableError, match=rf"{name}: cannot be read \(.+\); use an earlier checkpoint"):
         checkpoint.restore(Checkpoint(checkpoint.folder_of(folder, 2)), target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,6 +155,11 @@ def test_it_does_not_begin_anew_because_of_a_bad_disk(
             raise OSError(errno.EIO, "Input/output error")
         return enduring(path, call)
 
+    def preadv(descriptor: int, buffers: Any, offset: int) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
     monkeypatch.setattr(storage.files, "enduring", fails)
+    if name != "manifest.json":  # which is streamed
+        monkeypatch.setattr(os, "preadv", preadv)
     with pytest.raises(InputError, match=rf"{name}: cannot be read .*, and there is no other checkpoint to go on from"):
         resumed.start()

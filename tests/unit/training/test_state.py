@@ -12,7 +12,7 @@ from rayrec.checkpoint import Checkpoint, folder_of, save
 from rayrec.config import InputError
 from rayrec.models.replicated import replicated_optimizer
 from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig
-from rayrec.training.state import Targets, all_tensors, make_state, optimizer_tensors, restore_all
+from rayrec.training.state import Targets, all_tensors, make_state, model_tensors, optimizer_tensors, restore_all
 
 NAME = "optimizer.weight.momentum1"
 
@@ -68,9 +68,14 @@ def test_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     restore_all(saved, model, adam)
     sgd = DenseOptimizerConfig(kind="sgd").build_keyed(dict(model.named_parameters()))
     with pytest.raises(
-        InputError, match=r"step_00000001: holds optimizer\.bias\.exp_avg, state that the optimizer of this run"
+        InputError, match=r"step_00000001: holds optimizer\.bias\.exp_avg, which the optimizer of this run"
     ):
         restore_all(saved, model, sgd)
+    smaller = torch.nn.Linear(8, 3, bias=False)
+    save(saved.path, model_tensors(model), state={})
+    sgd = DenseOptimizerConfig(kind="sgd").build_keyed(dict(smaller.named_parameters()))
+    with pytest.raises(InputError, match=r"step_00000001: holds model\.bias, which the model of this run"):
+        restore_all(saved, smaller, sgd)
 
 
 def test_state_is_made_once() -> None:
