@@ -98,8 +98,8 @@ def header(entries: Sequence[tuple[str, torch.dtype, Sequence[int], int, int]]) 
 
 
 def seal(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The manifest with a checksum over the rest of it."""
-    plain = json.loads(json.dumps({key: value for key, value in manifest.items() if key != CHECKSUM}))
+    """The manifest as it is written, NaN and infinities being null, with a checksum over the rest of it."""
+    plain = json.loads(storage.json_text({key: value for key, value in manifest.items() if key != CHECKSUM}))
     return {**plain, CHECKSUM: _checksum(plain)}
 
 

@@ -69,10 +69,15 @@ class Progress:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], *, rank: int) -> Progress:
-        """What `state` gave. A checkpoint of a version that did not count rows has no `trained`."""
+        """What `state` gave. A checkpoint of an earlier version has no `trained`; a metric that was NaN is null."""
         stored = state.get("trained")
         trained = None if stored is None else RowTally.from_dict(stored) if rank == 0 else RowTally()
-        return cls(**{**state, "trained": trained})
+        metrics = {
+            name: {metric: math.nan if value is None else value for metric, value in state[name].items()}
+            for name in ("metrics", "best_metrics")
+            if name in state
+        }
+        return cls(**{**state, **metrics, "trained": trained})
 
     def trained_by_all(self) -> RowTally | None:
         """The rows that all workers trained; None if some batch did not tell its rows; collective."""

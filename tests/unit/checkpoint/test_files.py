@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -16,6 +17,7 @@ from rayrec import checkpoint, storage
 from rayrec.checkpoint import Checkpoint, DamagedError
 from rayrec.checkpoint.format import seal
 from rayrec.config import InputError
+from rayrec.training.loop import Progress
 
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -60,6 +62,17 @@ def test_tensors_come_back(tmp_path: Path) -> None:
     part = {"model.weight": torch.zeros(5, 3)}
     checkpoint.restore(saved, part)
     assert torch.equal(part["model.weight"], tensors()["model.weight"])
+
+
+def test_a_metric_that_is_not_defined_does_not_damage_a_checkpoint(tmp_path: Path) -> None:
+    """As AUROC over rows of one class: JSON has no NaN."""
+    progress = {"step": 12, "metrics": {"auroc": float("nan"), "logloss": 0.5}, "best_metrics": {}}
+    saved = save(tmp_path, 12, state={"progress": progress})
+    found = checkpoint.newest_good(str(tmp_path), log=lambda *_: pytest.fail("it is not damaged"))
+    assert found == saved
+    restored = Progress.from_state(saved.manifest()["state"]["progress"], rank=0)
+    assert math.isnan(restored.metrics.pop("auroc"))
+    assert (restored.step, restored.metrics) == (12, {"logloss": 0.5})
 
 
 def test_parameters_are_filled_in_place(tmp_path: Path) -> None:
