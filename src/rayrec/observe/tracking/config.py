@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
 from rayrec.config import Config, InputError
 from rayrec.extras import require
+from rayrec.observe.event_lines import without_users
 from rayrec.observe.tracking.tracker import Tracker
 
 Makers = dict[str, Callable[[], Tracker]]
+_DATABASES: Final = ("sqlite", "mysql", "postgresql", "mssql")
+_MLFLOW_SCHEMES: Final = ("http", "https", "databricks", "file", "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +28,10 @@ class TrackersConfig(Config):
     prometheus: bool = True
     """Metrics at Ray's own Prometheus endpoint, while the driver lives; deploy/grafana has a dashboard of them."""
     mlflow: bool = False
-    """Parameters and metrics to the MLflow server that mlflow_uri or MLFLOW_TRACKING_URI names."""
+    """Parameters and metrics to the MLflow server, folder or database that mlflow_uri or MLFLOW_TRACKING_URI names."""
     mlflow_uri: str | None = None
-    """Address of the MLflow server; None: MLFLOW_TRACKING_URI. User and password belong into MLFLOW_TRACKING_USERNAME and
+    """Address of an MLflow server (http://host:port), a local folder (file:/path), or a database (sqlite:///file.db), which needs
+    the whole package mlflow; None: MLFLOW_TRACKING_URI. User and password belong into MLFLOW_TRACKING_USERNAME and
     MLFLOW_TRACKING_PASSWORD."""
     wandb: Literal["off", "offline", "online"] = "off"
     """Configuration and metrics to Weights & Biases; offline: kept in RUN/wandb, for `wandb sync`."""
@@ -51,10 +56,12 @@ class TrackersConfig(Config):
         """Raises InputError where a package or an address is missing, before anything is started."""
         if self.mlflow:
             require("mlflow", extra="mlflow")
-            if not (self.mlflow_uri or environment.get("MLFLOW_TRACKING_URI")):
+            uri = self.mlflow_uri or environment.get("MLFLOW_TRACKING_URI")
+            if not uri:
                 raise InputError(
                     "trackers.mlflow: which server? give --trackers.mlflow-uri or set MLFLOW_TRACKING_URI in the environment"
                 )
+            _check_mlflow_uri(uri)
         if self.wandb != "off":
             require("wandb", extra="wandb")
 
@@ -74,6 +81,23 @@ class TrackersConfig(Config):
         if self.iteration_lines:
             makers["iteration lines"] = partial(_iteration_lines, folder)
         return makers
+
+
+def _check_mlflow_uri(uri: str) -> None:
+    """Raises InputError for an address that the installed MLflow cannot write to."""
+    scheme = urlsplit(uri).scheme.partition("+")[0]  # postgresql+psycopg2
+    if scheme in _DATABASES:
+        missing = [module for module in ("sqlalchemy", "alembic") if importlib.util.find_spec(module) is None]
+        if missing:
+            raise InputError(
+                f"trackers.mlflow_uri: {without_users(uri)}: databases need the whole package, `pip install mlflow`, and only "
+                "its client (mlflow-skinny) is installed; or give a server (http://host:port) or a folder (file:/path)"
+            )
+    elif scheme not in _MLFLOW_SCHEMES:
+        raise InputError(
+            f"trackers.mlflow_uri: {without_users(uri)}: MLflow does not know {scheme}:; give a server (http://host:port), a "
+            "folder (file:/path) or a database (sqlite:///file.db)"
+        )
 
 
 def _tensorboard(folder: str, config: str) -> Tracker:

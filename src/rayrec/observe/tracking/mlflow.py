@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, final
 
@@ -26,6 +27,8 @@ class MlflowTracker:
     out: MLflow can take nothing back, and would show both."""
 
     def __init__(self, uri: str | None, *, experiment: str, config: Mapping[str, Any]) -> None:
+        # MLflow refuses a folder unless this is set: it advises databases, for which its client alone has no driver.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self._client = MlflowClient(tracking_uri=uri)
         self._experiment = experiment
         self._config = config

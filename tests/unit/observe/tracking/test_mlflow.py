@@ -11,8 +11,10 @@ import pytest
 from ports import free_ports
 
 from rayrec import recipes
+from rayrec.config import InputError
 from rayrec.observe.events import EventWriter
 from rayrec.observe.tracking import tracker as tracking_module
+from rayrec.observe.tracking.config import TrackersConfig
 from rayrec.observe.tracking.tracker import tracking
 
 mlflow = pytest.importorskip("mlflow")
@@ -20,8 +22,9 @@ mlflow = pytest.importorskip("mlflow")
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A store of files: the server's own needs a database."""
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    """A folder: the server's own store needs a database."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "")
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE")  # the tracker sets it, and the end of the test removes it
     return (tmp_path / "mlruns").as_uri()
 
 
@@ -74,6 +77,35 @@ def test_a_new_run_of_the_same_name_is_another(store: str) -> None:
     track(store, [{**event, "time": event["time"] + 1000.0} for event in first])
     assert len(runs(store)) == 2
     assert {run.info.status for run in runs(store)} == {"RUNNING"}  # nobody told how they ended
+
+
+@pytest.mark.parametrize(
+    "uri", ["file:/a/mlruns", "/a/mlruns", "mlruns", "http://host:5000", "https://host/x", "databricks"]
+)
+def test_servers_and_folders_are_accepted(uri: str) -> None:
+    TrackersConfig(mlflow=True, mlflow_uri=uri).check({})
+    TrackersConfig(mlflow=True).check({"MLFLOW_TRACKING_URI": uri})
+
+
+@pytest.mark.parametrize(
+    ("uri", "line"),
+    [
+        ("sqlite:///mlflow.db", "sqlite:///mlflow.db: databases need the whole package, `pip install mlflow`"),
+        ("postgresql+psycopg2://me:hush@host/db", r"postgresql\+psycopg2://\*\*\*@host/db: databases need"),
+        ("s3://bucket/mlruns", "s3://bucket/mlruns: MLflow does not know s3:; give a server"),
+    ],
+)
+def test_an_address_that_cannot_be_written_to_is_refused_before_the_run(
+    monkeypatch: pytest.MonkeyPatch, uri: str, line: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "sqlalchemy" else True)
+    with pytest.raises(InputError, match=f"trackers.mlflow_uri: {line}"):
+        TrackersConfig(mlflow=True).check({"MLFLOW_TRACKING_URI": uri})
+
+
+def test_a_database_is_accepted_with_the_whole_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    TrackersConfig(mlflow=True, mlflow_uri="sqlite:///mlflow.db").check({})
 
 
 def test_a_server_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
