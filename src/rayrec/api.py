@@ -369,14 +369,17 @@ def top(run: str, *, once: bool = False) -> None:
     show(run, once=once)
 
 
-def report(*runs: str, out: str | None = None, price_per_node_hour: float | None = None, nodes: int = 1) -> str:
+def report(
+    *runs: str, out: str | None = None, price_per_node_hour: float | None = None, nodes: int = 1, currency: str = "USD"
+) -> str:
     """Writes what the events of a run's folder tell, of a run in progress too, as one HTML file that needs no other; of several
-    runs, side by side. `out` None: RUN/report.html, which several runs do not have. With the price of each of so many nodes it
-    tells what the run cost. Returns where it is. Raises InputError where there is no run."""
+    runs, side by side. `out` None: RUN/report.html, which several runs do not have. With the price of each of so many
+    nodes, in `currency`, it tells what the run cost. `out` may be a file (.html) or a folder.
+    Returns the file's path. Raises InputError where there is no run."""
     from rayrec.observe import report, report_comparison
     from rayrec.observe.cost import Price
 
-    price = None if price_per_node_hour is None else Price(price_per_node_hour, nodes)
+    price = None if price_per_node_hour is None else Price(price_per_node_hour, nodes, currency)
     if len(runs) == 1:
         return report.write(runs[0], out=out, price=price)
     if not runs:

@@ -21,6 +21,11 @@ METRICS = ("auroc", "logloss", "normalized_entropy", "calibration")
 
 Array = npt.NDArray[np.float64]
 
+LEAST_ROWS: Final = 30
+"""Fewer rows have no interval and no p-value: resampling repeats their few values and does not show what others would be like."""
+LEAST_OF_A_CLASS: Final = 5
+"""Rows of each label that an interval needs, except that of the logloss."""
+
 _ROW_BYTES: Final = 32
 """Working memory of a resample, a row."""
 _WORKING_BYTES: Final = 4 << 30
@@ -60,7 +65,7 @@ class Difference:
 
 def intervals(logits: Any, labels: Any, resampling: Resampling) -> dict[str, tuple[float, float]]:
     """(low, high) of each of METRICS by the percentile bootstrap (Efron & Tibshirani 1993, chapter 13); nan where a metric is not
-    defined. Arguments as in `metrics.binary_metrics`.
+    defined, and for rows fewer than LEAST_ROWS or LEAST_OF_A_CLASS. Arguments as in `metrics.binary_metrics`.
 
     A resample weighs every row by a Poisson(1) number, which for more than some hundred rows is as good as drawing rows with
     replacement (Chamandy et al. 2012, "Estimating Uncertainty for Massive Data Streams"), and its metrics are exact. It costs
@@ -68,12 +73,17 @@ def intervals(logits: Any, labels: Any, resampling: Resampling) -> dict[str, tup
     memory, 32 bytes a row each, stays within 4 GiB. Memory: that, and about 40 bytes a row.
     """
     flat_logits, flat_labels = checked(logits, labels)
+    few = _too_few(flat_labels)
+    if len(few) == len(METRICS):
+        return dict.fromkeys(METRICS, (math.nan, math.nan))
     drawn = _resampled([_Model(flat_logits, flat_labels)], resampling)[:, 0]
+    drawn[:, [METRICS.index(name) for name in few]] = math.nan
     return {name: _percentiles(drawn[:, number], resampling.confidence) for number, name in enumerate(METRICS)}
 
 
 def compare(logits: Any, other_logits: Any, labels: Any, resampling: Resampling) -> dict[str, Difference]:
-    """Whether two models differ on the same rows, a metric each; nan where one is not defined.
+    """Whether two models differ on the same rows, a metric each; nan where one is not defined. As few rows as have no interval in
+    `intervals` have neither interval nor p-value.
 
     AUROC by DeLong, DeLong & Clarke-Pearson 1988 ("Comparing the Areas under Two or More Correlated Receiver Operating
     Characteristic Curves"), reckoned by ranks as in Sun & Xu 2014; the others by the bootstrap of `intervals` with the same
@@ -82,18 +92,35 @@ def compare(logits: Any, other_logits: Any, labels: Any, resampling: Resampling)
     flat_logits, flat_labels = checked(logits, labels)
     flat_others, _ = checked(other_logits, labels)
     first, second = _Model(flat_logits, flat_labels), _Model(flat_others, flat_labels)
-    drawn = _resampled([first, second], resampling)
     whole = np.ones(len(flat_labels), np.uint8)
     observed = first.metrics(whole) - second.metrics(whole)
-    differences = {"auroc": _delong(first, second, resampling.confidence)}
+    few = _too_few(flat_labels)
+    differences = {
+        name: Difference(float(value), math.nan, math.nan, math.nan, "delong" if name == "auroc" else "bootstrap")
+        for name, value in zip(METRICS, observed, strict=True)
+    }
+    if len(few) == len(METRICS):
+        return differences
+    drawn = _resampled([first, second], resampling)
     for number, name in enumerate(METRICS):
-        if name != "auroc":
+        if name == "auroc" and name not in few:
+            differences[name] = _delong(first, second, resampling.confidence)
+        elif name not in few:
             of_resamples = drawn[:, 0, number] - drawn[:, 1, number]
             low, high = _percentiles(of_resamples, resampling.confidence)
             differences[name] = Difference(
                 float(observed[number]), low, high, _bootstrap_p_value(of_resamples), "bootstrap"
             )
     return differences
+
+
+def _too_few(labels: Labels) -> tuple[str, ...]:
+    """The metrics that these rows are too few for."""
+    positives = int(np.count_nonzero(labels))
+    if len(labels) < LEAST_ROWS:
+        return METRICS
+    too_few = min(positives, len(labels) - positives) < LEAST_OF_A_CLASS
+    return ("auroc", "normalized_entropy", "calibration") if too_few else ()
 
 
 @final

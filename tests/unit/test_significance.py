@@ -130,10 +130,10 @@ def test_models_that_are_alike_do_not_differ() -> None:
 
 
 def test_one_class_has_no_intervals() -> None:
-    found = intervals([0.5, 1.0, 2.0], [0, 0, 0], FEW)
+    found = intervals(np.tile([0.5, 1.0, 2.0], 10), [0] * 30, FEW)
     assert all(map(math.isnan, [*found["auroc"], *found["normalized_entropy"], *found["calibration"]]))
     assert found["logloss"][0] < found["logloss"][1]
-    differences = compare([0.5, 1.0], [0.0, 2.0], [1, 1], FEW)
+    differences = compare(np.tile([0.5, 1.0], 15), np.tile([0.0, 2.0], 15), [1] * 30, FEW)
     assert math.isnan(differences["auroc"].p_value)
     assert 0 < differences["logloss"].p_value <= 1
     assert all(map(math.isnan, intervals([], [], FEW)["logloss"]))
@@ -148,3 +148,28 @@ def test_refusals() -> None:
         compare([0.0, 1.0], [math.nan, 1.0], [0, 1], FEW)
     with pytest.raises(InputError, match="one label for each logit"):
         compare([0.0, 1.0], [1.0], [0, 1], FEW)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("labels", [[], [1], [0, 1], [0, 1, 1], [0] * 12 + [1] * 12])
+def test_few_rows_have_no_intervals_and_raise_no_warning(labels: list[int]) -> None:
+    logits = np.linspace(-1, 1, len(labels))
+    assert all(math.isnan(end) for ends in intervals(logits, labels, FEW).values() for end in ends)
+    for difference in compare(logits, -logits, labels, FEW).values():
+        assert all(map(math.isnan, (difference.low, difference.high, difference.p_value)))
+
+
+@pytest.mark.filterwarnings("error")
+def test_few_clicks_have_an_interval_of_the_logloss_alone() -> None:
+    labels, logits = np.repeat([0, 1], [96, 4]), np.linspace(-1, 1, 100)
+    found, differences = intervals(logits, labels, FEW), compare(logits, -logits, labels, FEW)
+    assert found["logloss"][0] < found["logloss"][1]
+    assert differences["logloss"].low < differences["logloss"].high
+    for name in ("auroc", "normalized_entropy", "calibration"):
+        assert all(map(math.isnan, (*found[name], differences[name].low, differences[name].p_value)))
+
+
+def test_enough_rows_have_intervals() -> None:
+    labels = np.repeat([0, 1], [25, 5])
+    low, high = intervals(np.linspace(-1, 1, 30) + labels * 0.5, labels, FEW)["logloss"]
+    assert 0 < low < high

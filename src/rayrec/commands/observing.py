@@ -34,17 +34,21 @@ def _report(
     out: str | None = None,
     price_per_node_hour: float | None = None,
     nodes: int = 1,
+    currency: str = "USD",
 ) -> dict[str, Any]:
     """Write what a run's events tell, of a run in progress too, as one HTML file that needs no other; of several runs, side by
     side.
 
     Args:
         runs: Folder of a run, or of up to eight.
-        out: File to write; default RUN/report.html, which several runs do not have.
+        out: File (.html) or folder to write to; default RUN, for several runs there is none.
         price_per_node_hour: Tells what the run cost: in all, for each epoch, for each point of AUROC.
         nodes: Machines that this price was paid for.
+        currency: Currency of the price.
     """
-    return {"report": api.report(*runs, out=out, price_per_node_hour=price_per_node_hour, nodes=nodes)}
+    return {
+        "report": api.report(*runs, out=out, price_per_node_hour=price_per_node_hour, nodes=nodes, currency=currency)
+    }
 
 
 def report(arguments: list[str]) -> None:

@@ -71,7 +71,8 @@ def timeline(
     title: str, lanes: Sequence[tuple[str, Sequence[Span]]], moments: Sequence[tuple[str, Sequence[Moment]]]
 ) -> str:
     """A `<figure>` with a lane for each kind of stretch and of moment, by seconds since the run began; nothing where it has no
-    length."""
+    length. Lanes in which nothing happened are left out."""
+    lanes, moments = [lane for lane in lanes if lane[1]], [lane for lane in moments if lane[1]]
     end_s = max([span.stop_s for _, spans in lanes for span in spans], default=0.0)
     if end_s <= 0:
         return ""

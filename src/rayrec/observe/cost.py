@@ -19,8 +19,9 @@ class Price:
     """What the machines cost."""
 
     per_node_hour: float
-    """In any currency."""
+    """In `currency`."""
     nodes: int = 1
+    currency: str = "USD"
 
     def __post_init__(self) -> None:
         if self.per_node_hour < 0 or self.nodes < 1:
@@ -39,6 +40,7 @@ class Cost:
     """Over the epochs trained, whole or not."""
     per_auroc_point: float | None
     """For each 0.01 of AUROC above 0.5, which guessing has."""
+    currency: str = "USD"
 
 
 def cost(events: Sequence[Event], price: Price) -> Cost:
@@ -52,6 +54,7 @@ def cost(events: Sequence[Event], price: Price) -> Cost:
         total=total,
         per_epoch=total / epochs if epochs else None,
         per_auroc_point=total / ((auroc - 0.5) / _POINT) if auroc is not None and auroc > 0.5 else None,
+        currency=price.currency,
     )
 
 

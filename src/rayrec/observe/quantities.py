@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
+
+TIME_UNITS = (("s", 1.0, 300.0), ("min", 60.0, 3 * 3600.0), ("h", 3600.0, float("inf")))
+"""Each with its seconds, and those of the longest duration it suits."""
 
 
 def number_text(value: float) -> str:
@@ -29,6 +33,12 @@ def duration_text(seconds: float) -> str:
         return f"{seconds:.3g} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def durations_text(seconds: Sequence[float]) -> list[str]:
+    """Several durations in one unit, that of the longest."""
+    unit, size = next((unit, size) for unit, size, most in TIME_UNITS if max(seconds, default=0.0) < most)
+    return [f"{value / size:.{1 if unit == 's' else 2}f} {unit}" for value in seconds]
 
 
 def clock_text(seconds: float) -> str:

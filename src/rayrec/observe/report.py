@@ -58,9 +58,18 @@ def write(folder: str, *, out: str | None = None, price: Price | None = None) ->
     With a `price` it tells the cost. Raises InputError where `folder` holds no run.
     """
     page = render(read(folder), price=price)
-    out = out or storage.join(folder, "report.html")
-    storage.write_bytes(out, page.encode())
-    return storage.absolute(out)
+    return save(page, out or folder)
+
+
+def save(page: str, out: str) -> str:
+    """Writes the page to the file `out`, or as report.html if that is a folder, and returns its path.
+
+    A path without an ending is a folder, which is made if it does not exist.
+    """
+    is_file = storage.name_of(out).endswith((".html", ".htm")) or storage.size_of(out) is not None
+    place = storage.absolute(out if is_file else storage.join(out, "report.html"))
+    storage.write_bytes(place, page.encode())
+    return place
 
 
 def write_or_note(folder: str, *, note: Callable[[str], None]) -> None:
@@ -98,9 +107,23 @@ def render(run: Run, *, price: Price | None = None) -> str:
     )
 
 
+_ORIGIN = {"commit": "commit", "machine": "machine", "command": "command"}
+"""Fields of the event of kind run that say where it came from."""
+
+
 def _facts(run: Run) -> str:
     events, begun = run.events, run.begun
     named = [("status", standing(events))]
+    early = next((event for event in reversed(events) if event["kind"] == "early_stop"), None)
+    if early is not None:
+        steps = next((event["steps"] for event in reversed(events) if event["kind"] == "step"), None)
+        planned = f" of {steps:,}" if steps else ""
+        named.append(("early stop", f"at step {early['step']:,}{planned}: no better since step {early['best_step']:,}"))
+    if run.summary is not None:
+        named.append(("weights to use", f"step {run.summary['chosen_step']:,}"))
+        if "share_of_best_auroc" in run.summary:
+            share, best = run.summary["share_of_best_auroc"], run.summary["best_auroc"]
+            named.append(("AUROC reached", f"{share:.1%} of the way from 0.5 to the best possible {best:.4f}"))
     if events:
         began_s, ended_s = events[0]["time"], events[-1]["time"]
         named += [
@@ -110,6 +133,7 @@ def _facts(run: Run) -> str:
     if begun:
         versions = ", ".join(f"{name} {version}" for name, version in begun["versions"].items())
         named += [("config hash", begun["config_hash"]), ("versions", versions)]
+        named += [(name, str(begun[key])) for key, name in _ORIGIN.items() if begun.get(key)]
     return facts(named)
 
 

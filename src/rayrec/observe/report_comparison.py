@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import yaml
 
-from rayrec import storage
 from rayrec.config import InputError
 from rayrec.observe.charts import Line, line_chart
 from rayrec.observe.cost import Cost, Price, cost
 from rayrec.observe.history import VALIDATION, attempts, logged, standing
-from rayrec.observe.page import document, section, table
-from rayrec.observe.quantities import duration_text, number_text, value_text
-from rayrec.observe.report import Run, read
+from rayrec.observe.page import BEST, document, section, table
+from rayrec.observe.quantities import durations_text, number_text, value_text
+from rayrec.observe.report import Run, read, save
 from rayrec.observe.report_course import drawn_metrics, points
 from rayrec.observe.report_style import NUM_SERIES
 
+_BETTER: dict[str, Callable[[Iterable[float]], float]] = {
+    **dict.fromkeys(("auroc", "accuracy"), max),
+    **dict.fromkeys(("loss", "logloss", "normalized_entropy", "perplexity"), min),
+}
+"""Which of two values of a metric is better."""
+_SIGNIFICANCE = (
+    "<p>★ is the best value of these runs. Whether two of them differ by more than chance needs the scores of every row, which "
+    "runs do not keep: <code>rayrec evaluate RUN PATH --compare OTHER_RUN</code> computes p-values on the same rows.</p>"
+)
+
 
 def write(folders: Sequence[str], *, out: str, price: Price | None = None) -> str:
-    """Writes the report on the runs in `folders` to `out` and returns where it is. Raises InputError where one holds no run, and
-    for more runs than can be told apart."""
+    """Writes the report on the runs in `folders` to the file or folder `out` and returns where it is. Raises InputError if one
+    holds no run, and for more runs than can be told apart."""
     if len(folders) > NUM_SERIES:
         raise InputError(f"{len(folders)} runs: at most {NUM_SERIES} can be told apart on one page")
-    page = render([read(folder) for folder in folders], price=price)
-    storage.write_bytes(out, page.encode())
-    return storage.absolute(out)
+    return save(render([read(folder) for folder in folders], price=price), out)
 
 
 def render(runs: Sequence[Run], *, price: Price | None = None) -> str:
@@ -36,10 +45,12 @@ def render(runs: Sequence[Run], *, price: Price | None = None) -> str:
     return document(
         f"{len(runs)} runs",
         (
-            section("Results", _results(runs, names, price)),
+            section("Results", _results(runs, names, price) + _SIGNIFICANCE),
+            section("Mean over seeds", _over_seeds(runs)),
             section("Curves", _curves(names, rows)),
             section("Configurations", _differences(runs, names)),
         ),
+        wide=True,
     )
 
 
@@ -51,13 +62,58 @@ def _names(runs: Sequence[Run]) -> list[str]:
 
 def _results(runs: Sequence[Run], names: Sequence[str], price: Price | None) -> str:
     columns = [_column(run, cost(run.events, price) if price is not None else None) for run in runs]
-    heads = list(dict.fromkeys(name for column in columns for name in column))
-    return table(
-        ["", *names],
-        [[head, *(column.get(head, "-") for column in columns)] for head in heads],
-        name="Results",
-        unfolded=True,
-    )
+    seconds = [run.summary["train_s"] if run.summary else None for run in runs]
+    texts = iter(durations_text([value for value in seconds if value is not None]))
+    for column, value in zip(columns, seconds, strict=True):
+        if value is not None:
+            column["training"] = next(texts)
+    rows = [
+        [head, *_best_marked(head, [column.get(head, "-") for column in columns], runs)]
+        for head in dict.fromkeys(name for column in columns for name in column)
+    ]
+    return table(["", *names], [row for row in rows if set(row[1:]) != {"-"}], name="Results", unfolded=True)
+
+
+def _best_marked(head: str, cells: list[str], runs: Sequence[Run]) -> list[str]:
+    """The cells of a row of metrics, the best one marked; others, and those that are all the same, unchanged."""
+    name = head.removeprefix("test ")
+    values = {
+        place: value
+        for place, run in enumerate(runs)
+        if run.summary and isinstance(value := run.summary["metrics"].get(name), float) and math.isfinite(value)
+    }
+    if not head.startswith("test ") or name not in _BETTER or len(set(values.values())) < 2:
+        return cells
+    best = _BETTER[name](values.values())
+    return [BEST + cell if values.get(place) == best else cell for place, cell in enumerate(cells)]
+
+
+def _over_seeds(runs: Sequence[Run]) -> str:
+    """Mean and standard deviation of the test metrics of finished runs whose configurations differ in seed and name alone."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    recipes: dict[str, str] = {}
+    for run in runs:
+        if run.summary:
+            fields = _flat(yaml.safe_load(run.config) or {})
+            key = str(sorted((name, value) for name, value in fields.items() if name not in ("seed", "name")))
+            groups.setdefault(key, []).append(run.summary["metrics"])
+            recipes.setdefault(key, f"{run.begun.get('recipe', 'run')} ({run.begun.get('name', '')}, ...)")
+    repeated = {key: group for key, group in groups.items() if group[1:]}
+    names = dict.fromkeys(name for group in repeated.values() for metrics in group for name in metrics)
+    names = {name: None for name in names if name in _BETTER}
+    rows = [
+        [recipes[key], str(len(group)), *(_mean_text([metrics.get(name) for metrics in group]) for name in names)]
+        for key, group in repeated.items()
+    ]
+    heads = ["runs that differ in their seed alone", "runs", *(f"test {name}, mean ± sd" for name in names)]
+    return table(heads, rows, name="Mean over seeds", unfolded=True) if rows else ""
+
+
+def _mean_text(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if len(known) < 2:
+        return "-"
+    return f"{statistics.fmean(known):.5f} ± {statistics.stdev(known):.5f}"
 
 
 def _column(run: Run, spent: Cost | None) -> dict[str, str]:
@@ -70,13 +126,14 @@ def _column(run: Run, spent: Cost | None) -> dict[str, str]:
         column["rows/s"] = number_text(round(told["rows_per_s"]))
         column["blocked on data"] = f"{told['blocked_fraction']:.1%}"
     if run.summary:
-        column["training"] = duration_text(run.summary["train_s"])
+        column["training"] = "-"
         column |= {f"test {name}": value_text(value) for name, value in run.summary["metrics"].items()}
     column["restarts"] = str(sum(attempt.restart is not None for attempt in attempts(run.events)))
     if spent is not None:
-        column["cost"] = f"{spent.total:.4g}"
-        column["cost per epoch"] = "-" if spent.per_epoch is None else f"{spent.per_epoch:.4g}"
-        column["cost per 0.01 of AUROC above 0.5"] = (
+        unit = spent.currency
+        column[f"cost ({unit})"] = f"{spent.total:.4g}"
+        column[f"cost per epoch ({unit})"] = "-" if spent.per_epoch is None else f"{spent.per_epoch:.4g}"
+        column[f"cost per 0.01 of AUROC above 0.5 ({unit})"] = (
             "-" if spent.per_auroc_point is None else f"{spent.per_auroc_point:.4g}"
         )
     column["config hash"] = str(run.begun.get("config_hash", "-"))

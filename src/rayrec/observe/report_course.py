@@ -12,13 +12,12 @@ from rayrec.observe.cost import Cost
 from rayrec.observe.data_stages import data_side
 from rayrec.observe.history import VALIDATION, Attempt, Event
 from rayrec.observe.page import facts, section, table
-from rayrec.observe.quantities import clock_text, duration_text, number_text, size_text
+from rayrec.observe.quantities import TIME_UNITS, clock_text, duration_text, number_text, size_text
 from rayrec.observe.time_split import WORDS
 from rayrec.observe.time_split import time_split as split_of
 
 UNDRAWN = {"rows", "label_rate"}
 """Validation metrics that tell of the data, not of the model."""
-_UNITS = (("s", 1.0, 300.0), ("min", 60.0, 3 * 3600.0), ("h", 3600.0, float("inf")))
 _PARTS_OF_RUN = 5
 """That the time split is shown for, beside the whole."""
 
@@ -40,7 +39,10 @@ def curves(
     for title, name in (
         ("Rows per second", "rows_per_s"),
         ("Share of time blocked on data", "blocked_fraction"),
-        ("Share of the device's measured peak", "peak_fraction"),
+        ("Share of the device's measured peak (a lower bound)", "peak_fraction"),
+        ("Learning rate", "learning_rate"),
+        ("Gradient norm", "gradient_norm"),
+        ("Memory of a worker (bytes)", "memory_bytes"),
     ):
         if any(name in event for event in steps):
             line = Line(title, [((event["time"] - events[0]["time"]) / unit_s, event.get(name)) for event in steps])
@@ -76,7 +78,7 @@ def _marks(tried: Sequence[Attempt], summary: Mapping[str, Any] | None) -> tuple
 def time_unit(events: Sequence[Event]) -> tuple[str, float]:
     """The unit that suits the length of the run, and its seconds."""
     seconds = events[-1]["time"] - events[0]["time"] if events else 0.0
-    return next((unit, size) for unit, size, most in _UNITS if seconds < most)
+    return next((unit, size) for unit, size, most in TIME_UNITS if seconds < most)
 
 
 # -- where the time went
@@ -224,11 +226,12 @@ def costs(cost: Cost | None) -> str:
     """In money; nothing where no price was given."""
     if cost is None:
         return ""
-    named = [("node hours", f"{cost.node_hours:.3g}"), ("cost", f"{cost.total:.4g}")]
+    unit = f" {cost.currency}"
+    named = [("node hours", f"{cost.node_hours:.3g}"), ("cost", f"{cost.total:.4g}{unit}")]
     if cost.per_epoch is not None:
-        named.append(("per epoch", f"{cost.per_epoch:.4g}"))
+        named.append(("per epoch", f"{cost.per_epoch:.4g}{unit}"))
     if cost.per_auroc_point is not None:
-        named.append(("per 0.01 of AUROC above 0.5", f"{cost.per_auroc_point:.4g}"))
+        named.append(("per 0.01 of AUROC above 0.5", f"{cost.per_auroc_point:.4g}{unit}"))
     return section("Cost", facts(named))
 
 

@@ -39,6 +39,7 @@ STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
 main { max-width: 1080px; margin: 0 auto; padding: 24px 20px 64px; }
+main.all { max-width: none; } .all th, .all td { padding-right: 10px; font-size: 13px; overflow-wrap: anywhere; }
 h1 { font-size: 26px; margin: 0 0 12px; overflow-wrap: anywhere; }
 h2 { font-size: 18px; margin: 32px 0 10px; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 16px; margin: 0; }

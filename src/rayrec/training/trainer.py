@@ -14,6 +14,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.launch import cluster
 from rayrec.launch.node_storage import require_reachable
+from rayrec.launch.origin import origin
 from rayrec.launch.versions import versions
 from rayrec.observe import report
 from rayrec.observe.accounting import costs
@@ -114,6 +115,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
                 name=name,
                 config_hash=run_hash(config),
                 versions=versions(),
+                **origin(),
                 changed={change.field: [change.old, change.new] for change in (*changes.accepted, *changes.refused)},
             )
             with console.preparing(), storage.patience(patience_s):

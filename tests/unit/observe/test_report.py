@@ -17,11 +17,13 @@ import pytest
 import rayrec
 from rayrec.config import InputError
 from rayrec.observe import report, report_comparison
+from rayrec.observe.bars import Span, timeline
 from rayrec.observe.charts import Line, Mark, line_chart, tick_step
 from rayrec.observe.cost import Price, cost
 from rayrec.observe.events import EventWriter
+from rayrec.observe.page import table
 from rayrec.observe.pictures import data_url
-from rayrec.observe.quantities import clock_text, duration_text, number_text, size_text, value_text
+from rayrec.observe.quantities import clock_text, duration_text, durations_text, number_text, size_text, value_text
 from rayrec.observe.report_style import NUM_SERIES
 from rayrec.observe.verdict import verdict
 
@@ -344,13 +346,66 @@ def test_runs_side_by_side() -> None:
         "line series-2",
         "line series-3",
     ]
-    assert "test auroc0.780.8-" in text
+    assert "test auroc0.780.8 ★-" in text
     assert "seed01-" in text
     assert "model.dim-8-" in text
-    assert "cost per epoch" in text
+    assert "cost per epoch (USD)" in text
+    assert "<p>★ is the best value" in page
+    assert '<main class="all">' in page
     same = _Page(report_comparison.render([_click(), _click()])).text
     assert "They are the same." in same
     assert "clicks (1)clicks (2)" in same
+
+
+def test_runs_of_other_seeds_are_summed_up() -> None:
+    runs = [
+        _click(f"seed-{seed}", auroc=auroc, config=f"name: seed-{seed}\nseed: {seed}\nsteps: 9\n")
+        for seed, auroc in enumerate((0.78, 0.80, 0.79))
+    ]
+    text = _Page(report_comparison.render([*runs, _click("other", config="seed: 0\nsteps: 10\n")])).text
+    assert "criteo_demo (seed-0, ...)30.79000 ± 0.01000" in text
+    assert "Mean over seeds" not in _Page(report_comparison.render(runs[:1])).text
+
+
+def test_durations_side_by_side_have_one_unit() -> None:
+    assert durations_text([86.4, 120.0]) == ["86.4 s", "120.0 s"]
+    assert durations_text([86.4, 600.0]) == ["1.44 min", "10.00 min"]
+    assert durations_text([]) == []
+
+
+def test_a_report_says_where_the_run_came_from_and_how_it_ended() -> None:
+    events = made_up_run.click_run()
+    events[0] |= {"commit": "0123abcd+", "machine": "host, 8 CPUs", "command": "rayrec train criteo_demo"}
+    early = {"time": events[-1]["time"], "kind": "early_stop", "step": 100, "best_step": 50, "best_score": 0.8}
+    best = {"share_of_best_auroc": 0.953, "best_auroc": 0.8123, "chosen_step": 50}
+    text = _Page(report.render(report.Run("", [*events, early], made_up_run.click_summary() | best))).text
+    for wanted in (
+        "commit0123abcd+",
+        "machinehost, 8 CPUs",
+        "commandrayrec train criteo_demo",
+        "early stopat step 100 of 100: no better since step 50",
+        "weights to usestep 50",
+        "95.3% of the way from 0.5 to the best possible 0.8123",
+    ):
+        assert wanted in text, wanted
+
+
+def test_empty_columns_and_lanes_are_left_out() -> None:
+    shown = table(["a", "b", "c"], [["x", "", "-"], ["y", "", "1"]], name="t")
+    assert ('<th scope="col">b' in shown, '<th scope="col">c' in shown) == (False, True)
+    drawn = timeline("t", [("training", [Span(0, 1, "x")]), ("restarts", [])], [("evaluations", [])])
+    assert ("training" in drawn, "restarts" in drawn, "evaluations" in drawn) == (True, False, False)
+
+
+def test_a_report_may_be_written_to_a_folder(tmp_path: Path) -> None:
+    _write_run(tmp_path / "run")
+    run, out = str(tmp_path / "run"), tmp_path / "out"
+    assert rayrec.report(run, out=str(out)) == str(out / "report.html")
+    assert rayrec.report(run, run, out=str(out / "both")) == str(out / "both" / "report.html")
+    assert rayrec.report(run, out=str(out / "one.html")) == str(out / "one.html")
+    (tmp_path / "plain").write_text("")
+    assert rayrec.report(run, out=str(tmp_path / "plain")) == str(tmp_path / "plain")  # which is a file already
+    assert (out / "report.html").is_file()
 
 
 def test_writing_several(tmp_path: Path) -> None:
