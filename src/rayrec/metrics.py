@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 _BLOCK_ROWS: Final = 1 << 20  # float64 temporaries stay below 8 MiB each
 _SAMPLES_PER_RANK: Final = 1024  # splitters then balance the ranks to about 0.1 % of the rows
 
+CALIBRATION_BINS: Final = 15
+"""Of the expected calibration error, as Guo et al. 2017, "On Calibration of Modern Neural Networks", use."""
+
 Floats = npt.NDArray[np.float32]
 Labels = npt.NDArray[np.uint8]
 Keys = npt.NDArray[np.uint32]
@@ -56,6 +59,25 @@ def calibration(logits: Any, labels: Any) -> float:
     return _local_metrics(logits, labels, with_auroc=False)["calibration"]
 
 
+def expected_calibration_error(logits: Any, labels: Any, *, bins: int = CALIBRATION_BINS) -> float:
+    """How far predicted probabilities are from the label rates: the mean over the rows of |mean probability - label rate| of
+    the row's bin, among `bins` bins of equal width. 0 is calibrated; nan without rows (Naeini et al. 2015).
+
+    Arguments as in `auroc`. Raises InputError for fewer than one bin.
+    """
+    if bins < 1:
+        raise InputError(f"bins: {bins} must be at least 1")
+    checked_logits, checked_labels = checked(logits, labels)
+    _, _, gaps = _sums(checked_logits, checked_labels, bins=bins)
+    return _calibration_error([gaps], len(checked_labels))
+
+
+def _calibration_error(gaps: Sequence[Sequence[float]], rows: int) -> float:
+    """From each rank's sums of probability - label in every bin."""
+    total = math.fsum(abs(math.fsum(of_bin)) for of_bin in zip(*gaps, strict=True))
+    return total / rows if rows else math.nan
+
+
 def sigmoid(logits: npt.NDArray[Any]) -> Floats:
     """float32: the predicted probability 1 / (1 + exp(-logit)), without overflow."""
     small = np.exp(-np.abs(logits.astype(np.float64)))  # in (0, 1]
@@ -63,7 +85,8 @@ def sigmoid(logits: npt.NDArray[Any]) -> Floats:
 
 
 def binary_metrics(logits: Any, labels: Any) -> dict[str, float]:
-    """auroc, logloss, normalized_entropy, calibration, rows and label_rate of the rows at hand.
+    """auroc, logloss, normalized_entropy, calibration, expected_calibration_error (15 bins), rows and label_rate of the rows at
+    hand.
 
     Arguments as in `auroc`. What is not defined is nan: auroc and normalized_entropy with one class only, calibration
     without positives, everything but rows without rows.
@@ -73,13 +96,14 @@ def binary_metrics(logits: Any, labels: Any) -> dict[str, float]:
 
 def _local_metrics(logits: Any, labels: Any, *, with_auroc: bool) -> dict[str, float]:
     checked_logits, checked_labels = checked(logits, labels)
-    loss_sum, probability_sum = _sums(checked_logits, checked_labels)
+    loss_sum, probability_sum, gaps = _sums(checked_logits, checked_labels)
     num_positives = int(np.count_nonzero(checked_labels))
     return _metrics(
         rows=len(checked_labels),
         num_positives=num_positives,
         loss_sum=loss_sum,
         probability_sum=probability_sum,
+        gaps=[gaps],
         twice_u=_twice_u(*_sorted_keys(checked_logits, checked_labels)) if with_auroc else 0,
     )
 
@@ -119,15 +143,22 @@ def row_losses(logits: Floats, labels: Labels) -> tuple[npt.NDArray[np.float64],
     return np.maximum(towards_wrong, 0.0) + np.log1p(small), np.where(logit >= 0, 1.0, small) / (1.0 + small)
 
 
-def _sums(logits: Floats, labels: Labels) -> tuple[float, float]:
-    """Sums over the rows of the log loss and of the predicted probability, in float64."""
-    losses, probabilities = [], []
+def _sums(logits: Floats, labels: Labels, *, bins: int = CALIBRATION_BINS) -> tuple[float, float, list[float]]:
+    """Sums over the rows, in float64, of the log loss, of the predicted probability, and in every bin of equal width of
+    probability - label."""
+    losses, probabilities, gaps = [], [], []
     for start in range(0, len(logits), _BLOCK_ROWS):
         block = slice(start, start + _BLOCK_ROWS)
         loss, probability = row_losses(logits[block], labels[block])
         losses.append(float(np.sum(loss)))
         probabilities.append(float(np.sum(probability)))
-    return math.fsum(losses), math.fsum(probabilities)
+        places = np.minimum((probability * bins).astype(np.int64), bins - 1)  # a probability of 1 is in the last one
+        gaps.append(np.bincount(places, probability - labels[block], minlength=bins).tolist())
+    return (
+        math.fsum(losses),
+        math.fsum(probabilities),
+        [math.fsum(of_bin) for of_bin in zip([0.0] * bins, *gaps, strict=True)],
+    )
 
 
 def _sorted_keys(logits: Floats, labels: Labels) -> tuple[Keys, Keys]:
@@ -165,7 +196,13 @@ def _area(twice_u: int, *, num_positives: int, num_negatives: int) -> float:
 
 
 def _metrics(
-    *, rows: int, num_positives: int, loss_sum: float, probability_sum: float, twice_u: int
+    *,
+    rows: int,
+    num_positives: int,
+    loss_sum: float,
+    probability_sum: float,
+    gaps: Sequence[Sequence[float]],
+    twice_u: int,
 ) -> dict[str, float]:
     rate = num_positives / rows if rows else math.nan
     mean_loss = loss_sum / rows if rows else math.nan
@@ -175,6 +212,7 @@ def _metrics(
         "logloss": mean_loss,
         "normalized_entropy": mean_loss / entropy,
         "calibration": probability_sum / num_positives if num_positives else math.nan,
+        "expected_calibration_error": _calibration_error(gaps, rows),
         "rows": rows,
         "label_rate": rate,
     }
@@ -210,8 +248,9 @@ def distributed_binary_metrics(
         error = caught
     num_positives = int(np.count_nonzero(checked_labels))
     own = [float(error is not None), float(len(checked_labels)), float(num_positives)]
-    own += _sums(checked_logits, checked_labels)
-    failed, rows, positives, losses, probabilities = zip(*group.gather_floats(own), strict=True)
+    loss_sum, probability_sum, own_gaps = _sums(checked_logits, checked_labels)
+    gathered = group.gather_floats([*own, loss_sum, probability_sum, *own_gaps])
+    failed, rows, positives, losses, probabilities, *gaps = zip(*gathered, strict=True)
     if any(failed):
         ranks = ", ".join(str(rank) for rank, flag in enumerate(failed) if flag)
         raise error or InputError(f"no metrics: the rows of rank {ranks} cannot be used; see its own message")
@@ -227,6 +266,7 @@ def distributed_binary_metrics(
         num_positives=total_positives,
         loss_sum=math.fsum(losses),
         probability_sum=math.fsum(probabilities),
+        gaps=list(zip(*gaps, strict=True)),
         twice_u=twice_u,
     )
 

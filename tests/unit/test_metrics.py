@@ -43,6 +43,7 @@ def test_agrees_with_scikit_learn(case: tuple[np.ndarray, np.ndarray]) -> None:
     assert result["logloss"] == pytest.approx(loss, rel=1e-9)
     assert result["normalized_entropy"] == pytest.approx(loss / entropy, rel=1e-9)
     assert result["calibration"] == pytest.approx(probability.sum() / labels.sum(), rel=1e-9)
+    assert result["expected_calibration_error"] == pytest.approx(_calibration_error(logits, labels, 15), abs=1e-12)
     assert result["rows"] == len(labels)
     assert result["label_rate"] == pytest.approx(rate)
 
@@ -56,11 +57,32 @@ def test_auroc_is_the_share_of_ordered_pairs(case: tuple[np.ndarray, np.ndarray]
     assert metrics.auroc(logits, labels) == pairs / (2 * positives.size * negatives.size)
 
 
+def _calibration_error(logits: np.ndarray, labels: np.ndarray, bins: int) -> float:
+    """By its definition, bin by bin."""
+    probability = 1 / (1 + np.exp(-logits.astype(np.float32).astype(np.float64)))
+    places = np.minimum(np.floor(probability * bins), bins - 1)
+    found = [places == place for place in range(bins)]
+    return sum(own.mean() * abs(probability[own].mean() - labels[own].mean()) for own in found if own.any())
+
+
+def test_expected_calibration_error() -> None:
+    assert metrics.expected_calibration_error([-np.inf, np.inf], [0, 1]) == 0
+    assert metrics.expected_calibration_error([-np.inf, np.inf], [1, 0]) == 1
+    assert metrics.expected_calibration_error([0.0, 0.0, 0.0, 0.0], [0, 0, 0, 1]) == pytest.approx(0.25)
+    # One bin compares means alone; in fifteen, opposite errors do not cancel.
+    logits, labels = np.log([1 / 9, 1 / 9, 9.0, 9.0]), [1, 0, 0, 1]
+    assert metrics.expected_calibration_error(logits, labels, bins=1) == pytest.approx(0, abs=1e-7)
+    assert metrics.expected_calibration_error(logits, labels) == pytest.approx(0.4)
+    assert math.isnan(metrics.expected_calibration_error([], []))
+    with pytest.raises(InputError, match="bins: 0 must be"):
+        metrics.expected_calibration_error([0.0], [1], bins=0)
+
+
 def test_single_functions_equal_the_dictionary() -> None:
     generator = np.random.default_rng(0)
     logits, labels = generator.normal(size=100), generator.integers(0, 2, 100)
     result = metrics.binary_metrics(logits, labels)
-    for name in ("auroc", "logloss", "normalized_entropy", "calibration"):
+    for name in ("auroc", "logloss", "normalized_entropy", "calibration", "expected_calibration_error"):
         assert getattr(metrics, name)(logits, labels) == result[name]
 
 

@@ -38,7 +38,7 @@ from rayrec.serve.parity import BATCH_ROWS, Comparison, ParityRows, compare, par
 from rayrec.serve.served import open_served, version_of
 from rayrec.serve.triton import write_repository
 from rayrec.workloads.recsys import PREPROCESSOR_FOLDER
-from rayrec.workloads.recsys_scorer import PREFIX, click_settings, empty_dense_part, table_weight
+from rayrec.workloads.recsys_scorer import PREFIX, click_settings, empty_dense_part, load_preprocessor, table_weight
 from rayrec.workloads.weight_files import write_weights
 
 if TYPE_CHECKING:
@@ -73,14 +73,13 @@ def export_clicks(
             f"{checkpoint.path}: its network is one of your own, {type(model).__name__}; only rayrec's own are exported, whose "
             "networks a stranger can build from the settings"
         )
-    served = open_served(checkpoint.path, config=config)
-    preprocessor = served.preprocessor
+    preprocessor = load_preprocessor(checkpoint.path)
     exported = ExportedModel(
         model=model,
         precision=precision,
         quantization=settings.quantization,
         checkpoint_version=version_of(checkpoint),
-        preprocessor_hash=served.preprocessor_hash,
+        preprocessor_hash=preprocessor.hash(),
         features=tuple(preprocessor.inputs.sparse),
         num_dense=len(preprocessor.inputs.dense),
         num_embeddings=tuple(preprocessor.num_embeddings),
@@ -89,7 +88,9 @@ def export_clicks(
     if settings.triton:  # refused before there is much done
         require_onnx()
         id_widths(preprocessor)
+    # The weights, which take long to read and verify, come behind the rows, which may not be there.
     rows = parity_rows(config, preprocessor, settings=settings, cache=cache)
+    served = open_served(checkpoint.path, config=config)
     reference = _Reference(rows.score(served.score), rows.rows_per_s(served.score), served.weight_bytes)
     del served  # its weights; the export's are to take their place
     dense_part = _write_weights(checkpoint, out, exported, preprocessor)

@@ -32,7 +32,7 @@ def evaluate(
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Scores every labelled row of an input exactly once -> the workload's metrics (a click model's: auroc, logloss,
-    normalized_entropy, calibration, label_rate), rows, what the workload tells of them, and checkpoint.
+    normalized_entropy, calibration, expected_calibration_error, label_rate), rows, what the workload adds, and checkpoint.
 
     Of a click model `options` may ask for more: `intervals` (metric -> [low, high]), `slices` (by what -> a list of slices, each
     with value, rows and the same as all rows) and `compared` (the other checkpoint's metrics on the same rows, and
