@@ -18,6 +18,7 @@ from rayrec.data.loader import sparse_features
 from rayrec.models.dlrm import DLRMConfig
 from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig
 from rayrec.schema import Schema
+from rayrec.sharding import ShardingConfig
 from rayrec.training.state import all_tensors
 from rayrec.workloads.base import ScalingConfig, TrainConfig, WorkerContext
 from rayrec.workloads.recsys import ClickWorkload
@@ -94,21 +95,21 @@ def prepared(tables: list[int]) -> Any:
     )
 
 
-def batch(tables: list[int], step: int, rank: int, world_size: int) -> ClickBatch:
-    """A rank's share of the same global batch for any number of ranks."""
+def batch(tables: list[int], step: int, rank: int, world_size: int, *, rows: int = ROWS) -> ClickBatch:
+    """A rank's share of the same global batch of so many rows, for any number of ranks."""
     chance = torch.Generator().manual_seed(step)
-    ids = [torch.randint(rows, (ROWS,), generator=chance) for rows in tables]
-    dense, labels = torch.rand(ROWS, 2, generator=chance), torch.rand(ROWS, generator=chance).round()
-    mine = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
+    ids = [torch.randint(size, (rows,), generator=chance) for size in tables]
+    dense, labels = torch.rand(rows, 2, generator=chance), torch.rand(rows, generator=chance).round()
+    mine = slice(rank * rows // world_size, (rank + 1) * rows // world_size)
     columns = [column[mine].int().numpy() for column in ids]
     features = sparse_features(schema(tables).sparse, columns, len(labels[mine]))
-    return ClickBatch(dense[mine], features, labels[mine], loss_weight=world_size / ROWS)
+    return ClickBatch(dense[mine], features, labels[mine], loss_weight=world_size / rows)
 
 
-def train(folder: str, tables: list[int], rank: int, *, node: str = "") -> None:
+def train(folder: str, tables: list[int], rank: int, *, node: str = "", **settings: Any) -> None:
     """Saves FOLDER/start and, after some steps, FOLDER/end, and writes each step's mean loss into FOLDER/losses.json."""
     world_size = distributed.get_world_size()
-    configuration = config(tables, world_size)
+    configuration = config(tables, world_size, **settings)
     setup = configuration.workload.set_up(context(configuration, rank, world_size, node=node), prepared(tables))
     checkpoint.save(f"{folder}/start", all_tensors(setup.model, setup.optimizer), state={})
     losses = []
@@ -130,6 +131,8 @@ def on_unequal_nodes(folder: str, rank: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2" if rank < 2 else "1"
     for name, tables in (("many", MANY), ("equal", EQUAL)):
         train(f"{folder}/{name}_3", tables, rank, node="a" if rank < 2 else "b")
+    rounded = ShardingConfig(exchange_precision="fp16")
+    train(f"{folder}/rounded_3", EQUAL, rank, node="a" if rank < 2 else "b", sharding=rounded)
 
 
 def alone(folder: str, rank: int) -> None:

@@ -12,7 +12,7 @@ from rayrec.config import Config, InputError
 
 if TYPE_CHECKING:
     from torch import nn
-    from torchrec.distributed.types import ModuleSharder, ShardingPlan
+    from torchrec.distributed.types import ModuleSharder, QuantizedCommCodecs, ShardingPlan
 
 StateBytes = Callable[[int, int], int]
 """(rows, columns) of a table or a part of it -> bytes of state that its optimizer keeps."""
@@ -36,6 +36,8 @@ class ShardingConfig(Config):
     """Narrowest part of a table under column_wise sharding; a multiple of 4."""
     reserved_fraction: float = 0.15
     """Part of each worker's memory kept free for the dense model, activations and batches in flight."""
+    exchange_precision: Literal["fp32", "fp16", "bf16"] = "fp32"
+    """Type in which workers exchange embeddings and their gradients; fp16 and bf16 halve the traffic and round. CPU: no bf16."""
     optimizer_floats_per_row: int = 1
     """Deprecated and ignored: the optimizer knows the size of its state."""
 
@@ -70,13 +72,35 @@ class TablePlacement:
         return self.num_embeddings * self.embedding_dim * _FLOAT_BYTES if self.sharding_type == "data_parallel" else 0
 
 
-def embedding_sharders() -> list[ModuleSharder[Any]]:
-    """The sharders of our embedding modules, for the planner and for DistributedModelParallel alike."""
+def embedding_sharders(
+    config: ShardingConfig | None = None, *, device: Literal["cpu", "cuda"] = "cpu"
+) -> list[ModuleSharder[Any]]:
+    """The sharders of our embedding modules, for the planner and for DistributedModelParallel alike. Raises InputError for a
+    precision of the exchange that the device does not have."""
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
     # The default sets an id outside its table to 0 and trains on that row.
-    return [EmbeddingBagCollectionSharder(fused_params={"bounds_check_mode": BoundsCheckMode.FATAL})]
+    return [
+        EmbeddingBagCollectionSharder(
+            fused_params={"bounds_check_mode": BoundsCheckMode.FATAL},
+            qcomm_codecs_registry=_exchange_codecs(config.exchange_precision if config else "fp32", device),
+        )
+    ]
+
+
+def _exchange_codecs(precision: str, device: str) -> dict[str, QuantizedCommCodecs] | None:
+    if precision == "fp32":
+        return None
+    if (precision, device) == ("bf16", "cpu"):
+        raise InputError("ShardingConfig.exchange_precision: gloo exchanges no bf16 on CPU; choose fp16 or fp32")
+    import torch
+    from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+
+    kind = CommType(precision)
+    return get_qcomm_codecs_registry(
+        QCommsConfig(forward_precision=kind, backward_precision=kind), device=torch.device(device)
+    )
 
 
 def plan_sharding(
@@ -144,7 +168,7 @@ def plan_sharding(
         stats=[],
     )
     try:
-        made = planner.plan(model, embedding_sharders())
+        made = planner.plan(model, embedding_sharders(config, device=device))
     except PlannerError as error:
         need = _readable(sum(sizes.values()))
         raise InputError(

@@ -242,6 +242,14 @@ def test_row_wise_alone_is_refused_on_cpu() -> None:
         plan(config=ShardingConfig(sharding_types=("row_wise",)))
 
 
+def test_bf16_is_not_exchanged_on_cpu() -> None:
+    rounded = ShardingConfig(exchange_precision="bf16")
+    with pytest.raises(InputError, match="gloo exchanges no bf16 on CPU; choose fp16 or fp32"):
+        plan(config=rounded)
+    (sharder,) = embedding_sharders(rounded, device="cuda")
+    assert sharder.qcomm_codecs_registry
+
+
 def test_sharders_know_our_tables() -> None:
     model = Model([10])
     assert any(type(model.embeddings) is sharder.module_type for sharder in embedding_sharders())

@@ -7,9 +7,11 @@ import functools
 import queue
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextvars import copy_context
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
 import pyarrow as pa
 import ray
@@ -30,6 +32,10 @@ _STALL_S: Final = 5.0
 """Seconds without the next block after which, in a run that is asked to stop, the worker makes its blocks itself."""
 _POLL_S: Final = 0.2
 _CLOSE_S: Final = 5.0
+_PIECES_A_DATASET: Final = 1024
+"""Some 32 GB of text, at the usual size of a block."""
+_STARTED_AHEAD: Final = 16
+"""Pieces left of a Dataset when the next one starts: it takes a second or so to make its first rows."""
 
 
 def share_preprocessor(preprocessor: Preprocessor) -> ray.ObjectRef:
@@ -74,21 +80,26 @@ def stream(
 
     If the run is asked to stop and no block comes (the nodes that run data tasks may be gone), this process makes the blocks that
     are missing: other workers may have trained theirs of the same step, and a checkpoint needs a step that is whole.
+
+    A Dataset stores all its read tasks before it makes the first row, so each has a bounded number of pieces.
     """
     if not pieces:
         return
     items = [(block, piece.start, piece.stop) for block, piece in pieces]
-    row_bytes = 4 * len(schema.columns)
-    block_bytes = max(piece.rows for _, piece in pieces) * row_bytes
-    dataset = tasks_dataset(
-        "ingest",
-        functools.partial(encode_task, preprocessor=preprocessor, labelled=labelled),
-        items,
-        placement=placement,
-        block_bytes=block_bytes,
-    )
+
+    def tables_of(some: Sequence[tuple[Block, int, int]]) -> Generator[pa.Table, None, None]:
+        dataset = tasks_dataset(
+            "ingest",
+            functools.partial(encode_task, preprocessor=preprocessor, labelled=labelled),
+            some,
+            placement=placement,
+            block_bytes=max(stop - start for _, start, stop in some) * 4 * len(schema.columns),
+        )
+        yield from tables(dataset, prefetch_blocks=prefetch_blocks)
+
     num_made = 0
-    made = _until_stalled(tables(dataset, prefetch_blocks=prefetch_blocks))
+    groups = [items[first : first + _PIECES_A_DATASET] for first in range(0, len(items), _PIECES_A_DATASET)]
+    made = _until_stalled(_one_after_another(groups, tables_of))
     for table in made:
         num_made += 1
         times = times_of(table)
@@ -144,3 +155,46 @@ def _until_stalled(source: Generator[pa.Table, None, None]) -> Iterator[pa.Table
         ended.set()
         if not STOP_ASKED.is_set():
             thread.join(_CLOSE_S)
+
+
+def _one_after_another(
+    groups: Sequence[Sequence[Any]], tables_of: Callable[[Sequence[Any]], Generator[pa.Table, None, None]]
+) -> Generator[pa.Table, None, None]:
+    """The tables of each group, one for each of its items. A thread makes the first table of the next group, and so starts its
+    tasks, when `_STARTED_AHEAD` of the present group are left."""
+    with contextlib.ExitStack() as opened:
+        following: _Started | None = None
+        for number, group in enumerate(groups):
+            present = following or opened.enter_context(contextlib.closing(tables_of(group)))
+            following = None
+            for place, table in enumerate(present):
+                if following is None and place + _STARTED_AHEAD >= len(group) and number + 1 < len(groups):
+                    following = opened.enter_context(contextlib.closing(_Started(tables_of(groups[number + 1]))))
+                yield table
+            present.close()
+
+
+class _Started:
+    """An iterator whose first value is made in a thread, which does not keep the process alive."""
+
+    def __init__(self, values: Generator[pa.Table, None, None]) -> None:
+        self._values = values
+        self._first: Future[pa.Table | None] = Future()
+        threading.Thread(target=copy_context().run, args=(self._make,), name="next-dataset", daemon=True).start()
+
+    def __iter__(self) -> Iterator[pa.Table]:
+        first = self._first.result()
+        if first is not None:
+            yield first
+            yield from self._values
+
+    def close(self) -> None:
+        wait([self._first], timeout=0 if STOP_ASKED.is_set() else _CLOSE_S)
+        if self._first.done():  # a generator that runs cannot be closed
+            self._values.close()
+
+    def _make(self) -> None:
+        try:
+            self._first.set_result(next(self._values, None))
+        except BaseException as error:  # raised where the table is asked for
+            self._first.set_exception(error)

@@ -13,6 +13,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rayrec.click_batch import ClickBatch
+from rayrec.data.ahead import Ahead
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.ingest import stream
 from rayrec.data.log import row_numbers
@@ -54,10 +55,13 @@ class ClickLoader:
         mapped: Preprocessor | None = None,
         in_memory: bool = False,
         targets: Targets | None = None,
+        ahead: int = 0,
     ) -> None:
         """`schema` is that of the model's inputs. `mapped`: the rows are ready-made files of this machine, which the worker
         reads itself, with `in_memory` all of them first; else data tasks make the rows. `targets`: what rows are to be scored as;
-        None: their labels. Raises InputError where `position` is one in another order."""
+        None: their labels. `ahead`: so many batches are cut by a thread and copied to pinned memory, from which they travel to a
+        GPU while it computes; 0: `next` cuts them, in pageable memory. Raises InputError where `position` is one in another
+        order."""
         order.check(position)
         self._order, self._preprocessor, self._schema = order, preprocessor, schema
         self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
@@ -83,12 +87,15 @@ class ClickLoader:
         self._rows_until = np.concatenate(
             [[0], np.cumsum([everyone for _, _, everyone in self._sizes], dtype=np.int64)]
         )
-        self._batches = self._make_batches()
+        self._batches: Generator[ClickBatch, None, None] | Ahead[ClickBatch] = self._make_batches()
+        self._ahead = ahead
         self._first: Future[ClickBatch] | None = None
 
     def start(self) -> None:
         """Lets data tasks begin: the first batch is made in a thread, and waits there for the first `next`."""
-        if self.steps and not self._handed_out and self._first is None:
+        if self._ahead:
+            self._cut_ahead()
+        elif self.steps and not self._handed_out and self._first is None:
             thread = ThreadPoolExecutor(1, thread_name_prefix="first-batch")
             self._first = thread.submit(next, self._batches)
             thread.shutdown(wait=False)
@@ -97,10 +104,16 @@ class ClickLoader:
         return self
 
     def __next__(self) -> ClickBatch:
+        if self._ahead:
+            self._cut_ahead()
         first, self._first = self._first, None
         batch = next(self._batches) if first is None else first.result()
         self._handed_out += 1
         return batch
+
+    def _cut_ahead(self) -> None:
+        if isinstance(self._batches, Generator):
+            self._batches = Ahead(self._batches, most=self._ahead, prepare=ClickBatch.pin_memory)
 
     def close(self) -> None:
         """Stops the data tasks."""

@@ -57,6 +57,9 @@ class ReplicatedTableOptimizer(torch.optim.Optimizer):
                     self._update(table, table.grad, learning_rate=group["lr"], eps=group["eps"])
 
     def _update(self, table: torch.Tensor, gradient: torch.Tensor, *, learning_rate: float, eps: float) -> None:
+        if table.is_cuda:
+            self._update_all(table, gradient, learning_rate=learning_rate, eps=eps)
+            return
         # Most rows are in no batch: reading them all once is dear enough.
         touched = gradient.any(dim=1).nonzero().squeeze(1)
         gradient = gradient[touched]
@@ -69,3 +72,14 @@ class ReplicatedTableOptimizer(torch.optim.Optimizer):
         state[touched] = sums
         rates = learning_rate / (sums.sqrt() + eps)
         table.index_add_(0, touched, gradient * (rates if self._kind == "adagrad" else rates.unsqueeze(1)), alpha=-1)
+
+    def _update_all(self, table: torch.Tensor, gradient: torch.Tensor, *, learning_rate: float, eps: float) -> None:
+        """The same without asking which rows were touched: on a GPU the answer would make the host wait for the device, once a
+        table and step. A row without a gradient stays as it is."""
+        if self._kind == "sgd":
+            table.add_(gradient, alpha=-learning_rate)
+            return
+        state = self.state[table][_STATE]
+        state += gradient.square() if self._kind == "adagrad" else gradient.square().mean(dim=1)
+        rates = torch.where(state > 0, learning_rate / (state.sqrt() + eps), 0.0)  # 0 / 0 where eps is 0
+        table.add_(gradient * (rates if self._kind == "adagrad" else rates.unsqueeze(1)), alpha=-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import tempfile
 import threading
@@ -200,6 +201,12 @@ def _attempt(
     return future.result()
 
 
+def process_group(config: TrainConfig) -> TorchConfig:
+    """How the workers' process group is made. A worker that waits for a store keeps the others waiting as long. Pure."""
+    timeout_s = math.ceil(config.failure.max_outage_s + config.failure.collective_timeout_s)
+    return TorchConfig(backend="nccl" if config.scaling.use_gpu else "gloo", timeout_s=timeout_s)
+
+
 def _fit(config: TrainConfig, assignment: Assignment, shares: cluster.Layout) -> dict[str, Any]:
     # By reference: the controller, which has no use for it, would import torch to unpickle it before it starts a worker.
     reference = ray.put(assignment)
@@ -207,7 +214,7 @@ def _fit(config: TrainConfig, assignment: Assignment, shares: cluster.Layout) ->
         trainer = TorchTrainer(
             train_worker,  # type: ignore[arg-type]  # its value is handed on
             train_loop_config={"assignment": reference},
-            torch_config=TorchConfig(backend="nccl" if config.scaling.use_gpu else "gloo"),
+            torch_config=process_group(config),
             scaling_config=ray.train.ScalingConfig(
                 num_workers=shares.num_workers,
                 use_gpu=config.scaling.use_gpu,
@@ -222,7 +229,7 @@ def _fit(config: TrainConfig, assignment: Assignment, shares: cluster.Layout) ->
                     max_failures=0, max_preemption_failures=0, controller_failure_limit=0
                 ),
                 logging_config=ray.train.LoggingConfig(log_level="ERROR"),
-                worker_runtime_env=worker_runtime_env(os.environ),
+                worker_runtime_env=worker_runtime_env(os.environ, network_interface=config.scaling.network_interface),
             ),
         )
         # Its helper, which frees what a dead controller leaves, blocks for 12 s at the end of every attempt where the cluster has

@@ -42,12 +42,15 @@ def profile_folder(folder: str) -> str:
     return storage.join(folder, "profile")
 
 
-def worker_runtime_env(environment: Mapping[str, str]) -> dict[str, Any]:
-    """What Ray gives workers of the driver's environment before they import torch: with KINETO_USE_DAEMON Kineto registers with
-    dynolog's daemon then, and other KINETO_* variables tell how. Empty where it is not set."""
-    if not environment.get("KINETO_USE_DAEMON"):
-        return {}
-    return {"env_vars": {name: value for name, value in environment.items() if name.startswith(_KINETO)}}
+def worker_runtime_env(environment: Mapping[str, str], *, network_interface: str | None = None) -> dict[str, Any]:
+    """The environment that Ray gives workers before they import torch. KINETO_* variables of the driver's: with
+    KINETO_USE_DAEMON Kineto registers with dynolog's daemon. And the interface for gloo and NCCL. Empty if there is neither."""
+    variables = {}
+    if environment.get("KINETO_USE_DAEMON"):
+        variables.update({name: value for name, value in environment.items() if name.startswith(_KINETO)})
+    if network_interface is not None:
+        variables.update(GLOO_SOCKET_IFNAME=network_interface, NCCL_SOCKET_IFNAME=network_interface)
+    return {"env_vars": variables} if variables else {}
 
 
 # The driver's side ---------------------------------------------------------------------------------------------------

@@ -312,7 +312,7 @@ def summarize(
 ) -> Result:
     """Writes the summary of a run that is through, `finish` being what its workers told last, and tells the events of it.
     `epochs` and `wall_s` count all attempts and drivers of the run."""
-    from rayrec.checkpoint import SUMMARY, Checkpoint, weights_sha256
+    from rayrec.checkpoint import SUMMARY
 
     told = _events(storage.join(folder, "events.jsonl"), note=note)
     found = verdict(told)
@@ -337,7 +337,7 @@ def summarize(
         **costs(told, train_s=finish["train_s"]),
         "verdict": found and found.text,
         "bottleneck": found and found.bottleneck,
-        "weights_sha256": weights_sha256(Checkpoint(finish["checkpoint"])),
+        "weights_sha256": finish["weights_sha256"],
         **of_workload,
         "versions": versions(),
     }

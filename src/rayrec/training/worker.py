@@ -28,6 +28,7 @@ from rayrec.checkpoint import (
     newest_good,
     restore,
     step_of,
+    weights_sha256,
 )
 from rayrec.checkpoint.cleaning import tolerated
 from rayrec.checkpoint.format import UnreadableError
@@ -83,6 +84,8 @@ def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
     if device.type == "cpu":
         cpus = machine.usable_cpus(granted=node.cpus) // context.get_local_world_size()
         torch.set_num_threads(threads_of_worker(config.scaling, share=cpus))
+    else:
+        allow_tf32(config.tf32)
     torch.manual_seed(config.seed)
     events = EventWriter(storage.join(folder, "events.jsonl")) if rank == 0 else None
 
@@ -102,6 +105,12 @@ def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
             store.close()
         if events is not None:
             events.close()
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Whether fp32 matrix products and convolutions on NVIDIA GPUs may use TF32; by default torch allows it for convolutions."""
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch.backends.cudnn.allow_tf32 = allowed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -391,6 +400,9 @@ def finish(
         "metrics": tested.get("test", validation),
         "validation": validation,
     }
+    if Ranks.all().first:  # no collective: the others would wait for as long as the files of large tables take to read
+        with storage.patience(config.failure.max_outage_s):
+            told["weights_sha256"] = weights_sha256(chosen)
     log("finish", told)
     setup.model.eval()  # without an evaluation above it is still in training mode
     samples = setup.make_samples()

@@ -84,6 +84,8 @@ class ScalingConfig(Config):
     threads_per_worker: int | None = None
     """Threads of a worker's CPU operators; None: cpus_per_worker if it is given, else its share of the node's CPUs, within CPU
     affinity, container quota and what Ray was started with."""
+    network_interface: str | None = None
+    """Network interface through which workers talk to each other, such as eth0; None: what gloo and NCCL choose."""
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     """How Ray places workers on nodes."""
 
@@ -119,6 +121,8 @@ class FailureConfig(Config):
     goes on."""
     node_wait_s: float = 600.0
     """Seconds to wait where there is no room for the (least) workers: nodes were lost, or others hold what they need."""
+    collective_timeout_s: float = 1800.0
+    """Seconds that a worker waits for the others in a collective operation, beyond max_outage_s, before the attempt fails."""
     grace_s: float = 60.0
     """Seconds the workers have for a last checkpoint after SIGTERM or Ctrl-C; and again as many whenever it makes progress."""
     max_grace_s: float = 600.0
@@ -128,6 +132,8 @@ class FailureConfig(Config):
         super().__post_init__()
         if self.max_failures < -1 or min(self.max_outage_s, self.node_wait_s, self.grace_s, self.max_grace_s) < 0:
             raise InputError("failure: max_failures must be at least -1, and the times at least 0")
+        if self.collective_timeout_s <= 0:
+            raise InputError(f"failure.collective_timeout_s: {self.collective_timeout_s} must be above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,6 +254,8 @@ class TrainConfig(Config):
     """Steps between progress events."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the dense part; weights, optimizers and embeddings are always fp32."""
+    tf32: bool = False
+    """Let NVIDIA GPUs round the factors of fp32 matrix products and convolutions to 10 bits (TF32): faster, less exact."""
     loop: Literal["rayrec", "huggingface"] = "rayrec"
     """What drives the steps: rayrec's own loop or, for language models, HuggingFace's Trainer; all around them is the same."""
     seed: int = 0

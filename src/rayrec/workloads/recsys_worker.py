@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 _MEMORY_WAIT_S: Final = 60.0
 """For which a start waits for memory that other processes hold: those of a failed attempt take some seconds to end."""
+_BATCHES_AHEAD: Final = 2
+"""Cut and pinned by a thread for a GPU, since the thread that launches kernels has no time for it."""
 _MEMORY_POLL_S: Final = 1.0
 
 
@@ -144,7 +146,7 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
         env=ShardingEnv.from_process_group(process_group),
         device=context.device,
         plan=plan,
-        sharders=embedding_sharders(),
+        sharders=embedding_sharders(workload.sharding, device="cuda" if context.device.type == "cuda" else "cpu"),
         data_parallel_wrapper=None if context.world_size > 1 else Unwrapped(),
     )
     initialize_shards(sharded, seed=config.seed)
@@ -242,6 +244,7 @@ def _loader(
         max_steps=max_steps,
         mapped=prepared.open_preprocessor() if is_mapped(order) else None,
         in_memory=data.in_memory,
+        ahead=_BATCHES_AHEAD if context.device.type == "cuda" else 0,
         targets=load_targets(prepared.teacher, prepared.open_preprocessor()) if prepared.teacher and learns else None,
     )
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from rayrec import checkpoint, storage
-from rayrec.checkpoint import Checkpoint, DamagedError
-from rayrec.checkpoint.format import seal
+from rayrec.checkpoint import Checkpoint, DamagedError, reading
+from rayrec.checkpoint.format import DTYPES, seal
 from rayrec.config import InputError
 from rayrec.training.loop import Progress
 
@@ -276,6 +276,30 @@ def test_the_weights_hash_stays_what_it_was(tmp_path: Path) -> None:
     for name, dtype, shape in (("model.a", "I64", []), ("model.b", "F32", [2, 3])):
         expected.update(f"{name}\0{dtype}\0{shape}\0".encode() + weights[name].numpy().tobytes())
     assert checkpoint.weights_sha256(save(tmp_path, tensors=weights)) == expected.hexdigest()
+
+
+def test_the_weights_hash_reads_a_bounded_part_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = {**tensors(), "model.large": torch.randn(1000, 7), "model.none": torch.zeros(0, 4)}
+    weights["model.number"] = torch.tensor(1.5)
+    saved = save(tmp_path, tensors=weights)
+    expected = hashlib.sha256()
+    for name in sorted(name for name in weights if name.startswith("model.")):
+        tensor = weights[name]
+        expected.update(f"{name}\0{DTYPES[tensor.dtype]}\0{list(tensor.shape)}\0".encode())
+        expected.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    sizes: list[int] = []
+    read = reading._rows_of
+
+    def noting(*arguments: Any) -> torch.Tensor:
+        rows = read(*arguments)
+        sizes.append(rows.nbytes)
+        return rows
+
+    monkeypatch.setattr(reading, "_rows_of", noting)
+    monkeypatch.setattr(reading, "_WINDOW_BYTES", 1000)
+    assert checkpoint.weights_sha256(saved) == expected.hexdigest()
+    assert max(sizes) <= 1000
+    assert sum(sizes) == sum(weights[name].nbytes for name in weights if name.startswith("model."))
 
 
 def test_the_weights_hash(tmp_path: Path) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import torch
 from checkpoint_ranks import run_ranks, same, whole
 
 from rayrec import checkpoint
-from rayrec.checkpoint import Checkpoint, Retention, Saver, claim, folder_of, newest_good
+from rayrec.checkpoint import Checkpoint, Retention, Saver, claim, folder_of, newest_good, reading
 
 
 def test_from_two_ranks_to_one_to_three_to_two(tmp_path: Path) -> None:
@@ -27,6 +28,10 @@ def test_from_two_ranks_to_one_to_three_to_two(tmp_path: Path) -> None:
     assert len(os.listdir(three.path)) == 4
     assert same(dict(checkpoint.full_tensors(three)), whole())
     assert checkpoint.weights_sha256(one) == checkpoint.weights_sha256(two) == checkpoint.weights_sha256(three)
+    with mock.patch.object(
+        reading, "_WINDOW_BYTES", 24
+    ):  # a range of rows then lies in several chunks, of rows or of columns
+        assert checkpoint.weights_sha256(one) == checkpoint.weights_sha256(two) == checkpoint.weights_sha256(three)
 
     shutil.copytree(two.path, folder_of(folder, 4))
     (chunk,) = two.manifest()["tensors"]["model.rows"]["chunks"]

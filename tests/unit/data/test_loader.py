@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -122,6 +123,30 @@ def test_every_row_of_an_epoch_once(prepared: tuple[LogIndex, Preprocessor], wor
         if step + 1 < loaders[0].steps:
             assert {len(batch) for batch in of_step} == {batch_size}
     assert done == ROWS
+
+
+def test_batches_for_a_gpu_are_cut_and_pinned_by_a_thread(
+    prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[int] = set()
+
+    def pin_memory(batch: ClickBatch) -> ClickBatch:  # which a machine without a GPU cannot
+        threads.add(threading.get_ident())
+        return batch
+
+    monkeypatch.setattr(ClickBatch, "pin_memory", pin_memory)
+    plain, ahead = loader(prepared, epochs=2), loader(prepared, epochs=2, ahead=2)
+    ahead.start()
+    for place, batch in enumerate(plain):
+        assert same(next(ahead), batch)
+        assert ahead.position() == plain.position(), place
+    assert next(ahead, None) is None
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
+    ahead.close()
+    left = loader(prepared, ahead=2)
+    next(left)
+    left.close()
 
 
 def test_without_shuffling_one_worker_reads_the_log_in_order(prepared: tuple[LogIndex, Preprocessor]) -> None:

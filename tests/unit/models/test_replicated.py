@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rayrec.models.replicated import replicated_optimizer
+from rayrec.models.replicated import ReplicatedTableOptimizer, replicated_optimizer
 from rayrec.optim import SparseOptimizerConfig
 
 
@@ -34,6 +34,27 @@ def test_the_rule(kind: Any, eps: float) -> None:
     else:
         kept = squares if kind == "adagrad" else squares[:, 0]
         torch.testing.assert_close(state, {"momentum1": kept}, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("eps", [0.25, 0.0])
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad"])
+def test_the_update_for_gpus_is_the_same(kind: Any, eps: float) -> None:
+    tables = [torch.nn.Parameter(torch.linspace(-1, 1, 24).reshape(6, 4)) for _ in range(2)]
+    optimizers = [ReplicatedTableOptimizer([table], kind=kind, learning_rate=0.1, eps=eps) for table in tables]
+    for step in range(3):
+        gradient = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+        gradient[[0, 2, 5 - step]] = 0
+        for optimizer, table, update in zip(
+            optimizers, tables, (optimizers[0]._update, optimizers[1]._update_all), strict=True
+        ):
+            with torch.no_grad():
+                update(table, gradient.clone(), learning_rate=0.1, eps=eps)
+            assert len(optimizer.state[table]) == (kind != "sgd")
+    assert torch.equal(*tables)
+    for states in zip(
+        *(optimizer.state[table].values() for optimizer, table in zip(optimizers, tables, strict=True)), strict=True
+    ):
+        assert torch.equal(*states)
 
 
 def test_the_learning_rate_is_that_of_the_group() -> None:

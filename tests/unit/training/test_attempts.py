@@ -270,3 +270,15 @@ def test_a_head_that_does_not_answer_says_nothing_of_data_nodes(
     for now_s in range(0, 60):
         clock[0] = float(now_s)
         assert not watch.gone()
+
+
+# -- the process group
+
+
+def test_workers_wait_for_one_that_waits_for_a_store() -> None:
+    config = recipes.criteo_demo("log")
+    assert (attempts.process_group(config).timeout_s, attempts.process_group(config).backend) == (2400, "gloo")
+    changed = config.replace(failure={"max_outage_s": 7200.0, "collective_timeout_s": 60.5}, scaling={"use_gpu": True})
+    assert (attempts.process_group(changed).timeout_s, attempts.process_group(changed).backend) == (7261, "nccl")
+    with pytest.raises(InputError, match=r"collective_timeout_s: 0.0 must be above 0"):
+        config.replace(failure={"collective_timeout_s": 0.0})

@@ -239,6 +239,8 @@ def test_variables_of_kineto_go_to_workers() -> None:
     passed = {"KINETO_USE_DAEMON": "1", "KINETO_DAEMON_INIT_DELAY_S": "3"}
     assert worker_runtime_env(environment) == {"env_vars": passed}
     assert worker_runtime_env({"KINETO_DAEMON_INIT_DELAY_S": "3"}) == {}
+    interface = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "eth1"}
+    assert worker_runtime_env(environment, network_interface="eth1") == {"env_vars": passed | interface}
 
 
 def test_configuration() -> None:

@@ -66,7 +66,7 @@ def summarized(folder: Path, lines: list[str], *, rows: int = ROWS * 3 // 2) -> 
             replicated_ranks.config(1).replace(name="run", epochs=4),
             str(folder),
             None,
-            {**finish, "blocked_fraction": 0.1, "validation": metrics, "checkpoint": saved},
+            {**finish, "blocked_fraction": 0.1, "validation": metrics, "checkpoint": saved, "weights_sha256": "00ff"},
             events=events,
             note=notes.append,
         )

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rayrec import recipes
-from rayrec.checkpoint import Retention, Saver, claim, folder_of
+from rayrec.checkpoint import Checkpoint, Retention, Saver, claim, folder_of, weights_sha256
 from rayrec.config import InputError
 from rayrec.row_tally import RowNumbers, RowTally
 from rayrec.training import device_peak, worker
@@ -98,6 +98,7 @@ def test_without_test_rows_metrics_and_samples_are_of_the_chosen_weights(tmp_pat
     run = Evaluated(tmp_path, steps=(4, 7), sets=("validation",))
     told = run.finish(STOPPED_EARLY, evaluated_step=7)
     assert (told["step"], told["chosen_step"], told["checkpoint"]) == (7, 4, folder_of(str(tmp_path), 4))
+    assert told["weights_sha256"] == weights_sha256(Checkpoint(told["checkpoint"]))
     assert told["metrics"] == told["validation"] == {"auroc": 4.0}
     assert run.evaluations == [("validation", 4.0)]
     assert run.events == [("finish", told), ("samples", {"samples": [{"of": [("validation", 4.0)]}]})]
@@ -251,3 +252,20 @@ def test_a_peak_counts_where_every_worker_has_one(
 )
 def test_threads_keep_to_what_the_worker_was_given(settings: dict[str, Any], share: int, threads: int) -> None:
     assert worker.threads_of_worker(ScalingConfig(**settings), share=share) == threads
+
+
+# -- the device's arithmetic
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_tf32_is_what_the_configuration_says(allowed: bool) -> None:
+    switches = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [switch.allow_tf32 for switch in switches]
+    try:
+        for switch in switches:
+            switch.allow_tf32 = not allowed
+        worker.allow_tf32(allowed)
+        assert [switch.allow_tf32 for switch in switches] == [allowed, allowed]
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.allow_tf32 = value

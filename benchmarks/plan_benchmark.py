@@ -1,0 +1,21 @@
+"""The memory that `rayrec plan` forecasts for a CPU worker against the peak of one that trains and saves, in three sizes."""
+
+from __future__ import annotations
+
+from planned_memory import DIM, SIZES, measured
+from rows import emit
+
+
+def main(*, quick: bool) -> None:
+    for rows in SIZES[: 1 if quick else None]:
+        found = measured(rows)
+        emit(
+            "plan",
+            peer="peak resident memory of the process",
+            workload=f"click model, {rows:,} rows of {DIM} in 26 tables, row-wise Adagrad, 1 worker, with a save",
+            unit="forecast_bytes",
+            value=found["forecast"],
+            ratio=found["forecast"] / found["peak"],
+            repeats=1,
+            peak_bytes=found["peak"],
+        )

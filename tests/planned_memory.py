@@ -1,0 +1,108 @@
+"""Memory of one CPU worker that trains a click model and saves it: what `rayrec plan` forecasts, and what a process takes.
+
+`measured` starts a process for each size; run as a program, this file is that process.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from types import SimpleNamespace
+from typing import Any
+
+DIM, TRAIN_ROWS, EVAL_ROWS, STEPS = 64, 4096, 8192, 4
+SIZES = (100_000, 1_500_000, 4_000_000)
+"""Rows of all tables together: 26 MB, 390 MB and 1 GB of weights."""
+
+
+def measured(rows: int) -> dict[str, int]:
+    """Bytes: `forecast` and `peak`, the most that was resident, with tables of so many rows in all."""
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", __file__, str(rows)], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+def _table_sizes(rows: int) -> list[int]:
+    """26 tables, as unequal as those of real logs."""
+    shares = [2.0**-number for number in range(26)]
+    return [max(10, int(rows * share / sum(shares))) for share in shares]
+
+
+def _resident_bytes(field: str) -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith(f"{field}:"))
+
+
+def _run(rows: int, folder: str) -> dict[str, int]:
+    import click_ranks
+    import torch
+    from torch import distributed
+
+    import rayrec.training.worker  # noqa: F401  # what a worker has loaded, Ray among it
+    from rayrec.checkpoint import Retention, Saver, claim
+    from rayrec.models.dlrm import DLRMConfig
+    from rayrec.native import keep_freed_memory
+    from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig
+    from rayrec.training.state import all_tensors
+    from rayrec.workloads.base import ScalingConfig, TrainConfig
+    from rayrec.workloads.calibration import Target
+    from rayrec.workloads.recsys import ClickWorkload
+    from rayrec.workloads.recsys_plan import tables_of
+
+    keep_freed_memory()
+    torch.set_num_threads(2)
+    tables = _table_sizes(rows)
+    schema = click_ranks.schema(tables)
+    workload = ClickWorkload(
+        schema=schema,
+        model=DLRMConfig(interaction="dot", embedding_dim=DIM, bottom_mlp=(512, 256, DIM), top_mlp=(512, 512, 256, 1)),
+        sparse_optimizer=SparseOptimizerConfig(kind="rowwise_adagrad"),
+        dense_optimizer=DenseOptimizerConfig(kind="adam"),
+    )
+    config = TrainConfig(
+        recipe="memory",
+        workload=workload,
+        batch_size=TRAIN_ROWS,
+        eval_batch_size=EVAL_ROWS,
+        scaling=ScalingConfig(num_workers=1),
+    )
+    forecast = tables_of(workload, config, tables, inputs=schema, target=Target(1, 1), memory_bytes=1 << 50).memories[0]
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
+    prepared: Any = SimpleNamespace(**vars(click_ranks.prepared(tables)))
+    prepared.sets = {"train": SimpleNamespace(rows=100 * TRAIN_ROWS)}
+    setup = workload.set_up(click_ranks.context(config, 0, 1), prepared)
+    saver = Saver(
+        f"{folder}/run",
+        claim=claim(f"{folder}/run"),
+        retention=Retention(),
+        extra_files={},
+        max_outage_s=60.0,
+        log=lambda kind, fields: None,
+    )
+
+    def train(first: int) -> None:
+        batches = iter([click_ranks.batch(tables, step, 0, 1, rows=TRAIN_ROWS) for step in range(first, first + STEPS)])
+        for step in range(first, first + STEPS):
+            setup.begin_step(step, 1000)
+            setup.pipeline.progress(batches)
+
+    train(0)
+    setup.model.eval()
+    with torch.no_grad():
+        setup.pipeline.progress(iter([click_ranks.batch(tables, 99, 0, 1, rows=EVAL_ROWS)]))
+    setup.model.train()
+    assert saver.begin(STEPS, all_tensors(setup.model, setup.optimizer), state={}, score=None)
+    train(STEPS)  # while a thread writes
+    saver.wait()
+    saver.close()
+    distributed.destroy_process_group()
+    return {"forecast": forecast.host_bytes("cpu"), "peak": _resident_bytes("VmHWM")}
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory(prefix="rayrec-memory-") as place:
+        print(json.dumps(_run(int(sys.argv[1]), place)))

@@ -1,0 +1,66 @@
+"""Streams of many pieces: a bounded number of tasks a Dataset, the next of which starts before the one before is read."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+
+import pyarrow as pa
+import pytest
+
+from rayrec.data import ingest
+
+
+class Datasets:
+    """Stand-ins that note what is opened, read and closed, a table an item."""
+
+    def __init__(self) -> None:
+        self.opened: list[Sequence[int]] = []
+        self.closed: list[Sequence[int]] = []
+
+    def tables_of(self, group: Sequence[int]) -> Generator[pa.Table, None, None]:
+        self.opened.append(group)
+        try:
+            for item in group:
+                if item < 0:
+                    raise ValueError("broken")
+                yield pa.table({"item": [item]})
+        finally:
+            self.closed.append(group)
+
+
+def items(tables: Iterator[pa.Table]) -> Iterator[int]:
+    return (table["item"][0].as_py() for table in tables)
+
+
+def test_the_next_dataset_starts_when_few_pieces_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingest, "_STARTED_AHEAD", 2)
+    datasets, groups = Datasets(), [range(0, 5), range(5, 10), range(10, 12)]
+    found = items(ingest._one_after_another(groups, datasets.tables_of))
+    assert [next(found) for _ in range(3)] == [0, 1, 2]
+    assert datasets.opened == [range(0, 5)]
+    assert next(found) == 3
+    threaded = next(found)
+    assert threaded == 4
+    assert next(found) == 5
+    assert datasets.opened == [range(0, 5), range(5, 10)]
+    assert datasets.closed == [range(0, 5)]
+    assert list(found) == [*range(6, 12)]
+    assert datasets.opened == datasets.closed == groups
+
+
+def test_a_reader_that_goes_closes_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingest, "_STARTED_AHEAD", 2)
+    datasets = Datasets()
+    found = ingest._one_after_another([range(0, 2), range(2, 4)], datasets.tables_of)
+    next(found)
+    found.close()
+    assert sorted(datasets.closed, key=min) == sorted(datasets.opened, key=min) == [range(0, 2), range(2, 4)]
+
+
+def test_an_error_comes_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingest, "_STARTED_AHEAD", 2)
+    found = items(ingest._one_after_another([[0, 1, 2], [-1, 3]], Datasets().tables_of))
+    assert [next(found) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(ValueError, match="broken"):
+        next(found)
+    assert list(ingest._one_after_another([], Datasets().tables_of)) == []
