@@ -47,6 +47,7 @@ def _run(rows: int, folder: str) -> dict[str, int]:
     from rayrec.models.dlrm import DLRMConfig
     from rayrec.native import keep_freed_memory
     from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig
+    from rayrec.training.loop import drain
     from rayrec.training.state import all_tensors
     from rayrec.workloads.base import ScalingConfig, TrainConfig
     from rayrec.workloads.calibration import Target
@@ -89,11 +90,14 @@ def _run(rows: int, folder: str) -> dict[str, int]:
         for step in range(first, first + STEPS):
             setup.begin_step(step, 1000)
             setup.pipeline.progress(batches)
+        drain(setup.pipeline, batches)
 
     train(0)
     setup.model.eval()
     with torch.no_grad():
-        setup.pipeline.progress(iter([click_ranks.batch(tables, 99, 0, 1, rows=EVAL_ROWS)]))
+        scored = iter([click_ranks.batch(tables, 99, 0, 1, rows=EVAL_ROWS)])
+        setup.pipeline.progress(scored)
+        drain(setup.pipeline, scored)
     setup.model.train()
     assert saver.begin(STEPS, all_tensors(setup.model, setup.optimizer), state={}, score=None)
     train(STEPS)  # while a thread writes

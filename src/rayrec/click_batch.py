@@ -27,7 +27,7 @@ class ClickBatch(Pipelineable):
     weights: torch.Tensor | None = None
     """(rows,) float32: what each row's loss is multiplied by; None: 1 each."""
     row_numbers: RowNumbers | None = None
-    """Which rows these are, for the loop to count; copies on a device and in pinned memory do not have it."""
+    """Which rows these are, for the loop to count; copies on a device do not have it."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> ClickBatch:
         return ClickBatch(
@@ -52,6 +52,7 @@ class ClickBatch(Pipelineable):
             labels=self.labels.pin_memory(),
             loss_weight=self.loss_weight,
             weights=None if self.weights is None else self.weights.pin_memory(),
+            row_numbers=self.row_numbers,  # a loader pins batches before the loop counts them
         )
 
     def __len__(self) -> int:

@@ -290,11 +290,10 @@ def weights_sha256(checkpoint: Checkpoint, prefix: str = "model.") -> str:
         for name in sorted(name for name in manifest["tensors"] if name.startswith(prefix)):
             entry = manifest["tensors"][name]
             digest.update(f"{name}\0{entry['dtype']}\0{entry['shape']}\0".encode())
-            read = partial(ahead.submit, copy_context().run, _rows_of, reader, name, entry)
-            first, *others = _windows(entry)
-            upcoming = read(*first)
-            for window in others:
-                rows, upcoming = upcoming.result(), read(*window)
+            first, *others = (partial(_rows_of, reader, name, entry, *window) for window in _windows(entry))
+            upcoming = ahead.submit(copy_context().run, first)
+            for read in others:
+                rows, upcoming = upcoming.result(), ahead.submit(copy_context().run, read)
                 digest.update(_as_bytes(rows))
             digest.update(_as_bytes(upcoming.result()))
     return digest.hexdigest()

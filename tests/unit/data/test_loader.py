@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rayrec import storage
 from rayrec.click_batch import ClickBatch
@@ -130,15 +131,20 @@ def test_batches_for_a_gpu_are_cut_and_pinned_by_a_thread(
 ) -> None:
     threads: set[int] = set()
 
-    def pin_memory(batch: ClickBatch) -> ClickBatch:  # which a machine without a GPU cannot
+    def pin_memory(values: Any) -> Any:  # which a machine without a GPU cannot
         threads.add(threading.get_ident())
-        return batch
+        return values
 
-    monkeypatch.setattr(ClickBatch, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(KeyedJaggedTensor, "pin_memory", pin_memory)
     plain, ahead = loader(prepared, epochs=2), loader(prepared, epochs=2, ahead=2)
     ahead.start()
     for place, batch in enumerate(plain):
-        assert same(next(ahead), batch)
+        pinned = next(ahead)
+        assert same(pinned, batch)
+        assert pinned.row_numbers is not None
+        assert batch.row_numbers is not None
+        assert np.array_equal(pinned.row_numbers.numbers, batch.row_numbers.numbers)
         assert ahead.position() == plain.position(), place
     assert next(ahead, None) is None
     assert len(threads) == 1
