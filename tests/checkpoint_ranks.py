@@ -266,12 +266,12 @@ def save_apart(folder: str, rank: int) -> None:
     """Each rank sees a folder of its own under the run's path, as with a disk of each node; then the ranks' sharding plans
     differ. No checkpoint is made of either."""
     own = f"{folder}/{rank}"
-    name = Ranks.all().share(os.path.basename(write_token(own)))
+    name = Ranks.all().share(os.path.basename(write_token(own, max_outage_s=1.0)))
     with mock.patch.object(shared_storage, "_APPEARS_S", 0.1):
         told = raised(lambda: check_shared(f"{own}/{name}", Ranks.all()))
     host = socket.gethostname()
     assert f"/{rank} is not shared by all nodes: worker 1 on {host} does not see" in told
-    shared_token = Ranks.all().share(write_token(folder) if rank == 0 else "")
+    shared_token = Ranks.all().share(write_token(folder, max_outage_s=1.0) if rank == 0 else "")
     assert os.path.exists(shared_token)
     check_shared(shared_token, Ranks.all())
     distributed.barrier()

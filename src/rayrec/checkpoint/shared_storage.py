@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 import socket
+import threading
 import time
 import uuid
 from typing import Final
 
 from rayrec import storage
+from rayrec.checkpoint.cleaning import tolerated
+from rayrec.checkpoint.persistence import Persistence
 from rayrec.checkpoint.ranks import Ranks
 from rayrec.config import InputError
 
+_logger = logging.getLogger(__name__)
 _APPEARS_S: Final = 10.0
 """Seconds after which a file that another node has written must be visible: NFS clients cache what a folder contains."""
 _POLL_S: Final = 0.2
 
 
-def write_token(run_folder: str) -> str:
-    """Writes a small file into the run's folder, on the driver, for `check_shared` -> its path. Raises OSError if storage is
-    unavailable or full."""
+def write_token(run_folder: str, *, max_outage_s: float) -> str:
+    """Writes a small file into the run's folder, on the driver, for `check_shared` -> its path. Raises InputError if storage is
+    unavailable or full for `max_outage_s`."""
     token = storage.join(run_folder, f".storage-{uuid.uuid4().hex}")
-    storage.write_bytes(token, b"This file shows that all workers see the storage of the driver.\n")
+    persistence = Persistence(
+        place=run_folder,
+        max_outage_s=max_outage_s,
+        seed=run_folder,
+        ended=threading.Event(),
+        late=lambda cause: _logger.warning("%s: cannot be written yet (%s)", run_folder, cause),
+    )
+    text = b"This file shows that all workers see the storage of the driver.\n"
+    persistence.run(lambda: storage.write_bytes(token, text))
     return token
 
 
@@ -32,7 +45,8 @@ def check_shared(token: str, ranks: Ranks) -> None:
     """
     found = ranks.each(lambda: (socket.gethostname(), _appears(token)))
     if ranks.first:
-        storage.remove_file(token)
+        with tolerated(f"{token}: is left"):
+            storage.remove_file(token)
     blind = [f"{rank} on {host}" for rank, (host, seen) in enumerate(found) if not seen]
     if blind:
         shown = ", ".join(blind[:4]) + (f" and {len(blind) - 4} more" if len(blind) > 4 else "")

@@ -168,8 +168,7 @@ def _attempt(
     part of the cluster."""
     request = StopRequest()
     placement = shares.per_worker.replace(max_outage_s=config.failure.max_outage_s)
-    with storage.patience(config.failure.max_outage_s):
-        token = write_token(folder)
+    token = write_token(folder, max_outage_s=config.failure.max_outage_s)
     assignment = Assignment(config, prepared, folder, placement, request.mailbox, token)
     future: Future[dict[str, Any]] = Future()
 

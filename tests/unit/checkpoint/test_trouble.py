@@ -17,6 +17,7 @@ from checkpoint_ranks import full, writes
 from rayrec import checkpoint, storage
 from rayrec.checkpoint import Checkpoint, Retention, Saver, claim, folder_of, newest_good, persistence
 from rayrec.checkpoint.persistence import delay
+from rayrec.checkpoint.ranks import Ranks
 from rayrec.config import InputError
 
 Events = list[tuple[str, dict[str, Any]]]
@@ -228,6 +229,24 @@ def test_files_that_may_not_grow(saver_in: Callable[..., Saver], tmp_path: Path,
     saver.wait()
     assert good(tmp_path).step == 2
     checkpoint.verify(good(tmp_path))
+
+
+def test_an_attempt_waits_for_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(persistence, "FIRST_DELAY_S", 0.01)
+    write_bytes, errors = storage.write_bytes, [OSError(28, "No space left on device")] * 2
+
+    def write(path: str, data: bytes) -> None:
+        if errors:
+            raise errors.pop()
+        write_bytes(path, data)
+
+    monkeypatch.setattr(storage, "write_bytes", write)
+    token = checkpoint.write_token(str(tmp_path), max_outage_s=30.0)
+    checkpoint.check_shared(token, Ranks.all())
+    assert os.listdir(tmp_path) == []
+    errors[:] = [OSError(28, "No space left on device")] * 1000
+    with pytest.raises(InputError, match="no space left; free some"):
+        checkpoint.write_token(str(tmp_path), max_outage_s=0.1)
 
 
 def test_a_save_at_once_is_not_tried_again(tmp_path: Path) -> None:
