@@ -181,7 +181,15 @@ def events(path: Path, *kinds: str) -> list[dict[str, Any]]:
     return read_events(str(path), kinds=kinds or None) if path.exists() else []
 
 
-LONG = {"steps": 400, "evaluate-every": 400, "checkpoint.every": 40, "log-every": 10}
+LONG = {"steps": 200, "evaluate-every": 200, "checkpoint.every": 40, "log-every": 10, "scaling.num-workers": 2}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: list[Node], click_log: Path, shared: Path) -> str:
+    """The hash of the weights of a `LONG` run on one machine that nothing happened to."""
+    done = cluster[0].rayrec(*train_flags(click_log, shared, "undisturbed", "whole", **LONG), timeout_s=500)
+    found: str = summary(done)["weights_sha256"]
+    return found
 
 
 HOG = """
@@ -213,42 +221,35 @@ def test_on_a_busy_cluster_only_the_result_reaches_standard_output(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("loss", ["killed", "unplugged"])
-def test_a_machine_with_a_worker_is_lost(loss: str, click_log: Path, shared: Path) -> None:
+def test_a_machine_with_a_worker_is_lost(loss: str, undisturbed: str, click_log: Path, shared: Path) -> None:
     """The run takes the machine that is left, and ends with the weights of a run that nothing happened to."""
-    name = f"lost-{loss}"
     with Network() as network:
         head, *workers = network.cluster({"cpus": 2}, *({"cpus": 1, "accelerator": 1} for _ in range(3)), token=TOKEN)
-        flags = {**LONG, "scaling.num-workers": 2, "scaling.placement-strategy": "SPREAD"}
-        command = head.start_rayrec(*train_flags(click_log, shared, name, "accelerator", **flags))
-        wait_for_step(shared / name, 80)
+        flags = {**LONG, "scaling.placement-strategy": "SPREAD"}
+        command = head.start_rayrec(*train_flags(click_log, shared, f"lost-{loss}", "accelerator", **flags))
+        wait_for_step(shared / f"lost-{loss}", 60)
         lost = next(worker for worker in workers if worker.processes("ray::RayTrainWorker"))
         lost.end() if loss == "killed" else lost.unplug()
         found = summary(command.wait(timeout_s=500))
-        assert found["restarts"] == 1
-        plain = summary(
-            head.rayrec(*train_flags(click_log, shared, f"{name}-plain", "accelerator", **flags), timeout_s=500)
-        )
-    assert found["weights_sha256"] == plain["weights_sha256"]
+    assert found["restarts"] == 1
+    assert found["weights_sha256"] == undisturbed
     assert (found["rows_lost"], found["rows_repeated"]) == (0, 0)
 
 
 @pytest.mark.exhaustive
-def test_a_worker_is_killed_and_the_driver_told_to_stop(click_log: Path, shared: Path) -> None:
-    """One after the other, on machines with two workers and one: the same command resumes the run."""
+def test_a_worker_is_killed_and_the_driver_told_to_stop(undisturbed: str, click_log: Path, shared: Path) -> None:
+    """One after the other: the same command resumes the run."""
     with Network() as network:
-        head, first, _ = network.cluster(
-            {"cpus": 2}, {"cpus": 1, "accelerator": 2}, {"cpus": 1, "accelerator": 1}, token=TOKEN
-        )
+        head, *workers = network.cluster({"cpus": 2}, *({"cpus": 1, "accelerator": 1} for _ in range(2)), token=TOKEN)
         flags = train_flags(click_log, shared, "resumed", "accelerator", **LONG)
         command = head.start_rayrec(*flags)
-        wait_for_step(shared / "resumed", 80)
-        os.kill(first.processes("ray::RayTrainWorker")[0], signal.SIGKILL)
-        wait_for_step(shared / "resumed", 160)
+        wait_for_step(shared / "resumed", 60)
+        os.kill(workers[0].processes("ray::RayTrainWorker")[0], signal.SIGKILL)
+        wait_for_step(shared / "resumed", 110)
         os.kill(head.processes("-m rayrec train")[0], signal.SIGTERM)
-        assert command.wait().status in (143, 128 + signal.SIGTERM, -signal.SIGTERM)
+        assert command.wait().status == 128 + signal.SIGTERM
         found = summary(head.rayrec(*flags, timeout_s=500))
-        plain = summary(head.rayrec(*train_flags(click_log, shared, "plain", "accelerator", **LONG), timeout_s=500))
-    assert found["weights_sha256"] == plain["weights_sha256"]
+    assert found["weights_sha256"] == undisturbed
     assert found["restarts"] >= 1
 
 
@@ -257,11 +258,11 @@ def test_the_only_machine_for_data_tasks_is_lost(click_log: Path, shared: Path) 
     """Its data tasks go to the machines of the workers, or to one that joins: the run ends in any case."""
     with Network() as network:
         head, data, *_ = network.cluster(
-            {"cpus": 0}, {"cpus": 2}, {"cpus": 2, "accelerator": 2}, {"cpus": 2, "accelerator": 1}, token=TOKEN
+            {"cpus": 0}, {"cpus": 4}, {"cpus": 2, "accelerator": 1}, {"cpus": 2, "accelerator": 1}, token=TOKEN
         )
         flags = train_flags(click_log, shared, "dataless", "accelerator", **LONG)
         command = head.start_rayrec(*flags)
-        wait_for_step(shared / "dataless", 80)
+        wait_for_step(shared / "dataless", 60)
         data.end()
         found = summary(command.wait(timeout_s=300))
     assert found["steps"] == LONG["steps"]
