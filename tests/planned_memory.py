@@ -1,10 +1,12 @@
 """Memory of one CPU worker that trains a click model and saves it: what `rayrec plan` forecasts, and what a process takes.
 
+The process is not connected to Ray, so its own size without data is measured, and not the constant for a worker of Ray's.
 `measured` starts a process for each size; run as a program, this file is that process.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -71,6 +73,7 @@ def _run(rows: int, folder: str) -> dict[str, int]:
         eval_batch_size=EVAL_ROWS,
         scaling=ScalingConfig(num_workers=1),
     )
+    process = _resident_bytes("VmRSS")
     forecast = tables_of(workload, config, tables, inputs=schema, target=Target(1, 1), memory_bytes=1 << 50).memories[0]
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
     prepared: Any = SimpleNamespace(**vars(click_ranks.prepared(tables)))
@@ -104,6 +107,7 @@ def _run(rows: int, folder: str) -> dict[str, int]:
     saver.wait()
     saver.close()
     distributed.destroy_process_group()
+    forecast = dataclasses.replace(forecast, process=process)
     return {"forecast": forecast.host_bytes("cpu"), "peak": _resident_bytes("VmHWM")}
 
 
