@@ -67,7 +67,8 @@ def check_columns(
     for name in wanted:
         found = list(names).count(name)
         if found != 1 and not (found == 0 and name in optional):
-            shown = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+            plain = [name if name.strip() == name and name else repr(name) for name in names]
+            shown = ", ".join(plain[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
             what = "no column" if not found else f"{found} columns"
             raise InputError(
                 f"{path}: has {what} named {name}; it has {shown or 'none'}{hint}; mend the schema or the file"

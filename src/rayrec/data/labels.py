@@ -5,11 +5,9 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-import numpy as np
-
 from rayrec import storage
 from rayrec.data import ready
-from rayrec.data.log import GZIP_MAGIC
+from rayrec.data.log import GZIP_MAGIC, head_of
 from rayrec.data.parsing import MAX_LINE_BYTES
 from rayrec.data.tables import column_names, is_table
 from rayrec.schema import Schema
@@ -26,7 +24,8 @@ def has_labels(path: str, schema: Schema, *, files: Sequence[str] = ()) -> bool:
         return ready.open_ready(path).labelled
     found = storage.list_files(path, names=files)
     if is_table(found, schema):
-        return schema.label in column_names(found[0], schema)
+        names = (column_names(file, schema) for file in found)
+        return schema.label in next((columns for columns in names if columns), (schema.label,))
     labelled = len(schema.columns)
     for file in found:
         for line in _first_lines_of(file.path):
@@ -38,14 +37,14 @@ def has_labels(path: str, schema: Schema, *, files: Sequence[str] = ()) -> bool:
 
 def _first_lines_of(path: str) -> list[bytes]:
     """The complete lines at a file's start, of about 16 lines of the greatest length."""
-    head = np.zeros(16 * MAX_LINE_BYTES, np.uint8)
-    got = storage.read_into(path, 0, head)
-    text, whole = head[:got].tobytes(), got < len(head)
+    most = 16 * MAX_LINE_BYTES
+    text = head_of(path, most)
+    whole = len(text) < most
     if text.startswith(GZIP_MAGIC):
         try:
-            text = zlib.decompressobj(wbits=31).decompress(text, len(head))
+            text = zlib.decompressobj(wbits=31).decompress(text, most)
         except zlib.error:
             return []  # said where the file is unpacked
-        whole = whole and len(text) < len(head)
+        whole = whole and len(text) < most
     lines = text.split(b"\n")
     return lines if whole else lines[:-1]

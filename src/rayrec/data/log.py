@@ -15,6 +15,7 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.diagnosis import HEAD_BYTES, likely_cause
 from rayrec.data.parsing import MAX_LINE_BYTES, PADDING_BYTES, Faults, RawRows, max_rows_in, parse_into
 from rayrec.data.stages import stage
 from rayrec.native import library
@@ -82,15 +83,22 @@ class LogIndex:
         return self.faults.total / lines if lines else 0.0
 
     def check(self, max_bad_fraction: float, path: str) -> None:
-        """Raises InputError where the log has no rows or more faulty ones than allowed."""
+        """Raises InputError if the log has no rows or more faulty ones than allowed; it names the likely cause."""
         if not self.rows:
             why = self.faults.describe() if self.faults.total else "it is empty"
-            raise InputError(f"{path}: no usable rows; {why}")
+            raise InputError(f"{path}: no usable rows; {why}{self._cause()}")
         if self.bad_fraction > max_bad_fraction:
             raise InputError(
                 f"{path}: {self.bad_fraction:.2%} of its lines are faulty, more than max_bad_fraction {max_bad_fraction:.2%}; "
-                f"{self.faults.describe()}; mend the log or raise --max-bad-fraction"
+                f"{self.faults.describe()}{self._cause()}; mend the log or raise --max-bad-fraction"
             )
+
+    def _cause(self) -> str:
+        """The likely cause of the faults of a text log, to be appended to their description."""
+        if self.format != "text" or not self.faults.first or self.faults.first[0].byte is None:
+            return ""
+        cause = likely_cause(head_of(self.faults.first[0].path, HEAD_BYTES))
+        return f"; {cause}" if cause else ""
 
     def to_dict(self) -> dict[str, Any]:
         paths = sorted({segment.path for segment in self.segments})
@@ -261,10 +269,18 @@ def row_numbers(segments: Sequence[Segment]) -> np.ndarray:
     )
 
 
+def head_of(path: str, size_bytes: int) -> bytes:
+    """A file's first bytes. Raises InputError for a file that this user may not read."""
+    head = np.zeros(size_bytes, np.uint8)
+    try:
+        got = storage.read_into(path, 0, head)
+    except (PermissionError, IsADirectoryError) as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error}); check its permissions") from None
+    return head[:got].tobytes()
+
+
 def is_gzip(path: str) -> bool:
-    head = np.zeros(2, np.uint8)
-    storage.read_into(path, 0, head)
-    return head.tobytes() == GZIP_MAGIC
+    return head_of(path, 2) == GZIP_MAGIC
 
 
 def unpacked_path(file: storage.File, folder: str) -> str:

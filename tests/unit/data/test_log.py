@@ -7,6 +7,7 @@ import os
 import re
 import zlib
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,12 +17,14 @@ from hypothesis import strategies as st
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import log
+from rayrec.data.labels import has_labels
 from rayrec.data.log import (
     CachedIndex,
     LogIndex,
     Segment,
     cut,
     index_chunk,
+    is_gzip,
     numbered,
     read_lines,
     read_segments,
@@ -302,3 +305,47 @@ def test_plain_files_are_no_gzip(tmp_path: Path) -> None:
 
 def test_faults_are_json() -> None:
     assert Fault(**vars(Fault("p", 1, "empty line", ""))) == Fault("p", 1, "empty line", "")
+
+
+CAUSES = [
+    (b"y\ta\tb\n" + LINES[0], "looks like a header"),
+    (LINES[0].replace(b"\t", b","), "separated by commas, not tabs"),
+    (b"".join(bytes([byte, 0]) for byte in LINES[0]), "a binary file or UTF-16"),
+    (b"\xff\xfe" + LINES[0], "it is UTF-16; convert it"),
+    (b"\xef\xbb\xbf" + LINES[0], "starts with a byte order mark"),
+    (b"PAR1" + LINES[0], "it is Parquet"),
+    (b"hello", "no tab"),
+    (LINES[0] + b"\tx", None),
+]
+
+
+@pytest.mark.parametrize(("text", "cause"), CAUSES)
+def test_a_refused_log_names_the_likely_cause(tmp_path: Path, text: bytes, cause: str | None) -> None:
+    path = tmp_path / "log.txt"
+    path.write_bytes(text + b"\n")
+    entries, faults = index_chunk(cut(storage.list_files(str(path)), 1 << 20)[0], SCHEMA, 1 << 20)
+    with pytest.raises(InputError) as raised:
+        LogIndex(numbered(entries), faults).check(0.001, str(path))
+    if cause is None:
+        assert "; it" not in str(raised.value)
+    else:
+        assert cause in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_that_may_not_be_read_is_the_users_error(tmp_path: Path) -> None:
+    with (
+        mock.patch("rayrec.storage.read_into", side_effect=PermissionError(13, "Permission denied")),
+        pytest.raises(InputError, match=r"a\.txt: cannot be read \(Permission denied\); check its permissions"),
+    ):
+        is_gzip(str(tmp_path / "a.txt"))
+
+
+def test_an_empty_first_file_does_not_make_a_log_unlabelled(tmp_path: Path) -> None:
+    schema = Schema(label="y", sparse=("s",), tokens="any", delimiter=",")
+    (tmp_path / "a.csv").write_bytes(b"")
+    assert has_labels(str(tmp_path), schema)
+    (tmp_path / "b.csv").write_bytes(b"y,s\n1,2\n")
+    assert has_labels(str(tmp_path), schema)
+    (tmp_path / "b.csv").write_bytes(b"s\n2\n")
+    assert not has_labels(str(tmp_path), schema)
