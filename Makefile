@@ -20,6 +20,7 @@ DEMO_FLAGS := --epochs 1 --workload.model.embedding-penalty 0.0003
 DEMO_ROWS := 1500000
 SEEDS ?= 10
 CHAOS_S ?= 120
+FUZZ_S ?= 10
 BENCHMARKS ?= ingest vocabulary preprocess train checkpoint recover predict serve observe mnist gpt2
 export DATA # the shell, not make, puts it into commands, so that it may hold spaces
 
@@ -76,6 +77,15 @@ test-exhaustive: setup ## what CI has no time for: Spark on Ray, forecasts held 
 
 drills: setup ## losses on a cluster of network namespaces: machines, links, processes (as root; needs iproute2, util-linux)
 	@RAYREC_REQUIRE_NODES=1 $(RUN)/python -m pytest tests/integration/test_nodes.py
+
+FUZZER := build/fuzz/kernels_fuzz
+$(FUZZER): tests/fuzz/kernels_fuzz.c $(NATIVE)
+	@mkdir -p $(@D)
+	@$(CC) -g -O1 -std=c11 -Wall -Wextra -Wno-unused-value -fsanitize=address,undefined -fno-sanitize-recover=all -Isrc/rayrec/native \
+	  $(filter-out %/module.c %.h,$^) -lm -o $@
+
+fuzz: $(FUZZER) ## random inputs for the C kernels under AddressSanitizer and UBSan for FUZZ_S=10 seconds; FUZZ_SEED repeats a run
+	@$(FUZZER) $(FUZZ_S) $(FUZZ_SEED)
 
 chaos: setup ## SEEDS=10 runs, something killed every few seconds for CHAOS_S=120 seconds; all must end with the same weights
 	@$(RUN)/python tests/chaos.py --seeds $(SEEDS) --seconds $(CHAOS_S)

@@ -1,0 +1,268 @@
+/* Fuzzes the kernels under AddressSanitizer and UndefinedBehaviorSanitizer (`make fuzz`): random and mutated inputs in buffers of
+ * exactly the promised size, and results that two ways must agree on. Arguments: seconds, seed. */
+
+#include "format.h"
+#include "kernels.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+static uint64_t state;
+
+static uint64_t next(void) { /* SplitMix64 */
+    uint64_t x = state += 0x9E3779B97F4A7C15ULL;
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ULL;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBULL;
+    return x ^ x >> 31;
+}
+
+static int64_t below(int64_t n) { return (int64_t)(next() % (uint64_t)n); }
+
+static void *buffer(int64_t bytes) { /* of exactly this size, so that the first byte behind it is poisoned */
+    void *memory = malloc(bytes ? (size_t)bytes : 1);
+    if (!memory) abort();
+    return memory;
+}
+
+#define CHECK(condition)                                                             \
+    do {                                                                             \
+        if (!(condition)) {                                                          \
+            fprintf(stderr, "fuzz: %s:%d: %s\n", __FILE__, __LINE__, #condition);    \
+            abort();                                                                 \
+        }                                                                            \
+    } while (0)
+
+/* Text of pieces that the parsers care about, with some random bytes. */
+static uint8_t *text_of(const char *const *pieces, int count, int64_t most, int64_t *length, int64_t padding) {
+    uint8_t scratch[8192];
+    int64_t size = 0, wanted = below(most + 1);
+    while (size < wanted) {
+        const char *piece = pieces[below(count)];
+        const int64_t bytes = (int64_t)strlen(piece);
+        if (size + bytes > (int64_t)sizeof scratch) break;
+        memcpy(scratch + size, piece, (size_t)bytes);
+        size += bytes;
+        if (!below(40) && size) scratch[below(size)] = (uint8_t)next();
+    }
+    uint8_t *text = buffer(size + padding);
+    memcpy(text, scratch, (size_t)size);
+    memset(text + size, 0, (size_t)padding);
+    *length = size;
+    return text;
+}
+
+static int64_t interesting(void) {
+    static const int64_t values[] = {0, 1, -1, 2, 2047, 2048, -16, -17, INT32_MAX, INT32_MIN, INT64_MAX, INT64_MIN, 1000000007};
+    return below(2) ? values[below(sizeof values / sizeof *values)] : (int64_t)next() >> below(64);
+}
+
+static rayrec_dense_column dense_column(void) {
+    return (rayrec_dense_column){.kind = below(3), .lowest = interesting(), .shift = 1, .mean = 0.5, .scale = 2, .missing_value = -1};
+}
+
+static void encode(const rayrec_raw_rows *raw, const rayrec_layout *layout, int64_t raw_rows) {
+    rayrec_dense_column dense[RAYREC_MAX_COLUMNS];
+    rayrec_sparse_column sparse[RAYREC_MAX_COLUMNS];
+    uint64_t *slots[RAYREC_MAX_COLUMNS];
+    const int32_t num_dense = layout->num_dense, num_sparse = layout->num_sparse;
+    for (int d = 0; d < num_dense; d++) dense[d] = dense_column();
+    for (int s = 0; s < num_sparse; s++) {
+        const int64_t count = below(40), size = 64;
+        uint32_t *tokens = buffer(4 * count);
+        int32_t *ids = buffer(4 * count);
+        slots[s] = calloc((size_t)size, 8);
+        for (int64_t i = 0; i < count; i++) {
+            tokens[i] = i && !below(50) ? tokens[below(i)] : below(3) ? (uint32_t)i : (uint32_t)next();
+            ids[i] = (int32_t)below(INT32_MAX);
+        }
+        const int built = rayrec_build_slots(tokens, ids, count, slots[s], size);
+        sparse[s] = (rayrec_sparse_column){.slots = below(3) ? slots[s] : NULL, .mask = (uint64_t)size - 1, .shift = 32 - 6,
+                                           .modulo = (uint64_t)below(1000) + 1, .base = below(3), .missing_id = 1,
+                                           .murmur3 = below(2), .token_modulo = (uint32_t)below(2) * 1000};
+        if (!built && count) {
+            int32_t *found = buffer(4 * count);
+            rayrec_sparse_column plain = sparse[s];
+            plain.slots = slots[s];
+            rayrec_look_up(tokens, count, &plain, found);
+            CHECK(!memcmp(found, ids, (size_t)count * 4));
+            free(found);
+        }
+        free(tokens);
+        free(ids);
+    }
+    const int64_t rows = raw_rows ? below(below(20) ? 600 : 3000) : 0, id_bytes = below(2) ? 4 : 8;
+    int64_t *order = buffer(8 * rows);
+    for (int64_t i = 0; i < rows; i++) order[i] = below(raw_rows);
+    float *dense_out = buffer(4 * rows * num_dense), *labels = layout->has_label ? buffer(4 * rows) : NULL;
+    void *ids_out = buffer(id_bytes * rows * num_sparse);
+    rayrec_encode(raw, layout, order, rows, dense, sparse, dense_out, ids_out, id_bytes, rows, labels);
+    for (int s = 0; s < num_sparse; s++) free(slots[s]);
+    free(order), free(dense_out), free(labels), free(ids_out);
+}
+
+static void fuzz_parse_and_encode(void) {
+    static const char *const pieces[] = {"0", "1", "\t", "\t", "\t", "\n", "\r\n", "-", "123", "999999999999999999", "deadbeef",
+                                         "0123ABCD", "1\t5\tdeadbeef\n", "0\t\t\n", "1\t-7\t00000001\r\n", "x"};
+    const rayrec_layout layout = {(int32_t)below(2), (int32_t)below(3), (int32_t)below(3), (int32_t)below(60) + 4};
+    if (layout.num_dense + layout.num_sparse == 0) return;
+    int64_t length, found = 0, counts[FAULT_KINDS] = {0};
+    uint8_t *text = text_of(pieces, sizeof pieces / sizeof *pieces, 600, &length, RAYREC_TEXT_PADDING);
+    const int64_t shortest = 2 * layout.has_label + layout.num_dense + layout.num_sparse, capacity = length / shortest + 1;
+    rayrec_raw_rows rows = {buffer(8 * capacity * layout.num_dense), buffer(4 * capacity * layout.num_sparse),
+                            buffer(8 * capacity), buffer(capacity), capacity};
+    rayrec_fault *faults = buffer(3 * (int64_t)sizeof *faults);
+    const int64_t good = rayrec_parse(text, length, &layout, &rows, counts, faults, 3, &found);
+    CHECK(good >= 0 && found <= 3 && rayrec_last_line_start(text, length) <= length);
+    int64_t lines = length && text[length - 1] != '\n', total = good;
+    for (int64_t i = 0; i < length; i++) lines += text[i] == '\n';
+    for (int kind = 0; kind < FAULT_KINDS; kind++) total += counts[kind];
+    CHECK(total == lines);
+    for (int64_t i = 0; i < good * layout.num_dense; i++)
+        if (!below(8)) rows.integers[i] = interesting();
+    encode(&rows, &layout, good);
+    if (good) {
+        const int64_t columns = layout.num_dense, out_columns = columns + layout.num_sparse;
+        uint32_t *tokens = buffer(4 * good * out_columns);
+        rayrec_bucket_integers(rows.integers, good, tokens, columns, out_columns);
+        free(tokens);
+    }
+    free(text), free(rows.integers), free(rows.tokens), free(rows.missing), free(rows.labels), free(faults);
+}
+
+static void fuzz_csv(void) {
+    static const char *const pieces[] = {"x", "yz", ",", ",", "\"", "\"\"", "\n", "\r\n", "\r", "12", " ", "\t", "\"q,\n\"", "\"a \"\"b\"\" c\""};
+    enum { COLUMNS = 3, KEPT = 2 };
+    const int32_t places[COLUMNS] = {0, below(2) ? -1 : 1, 1};
+    int64_t length;
+    uint8_t *text = text_of(pieces, sizeof pieces / sizeof *pieces, 400, &length, 0);
+    const int64_t capacity = length / COLUMNS + 1, cut = below(length + 1), max_bytes = below(40) + 1, max_lines = below(4);
+    int64_t *starts = buffer(8 * capacity * KEPT), *lengths = buffer(8 * capacity * KEPT), consumed = 0, begin = 0, rows[2] = {0, 0};
+    uint8_t *kinds = buffer(capacity), *copy = buffer(cut), *again = buffer(length);
+    const int32_t trim = (int32_t)below(2);
+    memcpy(again, text, (size_t)length);
+    for (begin = 0; begin < length; begin += consumed) { /* the whole text */
+        const int64_t got = rayrec_split_csv(text + begin, length - begin, 1, ',', trim, max_bytes, max_lines, COLUMNS, places, KEPT,
+                                             capacity, starts, lengths, kinds, &consumed);
+        CHECK(got >= 0 && got <= capacity && consumed > 0 && consumed <= length - begin);
+        rows[0] += got;
+        for (int32_t place = 0; place < KEPT; place++) {
+            int64_t bytes = 0;
+            for (int64_t row = 0; row < got; row++) bytes += lengths[row * KEPT + place];
+            int64_t *offsets = buffer(8 * (got + 1)), *integers = buffer(8 * got);
+            uint8_t *data = buffer(bytes), *status = buffer(got);
+            uint64_t *tokens = buffer(8 * got);
+            rayrec_gather_text(text + begin, starts, lengths, got, KEPT, place, offsets, data);
+            CHECK(offsets[got] == bytes);
+            rayrec_text_tokens(offsets, data, NULL, got, tokens, status);
+            rayrec_plain_text_tokens(offsets, data, NULL, got, tokens, status);
+            rayrec_text_whole(offsets, data, NULL, got, tokens, status);
+            rayrec_check_numbers(offsets, data, NULL, got, status);
+            rayrec_text_integers(offsets, data, NULL, got, integers, status);
+            rayrec_text_hexadecimal(offsets, data, NULL, got, (uint32_t *)integers, status);
+            free(offsets), free(integers), free(data), free(status), free(tokens);
+        }
+    }
+    memcpy(copy, again, (size_t)cut); /* the same rows in two pieces */
+    int64_t done = 0;
+    while ((rows[1] += rayrec_split_csv(copy + done, cut - done, 0, ',', trim, max_bytes, max_lines, COLUMNS, places, KEPT, capacity,
+                                        starts, lengths, kinds, &consumed),
+            done += consumed, consumed > 0 && done < cut)) {}
+    while (done < length) {
+        rows[1] += rayrec_split_csv(again + done, length - done, 1, ',', trim, max_bytes, max_lines, COLUMNS, places, KEPT, capacity,
+                                    starts, lengths, kinds, &consumed);
+        done += consumed;
+    }
+    CHECK(rows[0] == rows[1]);
+    free(text), free(starts), free(lengths), free(kinds), free(copy), free(again);
+}
+
+static void fuzz_wide_look_up(void) {
+    const int64_t count = below(100), slots = 256;
+    uint64_t *tokens = buffer(8 * count), *table = calloc((size_t)slots, 16);
+    int32_t *ids = buffer(4 * count), *found = buffer(4 * count);
+    for (int64_t i = 0; i < count; i++) {
+        tokens[i] = below(2) ? (uint64_t)i << below(50) | (uint64_t)i : next();
+        ids[i] = (int32_t)below(INT32_MAX);
+    }
+    if (!rayrec_build_wide_slots(tokens, ids, count, table, slots)) {
+        rayrec_look_up_wide(tokens, count, table, slots, -1, found);
+        CHECK(!count || !memcmp(ids, found, (size_t)count * 4));
+    }
+    free(tokens), free(table), free(ids), free(found);
+}
+
+static void fuzz_gather(void) {
+    const int32_t num_dense = (int32_t)below(4), num_sparse = (int32_t)below(4);
+    const int64_t columns = 1 + num_dense + num_sparse, first = below(300) + 1, second = below(300) + 1, rows = below(900);
+    int32_t *parts[2] = {buffer(4 * first * columns), buffer(4 * second * columns)};
+    const int64_t sizes[2] = {first, second}, starts[2] = {0, first};
+    for (int part = 0; part < 2; part++)
+        for (int64_t i = 0; i < sizes[part] * columns; i++) parts[part][i] = (int32_t)interesting();
+    const uint8_t *const places[2] = {(const uint8_t *)parts[0], (const uint8_t *)parts[1]};
+    const rayrec_runs runs = {places, starts, 2};
+    int64_t *order = buffer(8 * rows);
+    for (int64_t i = 0; i < rows; i++) order[i] = below(first + second);
+    int32_t *out = buffer(4 * rows * columns), *ids = buffer(4 * rows * num_sparse);
+    rayrec_gather_rows(&runs, order, rows, columns, 4, (int32_t)below(2), out);
+    rayrec_dense_column dense[4];
+    for (int d = 0; d < num_dense; d++) dense[d] = dense_column();
+    float *values = buffer(4 * rows * num_dense), *labels = buffer(4 * rows);
+    rayrec_unpack_rows(&runs, order, rows, num_dense, num_sparse, dense, values, ids, labels);
+    int64_t *integers = buffer(8 * rows * num_dense), lowest[4];
+    for (int64_t i = 0; i < rows * num_dense; i++) integers[i] = interesting();
+    for (int d = 0; d < 4; d++) lowest[d] = interesting();
+    for (int64_t i = 0; i < rows; i++) labels[i] = (float)below(2);
+    const int64_t wrong = rayrec_pack_rows(integers, lowest, ids, 4, labels, rows, num_dense, num_sparse, out);
+    CHECK(wrong >= -1 && wrong < rows * columns);
+    free(parts[0]), free(parts[1]), free(order), free(out), free(ids), free(values), free(labels), free(integers);
+}
+
+static void fuzz_format(void) { /* what is written is parsed again as the same rows */
+    const int32_t num_dense = (int32_t)below(4), num_sparse = (int32_t)below(4) + (num_dense == 0);
+    const int64_t rows = below(40), most = rows * (2 + num_dense * 12 + num_sparse * 9), room = below(2) ? most : below(most + 1);
+    uint8_t *labels = buffer(rows), *text = buffer(room), *labels_back = buffer(rows + 1);
+    int32_t *dense = buffer(4 * rows * num_dense);
+    uint32_t *tokens = buffer(4 * rows * num_sparse), *tokens_back = buffer(4 * (rows + 1) * num_sparse);
+    uint64_t *missing = buffer(8 * rows), *missing_back = buffer(8 * (rows + 1));
+    int64_t *integers = buffer(8 * (rows + 1) * num_dense);
+    for (int64_t i = 0; i < rows; i++) labels[i] = (uint8_t)below(2), missing[i] = next() & ((1ULL << (num_dense + num_sparse)) - 1);
+    for (int64_t i = 0; i < rows * num_dense; i++) dense[i] = (int32_t)interesting();
+    for (int64_t i = 0; i < rows * num_sparse; i++) tokens[i] = (uint32_t)next();
+    const int64_t written = rayrec_format_rows(labels, dense, tokens, missing, rows, rows, num_dense, num_sparse, text, room);
+    CHECK(written <= room && (written >= 0 || room < most));
+    if (written >= 0) {
+        uint8_t *padded = calloc((size_t)(written + RAYREC_TEXT_PADDING), 1);
+        memcpy(padded, text, (size_t)written);
+        const rayrec_layout layout = {1, num_dense, num_sparse, 4096};
+        const rayrec_raw_rows back = {integers, tokens_back, missing_back, labels_back, rows + 1};
+        int64_t counts[FAULT_KINDS] = {0}, found = 0;
+        CHECK(rayrec_parse(padded, written, &layout, &back, counts, NULL, 0, &found) == rows);
+        CHECK(!rows || (!memcmp(labels, labels_back, (size_t)rows) && !memcmp(missing, missing_back, (size_t)rows * 8)));
+        for (int64_t i = 0; i < rows; i++) {
+            for (int d = 0; d < num_dense; d++)
+                CHECK(missing[i] >> d & 1 || integers[i * num_dense + d] == dense[d * rows + i]);
+            for (int s = 0; s < num_sparse; s++)
+                CHECK(missing[i] >> (num_dense + s) & 1 || tokens_back[i * num_sparse + s] == tokens[s * rows + i]);
+        }
+        free(padded);
+    }
+    free(labels), free(text), free(labels_back), free(dense), free(tokens), free(tokens_back), free(missing), free(missing_back);
+    free(integers);
+}
+
+int main(int count, char **arguments) {
+    static void (*const targets[])(void) = {fuzz_parse_and_encode, fuzz_csv, fuzz_wide_look_up, fuzz_gather, fuzz_format};
+    const double seconds = count > 1 ? atof(arguments[1]) : 10;
+    const uint64_t seed = count > 2 ? strtoull(arguments[2], NULL, 10) : (uint64_t)time(NULL);
+    const time_t end = time(NULL) + (time_t)seconds;
+    fprintf(stderr, "fuzz: %g s from seed %llu\n", seconds, (unsigned long long)seed);
+    int64_t rounds = 0;
+    for (; rounds % 64 || time(NULL) < end; rounds++) {
+        state = seed + (uint64_t)rounds; /* so that seed + round alone repeats a failure */
+        for (size_t i = 0; i < sizeof targets / sizeof *targets; i++) targets[i]();
+    }
+    fprintf(stderr, "fuzz: %lld rounds of %zu targets\n", (long long)rounds, sizeof targets / sizeof *targets);
+    return 0;
+}
