@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 from collections.abc import Iterator
@@ -20,10 +21,12 @@ from rayrec.data.encoded import EncodedRows
 from rayrec.extras import require_onnx
 from rayrec.models.dlrm import DLRMConfig
 from rayrec.models.tables import Quantization, RowFormat
+from rayrec.serve import standalone
 from rayrec.serve.export_config import ExportConfig
 from rayrec.serve.export_readme import readme
 from rayrec.serve.exported import (
     DENSE,
+    ENCODER,
     PROGRAM,
     README,
     REPORT,
@@ -96,6 +99,8 @@ def export_clicks(
     dense_part = _write_weights(checkpoint, out, exported, preprocessor)
     _write_program(dense_part, storage.join(out, PROGRAM), exported)
     preprocessor.save(storage.join(out, PREPROCESSOR_FOLDER))
+    source = inspect.getsource(standalone)
+    storage.write_bytes(storage.join(out, ENCODER), source.encode())
     storage.write_bytes(storage.join(out, README), readme(exported).encode())
     files = _seal(out, exported, {})
     report = _compare(out, exported, rows, reference, settings)

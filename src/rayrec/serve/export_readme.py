@@ -34,15 +34,33 @@ def unpack(rows):  # rows of a table as they are stored -> float32 (n, dim)
 
 
 def score(dense, ids):
-    """Logits (rows,) of dense float32 (rows, num_dense) and, for each of the features, integers (rows,) or (rows, ids a row)."""
+    """Logits (rows,) of dense float32 (rows, num_dense) and, for each of the features, integers (rows,) or (rows, ids a row), or
+    the ids of row after row and how many each row has, one at least."""
     pooled = []
     for name, column in zip(model["features"], ids):
+        if isinstance(column, tuple):
+            starts = np.cumsum(column[1]) - column[1]
+            pooled.append(np.add.reduceat(unpack(tables[name][column[0]]), starts))
+            continue
         column = column.reshape(len(dense), -1)
         pooled.append(unpack(tables[name][column.reshape(-1)]).reshape(*column.shape, dim).sum(axis=1))
     with torch.inference_mode():
         return program(torch.from_numpy(dense), torch.from_numpy(np.concatenate(pooled, axis=1))).numpy()
 '''
 """Scores with what an export holds by means of PyTorch, NumPy and safetensors alone."""
+
+
+FROM_RAW: Final = """\
+import sys
+
+sys.path.insert(0, FOLDER)
+from encode import Encoder
+
+encoder = Encoder(f"{FOLDER}/preprocessor")
+rows = [{}, {}]  # a column that is absent is missing; encoder.parse(lines) gives such rows of a tab-separated log
+print(score(*encoder.encode(rows)))
+"""
+"""Behind LOADER: scores raw rows, with NumPy in the place of rayrec."""
 
 
 def readme(exported: ExportedModel) -> str:
@@ -60,9 +78,10 @@ arithmetic in {exported.precision}. It gives a logit; the probability of a click
 | `dense.safetensors` | the weights of everything else, float32 |
 | `dense.pt2` | everything but the tables as a `torch.export` program, for any number of rows |
 | `preprocessor/` | how raw columns become dense features and ids: constants and vocabularies |
+| `encode.py` | does that with NumPy alone; rayrec does not run it |
 | `report.json` | how this folder's scores compare with the checkpoint's, sizes, speed |
 
-No file holds code or needs to be unpickled to be used through rayrec: it builds the network from `manifest.json` and the two
+No file runs or is unpickled when rayrec uses this folder: it builds the network from `manifest.json` and the two
 safetensors files. `dense.pt2` is for other runtimes.
 
 With rayrec, from raw lines:
@@ -78,8 +97,13 @@ served = open_served(".")
 logits = served.score(served.preprocessor.encode(raw_rows))
 ```
 
-Without rayrec, from encoded rows, with PyTorch, NumPy and safetensors:
+Without rayrec, with PyTorch, NumPy and safetensors, from encoded rows:
 
 ```python
 {LOADER}```
+
+and from raw rows:
+
+```python
+{FROM_RAW}```
 """

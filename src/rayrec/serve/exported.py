@@ -34,6 +34,8 @@ PROGRAM: Final = "dense.pt2"
 """The same network as torch.export gives it, for others; never read here."""
 REPORT: Final = "report.json"
 README: Final = "README.md"
+ENCODER: Final = "encode.py"
+"""From raw rows to the model's inputs without rayrec, for others; never run here."""
 
 _PIECE_BYTES = 64 << 20
 _REMEDY = "export the checkpoint again"

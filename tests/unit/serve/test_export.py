@@ -19,15 +19,24 @@ import rayrec
 from rayrec import recipes
 from rayrec.commands import scoring as commands
 from rayrec.config import InputError
+from rayrec.data.columns import RawColumns
+from rayrec.data.encoded import Bags
 from rayrec.data.log import Segment
+from rayrec.data.multi_hot import MultiHot
+from rayrec.data.parsing import parse
+from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
 from rayrec.models.dlrm import DLRMConfig
 from rayrec.models.tables import Quantization
+from rayrec.schema import Schema
 from rayrec.serve.export import export
 from rayrec.serve.export_config import ExportConfig
-from rayrec.serve.export_readme import LOADER
+from rayrec.serve.export_readme import FROM_RAW, LOADER
 from rayrec.serve.exported import read_manifest
+from rayrec.serve.online.requests import Body
+from rayrec.serve.online.row_readers import make_reader
 from rayrec.serve.parity import compare, spread
 from rayrec.serve.served import open_served
+from rayrec.serve.standalone import Encoder
 
 ROWS = 600
 
@@ -104,6 +113,28 @@ def test_the_loader_for_strangers_gives_the_same(
         rows = saved.rows(count)
         logits = open_served(str(folder)).score(rows)
         np.testing.assert_allclose(names["score"](rows.dense, list(rows.ids)), logits, rtol=0, atol=2e-5)
+
+
+def test_raw_rows_are_scored_without_rayrec(saved: Saved, exports: dict[str, Path], tmp_path: Path) -> None:
+    """By the README's own program, in a Python that finds no rayrec."""
+    folder = shutil.copytree(exports["fp32"], tmp_path / "moved")
+    assert saved.config.train_data.path is not None
+    lines = Path(saved.config.train_data.path).read_text().splitlines()[:50]
+    assert FROM_RAW in (folder / "README.md").read_text()
+    rows = "rows = encoder.parse(open('lines.tsv').read().splitlines())"
+    program = f"{LOADER}{FROM_RAW}".replace("rows = [{}, {}]", rows).replace("print(", "result = (")
+    check = "assert not any(name.split('.')[0] == 'rayrec' for name in sys.modules)"
+    block = "import sys\nsys.modules['rayrec'] = None\ndel sys.modules['rayrec']\n"
+    done = "np.save('logits.npy', result)"
+    (folder / "lines.tsv").write_text("\n".join(lines))
+    (folder / "program.py").write_text("\n".join([block, program, check, done]))
+    subprocess.run([sys.executable, "-I", "program.py"], cwd=folder, check=True, timeout=120)
+    served = open_served(str(exports["fp32"]))
+    raw, faults = parse(served.preprocessor.schema, "".join(f"{line}\n" for line in lines).encode())
+    assert not faults.total
+    expected = served.score(served.preprocessor.encode(raw))
+    assert np.std(expected) > 0
+    np.testing.assert_allclose(np.load(folder / "logits.npy"), expected, rtol=0, atol=1e-5)
 
 
 def test_the_report_says_what_it_is_worth(saved: Saved, exports: dict[str, Path]) -> None:
@@ -395,3 +426,121 @@ def test_rows_are_spread_over_the_log() -> None:
     assert [part.segment.first_row for part in parts] == list(range(0, 5000, 500))
     assert sum(part.stop - part.start for part in spread(found, rows=10**6)) == 5000
     assert sum(part.stop - part.start for part in spread(found, rows=7)) == 7
+
+
+NUMBERS = (0, 1, 2, 3, 7, 100, -1, -3, 50_000, None)
+
+
+def _varied_criteo(kind: str) -> Preprocessor:
+    """Each way in which a Preprocessor makes ids and numbers of a log like Criteo's."""
+    schema = Schema(label="label", dense=("a", "b", "c"), sparse=("x", "y", "z"))
+    tokens = np.array([[7, 3, 900], [1, 2**32 - 1, 5], [11, 4, 6]], np.uint32)
+    dense = (
+        DenseColumn(mean=0.5, scale=0.3, missing_value=-1.5),
+        DenseColumn(kind="log", shift=2.0, lowest=0),
+        DenseColumn(kind="identity", lowest=-2),
+    )
+    sparse: tuple[SparseColumn, ...] = (
+        SparseColumn(5, 3),
+        SparseColumn(4, 3, first_id=1, unknown_id=0, missing_id=2, gap=2),
+        SparseColumn(20, 3, token_modulo=13),
+    )
+    changes: dict[str, Any] = {}
+    if kind == "hashed":
+        sparse = (SparseColumn(50, None), SparseColumn(1000, None, murmur3=True), SparseColumn(3, None, first_id=0))
+        tokens = tokens[:0]
+    if kind == "buckets":
+        buckets = (np.arange(5, dtype=np.uint32) + np.uint32(2**31)).repeat(3).reshape(5, 3).T
+        sparse = (*(SparseColumn(7, 5) for _ in range(3)), *sparse)
+        return Preprocessor("test", schema, (), sparse, np.concatenate([*buckets, *tokens]), integer_buckets=True)
+    if kind == "file minimum":
+        changes["file_minimum"] = {"": -4, "day_0": -9}
+    if kind in ("uniform", "pareto"):
+        changes["multi_hot"] = MultiHot(sizes=(3, 1, 40), distribution=kind, seed=9)
+    return Preprocessor("test", schema, dense, sparse, tokens.reshape(-1), **changes)
+
+
+@pytest.mark.parametrize("kind", ["vocabulary", "hashed", "buckets", "file minimum", "uniform", "pareto"])
+def test_the_encoder_gives_the_ids_of_the_preprocessor(kind: str, tmp_path: Path) -> None:
+    preprocessor = _varied_criteo(kind)
+    preprocessor.save(str(tmp_path))
+    rng, lines = np.random.default_rng(0), []
+    known = [*range(16), 900, 2**32 - 1, 2**31]
+    for _ in range(300):
+        fields = ["" if (n := NUMBERS[i]) is None else str(n) for i in rng.integers(0, len(NUMBERS), 3)]
+        fields += ["" if i == len(known) else f"{known[i]:08x}" for i in rng.integers(0, len(known) + 1, 3)]
+        lines.append("\t".join(fields))
+    raw, faults = parse(preprocessor.schema.unlabelled(), "".join(f"{line}\n" for line in lines).encode())
+    assert not faults.total
+    expected = preprocessor.encode(raw)
+    encoder = Encoder(str(tmp_path))
+    for rows in (encoder.parse(lines), encoder.parse([f"1\t{line}\n" for line in lines])):
+        dense, ids = encoder.encode(rows)
+        np.testing.assert_allclose(dense, expected.dense, rtol=1e-6)
+        for found, wanted in zip(ids, expected.ids, strict=True):
+            np.testing.assert_array_equal(found, wanted)
+    with pytest.raises(ValueError, match="row 1: x is not 8 hexadecimal digits"):
+        encoder.encode([{}, {"x": "12"}])
+    with pytest.raises(ValueError, match="row 0: a is not a number"):
+        encoder.encode([{"a": 1.5}])
+    with pytest.raises(ValueError, match="row 0 has 2 columns, not 6"):
+        encoder.parse(["1\t2"])
+
+
+def test_the_encoder_reads_categories_of_any_kind(tmp_path: Path) -> None:
+    """Texts of every length, numbers in several forms, lists, also empty ones."""
+    schema = Schema(
+        label="click",
+        dense=("age",),
+        sparse=("user", "tags", "shop"),
+        lists=("tags",),
+        integers=("shop",),
+        tokens="any",
+        delimiter=",",
+    )
+    users = [
+        None,
+        "",
+        *("é" + "x" * length for length in range(70)),
+        "7",
+        "07",
+        "-7",
+        "true",
+        "nan",
+        " a",
+        7,
+        True,
+        3.0,
+    ]
+    users += [2**63 - 1, 2**64 - 1, -(2**63), "18446744073709551615", "-0", "0", "1.0"]
+    rows = [
+        {
+            "age": [None, 1.5, -3, 10**9, True][number % 5],
+            "user": user,
+            "tags": [None, [], ["a", None, "b"], [7, "7", "x" * 40]][number % 4],
+            "shop": [None, "7", " 07", "+7.0", 7, "true", "nan"][number % 7],
+        }
+        for number, user in enumerate(users)
+    ]
+    raw, outcomes = make_reader(schema).read([Body("json", len(rows), 0, rows=rows)])
+    assert outcomes == [slice(0, len(rows))]
+    assert isinstance(raw, RawColumns)
+    columns = [np.unique(column.tokens)[::2] for column in raw.sparse]
+    sparse = tuple(SparseColumn(len(tokens) + 2, len(tokens)) for tokens in columns)
+    hashed = (SparseColumn(1000, None), sparse[1], sparse[2])
+    for own, tokens in ((sparse, columns), (hashed, columns[1:])):
+        preprocessor = Preprocessor("test", schema, (DenseColumn(),), own, np.concatenate(tokens))
+        preprocessor.save(str(tmp_path))
+        expected = preprocessor.encode(raw)
+        dense, ids = Encoder(str(tmp_path)).encode(rows)
+        np.testing.assert_array_equal(dense, expected.dense)
+        for found, wanted in zip(ids, expected.ids, strict=True):
+            if isinstance(wanted, Bags):
+                assert isinstance(found, tuple)
+                np.testing.assert_array_equal(found[0], wanted.values)
+                np.testing.assert_array_equal(found[1], wanted.lengths)
+            else:
+                np.testing.assert_array_equal(found, wanted)
+    for row in ({"user": 1.5}, {"user": 2**64}, {"age": "x"}, {"age": 1e19}, {"shop": "x"}, {"tags": [["a"]]}):
+        with pytest.raises(ValueError, match=f"row 1: {next(iter(row))} is"):
+            Encoder(str(tmp_path)).encode([{}, row])
