@@ -23,6 +23,7 @@ _FREE: Final = (
     # A checkpoint is free of the number of workers, and of what they run on.
     "scaling.num_workers", "scaling.use_gpu", "scaling.cpus_per_worker", "scaling.resize_interval_s",
     "scaling.resources_per_worker", "scaling.threads_per_worker", "scaling.placement_strategy",
+    "scaling.network_interface",
 )  # fmt: skip
 """Settings, or whole groups of them, that change no weight of the steps to come, or only their last digits."""
 LENGTHS: Final = ("steps", "epochs")

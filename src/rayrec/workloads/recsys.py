@@ -63,7 +63,10 @@ class Prepared:
 class ClickWorkload(Workload):
     """Trains a click model on a log of clicks."""
 
-    FREE_ON_RESUME: ClassVar[tuple[str, ...]] = ("vocabulary_memory_bytes", "sharding")
+    FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
+        "vocabulary_memory_bytes", "sharding.sharding_types", "sharding.min_column_width", "sharding.reserved_fraction",
+        "sharding.optimizer_floats_per_row",
+    )  # fmt: skip
 
     schema: Schema
     """Columns of the log."""

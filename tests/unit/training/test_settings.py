@@ -57,6 +57,12 @@ def stored(config: TrainConfig) -> dict[str, Any]:
         ({"workload": {"preprocessor": "other"}}, ["workload.preprocessor: null -> other"], []),
         ({"workload": {"sharding": {"min_column_width": 8}}}, [], ["workload.sharding.min_column_width"]),
         (
+            {"workload": {"sharding": {"exchange_precision": "fp16"}}, "scaling": {"network_interface": "eth0"}},
+            ["workload.sharding.exchange_precision: fp32 -> fp16"],
+            ["scaling.network_interface"],
+        ),
+        ({"tf32": True}, ["tf32: false -> true"], []),
+        (
             {"checkpoint": {"every": 5}, "log_every": 1, "trackers": {"tensorboard": False}, "failure": {"grace_s": 9.0}},
             [],
             ["log_every", "checkpoint.every", "failure.grace_s", "trackers.tensorboard"],
