@@ -128,6 +128,7 @@ def test_a_machine_that_does_not_answer_ends_the_command_with_one_line(
     assert "RAY_ADDRESS=10.77.0.77:6379: no Ray cluster answers there" in refusal(done)
 
 
+@pytest.mark.exhaustive
 def test_storage_that_the_machines_do_not_share_is_refused(cluster: list[Node], click_log: Path, own: Path) -> None:
     flags = train_flags(click_log, own, "scattered", "accelerator", **{"scaling.num-workers": 1})
     said = refusal(cluster[0].rayrec(*flags))
