@@ -26,6 +26,7 @@ from rayrec.data.preprocessor import Preprocessor
 from rayrec.observe.events import read_events
 from rayrec.training.trainer import Result, train
 from rayrec.workloads.base import TrainConfig, WorkerContext
+from rayrec.workloads.calibration import Target
 from rayrec.workloads.recsys import ClickWorkload
 from rayrec.workloads.recsys_plan import memory_here, tables_of
 
@@ -97,14 +98,15 @@ def test_a_run_leaves_its_folder_complete(finished: tuple[TrainConfig, Result]) 
 def test_the_plan_tells_what_each_worker_holds(finished: tuple[TrainConfig, Result]) -> None:
     config, result = finished
     assert isinstance(config.workload, ClickWorkload)
-    _, planned = tables_of(
+    preprocessor = Preprocessor.load(os.path.join(result.folder, "preprocessor"))
+    planned = tables_of(
         config.workload,
         config,
-        Preprocessor.load(os.path.join(result.folder, "preprocessor")).num_embeddings,
-        workers=2,
-        workers_per_node=2,
+        preprocessor.num_embeddings,
+        inputs=preprocessor.inputs,
+        target=Target(2, 2),
         memory_bytes=memory_here(config, workers=2),
-    )
+    ).worker_bytes
     (start,) = read_events(os.path.join(result.folder, "events.jsonl"), kinds={"start"})
     held = [0, 0]
     for table in start["tables"]:
