@@ -32,7 +32,9 @@ def build(sizes: list[int], *, precision: str) -> TrainPipelineSparseDist:
     device = torch.device("cpu")
     from rayrec.sharding import embedding_sharders, plan_sharding
 
-    plan = plan_sharding(train, world_size=1, device="cpu", batch_size=2048, memory_bytes=8 << 30)
+    plan = plan_sharding(
+        train, world_size=1, device="cpu", batch_size=2048, memory_bytes=8 << 30, state_bytes=lambda rows, _: 4 * rows
+    )
     sharded = DistributedModelParallel(train, device=device, plan=plan, sharders=embedding_sharders())
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(sharded.named_parameters())),
