@@ -420,7 +420,7 @@ def test_spill_files_leave_nothing_behind(click_log: Path, tmp_path: Path) -> No
     del counts
     assert open_spill_files(folder) == 0
     broken = Part(parts[-1].segment.__class__(**{**vars(parts[-1].segment), "rows": 1}), 0, 1)
-    with pytest.raises(InputError, match="the file changed"):
+    with pytest.raises(InputError, match="changed since the log was indexed"):
         counted_log([*parts, broken])
     assert open_spill_files(folder) == 0
 
