@@ -399,3 +399,24 @@ def test_an_outage_leaves_one_stream_behind_and_not_one_a_retry(
         with storage.patience(0.05), pytest.raises(OSError, match="out for"):
             write("fake://b/x", bytes(size_mib << 20))
     assert store.streams == streams
+
+
+@pytest.mark.parametrize(
+    ("glob", "expected"),
+    [
+        ("day_*", ["day_1", "day_2"]),
+        ("day_*/day_*", ["day_old/day_9"]),
+        ("**/day_?", ["day_1", "day_2", "day_old/day_9", "deep/er/day_3"]),
+        ("deep/**", ["deep/a.txt", "deep/er/day_3"]),
+        ("*/*.t?t", ["deep/a.txt"]),
+        ("day_[!2]", ["day_1"]),
+        ("[dx]*/er/day_[0-9]", ["deep/er/day_3"]),
+    ],
+)
+def test_a_glob_matches_the_same_locally_and_at_a_url(tmp_path: Path, glob: str, expected: list[str]) -> None:
+    for name in ("day_1", "day_2", "day_old/day_9", "deep/er/day_3", "deep/a.txt", ".hidden/day_4"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_bytes(b"x")
+    for prefix in ("", "file://"):
+        found = [file.path for file in storage.list_files(f"{prefix}{tmp_path}/{glob}")]
+        assert found == [f"{prefix}{tmp_path}/{name}" for name in expected]

@@ -6,7 +6,6 @@ A file is two zero bytes, the type of a value, the number of dimensions, their s
 
 from __future__ import annotations
 
-import gzip
 import math
 import posixpath
 import zlib
@@ -17,6 +16,7 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.log import gunzip
 
 _UINT8: Final = 0x08
 _GZIP_HEAD: Final = b"\x1f\x8b"
@@ -57,11 +57,19 @@ def read_idx(path: str) -> np.ndarray:
 
 
 def _unpacked(data: bytes, path: str) -> bytes:
+    """At most a piece more than the head of the content says there is, however well that was compressed."""
+    content = bytearray()
     try:
-        return gzip.decompress(data)
+        for piece in gunzip([data]):
+            content += piece
+            dimensions = content[3] if len(content) > 3 else 0
+            sizes = np.frombuffer(bytes(content[4 : 4 + 4 * dimensions]), ">u4")
+            if dimensions > 4 or len(content) > 4 + 4 * dimensions + math.prod(map(int, sizes)):
+                break  # too long, or no idx file: the caller says so
+        return bytes(content)
     except EOFError:
         raise InputError(f"{path}: cut short, not a whole gzip file; {_again(path)}") from None
-    except (gzip.BadGzipFile, zlib.error) as error:
+    except zlib.error as error:
         raise InputError(f"{path}: damaged, not a gzip file to its end ({error}); {_again(path)}") from None
 
 

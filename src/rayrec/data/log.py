@@ -22,6 +22,12 @@ from rayrec.native import library
 from rayrec.schema import Schema
 
 GZIP_MAGIC = b"\x1f\x8b"
+GUNZIP_BYTES = 8 << 20
+"""Most bytes that one step of unpacking gives."""
+KEY_DIGITS = 10
+"""Of the 16 hex digits that name what was made from a file, those that say which file; the others say which version of it."""
+_MOST_INDICES = 64
+"""Indices that one folder keeps."""
 
 Format = Literal["text", "table", "binary", "npy", "npz", "parquet"]
 """text: lines of a raw log; table: a raw log in Parquet or CSV; the others are ready-made model inputs (data/ready.py)."""
@@ -283,56 +289,103 @@ def is_gzip(path: str) -> bool:
     return head_of(path, 2) == GZIP_MAGIC
 
 
+def version_key(source: object, version: object) -> str:
+    """16 hex digits that name a file made from a source: the first KEY_DIGITS for the source, the others for its version."""
+    digests = [hashlib.sha256(repr(each).encode()).hexdigest() for each in (source, version)]
+    return digests[0][:KEY_DIGITS] + digests[1][: 16 - KEY_DIGITS]
+
+
+def remove_older(folder: str, kept: Iterable[str]) -> None:
+    """Removes what was made from older versions of the sources of `kept` names (see `version_key`) from a folder."""
+    kept = {name[:16] for name in kept}
+    sources = {name[:KEY_DIGITS] for name in kept}
+    for name in storage.list_folder(folder) if sources else []:
+        if name[:KEY_DIGITS] in sources and name[:16] not in kept:
+            storage.remove_folder(storage.join(folder, name))
+            storage.remove_file(storage.join(folder, name))
+
+
 def unpacked_path(file: storage.File, folder: str) -> str:
     """Where the plain text of a gzip file is kept: named by the file's path, size and time."""
-    key = hashlib.sha256(f"{file.path}\0{file.size_bytes}\0{file.modified_ns}".encode()).hexdigest()[:16]
-    name = storage.name_of(file.path).removesuffix(".gz")
-    return storage.join(folder, f"{key}-{name}")
+    key = version_key(file.path, (file.size_bytes, file.modified_ns))
+    return storage.join(folder, f"{key}-{storage.name_of(file.path).removesuffix('.gz')}")
 
 
 def unpack(file: storage.File, folder: str, progress: Callable[[int], None] | None = None) -> storage.File:
     """Unpacks a gzip file once, so that it can be split and reread from any row (gzip itself allows neither).
 
-    The result appears complete or not at all; a second call finds it. Raises InputError for a damaged file.
+    The result appears complete or not at all; a second call finds it. At a URL it is sent while it is unpacked, and takes no
+    room here. Raises InputError for a damaged file or a full disk.
     """
     target = unpacked_path(file, folder)
     if not storage.exists(target):
-        with storage.writing(target) as local, open(local, "wb") as out:
-            for part in _decompressed(file.path):
-                try:
-                    out.write(part)
-                except OSError as error:
-                    raise InputError(f"{target}: {file.path} cannot be unpacked there ({error.strerror})") from None
-                if progress:
-                    progress(len(part))
+        try:
+            storage.write_stream(target, _reported(_decompressed(file.path), progress))
+        except OSError as error:
+            if error.errno is None:  # a store that is out
+                raise
+            raise InputError(f"{target}: {file.path} cannot be unpacked there ({error.strerror})") from None
     return storage.list_files(target)[0]
 
 
+def _reported(pieces: Iterator[bytes], progress: Callable[[int], None] | None) -> Iterator[bytes]:
+    for piece in pieces:
+        yield piece
+        if progress:
+            progress(len(piece))
+
+
 def _decompressed(path: str) -> Iterator[bytes]:
+    try:
+        yield from gunzip(storage.read_stream(path))
+    except zlib.error as error:
+        raise InputError(f"{path}: damaged gzip file ({error}); fetch it again") from None
+    except EOFError:
+        raise InputError(f"{path}: the gzip file ends in the middle; fetch it again") from None
+
+
+def gunzip(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The content of gzip data, in pieces of at most GUNZIP_BYTES however well it was compressed. Raises zlib.error for
+    damaged data, EOFError if it ends in the middle."""
     engine = zlib.decompressobj(wbits=31)
-    for data in storage.read_stream(path):
+    begun = False
+    for data in pieces:
         while data:
-            try:
-                yield engine.decompress(data)
-            except zlib.error as error:
-                raise InputError(f"{path}: damaged gzip file ({error}); fetch it again") from None
-            data = engine.unused_data
             if engine.eof:
                 data = data.lstrip(b"\0")  # padding behind the last member, which gzip passes over too
-            if data:  # several gzip members one after the other
-                engine = zlib.decompressobj(wbits=31)
+                if not data:
+                    break
+                engine = zlib.decompressobj(wbits=31)  # several gzip members one after the other
+            begun = True
+            if piece := engine.decompress(data, GUNZIP_BYTES):
+                yield piece
+            data = engine.unused_data if engine.eof else engine.unconsumed_tail
+        while not engine.eof and (piece := engine.decompress(b"", GUNZIP_BYTES) if begun else b""):
+            yield piece
     if not engine.eof:
-        raise InputError(f"{path}: the gzip file ends in the middle; fetch it again")
+        raise EOFError
 
 
 def source_of(path: str) -> tuple[str, str]:
-    """What tells apart the user's file that a segment's rows come from, and its base name, where they were unpacked (see
-    `unpacked_path`) or written anew in several parts (see data/row_groups.py)."""
+    """What tells apart the user's file that a segment's rows come from, and its name with the partitions it is in, if it was
+    unpacked (see `unpacked_path`) or written again in several parts (see data/row_groups.py)."""
     folder, base = storage.folder_of(path), storage.name_of(path)
-    rewritten = re.fullmatch(r"(.*/tables/[0-9a-f]{16})/\d{5}", folder)
+    plain = folder.partition("?")[0]
+    partitions = "".join(f"{name}/" for name in partition_names(plain))
+    rewritten = re.fullmatch(r"(.*/tables/[0-9a-f]{16})/\d{5}(/[^/]*=[^/]*)*", plain)
     if rewritten:
-        return rewritten[1], base.removesuffix(".parquet")
-    return path, re.sub(r"^[0-9a-f]{16}-", "", base)
+        return rewritten[1], partitions + base.removesuffix(".parquet")
+    return path, partitions + re.sub(r"^[0-9a-f]{16}-", "", base)
+
+
+def partition_names(folder: str) -> list[str]:
+    """The last folders of a path, as far as they are named KEY=VALUE."""
+    names: list[str] = []
+    for name in reversed(folder.split("/")):
+        if not storage.PARTITION.fullmatch(name):
+            break
+        names.insert(0, name)
+    return names
 
 
 def select(index: LogIndex, start: int, stop: int) -> list[tuple[Segment, int, int]]:
@@ -345,38 +398,72 @@ def select(index: LogIndex, start: int, stop: int) -> list[tuple[Segment, int, i
     return parts
 
 
-def identity(files: Sequence[storage.File], schema: Schema, segment_bytes: int) -> str:
-    """What an index depends on, as 16 hex digits: files with size and time, columns, segment size."""
-    listed = [(file.path, file.size_bytes, file.modified_ns) for file in files]
-    text = repr((VERSION, listed, schema.to_dict(), segment_bytes))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 @dataclass(frozen=True)
 class CachedIndex:
-    """Where the index of these very files, cut in this way, is kept for the next run."""
+    """Where the index of some files, cut in one way, is kept for the next run."""
 
     path: str | None
     """None: it is not kept."""
+    version: str
+    """What identifies these versions of the files."""
+    listed: frozenset[str]
+    """Paths of the files, which are known to be there."""
 
     @classmethod
     def at(
         cls, folder: str | None, *, files: Sequence[storage.File], schema: Schema, segment_bytes: int, suffix: str = ""
     ) -> CachedIndex:
         """In `folder` (None: nowhere); `suffix` tells apart indices that depend on more than that."""
-        if folder is None:
-            return cls(None)
-        return cls(storage.join(folder, f"index-{identity(files, schema, segment_bytes)}{suffix}.json"))
+        paths = [file.path for file in files]
+        source = hashlib.sha256(repr((paths, schema.to_dict(), segment_bytes, suffix)).encode()).hexdigest()[:16]
+        versions = [(file.size_bytes, file.modified_ns) for file in files]
+        version = hashlib.sha256(repr((VERSION, versions)).encode()).hexdigest()[:16]
+        path = None if folder is None else storage.join(folder, f"index-{source}.json")
+        return cls(path, version, frozenset(paths))
 
     def read(self) -> LogIndex | None:
-        """None if there is none, or if it is damaged: the log is then indexed again."""
-        if self.path is None or not storage.exists(self.path):
+        """None if there is none of these versions of the files, if files that were made from them are gone, or if it is
+        damaged: the log is then indexed again."""
+        version, index = self._stored()
+        if index is None or version != self.version:
             return None
-        try:
-            return LogIndex.from_dict(storage.read_json(self.path))
-        except (ValueError, TypeError, LookupError, AttributeError):  # not JSON, or JSON of another shape
-            return None
+        made = {segment.path for segment in index.segments} - self.listed
+        return index if len(storage.find_files(sorted(made))) == len(made) else None
 
-    def write(self, index: LogIndex) -> None:
-        if self.path is not None:
-            storage.write_json(self.path, index.to_dict())
+    def write(self, index: LogIndex) -> str | None:
+        """Replaces the index of an older version of the files, and returns where the log was edited since, if it was: a file
+        and the first segment of it that has other bytes in the same place."""
+        if self.path is None:
+            return None
+        _, old = self._stored()
+        storage.write_json(self.path, {"version": self.version, **index.to_dict()})
+        folder = storage.folder_of(self.path)
+        kept = [file for file in storage.files_in(folder) if storage.name_of(file.path).startswith("index-")]
+        for file in sorted(kept, key=lambda file: file.modified_ns)[:-_MOST_INDICES]:
+            storage.remove_file(file.path)
+        return None if old is None else _edited(old, index)
+
+    def _stored(self) -> tuple[str | None, LogIndex | None]:
+        """The version of the files and their index; None if there is none, or a damaged one."""
+        if self.path is None or not storage.exists(self.path):
+            return None, None
+        try:
+            stored = storage.read_json(self.path)
+            return stored["version"], LogIndex.from_dict(stored)
+        except (ValueError, TypeError, LookupError, AttributeError):  # not JSON, or JSON of another shape
+            return None, None
+
+
+def said_of(edited: str) -> str:
+    """What to tell the user of a log that was edited, as `CachedIndex.write` returns it."""
+    return f"{edited} changed since the log was indexed before; runs that began with the old rows cannot resume"
+
+
+def _edited(old: LogIndex, new: LogIndex) -> str | None:
+    known = {(segment.path, segment.start, segment.stop): segment.checksum for segment in old.segments}
+    for segment in new.segments:
+        before = known.get((segment.path, segment.start, segment.stop))
+        if before is not None and segment.checksum not in (None, before):
+            unit = "bytes" if segment.format == "text" else "rows"
+            return f"{segment.path}: {unit} {segment.start}-{segment.stop}"
+    return None

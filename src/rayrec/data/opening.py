@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable, Sequence
 
 import pyarrow as pa
 
 from rayrec import storage
+from rayrec.config import InputError
 from rayrec.data import ready
 from rayrec.data.engine import Engine
 from rayrec.data.log import (
@@ -20,6 +22,8 @@ from rayrec.data.log import (
     index_chunk,
     is_gzip,
     numbered,
+    remove_older,
+    said_of,
     unpack,
     unpacked_path,
 )
@@ -29,32 +33,74 @@ from rayrec.schema import Schema
 
 CHUNK_BYTES = 32 << 20
 """Text one indexing task reads."""
+CHUNKS_PER_TASK = 256
+"""Most small files that one indexing task reads."""
+SNIFFED_FILES = 256
+"""Files of a store that one process opens to see whether they are gzip; more are opened by data tasks."""
 
 
 def plain_files(
     files: Sequence[storage.File], *, unpack_folder: str, engine: Engine, note: Callable[[str], None]
 ) -> list[storage.File]:
-    """The files as text that can be split; gzip files are unpacked once, in parallel, into `unpack_folder`."""
-    packed = [file for file in files if is_gzip(file.path)]
+    """The files as text that can be split; gzip files are unpacked once, in parallel, into `unpack_folder`, where the text
+    of older versions of them is removed."""
+    packed = [file for file, is_packed in zip(files, _are_gzip(files, engine), strict=True) if is_packed]
     if not packed:
         return list(files)
-    new = [file.path for file in packed if not storage.exists(unpacked_path(file, unpack_folder))]
+    targets = {file: unpacked_path(file, storage.absolute(unpack_folder)) for file in packed}
+    there = storage.find_files(list(targets.values()))
+    new = [file for file in packed if targets[file] not in there]
     if new:
-        names = ", ".join(new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
+        names = ", ".join(file.path for file in new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
         note(f"gzip cannot be split: unpacking {names} to {unpack_folder} (once; give plain files to skip this)")
-    task = functools.partial(_unpack_task, folder=storage.absolute(unpack_folder))
-    paths = [path for table in engine.run("unpack", task, packed) for path in table.column("path").to_pylist()]
-    unpacked = {file: storage.list_files(path)[0] for file, path in zip(packed, paths, strict=True)}
-    return [unpacked.get(file, file) for file in files]
+        task = functools.partial(_unpack_task, folder=storage.absolute(unpack_folder))
+        for _ in engine.run("unpack", task, new):
+            pass
+        there |= storage.find_files([targets[file] for file in new])
+        remove_older(unpack_folder, [storage.name_of(path) for path in targets.values()])
+    return [there[targets[file]] if file in targets else file for file in files]
+
+
+def _are_gzip(files: Sequence[storage.File], engine: Engine) -> list[bool]:
+    """By the first bytes of each file: many files of a store are opened by data tasks."""
+    paths = [file.path for file in files]
+    if not paths or not storage.is_url(paths[0]) or len(paths) <= SNIFFED_FILES:
+        return list(storage.in_parallel(is_gzip, paths, of=paths[0] if paths else ""))
+    groups = [paths[start : start + SNIFFED_FILES] for start in range(0, len(paths), SNIFFED_FILES)]
+    tables = engine.run("open", _sniff_task, groups, block_bytes=1 << 12)
+    return [found for table in tables for found in table.column("gzip").to_pylist()]
+
+
+def _sniff_task(paths: Sequence[str]) -> pa.Table:
+    return pa.table({"gzip": pa.array(storage.in_parallel(is_gzip, paths, of=paths[0]), pa.bool_())})
 
 
 def _unpack_task(file: storage.File, *, folder: str) -> pa.Table:
     return pa.table({"path": [unpack(file, folder).path]})
 
 
-def _index_table(chunk: Chunk, *, schema: Schema, segment_bytes: int) -> pa.Table:
-    entries, faults = index_chunk(chunk, schema, segment_bytes)
-    return pa.table({"index": [json.dumps({"entries": entries, "faults": faults.to_dict()})]})
+def _index_table(chunks: Sequence[Chunk], *, schema: Schema, segment_bytes: int) -> pa.Table:
+    """Indexes some chunks: a large one, or several small files whose requests to a store run in parallel."""
+    index = functools.partial(index_chunk, schema=schema, segment_bytes=segment_bytes)
+    entries, total = [], Faults()
+    for found, faults in storage.in_parallel(index, chunks, of=chunks[0].path):
+        entries += found
+        total.add(faults)
+    return pa.table({"index": [json.dumps({"entries": entries, "faults": total.to_dict()})]})
+
+
+def _grouped(chunks: Sequence[Chunk], group_bytes: int) -> list[list[Chunk]]:
+    """The chunks in order, small ones together: up to CHUNKS_PER_TASK of them, of `group_bytes` in all."""
+    groups: list[list[Chunk]] = []
+    room = 0
+    for chunk in chunks:
+        size = chunk.stop - chunk.start
+        if size > room or len(groups[-1]) == CHUNKS_PER_TASK:
+            groups.append([])
+            room = group_bytes
+        groups[-1].append(chunk)
+        room -= size
+    return groups
 
 
 def index_log(
@@ -65,19 +111,22 @@ def index_log(
     engine: Engine,
     cache_folder: str | None = None,
     progress: Callable[[int], None] | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> LogIndex:
     """Parses the whole log once to number its rows and count its faults; about 5 million Criteo rows/s a core.
 
-    With `cache_folder`, an index of the very same files is read back from there instead. `progress` gets bytes done.
+    With `cache_folder`, an index of the very same files is read back from there instead. `progress` gets bytes done; `note`
+    gets where the log was edited since it was indexed before.
     """
     cache = CachedIndex.at(cache_folder, files=files, schema=schema, segment_bytes=segment_bytes)
     if cached := cache.read():
         return cached
-    chunks = cut(files, max(CHUNK_BYTES, segment_bytes))
+    group_bytes = max(CHUNK_BYTES, segment_bytes)
+    groups = _grouped(cut(files, group_bytes), group_bytes)
     entries: list[Entry] = []
     faults, done = Faults(), 0
     function = functools.partial(_index_table, schema=schema, segment_bytes=segment_bytes)
-    for table in engine.run("index", function, chunks, block_bytes=1 << 16):
+    for table in engine.run("index", function, groups, block_bytes=1 << 16):
         for text in table.column("index").to_pylist():
             result = json.loads(text)
             found = [Entry(*entry) for entry in result["entries"]]
@@ -87,7 +136,9 @@ def index_log(
             if progress:
                 progress(done)
     index = LogIndex(numbered(entries), faults)
-    cache.write(index)
+    edited = cache.write(index)
+    if edited and note:
+        note(said_of(edited))
     return index
 
 
@@ -112,6 +163,7 @@ def open_log(
             progress=lambda done, size: progress("verify (bytes)", done, size),
         ).index
     found = storage.list_files(path, names=files)
+    refuse_foreign(path, found)
     if is_table(found, schema):
         return index_tables(
             found,
@@ -122,13 +174,37 @@ def open_log(
             note=note,
             progress=progress,
         )
+    cache = CachedIndex.at(cache_folder, files=found, schema=schema, segment_bytes=segment_bytes)
+    if cached := cache.read():
+        return cached
     plain = plain_files(found, unpack_folder=storage.join(cache_folder, "unpacked"), engine=engine, note=note)
     size = sum(file.size_bytes for file in plain)
-    return index_log(
+    index = index_log(
         plain,
         schema,
         segment_bytes=segment_bytes,
         engine=engine,
         cache_folder=cache_folder,
         progress=lambda done: progress("index (bytes)", done, size),
+        note=note,
     )
+    if plain != found:  # the next run need not look at the unpacked files
+        cache.write(index)
+    return index
+
+
+def refuse_foreign(path: str, files: Sequence[storage.File]) -> None:
+    """Raises InputError for a folder of another program's preprocessed files."""
+    names = [storage.name_of(file.path) for file in files]
+    arrays = [name for name in names if name.endswith((".npy", ".npz"))]
+    if arrays:
+        raise InputError(
+            f"{path}: holds {arrays[0]}, an array as TorchRec's scripts write them, without the vocabulary and the sizes of the "
+            "tables; give the raw log that it was made from (`rayrec preprocess LOG --format npy` writes files for both)"
+        )
+    shards = [name for name in names if re.search(r"\.mds(\.\w+)?$", name)]
+    if shards:
+        raise InputError(
+            f"{path}: holds {shards[0]}, an MDS shard; click logs are read from text, CSV, Parquet or what `rayrec preprocess` "
+            "wrote; export the rows to Parquet"
+        )

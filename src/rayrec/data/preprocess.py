@@ -143,7 +143,12 @@ def _check_target(index: LogIndex, out: str, format: str, shuffle: str) -> None:
 
 
 def _sources(index: LogIndex) -> list[storage.File]:
-    return [storage.list_files(path)[0] for path in dict.fromkeys(segment.path for segment in index.segments)]
+    paths = list(dict.fromkeys(segment.path for segment in index.segments))
+    found = storage.find_files(paths)
+    for path in paths:
+        if path not in found:
+            raise InputError(f"{path}: no such file; it was there when the log was indexed")
+    return [found[path] for path in paths]
 
 
 def _identity(index: LogIndex, sources: Sequence[storage.File]) -> str:

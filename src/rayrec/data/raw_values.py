@@ -38,7 +38,7 @@ def values_of(block: Block, raw: RawRows | RawColumns, column: str, schema: Sche
 def _text(part: Part, column: str, schema: Schema) -> pa.Array:
     """Large text of the part's rows, null where missing."""
     segment = part.segment
-    table, _ = read_rows(segment.path, segment.start, segment.stop, [column], optional=schema.optional)
+    table, _ = read_rows(segment.path, segment.start, segment.stop, schema, columns=[column])
     found = table.column(column) if column in table.column_names else pa.chunked_array([pa.nulls(len(table))])
     if segment.rows != segment.stop - segment.start:
         found = found.take(pa.array(good_rows(segment, schema)))

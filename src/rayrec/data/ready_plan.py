@@ -92,15 +92,17 @@ def lay_out(
 
 def _stems(paths: Sequence[str]) -> list[str]:
     """What the names of a raw file's ready-made files begin with: day_0, train; with a number where two are alike."""
-    stems: list[str] = []
+    stems: dict[str, None] = {}
+    numbers: dict[str, int] = {}
     for path in paths:
         stem = first = _ENDINGS.sub("", file_key(path)) or "log"
-        number = 1
+        number = numbers.get(first, 1)
         while stem in stems:
             number += 1
             stem = f"{first}-{number}"
-        stems.append(stem)
-    return stems
+        numbers[first] = number
+        stems[stem] = None
+    return list(stems)
 
 
 def _ranges(sets: dict[str, tuple[int, int]] | None, rows: int) -> list[tuple[str, int, int]]:

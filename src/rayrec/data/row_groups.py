@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +20,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow_columns import check_types
 from rayrec.data.csv_text import FAULT, check_columns, present_columns, read_csv
-from rayrec.data.log import changed, checksum
+from rayrec.data.log import changed, checksum, partition_names, version_key
 from rayrec.schema import Schema
 
 VERSION = 2
@@ -94,24 +94,30 @@ def prepared(file: storage.File, schema: Schema, segment_bytes: int, folder: str
     Raises InputError for a file that lacks a column or has one of an unusable type."""
     if is_parquet(file.path):
         with open_parquet(file.path) as parquet:
-            check_columns(parquet.schema_arrow.names, schema.columns, path=file.path, optional=schema.optional)
-            check_types(parquet.schema_arrow, schema, path=file.path)
+            names = [*parquet.schema_arrow.names, *missing_partitions(file.path, parquet.schema_arrow.names)]
+            check_columns(names, schema.columns, path=file.path, optional=schema.optional)
+            empty = with_partitions(parquet.schema_arrow.empty_table(), file.path, schema)
+            check_types(empty.schema, schema, path=file.path)
             groups = _group_sizes(parquet, schema.columns)
         if all(size <= 2 * segment_bytes or rows <= 1 for rows, size in groups):
             return [Part(file.path, file.path, 0, groups)]
-    key = repr(
-        (
-            *(VERSION, astuple(file), schema.columns, schema.delimiter, schema.list_delimiter, segment_bytes),
-            *(schema.category_rules, schema.optional),
-        )
+    source = (
+        *(file.path, schema.columns, schema.delimiter, schema.list_delimiter, segment_bytes),
+        *(schema.category_rules, schema.optional),
     )
-    folder = storage.join(folder, hashlib.sha256(key.encode()).hexdigest()[:16])
+    folder = storage.join(folder, version_key(source, (VERSION, file.size_bytes, file.modified_ns)))
     manifest = storage.join(folder, "manifest.json")
     if storage.exists(manifest):
         stored = storage.read_json(manifest)
     else:
-        tables = _read_parquet(file.path, schema) if is_parquet(file.path) else read_csv(file.path, schema)
+        tables = (
+            _read_parquet(file.path, schema)
+            if is_parquet(file.path)
+            else read_csv(file.path, _stored(schema, file.path))
+        )
         name = storage.name_of(file.path).removesuffix(".gz").removesuffix(".parquet") + ".parquet"
+        # The folders say which values the columns of partitions have.
+        name = "/".join([*partition_names(storage.folder_of(file.path).partition("?")[0]), name])
         stored = list(_written(tables, folder, name, schema, segment_bytes))
         storage.write_json(manifest, stored)  # last: without it the files do not count
     parts, first_row = [], 0
@@ -119,6 +125,53 @@ def prepared(file: storage.File, schema: Schema, segment_bytes: int, folder: str
         parts.append(Part(file.path, path, first_row, [(rows, size) for rows, size in groups]))
         first_row += parts[-1].rows
     return parts
+
+
+def partitions_of(path: str) -> dict[str, str | None]:
+    """The columns that the folders KEY=VALUE directly above a file stand for, and their values: None if missing."""
+    found = {}
+    for name in partition_names(storage.folder_of(path).partition("?")[0]):
+        key, _, value = name.partition("=")
+        found[unquote(key)] = None if value == "__HIVE_DEFAULT_PARTITION__" else unquote(value)
+    return found
+
+
+def missing_partitions(path: str, names: Sequence[str]) -> dict[str, str | None]:
+    """The partition columns of a file that are not among its own columns `names`."""
+    return {key: value for key, value in partitions_of(path).items() if key not in names}
+
+
+def with_partitions(table: pa.Table, path: str, schema: Schema, *, columns: Sequence[str] | None = None) -> pa.Table:
+    """The table with those columns of its file's partitions that the schema (or `columns`) names: numbers for the label, the
+    weight and dense columns, text for categories. Raises InputError for a value that is no number where one is needed."""
+    wanted = schema.columns if columns is None else columns
+    for key, value in missing_partitions(path, table.column_names).items():
+        if key in wanted:
+            table = table.append_column(key, pa.repeat(_partition_value(key, value, schema, path), len(table)))
+    return table
+
+
+def _partition_value(key: str, value: str | None, schema: Schema, path: str) -> pa.Scalar:
+    if key in schema.sparse:
+        return pa.scalar(value, pa.string())
+    try:
+        number = None if value is None else float(value)
+    except ValueError:
+        raise InputError(
+            f"{path}: column {key} is the partition {key}={value}, which is no number; name it among the sparse columns"
+        ) from None
+    if number is not None and number.is_integer():
+        return pa.scalar(int(number), pa.int64())
+    return pa.scalar(number, pa.float64())
+
+
+def _stored(schema: Schema, path: str) -> Schema:
+    """The schema of what a CSV file itself has: without the columns of the partitions that it is in."""
+    partitions = partitions_of(path)
+    return schema.replace(
+        dense=tuple(name for name in schema.dense if name not in partitions),
+        sparse=tuple(name for name in schema.sparse if name not in partitions),
+    )
 
 
 def _read_parquet(path: str, schema: Schema) -> Iterator[pa.Table]:
@@ -218,10 +271,11 @@ def _version(path: str) -> tuple[int, int] | None:
 
 
 def read_rows(
-    path: str, start: int, stop: int, names: Sequence[str], *, optional: Sequence[str] = ()
+    path: str, start: int, stop: int, schema: Schema, *, columns: Sequence[str] | None = None
 ) -> tuple[pa.Table, int]:
-    """Rows [start, stop), which are whole row groups, and the checksum of their bytes in the file: the named columns
-    without the `optional` ones that the file lacks, and FAULT if there is one. Neighbouring column chunks are one request to
+    """Rows [start, stop), which are whole row groups, and the checksum of their bytes in the file: the schema's columns, or
+    the named ones of them, without the optional ones that the file lacks, and FAULT if there is one. Columns of the partitions
+    that the file is in come from its path. Neighbouring column chunks are one request to
     a store.
 
     Raises InputError if the file cannot be read, lacks a column, or has other row groups.
@@ -235,19 +289,21 @@ def read_rows(
         groups = _groups(footer, start, stop)
     if groups is None:
         raise changed(path, start, stop, "rows")
-    check_columns(footer.names, names, path=path, optional=optional)
-    columns = [name for name in (*names, FAULT) if name in footer.names]
-    chunks = _chunks_of(footer.metadata, groups, columns)
+    names = schema.columns if columns is None else columns
+    known = [*footer.names, *missing_partitions(path, footer.names)]
+    check_columns(known, names, path=path, optional=schema.optional)
+    stored = [name for name in (*names, FAULT) if name in footer.names]
+    chunks = _chunks_of(footer.metadata, groups, stored)
     spans = _spans(chunks)
     buffers = list(storage.in_parallel(functools.partial(_read_span, path), spans, of=path))
     file = _Spans(path, footer.size_bytes, spans, buffers)
     sums = np.array([checksum(file.bytes_of(*chunk)) for chunk in chunks], np.int64)
     try:
         with pq.ParquetFile(pa.PythonFile(file, mode="r"), metadata=footer.metadata) as parquet:
-            table = parquet.read_row_groups(groups, columns=columns, use_threads=False)
+            table = parquet.read_row_groups(groups, columns=stored, use_threads=False)
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(path, error) from None
-    return table, checksum(sums)
+    return with_partitions(table, path, schema, columns=names), checksum(sums)
 
 
 def _groups(footer: _Footer, start: int, stop: int) -> list[int] | None:

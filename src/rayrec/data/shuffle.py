@@ -71,11 +71,12 @@ def gather_runs(paths: Sequence[str], start: int, stop: int) -> pa.Table:
     """The rows of all runs whose places are [start, stop), in the order of these."""
     slices = []
     for path in paths:
-        with pa.memory_map(path) as source:
-            run = pa.ipc.open_file(source).read_all()
-        low, high = np.searchsorted(run.column(_PLACE).combine_chunks().to_numpy(), [start, stop])
-        if low < high:
-            slices.append(run.slice(low, high - low))
+        with pa.memory_map(path) as source, pa.ipc.open_file(source) as run:
+            batches = [run.get_batch(number) for number in range(run.num_record_batches)]
+        for batch in batches:  # mapped: of the places, too, only the pages that the search touches are read
+            low, high = np.searchsorted(batch.column(_PLACE).to_numpy(zero_copy_only=True), [start, stop])
+            if low < high:
+                slices.append(pa.Table.from_batches([batch.slice(low, high - low)]))
     table = pa.concat_tables(slices).combine_chunks()
     places = table.column(_PLACE).to_numpy() - start
     assert len(places) == stop - start

@@ -15,8 +15,9 @@ NAMES = ("train", "validation", "test")
 class Split(Config):
     """A split of a log in time order, as rows are in the log; validation and test are the halves of its end."""
 
-    kind: Literal["sevenths", "last_file", "named_files"] = "sevenths"
+    kind: Literal["sevenths", "last_file", "last_partition", "named_files"] = "sevenths"
     """sevenths: six parts of seven for training (Criteo Kaggle); last_file: all files but the last (Criteo 1TB);
+    last_partition: all files but those of the last folder KEY=VALUE, such as the last day of dt=2026-01-31/;
     named_files: files whose names begin with train, valid and test."""
     test_first: bool = False
     """The end's first half is for the test and the second for validation, instead of the other way round."""
@@ -33,8 +34,9 @@ class Split(Config):
         if self.kind == "sevenths":
             boundary = index.rows - index.rows // 7
         else:
-            last = source_of(index.segments[-1].path) if index.segments else None
-            boundary = next((s.first_row for s in index.segments if source_of(s.path) == last), 0)
+            unit = _partition if self.kind == "last_partition" else source_of
+            last = unit(index.segments[-1].path) if index.segments else None
+            boundary = next((s.first_row for s in index.segments if unit(s.path) == last), 0)
         middle = boundary + (index.rows - boundary + 1) // 2
         first, second = NAMES[:0:-1] if self.test_first else NAMES[1:]
         split = {"train": (0, boundary), first: (boundary, middle), second: (middle, index.rows)}
@@ -48,10 +50,18 @@ class Split(Config):
         return {name: split[name] for name in NAMES}
 
 
+def _partition(path: str) -> str:
+    """The partitions that a file is in. Raises InputError if it is in none."""
+    partition = source_of(path)[1].rpartition("/")[0]
+    if not partition:
+        raise InputError(f"split last_partition: {path} is in no folder named KEY=VALUE; choose last_file or sevenths")
+    return partition
+
+
 def _by_name(index: LogIndex) -> dict[str, tuple[int, int]]:
     split: dict[str, tuple[int, int]] = {}
     for segment in index.segments:
-        base = source_of(segment.path)[1].lower()
+        base = source_of(segment.path)[1].rpartition("/")[2].lower()
         name = next((name for name in NAMES if base.startswith(name[:5])), None)
         if name is None:
             raise InputError(f"split named_files: {segment.path} begins with none of train, valid, test; rename it")

@@ -20,15 +20,18 @@ from rayrec.data.arrow_columns import good_rows_of, parse_table
 from rayrec.data.columns import RawColumns
 from rayrec.data.csv_text import csv_columns
 from rayrec.data.engine import Engine
-from rayrec.data.log import CachedIndex, Entry, LogIndex, Segment, changed, numbered
+from rayrec.data.log import CachedIndex, Entry, LogIndex, Segment, changed, numbered, remove_older, said_of
 from rayrec.data.parsing import Faults, RawRows
-from rayrec.data.row_groups import VERSION, Part, is_parquet, open_parquet, prepared, read_rows
+from rayrec.data.row_groups import VERSION, Part, is_parquet, open_parquet, partitions_of, prepared, read_rows
 from rayrec.data.stages import stage
 from rayrec.schema import Schema
 
 SUFFIXES = (".parquet", ".csv", ".csv.gz")
 _TASK_SEGMENTS = 8
 """Segments of one file that one task checks."""
+_TASK_BYTES = 64 << 20
+_TASK_FILES = 64
+"""Small files that one task reads: so many, of _TASK_BYTES in all."""
 
 
 def is_table(files: Sequence[storage.File], schema: Schema) -> bool:
@@ -61,8 +64,7 @@ def index_tables(
     comes back for the very same files, and those files that must be written anew. Raises InputError for a file that lacks
     a column or has one of an unusable type."""
     cache = CachedIndex.at(cache_folder, files=files, schema=schema, segment_bytes=segment_bytes, suffix=f"-{VERSION}")
-    cached = cache.read()
-    if cached and all(storage.exists(path) for path in sorted({segment.path for segment in cached.segments})):
+    if cached := cache.read():
         return cached
     folder = storage.absolute(storage.join(cache_folder, "tables"))
     csv_files = [file for file in files if not is_parquet(file.path)]
@@ -70,34 +72,58 @@ def index_tables(
         note(f"CSV cannot be split: {len(csv_files)} files are written as Parquet to {folder} (once)")
     prepare = functools.partial(_prepare_task, schema=schema, segment_bytes=segment_bytes, folder=folder)
     parts: list[Part] = []
-    for result in _results(engine.run("tables", prepare, files, block_bytes=1 << 16), "parts"):
-        parts.extend(Part(**{**part, "groups": [tuple(group) for group in part["groups"]]}) for part in result)
-        progress("tables (rows)", sum(part.rows for part in parts), None)
-    again = {part.source for part in parts if part.source != part.path and is_parquet(part.source)}
+    total = 0
+    for result in _results(engine.run("tables", prepare, _groups(files), block_bytes=1 << 16), "parts"):
+        new = [Part(**{**part, "groups": [tuple(group) for group in part["groups"]]}) for part in result]
+        parts += new
+        total += sum(part.rows for part in new)
+        progress("tables (rows)", total, None)
+    written = [part for part in parts if part.source != part.path]
+    again = {part.source for part in written if is_parquet(part.source)}
     if again:
         note(
             f"{len(again)} Parquet files have row groups of more than {2 * segment_bytes >> 10:,} KiB, too large to be shuffled: "
             f"they were written anew to {folder} (once)"
         )
-    chunks = [chunk for part in parts for chunk in _chunks(part, segment_bytes)]
-    total = sum(part.rows for part in parts)
+    if written:
+        remove_older(folder, {part.path.removeprefix(folder).lstrip("/")[:16] for part in written})
+    tasks = list(_check_tasks(parts, segment_bytes))
     entries: list[Entry] = []
     faults, done = Faults(), 0
     check = functools.partial(_check_task, schema=schema)
-    results = _results(engine.run("index", check, chunks, block_bytes=1 << 16), "checked")
-    for (part, ranges), result in zip(chunks, results, strict=True):
+    results = _results(engine.run("index", check, tasks, block_bytes=1 << 16), "checked")
+    for task, result in zip(tasks, results, strict=True):
+        ranges = [(part.path, *range_) for part, of_part in task for range_ in of_part]
         found = zip(ranges, result["rows"], result["checksums"], strict=True)
-        entries.extend(Entry(part.path, *range_, rows, sum_) for range_, rows, sum_ in found)
+        entries.extend(Entry(*range_, rows, sum_) for range_, rows, sum_ in found)
         faults.add(Faults.from_dict(result["faults"]))
-        done += sum(stop - start for start, stop in ranges)
+        done += sum(stop - start for _, start, stop in ranges)
         progress("index (rows)", done, total)
     index = LogIndex(numbered(entries, "table"), faults)
-    cache.write(index)
+    edited = cache.write(index)
+    if edited:
+        note(said_of(edited))
     return index
 
 
-def _prepare_task(file: storage.File, *, schema: Schema, segment_bytes: int, folder: str) -> pa.Table:
-    return pa.table({"parts": [json.dumps([vars(part) for part in prepared(file, schema, segment_bytes, folder)])]})
+def _groups(files: Sequence[storage.File]) -> list[list[storage.File]]:
+    """The files in order, small ones together."""
+    groups: list[list[storage.File]] = []
+    room = 0
+    for file in files:
+        if file.size_bytes > room or len(groups[-1]) == _TASK_FILES:
+            groups.append([])
+            room = _TASK_BYTES
+        groups[-1].append(file)
+        room -= file.size_bytes
+    return groups
+
+
+def _prepare_task(files: Sequence[storage.File], *, schema: Schema, segment_bytes: int, folder: str) -> pa.Table:
+    """A large file, or several small ones whose requests to a store run in parallel."""
+    prepare = functools.partial(prepared, schema=schema, segment_bytes=segment_bytes, folder=folder)
+    parts = [part for found in storage.in_parallel(prepare, files, of=files[0].path) for part in found]
+    return pa.table({"parts": [json.dumps([vars(part) for part in parts])]})
 
 
 def _results(tables: Iterable[pa.Table], name: str) -> Iterator[Any]:
@@ -107,29 +133,48 @@ def _results(tables: Iterable[pa.Table], name: str) -> Iterator[Any]:
 
 
 Chunk = tuple[Part, list[tuple[int, int]]]
-"""Row ranges of a part, a segment each: the unit of work of one indexing task."""
+"""Row ranges of a part, a segment each. Some of them are the unit of work of one indexing task."""
 
 
-def _chunks(part: Part, segment_bytes: int) -> Iterator[Chunk]:
+def _chunks(part: Part, segment_bytes: int) -> Iterator[tuple[Chunk, int]]:
+    """The chunks of a part, each with about its bytes."""
     ranges: list[tuple[int, int]] = []
+    sizes: list[int] = []
     start = stop = size = 0
     for rows, group_bytes in part.groups:
         if stop > start and size + group_bytes // 2 > segment_bytes:
             ranges.append((start, stop))
+            sizes.append(size)
             start, size = stop, 0
         stop, size = stop + rows, size + group_bytes
     if stop > start:
         ranges.append((start, stop))
+        sizes.append(size)
     for first in range(0, len(ranges), _TASK_SEGMENTS):
-        yield part, ranges[first : first + _TASK_SEGMENTS]
+        last = first + _TASK_SEGMENTS
+        yield (part, ranges[first:last]), sum(sizes[first:last])
 
 
-def _check_task(chunk: Chunk, *, schema: Schema) -> pa.Table:
-    part, ranges = chunk
+def _check_tasks(parts: Sequence[Part], segment_bytes: int) -> Iterator[list[Chunk]]:
+    """All chunks in order; those of small files share a task."""
+    task: list[Chunk] = []
+    task_bytes = 0
+    for part in parts:
+        for chunk, size in _chunks(part, segment_bytes):
+            if task and (task_bytes + size > _TASK_SEGMENTS * segment_bytes or len(task) == _TASK_FILES):
+                yield task
+                task, task_bytes = [], 0
+            task.append(chunk)
+            task_bytes += size
+    if task:
+        yield task
+
+
+def _check_task(chunks: Sequence[Chunk], *, schema: Schema) -> pa.Table:
     rows, sums, faults = [], [], Faults()
-    read = functools.partial(read_rows, part.path, names=schema.columns, optional=schema.optional)
-    reads = [functools.partial(read, start, stop) for start, stop in ranges]
-    for (start, _), (table, sum_) in zip(ranges, storage.ahead(reads, of=part.path), strict=True):
+    places = [(part, start, stop) for part, ranges in chunks for start, stop in ranges]
+    reads = [functools.partial(read_rows, part.path, start, stop, schema) for part, start, stop in places]
+    for (part, start, _), (table, sum_) in zip(places, storage.ahead(reads, of=places[0][0].path), strict=True):
         raw, found = parse_table(table, schema, path=part.source, first_row=part.first_row + start)
         rows.append(raw.rows)
         sums.append(sum_)
@@ -173,15 +218,17 @@ def good_rows(segment: Segment, schema: Schema) -> np.ndarray:
 
 def column_names(file: storage.File, schema: Schema) -> tuple[str, ...]:
     """The columns a file of a table has; none where it is empty."""
+    partitions = tuple(partitions_of(file.path))
     if not is_parquet(file.path):
-        return csv_columns(file.path, schema)
+        columns = csv_columns(file.path, schema)
+        return columns and (*columns, *partitions)
     with open_parquet(file.path) as parquet:
-        return tuple(parquet.schema_arrow.names)
+        return (*parquet.schema_arrow.names, *partitions)
 
 
 def _read_table(segment: Segment, schema: Schema) -> pa.Table:
     """A segment's rows, faulty ones too. Raises InputError if they are not those that were indexed."""
-    table, sum_ = read_rows(segment.path, segment.start, segment.stop, schema.columns, optional=schema.optional)
+    table, sum_ = read_rows(segment.path, segment.start, segment.stop, schema)
     if segment.checksum is not None and sum_ != segment.checksum:
         raise changed(segment.path, segment.start, segment.stop, "rows")
     return table

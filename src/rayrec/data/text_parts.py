@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import zlib
 from collections.abc import Callable, Sequence
@@ -13,7 +12,8 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.log import GZIP_MAGIC
+from rayrec.data.log import GZIP_MAGIC, gunzip
+from rayrec.data.ready_maps import free_memory
 
 PART_BYTES: Final = 4 << 20
 """A word that lies across a cut would be two tokens; so seams, and with them tokens, depend on this."""
@@ -112,14 +112,28 @@ def decoded(content: bytes, name: str, start: int) -> str:
         ) from None
 
 
+def _unpacked(content: bytes, path: str) -> bytes:
+    """Raises InputError before the text fills the memory."""
+    text = bytearray()
+    most = free_memory() // 4  # the text, its parts and their tokens are in memory at the same time
+    for piece in gunzip([content]):
+        text += piece
+        if len(text) > most:
+            raise InputError(
+                f"{path}: unpacks to more than {most / 1e9:.1f} GB, a quarter of the free memory; prepare blocks of tokens "
+                "first, which are read from files"
+            )
+    return bytes(text)
+
+
 def read_texts(file: storage.File, part_bytes: int) -> list[str]:
     """A whole file, plain or gzip, in the parts it would be tokenised in."""
     content = storage.read_bytes(file.path)
     if content.startswith(GZIP_MAGIC):
         try:
-            content = gzip.decompress(content)
-        except (EOFError, OSError, zlib.error) as error:
-            raise InputError(f"{file.path}: damaged gzip file ({error}); fetch it again") from None
+            content = _unpacked(content, file.path)
+        except (EOFError, zlib.error) as error:
+            raise InputError(f"{file.path}: damaged gzip file ({error or 'cut short'}); fetch it again") from None
     edges = [*range(0, len(content), part_bytes), len(content)]
     cuts = [cut(lambda start, count: content[start : start + count], len(content), edge) for edge in edges]
     return [decoded(content[low:high], file.path, low) for low, high in itertools.pairwise(cuts)]

@@ -55,7 +55,7 @@ class PreparationConfig(Config):
     """Columns of the log; Criteo's, unless a schema file is given."""
     files: tuple[str, ...] = ()
     """Names of the folder's files to read, in this order, each plain, .gz or .parquet; empty: all of them."""
-    split: Literal["none", "sevenths", "last_file", "named_files"] = "none"
+    split: Literal["none", "sevenths", "last_file", "last_partition", "named_files"] = "none"
     """Which rows are held out, and so are not counted (by profiles that count training rows only); none: no rows are."""
     engine: Literal["ray", "spark", "spark-on-ray"] = "ray"
     """What distributes the work; the result is the same."""

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,6 +25,9 @@ from rayrec.prepare.config import SparkConfig
 from rayrec.prepare.environments import environment
 
 _POLL_S = 0.02
+_WINDOW_BYTES = 4 << 30
+_LEAST_TASKS = 64
+"""Tasks that are submitted together: as many as give about _WINDOW_BYTES of results, and at least _LEAST_TASKS."""
 _STOP_S = 30.0
 """How long Spark may take to stop before it is killed."""
 
@@ -79,17 +83,30 @@ class SparkEngine:
     def run(
         self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 16 << 20
     ) -> Iterator[pa.Table]:
+        """Submits the items in windows: results wait on a disk that all executors share."""
         if not items:
             return
+        size = max(_LEAST_TASKS, _WINDOW_BYTES // max(block_bytes, 1))
+        windows = [items[start : start + size] for start in range(0, len(items), size)]
+        # Spark runs one window while the results of the one before are read: no more than two are on the disk.
+        folders = deque([self._submit(name, function, windows[0])])
+        for number, window in enumerate(windows):
+            if number + 1 < len(windows):
+                folders.append(self._submit(name, function, windows[number + 1]))
+            yield from self._results(name, folders.popleft(), len(window))
+
+    def _submit(self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any]) -> str:
         self._runs += 1
         folder = os.path.join(self.folder, f"{self._runs:03d}-{name.replace(' ', '-')}")
         os.makedirs(folder)
         with open(os.path.join(folder, "job.pickle"), "wb") as file:
             pickle.dump((function, list(items)), file)
-        assert self.process.stdin is not None
         self._send({"folder": folder, "tasks": len(items)})
+        return folder
+
+    def _results(self, name: str, folder: str, tasks: int) -> Iterator[pa.Table]:
         last = time.monotonic()
-        for number in range(len(items)):
+        for number in range(tasks):
             path = os.path.join(folder, f"{number:06d}.arrow")
             while not os.path.exists(path):
                 last = self._check(name, folder, last)

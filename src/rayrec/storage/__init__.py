@@ -18,9 +18,11 @@ from rayrec.storage.files import (
     writing,
 )
 from rayrec.storage.folders import (
+    PARTITION,
     File,
     copy_files,
     files_in,
+    find_files,
     list_files,
     list_folder,
     make_folder,
@@ -33,6 +35,7 @@ from rayrec.storage.stores import absolute, folder_of, is_url, join, name_of, re
 
 __all__ = [
     "OUTAGE_S",
+    "PARTITION",
     "File",
     "absolute",
     "ahead",
@@ -40,6 +43,7 @@ __all__ = [
     "copy_files",
     "exists",
     "files_in",
+    "find_files",
     "folder_of",
     "in_parallel",
     "is_url",

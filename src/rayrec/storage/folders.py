@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import glob as local_glob
 import os
 import posixpath
@@ -21,9 +20,14 @@ from pyarrow import fs as arrow_fs
 
 from rayrec.config import InputError
 from rayrec.storage.files import copy_file, exists, missing, sync
-from rayrec.storage.stores import enduring, is_s3, is_url, join, local_path, name_of, split_options
+from rayrec.storage.ranges import in_parallel
+from rayrec.storage.stores import enduring, folder_of, is_s3, is_url, join, local_path, name_of, split_options
 
 _GLOB: Final = re.compile(r"[*?\[]")
+PARTITION: Final = re.compile(r"[^=/]+=[^/]*")
+"""A Hive partition: KEY=VALUE, a folder whose files' rows all have that value in column KEY."""
+_LISTED_FILES: Final = 8
+"""So many files of one folder, or more, are looked up by listing it."""
 _NUM_COPIES: Final = 8
 """Files copied at a time: a store answers slowly, but many at once."""
 
@@ -47,8 +51,10 @@ def list_files(path: str, *, names: Sequence[str] = ()) -> list[File]:
     """The files a path, glob or folder names, sorted with numbers in numeric order (day_2 before day_10), or those of
     `names` in that order where the path is a folder, each as it is or with an ending such as .gz or .parquet.
 
-    Folders are not searched below their first level; names that start with `.` or `_` or end in `.json` or `.partial`
-    (left behind by a killed writer) are left out.
+    A folder is read at its first level, and below it through folders named KEY=VALUE (Hive partitions). In a glob, locally and
+    at a URL alike, `*`, `?` and `[...]` match within one name and `**` matches any number of folders; folders named KEY=VALUE
+    that match stand for the files in them. Names that start with `.` or `_` or end in `.json` or `.partial` (left behind by a
+    killed writer) are left out.
     Raises InputError where nothing is there, where a name is not, and where one is there twice.
     """
     info = _info(path)
@@ -93,18 +99,16 @@ def _list_files(path: str, info: arrow_fs.FileInfo) -> list[File]:
     if info.type == arrow_fs.FileType.File:
         return [_file(info, path)]
     if info.type == arrow_fs.FileType.Directory:
-        infos = _infos(path)
+        infos = _in_partitions(info.path, path)
     elif _GLOB.search(info.path):
         infos = _matching(info.path, path)
+        if not any(map(_is_data, infos)):
+            folders = [found.path for found in infos if _is_partition(found)]
+            inside = in_parallel(lambda inner: _in_partitions(inner, path), folders, of=path)
+            infos = [found for of_folder in inside for found in of_folder]
     else:
         raise missing(path, "no such file or folder")
-    files = [
-        _file(found, path)
-        for found in infos
-        if found.type == arrow_fs.FileType.File
-        and not found.base_name.startswith((".", "_"))
-        and not found.base_name.endswith((".json", ".partial"))
-    ]
+    files = [_file(found, path) for found in infos if _is_data(found)]
     if not files:
         raise InputError(f"{path}: holds no data files")
     return sorted(
@@ -112,13 +116,100 @@ def _list_files(path: str, info: arrow_fs.FileInfo) -> list[File]:
     )
 
 
+def _is_data(info: arrow_fs.FileInfo) -> bool:
+    return (
+        info.type == arrow_fs.FileType.File
+        and not info.base_name.startswith((".", "_"))
+        and not info.base_name.endswith((".json", ".partial"))
+    )
+
+
+def _is_partition(info: arrow_fs.FileInfo) -> bool:
+    return info.type == arrow_fs.FileType.Directory and PARTITION.fullmatch(info.base_name) is not None
+
+
+def _in_partitions(inner: str, path: str) -> list[arrow_fs.FileInfo]:
+    """What a folder holds at its first level and below folders named KEY=VALUE: two listings at most."""
+    found = _infos(_url_of(inner, path))
+    if not any(map(_is_partition, found)):
+        return found
+    return [
+        info
+        for info in _infos(_url_of(inner, path), recursive=True)
+        if all(map(PARTITION.fullmatch, posixpath.relpath(info.path, inner).split("/")[:-1]))
+    ]
+
+
+def _url_of(inner: str, path: str) -> str:
+    """A path within the filesystem of `path` as a path or URL."""
+    return path[: path.index("://") + 3] + inner + split_options(path)[1] if is_url(path) else inner
+
+
 def _matching(inner: str, path: str) -> list[arrow_fs.FileInfo]:
     """What a glob matches: `inner` is the path within its filesystem, `path` the whole."""
     if not is_url(path):
-        return [arrow_fs.LocalFileSystem().get_file_info(found) for found in local_glob.glob(inner)]
-    beginning = posixpath.dirname(_GLOB.split(inner)[0] + "x")
-    folder = path[: path.index("://") + 3] + beginning + split_options(path)[1]
-    return [found for found in _infos(folder, recursive=True) if fnmatch.fnmatch(found.path, inner)]
+        return [arrow_fs.LocalFileSystem().get_file_info(found) for found in local_glob.glob(inner, recursive=True)]
+    names = inner.split("/")
+    first = next(number for number, name in enumerate(names) if _GLOB.search(name))
+    folders = ["/".join(names[:first])]
+    pattern = re.compile(_glob_pattern(names))
+    if "**" in names:
+        infos = _infos(_url_of(folders[0], path), recursive=True)
+        return [found for found in infos if pattern.fullmatch(found.path)]
+    for number in range(first, len(names)):  # one listing a folder, those of one level at the same time
+        beginning = re.compile(_glob_pattern(names[: number + 1]))
+        listed = in_parallel(lambda folder: _infos(_url_of(folder, path)), folders, of=path)
+        infos = [found for of_folder in listed for found in of_folder if beginning.fullmatch(found.path)]
+        folders = [found.path for found in infos if found.type == arrow_fs.FileType.Directory]
+    return infos
+
+
+def _glob_pattern(names: Sequence[str]) -> str:
+    """The regular expression of paths that match a glob, which comes as the names between its slashes."""
+    pattern = ""
+    for number, name in enumerate(names):
+        last = number == len(names) - 1
+        if name == "**":
+            pattern += r"(?:[^/.][^/]*/)*" + (r"[^/.][^/]*" if last else "")
+            continue
+        hidden = r"(?!\.)" if name[:1] in ("*", "?", "[") else ""
+        pattern += hidden + re.sub(r"\*+|\?|\[!?\]?[^\]]*\]|.", _glob_token, name) + ("" if last else "/")
+    return pattern
+
+
+def _glob_token(found: re.Match[str]) -> str:
+    token = found[0]
+    if token[0] == "*":
+        return "[^/]*"
+    if token == "?":
+        return "[^/]"
+    if token[0] == "[" and len(token) > 2:
+        body = token[1:-1].replace("\\", r"\\")
+        return f"[^/{body[1:]}]" if body[0] == "!" else f"[{body}]"
+    return re.escape(token)
+
+
+def find_files(paths: Sequence[str]) -> dict[str, File]:
+    """Those of some files that are there, by path. A folder with many of them is listed once; requests run in parallel."""
+    wanted: dict[str, list[str]] = {}
+    for path in dict.fromkeys(paths):
+        wanted.setdefault(folder_of(path), []).append(path)
+
+    def found(folder: str) -> list[File]:
+        if len(wanted[folder]) < _LISTED_FILES:
+            infos = {path: _info(path) for path in wanted[folder]}
+        else:
+            listed = {info.base_name: info for info in _infos(folder)}
+            infos = {path: listed[name] for path in wanted[folder] if (name := name_of(path)) in listed}
+        return [
+            File(path, info.size or 0, info.mtime_ns or 0)
+            for path, info in infos.items()
+            if info.type == arrow_fs.FileType.File
+        ]
+
+    if not wanted:
+        return {}
+    return {file.path: file for files in in_parallel(found, list(wanted), of=paths[0]) for file in files}
 
 
 def list_folder(path: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import re
+import tracemalloc
 import zlib
 from pathlib import Path
 from unittest import mock
@@ -223,8 +224,13 @@ def test_too_many_bad_rows_are_refused_with_the_first(tmp_path: Path) -> None:
 
 def test_the_identity_follows_files_columns_and_segments() -> None:
     file = storage.File("a", 1, 2)
+
+    def identity(files: list[storage.File], schema: Schema, segment_bytes: int) -> str:
+        cache = log.CachedIndex.at("cache", files=files, schema=schema, segment_bytes=segment_bytes)
+        return f"{cache.path} {cache.version}"
+
     seen = {
-        log.identity(files, schema, size)
+        identity(files, schema, size)
         for files, schema, size in [
             ([file], SCHEMA, 5),
             ([file, file], SCHEMA, 5),
@@ -236,7 +242,7 @@ def test_the_identity_follows_files_columns_and_segments() -> None:
         ]
     }
     assert len(seen) == 7
-    assert log.identity([file], SCHEMA, 5) in seen
+    assert identity([file], SCHEMA, 5) in seen
 
 
 # gzip ----------------------------------------------------------------------------------------------------------------
@@ -349,3 +355,32 @@ def test_an_empty_first_file_does_not_make_a_log_unlabelled(tmp_path: Path) -> N
     assert has_labels(str(tmp_path), schema)
     (tmp_path / "b.csv").write_bytes(b"s\n2\n")
     assert not has_labels(str(tmp_path), schema)
+
+
+def test_what_is_packed_well_is_unpacked_in_small_pieces() -> None:
+    packed = gzip.compress(bytes(100 << 20), 9)
+    assert len(packed) < 200_000
+    largest = total = 0
+    tracemalloc.start()
+    for piece in log.gunzip([packed[:70_000], packed[70_000:], gzip.compress(b"more"), bytes(5)]):
+        largest, total = max(largest, len(piece)), total + len(piece)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert total == (100 << 20) + 4
+    assert largest <= log.GUNZIP_BYTES
+    assert peak < 4 * log.GUNZIP_BYTES
+    for damaged, error in ((packed[:-9], EOFError), (packed[:50] + b"x" + packed[51:], zlib.error), (b"", EOFError)):
+        with pytest.raises(error):
+            list(log.gunzip([damaged]))
+
+
+def test_a_checksum_finds_every_changed_byte() -> None:
+    text = np.frombuffer(b"\n".join(LINES * 3)[:150], np.uint8).copy()
+    sums = [log.checksum(text[:length]) for length in range(len(text) + 1)]
+    for place in range(len(text)):
+        for change in (1, 128):
+            text[place] ^= change
+            sums.append(log.checksum(text))
+            text[place] ^= change
+    assert len(set(sums)) == len(sums)
+    assert min(sums) >= 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayrec import storage
-from rayrec.data import ready
+from rayrec.data import ready, shuffle
 from rayrec.data.encoded import Bags, EncodedRows
 from rayrec.data.log import LogIndex, Segment, cut, index_chunk, numbered
 from rayrec.data.parsing import Faults
@@ -217,3 +218,22 @@ def test_how_well_each_shuffle_mixes_days() -> None:
     assert 0.6 < found["window", 8] < found["window", 32] < found["window", 128]
     assert found["window", 128] > 0.93
     assert found["full", 8] == pytest.approx(1, abs=0.02)
+
+
+def test_gathering_from_a_run_reads_only_what_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The column of places is searched where it is mapped."""
+    rows = 500_000
+    places = np.random.default_rng(0).permutation(rows)
+    path = str(tmp_path / "run.arrow")
+    write_run([pa.table({"value": places})], places, path)
+    allocated: list[int] = []
+
+    def searchsorted(*arguments: Any) -> Any:
+        allocated.append(pa.total_allocated_bytes())
+        return np.searchsorted(*arguments)
+
+    monkeypatch.setattr(shuffle, "np", SimpleNamespace(**{**vars(np), "searchsorted": searchsorted}))
+    before = pa.total_allocated_bytes()
+    assert gather_runs([path], 1000, 1100).column("value").to_pylist() == list(range(1000, 1100))
+    assert len(allocated) == 1
+    assert allocated[0] - before < 8 * rows // 4

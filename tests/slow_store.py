@@ -1,0 +1,105 @@
+"""A store at slow://, over local files, that answers each call late, counts calls, and sees how many come at the same time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from pyarrow import NativeFile
+from pyarrow import fs as arrow_fs
+
+from rayrec.storage import stores
+
+
+class SlowStore(arrow_fs.FileSystemHandler):
+    """Use `installed`. A listing, opening, getting the size of a file and writing one are a call each."""
+
+    def __init__(self, latency_s: float) -> None:
+        self.latency_s = latency_s
+        self.calls: Counter[str] = Counter()
+        self.most_at_once = 0
+        self._now = 0
+        self._lock = threading.Lock()
+        self._local = arrow_fs.LocalFileSystem()
+        self._filesystem = arrow_fs.PyFileSystem(self)
+
+    def installed(self, monkeypatch: pytest.MonkeyPatch) -> SlowStore:
+        """Makes URLs slow:///PATH lead here."""
+        resolve = stores._resolve
+
+        def resolved(path: str, *, patient: bool) -> tuple[arrow_fs.FileSystem, str]:
+            if path.startswith("slow://"):
+                return self._filesystem, path.removeprefix("slow://")
+            return resolve(path, patient=patient)
+
+        monkeypatch.setattr(stores, "_resolve", resolved)
+        return self
+
+    def reset(self) -> None:
+        self.calls.clear()
+        self.most_at_once = 0
+
+    def serial_s(self) -> float:
+        """What the calls would take one after the other."""
+        return self.calls.total() * self.latency_s
+
+    def _called(self, name: str, call: Callable[[], Any]) -> Any:
+        with self._lock:
+            self.calls[name] += 1
+            self._now += 1
+            self.most_at_once = max(self.most_at_once, self._now)
+        try:
+            time.sleep(self.latency_s)
+            return call()
+        finally:
+            with self._lock:
+                self._now -= 1
+
+    def get_type_name(self) -> str:
+        return "slow"
+
+    def normalize_path(self, path: str) -> str:
+        return path
+
+    def get_file_info(self, paths: list[str]) -> list[arrow_fs.FileInfo]:
+        return [self._called("info", lambda path=path: self._local.get_file_info(path)) for path in paths]  # type: ignore[misc]
+
+    def get_file_info_selector(self, selector: arrow_fs.FileSelector) -> list[arrow_fs.FileInfo]:
+        return self._called("list", lambda: self._local.get_file_info(selector))
+
+    def open_input_file(self, path: str) -> NativeFile:
+        return self._called("open", lambda: self._local.open_input_file(path))
+
+    def open_input_stream(self, path: str) -> NativeFile:
+        return self._called("open", lambda: self._local.open_input_stream(path, compression=None))
+
+    def open_output_stream(self, path: str, metadata: Any) -> NativeFile:
+        return self._called("write", lambda: self._local.open_output_stream(path, compression=None))
+
+    def create_dir(self, path: str, recursive: bool) -> None:
+        self._local.create_dir(path, recursive=recursive)
+
+    def delete_file(self, path: str) -> None:
+        self._called("delete", lambda: self._local.delete_file(path))
+
+    def delete_dir(self, path: str) -> None:
+        self._called("delete", lambda: self._local.delete_dir(path))
+
+    def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
+        raise NotImplementedError
+
+    def delete_root_dir_contents(self) -> None:
+        raise NotImplementedError
+
+    def copy_file(self, src: str, dest: str) -> None:
+        raise NotImplementedError
+
+    def move(self, src: str, dest: str) -> None:
+        raise NotImplementedError
+
+    def open_append_stream(self, path: str, metadata: Any) -> NativeFile:
+        raise NotImplementedError
