@@ -174,7 +174,7 @@ def test_an_index_comes_back_from_json(tmp_path: Path) -> None:
 )
 def test_a_damaged_index_in_the_cache_is_made_again(tmp_path: Path, damaged: str) -> None:
     made = index(write(tmp_path, b"\n".join(LINES)), 100, 50)
-    cache = CachedIndex(str(tmp_path / "index.json"))
+    cache = CachedIndex(str(tmp_path / "index.json"), "1", frozenset(segment.path for segment in made.segments))
     assert cache.read() is None
     cache.write(made)
     assert cache.read() == made
