@@ -22,6 +22,7 @@ NAMES = (
     "serve",
     "observe",
     "quality",
+    "scale",
     "plan",
 )
 
