@@ -24,6 +24,7 @@ from rayrec.observe.events import EventWriter, follow, merge_events, read_events
 from rayrec.observe.tracking.config import Makers, TrackersConfig
 from rayrec.observe.tracking.tracker import tracking
 from rayrec.observe.verdict import verdict
+from rayrec.training.preflight import check_settings, preflight
 from rayrec.training.settings import LENGTHS, Change, Changes, compare_settings, with_old
 from rayrec.training.signals import Signals
 from rayrec.workloads.base import ClusterConfig, ObserveConfig, ProfileConfig, RunContext, TrainConfig
@@ -65,8 +66,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
     before it raises SystemExit(143) or KeyboardInterrupt. Raises InputError for what the user can mend.
     """
     console = console or Console()
-    config.workload.check(config)
-    config.trackers.check(os.environ)
+    check_settings(config)
     name = config.name or f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     config = config.replace(name=name)
     root = storage.absolute(config.storage_path)
@@ -75,6 +75,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
     finished = _finished(folder, config, changes, console.note)
     if finished is not None:
         return finished
+    preflight(config)
     _set_environment()
     started_s = time.monotonic()
     cluster.connect(

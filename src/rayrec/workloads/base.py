@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import abc
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
 
+from rayrec import storage
 from rayrec.config import Config, InputError
 from rayrec.data.placement import TaskPlacement
 from rayrec.observe.tracking.config import TrackersConfig
@@ -455,6 +457,14 @@ class Workload(Config, abc.ABC):
 
     def check(self, config: TrainConfig) -> None:
         """On the driver, before anything is started: raises InputError for what can be seen to be missing."""
+
+    def check_data(self, config: TrainConfig) -> None:
+        """On the driver, before Ray starts: raises InputError for data that certainly cannot be trained on. Reads little."""
+        for data in (config.train_data, config.eval_data):
+            if data.path is not None and storage.is_url(data.path):
+                storage.resolve(data.path)
+            elif data.path is not None and not os.path.exists(data.path) and not re.search(r"[*?\[,]", data.path):
+                raise InputError(f"{data.path}: no such file or folder")
 
     @abc.abstractmethod
     def prepare(self, context: RunContext) -> Any:

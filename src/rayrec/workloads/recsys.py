@@ -105,6 +105,15 @@ class ClickWorkload(Workload):
             _check_sparse(self.profile.inputs(self.schema))
         self.teacher.check()
 
+    def check_data(self, config: TrainConfig) -> None:
+        from rayrec.data.head_check import check_head
+
+        if self.preprocessor is not None:
+            Preprocessor.load(self.preprocessor)
+        for data in (config.train_data, config.eval_data):
+            if data.path is not None:
+                check_head(data.path, self.schema, files=data.files)
+
     def prepare(self, context: RunContext) -> Prepared:
         from rayrec.data.ingest import share_preprocessor
 

@@ -139,7 +139,7 @@ def failing(
 
     monkeypatch.setattr(trainer.cluster, "connect", lambda *_, **__: None)
     monkeypatch.setattr(trainer.cluster, "ship_code", lambda *_: None)
-    monkeypatch.setattr(attempts, "share_out", lambda *_: SimpleNamespace(driver=TaskPlacement()))
+    monkeypatch.setattr(attempts, "share_out", lambda *_: SimpleNamespace(driver=TaskPlacement(), num_nodes=1))
     monkeypatch.setattr(attempts, "wait_for_room", attempts.share_out)
     monkeypatch.setattr(attempts, "run_attempts", run_attempts)
     config = replicated_ranks.config(1).replace(

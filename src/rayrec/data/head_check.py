@@ -1,0 +1,71 @@
+"""Refuses a local log that cannot be trained on, from the beginning of its first file, before any process is started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.data import ready
+from rayrec.data.arrow_columns import check_types
+from rayrec.data.csv_text import check_columns, csv_columns
+from rayrec.data.log import Chunk, index_chunk, is_gzip
+from rayrec.data.row_groups import is_parquet, open_parquet
+from rayrec.data.tables import is_table
+from rayrec.schema import Schema
+
+_HEAD_BYTES: Final = 1 << 16
+
+
+def check_head(path: str, schema: Schema, *, files: Sequence[str] = ()) -> None:
+    """Raises InputError if there is no file at `path`, if all are empty, if the first table lacks a column of the schema, or if
+    no line at the beginning of the first text file can be parsed, with the likely cause. URLs are only checked to be well-formed:
+    reading from a store twice costs more than an early message is worth."""
+    if storage.is_url(path):
+        storage.resolve(path)
+        return
+    if ready.is_ready(path):
+        return
+    found = storage.list_files(path, names=files)
+    first = next((file for file in found if file.size_bytes), None)
+    if first is None:
+        raise InputError(f"{path}: no usable rows; {'its files are' if found[1:] else 'it is'} empty")
+    if is_table(found, schema):
+        _check_table(first.path, schema)
+    elif not is_gzip(first.path):
+        _check_text(first, schema)
+
+
+def _check_table(path: str, schema: Schema) -> None:
+    if is_parquet(path):
+        with open_parquet(path) as parquet:
+            check_columns(parquet.schema_arrow.names, schema.columns, path=path, optional=schema.optional)
+            check_types(parquet.schema_arrow, schema, path=path)
+    else:
+        check_columns(csv_columns(path, schema), schema.columns, path=path, optional=schema.optional)
+
+
+def _check_text(file: storage.File, schema: Schema) -> None:
+    stop = min(_HEAD_BYTES, file.size_bytes)
+    entries, faults = index_chunk(Chunk(file.path, 0, stop, file.size_bytes), schema, _HEAD_BYTES)
+    if any(entry[3] for entry in entries):
+        return
+    raise InputError(
+        f"{file.path}: no line at its beginning can be read{_cause(file.path, schema)}; {faults.describe()}"
+    )
+
+
+def _cause(path: str, schema: Schema) -> str:
+    with open(path, "rb") as stream:
+        head = stream.read(_HEAD_BYTES)
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return ": it is UTF-16 text, save it as UTF-8"
+    if b"\0" in head:
+        return ": it is a binary file"
+    line = head.partition(b"\n")[0]
+    delimiter, columns = schema.delimiter.encode(), len(schema.columns)
+    for other, name in ((b"\t", "tabs"), (b",", "commas"), (b";", "semicolons"), (b"|", "bars")):
+        if other != delimiter and line.count(other) >= columns - 2 > line.count(delimiter):
+            return f": its columns are separated by {name}, and the schema's delimiter is {schema.delimiter!r}"
+    return ""

@@ -1,0 +1,60 @@
+"""Refuses a run on the driver, before Ray starts, for mistakes that are certain: its data, its storage and its workers."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.launch import cluster
+from rayrec.workloads.base import TrainConfig
+
+
+def check_settings(config: TrainConfig) -> None:
+    """Raises InputError for settings that are wrong whatever the data is, such as a storage path that cannot be a folder."""
+    config.workload.check(config)
+    config.trackers.check(os.environ)
+    _check_storage(config.storage_path)
+
+
+def preflight(config: TrainConfig) -> None:
+    """Raises InputError for data that cannot be read, and for more workers than this machine has room for if no other cluster is
+    named."""
+    config.workload.check_data(config)
+    _check_room(config)
+
+
+def _check_storage(path: str) -> None:
+    if storage.is_url(path):
+        storage.resolve(path)
+        return
+    place = storage.absolute(path)
+    while not os.path.lexists(place):
+        place = os.path.dirname(place)
+    if not os.path.isdir(place):
+        raise InputError(f"storage_path: {place} is a file; give a folder")
+    if not os.access(place, os.W_OK):
+        raise InputError(f"storage_path: {place} cannot be written to; give another folder or change its permissions")
+
+
+def _check_room(config: TrainConfig) -> None:
+    address = config.cluster.address or os.environ.get("RAY_ADDRESS")
+    ray = sys.modules.get("ray")
+    if address not in (None, "", "local") or (ray is not None and ray.is_initialized()):
+        return  # of a running cluster Ray knows what it has
+    if config.scaling.resources_per_worker:
+        return
+    resources = {"CPU": float(config.cluster.num_cpus or os.cpu_count() or 1)}
+    if config.scaling.use_gpu:
+        import torch
+
+        resources["GPU"] = float(torch.cuda.device_count())
+    cluster.layout(
+        [cluster.Node("this machine", resources)],
+        num_workers=config.scaling.num_workers,
+        use_gpu=config.scaling.use_gpu,
+        cpus_per_worker=config.scaling.cpus_per_worker,
+        resources_per_worker={},
+        data_nodes=config.cluster.data_nodes,
+    )

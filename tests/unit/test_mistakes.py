@@ -1,0 +1,192 @@
+"""Mistakes that are certain before anything starts: one line, exit status 2, and no Ray."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+
+from rayrec import cli
+
+CRITEO = (
+    "1\t"
+    + "\t".join(str(number) for number in range(13))
+    + "\t"
+    + "\t".join(f"{number:08x}" for number in range(26))
+    + "\n"
+)
+HEADER = "label\t" + "\t".join([f"I{number}" for number in range(13)] + [f"C{number}" for number in range(26)]) + "\n"
+SCHEMA = "{label: click, dense: [age], sparse: [user, item]}"
+
+Make = Callable[[Path], list[str]]
+
+
+def log(content: bytes | str, name: str = "train.txt") -> Make:
+    """Trains on one file."""
+
+    def make(folder: Path) -> list[str]:
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+        return ["train", "criteo_demo", "--train-data.path", str(folder / name)]
+
+    return make
+
+
+def table(content: str | pa.Table, schema: str = SCHEMA) -> Make:
+    """Trains on one table, with a schema file."""
+
+    def make(folder: Path) -> list[str]:
+        file = folder / ("log.csv" if isinstance(content, str) else "log.parquet")
+        if isinstance(content, str):
+            file.write_text(content)
+        else:
+            pq.write_table(content, file)
+        (folder / "schema.yaml").write_text(schema)
+        return ["train", "clicks", f"--schema={folder / 'schema.yaml'}", "--train-data.path", str(file)]
+
+    return make
+
+
+def good(*flags: str) -> Make:
+    """Trains on a good log with other flags; FOLDER stands for the folder of the test."""
+
+    def make(folder: Path) -> list[str]:
+        (folder / "train.txt").write_text(CRITEO * 50)
+        paths = ["--train-data.path", str(folder / "train.txt"), "--storage-path", str(folder / "runs")]
+        return ["train", "criteo_demo", *paths, *(flag.replace("FOLDER", str(folder)) for flag in flags)]
+
+    return make
+
+
+def command(*arguments: str) -> Make:
+    return lambda folder: [argument.replace("FOLDER", str(folder)) for argument in arguments]
+
+
+def config(content: bytes) -> Make:
+    def make(folder: Path) -> list[str]:
+        (folder / "config.yaml").write_bytes(content)
+        return ["train", f"--config={folder / 'config.yaml'}"]
+
+    return make
+
+
+def file_in_the_way(folder: Path) -> list[str]:
+    (folder / "runs").write_text("")
+    return good()(folder)
+
+
+def checkpoint(content: str) -> Make:
+    def make(folder: Path) -> list[str]:
+        (folder / "checkpoint").mkdir()
+        (folder / "checkpoint" / "manifest.json").write_text(content)
+        return ["evaluate", str(folder / "checkpoint"), str(folder)]
+
+    return make
+
+
+MISTAKES: dict[str, tuple[Make, str]] = {
+    # the command line
+    "unknown command": (command("trian", "criteo_demo"), "did you mean 'train'?"),
+    "unknown recipe": (command("train", "criteo_dem"), "did you mean 'criteo_demo'?"),
+    "no recipe": (command("train"), "which recipe?"),
+    "recipe file absent": (command("train", "own.py:mine"), "own.py: no such file"),
+    "flag with a typo": (command("train", "criteo_demo", "--batch-sise", "5"), "did you mean --batch-size?"),
+    "wrong type": (command("train", "criteo_demo", "--steps", "many"), "--steps: 'many' is no"),
+    "wrong choice": (command("train", "criteo_demo", "--precision", "fp8"), "('fp32', 'bf16')"),
+    "missing argument": (command("evaluate", "run"), "missing PATH"),
+    "batch size 0": (command("train", "criteo_demo", "--batch-size", "0"), "batch_size: 0 must be at least 1"),
+    "steps 0": (command("train", "criteo_demo", "--steps", "0"), "steps: 0 must be at least 1"),
+    "workers 0": (command("train", "criteo_demo", "--scaling.num-workers", "0"), "num_workers: 0 must be at least 1"),
+    "embedding_dim 0": (
+        command("train", "criteo_demo", "--workload.model.embedding-dim", "0"),
+        "embedding_dim: 0 must be at least 1",
+    ),
+    "negative learning rate": (
+        command("train", "criteo_demo", "--workload.dense-optimizer.learning-rate", "-1"),
+        "learning_rate",
+    ),
+    "impossible share of faults": (command("train", "criteo_demo", "--max-bad-fraction", "2"), "between 0 and 1"),
+    "name ..": (command("train", "criteo_demo", "--name", ".."), "name: '..'"),
+    "name a/b": (command("train", "criteo_demo", "--name", "a/b"), "name: 'a/b'"),
+    "name too long": (command("train", "criteo_demo", "--name", "x" * 300), "1 to 128 letters"),
+    "port": (command("serve", "model", "--port", "99999"), "port: 99999 must be from 1 to 65535"),
+    "quantize": (command("export", "run", "--out", "x", "--quantize", "int3"), "int3"),
+    # configuration files
+    "config absent": (command("train", "--config=FOLDER/none.yaml"), "none.yaml: no such file"),
+    "config not YAML": (config(b"recipe: ["), "config.yaml: not YAML"),
+    "config not UTF-8": (config(b"recipe: clicks\nname: \xe9"), "config.yaml: not UTF-8"),
+    "config with an unknown key": (config(b"recipe: clicks\nbatchsize: 1"), "did you mean 'batch_size'?"),
+    "config of another type": (config(b"recipe: clicks\nsteps: many"), "steps: 'many' does not fit"),
+    # data
+    "no data": (command("train", "criteo_demo"), "--train-data.path"),
+    "data absent": (
+        command("train", "criteo_demo", "--train-data.path", "FOLDER/none"),
+        "none: no such file or folder",
+    ),
+    "empty folder": (command("train", "criteo_demo", "--train-data.path", "FOLDER"), "holds no data files"),
+    "empty file": (log(""), "train.txt: no usable rows; it is empty"),
+    "header alone": (log(HEADER), "no line at its beginning can be read"),
+    "comma for tab": (log(CRITEO.replace("\t", ",") * 9), "separated by commas"),
+    "UTF-16": (log((CRITEO * 9).encode("utf-16")), "UTF-16"),
+    "binary": (log(bytes(range(256)) * 99), "binary file"),
+    "column absent": (table("click,age,user\n1,2,3\n"), "no column named item"),
+    "label absent": (table("age,user,item\n1,2,3\n"), "no column named click"),
+    "columns twice": (table("click,age,user,item,item\n1,2,3,4,5\n"), "2 columns named item"),
+    "column absent from Parquet": (table(pa.table({"click": [1], "age": [2], "user": [3]})), "no column named item"),
+    "bad schema": (table("a\n1\n", "{label: click, dens: [age]}"), "did you mean 'dense'?"),
+    "schema not a mapping": (table("a\n1\n", "[age]"), "a schema is a mapping"),
+    "Preprocessor absent": (good("--workload.preprocessor", "FOLDER/none"), "none"),
+    # places
+    "storage path is a file": (file_in_the_way, "runs is a file"),
+    "unknown scheme": (command("train", "criteo_demo", "--train-data.path", "nosuch://x/y"), "nosuch://x/y"),
+    "bad S3 URL": (command("train", "criteo_demo", "--train-data.path", "s3:///key"), "names no bucket"),
+    "S3 option": (command("train", "criteo_demo", "--train-data.path", "s3://b/k?colour=red"), "colour is no option"),
+    "storage scheme": (good("--storage-path", "nosuch://x"), "nosuch://x"),
+    "MLflow": (good("--trackers.mlflow", "--trackers.mlflow-uri", "s3://bucket/x"), "MLflow does not know s3"),
+    # machines
+    "more workers than CPUs": (
+        good("--scaling.num-workers", "9", "--scaling.cpus-per-worker", "1", "--cluster.num-cpus", "2"),
+        "9 workers need 9 CPU",
+    ),
+    "GPUs on a machine without": (good("--scaling.use-gpu"), "GPU"),
+    # checkpoints
+    "checkpoint absent": (command("evaluate", "FOLDER/none", "FOLDER"), "holds no complete checkpoint"),
+    "checkpoint damaged": (checkpoint("{"), "manifest.json"),
+    "nothing to export": (command("export", "FOLDER", "--out", "FOLDER/out"), "holds no complete checkpoint"),
+    "no run to report on": (command("report", "FOLDER"), "not the folder of a run"),
+    "no run to watch": (command("top", "FOLDER", "--once"), "not the folder of a run"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_before_anything_starts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make, expected = MISTAKES[name]
+    if name == "GPUs on a machine without":
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def started(*_: object, **__: object) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr(ray, "init", started)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # another test of this process may have a Ray
+    status = cli.run(make(tmp_path))
+    out, err = capsys.readouterr()
+    assert (status, out, err.count("\n")) == (2, "", 1), err
+    assert err.startswith("rayrec")
+    assert "Traceback" not in err
+    assert expected in err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
+def test_an_unreadable_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = log(CRITEO)(tmp_path)
+    (tmp_path / "train.txt").chmod(0)
+    assert cli.run(arguments) == 2
+    assert capsys.readouterr().err.count("\n") == 1
