@@ -90,7 +90,7 @@ def checkpoint(content: str) -> Make:
 
 MISTAKES: dict[str, tuple[Make, str]] = {
     # the command line
-    "unknown command": (command("trian", "criteo_demo"), "did you mean 'train'?"),
+    "unknown command": (command("trainn", "criteo_demo"), "did you mean 'train'?"),
     "unknown recipe": (command("train", "criteo_dem"), "did you mean 'criteo_demo'?"),
     "no recipe": (command("train"), "which recipe?"),
     "recipe file absent": (command("train", "own.py:mine"), "own.py: no such file"),
