@@ -73,19 +73,24 @@ def _no_serve() -> Iterator[None]:
 
 
 def test_the_documented_file_and_another_model(tmp_path: Path, places: list[str]) -> None:
-    """Started by `serve run FILE`, changed by deploying again: the replica stays, and answers all the time."""
+    """Started by `serve run FILE`; with another model in user_config the replica stays, and answers all the time."""
     config = _documented()
     port = free_ports(1)
     config["http_options"]["port"] = port
     url = f"http://127.0.0.1:{port}"
 
-    def deploy(model: str) -> None:
-        config["applications"][0]["args"]["model"] = model
+    config["applications"][0]["args"]["model"] = places[0]
+
+    def deploy() -> None:
         (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
         ran = CliRunner().invoke(cli, ["run", "--non-blocking", str(tmp_path / "serve.yaml")])
         assert ran.exit_code == 0, ran.output
 
-    deploy(places[0])
+    def change(model: str) -> None:
+        config["applications"][0]["deployments"] = [{"name": APPLICATION, "user_config": {"model": model}}]
+        deploy()
+
+    deploy()
     first = _version(places[0])
     _wait_for_model(url, first)
     failures: list[Exception] = []
@@ -98,13 +103,13 @@ def test_the_documented_file_and_another_model(tmp_path: Path, places: list[str]
             except OSError as error:
                 failures.append(error)
 
-    asking = threading.Thread(target=ask)
+    asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     replicas = _replicas()
-    deploy(places[1])
+    change(places[1])
     _wait_for_model(url, _version(places[1]))
     _wait_for_deployed()
-    deploy(str(tmp_path / "nothing"))
+    change(str(tmp_path / "nothing"))
     _wait_for_deployed()
     assert _score(url)["model"] == _version(places[1])
     stop.set()

@@ -166,8 +166,8 @@ class _ListeningReplica:
     """One that takes requests itself, at the port of its node."""
 
     def __init__(self, config: ServeConfig, token_digest: bytes | None) -> None:
+        self._listener: Listener | None = None  # first, for __del__
         self._config, self._held = config, _Held(config, token_digest)
-        self._listener: Listener | None = None
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """As above; the replica listens once it has a model."""
