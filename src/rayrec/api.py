@@ -208,8 +208,10 @@ def plan(config: TrainConfig, *, cluster: str | None = None, tables: Sequence[in
     them. With a `cluster`, such as "cpus=16,gpus=1,nodes=2,gpu_memory_gb=80", the plan is for its workers; if a log is given
     and no `tables`, the text also has rows/s of each stage there, the bottleneck and the CPUs that keep a GPU busy, from a slice
     of the log that is read and trained on here (some twenty seconds); without a Preprocessor the tables are then the slice's.
-    Raises InputError when the tables do not fit, with what they need.
+    Raises InputError when the tables do not fit, with what they need, and for data that cannot be trained on.
     """
+    if tables is None:
+        config.workload.check_data(config)
     if cluster is None:
         return config.workload.plan(config, tables=tables)
     from rayrec.training.forecast import ClusterShape, forecast, plan_for

@@ -62,6 +62,11 @@ def good(*flags: str) -> Make:
     return make
 
 
+def planned(make: Make) -> Make:
+    """Plans what another mistake trains."""
+    return lambda folder: ["plan", *make(folder)[1:]]
+
+
 def command(*arguments: str) -> Make:
     return lambda folder: [argument.replace("FOLDER", str(folder)) for argument in arguments]
 
@@ -139,6 +144,12 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     "column absent from Parquet": (table(pa.table({"click": [1], "age": [2], "user": [3]})), "no column named item"),
     "bad schema": (table("a\n1\n", "{label: click, dens: [age]}"), "did you mean 'dense'?"),
     "schema not a mapping": (table("a\n1\n", "[age]"), "a schema is a mapping"),
+    "planned data absent": (
+        command("plan", "criteo_demo", "--train-data.path", "FOLDER/none"),
+        "none: no such file or folder",
+    ),
+    "planned columns absent": (planned(table("click,age,user\n1,2,3\n")), "no column named item"),
+    "dense columns alone": (table("click,age\n1,2\n", "{label: click, dense: [age]}"), "sparse"),
     "Preprocessor absent": (good("--workload.preprocessor", "FOLDER/none"), "none"),
     # places
     "storage path is a file": (file_in_the_way, "runs is a file"),

@@ -235,7 +235,7 @@ def vars_of(preprocessor: Preprocessor) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def lists(tmp_path_factory: pytest.TempPathFactory) -> tuple[LogIndex, Preprocessor]:
+def lists_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A log of lists and weights, some empty."""
     rng = np.random.default_rng(0)
     rows = 500
@@ -253,19 +253,27 @@ def lists(tmp_path_factory: pytest.TempPathFactory) -> tuple[LogIndex, Preproces
         pq.write_table(
             table.slice(number * 250, 250), folder / f"{number}.parquet", row_group_size=40, compression="none"
         )
-    schema = Schema(
-        label="clicked", weight="w", dense=("price",), sparse=("shop", "seen"), lists=("seen",), tokens="any"
-    )
-    index = index_tables(
+    return folder
+
+
+def table_index(folder: Path, schema: Schema, cache: Path) -> LogIndex:
+    return index_tables(
         storage.list_files(str(folder)),
         schema,
         segment_bytes=2000,
         engine=HERE,
-        cache_folder=str(tmp_path_factory.mktemp("cache")),
+        cache_folder=str(cache),
         note=lambda text: None,
         progress=lambda *_: None,
     )
-    return index, hashed(schema, 2**28)
+
+
+@pytest.fixture(scope="module")
+def lists(lists_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[LogIndex, Preprocessor]:
+    schema = Schema(
+        label="clicked", weight="w", dense=("price",), sparse=("shop", "seen"), lists=("seen",), tokens="any"
+    )
+    return table_index(lists_folder, schema, tmp_path_factory.mktemp("cache")), hashed(schema, 2**28)
 
 
 def test_lists_and_weights_go_into_parquet(tmp_path: Path, lists: tuple[LogIndex, Preprocessor]) -> None:
@@ -277,12 +285,12 @@ def test_lists_and_weights_go_into_parquet(tmp_path: Path, lists: tuple[LogIndex
     assert set(read.column_names) == {"clicked", "w", "price", "shop", "seen", "set"}
 
 
-def test_any_log_of_single_categories_goes_into_npy(tmp_path: Path, lists: tuple[LogIndex, Preprocessor]) -> None:
+def test_any_log_of_single_categories_goes_into_npy(tmp_path: Path, lists_folder: Path) -> None:
     schema = Schema(label="clicked", dense=("price",), sparse=("shop",), tokens="any")
-    preprocessor = hashed(schema, 2**40)
+    index, preprocessor = table_index(lists_folder, schema, tmp_path / "cache"), hashed(schema, 2**40)
     for format in ("npy", "parquet"):
-        dataset = write(lists[0], preprocessor, tmp_path / format, format)
-        assert_same_epochs(lists[0], dataset.index, preprocessor, (0, 500))
+        dataset = write(index, preprocessor, tmp_path / format, format)
+        assert_same_epochs(index, dataset.index, preprocessor, (0, 500))
 
 
 def test_what_a_format_cannot_hold(
