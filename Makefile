@@ -24,7 +24,7 @@ FUZZ_S ?= 10
 BENCHMARKS ?= ingest vocabulary preprocess train checkpoint recover predict serve observe mnist gpt2
 export DATA # the shell, not make, puts it into commands, so that it may hold spaces
 
-.PHONY: help setup demo test test-extended test-exhaustive drills chaos check lint format types layers spelling docs bench clean
+.PHONY: help setup demo test test-extended test-exhaustive drills fuzz chaos check lint format types layers spelling docs bench clean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,7 +56,7 @@ $(VENV)/.rayrec-installed: $(VENV)/.locked-installed pyproject.toml setup.py $(N
 	@echo "setup: done; $(RUN)/rayrec --help"
 
 demo: setup ## trains on a synthetic log made once, or on DATA=path/to/train.txt
-	@if [ -z "$$DATA" ]; then \
+	@FLAGS=; if [ -z "$$DATA" ]; then \
 	  DATA=$(DEMO_LOG)/train.txt; FLAGS="$(DEMO_FLAGS)"; \
 	  test -e $(DEMO_LOG)/truth.json || { \
 	    echo "demo: a synthetic click log of $(DEMO_ROWS) rows in $(DEMO_LOG)"; \
