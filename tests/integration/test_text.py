@@ -63,7 +63,7 @@ def here() -> Iterator[None]:
     """Within it tasks run in this process."""
 
     @contextmanager
-    def started(*_: Any) -> Iterator[HereEngine]:
+    def started(*_: Any, **__: Any) -> Iterator[HereEngine]:
         yield HereEngine()
 
     with pytest.MonkeyPatch.context() as patch:

@@ -111,7 +111,7 @@ def _groups(files: Sequence[storage.File]) -> list[list[storage.File]]:
     groups: list[list[storage.File]] = []
     room = 0
     for file in files:
-        if file.size_bytes > room or len(groups[-1]) == _TASK_FILES:
+        if not groups or file.size_bytes > room or len(groups[-1]) == _TASK_FILES:
             groups.append([])
             room = _TASK_BYTES
         groups[-1].append(file)

@@ -71,6 +71,7 @@ class _LinearStack(torch.autograd.Function):
         *parameters: torch.Tensor | None,
     ) -> torch.Tensor:
         fused = _has_onednn(inputs)
+        low_fused = fused and onednn_multiplies(dtype)
         layers = len(relus)
         activations, weights = [inputs.to(dtype)], []
         for layer in range(layers):
@@ -80,12 +81,13 @@ class _LinearStack(torch.autograd.Function):
                 output = _linear(activations[-1].float(), weight, bias, relu=relus[layer], fused=fused)
             else:
                 low_bias = None if bias is None else bias.to(dtype)
-                output = _linear(activations[-1], weight.to(dtype), low_bias, relu=relus[layer], fused=fused)
+                output = _linear(activations[-1], weight.to(dtype), low_bias, relu=relus[layer], fused=low_fused)
             weights.append(weight.to(dtype))
             activations.append(output)
         # The last output is needed only where a ReLU cuts the gradient.
         ctx.save_for_backward(*weights, *activations[: layers + relus[-1]])
         ctx.relus, ctx.fused, ctx.dtype, ctx.input_dtype = relus, fused, dtype, inputs.dtype
+        ctx.low_fused = low_fused
         ctx.float_last = float_last
         return activations[-1]
 
@@ -112,10 +114,17 @@ class _LinearStack(torch.autograd.Function):
             if ctx.needs_input_grad[5 + 2 * layer]:
                 parameter_gradients[2 * layer + 1] = gradient.sum(0).float()
             if layer or ctx.needs_input_grad[0]:
-                gradient = _input_gradient(gradient.to(ctx.dtype), weights[layer], fused=ctx.fused)
+                gradient = _input_gradient(gradient.to(ctx.dtype), weights[layer], fused=ctx.low_fused)
         if ctx.needs_input_grad[0]:
             input_gradient = gradient.to(ctx.input_dtype)
         return (input_gradient, None, None, None, *parameter_gradients)
+
+
+def onednn_multiplies(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has matrix products of a type on this CPU: it has bfloat16 only with AVX-512 or AMX."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _has_onednn(inputs: torch.Tensor) -> bool:

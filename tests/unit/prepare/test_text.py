@@ -35,7 +35,7 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> HereEngine:
     engine = HereEngine()
 
     @contextmanager
-    def started(*_: Any) -> Iterator[HereEngine]:
+    def started(*_: Any, **__: Any) -> Iterator[HereEngine]:
         yield engine
 
     monkeypatch.setattr(preparing, "engine", started)

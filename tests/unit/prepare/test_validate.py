@@ -49,7 +49,7 @@ class HereEngine:
 @pytest.fixture(autouse=True)
 def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     @contextmanager
-    def engine(config: PreparationConfig, console: Console) -> Iterator[HereEngine]:
+    def engine(config: PreparationConfig, console: Console, *, paths: Sequence[str]) -> Iterator[HereEngine]:
         yield HereEngine()
 
     monkeypatch.setattr(module, "engine", engine)

@@ -123,7 +123,7 @@ def test_the_graph_scores_as_the_export(tmp_path: Path, quantize: Any, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("make", "message"), [(lists_preprocessor, "column words has any number"), (bucketed_preprocessor, "without dense")]
+    ("make", "message"), [(lists_preprocessor, "column keys has any number"), (bucketed_preprocessor, "without dense")]
 )
 def test_what_no_graph_can_hold_is_refused(tmp_path: Path, make: Any, message: str) -> None:
     saved = save_clicks(tmp_path / "run", preprocessor=make())
