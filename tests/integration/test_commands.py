@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.ray, pytest.mark.extended]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.extended,
+    pytest.mark.exhaustive,
+]  # README.md and docs/prepare.md run these commands
 
 
 @pytest.fixture(scope="module")

@@ -232,6 +232,7 @@ def fill(disk: Path) -> Path:
                     raise
 
 
+@pytest.mark.exhaustive
 @pytest.mark.extended
 def test_a_disk_that_is_full_for_a_while(expected: dict[str, Any], begin: Begin, small_disk: Path) -> None:
     run = begin(storage=str(small_disk))

@@ -133,6 +133,7 @@ def test_both_loops_learn_the_same(runs: dict[str, Result]) -> None:
     ]
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_is_evaluated_predicted_with_and_exported(
     runs: dict[str, Result], tokens: Path, tmp_path: Path
 ) -> None:

@@ -120,6 +120,7 @@ def test_a_user_without_the_clusters_token_is_refused(cluster: list[Node], click
     assert "the Ray cluster refuses the token of RAY_AUTH_TOKEN" in refusal(again)
 
 
+@pytest.mark.exhaustive
 def test_a_machine_that_does_not_answer_ends_the_command_with_one_line(
     cluster: list[Node], click_log: Path, shared: Path
 ) -> None:
@@ -135,6 +136,7 @@ def test_storage_that_the_machines_do_not_share_is_refused(cluster: list[Node], 
     assert str(own) in said
 
 
+@pytest.mark.exhaustive
 def test_credentials_that_only_the_command_has(cluster: list[Node], tmp_path: Path) -> None:
     """They are asked for before anything starts, and sent on request, where no log shows them."""
     head = cluster[0]

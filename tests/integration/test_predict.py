@@ -215,6 +215,7 @@ def test_a_killed_call_goes_on(
     assert not Path(f"{out}.partial").exists()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.extended
 def test_slices_intervals_and_another_checkpoint(
     result: Result, config: TrainConfig, click_log: Path, whole: dict[str, np.ndarray], lines: list[bytes]

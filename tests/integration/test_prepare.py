@@ -86,6 +86,7 @@ def test_ready_made_data_trains_the_same_weights(
     assert ready["metrics"] == raw["metrics"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.extended
 def test_ready_made_data_is_scored_like_the_raw_log(
     log: Path, raw_run: tuple[Path, dict[str, Any]], tmp_path: Path
@@ -159,6 +160,7 @@ def test_the_labels_are_those_of_the_files_that_are_meant(log: Path, tmp_path: P
         rayrec.preprocess(str(folder / "test.txt"), out=str(tmp_path / "x"), format="binary", console=QUIET)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.extended
 def test_a_preprocessor_of_another_log_is_refused(log: Path, tmp_path: Path) -> None:
     rayrec.preprocess(str(log), out=str(tmp_path / "ready"), format="binary", console=QUIET, **BLOCKS)
@@ -269,6 +271,7 @@ def test_recipes_of_all_days(tmp_path: Path, recipe: str) -> None:
     assert scores["rows"] == summary["rows_of_sets"]["validation"] + summary["rows_of_sets"]["test"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.extended
 def test_multi_hot_npz_trains_the_same_weights(log: Path, tmp_path: Path) -> None:
     profile = {"multi_hot": recipes.mlperf_dcnv2().workload.profile.multi_hot, "min_count": 2}
@@ -331,6 +334,7 @@ def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
         writer.writerows({**row, "genres": "|".join(row["genres"])} for row in rows)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.extended
 def test_a_log_of_ones_own_in_csv_and_parquet(tmp_path: Path) -> None:
     """Both files give the same Preprocessor and weights; lists and weights are used; what is learnt is the taste."""

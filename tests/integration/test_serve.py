@@ -98,7 +98,7 @@ def _end(server: Session, ingress: str, tell: Callable[..., subprocess.Completed
     assert server.process.wait(timeout=240) == 0, server.err
 
 
-@pytest.mark.parametrize("ingress", ["serve", "direct"])
+@pytest.mark.parametrize("ingress", [pytest.param("serve", marks=pytest.mark.exhaustive), "direct"])
 def test_a_server(tmp_path: Path, ingress: str) -> None:
     models = [make_model(seed=seed) for seed in (1, 2)]
     places = [save_checkpoint(tmp_path / "run", 10 * seed, model) for seed, model in zip((1, 2), models, strict=True)]

@@ -29,7 +29,7 @@ from rayrec.serve.online.deployment import APPLICATION, BOARD, NAMESPACE
 from rayrec.serve.online.ingress import find_instance, settle
 from rayrec.serve.online.settings import ServeConfig
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended, pytest.mark.usefixtures("local_ray")]
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "serve.md"
 TEXT = b"".join(row_text(number) for number in range(10))

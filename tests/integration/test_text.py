@@ -108,6 +108,7 @@ def tokenizer_of(text: Path, folder: Path) -> Path:
     return folder / "tokenizer"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.extended
 @pytest.mark.usefixtures("local_ray")
 def test_killed_and_called_again_it_goes_on_with_the_same_bytes(text: Path, alone: Path, tmp_path: Path) -> None:
@@ -131,6 +132,7 @@ def test_killed_and_called_again_it_goes_on_with_the_same_bytes(text: Path, alon
     assert files_of(tmp_path / "out") == files_of(alone)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.extended
 def test_text_in_s3_is_prepared_there_and_read_from_there(
     bucket: str, s3_server: S3Server, text: Path, alone: Path, tmp_path: Path

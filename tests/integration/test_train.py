@@ -154,6 +154,7 @@ def test_a_finished_run_can_be_trained_for_longer(local_ray: None, click_log: Pa
     assert grown.checkpoint.endswith("step_00000008")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.extended
 def test_a_run_goes_on_with_the_rows_it_began_with_alone(local_ray: None, click_log: Path, tmp_path: Path) -> None:
     config = small(click_log, tmp_path, name="run", steps=4, evaluate_every=4)
@@ -267,7 +268,7 @@ def test_faulty_rows_are_counted_or_refused(local_ray: None, click_log: Path, tm
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"", "holds no|empty|no usable rows"), (bytes(range(256)) * 40, "no usable rows"), (b"\n\n\n", "no usable rows")],
+    [(b"", "no usable rows; it is empty"), (bytes(range(256)) * 40, "a binary file"), (b"\n\n\n", "3 x empty line")],
 )
 def test_useless_logs_are_refused(local_ray: None, tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "train.txt").write_bytes(content)
@@ -300,6 +301,7 @@ def test_saves_apart_from_evaluations_keep_the_best(local_ray: None, click_log: 
     assert Checkpoint(summary["checkpoint"]).manifest()["state"]["progress"]["step"] == best["step"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.extended
 def test_validation_of_one_class_is_judged_by_logloss(local_ray: None, click_log: Path, tmp_path: Path) -> None:
     lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)
@@ -318,6 +320,7 @@ def test_validation_of_one_class_is_judged_by_logloss(local_ray: None, click_log
     assert Path(summary["checkpoint"], "manifest.json").exists()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.extended
 def test_another_number_of_workers_goes_on_without_loss(click_log: Path, tmp_path: Path) -> None:
     """Two workers train to a checkpoint, one finishes the epoch: every row counted once."""
@@ -339,7 +342,7 @@ def test_another_number_of_workers_goes_on_without_loss(click_log: Path, tmp_pat
 
 
 @pytest.mark.parametrize(  # the others: test_prepare.py
-    "name", [pytest.param("criteo_demo", marks=pytest.mark.extended), "criteo_kaggle"]
+    "name", [pytest.param("criteo_demo", marks=[pytest.mark.extended, pytest.mark.exhaustive]), "criteo_kaggle"]
 )
 def test_recipes_build_and_train_two_steps(local_ray: None, click_log: Path, tmp_path: Path, name: str) -> None:
     config = recipes.ALL[name]().replace(
@@ -354,7 +357,9 @@ def test_recipes_build_and_train_two_steps(local_ray: None, click_log: Path, tmp
     assert 0.3 < summary["metrics"]["auroc"] < 0.9
 
 
-@pytest.mark.parametrize("interaction", ["cross", pytest.param("projection", marks=pytest.mark.extended)])
+@pytest.mark.exhaustive
+@pytest.mark.extended
+@pytest.mark.parametrize("interaction", ["cross", "projection"])
 def test_every_interaction_trains(local_ray: None, click_log: Path, tmp_path: Path, interaction: str) -> None:
     config = small(click_log, tmp_path, steps=4, evaluate_every=4)
     model = {

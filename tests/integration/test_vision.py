@@ -161,6 +161,7 @@ def test_accumulation_and_bf16(local_ray: None, digits: Path, tmp_path: Path) ->
     assert losses(result.folder)[0] == pytest.approx(math.log(10), abs=1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.extended
 def test_a_killed_worker_changes_nothing(digits: Path, tmp_path: Path) -> None:
     """Neither rows nor chance: images are moved at random, and a step that is done again moves them as before."""

@@ -379,8 +379,8 @@ def test_many_distinct_tokens_in_little_memory(dtype: Any, tmp_path: Path) -> No
     )
     for number in range(4):
         part = Counts.empty(0, 1, dtype=dtype, first_rows=True)
-        tokens = (rng.integers(0, 100_000, 60_000).astype(np.uint64) << shift).astype(dtype)
-        part.tokens[0].count_values(tokens, np.arange(number * 60_000, (number + 1) * 60_000))
+        tokens = (rng.integers(0, 20_000, 12_000).astype(np.uint64) << shift).astype(dtype)
+        part.tokens[0].count_values(tokens, np.arange(number * 12_000, (number + 1) * 12_000))
         for counts in (whole, spilled):
             counts.add(part.to_table())
             assert counts is whole or counts.table_bytes <= 1 << 17
