@@ -257,7 +257,7 @@ def flags() -> dict[str, set[str]]:
     found = {name: _flags_of(name) | {"--schema"} for name in ("vocabulary", "preprocess", "validate", "fetch")}
     kinds = ("criteo_demo", "mnist_resnet18", "gpt2_tiny")  # of each workload one
     found["train"] = {"--config", "--schema"}.union(*(_flags_of("train", recipe) for recipe in kinds))
-    found["plan"] = found["train"] | {"--cluster"}
+    found["plan"] = found["train"] | {"--cluster", "--tables"}
     return found
 
 
