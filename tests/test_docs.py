@@ -7,8 +7,8 @@ In README.md, docs/*.md and the notebooks of examples/:
   page's Python; of other lines only the targets of `make` are looked up;
 - blocks fenced as `yaml` must load as a configuration; `text` and others are only read.
 
-A page finds what docs/quickstart.md leaves behind (log/, runs/), unless it generates its own log. The quickstart starts Ray as
-a reader would; the other pages share one running Ray, because starting one for each command takes longer than the command.
+A page finds what docs/quickstart.md leaves behind (log/, runs/), unless it generates its own log. Pages about click models
+share one running Ray, because starting one for each command takes longer than the command; the others start it as readers do.
 """
 
 from __future__ import annotations
@@ -101,6 +101,20 @@ def runnable(page: Path) -> list[Block]:
     return found
 
 
+CLICKS = {
+    "README",
+    "checkpoints",
+    "clicks",
+    "configure",
+    "export",
+    "ingest",
+    "predict",
+    "prepare",
+    "profiles",
+    "report",
+    "validate",
+}
+"""Pages that share a running Ray. Code of others reads relative paths in Ray's processes, whose folder must be the page's."""
 RUNNABLE = [page for page in PAGES if runnable(page) and page != QUICKSTART]
 
 
@@ -160,11 +174,12 @@ def test_the_quickstart_runs(world: Path) -> None:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUNNABLE, ids=_name)
-def test_a_page_runs(page: Path, world: Path, running_ray: str, tmp_path: Path) -> None:
+def test_a_page_runs(page: Path, world: Path, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     if "rayrec generate log " not in page.read_text():
         for name in ("log", "runs"):
             shutil.copytree(world / name, tmp_path / name)
-    run_blocks(_name(page), runnable(page), tmp_path, address=running_ray)
+    address = request.getfixturevalue("running_ray") if page.stem in CLICKS else None
+    run_blocks(_name(page), runnable(page), tmp_path, address=address)
 
 
 @pytest.mark.ray
@@ -178,7 +193,7 @@ def test_a_page_runs(page: Path, world: Path, running_ray: str, tmp_path: Path) 
         for notebook in NOTEBOOKS
     ],
 )
-def test_a_notebook_runs(notebook: Path, running_ray: str, tmp_path: Path) -> None:
+def test_a_notebook_runs(notebook: Path, tmp_path: Path) -> None:
     cells = json.loads(notebook.read_text())["cells"]
     assert not any(cell.get("outputs") for cell in cells), "a notebook is kept without outputs"
     code = [
@@ -186,7 +201,7 @@ def test_a_notebook_runs(notebook: Path, running_ray: str, tmp_path: Path) -> No
         for number, cell in enumerate(cells)
         if cell["cell_type"] == "code"
     ]
-    run_blocks(_name(notebook), code, tmp_path, address=running_ray)
+    run_blocks(_name(notebook), code, tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)

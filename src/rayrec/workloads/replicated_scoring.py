@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
@@ -32,7 +33,8 @@ def open_scoring(workload: ReplicatedWorkload, context: ScoringContext) -> Scori
         workload=workload,
         config=context.config,
         checkpoint=context.checkpoint,
-        path=context.path,
+        # A scoring process of a running cluster has another working directory. What is no file is the workload's to interpret.
+        path=os.path.abspath(context.path) if os.path.exists(context.path) else context.path,
         evaluating=context.evaluating,
         batch_rows=context.batch_rows or context.config.eval_batch_size,
     )
