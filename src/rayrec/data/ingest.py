@@ -76,7 +76,7 @@ def stream(
     prefetch_blocks: int = 2,
     account: StageAccount | None = None,
 ) -> Iterator[EncodedRows]:
-    """Encoded rows of the pieces, in order, made by Ray Data tasks ahead of the reader; `account` is told what they took.
+    """Encoded rows of the pieces, in order, made by Ray Data tasks ahead of the reader; `account` receives what they took.
 
     If the run is asked to stop and no block comes (the nodes that run data tasks may be gone), this process makes the blocks that
     are missing: other workers may have trained theirs of the same step, and a checkpoint needs a step that is whole.

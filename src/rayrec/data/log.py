@@ -96,7 +96,7 @@ class LogIndex:
         if self.bad_fraction > max_bad_fraction:
             raise InputError(
                 f"{path}: {self.bad_fraction:.2%} of its lines are faulty, more than max_bad_fraction {max_bad_fraction:.2%}; "
-                f"{self.faults.describe()}{self._cause()}; mend the log or raise --max-bad-fraction"
+                f"{self.faults.describe()}{self._cause()}; fix the log or raise --max-bad-fraction"
             )
 
     def _cause(self) -> str:

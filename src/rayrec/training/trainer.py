@@ -257,7 +257,7 @@ def _finished(folder: str, config: TrainConfig, changes: Changes, note: Callable
     before = with_old(config, free)
     if summary["config_hash"] == run_hash(before):
         changed = f"; not used, since nothing is left to train: {_listed(free)}" if free else ""
-        note(f"{folder} is finished already; its result follows (choose another --name to train anew){changed}")
+        note(f"{folder} is finished already; its result follows (choose another --name to train again){changed}")
         return Result(folder, summary["checkpoint"], summary)
     if not is_longer(before, summary):
         told = f" ({_listed(lengths)})" if lengths else ""

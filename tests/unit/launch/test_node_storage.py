@@ -61,7 +61,7 @@ def test_the_refusal_names_the_node_and_the_settings_but_no_value() -> None:
 
 
 class Asked:
-    """Nodes that answer as they are told."""
+    """Nodes with prepared answers."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, *answers: tuple[str, str | None], here: str | None = None

@@ -448,7 +448,7 @@ def test_a_preemption_notice_during_an_evaluation_saves() -> None:
 
 
 class NumberedLoader(Loader):
-    """Ten rows a batch. Skips a batch, or gives one again, where it is told to."""
+    """Ten rows a batch. Skips a batch, or repeats one, on request."""
 
     def __init__(self, start: int, stop: int, *, skip: int | None = None, again: int | None = None) -> None:
         super().__init__(start, stop)
