@@ -100,7 +100,7 @@ def make_setup(config: Any, folder: str) -> tuple[Any, list[Any], float, Any]:
     block's CPU time that measuring its stages takes; and the stages of the block."""
     import torch
 
-    from rayrec.data.placement import TaskPlacement
+    from rayrec.data.threads import ThreadEngine
     from rayrec.native import keep_freed_memory
     from rayrec.workloads.base import WorkerContext
     from rayrec.workloads.recsys_calibration import _batches, _read_slice, prepared_for_rows
@@ -111,7 +111,7 @@ def make_setup(config: Any, folder: str) -> tuple[Any, list[Any], float, Any]:
     piece = _read_slice(config.workload, config)
     preprocessor, index = piece.preprocessor, piece.index
     prepared = prepared_for_rows(preprocessor, index, piece.rows_of_log, folder=folder)
-    context = WorkerContext(config, 0, 1, torch.device("cpu"), TaskPlacement())
+    context = WorkerContext(config, 0, 1, torch.device("cpu"), ThreadEngine(1))
     setup = config.workload.set_up(context, prepared)
     assert setup.described["batch_size"] == BATCH
     setup.model.train()

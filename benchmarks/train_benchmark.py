@@ -129,9 +129,9 @@ def from_ready(*, path: str, precision: str, batch_size: int, steps: int) -> flo
     import torch
 
     from rayrec.data.log import Segment
-    from rayrec.data.placement import TaskPlacement
     from rayrec.data.position import EpochOrder, Part
     from rayrec.data.preprocessor import Preprocessor
+    from rayrec.data.threads import ThreadEngine
     from rayrec.datasets.criteo import SCHEMA
     from rayrec.native import keep_freed_memory
     from rayrec.workloads.base import WorkerContext
@@ -145,7 +145,7 @@ def from_ready(*, path: str, precision: str, batch_size: int, steps: int) -> flo
     order = EpochOrder((Part(Segment("", 0, 1, 0, 10**9), 0, 10**9),), "none", 0, 1)
     preprocessor = Preprocessor.load(preprocessor_of(path))
     prepared = Prepared(preprocessor, "", SCHEMA, sizes, {"train": order}, 0, "", None)
-    setup = config.workload.set_up(WorkerContext(config, 0, 1, torch.device("cpu"), TaskPlacement()), prepared)
+    setup = config.workload.set_up(WorkerContext(config, 0, 1, torch.device("cpu"), ThreadEngine(1)), prepared)
     setup.model.train()
     return _rate(setup.pipeline, batches, steps, setup.begin_step)
 

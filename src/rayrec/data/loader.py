@@ -15,9 +15,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from rayrec.click_batch import ClickBatch
 from rayrec.data.ahead import Ahead
 from rayrec.data.encoded import Bags, EncodedRows, Ids
+from rayrec.data.engine import Shared, StreamEngine
 from rayrec.data.ingest import stream
 from rayrec.data.log import row_numbers
-from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import Block, EpochOrder, Part, Piece, Position, after, steps_in
 from rayrec.data.ready import stream_ready
 from rayrec.data.stages import StageAccount
@@ -25,8 +25,6 @@ from rayrec.row_tally import RowNumbers, RowTally, merged
 from rayrec.schema import Schema
 
 if TYPE_CHECKING:
-    import ray
-
     from rayrec.data.preprocessor import Preprocessor
 
 
@@ -41,7 +39,7 @@ class ClickLoader:
     def __init__(
         self,
         order: EpochOrder,
-        preprocessor: ray.ObjectRef,
+        preprocessor: Shared[Preprocessor],
         *,
         schema: Schema,
         epochs: int,
@@ -49,7 +47,7 @@ class ClickLoader:
         rank: int,
         world_size: int,
         position: Position,
-        placement: TaskPlacement,
+        engine: StreamEngine,
         prefetch_blocks: int,
         max_steps: int | None = None,
         mapped: Preprocessor | None = None,
@@ -58,17 +56,17 @@ class ClickLoader:
         ahead: int = 0,
     ) -> None:
         """`schema` is that of the model's inputs. `mapped`: the rows are ready-made files of this machine, which the worker
-        reads itself, with `in_memory` all of them first; else data tasks make the rows. `targets`: what rows are to be scored as;
-        None: their labels. `ahead`: so many batches are cut by a thread and copied to pinned memory, from which they travel to a
-        GPU while it computes; 0: `next` cuts them, in pageable memory. Raises InputError where `position` is one in another
-        order."""
+        reads itself, with `in_memory` all of them first; else data tasks of `engine` make the rows. `targets`: what rows are to
+        be scored as; None: their labels. `ahead`: so many batches are cut by a thread and copied to pinned memory, from which
+        they travel to a GPU while it computes; 0: `next` cuts them, in pageable memory. Raises InputError where `position` is one
+        in another order."""
         order.check(position)
         self._order, self._preprocessor, self._schema = order, preprocessor, schema
         self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
-        self._placement, self._prefetch_blocks = placement, prefetch_blocks
+        self._engine, self._prefetch_blocks = engine, prefetch_blocks
         self._mapped, self._in_memory, self._targets = mapped, in_memory, targets
         # One thread reads what is mapped.
-        self.stages = StageAccount(cpus=1.0 if mapped is not None else placement.max_cpus or placement.num_cpus)
+        self.stages = StageAccount(cpus=1.0 if mapped is not None else engine.cpus)
         self._handed_out = 0
         self.steps_per_epoch = steps_in(-(-order.rows // world_size), batch_size)
         self._start = position
@@ -205,7 +203,7 @@ class ClickLoader:
                 kept,
                 self._preprocessor,
                 schema=self._schema,
-                placement=self._placement,
+                engine=self._engine,
                 prefetch_blocks=self._prefetch_blocks,
                 account=self.stages,
             )

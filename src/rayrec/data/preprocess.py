@@ -21,11 +21,10 @@ from pyarrow import fs as arrow_fs
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.engine import Engine
+from rayrec.data.engine import Engine, StreamEngine
 from rayrec.data.ingest import share_preprocessor
 from rayrec.data.log import LogIndex
 from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.ray_tasks import RayEngine
 from rayrec.data.ready import MANIFEST, VERSION
 from rayrec.data.ready_files import FORMATS, create_files, finish_files, row_bytes
 from rayrec.data.ready_formats import check
@@ -207,8 +206,10 @@ def _begin(work: str, layout: Layout, preprocessor: Preprocessor, made_of: dict[
 
 
 def _shared(preprocessor: Preprocessor, engine: Engine, work: str) -> Any:
-    """The Preprocessor as tasks get it: from Ray's object store, else from the folder it is saved in."""
-    return share_preprocessor(preprocessor) if isinstance(engine, RayEngine) else storage.join(work, "preprocessor")
+    """The Preprocessor as tasks get it: shared by the engine, else (Spark's) from the folder it is saved in."""
+    if isinstance(engine, StreamEngine):
+        return share_preprocessor(preprocessor, engine)
+    return storage.join(work, "preprocessor")
 
 
 def _finished(job: Job, tasks: Sequence[Task]) -> dict[int, Marker]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import logging
 import os
 import re
+import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, Final, Generic, TypeVar
 
 import pyarrow as pa
 import ray
@@ -20,7 +25,16 @@ from ray.data.block import BlockMetadata
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.engine import STOP_ASKED, Shared
 from rayrec.data.placement import TaskPlacement
+
+_ITEMS_A_DATASET: Final = 1024
+"""Of a stream; some 32 GB of text, at the usual size of a block. A Dataset stores all its read tasks before it makes the first
+row."""
+_STARTED_AHEAD: Final = 16
+"""Items left of a Dataset when the next one starts: it takes a second or so to make its first rows."""
+_CLOSE_S: Final = 5.0
+_Value = TypeVar("_Value")
 
 
 class _Items(Datasource):
@@ -95,10 +109,29 @@ def tasks_dataset(
 
 
 @dataclass(frozen=True)
+class RayShared(Generic[_Value]):
+    """A value in Ray's object store; its arrays are read there by all processes of a node, uncopied."""
+
+    reference: ray.ObjectRef
+
+    def get(self) -> _Value:
+        return _read(self.reference)
+
+
+@lru_cache(maxsize=2)
+def _read(reference: ray.ObjectRef) -> Any:
+    return ray.get(reference)
+
+
+@dataclass(frozen=True)
 class RayEngine:
-    """Runs data tasks on the connected Ray cluster; see `Engine`."""
+    """Runs data tasks on the connected Ray cluster; see `Engine` and `StreamEngine`."""
 
     placement: TaskPlacement
+
+    @property
+    def cpus(self) -> float:
+        return self.placement.max_cpus or self.placement.num_cpus
 
     def run(
         self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 16 << 20
@@ -109,6 +142,68 @@ class RayEngine:
                 name, function, items, placement=self.placement, block_bytes=block_bytes, bounded=False
             )
             yield from tables(dataset)
+
+    def stream(
+        self,
+        name: str,
+        function: Callable[[Any], pa.Table],
+        items: Sequence[Any],
+        *,
+        block_bytes: int,
+        prefetch_blocks: int,
+    ) -> Generator[pa.Table, None, None]:
+        def tables_of(some: Sequence[Any]) -> Generator[pa.Table, None, None]:
+            dataset = tasks_dataset(name, function, some, placement=self.placement, block_bytes=block_bytes)
+            yield from tables(dataset, prefetch_blocks=prefetch_blocks)
+
+        groups = [items[first : first + _ITEMS_A_DATASET] for first in range(0, len(items), _ITEMS_A_DATASET)]
+        return _one_after_another(groups, tables_of)
+
+    def share(self, value: _Value) -> Shared[_Value]:
+        return RayShared(ray.put(value))
+
+
+def _one_after_another(
+    groups: Sequence[Sequence[Any]], tables_of: Callable[[Sequence[Any]], Generator[pa.Table, None, None]]
+) -> Generator[pa.Table, None, None]:
+    """The tables of each group, one for each of its items. A thread makes the first table of the next group, and so starts its
+    tasks, when `_STARTED_AHEAD` of the present group are left."""
+    with contextlib.ExitStack() as opened:
+        following: _Started | None = None
+        for number, group in enumerate(groups):
+            present = following or opened.enter_context(contextlib.closing(tables_of(group)))
+            following = None
+            for place, table in enumerate(present):
+                if following is None and place + _STARTED_AHEAD >= len(group) and number + 1 < len(groups):
+                    following = opened.enter_context(contextlib.closing(_Started(tables_of(groups[number + 1]))))
+                yield table
+            present.close()
+
+
+class _Started:
+    """An iterator whose first value is made in a thread, which does not keep the process alive."""
+
+    def __init__(self, values: Generator[pa.Table, None, None]) -> None:
+        self._values = values
+        self._first: Future[pa.Table | None] = Future()
+        threading.Thread(target=copy_context().run, args=(self._make,), name="next-dataset", daemon=True).start()
+
+    def __iter__(self) -> Iterator[pa.Table]:
+        first = self._first.result()
+        if first is not None:
+            yield first
+            yield from self._values
+
+    def close(self) -> None:
+        wait([self._first], timeout=0 if STOP_ASKED.is_set() else _CLOSE_S)
+        if self._first.done():  # a generator that runs cannot be closed
+            self._values.close()
+
+    def _make(self) -> None:
+        try:
+            self._first.set_result(next(self._values, None))
+        except BaseException as error:  # raised where the table is asked for
+            self._first.set_exception(error)
 
 
 def tables(dataset: ray.data.Dataset, *, prefetch_blocks: int = 1) -> Generator[pa.Table, None, None]:

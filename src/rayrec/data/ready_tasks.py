@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.engine import Shared
 from rayrec.data.position import Part
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.reading import read_raw
@@ -26,9 +27,6 @@ from rayrec.data.ready_formats import matrix_of, stored
 from rayrec.data.shuffle import Permutation, gather_runs, run_path, write_run
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
-
-if TYPE_CHECKING:
-    import ray
 
 JOB = "job.json"
 """Says what an unfinished folder is being made of."""
@@ -62,8 +60,8 @@ class Job:
     folder: str
     format: str
     schema: Schema
-    preprocessor: Any
-    """A reference into Ray's object store, or the folder it is saved in."""
+    preprocessor: Shared[Preprocessor] | str
+    """Shared by the engine, or the folder it is saved in."""
 
     def marker(self, task: Task) -> str:
         return storage.join(self.folder, "done", f"{task.number:06d}.json")
@@ -91,13 +89,6 @@ def _loaded(folder: str) -> Preprocessor:
     return Preprocessor.load(folder)
 
 
-@lru_cache(maxsize=1)
-def _shared(reference: ray.ObjectRef) -> Preprocessor:
-    import ray  # Spark's executors need none
-
-    return ray.get(reference)
-
-
 def _prepare(job: Job) -> None:
     keep_freed_memory()
     if not storage.exists(storage.join(job.folder, JOB)):
@@ -110,7 +101,7 @@ def _rows_of(task: Task, job: Job) -> Iterator[pa.Table]:
     """The stored rows of each part."""
     _prepare(job)
     known = job.preprocessor
-    preprocessor = _loaded(known) if isinstance(known, str) else _shared(known)
+    preprocessor = _loaded(known) if isinstance(known, str) else known.get()
     for part, (_, row) in zip(task.parts, task.places, strict=True):
         raw = read_raw([part.segment], job.schema)
         path, first_row = part.segment.path, row - part.start

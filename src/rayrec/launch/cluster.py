@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from rayrec.config import InputError
 from rayrec.data.placement import TaskPlacement
@@ -16,6 +16,8 @@ from rayrec.data.placement import TaskPlacement
 DataNodes = Literal["auto", "any", "separate"]
 """Where data tasks run: see `layout`."""
 
+IN_PROCESS: Final = "none"
+"""The address that asks for no Ray: all work in the command's own process."""
 _OBJECT_STORE_SHARE = 0.25
 """Part of the cluster's object store that ingest may fill ahead of training; the rest holds vocabularies and slack."""
 
@@ -73,6 +75,16 @@ class Layout:
         return line
 
 
+def is_in_process(address: str | None) -> bool:
+    """Whether what one process can do is done without Ray: the address asks for that, or nothing names a Ray: no address, no
+    RAY_ADDRESS, no connection that this process has."""
+    if address is not None:
+        return address == IN_PROCESS
+    ray = sys.modules.get("ray")
+    connected = ray is not None and hasattr(ray, "is_initialized") and ray.is_initialized()
+    return not connected and not os.environ.get("RAY_ADDRESS")
+
+
 def connect(address: str | None, *, num_cpus: int | None, object_store_bytes: int | None, log_to_driver: bool) -> str:
     """Connects this process to Ray and returns the address of its head: of the existing connection, of the cluster at `address`
     or RAY_ADDRESS (None: RAY_ADDRESS), or of a new local Ray.
@@ -80,6 +92,8 @@ def connect(address: str | None, *, num_cpus: int | None, object_store_bytes: in
     Raises InputError within some 20 s if the address does not answer, and if the cluster refuses this user or this environment;
     OSError if a local Ray does not start.
     """
+    if address == IN_PROCESS:
+        raise InputError(f"address {IN_PROCESS}: this needs Ray; leave the address out, or give local or HOST:PORT")
     # Ray 2.60 turns token authentication on for clusters it starts; the token file serves this user alone.
     import ray
 

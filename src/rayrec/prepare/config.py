@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rayrec import storage
+from rayrec import machine, storage
 from rayrec.config import Config, InputError
 from rayrec.data import ready
 from rayrec.data.engine import Engine
@@ -16,6 +16,7 @@ from rayrec.data.log import LogIndex
 from rayrec.data.opening import open_log
 from rayrec.data.profiles import Profile, by_name
 from rayrec.data.split import Split
+from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.observe.console import Console
 from rayrec.schema import Schema
@@ -57,8 +58,9 @@ class PreparationConfig(Config):
     """Names of the folder's files to read, in this order, each plain, .gz or .parquet; empty: all of them."""
     split: Literal["none", "sevenths", "last_file", "last_partition", "named_files"] = "none"
     """Which rows are held out, and so are not counted (by profiles that count training rows only); none: no rows are."""
-    engine: Literal["ray", "spark", "spark-on-ray"] = "ray"
-    """What distributes the work; the result is the same."""
+    engine: Literal["auto", "threads", "ray", "spark", "spark-on-ray"] = "auto"
+    """What does the work; the result is the same. auto: threads of this process, or ray if an address, RAY_ADDRESS or a
+    connection of this process names a Ray."""
     spark: SparkConfig = field(default_factory=SparkConfig)
     """Of the Spark engines."""
     memory_bytes: int | None = None
@@ -70,10 +72,12 @@ class PreparationConfig(Config):
     max_bad_fraction: float = 0.001
     """Share of faulty rows above which the log is refused."""
     address: str | None = None
-    """Address of a running Ray cluster; None: RAY_ADDRESS, else a local Ray."""
+    """Address of a running Ray cluster; None: RAY_ADDRESS, else, with engine ray, a local Ray."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.engine == "threads" and self.address is not None:
+            raise InputError("engine threads: works in this process, and takes no address; leave one of the two out")
         if self.memory_bytes is not None and self.memory_bytes < 16 << 20:
             raise InputError(f"memory_bytes: {self.memory_bytes} is below 16 MiB, which counting needs at least")
         if self.segments_per_block < 1 or self.block_bytes < 1 << 16:
@@ -106,9 +110,13 @@ def cache_folder() -> str:
 def engine(config: PreparationConfig, console: Console, *, paths: Sequence[str] = ()) -> Iterator[Engine]:
     """The engine that `config` names, started; what was started for it is stopped. Raises InputError if the nodes of a running
     Ray cluster do not reach the stores of `paths`, which tasks read or write."""
-    if config.engine == "ray":
+    from rayrec.launch import cluster
+
+    if config.engine == "threads" or (config.engine == "auto" and cluster.is_in_process(config.address)):
+        yield ThreadEngine(machine.usable_cpus())
+        return
+    if config.engine in ("auto", "ray"):
         from rayrec.data.ray_tasks import RayEngine
-        from rayrec.launch import cluster
         from rayrec.launch.node_storage import require_reachable
 
         placement = cluster.connect_for_data(config.address)
@@ -119,8 +127,6 @@ def engine(config: PreparationConfig, console: Console, *, paths: Sequence[str] 
 
     address = None
     if config.engine == "spark-on-ray":
-        from rayrec.launch import cluster
-
         address = cluster.connect(config.address, num_cpus=None, object_store_bytes=None, log_to_driver=False)
     with SparkEngine.started(
         config.spark, ray_address=address, cache_folder=storage.absolute(cache_folder()), note=console.note

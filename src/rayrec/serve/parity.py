@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import pyarrow as pa
 
+from rayrec import machine
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.labels import has_labels
@@ -18,6 +18,7 @@ from rayrec.data.log import LogIndex, Segment, select
 from rayrec.data.opening import open_log
 from rayrec.data.position import Block, Part
 from rayrec.data.reading import open_block
+from rayrec.data.threads import ThreadEngine
 from rayrec.metrics import auroc
 from rayrec.serve.export_config import LARGEST_LOGIT_DIFFERENCE, ExportConfig
 from rayrec.workloads.recsys import ClickWorkload
@@ -69,15 +70,6 @@ class ParityRows:
         return len(batch) / best_s
 
 
-class _ThisProcess:
-    """An Engine that runs its tasks here, one after the other: exporting needs no cluster."""
-
-    def run(
-        self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 16 << 20
-    ) -> Iterator[pa.Table]:
-        return map(function, items)
-
-
 def parity_rows(config: TrainConfig, preprocessor: Preprocessor, *, settings: ExportConfig, cache: str) -> ParityRows:
     """The rows an export is compared on: of `settings.parity_path`; else of the log the run evaluated on (its test rows, where
     there are enough, or those of --eval-data.path). Where that cannot be read and `settings.ignore_parity` says that it need not,
@@ -127,7 +119,7 @@ def _index(data: DataConfig, preprocessor: Preprocessor, cache: str) -> LogIndex
         preprocessor.schema,
         files=data.files,
         segment_bytes=data.segment_bytes,
-        engine=_ThisProcess(),
+        engine=ThreadEngine(machine.usable_cpus()),
         cache_folder=cache,
         note=lambda _: None,
         progress=lambda *_: None,

@@ -8,8 +8,6 @@ import time
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
-import ray
-
 from rayrec import storage
 from rayrec.launch.versions import versions
 from rayrec.observe.console import Console
@@ -19,6 +17,8 @@ from rayrec.serve.unfinished import unfinished
 from rayrec.workloads.scoring import Device
 
 if TYPE_CHECKING:
+    import ray.data
+
     from rayrec.workloads.base import TrainConfig
 
 
@@ -40,7 +40,7 @@ def predict(
     checkpoint or input; what is damaged later fails the read.
     """
     request = Request(checkpoint, path, config, batch_rows, device, console or Console())
-    return request.open(evaluating=False, spare_cpus=1).dataset()
+    return request.open(evaluating=False, spare_cpus=1, as_dataset=True).dataset()
 
 
 def predict_to(

@@ -23,14 +23,17 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 from rayrec import storage
 from rayrec.checkpoint import latest, write_token
 from rayrec.config import InputError
+from rayrec.data.ray_tasks import RayEngine
 from rayrec.launch import cluster
 from rayrec.observe.events import EventWriter
 from rayrec.training.failures import Tolerance, cause_of, is_without_room, worker_failures
-from rayrec.training.grace import Grace
+from rayrec.training.grace import Grace, unsaved_cause
 from rayrec.training.profiling import watched_requests, worker_runtime_env
+from rayrec.training.ray_mailbox import StopRequest
+from rayrec.training.ray_worker import train_worker
 from rayrec.training.signals import Signals
-from rayrec.training.stopping import MORE_WORKERS, NO_DATA_NODES, StopRequest
-from rayrec.training.worker import Assignment, train_worker
+from rayrec.training.stopping import MORE_WORKERS, NO_DATA_NODES
+from rayrec.training.worker import Assignment
 from rayrec.workloads.base import TrainConfig
 
 _LOOK_S = 0.1
@@ -117,12 +120,7 @@ def run_attempts(
         else:
             if outcome is None:
                 _abandon_workers(groups)
-                failure = config.failure
-                cause = (
-                    f"{signals.cause}, and the last checkpoint made no progress for failure.grace_s ({failure.grace_s:.0f} s) or "
-                    f"took longer than failure.max_grace_s ({failure.max_grace_s:.0f} s)"
-                )
-                events.write("failure", cause=cause, last=True)
+                events.write("failure", cause=unsaved_cause(signals.cause, config.failure), last=True)
                 return None
             if "stopped" not in outcome:
                 return outcome
@@ -167,9 +165,9 @@ def _attempt(
     """One attempt; None if a signal ended it and the workers did not save within their `Grace`. `crowded`: others hold
     part of the cluster."""
     request = StopRequest()
-    placement = shares.per_worker.replace(max_outage_s=config.failure.max_outage_s)
+    engine = RayEngine(shares.per_worker.replace(max_outage_s=config.failure.max_outage_s))
     token = write_token(folder, max_outage_s=config.failure.max_outage_s)
-    assignment = Assignment(config, prepared, folder, placement, request.mailbox, token)
+    assignment = Assignment(config, prepared, folder, engine, request.mailbox, token)
     future: Future[dict[str, Any]] = Future()
 
     def fit() -> None:

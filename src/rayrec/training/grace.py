@@ -30,6 +30,14 @@ class Grace:
         return now_s > min(self._deadline_s, self._end_s)
 
 
+def unsaved_cause(cause: str | None, failure: FailureConfig) -> str:
+    """One line on a stop, for `cause`, that `Grace` was over for. Pure."""
+    return (
+        f"{cause}, and the last checkpoint made no progress for failure.grace_s ({failure.grace_s:.0f} s) or took longer than "
+        f"failure.max_grace_s ({failure.max_grace_s:.0f} s)"
+    )
+
+
 def last_save_s(deadline_s: float, *, write_s: float, between_s: float) -> float:
     """When to begin the last save before a node is preempted at `deadline_s`. Pure.
 

@@ -41,16 +41,21 @@ def _check_storage(path: str) -> None:
 def _check_room(config: TrainConfig) -> None:
     address = config.cluster.address or os.environ.get("RAY_ADDRESS")
     ray = sys.modules.get("ray")
-    if address not in (None, "", "local") or (ray is not None and ray.is_initialized()):
+    if address not in (None, "", "local", cluster.IN_PROCESS) or (ray is not None and ray.is_initialized()):
         return  # of a running cluster Ray knows what it has
     if config.scaling.resources_per_worker:
         return
+    layout_here(config)
+
+
+def layout_here(config: TrainConfig) -> cluster.Layout:
+    """How the run shares out this machine alone. Raises InputError if its workers do not fit."""
     resources = {"CPU": float(config.cluster.num_cpus or os.cpu_count() or 1)}
     if config.scaling.use_gpu:
         import torch
 
         resources["GPU"] = float(torch.cuda.device_count())
-    cluster.layout(
+    return cluster.layout(
         [cluster.Node("this machine", resources)],
         num_workers=config.scaling.num_workers,
         use_gpu=config.scaling.use_gpu,

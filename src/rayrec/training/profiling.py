@@ -1,4 +1,4 @@
-"""A running run is asked for a profile by a file in its folder: the driver finds it, tells an actor, and that the workers."""
+"""A running run is asked for a profile by a file in its folder: the driver finds it and puts it into the workers' mailbox."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import re
+import sys
 import threading
 import time
 import uuid
@@ -13,11 +14,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
-import ray
-
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.observe.events import EventWriter, follow
+from rayrec.training.mailbox import Mailbox, Wish
 from rayrec.training.step_profiler import OPERATIONS, StepProfiler, Window
 from rayrec.workloads.base import MOST_PROFILED_STEPS, WorkerContext
 
@@ -57,7 +57,7 @@ def worker_runtime_env(environment: Mapping[str, str], *, network_interface: str
 
 
 @contextlib.contextmanager
-def watched_requests(folder: str, mailbox: Any) -> Iterator[None]:
+def watched_requests(folder: str, mailbox: Mailbox) -> Iterator[None]:
     """Within it requests in the run's folder are taken and handed to `mailbox`."""
     ended = threading.Event()
     thread = threading.Thread(target=_watch, args=(folder, mailbox, ended), name="profile-requests", daemon=True)
@@ -68,7 +68,7 @@ def watched_requests(folder: str, mailbox: Any) -> Iterator[None]:
         ended.set()
 
 
-def _watch(folder: str, mailbox: Any, ended: threading.Event) -> None:
+def _watch(folder: str, mailbox: Mailbox, ended: threading.Event) -> None:
     path = storage.join(profile_folder(folder), _REQUEST)
     while not ended.wait(_poll_s(folder)):
         try:
@@ -76,12 +76,12 @@ def _watch(folder: str, mailbox: Any, ended: threading.Event) -> None:
                 if storage.exists(path):
                     window = _window(storage.read_json(path))
                     storage.remove_file(path)  # which tells who asked that it was heard
-                    mailbox.ask.remote(asdict(window))
+                    mailbox.ask(asdict(window))
         except InputError as error:
             _logger.warning("%s: removed (%s)", path, error)
             with contextlib.suppress(OSError):
                 storage.remove_file(path)
-        except (OSError, ray.exceptions.RayError) as error:
+        except OSError as error:
             _logger.warning("%s: not read (%s)", path, error)
 
 
@@ -104,7 +104,7 @@ def _poll_s(folder: str) -> float:
 
 
 def make_profiler(
-    worker: WorkerContext, folder: str, mailbox: Any, log: Callable[[str, dict[str, Any]], None]
+    worker: WorkerContext, folder: str, mailbox: Mailbox, log: Callable[[str, dict[str, Any]], None]
 ) -> StepProfiler:
     """The profiler of one worker: it records what the configuration says, and what `mailbox` is asked for. Worker 0 logs its
     profile, every worker that it has none."""
@@ -142,15 +142,10 @@ def make_profiler(
         if not storage.exists(storage.join(target, window.name, f"rank_{worker.rank}")):  # by an earlier attempt
             profiler.ask(window)
 
-    def heard(future: Any) -> None:
-        with contextlib.suppress(Exception):  # the mailbox is gone: the attempt is over, or the driver lost
-            profiler.ask(Window(**future.result()))
-            wait_for_next()
+    def wished(wish: Wish) -> None:
+        profiler.ask(Window(**wish))
 
-    def wait_for_next() -> None:
-        mailbox.next_profile.remote().future().add_done_callback(heard)
-
-    wait_for_next()
+    mailbox.watch(wished)
     return profiler
 
 
@@ -165,6 +160,10 @@ def profiled(begin_step: Callable[[int, int], None], profiler: StepProfiler) -> 
 
 
 def _write_timeline(path: str) -> None:
+    """What Ray's tasks did; nothing if none ran, since the process is connected to no Ray."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return
     try:
         with storage.writing(path) as local:
             ray.timeline(filename=local)

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.launch import cluster
-from rayrec.launch.node_storage import require_reachable
 from rayrec.launch.origin import origin
 from rayrec.launch.versions import versions
 from rayrec.observe import report
@@ -24,6 +22,7 @@ from rayrec.observe.events import EventWriter, follow, merge_events, read_events
 from rayrec.observe.tracking.config import Makers, TrackersConfig
 from rayrec.observe.tracking.tracker import tracking
 from rayrec.observe.verdict import verdict
+from rayrec.training.launcher import Launcher, launcher_of
 from rayrec.training.preflight import check_settings, preflight
 from rayrec.training.settings import LENGTHS, Change, Changes, compare_settings, with_old
 from rayrec.training.signals import Signals
@@ -59,7 +58,8 @@ class Result:
 
 
 def train(config: TrainConfig, *, console: Console | None = None) -> Result:
-    """Trains a recipe on the Ray cluster that the configuration, or RAY_ADDRESS, names; else on a local one.
+    """Trains a recipe on the Ray cluster that the configuration, or RAY_ADDRESS, names; else, with one worker, in this process,
+    and with several on a local Ray.
 
     A second call with the same storage_path and name goes on from the newest good checkpoint; a finished run is not
     trained again, unless for more steps or epochs. The first SIGTERM or Ctrl-C (in the main thread) saves a checkpoint
@@ -78,24 +78,14 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
     preflight(config)
     _set_environment()
     started_s = time.monotonic()
-    cluster.connect(
-        config.cluster.address,
-        num_cpus=config.cluster.num_cpus,
-        object_store_bytes=config.cluster.object_store_bytes,
-        log_to_driver=console.verbose,
-    )
-    require_reachable((root, config.train_data.path, config.eval_data.path))
+    launcher = launcher_of(config)
+    launcher.connect(root, console)
     from rayrec.checkpoint import latest
-    from rayrec.training.attempts import run_attempts, share_out, wait_for_room
 
-    cluster.ship_code(type(config.workload))
     with Signals() as signals:  # not before: ray.init puts a handler of its own in place
-        # A run that goes on may do so on a cluster whose nodes are still joining; a new one is told at once.
         goes_on = latest(folder) is not None
-        shares = wait_for_room(config, console.note) if goes_on else share_out(config)
-        if shares.num_nodes > 1:
-            console.note(shares.text())
-        # Nor shall a new one wait for long at a wrong endpoint.
+        shares = launcher.share_out(goes_on=goes_on, note=console.note)
+        # Nor shall a new run wait for long at a wrong endpoint.
         patience_s = config.failure.max_outage_s if goes_on else storage.outage_s()
         with storage.patience(patience_s):
             storage.make_folder(folder)
@@ -106,9 +96,9 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
         place = storage.join(folder, "events.jsonl")
         with (
             _told_in_the_end(folder, note=console.note),
-            tracking(_trackers(config, folder), place, note=console.note),
+            tracking(_trackers(config, folder, on_ray=launcher.on_ray), place, note=console.note),
             EventWriter(place) as events,
-            _end_told(events, signals),
+            _end_told(events, signals, launcher),
         ):
             events.write(
                 "run",
@@ -120,8 +110,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
                 changed={change.field: [change.old, change.new] for change in (*changes.accepted, *changes.refused)},
             )
             with console.preparing(), storage.patience(patience_s):
-                placement = shares.driver.replace(max_outage_s=patience_s)
-                context = RunContext(config, folder, placement, console.note, console.progress)
+                engine = launcher.engine(shares, max_outage_s=patience_s)
+                context = RunContext(config, folder, engine, console.note, console.progress)
                 prepared = config.workload.prepare(context)
             prepared_s = time.monotonic() - started_s
             events.write("prepared", seconds=prepared_s, **config.workload.summarize(prepared, {}))
@@ -129,9 +119,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
                 with storage.patience(patience_s):
                     _write_config(folder, config)
             with console.training(lambda stop: follow(place, stop=stop)):
-                finish = run_attempts(
-                    config, folder, prepared, shares, events=events, signals=signals, note=console.note
-                )
+                finish = launcher.run(folder, prepared, shares, events=events, signals=signals, note=console.note)
             with storage.patience(config.failure.max_outage_s):
                 result = finish and summarize(config, folder, prepared, finish, events=events, note=console.note)
         if result:
@@ -142,15 +130,14 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
 
 
 @contextlib.contextmanager
-def _end_told(events: EventWriter, signals: Signals) -> Iterator[None]:
+def _end_told(events: EventWriter, signals: Signals, launcher: Launcher) -> Iterator[None]:
     """An error that ends the run is its last event of kind failure, and raised on."""
     try:
         yield
     except BaseException as error:
         interrupted = isinstance(error, (SystemExit, KeyboardInterrupt)) and signals.cause is not None
-        from rayrec.training.failures import cause_of
-
-        events.write("failure", cause=f"ended by {signals.cause}" if interrupted else cause_of(error), last=True)
+        cause = f"ended by {signals.cause}" if interrupted else launcher.cause_of(error)
+        events.write("failure", cause=cause, last=True)
         raise
 
 
@@ -171,9 +158,9 @@ def _told_in_the_end(folder: str, *, note: Callable[[str], None]) -> Iterator[No
             report.write_or_note(folder, note=note)
 
 
-def _trackers(config: TrainConfig, folder: str) -> Makers:
+def _trackers(config: TrainConfig, folder: str, *, on_ray: bool) -> Makers:
     makers = config.trackers.build(folder, config)
-    if config.trackers.prometheus:
+    if config.trackers.prometheus and on_ray:  # whose nodes export
         from rayrec.training.prometheus import PrometheusTracker
 
         makers["Prometheus"] = functools.partial(PrometheusTracker, str(config.name), since_s=time.time())

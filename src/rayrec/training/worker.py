@@ -5,16 +5,13 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
-import os
-import shutil
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import ray.train
 import torch
 
-from rayrec import machine, storage
+from rayrec import storage
 from rayrec.checkpoint import (
     SUMMARY,
     Checkpoint,
@@ -35,18 +32,18 @@ from rayrec.checkpoint.format import UnreadableError
 from rayrec.checkpoint.persistence import Persistence
 from rayrec.checkpoint.ranks import Ranks
 from rayrec.config import InputError
-from rayrec.data.placement import TaskPlacement
+from rayrec.data.engine import StreamEngine
 from rayrec.native import keep_freed_memory
 from rayrec.observe.events import EventWriter
 from rayrec.row_tally import RowTally
 from rayrec.training import loop
 from rayrec.training.device_peak import multiply_adds_per_s_or_zero
 from rayrec.training.loop import Progress
+from rayrec.training.mailbox import Mailbox
 from rayrec.training.profiling import make_profiler, profiled
 from rayrec.training.state import all_tensors, model_tensors, restore_all
-from rayrec.training.stopping import RESUMES, SaveReporter, StopWatch
+from rayrec.training.stopping import RESUMES, PreemptionInfo, SaveReporter, StopWatch
 from rayrec.training.store_watch import StoreWatch
-from rayrec.training.worker_logs import quiet_logs
 from rayrec.workloads.base import ScalingConfig, TrainConfig, TrainLoader, WorkerContext, WorkerSetup
 from rayrec.workloads.phases import waits_noticed
 
@@ -63,33 +60,44 @@ class Assignment:
     """Of the workload's `prepare`."""
     folder: str
     """The run's folder, absolute."""
-    placement: TaskPlacement
-    mailbox: Any
+    engine: StreamEngine
+    """Runs the data tasks of each worker."""
+    mailbox: Mailbox
     """Where the driver leaves its wish to stop."""
     storage_token: str
     """File that the driver has written into the run's folder, for all workers to find."""
 
 
-def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
-    """Runs inside Ray Train, once per worker and attempt, with a reference to its Assignment. Returns what the driver needs of
-    a finished run, or {"stopped": cause} where it was asked to end before."""
-    assignment: Assignment = ray.get(arguments["assignment"])
+@dataclasses.dataclass(frozen=True)
+class Seat:
+    """Where one worker runs and which it is, as what started it knows."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    node: str
+    """Name of its machine; workers with the same name share its memory."""
+    cpus: int
+    """Of the machine that this worker may use; its operators' threads, unless the configuration says otherwise."""
+    object_store_bytes: int = 0
+    """Memory of its machine that Ray's object store may still take."""
+    on_ray: bool = False
+    preemption: Callable[[], PreemptionInfo | None] = lambda: None
+    """Which machines are about to be taken away."""
+
+
+def run_worker(assignment: Assignment, seat: Seat) -> dict[str, Any]:
+    """One worker of one attempt, after its process group is up. Returns what the driver needs of a finished run, or
+    {"stopped": cause} if it was asked to end before."""
     config, folder = assignment.config, assignment.folder
-    context = ray.train.get_context()
-    rank, world_size = context.get_world_rank(), context.get_world_size()
-    quiet_logs(storage.join(folder, "logs", f"worker_{rank}.log"), rank=rank)
     keep_freed_memory()
-    device = ray.train.torch.get_device() if config.scaling.use_gpu else torch.device("cpu")
-    node = _this_node()
-    if device.type == "cpu":
-        cpus = machine.usable_cpus(granted=node.cpus) // context.get_local_world_size()
-        torch.set_num_threads(threads_of_worker(config.scaling, share=cpus))
+    if seat.device.type == "cpu":
+        torch.set_num_threads(threads_of_worker(config.scaling, share=seat.cpus))
     else:
         allow_tf32(config.tf32)
     torch.manual_seed(config.seed)
-    events = EventWriter(storage.join(folder, "events.jsonl")) if rank == 0 else None
-
-    store = StoreWatch() if rank == 0 and config.observe.times else None
+    events = EventWriter(storage.join(folder, "events.jsonl")) if seat.rank == 0 else None
+    store = StoreWatch() if seat.on_ray and seat.rank == 0 and config.observe.times else None
 
     def log(kind: str, fields: dict[str, Any]) -> None:
         if events is not None:
@@ -97,9 +105,9 @@ def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
 
     try:
         worker = WorkerContext(
-            config, rank, world_size, device, assignment.placement, node.node_id, node.object_store_bytes
+            config, seat.rank, seat.world_size, seat.device, assignment.engine, seat.node, seat.object_store_bytes
         )
-        return _train(worker, assignment, log)
+        return _train(worker, assignment, log, preemption=seat.preemption)
     finally:
         if store is not None:
             store.close()
@@ -113,25 +121,6 @@ def allow_tf32(allowed: bool) -> None:
     torch.backends.cudnn.allow_tf32 = allowed
 
 
-@dataclasses.dataclass(frozen=True)
-class _ThisNode:
-    """The Ray node of this process."""
-
-    node_id: str
-    cpus: float
-    """That Ray was started with; 0 if it lends none."""
-    object_store_bytes: int
-    """Capacity of its object store, less what it takes already."""
-
-
-def _this_node() -> _ThisNode:
-    node_id = ray.get_runtime_context().get_node_id()
-    resources: dict[str, float] = next((node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id), {})
-    taken = shutil.disk_usage("/dev/shm").used if os.path.isdir("/dev/shm") else 0
-    store = int(resources.get("object_store_memory", 0))
-    return _ThisNode(node_id, float(resources.get("CPU", 0)), max(0, store - taken))
-
-
 def threads_of_worker(scaling: ScalingConfig, *, share: int) -> int:
     """Threads of a worker's CPU operators, of which `share` CPUs of its node are its own: threads_per_worker, else the CPUs that
     cpus_per_worker reserves, else its share. Pure."""
@@ -139,7 +128,9 @@ def threads_of_worker(scaling: ScalingConfig, *, share: int) -> int:
     return scaling.threads_per_worker or max(1, share if reserved is None else min(share, reserved))
 
 
-def _train(worker: WorkerContext, assignment: Assignment, log: Log) -> dict[str, Any]:
+def _train(
+    worker: WorkerContext, assignment: Assignment, log: Log, *, preemption: Callable[[], PreemptionInfo | None]
+) -> dict[str, Any]:
     config, folder = assignment.config, assignment.folder
     # Before data tasks begin, which compute as well.
     peak = multiply_adds_per_s_or_zero(worker.device, precision=config.precision) if config.observe.times else 0.0
@@ -150,7 +141,7 @@ def _train(worker: WorkerContext, assignment: Assignment, log: Log) -> dict[str,
         checkpoint, setup, loader, progress = _resume(worker, assignment, log, damaged)
     if config.observe.times:
         setup.peak_multiply_adds_per_s = peak_of_all(peak, world_size=worker.world_size)
-    watch = StopWatch(assignment.mailbox, rank=worker.rank)
+    watch = StopWatch(assignment.mailbox, rank=worker.rank, preemption=preemption)
     profiler = make_profiler(worker, folder, assignment.mailbox, log)
     setup.begin_step = profiled(setup.begin_step, profiler)
     saver = Saver(

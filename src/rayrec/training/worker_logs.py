@@ -1,10 +1,12 @@
-"""Where the libraries of a training worker write what they have to say, which is not for the eyes of whoever trains."""
+"""Where the libraries of a training worker write their logs: a file of the run, not the terminal."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from logging.handlers import RotatingFileHandler
 from typing import Final
 
@@ -18,19 +20,37 @@ _LOGGERS: Final = ("torchrec", "fbgemm_gpu", "ray.data", "torch.distributed", "t
 _logger = logging.getLogger(__name__)
 
 
-def quiet_logs(path: str, *, rank: int) -> None:
-    """Sends what this process logs with Python's `logging` into a local file of the run; to standard error at a URL, and where
-    the file cannot be opened. What native code writes goes to standard error in any case."""
+@contextlib.contextmanager
+def worker_logs(path: str, *, rank: int) -> Iterator[None]:
+    """Within it, what this process logs with Python's `logging`, and its warnings, go into a local file of the run; to standard
+    error at a URL, and if the file cannot be opened. Handlers that the caller has set up still get what they got before. What
+    native code writes goes to standard error in any case."""
     handler, trouble = _handler(path)
     handler.setFormatter(logging.Formatter(f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"))
-    root = logging.getLogger()
+    root, loggers = logging.getLogger(), [logging.getLogger(name) for name in _LOGGERS]
+    before = [(logger, logger.handlers, logger.propagate) for logger in loggers]
+    level, handlers = root.level, root.handlers
+    levels = [other.level for other in handlers]
+    for other in handlers:
+        other.setLevel(max(other.level, level))
+    root.handlers = [*handlers, handler]
     root.setLevel(logging.INFO)
-    root.handlers = [handler]
-    for name in _LOGGERS:
-        logger = logging.getLogger(name)
+    for logger in loggers:
         logger.handlers, logger.propagate = [], True
+    logging.captureWarnings(capture=True)
     if trouble is not None:
         _logger.warning("%s: logs go to standard error instead (%s)", path, trouble)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(capture=False)
+        root.setLevel(level)
+        root.handlers = handlers
+        for other, its in zip(handlers, levels, strict=True):
+            other.setLevel(its)
+        for logger, its_handlers, propagate in before:
+            logger.handlers, logger.propagate = its_handlers, propagate
+        handler.close()
 
 
 def _handler(path: str) -> tuple[logging.Handler, OSError | None]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
 
 from rayrec import storage
 from rayrec.config import Config, InputError
-from rayrec.data.placement import TaskPlacement
+from rayrec.data.engine import StreamEngine
 from rayrec.observe.tracking.config import TrackersConfig
 
 if TYPE_CHECKING:
@@ -340,8 +340,8 @@ class RunContext:
     config: TrainConfig
     folder: str
     """The run's folder."""
-    placement: TaskPlacement
-    """What data tasks started by the driver may use, while no worker runs."""
+    engine: StreamEngine
+    """Runs data tasks of the driver, while no worker runs."""
     note: Callable[[str], None]
     """Tells the user one line."""
     progress: Callable[[str, int, int | None], None]
@@ -356,8 +356,8 @@ class WorkerContext:
     rank: int
     world_size: int
     device: torch.device
-    placement: TaskPlacement
-    """Of this worker's own data pipeline."""
+    engine: StreamEngine
+    """Runs the data tasks of this worker's own pipeline."""
     node: str = ""
     """Name of the machine; workers with the same name share its memory. Tests set it to place workers on unequal machines."""
     object_store_bytes: int = 0

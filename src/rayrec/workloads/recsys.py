@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import ready
+from rayrec.data.engine import Shared
 from rayrec.data.log import LogIndex, select
 from rayrec.data.position import EpochOrder, Part
 from rayrec.data.preprocessor import Preprocessor
@@ -23,8 +24,6 @@ from rayrec.workloads.base import DataConfig, RunContext, TrainConfig, WorkerCon
 from rayrec.workloads.distillation import RECORD, Teacher, TeacherConfig, open_teacher
 
 if TYPE_CHECKING:
-    import ray
-
     from rayrec.data.loader import ClickLoader
     from rayrec.workloads.calibration import Calibration, Target
     from rayrec.workloads.recsys_scorer import ClickScorer
@@ -37,8 +36,7 @@ PREPROCESSOR_FOLDER = "preprocessor"
 class Prepared:
     """What the driver found out and every worker needs."""
 
-    preprocessor: ray.ObjectRef | Preprocessor
-    """In the object store, shared by all processes of a node; itself where there is no Ray."""
+    preprocessor: Shared[Preprocessor]
     preprocessor_hash: str
     inputs: Schema
     """Columns the model gets."""
@@ -54,9 +52,7 @@ class Prepared:
 
     def open_preprocessor(self) -> Preprocessor:
         """On any process of the run."""
-        import ray
-
-        return self.preprocessor if isinstance(self.preprocessor, Preprocessor) else ray.get(self.preprocessor)
+        return self.preprocessor.get()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +148,7 @@ class ClickWorkload(Workload):
                 f"the Preprocessor was made for columns {preprocessor.schema.columns}, the recipe has {self.schema.columns}"
             )
         return Prepared(
-            preprocessor=share_preprocessor(preprocessor),
+            preprocessor=share_preprocessor(preprocessor, context.engine),
             preprocessor_hash=preprocessor.hash(),
             inputs=preprocessor.inputs,
             num_embeddings=preprocessor.num_embeddings,
@@ -169,7 +165,6 @@ class ClickWorkload(Workload):
 
     def _index(self, data: DataConfig, context: RunContext) -> LogIndex:
         from rayrec.data.opening import open_log
-        from rayrec.data.ray_tasks import RayEngine
 
         assert data.path is not None
         index = open_log(
@@ -177,7 +172,7 @@ class ClickWorkload(Workload):
             self.schema,
             files=data.files,
             segment_bytes=data.segment_bytes,
-            engine=RayEngine(context.placement),
+            engine=context.engine,
             cache_folder=storage.join(storage.absolute(context.config.storage_path), ".cache"),
             note=context.note,
             progress=context.progress,
@@ -225,12 +220,11 @@ class ClickWorkload(Workload):
     def _counted_preprocessor(self, counted: EpochOrder, context: RunContext) -> Preprocessor:
         from rayrec.data.counting import count_log, problems_of
         from rayrec.data.profiles import make_preprocessor
-        from rayrec.data.ray_tasks import RayEngine
 
         with count_log(
             self.profile.counting(self.schema),
             counted.parts,
-            engine=RayEngine(context.placement),
+            engine=context.engine,
             memory_bytes=self.vocabulary_memory_bytes,
             progress=lambda rows: context.progress("vocabulary", rows, counted.rows),
         ) as counts:

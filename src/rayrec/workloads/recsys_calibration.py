@@ -20,13 +20,14 @@ from rayrec.config import InputError
 from rayrec.data import ready
 from rayrec.data.counting import count_parts
 from rayrec.data.encoded import Bags, EncodedRows
+from rayrec.data.engine import InProcess
 from rayrec.data.log import LogIndex, cut, index_chunk, is_gzip, numbered
-from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import Block, EpochOrder, Part
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.profiles import make_preprocessor
 from rayrec.data.stages import BlockTimes, measured
 from rayrec.data.tables import is_table
+from rayrec.data.threads import ThreadEngine
 from rayrec.workloads.base import TrainConfig, WorkerContext
 from rayrec.workloads.calibration import Calibration, Target
 from rayrec.workloads.recsys_plan import Tables, cut_to_fit, memory_here, memory_of_target, tables_of
@@ -218,7 +219,7 @@ def prepared_for_rows(preprocessor: Preprocessor, index: LogIndex, rows: int, *,
 
     order = EpochOrder((Part(index.segments[0], 0, rows),), "none", 0, 1)  # only its number of rows is looked at
     return Prepared(
-        preprocessor,
+        InProcess(preprocessor),
         preprocessor.hash(),
         preprocessor.inputs,
         preprocessor.num_embeddings,
@@ -257,7 +258,7 @@ def _rank(
     prepared = replace(
         prepared_for_rows(preprocessor, index, rows_of_log, folder=folder), num_embeddings=num_embeddings
     )
-    context = WorkerContext(config, rank, workers, device, TaskPlacement())
+    context = WorkerContext(config, rank, workers, device, ThreadEngine(1))
     setup = config.workload.set_up(context, prepared)
     setup.model.train()
     size = setup.described["batch_size"]

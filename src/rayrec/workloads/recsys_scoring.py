@@ -14,6 +14,7 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import ready
+from rayrec.data.engine import Shared
 from rayrec.data.frequency import bucket_names, buckets_of
 from rayrec.data.ingest import share_preprocessor
 from rayrec.data.labels import has_labels
@@ -23,7 +24,6 @@ from rayrec.data.opening import open_log
 from rayrec.data.position import Block, Part, blocks_of_epoch
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.raw_values import stretch_of, values_of
-from rayrec.data.ray_tasks import RayEngine, input_errors
 from rayrec.data.reading import open_block
 from rayrec.data.stretches import Slice, slices_of
 from rayrec.metrics import BinaryMetricsAccumulator, sigmoid
@@ -32,8 +32,6 @@ from rayrec.workloads.recsys_scorer import load_preprocessor
 from rayrec.workloads.scoring import KEY, Device, Scoring, ScoringContext
 
 if TYPE_CHECKING:
-    import ray
-
     from rayrec.workloads.base import TrainConfig
     from rayrec.workloads.recsys import ClickWorkload
     from rayrec.workloads.recsys_scorer import ClickScorer
@@ -62,14 +60,13 @@ def open_scoring(workload: ClickWorkload, context: ScoringContext) -> Scoring:
             f"{context.path}: is ready-made and holds ids in place of categories; give the raw log to tell metrics by "
             f"{', '.join(told_by)}"
         )
-    import ray
-
+    engine = context.engine()
     process = _Process(
         workload=workload,
         config=context.config,
         checkpoint=context.checkpoint,
-        preprocessor=share_preprocessor(preprocessor),
-        blocks=ray.put(blocks),
+        preprocessor=share_preprocessor(preprocessor, engine),
+        blocks=engine.share(blocks),
         labelled=labelled,
         batch_rows=context.batch_rows or _BATCH_ROWS,
         key_columns=columns,
@@ -82,6 +79,7 @@ def open_scoring(workload: ClickWorkload, context: ScoringContext) -> Scoring:
         load=process.load,
         make_totals=_ClickTotals,
         described={"bad_rows": index.faults.total, "preprocessor": preprocessor.hash()},
+        thread_safe=True,
         is_clicks=True,
     )
 
@@ -112,8 +110,8 @@ def frequency_columns(slice_by: Sequence[str], preprocessor: Preprocessor) -> tu
 def _blocks(context: ScoringContext, schema: Schema) -> tuple[LogIndex, list[ScoredBlock]]:
     """The log's index, and its rows in blocks that are scored one by one."""
     path, data, console = context.path, context.config.eval_data, context.console
-    engine = RayEngine(context.connect())
-    with console.preparing(), input_errors():
+    engine = context.engine()
+    with console.preparing():
         index = open_log(
             path,
             schema,
@@ -186,10 +184,8 @@ class _Process:
     workload: ClickWorkload
     config: TrainConfig
     checkpoint: str
-    preprocessor: ray.ObjectRef
-    """In the object store, shared by all processes of a node."""
-    blocks: ray.ObjectRef
-    """Of a list of ScoredBlock."""
+    preprocessor: Shared[Preprocessor]
+    blocks: Shared[list[ScoredBlock]]
     labelled: bool
     batch_rows: int
     key_columns: tuple[str, ...]
@@ -200,13 +196,11 @@ class _Process:
     """Of the log, if metrics are to be told by them."""
 
     def load(self, device: Device) -> _BlockScorer:
-        import ray
-
-        preprocessor: Preprocessor = ray.get(self.preprocessor)
+        preprocessor = self.preprocessor.get()
         scorer = self.workload.load_scorer(
             self.config, checkpoint=self.checkpoint, preprocessor=preprocessor, device=device
         )
-        return _BlockScorer(self, preprocessor, ray.get(self.blocks), scorer)
+        return _BlockScorer(self, preprocessor, self.blocks.get(), scorer)
 
 
 @final

@@ -232,14 +232,14 @@ def _loader(
     order = prepared.sets[name]
     return ClickLoader(
         order,
-        prepared.preprocessor,  # type: ignore[arg-type]  # it is looked at where there is Ray alone
+        prepared.preprocessor,
         schema=prepared.inputs,
         epochs=epochs,
         batch_size=batch_size,
         rank=context.rank,
         world_size=context.world_size,
         position=position,
-        placement=context.placement,
+        engine=context.engine,
         prefetch_blocks=context.config.train_data.prefetch_blocks,
         max_steps=max_steps,
         mapped=prepared.open_preprocessor() if is_mapped(order) else None,

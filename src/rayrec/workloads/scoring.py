@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import pyarrow as pa
 
-from rayrec.data.placement import TaskPlacement
+from rayrec.data.engine import StreamEngine
 from rayrec.observe.console import Console
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ class ScoringContext:
     """Whether the rows are to be compared with their labels, else they are predicted."""
     batch_rows: int | None
     """Rows the model takes at once; None: the workload's choice."""
-    connect: Callable[[], TaskPlacement]
-    """Reaches Ray, if nobody has before, and says where data tasks may run."""
+    engine: Callable[[], StreamEngine]
+    """What runs data tasks, Ray being reached first if it is Ray."""
     console: Console
     slice_by: tuple[str, ...] = ()
     """What metrics are to be told by, beside all rows: day, COLUMN, frequency:COLUMN; only a click model's are."""
@@ -64,12 +64,14 @@ class Scoring:
     block_rows: tuple[int, ...]
     """Rows of each block, which follow each other."""
     load: Callable[[Device], Callable[[int], pa.Table]]
-    """Called once in each scoring process; picklable. Loads the model; what it returns scores a block by its number, into a table
-    with a row for each: `row` (int64, its 0-based place in the input) and the workload's own columns."""
+    """Called once in each scoring process or thread; picklable. Loads the model; what it returns scores a block by its number,
+    into a table with a row for each: `row` (int64, its 0-based place in the input) and the workload's own columns."""
     make_totals: Callable[[], Totals]
     """Takes the same tables where `evaluating` was asked for."""
     described: dict[str, Any]
     """What a result tells beside rows and metrics; plain JSON values."""
+    thread_safe: bool = False
+    """Whether several threads may call what one `load` returned, so that they share the weights."""
     is_clicks: bool = False
     """Whether tables have `logit` and, where `evaluating` was asked for, `label` and the keys of `slice_by`."""
 

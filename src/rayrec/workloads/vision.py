@@ -12,13 +12,13 @@ import numpy as np
 from rayrec import storage
 from rayrec.config import Config, InputError
 from rayrec.data import idx
+from rayrec.data.engine import Shared
 from rayrec.data.rows import ArrayRows, RowSource
 from rayrec.models.resnet import ResNetConfig
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 from rayrec.workloads.replicated import ReplicatedWorkload
 
 if TYPE_CHECKING:
-    import ray
     import torch
 
     from rayrec.models.resnet_module import ResNet
@@ -54,10 +54,10 @@ class AugmentationConfig(Config):
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of one pair of files in the object store."""
+    """Rows of one pair of files."""
 
-    arrays: ray.ObjectRef
-    """Of a dict with IMAGES and LABELS; each node has it once, and its workers read it in place."""
+    arrays: Shared[dict[str, np.ndarray]]
+    """IMAGES and LABELS; each node has them once, and its workers read them in place."""
     start: int
     stop: int
 
@@ -68,8 +68,8 @@ class Prepared:
 
     sets: dict[str, Part]
     """`train`, `validation` and `test`, the last two the same rows where no training rows are held out."""
-    weights: ray.ObjectRef | None
-    """Of a dict of arrays by name: the initial weights, where a file gave them."""
+    weights: Shared[dict[str, np.ndarray]] | None
+    """By name: the initial weights, where a file gave them."""
     data_hash: str
     """Of all images and labels."""
 
@@ -125,8 +125,7 @@ class VisionWorkload(ReplicatedWorkload):
             raise InputError(f"workload.weights: {self.weights}: no such file")
 
     def prepare(self, context: RunContext) -> Prepared:
-        import ray
-
+        share = context.engine.share
         config = context.config
         assert config.train_data.path is not None
         classes = self.model.num_classes
@@ -144,11 +143,11 @@ class VisionWorkload(ReplicatedWorkload):
                 f"{config.train_data.path}: has {len(train.images):,} training and {len(test.images):,} test rows; both are "
                 f"needed, and more than validation_rows ({self.validation_rows:,}) to train on"
             )
-        train_ref, test_ref = ray.put(_arrays(train)), ray.put(_arrays(test))
+        train_ref, test_ref = share(_arrays(train)), share(_arrays(test))
         whole_test = Part(test_ref, 0, len(test.images))
         held_out = Part(train_ref, kept, len(train.images)) if self.validation_rows else whole_test
         sets = {"train": Part(train_ref, 0, kept), "validation": held_out, "test": whole_test}
-        weights = None if self.weights is None else ray.put(self._initial_weights(self.weights))
+        weights = None if self.weights is None else share(self._initial_weights(self.weights))
         return Prepared(sets, weights, _data_hash(train, test))
 
     def _initial_weights(self, path: str) -> dict[str, np.ndarray]:
@@ -168,19 +167,16 @@ class VisionWorkload(ReplicatedWorkload):
     # -- on each worker
 
     def open_set(self, context: WorkerContext, prepared: Prepared, name: str) -> RowSource:
-        import ray
-
         part = prepared.sets[name]
-        arrays = ray.get(part.arrays)
+        arrays = part.arrays.get()
         return ArrayRows({key: array[part.start : part.stop] for key, array in arrays.items()})
 
     def build(self, prepared: Prepared) -> ResNet:
-        import ray
         import torch
 
         model = self.model.build()
         if prepared.weights is not None:
-            weights = ray.get(prepared.weights)  # arrays of the object store, which nobody may write to
+            weights = prepared.weights.get()  # arrays of the object store, which nobody may write to
             model.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in weights.items()})
         return model
 

@@ -26,11 +26,11 @@ from rayrec.data.encoded import Bags, EncodedRows, from_arrow, to_arrow
 from rayrec.data.loader import ClickLoader, sparse_features
 from rayrec.data.log import LogIndex, cut, index_chunk, numbered, read_segments, select
 from rayrec.data.parsing import Faults, parse
-from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import Block, EpochOrder, Part, Piece, Position
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.profiles import RAYREC, make_preprocessor
 from rayrec.data.reading import encode_block
+from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.row_tally import RowTally
 
@@ -80,7 +80,7 @@ def loader(prepared: tuple[LogIndex, Preprocessor], order: EpochOrder | None = N
         "rank": 0,
         "world_size": 1,
         "position": Position(),
-        "placement": TaskPlacement(),
+        "engine": ThreadEngine(1),
         "prefetch_blocks": 1,
         **changes,
     }

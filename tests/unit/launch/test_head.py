@@ -130,6 +130,7 @@ def test_another_version_of_ray_is_refused(user: Path, served: tuple[Head, str])
 def test_an_address_where_nothing_listens_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     address = form.format(f"127.0.0.1:{free_ports(1)}")
     monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)  # other tests of this process share a Ray
     begin_s = time.monotonic()
     with pytest.raises(
         InputError, match=rf"RAY_ADDRESS={address}: no Ray cluster answers there \(Connection refused\)"

@@ -13,7 +13,7 @@ from rayrec.data.labels import has_labels
 from rayrec.launch.cluster import Node
 from rayrec.metrics import sigmoid
 from rayrec.schema import Schema
-from rayrec.serve.scoring import Pool, plan_pool
+from rayrec.serve.pool import Pool, plan_pool
 from rayrec.workloads.recsys_scoring import cache_folder
 
 GIB = 1 << 30

@@ -23,12 +23,12 @@ from rayrec.data.encoded import EncodedRows, from_arrow
 from rayrec.data.ingest import encode_task
 from rayrec.data.loader import ClickLoader
 from rayrec.data.log import LogIndex, cut, index_chunk, numbered
-from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import Block, EpochOrder, Part, Piece, Position
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.profiles import RAYREC, make_preprocessor
 from rayrec.data.rows import ArrayRows
 from rayrec.data.stages import StageAccount, times_of
+from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.observe.verdict import Verdict, verdict
 from rayrec.training import data_report, loop
@@ -113,7 +113,7 @@ def small_run(*, read: Callable[[], None] = lambda: None, model_s: float = 0.0, 
     workload = Slow(optimizer=config(1).workload.optimizer)  # type: ignore[attr-defined]
     object.__setattr__(workload, "model_s", model_s)
     configuration = config(1).replace(workload=workload)
-    context = WorkerContext(configuration, 0, 1, torch.device("cpu"), TaskPlacement())
+    context = WorkerContext(configuration, 0, 1, torch.device("cpu"), ThreadEngine(1))
     prepared = {"read": read}
     loader = workload.make_loader(context, prepared, state=None, step=0)
     return train(configuration, workload.set_up(context, prepared), loader, save_s=save_s)
@@ -212,7 +212,7 @@ def click_run(prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.Monke
         rank=0,
         world_size=1,
         position=Position(),
-        placement=TaskPlacement(),
+        engine=ThreadEngine(1),
         prefetch_blocks=1,
     )
     configuration = recipes.criteo_demo("none").replace(

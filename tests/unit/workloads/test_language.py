@@ -17,8 +17,8 @@ from rayrec import checkpoint, storage
 from rayrec.checkpoint.extra_files import ExtraFiles
 from rayrec.config import InputError
 from rayrec.data import tokens
-from rayrec.data.placement import TaskPlacement
 from rayrec.data.rows import ArrayRows
+from rayrec.data.threads import ThreadEngine
 from rayrec.data.tokenizer import Files, TextTokenizer, bytes_bpe, characters, read_tokenizer, write_tokenizer
 from rayrec.data.tokens import TokenFolder, load_tokenizer, open_tokens
 from rayrec.models.gpt2 import GPT2Config
@@ -83,9 +83,7 @@ def small(path: Path | None, **workload: Any) -> TrainConfig:
 
 def prepare(config: TrainConfig, folder: Path) -> Prepared:
     config.workload.check(config)
-    context = RunContext(
-        config, str(folder), TaskPlacement(num_cpus=1.0), lambda text: None, lambda what, done, total: None
-    )
+    context = RunContext(config, str(folder), ThreadEngine(1), lambda text: None, lambda what, done, total: None)
     return config.workload.prepare(context)
 
 
@@ -124,7 +122,7 @@ def test_what_a_row_costs_is_what_its_products_are() -> None:
     torch.manual_seed(0)
     model = config.workload.model.build(vocabulary_size)
     rows = ArrayRows({"tokens": np.zeros((3, BLOCK), np.int64)})
-    context = WorkerContext(config, 0, 1, torch.device("cpu"), TaskPlacement(num_cpus=1.0))
+    context = WorkerContext(config, 0, 1, torch.device("cpu"), ThreadEngine(1))
     cost = multiply_adds_per_row(config.workload, model, {"validation": rows}, context)
     attention = 2 * BLOCK * width
     assert cost == BLOCK * (layers * (12 * width * width + attention) + vocabulary_size * width)
@@ -471,7 +469,7 @@ def test_a_nodes_cache_of_shards_has_the_limit_that_is_set(
             source = config.workload.open_labelled(config, checkpoint=checkpoint_folder, path=url)
         else:
             folder = open_tokens(url)
-            context = WorkerContext(config, 0, 1, torch.device("cpu"), TaskPlacement(num_cpus=1.0))
+            context = WorkerContext(config, 0, 1, torch.device("cpu"), ThreadEngine(1))
             source = config.workload.open_set(context, Prepared(folder, folder, "validation"), opened)
         np.testing.assert_array_equal(source.read(np.arange(4))["tokens"], rows)
         source.close()

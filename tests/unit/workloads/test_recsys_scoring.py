@@ -21,7 +21,7 @@ from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
 from rayrec.models.dlrm import DLRMConfig
 from rayrec.observe.console import Console
 from rayrec.serve.opening import Request
-from rayrec.serve.scoring import weight_bytes
+from rayrec.serve.pool import weight_bytes
 from rayrec.serve.served import open_served
 from rayrec.workloads.base import TrainConfig
 

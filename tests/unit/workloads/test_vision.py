@@ -17,8 +17,8 @@ from digits import idx, pictures, write_digits
 
 from rayrec import checkpoint
 from rayrec.config import InputError
-from rayrec.data.placement import TaskPlacement
 from rayrec.data.row_loader import RowLoader
+from rayrec.data.threads import ThreadEngine
 from rayrec.models.resnet import ResNetConfig
 from rayrec.recipes.mnist import mnist_resnet18, mnist_resnet18_augmented
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
@@ -42,14 +42,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prepare(config: TrainConfig) -> Prepared:
-    context = RunContext(config, "run", TaskPlacement(num_cpus=1.0), lambda text: None, lambda what, done, total: None)
+    context = RunContext(config, "run", ThreadEngine(1), lambda text: None, lambda what, done, total: None)
     prepared = config.workload.prepare(context)
     assert isinstance(prepared, Prepared)
     return prepared
 
 
 def on_worker(config: TrainConfig) -> WorkerContext:
-    return WorkerContext(config, 0, 1, torch.device("cpu"), TaskPlacement(num_cpus=1.0))
+    return WorkerContext(config, 0, 1, torch.device("cpu"), ThreadEngine(1))
 
 
 # -- the arithmetic

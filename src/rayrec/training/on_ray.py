@@ -1,0 +1,62 @@
+"""Runs on a Ray cluster: a running one, or a local one of the run's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from rayrec.data.engine import StreamEngine
+from rayrec.data.ray_tasks import RayEngine
+from rayrec.launch import cluster
+from rayrec.launch.node_storage import require_reachable
+from rayrec.observe.console import Console
+from rayrec.observe.events import EventWriter
+from rayrec.training.attempts import run_attempts, share_out, wait_for_room
+from rayrec.training.failures import cause_of
+from rayrec.training.signals import Signals
+from rayrec.workloads.base import TrainConfig
+
+
+class RayLauncher:
+    """See `Launcher`."""
+
+    on_ray: Final = True
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+
+    def connect(self, folder: str, console: Console) -> None:
+        config = self._config
+        cluster.connect(
+            config.cluster.address,
+            num_cpus=config.cluster.num_cpus,
+            object_store_bytes=config.cluster.object_store_bytes,
+            log_to_driver=console.verbose,
+        )
+        require_reachable((folder, config.train_data.path, config.eval_data.path))
+        cluster.ship_code(type(config.workload))
+
+    def share_out(self, *, goes_on: bool, note: Callable[[str], None]) -> cluster.Layout:
+        # A run that goes on may do so on a cluster whose nodes are still joining; a new one is refused at once.
+        shares = wait_for_room(self._config, note) if goes_on else share_out(self._config)
+        if shares.num_nodes > 1:
+            note(shares.text())
+        return shares
+
+    def engine(self, shares: cluster.Layout, *, max_outage_s: float) -> StreamEngine:
+        return RayEngine(shares.driver.replace(max_outage_s=max_outage_s))
+
+    def run(
+        self,
+        folder: str,
+        prepared: Any,
+        shares: cluster.Layout,
+        *,
+        events: EventWriter,
+        signals: Signals,
+        note: Callable[[str], None],
+    ) -> dict[str, Any] | None:
+        return run_attempts(self._config, folder, prepared, shares, events=events, signals=signals, note=note)
+
+    def cause_of(self, error: BaseException) -> str:
+        return cause_of(error)
