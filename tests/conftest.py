@@ -12,11 +12,20 @@ import pytest
 from hypothesis import HealthCheck, settings
 from ports import free_ports
 
+from rayrec.launch import cluster
+
 # How long an example takes says how busy the machine is, and nothing of the code.
 settings.register_profile("rayrec", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rayrec")
 
+_is_connected = cluster.is_connected
 SWIFT = "swift==2.38.3"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test that does not ask for the shared Ray finds none, whatever ran before it in this process: what it trains, scores or
+    prepares with one worker is done in this process."""
+    cluster.is_connected = _is_connected if "local_ray" in getattr(item, "fixturenames", ()) else lambda: False
 
 
 @pytest.fixture(scope="session")

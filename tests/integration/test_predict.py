@@ -1,10 +1,12 @@
-"""A trained run's scores, from the log to Parquet: in order, each row once, and the same as while training."""
+"""A trained run's scores, from the log to Parquet: in order, each row once, the same as while training, and the same whether
+Ray's processes or this one scores."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,13 +32,11 @@ if TYPE_CHECKING:
     from rayrec.training.trainer import Result
     from rayrec.workloads.base import TrainConfig
 
-pytestmark = pytest.mark.ray
-
 QUIET = Console(quiet=True)
 
 
 @pytest.fixture(scope="module")
-def result(local_ray: None, click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+def result(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
     from rayrec.training.trainer import train
 
     model = {"embedding_dim": 4, "bottom_mlp": (16, 4), "top_mlp": (16, 1)}
@@ -47,7 +47,7 @@ def result(local_ray: None, click_log: Path, tmp_path_factory: pytest.TempPathFa
         name="tiny",
         storage_path=str(tmp_path_factory.mktemp("runs")),
         scaling={"num_workers": 1},
-        cluster={"num_cpus": 2},
+        cluster={"num_cpus": 2, "address": "none"},
     )
     return train(config, console=QUIET)
 
@@ -69,15 +69,22 @@ def _unlabelled(lines: list[bytes]) -> bytes:
 
 
 def _columns(checkpoint: str, path: Path, config: TrainConfig) -> dict[str, np.ndarray]:
-    dataset = serving.predict(checkpoint, str(path), config=config, batch_rows=1000, console=QUIET)
-    batches = list(dataset.iter_batches(batch_size=None))
-    return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+    """The predictions made in this process."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = f"{folder}/out"
+        serving.predict_to(checkpoint, str(path), out, config=config, batch_rows=1000, console=QUIET)
+        table = pq.read_table(out)
+    return {name: table.column(name).to_numpy() for name in table.column_names}
 
 
 @pytest.fixture(scope="module")
-def whole(result: Result, click_log: Path, config: TrainConfig) -> dict[str, np.ndarray]:
-    """The predictions of the whole log."""
-    return _columns(result.checkpoint, click_log / "train.txt", config)
+def whole(local_ray: None, result: Result, click_log: Path, config: TrainConfig) -> dict[str, np.ndarray]:
+    """The predictions of the whole log, as a Dataset that Ray makes."""
+    on_ray = config.replace(cluster={"address": "local"})
+    log = str(click_log / "train.txt")
+    dataset = serving.predict(result.checkpoint, log, config=on_ray, batch_rows=1000, console=QUIET)
+    batches = list(dataset.iter_batches(batch_size=None))
+    return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
 
 
 def test_evaluate_gives_the_metrics_of_training(
@@ -293,7 +300,7 @@ def test_refusals(result: Result, config: TrainConfig, lines: list[bytes], tmp_p
     mixed = tmp_path / "mixed.txt"
     mixed.write_bytes(_unlabelled(lines[:2]) + lines[2])
     with pytest.raises(InputError, match=r"too many columns"):
-        serving.predict(result.checkpoint, str(mixed), config=config, console=QUIET)
+        serving.predict_to(result.checkpoint, str(mixed), str(tmp_path / "out"), config=config, console=QUIET)
 
     damaged = Path(shutil.copytree(result.checkpoint, tmp_path / "step_00000005"))
     weights = max(damaged.glob("data_*.safetensors"), key=lambda path: path.stat().st_size)

@@ -24,8 +24,6 @@ from rayrec.datasets.criteo import SCHEMA
 from rayrec.observe.console import Console
 from rayrec.schema import Schema, load_schema
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
-
 QUIET = Console(quiet=True)
 BLOCKS = {"block_bytes": 1 << 18, "segments_per_block": 4}
 SMALL = {

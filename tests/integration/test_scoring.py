@@ -1,4 +1,4 @@
-"""Rows of a workload of the user's own, through Ray: evaluated, predicted into Parquet, and refused in one line."""
+"""Rows of a workload of the user's own, in this process and through Ray: evaluated, predicted, and refused in one line."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ def test_rows_are_evaluated_and_predicted(local_ray: None, tmp_path: Path) -> No
     with torch.no_grad():
         logits = model(torch.from_numpy(arrays["x"]))
         losses = torch.nn.functional.cross_entropy(logits, torch.from_numpy(arrays["label"]), reduction="none")
-    told = api.evaluate(str(tmp_path / "run"), path, recipe=scored, console=QUIET)
+    here = {"recipe": scored, "cluster_address": "none", "console": QUIET}
+    told = api.evaluate(str(tmp_path / "run"), path, **here)
     assert told.pop("loss") == pytest.approx(losses.double().mean().item(), rel=1e-6)
     assert told.pop("perplexity") == pytest.approx(np.exp(losses.double().mean().item()), rel=1e-6)
     assert told == {"bits": 32.0, "rows": 333, "checkpoint": checkpoint}
 
     out = tmp_path / "out"
-    told = api.predict_to(checkpoint, path, out=str(out), recipe=scored, batch_rows=7, console=QUIET)
+    told = api.predict_to(checkpoint, path, out=str(out), batch_rows=7, **here)
     assert (told["rows"], told["out"], told["checkpoint"]) == (333, str(out), checkpoint)
     table = pq.read_table(out)
     assert table.column_names == ["row", "logits", "best", "named"]
@@ -43,7 +44,7 @@ def test_rows_are_evaluated_and_predicted(local_ray: None, tmp_path: Path) -> No
     assert [row["best"] for row in rows] == table.column("best").to_pylist()
 
 
-def test_trouble_is_told_in_one_line(local_ray: None, tmp_path: Path) -> None:
+def test_trouble_is_told_in_one_line(tmp_path: Path) -> None:
     checkpoint, _ = trained(tmp_path / "run")
     unlabelled, out = rows_file(tmp_path, 20, labelled=False), tmp_path / "out"
     labelled = rows_file(tmp_path, 20)
@@ -58,7 +59,7 @@ def test_trouble_is_told_in_one_line(local_ray: None, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="predicts no clicks, and only of clicks there are slice_by and confidence"):
         api.evaluate(checkpoint, labelled, recipe=scored, slice_by=("day",), confidence=0.9, console=QUIET)
     with pytest.raises(InputError, match="cuda needs a GPU"):
-        api.predict(checkpoint, unlabelled, recipe=scored, device="cuda", console=QUIET)
+        api.predict_to(checkpoint, unlabelled, out=str(out), recipe=scored, device="cuda", console=QUIET)
     data = next(Path(checkpoint).glob("data_*.safetensors"))
     chunk = Checkpoint(checkpoint).manifest()["tensors"]["model.inner.weight"]["chunks"][0]
     content = bytearray(data.read_bytes())

@@ -1,4 +1,5 @@
-"""Training end to end on a local Ray: what a run leaves behind, determinism, going on after a crash, and refusals."""
+"""Training end to end, with two workers on a local Ray and with one in this process: what a run leaves behind, determinism,
+going on after a crash, and refusals."""
 
 from __future__ import annotations
 
@@ -30,16 +31,17 @@ from rayrec.workloads.calibration import Target
 from rayrec.workloads.recsys import ClickWorkload
 from rayrec.workloads.recsys_plan import memory_here, tables_of
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 def small(log: Path, storage: Path, **changes: Any) -> TrainConfig:
-    """A run of some seconds: 20 steps in 2 workers, evaluated and saved every 8."""
+    """A run of some seconds: 20 steps of one worker, evaluated and saved every 8."""
     fields: dict[str, Any] = {
         "storage_path": str(storage),
         "name": "run",
         "steps": 20,
-        "batch_size": 64,
+        "batch_size": 128,
+        "scaling": {"num_workers": 1},
         "evaluate_every": 8,
         "log_every": 4,
         "early_stopping": {"patience": 0},
@@ -50,7 +52,14 @@ def small(log: Path, storage: Path, **changes: Any) -> TrainConfig:
 
 @pytest.fixture(scope="module")
 def finished(local_ray: None, click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, Result]:
-    config = small(click_log, tmp_path_factory.mktemp("runs"))
+    config = small(click_log, tmp_path_factory.mktemp("runs"), batch_size=64, scaling={"num_workers": 2})
+    return config, train(config)
+
+
+@pytest.fixture(scope="module")
+def alone(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, Result]:
+    """With one worker, in this process."""
+    config = small(click_log, tmp_path_factory.mktemp("runs"), cluster={"address": "none"})
     return config, train(config)
 
 
@@ -139,7 +148,7 @@ def test_a_finished_run_is_not_trained_again(finished: tuple[TrainConfig, Result
 
 @pytest.mark.extended
 @pytest.mark.exhaustive
-def test_a_finished_run_can_be_trained_for_longer(local_ray: None, click_log: Path, tmp_path: Path) -> None:
+def test_a_finished_run_can_be_trained_for_longer(click_log: Path, tmp_path: Path) -> None:
     """It goes on at the very row, and ends as a run that was as long from the start."""
     # A learning rate that decays towards the end would tell the two apart.
     changes = {"evaluate_every": 4, "log_every": 1, "workload": {"schedule": {"decay_fraction": 0.0}}}
@@ -156,7 +165,7 @@ def test_a_finished_run_can_be_trained_for_longer(local_ray: None, click_log: Pa
 
 @pytest.mark.exhaustive
 @pytest.mark.extended
-def test_a_run_goes_on_with_the_rows_it_began_with_alone(local_ray: None, click_log: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_the_rows_it_began_with_alone(click_log: Path, tmp_path: Path) -> None:
     config = small(click_log, tmp_path, name="run", steps=4, evaluate_every=4)
     folder = Path(train(config).folder)
     (folder / "summary.json").unlink()  # it was about to finish
@@ -172,7 +181,7 @@ def test_a_run_goes_on_with_the_rows_it_began_with_alone(local_ray: None, click_
 
 
 class RepeatingWorkload(ClickWorkload):
-    """Each worker trains its second batch twice, and its third not at all."""
+    """The worker trains its second batch twice, and its third not at all."""
 
     def make_loader(
         self, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int
@@ -190,33 +199,45 @@ def repeated_once(batches: Generator[ClickBatch, None, None]) -> Generator[Click
 
 
 def test_rows_that_are_lost_and_repeated_are_in_the_summary(
-    local_ray: None, click_log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    click_log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = small(click_log, tmp_path, steps=4, evaluate_every=4)
     assert isinstance(config.workload, ClickWorkload)
     # The configuration's own class; a subclass has all of its fields.
     faulty = dataclasses.replace(config, workload=RepeatingWorkload(**vars(config.workload)))
     summary = train(faulty).summary
-    assert summary["rows"] == 4 * 2 * 64
+    assert summary["rows"] == 4 * 128
     assert summary["rows_lost"] == summary["rows_repeated"]
-    assert 120 < summary["rows_lost"] <= 2 * 64  # two rows with equal residues cancel each other
+    assert 120 < summary["rows_lost"] <= 128  # two rows with equal residues cancel each other
     assert "rows of the log were not trained" in capsys.readouterr().err
 
 
-def test_same_config_gives_the_same_weights(finished: tuple[TrainConfig, Result], tmp_path: Path) -> None:
+def test_same_config_gives_the_same_weights(
+    finished: tuple[TrainConfig, Result], alone: tuple[TrainConfig, Result], tmp_path: Path
+) -> None:
     config, result = finished
     again = train(config.replace(storage_path=str(tmp_path)))
     assert again.summary["weights_sha256"] == result.summary["weights_sha256"]
     assert losses(again.folder) == losses(result.folder)
-    other = train(config.replace(storage_path=str(tmp_path), name="other", seed=1, steps=4))
-    assert losses(other.folder)[0] != losses(result.folder)[0]
+    other = train(alone[0].replace(storage_path=str(tmp_path), name="other", seed=1, steps=4))
+    assert losses(other.folder)[0] != losses(alone[1].folder)[0]
 
 
-def test_golden_loss_curves(finished: tuple[TrainConfig, Result], tmp_path: Path) -> None:
+def test_one_worker_on_ray_trains_what_this_process_trains(
+    local_ray: None, alone: tuple[TrainConfig, Result], tmp_path: Path
+) -> None:
+    config, here = alone
+    on_ray = train(config.replace(storage_path=str(tmp_path), cluster={"address": None}))
+    (logged,) = read_events(os.path.join(on_ray.folder, "events.jsonl"), kinds={"data"})[:1]
+    assert "object_store_bytes" in logged  # it was Ray
+    for name in ("steps", "rows", "metrics", "validation", "weights_sha256", "rows_lost", "rows_repeated", "bad_rows"):
+        assert on_ray.summary[name] == here.summary[name], name
+    assert losses(on_ray.folder) == losses(here.folder)
+
+
+def test_golden_loss_curves(finished: tuple[TrainConfig, Result], alone: tuple[TrainConfig, Result]) -> None:
     """A change that should not alter what is learnt must not move these; regenerate them knowingly otherwise."""
-    config, two = finished
-    one = train(config.replace(storage_path=str(tmp_path), scaling={"num_workers": 1}, batch_size=128))
-    measured = {"1 worker": losses(one.folder), "2 workers": losses(two.folder)}
+    measured = {"1 worker": losses(alone[1].folder), "2 workers": losses(finished[1].folder)}
     path = Path(__file__).parents[1] / "golden" / "criteo_demo_losses.json"
     if os.environ.get("RAYREC_WRITE_GOLDEN"):
         path.write_text(json.dumps(measured, indent=2) + "\n")
@@ -225,14 +246,11 @@ def test_golden_loss_curves(finished: tuple[TrainConfig, Result], tmp_path: Path
         assert curve == pytest.approx(golden[workers], rel=2e-4), workers
 
 
-@pytest.mark.extended
-def test_two_logs_and_a_ready_preprocessor(
-    finished: tuple[TrainConfig, Result], click_log: Path, tmp_path: Path
-) -> None:
+def test_two_logs_and_a_ready_preprocessor(alone: tuple[TrainConfig, Result], click_log: Path, tmp_path: Path) -> None:
     """Training log and evaluation log of their own, gzip, with the Preprocessor of another run."""
     import gzip
 
-    config, result = finished
+    config, result = alone
     lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)
     (tmp_path / "a.txt").write_bytes(b"".join(lines[:5000]))
     (tmp_path / "b.gz").write_bytes(gzip.compress(b"".join(lines[5000:7001])))
@@ -251,7 +269,7 @@ def test_two_logs_and_a_ready_preprocessor(
     assert run.summary["preprocessor"] == result.summary["preprocessor"]
 
 
-def test_faulty_rows_are_counted_or_refused(local_ray: None, click_log: Path, tmp_path: Path) -> None:
+def test_faulty_rows_are_counted_or_refused(click_log: Path, tmp_path: Path) -> None:
     lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)[:3000]
     lines[10] = b"not a row\n"
     lines[20] = lines[20].replace(b"\t", b"\tx", 1)
@@ -270,7 +288,7 @@ def test_faulty_rows_are_counted_or_refused(local_ray: None, click_log: Path, tm
     ("content", "message"),
     [(b"", "no usable rows; it is empty"), (bytes(range(256)) * 40, "a binary file"), (b"\n\n\n", "3 x empty line")],
 )
-def test_useless_logs_are_refused(local_ray: None, tmp_path: Path, content: bytes, message: str) -> None:
+def test_useless_logs_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "train.txt").write_bytes(content)
     with pytest.raises(InputError, match=message):
         train(small(tmp_path, tmp_path / "runs"))
@@ -289,7 +307,7 @@ def test_missing_path_exits_with_2(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_saves_apart_from_evaluations_keep_the_best(local_ray: None, click_log: Path, tmp_path: Path) -> None:
+def test_saves_apart_from_evaluations_keep_the_best(click_log: Path, tmp_path: Path) -> None:
     """A save before the first evaluation, saves between evaluations, and early stopping on top."""
     config = small(
         click_log, tmp_path, evaluate_every=5, checkpoint={"every": 4}, early_stopping={"patience": 1}, steps=18
@@ -303,7 +321,7 @@ def test_saves_apart_from_evaluations_keep_the_best(local_ray: None, click_log: 
 
 @pytest.mark.exhaustive
 @pytest.mark.extended
-def test_validation_of_one_class_is_judged_by_logloss(local_ray: None, click_log: Path, tmp_path: Path) -> None:
+def test_validation_of_one_class_is_judged_by_logloss(click_log: Path, tmp_path: Path) -> None:
     lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)
     clicks = [line for line in lines if line.startswith(b"1")][:300]
     (tmp_path / "only_clicks.txt").write_bytes(b"".join(clicks))
@@ -325,7 +343,14 @@ def test_validation_of_one_class_is_judged_by_logloss(local_ray: None, click_log
 def test_another_number_of_workers_goes_on_without_loss(click_log: Path, tmp_path: Path) -> None:
     """Two workers train to a checkpoint, one finishes the epoch: every row counted once."""
     config = small(
-        click_log, tmp_path, steps=None, epochs=2, evaluate_every=300, checkpoint={"every": 40}, batch_size=96
+        click_log,
+        tmp_path,
+        steps=None,
+        epochs=2,
+        evaluate_every=300,
+        checkpoint={"every": 40},
+        batch_size=96,
+        scaling={"num_workers": 2},
     )
     with Run(config.replace(cluster={"num_cpus": 2}), tmp_path / "two", cache=tmp_path) as two:
         two.start()
@@ -344,13 +369,14 @@ def test_another_number_of_workers_goes_on_without_loss(click_log: Path, tmp_pat
 @pytest.mark.parametrize(  # the others: test_prepare.py
     "name", [pytest.param("criteo_demo", marks=[pytest.mark.extended, pytest.mark.exhaustive]), "criteo_kaggle"]
 )
-def test_recipes_build_and_train_two_steps(local_ray: None, click_log: Path, tmp_path: Path, name: str) -> None:
+def test_recipes_build_and_train_two_steps(click_log: Path, tmp_path: Path, name: str) -> None:
     config = recipes.ALL[name]().replace(
         train_data={"path": str(click_log / "train.txt")},
         storage_path=str(tmp_path),
         steps=2,
         batch_size=64,
         precision="bf16",
+        scaling={"num_workers": 1},
     )
     summary = train(config).summary
     assert summary["steps"] == 2
@@ -360,7 +386,7 @@ def test_recipes_build_and_train_two_steps(local_ray: None, click_log: Path, tmp
 @pytest.mark.exhaustive
 @pytest.mark.extended
 @pytest.mark.parametrize("interaction", ["cross", "projection"])
-def test_every_interaction_trains(local_ray: None, click_log: Path, tmp_path: Path, interaction: str) -> None:
+def test_every_interaction_trains(click_log: Path, tmp_path: Path, interaction: str) -> None:
     config = small(click_log, tmp_path, steps=4, evaluate_every=4)
     model = {
         "interaction": interaction,

@@ -75,9 +75,10 @@ def two(local_ray: None, digits: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="module")
-def one(local_ray: None, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+def one(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
     scaling = {"num_workers": 1, "threads_per_worker": 1}
-    return trained(small(digits, tmp_path_factory.mktemp("runs"), scaling=scaling, batch_size=32))
+    cluster = {"num_cpus": 2, "address": "none"}
+    return trained(small(digits, tmp_path_factory.mktemp("runs"), scaling=scaling, batch_size=32, cluster=cluster))
 
 
 @pytest.mark.parametrize("workers", ["one", "two"])
@@ -103,12 +104,12 @@ def test_a_run_learns_and_leaves_its_folder_complete(request: pytest.FixtureRequ
 
 def test_metrics_are_over_all_rows_of_all_workers(two: Result, digits: Path, tmp_path: Path) -> None:
     """An evaluation in one process, and the predictions themselves, agree with what two workers found."""
-    metrics = api.evaluate(two.folder, str(digits), console=QUIET)
+    metrics = api.evaluate(two.folder, str(digits), cluster_address="none", console=QUIET)
     assert metrics["rows"] == TEST_ROWS
     for name in ("accuracy", "loss"):
         assert metrics[name] == pytest.approx(two.summary["metrics"][name], rel=1e-4)
     images = digits / "t10k-images-idx3-ubyte.gz"
-    api.predict_to(two.folder, str(images), out=str(tmp_path / "out"), console=QUIET)
+    api.predict_to(two.folder, str(images), out=str(tmp_path / "out"), cluster_address="none", console=QUIET)
     table = pq.read_table(tmp_path / "out")
     labels = read_labels(str(digits / "t10k-labels-idx1-ubyte.gz"), num_classes=10)
     assert table["row"].to_pylist() == list(range(TEST_ROWS))
@@ -128,6 +129,8 @@ def test_an_export_predicts_the_same(two: Result, digits: Path, tmp_path: Path) 
         digits,
         tmp_path,
         steps=1,
+        scaling={"num_workers": 1, "threads_per_worker": 1},
+        cluster={"address": "none"},
         workload={"weights": str(tmp_path / "out" / "model.safetensors"), "augmentation": {"max_shift": 0.0}},
     )
     again = trained(config)
@@ -151,7 +154,7 @@ def test_fsdp_learns_what_ddp_learns(two: Result, digits: Path, tmp_path: Path) 
 
 @pytest.mark.extended
 @pytest.mark.exhaustive
-def test_accumulation_and_bf16(local_ray: None, digits: Path, tmp_path: Path) -> None:
+def test_accumulation_and_bf16(digits: Path, tmp_path: Path) -> None:
     scaling = {"num_workers": 1, "threads_per_worker": 1}
     config = small(
         digits, tmp_path, scaling=scaling, batch_size=32, steps=3, precision="bf16", workload={"accumulate": 3}

@@ -80,9 +80,13 @@ def is_in_process(address: str | None) -> bool:
     RAY_ADDRESS, no connection that this process has."""
     if address is not None:
         return address == IN_PROCESS
+    return not is_connected() and not os.environ.get("RAY_ADDRESS")
+
+
+def is_connected() -> bool:
+    """Whether this process has a connection to Ray; does not import Ray."""
     ray = sys.modules.get("ray")
-    connected = ray is not None and hasattr(ray, "is_initialized") and ray.is_initialized()
-    return not connected and not os.environ.get("RAY_ADDRESS")
+    return ray is not None and hasattr(ray, "is_initialized") and ray.is_initialized()
 
 
 def connect(address: str | None, *, num_cpus: int | None, object_store_bytes: int | None, log_to_driver: bool) -> str:

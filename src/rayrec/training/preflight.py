@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 
 from rayrec import storage
 from rayrec.config import InputError
@@ -40,8 +39,7 @@ def _check_storage(path: str) -> None:
 
 def _check_room(config: TrainConfig) -> None:
     address = config.cluster.address or os.environ.get("RAY_ADDRESS")
-    ray = sys.modules.get("ray")
-    if address not in (None, "", "local", cluster.IN_PROCESS) or (ray is not None and ray.is_initialized()):
+    if address not in (None, "", "local", cluster.IN_PROCESS) or cluster.is_connected():
         return  # of a running cluster Ray knows what it has
     if config.scaling.resources_per_worker:
         return
