@@ -7,8 +7,8 @@ In README.md, docs/*.md and the notebooks of examples/:
   page's Python; of other lines only the targets of `make` are looked up;
 - blocks fenced as `yaml` must load as a configuration; `text` and others are only read.
 
-A page finds what docs/quickstart.md leaves behind (log/, runs/), unless it generates its own log. Pages about click models
-share one running Ray, because starting one for each command takes longer than the command; the others start it as readers do.
+A page finds what docs/quickstart.md leaves behind (log/, runs/), unless it generates its own log. It runs without Ray: its
+commands work in their own process. The pages of `WITH_RAY` show what only Ray has, and start it as readers do.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "docs" / "quickstart.md"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
-LIMIT_S = 900  # of one page; some ten seconds on a quiet machine
+LIMIT_S = 900  # of one page; half a minute on a quiet machine
 
 FILE = re.compile(r"# (\w+\.py)\n")
 """Begins a block that is a file."""
@@ -101,25 +101,13 @@ def runnable(page: Path) -> list[Block]:
     return found
 
 
-CLICKS = {
-    "README",
-    "checkpoints",
-    "clicks",
-    "configure",
-    "export",
-    "ingest",
-    "predict",
-    "prepare",
-    "profiles",
-    "report",
-    "validate",
-}
-"""Pages that share a running Ray. Code of others reads relative paths in Ray's processes, whose folder must be the page's."""
+WITH_RAY = {"bring-your-own", "predict", "serve"}
+"""Pages that train with several workers, read a Ray Dataset, or serve."""
 RUNNABLE = [page for page in PAGES if runnable(page) and page != QUICKSTART]
 
 
-def _environment(folder: Path, address: str | None) -> dict[str, str]:
-    """Commands `rayrec` and `python` are this interpreter's; nothing is kept outside the folder; `address`: a Ray to use."""
+def _environment(folder: Path) -> dict[str, str]:
+    """Commands `rayrec` and `python` are this interpreter's; nothing is kept outside the folder."""
     programs = folder / ".bin"
     programs.mkdir(exist_ok=True)
     for name, start in (("rayrec", "-m rayrec "), ("python", "")):
@@ -128,17 +116,21 @@ def _environment(folder: Path, address: str | None) -> dict[str, str]:
         script.chmod(0o755)
     environment = {**os.environ, "RAYREC_CACHE": str(folder / ".cache"), "PYTHONUNBUFFERED": "1"}
     environment.pop("RAY_ADDRESS", None)
-    if address:
-        environment["RAY_ADDRESS"] = address
     environment["PATH"] = f"{programs}{os.pathsep}{environment.get('PATH', os.defpath)}"
     return environment
 
 
-def run_blocks(name: str, wanted: list[Block], folder: Path, *, address: str | None = None) -> None:
+def run_blocks(name: str, wanted: list[Block], folder: Path, *, with_ray: bool = False) -> None:
+    """Runs the blocks in a folder. Unless they run `with_ray`, a Ray that one of them starts is an error: starting one takes
+    longer than most pages."""
+    environment = _environment(folder)
+    ray_files = folder / ".ray"
+    if not with_ray:
+        environment["RAY_TMPDIR"] = str(ray_files)
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, json.dumps([name, wanted])],
         cwd=folder,
-        env=_environment(folder, address),
+        env=environment,
         capture_output=True,
         text=True,
         check=False,
@@ -146,6 +138,7 @@ def run_blocks(name: str, wanted: list[Block], folder: Path, *, address: str | N
     )
     assert done.returncode == 0, f"{name}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     assert done.stdout.endswith("-- done\n")
+    assert not ray_files.exists(), f"{name} starts a Ray; WITH_RAY does not have it"
 
 
 @pytest.fixture(scope="session")
@@ -156,39 +149,32 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def running_ray(world: Path, local_ray: None) -> str:
-    """The address of the Ray that pages share; starts after the quickstart's own has ended."""
-    import ray
-
-    return ray.get_runtime_context().gcs_address
-
-
-@pytest.mark.ray
 @pytest.mark.slow
 def test_the_quickstart_runs(world: Path) -> None:
     assert (world / "log" / "truth.json").exists()
     assert (world / "runs" / "demo" / "summary.json").exists()
 
 
-@pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize("page", RUNNABLE, ids=_name)
-def test_a_page_runs(page: Path, world: Path, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=_name(page), marks=[pytest.mark.ray] * (page.stem in WITH_RAY)) for page in RUNNABLE],
+)
+def test_a_page_runs(page: Path, world: Path, tmp_path: Path) -> None:
     if "rayrec generate log " not in page.read_text():
         for name in ("log", "runs"):
             shutil.copytree(world / name, tmp_path / name)
-    address = request.getfixturevalue("running_ray") if page.stem in CLICKS else None
-    run_blocks(_name(page), runnable(page), tmp_path, address=address)
+    run_blocks(_name(page), runnable(page), tmp_path, with_ray=page.stem in WITH_RAY)
 
 
-@pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "notebook",
     [
         pytest.param(
-            notebook, id=_name(notebook), marks=() if notebook.stem == "quickstart" else pytest.mark.exhaustive
+            notebook,
+            id=_name(notebook),
+            marks=() if notebook.stem == "quickstart" else [pytest.mark.ray, pytest.mark.exhaustive],
         )
         for notebook in NOTEBOOKS
     ],
@@ -201,7 +187,7 @@ def test_a_notebook_runs(notebook: Path, tmp_path: Path) -> None:
         for number, cell in enumerate(cells)
         if cell["cell_type"] == "code"
     ]
-    run_blocks(_name(notebook), code, tmp_path)
+    run_blocks(_name(notebook), code, tmp_path, with_ray=notebook.stem != "quickstart")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)

@@ -169,14 +169,15 @@ class EarlyStoppingConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig(Config):
-    """Which Ray cluster to run on."""
+    """Which Ray cluster to run on, or none."""
 
     address: str | None = None
-    """Address of a running cluster, as for RAY_ADDRESS; None: RAY_ADDRESS, else a local Ray of its own."""
+    """HOST:PORT or auto: a running Ray cluster; local: a local Ray for this run; none: no Ray, one worker in this process. None:
+    the Ray that this process is connected to or that RAY_ADDRESS names; else this process for one worker, a local Ray for several."""
     num_cpus: int | None = None
-    """CPUs of a local Ray; None: all of the machine."""
+    """CPUs of a local Ray, or that a run in this process uses at most; None: all of the machine."""
     object_store_bytes: int | None = None
-    """Object-store memory of a local Ray; None: Ray's choice."""
+    """Object-store memory of a local Ray, which the run then starts also for one worker; None: Ray's choice."""
     data_nodes: Literal["auto", "any", "separate"] = "auto"
     """Nodes that run data tasks. separate: those without what workers reserve (GPUs, named resources); any: all; auto: separate
     if those have 4 CPUs for each worker, or half of its share of all CPUs, else any."""
