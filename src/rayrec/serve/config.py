@@ -20,8 +20,8 @@ class ScoringConfig(Config):
     max_bad_fraction: float | None = None
     """Share of faulty lines above which a log is refused; None: as in training."""
     cluster_address: str | None = None
-    """HOST:PORT or auto: a running Ray cluster; local: a local Ray; none: threads of this process. None: the Ray that this process is
-    connected to or that RAY_ADDRESS names, else threads of this process."""
+    """HOST:PORT or auto: a running Ray cluster; local: a local Ray; none: threads of this process. None: the Ray that this
+    process is connected to or that RAY_ADDRESS names, else threads of this process."""
 
 
 @dataclass(frozen=True, kw_only=True)

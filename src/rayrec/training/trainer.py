@@ -58,11 +58,11 @@ class Result:
 
 
 def train(config: TrainConfig, *, console: Console | None = None) -> Result:
-    """Trains a recipe: on the Ray that `config.cluster.address` names, that this process is connected to, or that RAY_ADDRESS names;
-    else in this process if there is one worker, and on a local Ray if there are several.
+    """Trains a recipe: on the Ray that `config.cluster.address` names, that this process is connected to, or that RAY_ADDRESS
+    names; else in this process if there is one worker, and on a local Ray if there are several.
 
-    In this process the worker and the data tasks are threads, and an error of the workload is raised unchanged. On Ray failed workers
-    are restarted, up to `config.failure.max_failures` times in a row.
+    In this process the worker and the data tasks are threads, and an error of the workload is raised unchanged. On Ray failed
+    workers are restarted, up to `config.failure.max_failures` times in a row.
 
     A second call with the same storage_path and name goes on from the newest good checkpoint; a finished run is not
     trained again, unless for more steps or epochs. The first SIGTERM or Ctrl-C (in the main thread) saves a checkpoint

@@ -172,8 +172,9 @@ class ClusterConfig(Config):
     """Which Ray cluster to run on, or none."""
 
     address: str | None = None
-    """HOST:PORT or auto: a running Ray cluster; local: a local Ray for this run; none: no Ray, one worker in this process. None:
-    the Ray that this process is connected to or that RAY_ADDRESS names; else this process for one worker, a local Ray for several."""
+    """HOST:PORT or auto: a running Ray cluster; local: a local Ray for this run; none: no Ray, one worker in this process.
+    None: the Ray that this process is connected to or that RAY_ADDRESS names, else this process for one worker, a local Ray for
+    several."""
     num_cpus: int | None = None
     """CPUs of a local Ray, or that a run in this process uses at most; None: all of the machine."""
     object_store_bytes: int | None = None
