@@ -16,6 +16,7 @@ from rows import emit, interleaved, say, timed
 
 from rayrec.data.counting import count_log
 from rayrec.data.encoded import from_arrow
+from rayrec.data.engine import Shared
 from rayrec.data.ingest import encode_task, share_preprocessor
 from rayrec.data.loader import ClickLoader, Slicer
 from rayrec.data.log import select
@@ -71,7 +72,7 @@ class Peak:
         self._thread.join()
 
 
-def prepare(rows: int, profile: Profile = RAYREC) -> tuple[EpochOrder, ray.ObjectRef, Preprocessor]:
+def prepare(rows: int, profile: Profile = RAYREC) -> tuple[EpochOrder, Shared[Preprocessor], Preprocessor]:
     path = synthetic_log(rows)
     engine = RayEngine(TaskPlacement())
     index = open_log(
@@ -86,10 +87,10 @@ def prepare(rows: int, profile: Profile = RAYREC) -> tuple[EpochOrder, ray.Objec
     parts = tuple(Part(segment, start, stop) for segment, start, stop in select(index, 0, index.rows))
     with count_log(profile.counting(SCHEMA), parts, engine=engine) as counts:
         preprocessor = make_preprocessor(profile, SCHEMA, counts)
-    return EpochOrder(parts, "window", 0, 16), share_preprocessor(preprocessor), preprocessor
+    return EpochOrder(parts, "window", 0, 16), share_preprocessor(preprocessor, engine), preprocessor
 
 
-def through_ray(order: EpochOrder, preprocessor: ray.ObjectRef, profile: Profile = RAYREC) -> float:
+def through_ray(order: EpochOrder, preprocessor: Shared[Preprocessor], profile: Profile = RAYREC) -> float:
     """Rows/s of one worker's loader that has all cores for its data tasks."""
 
     def read() -> int:
@@ -102,7 +103,7 @@ def through_ray(order: EpochOrder, preprocessor: ray.ObjectRef, profile: Profile
             rank=0,
             world_size=1,
             position=Position(),
-            placement=TaskPlacement(),
+            engine=RayEngine(TaskPlacement()),
             prefetch_blocks=2,
         )
         rows = 0
@@ -117,7 +118,7 @@ def through_ray(order: EpochOrder, preprocessor: ray.ObjectRef, profile: Profile
     return rows / seconds
 
 
-def without_position(order: EpochOrder, preprocessor: ray.ObjectRef) -> float:
+def without_position(order: EpochOrder, preprocessor: Shared[Preprocessor]) -> float:
     """Rows/s of the same tasks and batches in whatever order blocks come: nobody could say which rows are left."""
     items = [(block, 0, block.rows) for block in order.blocks(0)]
     inputs = RAYREC.inputs(SCHEMA)

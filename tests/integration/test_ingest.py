@@ -20,6 +20,7 @@ from rayrec import storage
 from rayrec.click_batch import ClickBatch
 from rayrec.config import InputError
 from rayrec.data.counting import count_log
+from rayrec.data.engine import Shared
 from rayrec.data.ingest import share_preprocessor, stream
 from rayrec.data.loader import ClickLoader
 from rayrec.data.log import LogIndex, read_segments, select
@@ -68,11 +69,11 @@ def preprocessor(index: LogIndex) -> Preprocessor:
 
 @pytest.fixture(scope="module")
 def shared(preprocessor: Preprocessor) -> ray.ObjectRef:
-    return share_preprocessor(preprocessor)
+    return share_preprocessor(preprocessor, RayEngine(PLACEMENT))
 
 
 @pytest.fixture(scope="module")
-def make_loader(index: LogIndex, shared: ray.ObjectRef) -> Callable[..., ClickLoader]:
+def make_loader(index: LogIndex, shared: Shared[Preprocessor]) -> Callable[..., ClickLoader]:
     def make(**changes: Any) -> ClickLoader:
         arguments: dict[str, Any] = {
             "schema": SCHEMA,
@@ -81,7 +82,7 @@ def make_loader(index: LogIndex, shared: ray.ObjectRef) -> Callable[..., ClickLo
             "rank": 0,
             "world_size": 1,
             "position": Position(),
-            "placement": PLACEMENT,
+            "engine": RayEngine(PLACEMENT),
             "prefetch_blocks": 2,
             **changes,
         }
@@ -246,15 +247,17 @@ def test_counting_does_not_depend_on_the_tasks(index: LogIndex, preprocessor: Pr
         assert make_preprocessor(RAYREC, SCHEMA, counts).hash() == preprocessor.hash()
 
 
-def test_streamed_pieces_come_in_order(index: LogIndex, preprocessor: Preprocessor, shared: ray.ObjectRef) -> None:
+def test_streamed_pieces_come_in_order(
+    index: LogIndex, preprocessor: Preprocessor, shared: Shared[Preprocessor]
+) -> None:
     (block, *_) = EpochOrder(parts_of(index), "none", 0, 3).blocks(0)
     pieces = [(block, Piece(0, start, start + 100)) for start in (500, 0, 300, 1)]
     encoded = preprocessor.encode(read_segments([part.segment for part in block.parts], SCHEMA))
-    got = list(stream(pieces, shared, schema=SCHEMA, placement=PLACEMENT))
+    got = list(stream(pieces, shared, schema=SCHEMA, engine=RayEngine(PLACEMENT)))
     for (_, piece), rows in zip(pieces, got, strict=True):
         assert (rows.dense == encoded.dense[piece.start : piece.stop]).all()
         assert (np.stack(rows.ids) == encoded.ids[:, piece.start : piece.stop]).all()
-    assert list(stream([], shared, schema=SCHEMA, placement=PLACEMENT)) == []
+    assert list(stream([], shared, schema=SCHEMA, engine=RayEngine(PLACEMENT))) == []
 
 
 def test_a_log_changed_under_a_run_stops_it(click_log: Path, tmp_path: Path, preprocessor: Preprocessor) -> None:
@@ -265,14 +268,14 @@ def test_a_log_changed_under_a_run_stops_it(click_log: Path, tmp_path: Path, pre
     path.write_bytes(text[:-5000])
     loader = ClickLoader(
         EpochOrder(parts_of(index), "none", 0, 4),
-        share_preprocessor(preprocessor),
+        share_preprocessor(preprocessor, RayEngine(PLACEMENT)),
         schema=SCHEMA,
         epochs=1,
         batch_size=100,
         rank=0,
         world_size=1,
         position=Position(),
-        placement=PLACEMENT,
+        engine=RayEngine(PLACEMENT),
         prefetch_blocks=1,
     )
     with pytest.raises(

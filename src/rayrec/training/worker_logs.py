@@ -6,9 +6,10 @@ import contextlib
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from logging.handlers import RotatingFileHandler
-from typing import Final
+from typing import Final, TextIO
 
 from rayrec import storage
 
@@ -37,13 +38,14 @@ def worker_logs(path: str, *, rank: int) -> Iterator[None]:
     root.setLevel(logging.INFO)
     for logger in loggers:
         logger.handlers, logger.propagate = [], True
-    logging.captureWarnings(capture=True)
+    shown = warnings.showwarning
+    warnings.showwarning = _log_warning  # logging.captureWarnings would not restore what the caller has captured
     if trouble is not None:
         _logger.warning("%s: logs go to standard error instead (%s)", path, trouble)
     try:
         yield
     finally:
-        logging.captureWarnings(capture=False)
+        warnings.showwarning = shown
         root.setLevel(level)
         root.handlers = handlers
         for other, its in zip(handlers, levels, strict=True):
@@ -51,6 +53,18 @@ def worker_logs(path: str, *, rank: int) -> Iterator[None]:
         for logger, its_handlers, propagate in before:
             logger.handlers, logger.propagate = its_handlers, propagate
         handler.close()
+
+
+def _log_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """For `warnings.showwarning`, with the logger's name that `logging.captureWarnings` uses."""
+    logging.getLogger("py.warnings").warning("%s", warnings.formatwarning(message, category, filename, lineno, line))
 
 
 def _handler(path: str) -> tuple[logging.Handler, OSError | None]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,14 +15,16 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import ingest
 from rayrec.data.counting import count_parts
+from rayrec.data.engine import InProcess
 from rayrec.data.ingest import STOP_ASKED, encoded_block, stream
 from rayrec.data.log import cut, index_chunk, numbered
-from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import Block, Part, Piece
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.profiles import RAYREC, make_preprocessor
+from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.training import stopping
+from rayrec.training.mailbox import LocalMailbox
 
 BLOCKS = 4
 
@@ -57,8 +58,20 @@ def never() -> Iterator[threading.Event]:
     STOP_ASKED.clear()
 
 
-def numbers(pieces: list[tuple[Block, Piece]], preprocessor: Any) -> list[int]:
-    found = stream(pieces, preprocessor, schema=SCHEMA, placement=TaskPlacement())
+class Given(ThreadEngine):
+    """Its tasks make the tables that a test gives."""
+
+    def __init__(self, tables: Callable[[], Generator[pa.Table, None, None]]) -> None:
+        super().__init__(num_threads=1)
+        self.__dict__["given"] = tables
+
+    def stream(self, *_: Any, **__: Any) -> Generator[pa.Table, None, None]:
+        made: Generator[pa.Table, None, None] = self.__dict__["given"]()
+        return made
+
+
+def numbers(pieces: list[tuple[Block, Piece]], preprocessor: Preprocessor, engine: Given) -> list[int]:
+    found = stream(pieces, InProcess(preprocessor), schema=SCHEMA, engine=engine)
     return [number for rows in found if rows.row_numbers is not None for number in rows.row_numbers.tolist()]
 
 
@@ -72,20 +85,17 @@ def test_blocks_that_never_come_are_made_here_once_the_run_is_asked_to_stop(
 ) -> None:
     items = [(block, piece.start, piece.stop) for block, piece in pieces]
 
-    def tables(dataset: Any, *, prefetch_blocks: int) -> Generator[pa.Table, None, None]:
+    def tables() -> Generator[pa.Table, None, None]:
         for item in items[:made]:
             yield encoded_block(item, preprocessor)
         if made < BLOCKS:
             never.wait()
 
-    monkeypatch.setattr(ingest, "tasks_dataset", lambda *_, **__: None)
-    monkeypatch.setattr(ingest, "tables", tables)
-    monkeypatch.setattr(ingest, "_shared", lambda reference: reference)
     monkeypatch.setattr(ingest, "_STALL_S", 0.3)
     monkeypatch.setattr(ingest, "_POLL_S", 0.05)
     threading.Timer(0.2, STOP_ASKED.set).start()
     found: list[list[int]] = []
-    thread = threading.Thread(target=lambda: found.append(numbers(pieces, preprocessor)), daemon=True)
+    thread = threading.Thread(target=lambda: found.append(numbers(pieces, preprocessor, Given(tables))), daemon=True)
     thread.start()
     thread.join(60)
     expected = np.concatenate(
@@ -95,14 +105,13 @@ def test_blocks_that_never_come_are_made_here_once_the_run_is_asked_to_stop(
 
 
 def test_errors_of_data_tasks_and_an_early_end_go_through(
-    monkeypatch: pytest.MonkeyPatch,
     pieces: list[tuple[Block, Piece]],
     preprocessor: Preprocessor,
     never: threading.Event,
 ) -> None:
     closed = threading.Event()
 
-    def tables(dataset: Any, *, prefetch_blocks: int) -> Generator[pa.Table, None, None]:
+    def tables() -> Generator[pa.Table, None, None]:
         try:
             for block, piece in pieces[:2]:
                 yield encoded_block((block, piece.start, piece.stop), preprocessor)
@@ -110,13 +119,11 @@ def test_errors_of_data_tasks_and_an_early_end_go_through(
         finally:
             closed.set()
 
-    monkeypatch.setattr(ingest, "tasks_dataset", lambda *_, **__: None)
-    monkeypatch.setattr(ingest, "tables", tables)
     with pytest.raises(InputError, match="the file changed"):
-        numbers(pieces, preprocessor)
+        numbers(pieces, preprocessor, Given(tables))
     assert closed.wait(5)
     closed.clear()
-    rows: Any = stream(pieces, preprocessor, schema=SCHEMA, placement=TaskPlacement())  # type: ignore[arg-type]
+    rows: Any = stream(pieces, InProcess(preprocessor), schema=SCHEMA, engine=Given(tables))
     next(rows)
     rows.close()
     assert closed.wait(5)
@@ -126,8 +133,8 @@ def test_errors_of_data_tasks_and_an_early_end_go_through(
 def test_every_worker_hears_of_a_stop(monkeypatch: pytest.MonkeyPatch, never: threading.Event, rank: int) -> None:
     monkeypatch.setattr(stopping, "POLL_S", 0.01)
     monkeypatch.setattr(stopping, "_OTHERS_POLL_S", 0.01)
-    monkeypatch.setattr(stopping.ray, "get", lambda reference, timeout: reference)
-    mailbox = SimpleNamespace(read=SimpleNamespace(remote=lambda: "SIGTERM"))
+    mailbox = LocalMailbox()
+    mailbox.send("SIGTERM")
     watch = stopping.StopWatch(mailbox, rank=rank)
     assert STOP_ASKED.wait(10)
     watch.close()

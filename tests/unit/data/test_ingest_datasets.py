@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator, Sequence
 import pyarrow as pa
 import pytest
 
-from rayrec.data import ingest
+from rayrec.data import ray_tasks
 
 
 class Datasets:
@@ -33,9 +33,9 @@ def items(tables: Iterator[pa.Table]) -> Iterator[int]:
 
 
 def test_the_next_dataset_starts_when_few_pieces_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ingest, "_STARTED_AHEAD", 2)
+    monkeypatch.setattr(ray_tasks, "_STARTED_AHEAD", 2)
     datasets, groups = Datasets(), [range(0, 5), range(5, 10), range(10, 12)]
-    found = items(ingest._one_after_another(groups, datasets.tables_of))
+    found = items(ray_tasks._one_after_another(groups, datasets.tables_of))
     assert [next(found) for _ in range(3)] == [0, 1, 2]
     assert datasets.opened == [range(0, 5)]
     assert next(found) == 3
@@ -49,18 +49,18 @@ def test_the_next_dataset_starts_when_few_pieces_are_left(monkeypatch: pytest.Mo
 
 
 def test_a_reader_that_goes_closes_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ingest, "_STARTED_AHEAD", 2)
+    monkeypatch.setattr(ray_tasks, "_STARTED_AHEAD", 2)
     datasets = Datasets()
-    found = ingest._one_after_another([range(0, 2), range(2, 4)], datasets.tables_of)
+    found = ray_tasks._one_after_another([range(0, 2), range(2, 4)], datasets.tables_of)
     next(found)
     found.close()
     assert sorted(datasets.closed, key=min) == sorted(datasets.opened, key=min) == [range(0, 2), range(2, 4)]
 
 
 def test_an_error_comes_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ingest, "_STARTED_AHEAD", 2)
-    found = items(ingest._one_after_another([[0, 1, 2], [-1, 3]], Datasets().tables_of))
+    monkeypatch.setattr(ray_tasks, "_STARTED_AHEAD", 2)
+    found = items(ray_tasks._one_after_another([[0, 1, 2], [-1, 3]], Datasets().tables_of))
     assert [next(found) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(ValueError, match="broken"):
         next(found)
-    assert list(ingest._one_after_another([], Datasets().tables_of)) == []
+    assert list(ray_tasks._one_after_another([], Datasets().tables_of)) == []

@@ -23,6 +23,7 @@ from rayrec.config import InputError
 from rayrec.data import loader as loader_module
 from rayrec.data.counting import count_parts
 from rayrec.data.encoded import Bags, EncodedRows, from_arrow, to_arrow
+from rayrec.data.engine import InProcess, Shared
 from rayrec.data.loader import ClickLoader, sparse_features
 from rayrec.data.log import LogIndex, cut, index_chunk, numbered, read_segments, select
 from rayrec.data.parsing import Faults, parse
@@ -37,10 +38,12 @@ from rayrec.row_tally import RowTally
 ROWS = 700
 
 
-def local_stream(pieces: Sequence[tuple[Block, Piece]], preprocessor: Preprocessor, **_: Any) -> Iterator[EncodedRows]:
+def local_stream(
+    pieces: Sequence[tuple[Block, Piece]], preprocessor: Shared[Preprocessor], **_: Any
+) -> Iterator[EncodedRows]:
     """What ingest.stream does with data tasks, in this process."""
     for block, piece in pieces:
-        yield from from_arrow(to_arrow(encode_block(block, piece.start, piece.stop, preprocessor)))
+        yield from from_arrow(to_arrow(encode_block(block, piece.start, piece.stop, preprocessor.get())))
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +87,7 @@ def loader(prepared: tuple[LogIndex, Preprocessor], order: EpochOrder | None = N
         "prefetch_blocks": 1,
         **changes,
     }
-    return ClickLoader(order or order_of(prepared[0]), prepared[1], **arguments)  # type: ignore[arg-type]
+    return ClickLoader(order or order_of(prepared[0]), InProcess(prepared[1]), **arguments)
 
 
 def rows_of(batch: ClickBatch) -> list[tuple[bytes, ...]]:
@@ -300,7 +303,9 @@ def test_what_the_data_path_loses_or_repeats_is_counted(
     """A data task that makes other rows than it was asked for: the position says nothing of it, and the count does."""
     tasks = []
 
-    def faulty(pieces: Sequence[tuple[Block, Piece]], preprocessor: Preprocessor, **_: Any) -> Iterator[EncodedRows]:
+    def faulty(
+        pieces: Sequence[tuple[Block, Piece]], preprocessor: Shared[Preprocessor], **_: Any
+    ) -> Iterator[EncodedRows]:
         tasks.append([piece.rows for _, piece in pieces])
         yield from fault(list(local_stream(pieces, preprocessor)))
 
@@ -351,7 +356,9 @@ def test_only_the_rows_that_are_wanted_are_asked_for(
 ) -> None:
     asked: list[int] = []
 
-    def counting(pieces: Sequence[tuple[Block, Piece]], preprocessor: Preprocessor, **_: Any) -> Iterator[EncodedRows]:
+    def counting(
+        pieces: Sequence[tuple[Block, Piece]], preprocessor: Shared[Preprocessor], **_: Any
+    ) -> Iterator[EncodedRows]:
         asked.extend(piece.rows for _, piece in pieces)
         return local_stream(pieces, preprocessor)
 

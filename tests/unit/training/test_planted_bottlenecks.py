@@ -20,6 +20,7 @@ from rayrec.data import loader as loader_module
 from rayrec.data import log as log_module
 from rayrec.data.counting import count_parts
 from rayrec.data.encoded import EncodedRows, from_arrow
+from rayrec.data.engine import InProcess
 from rayrec.data.ingest import encode_task
 from rayrec.data.loader import ClickLoader
 from rayrec.data.log import LogIndex, cut, index_chunk, numbered
@@ -190,7 +191,6 @@ class Steps:
 
 def click_run(prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.MonkeyPatch) -> Verdict:
     monkeypatch.setattr(loader_module, "stream", task_stream)
-    monkeypatch.setattr("rayrec.data.ingest._shared", lambda preprocessor: preprocessor)
     index, preprocessor = prepared
     clock = HostClock()
     setup: Any = SimpleNamespace(
@@ -205,7 +205,7 @@ def click_run(prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.Monke
     )
     loader = ClickLoader(
         EpochOrder(tuple(Part(s, 0, s.rows) for s in index.segments), "window", 0, 3),
-        preprocessor,  # type: ignore[arg-type]
+        InProcess(preprocessor),
         schema=SCHEMA,
         epochs=1,
         batch_size=32,

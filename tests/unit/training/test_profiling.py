@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from concurrent.futures import Future
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,16 +16,16 @@ from rayrec import recipes, storage
 from rayrec.config import InputError
 from rayrec.observe.events import EventWriter, read_events
 from rayrec.training import profiling, step_profiler
+from rayrec.training.mailbox import LocalMailbox, Wish
 from rayrec.training.profiling import request_profile, watched_requests, worker_runtime_env
 from rayrec.workloads.base import ProfileConfig, WorkerContext
 
 
-class Mailbox:
-    """Stands for the actor; `ask.remote(wish)` does what it is told to."""
-
-    def __init__(self, heard: Any) -> None:
-        self.ask = self
-        self.remote = heard
+def mailbox_of(wished: Callable[[Wish], object]) -> LocalMailbox:
+    """A mailbox with one reader of wishes for a profile."""
+    mailbox = LocalMailbox()
+    mailbox.watch(wished)
+    return mailbox
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +56,7 @@ def test_a_request_reaches_the_workers_and_waits_for_all_of_them(tmp_path: Path)
             folder.mkdir(parents=True)
             threading.Timer(0.1 * rank, (folder / "operations.json").write_text, args=["[]"]).start()
 
-    with watched_requests(str(tmp_path), Mailbox(write)):
+    with watched_requests(str(tmp_path), mailbox_of(write)):
         told = request_profile(str(tmp_path), events(), steps=5, note=lambda text: None, timeout_s=120.0)
     (wish,) = heard
     assert (wish["first"], wish["end"]) == (40, 45)
@@ -92,14 +91,6 @@ def worker(rank: int, **changes: Any) -> WorkerContext:
     return WorkerContext(config, rank, 2, torch.device("cpu"), None)  # type: ignore[arg-type]
 
 
-class Silent:
-    """A mailbox that nobody writes to."""
-
-    def __init__(self) -> None:
-        self.next_profile = self
-        self.remote = lambda: SimpleNamespace(future=Future)
-
-
 def test_a_worker_that_cannot_write_its_profile_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1's disk is full: whoever asked is told of it at once, as the events are."""
     writing = step_profiler.storage.writing_folder
@@ -117,7 +108,7 @@ def test_a_worker_that_cannot_write_its_profile_is_heard(tmp_path: Path, monkeyp
             for rank in range(2):
                 log = log_of_first.write if rank == 0 else unheard
                 profiler = profiling.make_profiler(
-                    worker(rank), str(tmp_path), Silent(), lambda kind, fields, log=log: log(kind, **fields)
+                    worker(rank), str(tmp_path), LocalMailbox(), lambda kind, fields, log=log: log(kind, **fields)
                 )
                 profiler.ask(profiling.Window(**wish))
                 for step in range(40, 50):
@@ -125,7 +116,7 @@ def test_a_worker_that_cannot_write_its_profile_is_heard(tmp_path: Path, monkeyp
                 profiler.close()
 
     with (
-        watched_requests(str(tmp_path), Mailbox(train)),
+        watched_requests(str(tmp_path), mailbox_of(train)),
         pytest.raises(InputError, match=r"no profile; worker 1: .*No space left on device"),
     ):
         request_profile(str(tmp_path), events(), steps=2, note=print, timeout_s=120.0)
@@ -156,7 +147,7 @@ def test_who_asks_is_told_that_training_ended_before(
             log.write(kind, **fields)
 
     with (
-        watched_requests(str(tmp_path), Mailbox(end)),
+        watched_requests(str(tmp_path), mailbox_of(end)),
         pytest.raises(InputError, match=rf"no profile; training ended before it was through \({told}\)"),
     ):
         request_profile(str(tmp_path), [*so_far, *events()], steps=2, note=print, timeout_s=120.0)
@@ -173,7 +164,7 @@ def test_what_is_written_at_the_end_of_training_counts(tmp_path: Path, monkeypat
             folder.mkdir(parents=True)
             threading.Timer(0.3, (folder / "operations.json").write_text, args=["[]"]).start()
 
-    with watched_requests(str(tmp_path), Mailbox(end)):
+    with watched_requests(str(tmp_path), mailbox_of(end)):
         assert request_profile(str(tmp_path), events(), steps=2, note=print, timeout_s=120.0)["ranks"] == 2
 
 
@@ -218,7 +209,7 @@ def test_other_requests_are_refused(tmp_path: Path, request_: str) -> None:
     folder = tmp_path / "profile"
     folder.mkdir()
     (folder / "request.json").write_text(request_)
-    with watched_requests(str(tmp_path), Mailbox(heard.append)):
+    with watched_requests(str(tmp_path), mailbox_of(heard.append)):
         deadline_s = time.monotonic() + 60
         while (folder / "request.json").exists() and time.monotonic() < deadline_s:
             time.sleep(0.02)

@@ -22,7 +22,7 @@ from rayrec.data.placement import TaskPlacement
 from rayrec.observe.console import Console
 from rayrec.observe.events import EventWriter, read_events
 from rayrec.observe.history import standing
-from rayrec.training import attempts, trainer
+from rayrec.training import on_ray, trainer
 from rayrec.training.trainer import Result, is_longer, run_hash, summarize
 from rayrec.workloads.base import RunContext, TrainConfig
 
@@ -109,7 +109,9 @@ class Prepared(replicated_ranks.Small):
     wrong: str = ""
 
     def prepare(self, context: RunContext) -> Any:
-        context.note(f"waits {storage.outage_s():g} s for a store, its tasks {context.placement.max_outage_s:g} s")
+        context.note(
+            f"waits {storage.outage_s():g} s for a store, its tasks {context.engine.placement.max_outage_s:g} s"
+        )
         if self.wrong:
             raise InputError(self.wrong)
 
@@ -137,11 +139,12 @@ def failing(
             return {"step": 15}
         raise error
 
-    monkeypatch.setattr(trainer.cluster, "connect", lambda *_, **__: None)
-    monkeypatch.setattr(trainer.cluster, "ship_code", lambda *_: None)
-    monkeypatch.setattr(attempts, "share_out", lambda *_: SimpleNamespace(driver=TaskPlacement(), num_nodes=1))
-    monkeypatch.setattr(attempts, "wait_for_room", attempts.share_out)
-    monkeypatch.setattr(attempts, "run_attempts", run_attempts)
+    monkeypatch.setattr(on_ray.cluster, "connect", lambda *_, **__: None)
+    monkeypatch.setattr(on_ray.cluster, "ship_code", lambda *_: None)
+    monkeypatch.setattr(on_ray, "share_out", lambda *_: SimpleNamespace(driver=TaskPlacement(), num_nodes=1))
+    monkeypatch.setattr(on_ray, "wait_for_room", on_ray.share_out)
+    monkeypatch.setattr(on_ray, "run_attempts", run_attempts)
+    monkeypatch.setenv("RAY_ADDRESS", "a-head:6379")
     config = replicated_ranks.config(1).replace(
         name="run",
         storage_path=str(folder),

@@ -14,7 +14,7 @@ from scored_rows import Net, rows_file, scored, trained
 from rayrec import recipes
 from rayrec.checkpoint import Checkpoint
 from rayrec.config import InputError
-from rayrec.data.placement import TaskPlacement
+from rayrec.data.engine import StreamEngine
 from rayrec.observe.console import Console
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.replicated_scoring import load_model
@@ -26,8 +26,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Net]:
     return trained(tmp_path_factory.mktemp("run"))
 
 
-def _never() -> TaskPlacement:
-    raise AssertionError("opening rows needs no Ray")
+def _never() -> StreamEngine:
+    raise AssertionError("opening rows needs no data tasks")
 
 
 def _open(
@@ -46,7 +46,7 @@ def _open(
             path=path,
             evaluating=evaluating,
             batch_rows=batch_rows,
-            connect=_never,
+            engine=_never,
             console=Console(quiet=True),
         )
     )
