@@ -66,7 +66,7 @@ def assert_still_training(run: Run) -> None:
 def assert_as_expected(summary: dict[str, Any], expected: dict[str, Any]) -> None:
     assert summary["weights_sha256"] == expected["weights_sha256"]
     assert (summary["rows_repeated"], summary["rows_lost"]) == (0, 0)
-    assert (summary["rows"], summary["steps"]) == (expected["rows"], STEPS)
+    assert (summary["rows"], summary["steps"]) == (expected["rows"], expected["steps"])
     assert summary["metrics"] == pytest.approx(expected["metrics"], abs=1e-12)
 
 
@@ -139,6 +139,85 @@ def test_a_run_that_one_fault_after_another_strikes(expected: dict[str, Any], be
     assert [cause["steps_redone"] for cause in summary["restart_causes"][2:]] == [0, 0]
 
 
+# One worker, in the process of the command -----------------------------------------------------------------------------
+
+ALONE: dict[str, Any] = {
+    "steps": 800,
+    "evaluate_every": 400,
+    "log_every": 10,
+    "scaling": {"num_workers": 1, "threads_per_worker": 1},
+    "cluster": {"num_cpus": 2, "address": "none"},
+}
+
+
+@pytest.fixture(scope="module")
+def expected_alone(click_log: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The summary of the run in one process that nothing happens to."""
+    folder = tmp_path_factory.mktemp("undisturbed_alone")
+    with Run(small_run(click_log, str(folder), **ALONE), folder / "commands", cache=cache) as run:
+        run.start()
+        return run.summary()
+
+
+@pytest.mark.extended
+def test_a_run_in_one_process_that_one_fault_after_another_strikes(
+    expected_alone: dict[str, Any], begin: Begin
+) -> None:
+    """The process is killed, stopped by SIGTERM and by Ctrl-C, and killed once more before its newest checkpoints are damaged."""
+    run = begin(**ALONE)
+    run.wait_for("checkpoint", lambda event: event["step"] >= 80)
+    saved = max(event["step"] for event in run.events("checkpoint"))
+    run.kill_driver()
+    assert_still_training(run)
+    assert not run.session.processes()  # nothing else was started
+    run.start()
+    resumed = run.wait_for("start", lambda event: event["step"] > 0)
+    assert resumed["step"] >= saved
+    for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        run.wait_for_step(resumed["step"] + 20, since=resumed["time"])
+        run.session.process.send_signal(number)
+        assert run.exit_status() == status, run.session.err
+        assert_still_training(run)
+        assert "Traceback" not in run.session.err
+        stop = run.events("stop")[-1]
+        assert stop["cause"] == number.name
+        assert committed(run.path)[-1].step == stop["step"]
+        run.start()
+        resumed = run.wait_for("start", since=stop["time"])
+        assert resumed["step"] == stop["step"]
+    run.wait_for(
+        "checkpoint", lambda event: len(committed(run.path)) >= 5 and committed(run.path)[-1].step > resumed["step"]
+    )
+    run.kill_driver()
+    assert_still_training(run)
+    damage = Damage(run)
+    run.start()
+    summary = run.summary()
+    damage.assert_passed_over(number=4)
+    assert_as_expected(summary, expected_alone)
+    assert_accounted(run, summary, restarts=4)
+    assert [cause["steps_redone"] for cause in summary["restart_causes"][1:3]] == [0, 0]
+
+
+@pytest.mark.extended
+def test_a_run_in_one_process_whose_store_is_away_for_a_while(
+    expected_alone: dict[str, Any], begin: Begin, s3_server: Any
+) -> None:
+    """For longer than one attempt at a save waits for it; the run trains on meanwhile."""
+    run = begin(storage=s3_server.url("alone"), **ALONE, checkpoint={"every": 20, "num_to_keep": 5})
+    run.wait_for("checkpoint")
+    s3_server.kill()
+    time.sleep(PATIENCE_S + 5)
+    s3_server.start()
+    summary = run.summary()
+    assert any("the store was out for" in event["cause"] for event in run.events("checkpoint_late"))
+    assert_as_expected(summary, expected_alone)
+    assert_accounted(run, summary, restarts=0)
+
+
+# On Ray --------------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.exhaustive
 @pytest.mark.extended
 def test_the_train_controller(expected: dict[str, Any], begin: Begin) -> None:
@@ -181,28 +260,40 @@ def test_a_second_ctrl_c_ends_at_once(begin: Begin) -> None:
     assert "Traceback" not in run.session.err
 
 
+@pytest.mark.exhaustive
 @pytest.mark.extended
 def test_checkpoints_gone_bad_are_named_and_passed_over(expected: dict[str, Any], begin: Begin) -> None:
     run = begin()
     run.wait_for("checkpoint", lambda event: event["step"] >= 200 and len(run.events("checkpoint")) >= 5)
     run.session.end()
     assert_still_training(run)
-    *_, good, first, second, third, newest = committed(run.path)
-    harmed = [
-        harm(checkpoint)
-        for harm, checkpoint in zip(
-            (flip_a_bit, cut_short, remove_file, tear_manifest), (first, second, third, newest), strict=True
-        )
-    ]
+    damage = Damage(run)
     run.start()
     summary = run.summary()
     assert_as_expected(summary, expected)
     assert_accounted(run, summary, restarts=1)
-    told = {event["path"]: event["cause"] for event in run.events("checkpoint_damaged")}
-    for checkpoint, path in zip((first, second, third, newest), harmed, strict=True):
-        assert path in told[checkpoint.path]
-        assert "\n" not in told[checkpoint.path]
-    assert run.events("start")[1]["step"] == good.step
+    damage.assert_passed_over(number=1)
+
+
+class Damage:
+    """Done to the four newest checkpoints of a run, each in another way."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        *_, self.good, first, second, third, newest = committed(run.path)
+        ways = (flip_a_bit, cut_short, remove_file, tear_manifest)
+        self._harmed = [
+            (checkpoint.path, harm(checkpoint))
+            for harm, checkpoint in zip(ways, (first, second, third, newest), strict=True)
+        ]
+
+    def assert_passed_over(self, *, number: int) -> None:
+        """By start `number`, from 0, each with its file named."""
+        causes = {event["path"]: event["cause"] for event in self._run.events("checkpoint_damaged")}
+        for checkpoint, path in self._harmed:
+            assert path in causes[checkpoint]
+            assert "\n" not in causes[checkpoint]
+        assert self._run.events("start")[number]["step"] == self.good.step
 
 
 @pytest.fixture
@@ -371,6 +462,7 @@ def until(done: Callable[[], bool], *, timeout_s: float = 240) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.extended
 def test_a_store_that_is_away_for_a_while(expected: dict[str, Any], begin: Begin, s3_server: Any) -> None:
     """For longer than one attempt at a save waits for it, and the run, slowed down by evaluations, trains on meanwhile."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,26 +19,11 @@ from rayrec.observe.console import Console
 from rayrec.serve.served import open_served
 from rayrec.serve.unfinished import COMPLETE
 
-pytestmark = [pytest.mark.ray, pytest.mark.extended]
+pytestmark = pytest.mark.extended
 
 QUIET = Console(quiet=True)
 
 
-@pytest.fixture(scope="module")
-def ray_here(bucket: str, start_ray: Callable[[], None]) -> Iterator[None]:
-    """A Ray of its own, since workers must be started with the store's variables; the shared one, if any, comes back."""
-    import ray
-
-    shared = ray.is_initialized()
-    ray.shutdown()
-    start_ray()
-    yield
-    ray.shutdown()
-    if shared:
-        start_ray()
-
-
-@pytest.mark.usefixtures("ray_here")
 def test_a_log_in_s3_gives_what_it_gives_here(
     bucket: str, click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,7 +50,6 @@ def test_a_log_in_s3_gives_what_it_gives_here(
     assert from_s3["weights_sha256"] == rayrec.train(local, console=QUIET).summary["weights_sha256"]
 
 
-@pytest.mark.usefixtures("ray_here")
 def test_a_checkpoint_in_s3_is_put_to_use(
     bucket: str, click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,7 +84,6 @@ def test_a_checkpoint_in_s3_is_put_to_use(
     assert evaluated["auroc"] == pytest.approx(expected, abs=1e-4)  # a batch of another size rounds otherwise
 
 
-@pytest.mark.usefixtures("ray_here")
 def test_what_is_wrong_in_s3_is_one_line(
     bucket: str, click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
