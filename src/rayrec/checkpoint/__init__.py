@@ -4,26 +4,34 @@ A checkpoint folder holds a `data_*.safetensors` of each rank (its shards, writt
 weights (`config.yaml`, the workload's own files), and `manifest.json`, which says where every part of every tensor
 lies, with checksums, and holds the run's plain state. A folder without a manifest is not a checkpoint. Nothing in it is
 ever unpickled. torch.distributed.checkpoint plans who writes and who reads what; its own storage is not used, since it pickles.
+
+Names are imported when first used: a command that only looks for a checkpoint loads no torch.
 """
 
-from rayrec.checkpoint.claims import Claim, claim
-from rayrec.checkpoint.folders import (
-    SUMMARY,
-    Checkpoint,
-    committed,
-    folder_of,
-    latest,
-    newest_good,
-    open_checkpoint,
-    step_of,
-)
-from rayrec.checkpoint.format import MANIFEST, VERSION, DamagedError
-from rayrec.checkpoint.reading import full_tensors, restore, verify, weights_sha256
-from rayrec.checkpoint.retention import Retention, to_remove
-from rayrec.checkpoint.saver import Saver
-from rayrec.checkpoint.shared_storage import check_shared, write_token
-from rayrec.checkpoint.tied import untied
-from rayrec.checkpoint.writing import save
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rayrec.checkpoint.claims import Claim, claim
+    from rayrec.checkpoint.folders import (
+        SUMMARY,
+        Checkpoint,
+        committed,
+        folder_of,
+        latest,
+        newest_good,
+        open_checkpoint,
+        step_of,
+    )
+    from rayrec.checkpoint.format import MANIFEST, VERSION, DamagedError
+    from rayrec.checkpoint.reading import full_tensors, restore, verify, weights_sha256
+    from rayrec.checkpoint.retention import Retention, to_remove
+    from rayrec.checkpoint.saver import Saver
+    from rayrec.checkpoint.shared_storage import check_shared, write_token
+    from rayrec.checkpoint.tied import untied
+    from rayrec.checkpoint.writing import save
 
 __all__ = [
     "MANIFEST",
@@ -51,3 +59,41 @@ __all__ = [
     "weights_sha256",
     "write_token",
 ]
+
+_HOMES = {
+    "MANIFEST": "format",
+    "SUMMARY": "folders",
+    "VERSION": "format",
+    "Checkpoint": "folders",
+    "Claim": "claims",
+    "DamagedError": "format",
+    "Retention": "retention",
+    "Saver": "saver",
+    "check_shared": "shared_storage",
+    "claim": "claims",
+    "committed": "folders",
+    "folder_of": "folders",
+    "full_tensors": "reading",
+    "latest": "folders",
+    "newest_good": "folders",
+    "open_checkpoint": "folders",
+    "restore": "reading",
+    "save": "writing",
+    "step_of": "folders",
+    "to_remove": "retention",
+    "untied": "tied",
+    "verify": "reading",
+    "weights_sha256": "reading",
+    "write_token": "shared_storage",
+}
+"""Module of each name."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rayrec.checkpoint' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"rayrec.checkpoint.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

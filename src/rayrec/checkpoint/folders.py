@@ -12,7 +12,6 @@ from pyarrow import fs as arrow_fs
 
 from rayrec import storage
 from rayrec.checkpoint.format import MANIFEST, DamagedError, UnreadableError, is_data_file, read_manifest
-from rayrec.checkpoint.ranks import Ranks
 from rayrec.config import InputError
 from rayrec.storage.stores import enduring
 
@@ -101,6 +100,8 @@ def newest_good(
     InputError for a checkpoint of another version, and where one cannot be read and there is no other: to pass over it would
     be to train anew behind the user's back.
     """
+    from rayrec.checkpoint.ranks import Ranks  # loads torch: other functions here are for commands without it
+
     return Ranks.all().from_first(lambda: _newest_good(run_folder, log, set(exclude)))
 
 

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint look like: the sealed manifest, the safetensors header, checksums by block."""
+"""What the files of a checkpoint look like: their names, the sealed manifest, checksums by block. Loads no torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
-
-import torch
 
 from rayrec import storage
 from rayrec.config import InputError
@@ -21,20 +19,6 @@ VERSION = 2
 BLOCK_BYTES = 16 * 2**20
 """Piece of a chunk that has a checksum of its own: what a rank reads at least of a chunk it needs a part of."""
 CHECKSUM = "checksum"
-_ALIGNMENT = 64
-DTYPES = {  # names of the safetensors format
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 _UNREADABLE: Final = {errno.EIO, errno.ESTALE, errno.EBADMSG}
 """Of a place on a disk that gives nothing any more, a file that an NFS server has lost, and a file system's own checksum."""
 
@@ -84,17 +68,6 @@ def sha256_of(path: str) -> str:
         for piece in storage.read_stream(path):
             digest.update(piece)
     return digest.hexdigest()
-
-
-def header(entries: Sequence[tuple[str, torch.dtype, Sequence[int], int, int]]) -> bytes:
-    """The start of a safetensors file for (name, dtype, shape, start in the body, bytes), padded for alignment."""
-    table = {
-        name: {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, start + size_bytes]}
-        for name, dtype, shape, start, size_bytes in entries
-    }
-    encoded = json.dumps(table, separators=(",", ":")).encode()
-    encoded += b" " * (-(len(encoded) + 8) % _ALIGNMENT)
-    return len(encoded).to_bytes(8, "little") + encoded
 
 
 def seal(manifest: dict[str, Any]) -> dict[str, Any]:

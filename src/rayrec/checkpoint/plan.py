@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from rayrec.checkpoint.format import DTYPES
 from rayrec.checkpoint.ranks import Ranks
+from rayrec.checkpoint.safetensors_header import DTYPES
 from rayrec.config import InputError
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import, which whoever saves nothing does without

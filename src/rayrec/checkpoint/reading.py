@@ -18,8 +18,9 @@ import torch
 
 from rayrec import storage
 from rayrec.checkpoint.folders import Checkpoint
-from rayrec.checkpoint.format import TORCH_DTYPES, DamagedError, sha256_of, told_unreadable
+from rayrec.checkpoint.format import DamagedError, sha256_of, told_unreadable
 from rayrec.checkpoint.ranks import Ranks
+from rayrec.checkpoint.safetensors_header import TORCH_DTYPES
 from rayrec.checkpoint.sharing import pass_on, share_out
 from rayrec.config import InputError
 

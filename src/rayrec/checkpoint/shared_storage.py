@@ -7,13 +7,15 @@ import socket
 import threading
 import time
 import uuid
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from rayrec import storage
 from rayrec.checkpoint.cleaning import tolerated
 from rayrec.checkpoint.persistence import Persistence
-from rayrec.checkpoint.ranks import Ranks
 from rayrec.config import InputError
+
+if TYPE_CHECKING:  # it loads torch, which the driver, who writes the token, does without
+    from rayrec.checkpoint.ranks import Ranks
 
 _logger = logging.getLogger(__name__)
 _APPEARS_S: Final = 10.0

@@ -14,15 +14,14 @@ from rayrec.checkpoint.extra_files import Described, written_by
 from rayrec.checkpoint.folders import wrong_file
 from rayrec.checkpoint.format import (
     BLOCK_BYTES,
-    DTYPES,
     MANIFEST,
     VERSION,
     data_file,
-    header,
     seal,
 )
 from rayrec.checkpoint.plan import HostCopy, LocalTensors, Shapes, check_covered, make_plan
 from rayrec.checkpoint.ranks import Ranks
+from rayrec.checkpoint.safetensors_header import DTYPES, header
 
 
 @dataclass(frozen=True)

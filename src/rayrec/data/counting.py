@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from rayrec import machine, storage
+from rayrec.data.arrow_arrays import arrow_bytes, arrow_texts
 from rayrec.data.columns import RawColumns, column_tokens, dense_moments
 from rayrec.data.engine import Engine
 from rayrec.data.log import CachedIndex, Chunk, Entry, LogIndex, Segment, cut, numbered, parsed_segments
@@ -220,7 +221,7 @@ class Counts:
             "counts": narrow(_joined([counts for _, counts, _ in items], np.int64)),
             "first_rows": _joined([rows for _, _, rows in items if rows is not None], np.int64),
         }
-        return pa.table({name: pa.array([value.tobytes()], pa.large_binary()) for name, value in row.items()})
+        return pa.table({name: arrow_bytes([value.tobytes()]) for name, value in row.items()})
 
     def add(self, table: pa.Table, *, first_row: int = 0) -> None:
         """Adds what other passes found, one a row of the table; their row numbers count from `first_row`."""
@@ -404,7 +405,7 @@ def _index_and_count(chunks: Sequence[Chunk], *, counting: CountingJob, segment_
             rows += raw.rows
     table = packer.table()
     found = {"entries": entries, "faults": total.to_dict()}
-    return table.append_column("index", pa.array([json.dumps(found), *[""] * (len(table) - 1)]))
+    return table.append_column("index", arrow_texts([json.dumps(found), *[""] * (len(table) - 1)]))
 
 
 def index_and_count(

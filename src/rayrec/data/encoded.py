@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from rayrec.data.arrow_arrays import arrow_numbers, numpy_of
+
 
 @dataclass(frozen=True)
 class Bags:
@@ -56,20 +58,20 @@ def to_arrow(rows: EncodedRows) -> pa.Table:
     rows have them."""
     arrays: dict[str, pa.Array] = {}
     if rows.dense.shape[1]:
-        arrays["dense"] = pa.FixedSizeListArray.from_arrays(pa.array(rows.dense.reshape(-1)), rows.dense.shape[1])
+        arrays["dense"] = pa.FixedSizeListArray.from_arrays(arrow_numbers(rows.dense.reshape(-1)), rows.dense.shape[1])
     arrays.update((f"id_{s}", _ids_to_arrow(ids)) for s, ids in enumerate(rows.ids))
     for name, values in (("label", rows.labels), ("weight", rows.weights), ("row", rows.row_numbers)):
         if values is not None:
-            arrays[name] = pa.array(values)
+            arrays[name] = arrow_numbers(values)
     return pa.table(arrays)
 
 
 def _ids_to_arrow(ids: Ids) -> pa.Array:
     if isinstance(ids, Bags):
-        return pa.LargeListArray.from_arrays(pa.array(ids.offsets()), pa.array(ids.values))
+        return pa.LargeListArray.from_arrays(arrow_numbers(ids.offsets()), arrow_numbers(ids.values))
     if ids.ndim == 2:
-        return pa.FixedSizeListArray.from_arrays(pa.array(ids.reshape(-1)), ids.shape[1])
-    return pa.array(ids)
+        return pa.FixedSizeListArray.from_arrays(arrow_numbers(ids.reshape(-1)), ids.shape[1])
+    return arrow_numbers(ids)
 
 
 def from_arrow(table: pa.Table) -> list[EncodedRows]:
@@ -81,19 +83,18 @@ def _from_batch(batch: pa.RecordBatch) -> EncodedRows:
     dense = np.empty((batch.num_rows, 0), np.float32)
     if "dense" in batch.schema.names:
         dense_list = batch.column("dense")
-        dense = dense_list.flatten().to_numpy(zero_copy_only=True).reshape(-1, dense_list.type.list_size)
+        dense = numpy_of(dense_list.flatten()).reshape(-1, dense_list.type.list_size)
     ids = [_ids_from_arrow(batch.column(name)) for name in batch.schema.names if name.startswith("id_")]
     labels, weights, row_numbers = (
-        batch.column(name).to_numpy(zero_copy_only=True) if name in batch.schema.names else None
-        for name in ("label", "weight", "row")
+        numpy_of(batch.column(name)) if name in batch.schema.names else None for name in ("label", "weight", "row")
     )
     return EncodedRows(dense, ids, labels, weights, row_numbers)
 
 
 def _ids_from_arrow(column: pa.Array) -> Ids:
     if pa.types.is_large_list(column.type):
-        lengths = np.diff(column.offsets.to_numpy(zero_copy_only=True)).astype(np.int32)
-        return Bags(column.flatten().to_numpy(zero_copy_only=True), lengths)
+        lengths = np.diff(numpy_of(column.offsets)).astype(np.int32)
+        return Bags(numpy_of(column.flatten()), lengths)
     if pa.types.is_fixed_size_list(column.type):
-        return column.flatten().to_numpy(zero_copy_only=True).reshape(-1, column.type.list_size)
-    return column.to_numpy(zero_copy_only=True)
+        return numpy_of(column.flatten()).reshape(-1, column.type.list_size)
+    return numpy_of(column)

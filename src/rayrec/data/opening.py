@@ -12,6 +12,7 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import ready
+from rayrec.data.arrow_arrays import arrow_texts
 from rayrec.data.engine import Engine
 from rayrec.data.log import (
     CachedIndex,
@@ -76,7 +77,7 @@ def _sniff_task(paths: Sequence[str]) -> pa.Table:
 
 
 def _unpack_task(file: storage.File, *, folder: str) -> pa.Table:
-    return pa.table({"path": [unpack(file, folder).path]})
+    return pa.table({"path": arrow_texts([unpack(file, folder).path])})
 
 
 def _index_table(chunks: Sequence[Chunk], *, schema: Schema, segment_bytes: int) -> pa.Table:
@@ -86,7 +87,7 @@ def _index_table(chunks: Sequence[Chunk], *, schema: Schema, segment_bytes: int)
     for found, faults in storage.in_parallel(index, chunks, of=chunks[0].path):
         entries += found
         total.add(faults)
-    return pa.table({"index": [json.dumps({"entries": entries, "faults": total.to_dict()})]})
+    return pa.table({"index": arrow_texts([json.dumps({"entries": entries, "faults": total.to_dict()})])})
 
 
 def _grouped(chunks: Sequence[Chunk], group_bytes: int) -> list[list[Chunk]]:

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from rayrec.config import InputError
+from rayrec.data.arrow_arrays import arrow_numbers, numpy_of
 from rayrec.data.columns import RawColumns
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.parsing import RawRows
@@ -138,7 +139,7 @@ def _pack(raw: RawRows, rows: EncodedRows, preprocessor: Preprocessor, start: in
 def _table(matrices: dict[str, np.ndarray]) -> pa.Table:
     return pa.table(
         {
-            name: pa.FixedSizeListArray.from_arrays(pa.array(matrix.reshape(-1)), matrix.shape[1])
+            name: pa.FixedSizeListArray.from_arrays(arrow_numbers(matrix.reshape(-1)), matrix.shape[1])
             for name, matrix in matrices.items()
             if matrix.shape[1]
         }
@@ -148,7 +149,7 @@ def _table(matrices: dict[str, np.ndarray]) -> pa.Table:
 def matrix_of(table: pa.Table, name: str) -> np.ndarray:
     """(rows, columns): a matrix of a table that `stored` made, or of a slice of one."""
     column = table.column(name).combine_chunks()
-    return column.flatten().to_numpy(zero_copy_only=True).reshape(table.num_rows, column.type.list_size)
+    return numpy_of(column.flatten()).reshape(table.num_rows, column.type.list_size)
 
 
 def named_columns(rows: EncodedRows, schema: Schema) -> pa.Table:
@@ -156,19 +157,19 @@ def named_columns(rows: EncodedRows, schema: Schema) -> pa.Table:
     columns: dict[str, pa.Array] = {}
     if rows.labels is not None:
         assert schema.label
-        columns[schema.label] = pa.array(rows.labels.astype(np.int8))
+        columns[schema.label] = arrow_numbers(rows.labels.astype(np.int8))
     if rows.weights is not None:
         assert schema.weight
-        columns[schema.weight] = pa.array(rows.weights)
+        columns[schema.weight] = arrow_numbers(rows.weights)
     for number, name in enumerate(schema.dense):
-        columns[name] = pa.array(np.ascontiguousarray(rows.dense[:, number]))
+        columns[name] = arrow_numbers(np.ascontiguousarray(rows.dense[:, number]))
     for name, ids in zip(schema.sparse, rows.ids, strict=True):
         if isinstance(ids, Bags):
-            columns[name] = pa.LargeListArray.from_arrays(pa.array(ids.offsets()), pa.array(ids.values))
+            columns[name] = pa.LargeListArray.from_arrays(arrow_numbers(ids.offsets()), arrow_numbers(ids.values))
         elif ids.ndim == 2:
-            columns[name] = pa.FixedSizeListArray.from_arrays(pa.array(ids.reshape(-1)), ids.shape[1])
+            columns[name] = pa.FixedSizeListArray.from_arrays(arrow_numbers(ids.reshape(-1)), ids.shape[1])
         else:
-            columns[name] = pa.array(ids)
+            columns[name] = arrow_numbers(ids)
     return pa.table(columns)
 
 
@@ -177,16 +178,16 @@ def from_named_columns(table: pa.Table, schema: Schema) -> EncodedRows:
     columns = {name: column.combine_chunks() for name, column in zip(table.column_names, table.columns, strict=True)}
     dense = np.empty((table.num_rows, len(schema.dense)), np.float32)
     for number, name in enumerate(schema.dense):
-        dense[:, number] = columns[name].to_numpy()
-    labels = columns[schema.label].to_numpy().astype(np.float32) if schema.label in columns else None
-    weights = columns[schema.weight].to_numpy() if schema.weight in columns else None
+        dense[:, number] = numpy_of(columns[name])
+    labels = numpy_of(columns[schema.label]).astype(np.float32) if schema.label in columns else None
+    weights = numpy_of(columns[schema.weight]) if schema.weight in columns else None
     return EncodedRows(dense, [_ids(columns[name]) for name in schema.sparse], labels, weights)
 
 
 def _ids(column: pa.Array) -> Ids:
     if pa.types.is_large_list(column.type):
-        lengths = np.diff(column.offsets.to_numpy()).astype(np.int32)
-        return Bags(column.flatten().to_numpy(), lengths)
+        lengths = np.diff(numpy_of(column.offsets)).astype(np.int32)
+        return Bags(numpy_of(column.flatten()), lengths)
     if pa.types.is_fixed_size_list(column.type):
-        return column.flatten().to_numpy().reshape(-1, column.type.list_size)
-    return column.to_numpy()
+        return numpy_of(column.flatten()).reshape(-1, column.type.list_size)
+    return numpy_of(column)

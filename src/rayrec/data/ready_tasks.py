@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.arrow_arrays import arrow_numbers, arrow_texts
 from rayrec.data.engine import Shared
 from rayrec.data.position import Part
 from rayrec.data.preprocessor import Preprocessor
@@ -119,7 +120,7 @@ def scatter_rows(task: Task, *, job: Job, first_row: int, rows: int, seed: int) 
     places = Permutation(rows, seed=seed)(np.arange(task.rows) + (task.first_row - first_row)) + first_row
     with disk_errors(job.folder):
         write_run(tables, places, run_path(job.runs, task.number))
-    return pa.table({"number": [task.number]})
+    return pa.table({"number": arrow_numbers(np.array([task.number]))})
 
 
 def gather_rows(task: Task, *, job: Job, runs: Sequence[int]) -> pa.Table:
@@ -146,7 +147,7 @@ def _write(task: Task, job: Job, tables: Iterator[pa.Table]) -> pa.Table:
         else:
             marker["ranges"] = _write_matrices(task, job, tables)
         storage.write_json(job.marker(task), marker)
-    return pa.table({"marker": [json.dumps(marker)]})
+    return pa.table({"marker": arrow_texts([json.dumps(marker)])})
 
 
 def _write_parquet(task: Task, job: Job, tables: Iterator[pa.Table]) -> dict[str, Any]:

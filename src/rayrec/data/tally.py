@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import pyarrow as pa
 
+from rayrec.data.arrow_arrays import arrow_bytes
 from rayrec.data.columns import RawColumns, RawSparse
 from rayrec.data.parsing import RawRows, max_rows_in, parse_into
 from rayrec.data.preprocessor import num_slots
@@ -91,7 +92,7 @@ class Tally:
     def to_table(self) -> pa.Table:
         """One row of binary columns."""
         names = [field.name for field in fields(self)]
-        return pa.table({name: pa.array([getattr(self, name).tobytes()], pa.large_binary()) for name in names})
+        return pa.table({name: arrow_bytes([getattr(self, name).tobytes()]) for name in names})
 
     def add(self, table: pa.Table) -> np.ndarray:
         """Adds what `to_table` gave of other rows, but for the hashes (uint64), which it returns."""

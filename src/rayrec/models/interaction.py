@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rayrec.models.mlp import MLP, Precision, compute_dtype, linear_stack
+from rayrec.models.mlp import MLP, Precision, compute_dtype, linear_stack, start_values
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedTensor
@@ -149,10 +149,10 @@ class CrossInteraction(Interaction):
         super().__init__(features, dim=dim)
         self.out_features = width = (len(features) + 1) * dim
         self.down = nn.ParameterList(
-            nn.Parameter(nn.init.xavier_normal_(torch.empty(low_rank, width))) for _ in range(num_layers)
+            nn.Parameter(start_values(torch.empty(low_rank, width), nn.init.xavier_normal_)) for _ in range(num_layers)
         )
         self.up = nn.ParameterList(
-            nn.Parameter(nn.init.xavier_normal_(torch.empty(width, low_rank))) for _ in range(num_layers)
+            nn.Parameter(start_values(torch.empty(width, low_rank), nn.init.xavier_normal_)) for _ in range(num_layers)
         )
         self.bias = nn.ParameterList(nn.Parameter(torch.zeros(width)) for _ in range(num_layers))
         self._dtype = compute_dtype(precision)

@@ -6,7 +6,8 @@ which adds bias and ReLU while the product is still in cache. Everywhere else th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -163,6 +164,19 @@ def linear_stack(
     return outputs
 
 
+def start_values(tensor: torch.Tensor, draw: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The tensor, filled in place by `draw`. Not on the meta device, which holds no values, and where a random operator imports
+    torch's compiler: 2 s at the start of every command that scores."""
+    return tensor if tensor.is_meta else draw(tensor)
+
+
+class _Linear(nn.Linear):
+    """Without start values of its own: those of `MLP` are all that is drawn from the generator."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 class MLP(nn.Module):
     """Linear layers with ReLU between them: (rows, in_features) to (rows, sizes[-1]).
 
@@ -179,9 +193,9 @@ class MLP(nn.Module):
         self.out_features = sizes[-1] if sizes else in_features
         self.layers = nn.ModuleList()
         for out_features in sizes:
-            layer = nn.utils.skip_init(nn.Linear, in_features, out_features, device=torch.get_default_device())
-            nn.init.normal_(layer.weight, std=(2.0 / (in_features + out_features)) ** 0.5)
-            nn.init.normal_(layer.bias, std=(1.0 / out_features) ** 0.5)
+            layer = _Linear(in_features, out_features)
+            start_values(layer.weight, partial(nn.init.normal_, std=(2.0 / (in_features + out_features)) ** 0.5))
+            start_values(layer.bias, partial(nn.init.normal_, std=(1.0 / out_features) ** 0.5))
             self.layers.append(layer)
             in_features = out_features
         self._relus = (True,) * (len(sizes) - 1) + (final_activation,)

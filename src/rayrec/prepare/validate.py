@@ -14,6 +14,7 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import ready, report
+from rayrec.data.arrow_arrays import arrow_numbers, arrow_texts, numpy_of
 from rayrec.data.engine import Engine
 from rayrec.data.log import LogIndex, Segment
 from rayrec.data.opening import open_log
@@ -90,7 +91,7 @@ def _tally_task(batches: Sequence[Batch], *, job: TallyJob) -> pa.Table:
 
 def _values_task(parts: Sequence[Part], *, schema: Schema) -> pa.Table:
     columns = _read(parts, schema)
-    values = [pa.array(x, mask=missing) for x, missing in zip(columns.dense, columns.dense_missing, strict=True)]
+    values = [arrow_numbers(x, missing) for x, missing in zip(columns.dense, columns.dense_missing, strict=True)]
     return pa.table(values, names=list(schema.dense))
 
 
@@ -101,7 +102,7 @@ def _faults_task(segments: Sequence[Segment], *, schema: Schema) -> pa.Table:
         text = np.zeros(size + PADDING_BYTES, np.uint8)
         storage.read_into(segment.path, segment.start, text[:size])
         found += faults_by_column(schema, text, size)
-    return pa.table({"found": [json.dumps([[*place, rows] for place, rows in found.items()])]})
+    return pa.table({"found": arrow_texts([json.dumps([[*place, rows] for place, rows in found.items()])])})
 
 
 # The passes ----------------------------------------------------------------------------------------------------------
@@ -119,7 +120,7 @@ def _edges(index: LogIndex, first: Slice, schema: Schema, engine: Engine) -> np.
     items = [tuple(parts_of(index.segments, *stretch)) for stretch in stretches] if rows and schema.dense else []
     tables = list(engine.run("quantiles", functools.partial(_values_task, schema=schema), items))
     values = [
-        np.concatenate([table.column(name).drop_null().to_numpy() for table in tables]) if tables else np.zeros(0)
+        np.concatenate([numpy_of(table.column(name).drop_null()) for table in tables]) if tables else np.zeros(0)
         for name in schema.dense
     ]
     return quantile_edges(values)

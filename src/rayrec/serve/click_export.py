@@ -15,7 +15,8 @@ from torch import nn
 
 from rayrec import storage
 from rayrec.checkpoint import MANIFEST, Checkpoint, full_tensors
-from rayrec.checkpoint.format import header, sha256_of
+from rayrec.checkpoint.format import sha256_of
+from rayrec.checkpoint.safetensors_header import header
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
 from rayrec.extras import require_onnx

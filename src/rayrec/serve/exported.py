@@ -13,7 +13,8 @@ import torch
 
 from rayrec import storage
 from rayrec.checkpoint.folders import refuse_pickles
-from rayrec.checkpoint.format import CHECKSUM, DTYPES, MANIFEST, seal
+from rayrec.checkpoint.format import CHECKSUM, MANIFEST, seal
+from rayrec.checkpoint.safetensors_header import DTYPES
 from rayrec.config import InputError
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.models.dlrm import DLRMConfig

@@ -9,6 +9,7 @@ from typing import final
 import numpy as np
 import pyarrow as pa
 
+from rayrec.data.arrow_arrays import numpy_of
 from rayrec.workloads.scoring import KEY
 
 
@@ -27,15 +28,15 @@ class KeptRows:
 
     def update(self, table: pa.Table) -> None:
         # Copies: what comes lies in the object store, which would have to hold all of it.
-        logits = table.column("logit").to_numpy().astype(np.float32)
-        labels = table.column("label").to_numpy().astype(np.uint8)
+        logits = numpy_of(table.column("logit")).astype(np.float32)
+        labels = numpy_of(table.column("label")).astype(np.uint8)
         self._logits.append(logits)
         self._labels.append(labels)
         for key, kept in self._keys.items():
             kept += [_copied(chunk) for chunk in table.column(KEY + key).chunks]
         self.rows += len(table)
         of_rows, of_labels = self.checksums
-        self.checksums = zlib.crc32(table.column("row").to_numpy(), of_rows), zlib.crc32(labels, of_labels)
+        self.checksums = zlib.crc32(numpy_of(table.column("row")), of_rows), zlib.crc32(labels, of_labels)
 
     @property
     def logits(self) -> np.ndarray:

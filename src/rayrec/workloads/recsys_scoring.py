@@ -14,6 +14,7 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import ready
+from rayrec.data.arrow_arrays import arrow_numbers, numpy_of
 from rayrec.data.engine import Shared
 from rayrec.data.frequency import bucket_names, buckets_of
 from rayrec.data.ingest import share_preprocessor
@@ -160,7 +161,7 @@ class _ClickTotals:
         return self._kept.rows
 
     def update(self, table: pa.Table) -> None:
-        self._kept.update(table.column("logit").to_numpy(), table.column("label").to_numpy())
+        self._kept.update(numpy_of(table.column("logit")), numpy_of(table.column("label")))
 
     def compute(self) -> dict[str, float]:
         return self._kept.compute()
@@ -228,12 +229,12 @@ class _BlockScorer:
                 assert isinstance(ids, np.ndarray), "lists are refused before"
                 found[start : start + len(rows)] = buckets_of(preprocessor, name, ids)
         columns = {
-            "row": pa.array(_rows(scored, schema)),
-            "score": pa.array(sigmoid(logits)),
-            "logit": pa.array(logits),
+            "row": arrow_numbers(_rows(scored, schema)),
+            "score": arrow_numbers(sigmoid(logits)),
+            "logit": arrow_numbers(logits),
         }
         if told.labelled:
-            columns["label"] = pa.array(labels)
+            columns["label"] = arrow_numbers(labels)
         if told.stretches:
             columns[KEY + DAY] = stretch_of(scored.block, told.stretches)
         for name in told.key_columns:

@@ -15,7 +15,8 @@ import torch
 
 from rayrec import checkpoint, storage
 from rayrec.checkpoint import Checkpoint, DamagedError, reading
-from rayrec.checkpoint.format import DTYPES, seal
+from rayrec.checkpoint.format import seal
+from rayrec.checkpoint.safetensors_header import DTYPES
 from rayrec.config import InputError
 from rayrec.training.loop import Progress
 
