@@ -32,6 +32,61 @@ def test_a_verb_loads_its_own_module_alone(verb: str, unneeded: str) -> None:
     assert ran.stdout.strip() == "False"
 
 
+RAY = {"ray", "ray.data", "ray.train"}
+TORCHREC = {"torchrec", "fbgemm_gpu", "tensordict"}
+HEAVY = {*RAY, *TORCHREC, "torch", "torch._dynamo", "sympy", "pandas"}
+UNTIL_TRAINED = [
+    ("recipes", HEAVY),
+    ("config criteo_demo", HEAVY),
+    ("plan criteo_demo --help", HEAVY),
+    ("doctor --help", HEAVY),
+    ("generate log --rows 2000", HEAVY),
+    ("vocabulary log/train.txt --out vocabulary", HEAVY),
+    ("validate log/train.txt", HEAVY),
+    ("preprocess log/train.txt --out preprocessed --format parquet", HEAVY),
+    (
+        "train criteo_demo --name run --train-data.path log/train.txt --batch-size 512 --steps 2 --scaling.num-workers 1 "
+        "--scaling.threads-per-worker 1",
+        RAY,
+    ),
+]
+"""Commands, and the modules that they must not load: each takes up to some seconds of every start. In the order of what they
+load, since one process runs them all."""
+TRAINED = [
+    ("report runs/run", HEAVY),
+    ("evaluate runs/run log/train.txt", HEAVY - {"torch"}),
+    ("predict runs/run log/train.txt --out predicted", HEAVY - {"torch"}),
+]
+"""The same after a training, in another process."""
+
+
+def test_commands_load_no_heavy_module_that_they_do_without(tmp_path: Path) -> None:
+    assert loaded_needlessly(UNTIL_TRAINED, tmp_path) == {}
+    assert loaded_needlessly(TRAINED, tmp_path) == {}
+
+
+def loaded_needlessly(commands: list[tuple[str, set[str]]], folder: Path) -> dict[str, list[str]]:
+    """Runs the commands in one process, in order. The modules that each must not load, and that were loaded at its end."""
+    code = (
+        "import contextlib, json, os, sys\n"
+        "from rayrec import cli\n"
+        "found = {}\n"
+        "for command, unneeded in json.loads(sys.argv[1]):\n"
+        "    with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(SystemExit):\n"
+        "        assert cli.run(command.split()) == 0, command\n"
+        "    found[command] = [module for module in unneeded if module in sys.modules]\n"
+        "print(json.dumps(found))\n"
+    )
+    asked = json.dumps([[command, sorted(unneeded)] for command, unneeded in commands])
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code, asked],
+        capture_output=True, text=True, timeout=300, check=False, cwd=folder, env=environment,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return {command: found for command, found in json.loads(ran.stdout).items() if found}
+
+
 @pytest.mark.parametrize(
     ("error", "status", "line"),
     [
