@@ -36,7 +36,7 @@ class KeptRows:
             kept += [_copied(chunk) for chunk in table.column(KEY + key).chunks]
         self.rows += len(table)
         of_rows, of_labels = self.checksums
-        self.checksums = zlib.crc32(numpy_of(table.column("row")), of_rows), zlib.crc32(labels, of_labels)
+        self.checksums = zlib.crc32(numpy_of(table.column("row")).data, of_rows), zlib.crc32(labels.data, of_labels)
 
     @property
     def logits(self) -> np.ndarray:
