@@ -15,7 +15,7 @@ from rayrec import storage
 
 _MOST_BYTES: Final = 64 << 20
 """Of a file; the one before it is kept."""
-_LOGGERS: Final = ("torchrec", "fbgemm_gpu", "ray.data", "torch.distributed", "transformers", "accelerate")
+_LOGGERS: Final = ("torchrec", "fbgemm_gpu", "ray.data", "torch", "torch.distributed", "transformers", "accelerate")
 """Those that bring handlers of their own."""
 
 _logger = logging.getLogger(__name__)

@@ -1,0 +1,86 @@
+"""Which engine prepares a log; decided without a Ray."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rayrec import machine
+from rayrec.config import InputError
+from rayrec.data.engine import Engine
+from rayrec.data.placement import TaskPlacement
+from rayrec.data.ray_tasks import RayEngine
+from rayrec.data.threads import ThreadEngine
+from rayrec.launch import cluster, node_storage
+from rayrec.observe.console import Console
+from rayrec.prepare.config import PreparationConfig, cache_folder, engine
+
+
+class Ray:
+    """Notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.addresses: list[str | None] = []
+        self.paths: list[tuple[str, ...]] = []
+
+    def connect_for_data(self, address: str | None) -> TaskPlacement:
+        self.addresses.append(address)
+        return TaskPlacement(num_cpus=1.0)
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
+    made = Ray()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster, "connect_for_data", made.connect_for_data)
+    monkeypatch.setattr(node_storage, "require_reachable", made.paths.append)
+    return made
+
+
+def chosen(config: PreparationConfig) -> Engine:
+    with engine(config, Console(quiet=True), paths=("a", "b")) as found:
+        return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment", "connected", "on_ray"),
+    [
+        ({}, None, False, False),
+        ({"engine": "auto"}, "", False, False),
+        ({"engine": "auto"}, "head:6379", False, True),
+        ({"engine": "auto"}, None, True, True),
+        ({"address": "head:6379"}, None, False, True),
+        ({"address": "local"}, None, False, True),
+        ({"address": "none"}, "head:6379", True, False),
+        ({"engine": "threads"}, "head:6379", True, False),
+        ({"engine": "ray"}, None, False, True),
+        ({"engine": "ray", "address": "head:6379"}, None, False, True),
+    ],
+)
+def test_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+    ray: Ray,
+    settings: dict[str, Any],
+    environment: str | None,
+    connected: bool,
+    on_ray: bool,
+) -> None:
+    monkeypatch.setattr(cluster, "is_connected", lambda: connected)
+    if environment is not None:
+        monkeypatch.setenv("RAY_ADDRESS", environment)
+    found = chosen(PreparationConfig(**settings))
+    if on_ray:
+        assert found == RayEngine(TaskPlacement(num_cpus=1.0))
+        assert ray.addresses == [settings.get("address")]
+        assert ray.paths == [("a", "b", cache_folder())]
+    else:
+        assert found == ThreadEngine(machine.usable_cpus())
+        assert not ray.addresses
+        assert not ray.paths
+
+
+@pytest.mark.parametrize("address", ["head:6379", "local", "none"])
+def test_threads_take_no_address(address: str) -> None:
+    with pytest.raises(InputError, match=r"^engine threads: works in this process, and takes no address; leave one"):
+        PreparationConfig(engine="threads", address=address)

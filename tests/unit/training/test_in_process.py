@@ -1,0 +1,297 @@
+"""Whole runs in this process: how they end, what they leave in their folder, and that the process is as it was before."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import replicated_ranks
+import torch
+from torch import distributed
+
+from rayrec import recipes, storage
+from rayrec.checkpoint import latest
+from rayrec.config import InputError
+from rayrec.data.engine import STOP_ASKED
+from rayrec.data.threads import ThreadEngine
+from rayrec.observe.console import Console
+from rayrec.observe.events import read_events
+from rayrec.training import in_process, profiling, stopping, trainer
+from rayrec.workloads.base import RunContext, TrainConfig
+
+STEPS = 12
+WAIT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Small(replicated_ranks.Small):
+    """Calls `AT_STEP` in the forward pass of every training step, by its number from 1 on in this process."""
+
+    def check(self, config: TrainConfig) -> None:
+        pass
+
+    def prepare(self, context: RunContext) -> None:
+        assert isinstance(context.engine, ThreadEngine)
+
+    def measure(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if model.training:
+            at_step()
+        return super().measure(model, tensors)
+
+
+class Steps:
+    """What happens at which step."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.act: Callable[[int], None] = lambda number: None
+
+
+STATE = Steps()
+
+
+def at_step() -> None:
+    STATE.number += 1
+    STATE.act(STATE.number)
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No Ray, quick polls; and afterwards the process is as it was."""
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("a run in this process starts no Ray")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", never)
+    monkeypatch.setattr(stopping, "POLL_S", 0.01)
+    monkeypatch.setattr(in_process, "_LOOK_S", 0.01)
+    monkeypatch.setattr(profiling, "_POLL_S", 0.02)
+    STATE.__init__()  # type: ignore[misc]
+    root = logging.getLogger()
+    handlers, level, threads = root.handlers, root.level, torch.get_num_threads()
+    on_signal = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    yield
+    STOP_ASKED.clear()
+    assert not distributed.is_initialized()
+    assert torch.get_num_threads() == threads
+    assert (root.handlers, root.level) == (handlers, level)
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == on_signal
+    assert not workers()
+
+
+def workers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "worker"]
+
+
+def config(folder: Path, **changes: Any) -> TrainConfig:
+    plain = replicated_ranks.config(1, steps=STEPS)
+    workload = Small(optimizer=plain.workload.optimizer, schedule=plain.workload.schedule)  # type: ignore[attr-defined]
+    return plain.replace(
+        name="run",
+        storage_path=str(folder),
+        workload=workload,
+        evaluate_every=6,
+        trackers={"prometheus": False, "tensorboard": False},
+        scaling={"num_workers": 1, "threads_per_worker": torch.get_num_threads() + 1},
+        observe={"times": False},
+    ).updated(changes)
+
+
+def run(folder: Path, **changes: Any) -> trainer.Result:
+    return trainer.train(config(folder, **changes), console=Console(quiet=True))
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    return read_events(folder / "run" / "events.jsonl")
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights of a run that nothing interrupts."""
+    return run(tmp_path_factory.mktemp("uninterrupted")).summary["weights_sha256"]
+
+
+def test_a_whole_run(tmp_path: Path, expected: str) -> None:
+    inside: list[tuple[bool, int, int, str]] = []
+
+    def act(number: int) -> None:
+        logging.getLogger("x").info("step %d", number)
+        inside.append(
+            (
+                distributed.is_initialized(),
+                distributed.get_world_size(),
+                torch.get_num_threads(),
+                threading.current_thread().name,
+            )
+        )
+
+    STATE.act = act
+    threads = torch.get_num_threads()
+    result = run(tmp_path)
+    assert set(inside) == {(True, 1, threads + 1, "worker")}
+    assert len(inside) == STEPS
+    summary = result.summary
+    assert (summary["steps"], summary["rows_lost"], summary["rows_repeated"]) == (STEPS, 0, 0)
+    assert summary["weights_sha256"] == expected
+    folder = tmp_path / "run"
+    assert storage.read_json(str(folder / "summary.json")) == summary
+    assert "<html" in (folder / "report.html").read_text()
+    assert "[rank 0] INFO x: step 12" in (folder / "logs" / "worker_0.log").read_text()
+    kinds = [event["kind"] for event in events(tmp_path)]
+    assert kinds[:4] == ["run", "prepared", "attempt", "start"]
+    assert "failure" not in kinds
+    assert not list((folder / "profile").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (ValueError("shapes\n (3, 4) and (5,) do not match"), "ValueError: (3, 4) and (5,) do not match"),
+        (InputError("the loss is nan at step 5; lower the learning rates"), None),
+        (RuntimeError(), "RuntimeError"),
+    ],
+)
+def test_an_error_of_the_worker_is_raised_as_itself(tmp_path: Path, error: Exception, cause: str | None) -> None:
+    def act(number: int) -> None:
+        if number == 5:
+            raise error
+
+    STATE.act = act
+    with pytest.raises(type(error)) as raised:
+        run(tmp_path)
+    assert raised.value is error
+    assert raised.value.__cause__ is None
+    assert [frame.name for frame in traceback.extract_tb(error.__traceback__)][-2:] == ["at_step", "act"]
+    found = events(tmp_path)
+    assert (found[-1]["kind"], found[-1]["cause"], found[-1]["last"]) == ("failure", cause or str(error), True)
+    assert [event["kind"] for event in found].count("attempt") == 1  # it is not tried again
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)], ids=["SIGTERM", "SIGINT"]
+)
+def test_a_signal_saves_and_the_same_call_resumes(
+    tmp_path: Path, expected: str, number: signal.Signals, raised: type[BaseException]
+) -> None:
+    def act(step: int) -> None:
+        if step == 3:
+            os.kill(os.getpid(), number)
+            assert STOP_ASKED.wait(WAIT_S)
+
+    STATE.act = act
+    with pytest.raises(raised) as ended:
+        run(tmp_path)
+    if isinstance(ended.value, SystemExit):
+        assert ended.value.code == 143
+    saved = latest(str(tmp_path / "run"))
+    assert saved is not None
+    assert 3 <= saved.step < STEPS
+    stop = events(tmp_path)[-1]
+    assert (stop["kind"], stop["cause"], stop["step"], stop["last"]) == ("stop", number.name, saved.step, True)
+    STATE.act = lambda step: None
+    summary = run(tmp_path).summary
+    assert STATE.number == STEPS  # no step was trained twice
+    assert (summary["weights_sha256"], summary["rows_lost"], summary["rows_repeated"]) == (expected, 0, 0)
+    assert [event["checkpoint"] for event in events(tmp_path) if event["kind"] == "start"] == [None, saved.path]
+
+
+def test_a_worker_that_does_not_save_within_the_grace_is_not_waited_for(tmp_path: Path) -> None:
+    freed = threading.Event()
+
+    def act(step: int) -> None:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            freed.wait(WAIT_S)
+            raise ValueError("nobody waits for this")
+
+    STATE.act = act
+    with pytest.raises(SystemExit) as ended:
+        run(tmp_path, failure={"grace_s": 0.05, "max_grace_s": 0.05})
+    (worker,) = workers()
+    freed.set()
+    worker.join(WAIT_S)
+    assert ended.value.code == 143
+    failure = next(event for event in events(tmp_path) if event["kind"] == "failure")
+    assert failure["cause"].startswith("SIGTERM, and the last checkpoint made no progress for failure.grace_s (0 s)")
+    assert failure["last"]
+    assert latest(str(tmp_path / "run")) is None
+
+
+def test_a_running_run_is_asked_for_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "_LEAD_S", 0.0)
+    folder, told = str(tmp_path / "run"), list[dict[str, Any]]()
+    request, asked = tmp_path / "run" / "profile" / "request.json", threading.Event()
+
+    def ask() -> None:
+        so_far = read_events(f"{folder}/events.jsonl")
+        told.append(profiling.request_profile(folder, so_far, steps=2, note=lambda text: asked.set(), timeout_s=WAIT_S))
+
+    asking = threading.Thread(target=ask)
+
+    def act(step: int) -> None:
+        if step == 3:
+            asking.start()
+            assert asked.wait(WAIT_S)
+        if step > 3:
+            pause = threading.Event()
+            while request.exists():
+                pause.wait(0.01)
+            pause.wait(0.02)
+
+    STATE.act = act
+    run(tmp_path)
+    asking.join(WAIT_S)
+    (profile,) = told
+    assert (profile["steps"], profile["ranks"]) == (2, 1)
+    operations = storage.read_json(f"{profile['profile']}/rank_0/operations.json")
+    assert any("aten::" in str(operation) for operation in operations)  # of the worker's thread
+    assert [event["path"] for event in events(tmp_path) if event["kind"] == "profile"] == [profile["profile"]]
+
+
+def test_a_process_group_of_the_caller_is_used_and_kept(tmp_path: Path, expected: str) -> None:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        assert run(tmp_path).summary["weights_sha256"] == expected
+        assert distributed.is_initialized()
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_a_rank_of_a_larger_process_group_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(distributed, "is_initialized", lambda: True)
+        patch.setattr(distributed, "get_world_size", lambda: 4)
+        with pytest.raises(InputError, match="this process is one of 4 of a process group"):
+            run(tmp_path)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_click_model(tmp_path: Path, click_log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+    log = tmp_path / "log.txt"
+    log.write_bytes(b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:3500]))
+    wanted = recipes.criteo_demo(str(log)).replace(
+        name="run",
+        storage_path=str(tmp_path),
+        steps=6,
+        batch_size=256,
+        min_steps_per_epoch=1,
+        evaluate_every=6,
+        scaling={"num_workers": 1},
+        trackers={"prometheus": False, "tensorboard": False},
+    )
+    summary = trainer.train(wanted, console=Console(quiet=True)).summary
+    assert (summary["steps"], summary["rows"], summary["rows_lost"], summary["rows_repeated"]) == (6, 6 * 256, 0, 0)
+    assert 0.0 < summary["metrics"]["logloss"] < 1.0
+    assert [event["num_workers"] for event in events(tmp_path) if event["kind"] == "attempt"] == [1]

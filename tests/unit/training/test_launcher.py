@@ -1,0 +1,114 @@
+"""What a run trains on: its own process, or Ray; decided without either being started."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rayrec import recipes
+from rayrec.config import InputError
+from rayrec.launch import cluster
+from rayrec.launch.cluster import is_connected  # the real one: tests/conftest.py replaces the module's
+from rayrec.training.in_process import InProcessLauncher
+from rayrec.training.launcher import launcher_of, trains_in_process
+from rayrec.training.on_ray import RayLauncher
+from rayrec.workloads.base import TrainConfig
+
+ONE = {"num_workers": 1}
+STORE = {"object_store_bytes": 100_000_000}
+
+
+@pytest.fixture(autouse=True)
+def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def config(scaling: dict[str, Any], **ray: Any) -> TrainConfig:
+    return recipes.criteo_demo("none").replace(scaling=scaling, cluster=ray)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "ray", "expected"),
+    [
+        (ONE, {}, True),
+        ({"num_workers": (1, 1)}, {}, True),
+        ({"num_workers": 2}, {}, False),
+        ({"num_workers": (1, 2)}, {}, False),  # may grow
+        ({**ONE, "resources_per_worker": {"slot": 1.0}}, {}, False),
+        (ONE, STORE, False),
+        (ONE, {"num_cpus": 2}, True),
+        (ONE, {"address": "none"}, True),
+        (ONE, {"address": "local"}, False),
+        (ONE, {"address": "head:6379"}, False),
+        (ONE, {"address": "auto"}, False),
+    ],
+)
+def test_one_worker_without_an_address_needs_no_ray(
+    scaling: dict[str, Any], ray: dict[str, Any], expected: bool
+) -> None:
+    wanted = config(scaling, **ray)
+    assert trains_in_process(wanted) is expected
+    launcher = launcher_of(wanted)
+    assert isinstance(launcher, InProcessLauncher if expected else RayLauncher)
+    assert launcher.on_ray is not expected
+
+
+@pytest.mark.parametrize(
+    ("scaling", "ray", "told"),
+    [
+        ({"num_workers": 2}, {}, "scaling.num_workers 2: several workers"),
+        ({"num_workers": (1, 4)}, {}, "scaling.num_workers 4: several workers"),
+        ({**ONE, "resources_per_worker": {"slot": 1.0}}, {}, "scaling.resources_per_worker: Ray's resources"),
+        (ONE, STORE, "cluster.object_store_bytes: an object store"),
+    ],
+)
+def test_the_address_none_is_refused_with_what_only_ray_has(
+    scaling: dict[str, Any], ray: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(InputError) as raised:
+        launcher_of(config(scaling, address="none", **ray))
+    assert str(raised.value) == f"{told} needs Ray; leave out --cluster.address none, or give local"
+
+
+@pytest.mark.parametrize(
+    ("address", "environment", "connected", "expected"),
+    [
+        (None, None, False, True),
+        (None, "", False, True),
+        (None, "head:6379", False, False),
+        (None, None, True, False),
+        ("none", "head:6379", True, True),
+        ("local", None, False, False),
+        ("head:6379", None, False, False),
+    ],
+)
+def test_what_names_a_ray(
+    monkeypatch: pytest.MonkeyPatch, address: str | None, environment: str | None, connected: bool, expected: bool
+) -> None:
+    monkeypatch.setattr(cluster, "is_connected", lambda: connected)
+    if environment is not None:
+        monkeypatch.setenv("RAY_ADDRESS", environment)
+    assert cluster.is_in_process(address) is expected
+    assert trains_in_process(config(ONE, **({} if address is None else {"address": address}))) is expected
+
+
+def test_a_connection_is_looked_for_without_importing_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    for connected in (True, False):
+        monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda connected=connected: connected))
+        assert is_connected() is connected
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())  # as it is while another thread imports it
+    assert not is_connected()
+    monkeypatch.delitem(sys.modules, "ray")
+    assert not is_connected()
+    assert "ray" not in sys.modules
+
+
+def test_what_needs_ray_refuses_the_address_none_even_if_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "is_connected", lambda: True)
+    with pytest.raises(
+        InputError, match=r"^address none: this needs Ray; leave the address out, or give local or HOST:PORT$"
+    ):
+        cluster.connect("none", num_cpus=None, object_store_bytes=None, log_to_driver=False)
