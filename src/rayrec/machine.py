@@ -41,6 +41,14 @@ def memory(root: Path = _ROOT) -> Memory:
     return Memory(total, available)
 
 
+def resident_bytes(root: Path = _ROOT) -> int:
+    """Resident memory of this process; 0 if the kernel does not say."""
+    try:
+        return int((root / "proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
 def _cpu_quotas(root: Path) -> Iterator[float]:
     for folder in _groups(root, "cpu", "cpu.max", "cpu.cfs_quota_us"):
         quota = _numbers(folder / "cpu.max") or (

@@ -42,7 +42,8 @@ def curves(
         ("Share of the device's measured peak (a lower bound)", "peak_fraction"),
         ("Learning rate", "learning_rate"),
         ("Gradient norm", "gradient_norm"),
-        ("Memory of a worker (bytes)", "memory_bytes"),
+        ("Memory of the largest worker (bytes)", "memory_bytes"),
+        ("Most memory that tensors took of a GPU (bytes)", "device_memory_bytes"),
     ):
         if any(name in event for event in steps):
             line = Line(title, [((event["time"] - events[0]["time"]) / unit_s, event.get(name)) for event in steps])

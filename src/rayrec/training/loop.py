@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import islice
@@ -15,12 +15,16 @@ import numpy as np
 import torch
 from torch import distributed
 
+from rayrec import machine
 from rayrec.config import InputError
+from rayrec.optim import learning_rates
 from rayrec.row_tally import RowNumbers, RowTally
 from rayrec.training.data_report import DataReport
 from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerSetup
 from rayrec.workloads.phases import NoClock, StepClock
 
+_HELD = ("memory_bytes", "device_memory_bytes")
+"""In a step event: resident memory of the worker that has most, and the most that tensors took of a GPU since the last log."""
 _LOOK_S = 5.0
 """Between two looks for reasons to save, as far as whole steps allow: what `failure.grace_s` is not to be lost to."""
 Cut = Literal["none", "save", "stop"]
@@ -314,7 +318,7 @@ class Account:
     ) -> None:
         self._config, self._loader, self._progress = config, loader, progress
         self._clock, self._cost, self._peak = setup.clock, setup.multiply_adds_per_row, setup.peak_multiply_adds_per_s
-        self._log, self._interruption = log, interruption
+        self._log, self._interruption, self._optimizer = log, interruption, setup.optimizer
         self._data = DataReport(loader) if config.observe.times else None
         self._first_step, self._rows_before = progress.step, progress.rows
         self._losses: list[torch.Tensor] = []
@@ -349,14 +353,16 @@ class Account:
         mine = torch.stack(self._losses).mean().item()
         now_s = time.perf_counter()
         times_s = self._clock.read()
-        own = [mine, batches.blocked_s, now_s - self._start_s, self._num_rows, *times_s.values()]
+        held = [machine.resident_bytes(), *_device_bytes()]
+        own = [mine, batches.blocked_s, now_s - self._start_s, self._num_rows, *times_s.values(), *held]
         data = self._data.take() if self._data else []
         means, maxima = over_workers(*own, *data, *self._interruption.seen())
         *_, asked, look = maxima
         mean, blocked_s, elapsed_s, num_rows = means[:4]
         times_max_s = dict(zip(times_s, maxima[4:], strict=False))
         times_s = dict(zip(times_s, means[4:], strict=False))
-        self._log_steps(mean, num_rows, blocked_s, sum(times_s.values()) or elapsed_s, times_s, times_max_s)
+        most_held = maxima[len(own) - len(held) : len(own)]
+        self._log_steps(mean, num_rows, blocked_s, sum(times_s.values()) or elapsed_s, times_s, times_max_s, most_held)
         if self._data:
             self._data.tell(means[len(own) : len(own) + len(data)], step=progress.step, log=self._log)
         self._plan_look(elapsed_s)
@@ -397,6 +403,7 @@ class Account:
         elapsed_s: float,
         times_s: dict[str, float],
         times_max_s: dict[str, float],
+        most_held: Sequence[float],
     ) -> None:
         progress = self._progress
         if progress.trained is None:  # the loader's word for it
@@ -413,6 +420,8 @@ class Account:
             "rows": progress.rows,
             "rows_per_s": rows / elapsed_s,
             "blocked_fraction": blocked_s / elapsed_s,
+            "learning_rate": max(learning_rates(self._optimizer), default=0.0),
+            **{name: int(size) for name, size in zip(_HELD, most_held, strict=False) if size},
         }
         if times_s:
             fields["times_s"] = times_s
@@ -426,6 +435,15 @@ class Account:
         self._log("step", fields)
         if not math.isfinite(loss):
             raise InputError(f"the loss is {loss} at step {progress.step}; lower the learning rates")
+
+
+def _device_bytes() -> list[float]:
+    """The most that tensors took of this worker's GPU since the last call."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return []
+    most = float(torch.cuda.max_memory_allocated())
+    torch.cuda.reset_peak_memory_stats()
+    return [most]
 
 
 def judge(progress: Progress, score: float, *, min_improvement: float) -> None:

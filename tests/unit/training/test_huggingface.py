@@ -105,7 +105,7 @@ class Attempt:
 
     def told(self) -> list[tuple[str, dict[str, Any]]]:
         """The events, without what depends on the clock."""
-        timed = {"rows_per_s", "blocked_fraction", "times_s", "multiply_adds_per_s", "peak_fraction"}
+        timed = {"rows_per_s", "blocked_fraction", "times_s", "multiply_adds_per_s", "peak_fraction", "memory_bytes"}
         return [
             (kind, {k: v for k, v in fields.items() if k not in timed})
             for kind, fields in self.events

@@ -161,6 +161,7 @@ class Run:
             multiply_adds_per_row=None,
             peak_multiply_adds_per_s=None,
             model=SimpleNamespace(train=lambda: None, eval=lambda: None),
+            optimizer=SimpleNamespace(param_groups=[{"lr": 0.25}, {"lr": 0.5}]),
             begin_step=lambda step, total: None,
             make_metrics=lambda: SimpleNamespace(
                 update=lambda output: None, compute=lambda: {"auroc": 0.5 + self.progress.step / 100}
@@ -290,6 +291,8 @@ def test_the_longest_times_of_several_workers_are_told(monkeypatch: pytest.Monke
     steps = [fields for fields in run.fields if "times_s" in fields]
     assert len(steps) == 5
     for fields in steps:
+        assert fields["learning_rate"] == 0.5  # the highest
+        assert fields["memory_bytes"] > 50_000_000 * num_workers  # of the worker that has most
         if num_workers == 1:
             assert "times_max_s" not in fields
         else:
