@@ -164,6 +164,19 @@ MISTAKES: dict[str, tuple[Make, str]] = {
         "9 workers need 9 CPU",
     ),
     "GPUs on a machine without": (good("--scaling.use-gpu"), "GPU"),
+    "several workers in one process": (
+        good("--scaling.num-workers", "2", "--cluster.address", "none"),
+        "scaling.num_workers 2",
+    ),
+    "threads at an address": (
+        command("vocabulary", "FOLDER/t.txt", "--out", "FOLDER/v", "--engine", "threads", "--address", "host:1"),
+        "engine threads",
+    ),
+    "tokenizer absent": (
+        command("preprocess", "FOLDER", "--format", "mds", "--out", "FOLDER/m", "--tokenizer", "none"),
+        "tokenizer: none is no folder",
+    ),
+    "teacher without weight": (good("--workload.teacher.checkpoint", "FOLDER/none"), "teacher.weight: is 0"),
     # checkpoints
     "checkpoint absent": (command("evaluate", "FOLDER/none", "FOLDER"), "holds no complete checkpoint"),
     "checkpoint damaged": (checkpoint("{"), "manifest.json"),

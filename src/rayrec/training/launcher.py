@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from rayrec.config import InputError
 from rayrec.data.engine import StreamEngine
@@ -62,18 +62,17 @@ def launcher_of(config: TrainConfig) -> Launcher:
     return RayLauncher(config)
 
 
-_NEEDS_RAY: Final = f"; leave out --cluster.address {IN_PROCESS}, or give local"
-
-
 def trains_in_process(config: TrainConfig) -> bool:
     """Whether the run needs no Ray: one worker, nothing that only Ray has, and no address. Raises InputError for the address
     `none` with what only Ray has."""
     wanted = {
-        f"scaling.num_workers {config.scaling.max_workers}: several workers": config.scaling.max_workers > 1,
-        "scaling.resources_per_worker: Ray's resources": bool(config.scaling.resources_per_worker),
-        "cluster.object_store_bytes: an object store": config.cluster.object_store_bytes is not None,
+        f"scaling.num_workers {config.scaling.max_workers}": config.scaling.max_workers > 1,
+        "scaling.resources_per_worker": bool(config.scaling.resources_per_worker),
+        "cluster.object_store_bytes": config.cluster.object_store_bytes is not None,
     }
     reasons = [reason for reason, given in wanted.items() if given]
     if config.cluster.address == IN_PROCESS and reasons:
-        raise InputError(f"{reasons[0]} needs Ray{_NEEDS_RAY}")
+        raise InputError(
+            f"{reasons[0]}: needs Ray, and --cluster.address {IN_PROCESS} asks for none; leave one of the two out"
+        )
     return not reasons and is_in_process(config.cluster.address)

@@ -59,10 +59,10 @@ def test_one_worker_without_an_address_needs_no_ray(
 @pytest.mark.parametrize(
     ("scaling", "ray", "told"),
     [
-        ({"num_workers": 2}, {}, "scaling.num_workers 2: several workers"),
-        ({"num_workers": (1, 4)}, {}, "scaling.num_workers 4: several workers"),
-        ({**ONE, "resources_per_worker": {"slot": 1.0}}, {}, "scaling.resources_per_worker: Ray's resources"),
-        (ONE, STORE, "cluster.object_store_bytes: an object store"),
+        ({"num_workers": 2}, {}, "scaling.num_workers 2"),
+        ({"num_workers": (1, 4)}, {}, "scaling.num_workers 4"),
+        ({**ONE, "resources_per_worker": {"slot": 1.0}}, {}, "scaling.resources_per_worker"),
+        (ONE, STORE, "cluster.object_store_bytes"),
     ],
 )
 def test_the_address_none_is_refused_with_what_only_ray_has(
@@ -70,7 +70,7 @@ def test_the_address_none_is_refused_with_what_only_ray_has(
 ) -> None:
     with pytest.raises(InputError) as raised:
         launcher_of(config(scaling, address="none", **ray))
-    assert str(raised.value) == f"{told} needs Ray; leave out --cluster.address none, or give local"
+    assert str(raised.value) == f"{told}: needs Ray, and --cluster.address none asks for none; leave one of the two out"
 
 
 @pytest.mark.parametrize(
