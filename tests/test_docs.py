@@ -234,6 +234,24 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in {_slug(heading) for heading in headings}, target
 
 
+def test_named_tests_exist() -> None:
+    """A name that ends in `...` is the beginning of one."""
+    files = list((ROOT / "tests").rglob("test_*.py"))
+    functions = "\n".join(file.read_text() for file in files if file.name != "test_docs.py")
+    named = {
+        name
+        for page in PAGES
+        for name in re.findall(r"`(?:tests/[\w/]+/)?(test_\w+(?:\.py|\.\.\.)?)`", page.read_text())
+    }
+    assert len(named) > 10
+    for name in named:
+        if name.endswith(".py"):
+            assert name in {file.name for file in files}, name
+        else:
+            wanted = re.escape(name.removesuffix("...")) + ("" if name.endswith("...") else r"\b")
+            assert re.search(rf"^ *(async )?def {wanted}", functions, re.MULTILINE), name
+
+
 def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
     missing = [page.name for page in PAGES[1:] if page.name != "index.md" and f"]({page.name})" not in index]

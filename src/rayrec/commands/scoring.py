@@ -26,7 +26,8 @@ def _scoring(
         batch_rows: Rows the model takes at once; default 8192 for a click model, else as many as in evaluations while training.
         device: cuda: each scoring process gets one GPU.
         max_bad_fraction: Share of faulty lines above which a log is refused; default as in training.
-        address: Address of a running Ray cluster; default RAY_ADDRESS, else a local Ray.
+        address: HOST:PORT or auto: a running Ray cluster; local: a local Ray; none: threads of this process. Default: the Ray
+            that RAY_ADDRESS names, else threads of this process.
     """
     return {
         "recipe": recipes.find(recipe) if recipe else None,
@@ -178,7 +179,7 @@ def _serve(
         rollback: Give the running server back the model before.
         no_shadow: The running server's shadow model is no longer used.
         stop: The running server answers the requests in flight and ends, also one whose own process was killed.
-        address: Address of a running Ray cluster; default RAY_ADDRESS, else a local Ray.
+        address: HOST:PORT or auto: a running Ray cluster; default RAY_ADDRESS, else a local Ray.
         config: How it is served.
     """
     api.serve(
