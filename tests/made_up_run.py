@@ -42,8 +42,11 @@ def begin(events: Events, name: str = "<script>alert(1)</script>") -> None:
     versions = {"python": "3.11.7", "torch": "2.13.0"}
     events.add("run", recipe="gpt2_tiny", name=name, config_hash="0123456789abcdef", versions=versions)
     events.add("prepared", seconds=1.0)
+    events.add("start_up", after_s=0.0, process="driver", stages={"imports": 4.0, "index": 0.5})
     events.add("attempt", number=1, num_workers=2)
     events.add("start", step=0, steps=200, world_size=2, checkpoint=None)
+    events.add("start_up", after_s=0.0, process="worker", stages={"process_group": 8.0, "set_up": 2.0})
+    events.add("start_up", after_s=0.0, process="worker", stages={"first_batch": 0.25, "first_step": 1.25})
 
 
 def samples() -> list[dict[str, Any]]:
@@ -70,6 +73,9 @@ def run(*, finished: bool = True) -> list[dict[str, Any]]:
     events.add("attempt", number=2, num_workers=1)
     events.add("checkpoint_damaged", path="runs/run/checkpoints/step_00000110", cause="cut short")
     events.add("start", after_s=5.0, step=100, steps=200, world_size=1, checkpoint="runs/run/checkpoints/step_00000100")
+    events.add(
+        "start_up", after_s=0.0, process="worker", stages={"process_group": 6.0, "restore": 3.0, "later_stage": 1.0}
+    )
     events.steps(110, 200 if finished else 150)
     if finished:
         events.add("samples", samples=samples())

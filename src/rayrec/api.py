@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rayrec.launch.supervision import SuperviseConfig
     from rayrec.launch.supervisor import Outcome
     from rayrec.observe.console import Console
+    from rayrec.observe.start_up import Stopwatch
     from rayrec.prepare.config import PreparationConfig
     from rayrec.prepare.preprocess import Format
     from rayrec.prepare.validate import Gates
@@ -139,13 +140,13 @@ def fetch(
         return run(files_of(name), out, base_url=base_url, verify=verify, note=console.note, progress=console.progress)
 
 
-def train(config: TrainConfig, *, console: Console | None = None) -> Result:
+def train(config: TrainConfig, *, console: Console | None = None, stopwatch: Stopwatch | None = None) -> Result:
     """Trains a recipe; see `rayrec.training.trainer.train`."""
     from rayrec.training.trainer import train as run
 
     console = _console(console)
     require_files(config, note=console.note)
-    return run(config, console=console)
+    return run(config, console=console, stopwatch=stopwatch)
 
 
 def supervise(

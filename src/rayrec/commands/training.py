@@ -12,6 +12,7 @@ from rayrec.data.profiles import MLPERF_NUM_EMBEDDINGS
 from rayrec.launch.policy import Policy
 from rayrec.launch.supervision import SuperviseConfig
 from rayrec.observe.console import Console
+from rayrec.observe.start_up import Stopwatch
 from rayrec.recipes import ALL
 
 DEFAULT_POLICY = Policy()
@@ -50,7 +51,7 @@ def train(arguments: list[str]) -> None:
     resolved, switches = parse_config("train", arguments)
     console = Console(verbose="-v" in switches, quiet="-q" in switches)
     with results_alone():  # Ray prints what it thinks of dead processes
-        result = api.train(resolved, console=console)
+        result = api.train(resolved, console=console, stopwatch=Stopwatch.of_process())
     console.table(f"{resolved.recipe}: finished", summary_rows(result.summary, folder=result.folder))
     print_json(result.summary)
 

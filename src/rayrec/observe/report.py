@@ -99,6 +99,7 @@ def render(run: Run, *, price: Price | None = None) -> str:
             report_model.categories(events),
             report_model.sharding(events),
             report_model.samples(events),
+            report_course.start_up(events),
             report_course.course(events, tried),
             report_course.checkpoints(events),
             report_course.profiles(events),

@@ -13,11 +13,14 @@ from rayrec.observe.data_stages import data_side
 from rayrec.observe.history import VALIDATION, Attempt, Event
 from rayrec.observe.page import facts, section, table
 from rayrec.observe.quantities import TIME_UNITS, clock_text, duration_text, number_text, size_text
+from rayrec.observe.start_up import STAGES, in_order, starts
 from rayrec.observe.time_split import WORDS
 from rayrec.observe.time_split import time_split as split_of
 
 UNDRAWN = {"rows", "label_rate"}
 """Validation metrics that tell of the data, not of the model."""
+_STARTS = 4
+"""Starts that the stages are shown of, besides the first: the last ones."""
 _PARTS_OF_RUN = 5
 """That the time split is shown for, beside the whole."""
 
@@ -137,7 +140,24 @@ def stages(events: Sequence[Event]) -> str:
     return section("Data pipeline, over the run", table(heads, rows, name=name) + facts(told))
 
 
-# -- attempts, checkpoints, cost
+# -- start, attempts, checkpoints, cost
+
+
+def start_up(events: Sequence[Event]) -> str:
+    """How long each stage took from the command to the first step, and from each later attempt to its first step."""
+    every = starts(events)
+    shown = list(enumerate(every, start=1))
+    shown = shown[:1] + shown[1:][-_STARTS:]
+    stages_of = [stages for _, stages in shown]
+    rows = [
+        [STAGES.get(name, name), *(duration_text(stages[name]) if name in stages else "" for stages in stages_of)]
+        for name in in_order(stages_of)
+    ]
+    if not rows:
+        return ""
+    rows.append(["together", *(duration_text(sum(stages.values())) for stages in stages_of)])
+    heads = ["stage", *(f"start {number}" for number, _ in shown)]
+    return section("Start-up", table(heads, rows, name="Stages of the start"))
 
 
 def course(events: Sequence[Event], tried: Sequence[Attempt]) -> str:

@@ -23,7 +23,7 @@ from torch import distributed
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from rayrec.batch import TensorBatch
-from rayrec.training.loop import Account, Batches, Cut, Interruption, Progress, Save, steer
+from rayrec.training.loop import Account, Batches, Cut, FirstStep, Interruption, Progress, Save, steer
 from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerSetup
 from rayrec.workloads.phases import OTHER, StepClock
 from rayrec.workloads.replicated import ReplicatedWorkload
@@ -42,10 +42,11 @@ def run(
     log: Callable[[str, dict[str, Any]], None],
     save: Save,
     interruption: Interruption,
+    first_step: FirstStep | None = None,
 ) -> bool:
     """What `loop.run` does, to the same steps and with the same events; Trainer makes the steps."""
     course = steer(config, setup, loader, progress, log=log, save=save, interruption=interruption)
-    account = Account(config, setup, loader, progress, log=log, interruption=interruption)
+    account = Account(config, setup, loader, progress, log=log, interruption=interruption, first_step=first_step)
     try:
         stop = next(course)
     except StopIteration as end:  # nothing is left to train

@@ -22,6 +22,7 @@ from rayrec.data.threads import ThreadEngine
 from rayrec.launch import cluster
 from rayrec.observe.console import Console
 from rayrec.observe.events import EventWriter
+from rayrec.observe.start_up import Stopwatch
 from rayrec.training.grace import Grace, unsaved_cause
 from rayrec.training.mailbox import LocalMailbox
 from rayrec.training.preflight import layout_here
@@ -124,11 +125,13 @@ def _watched(
 def _work(assignment: Assignment, *, cpus: int) -> dict[str, Any]:
     config = assignment.config
     device = torch.device("cuda", torch.cuda.current_device()) if config.scaling.use_gpu else torch.device("cpu")
-    seat = Seat(rank=0, world_size=1, device=device, node=platform.node(), cpus=cpus)
+    stopwatch = Stopwatch(assignment.begun_s)
+    seat = Seat(rank=0, world_size=1, device=device, node=platform.node(), cpus=cpus, stopwatch=stopwatch)
     threads = torch.get_num_threads()
     log = storage.join(assignment.folder, "logs", "worker_0.log")
     try:
         with worker_logs(log, rank=0), _process_group(config):
+            stopwatch.lap("process_group")
             return run_worker(assignment, seat)
     finally:
         torch.set_num_threads(threads)

@@ -25,6 +25,9 @@ from rayrec.workloads.phases import NoClock, StepClock
 
 _HELD = ("memory_bytes", "device_memory_bytes")
 """In a step event: resident memory of the worker that has most, and the most that tensors took of a GPU since the last log."""
+FirstStep = Callable[[float, float], None]
+"""Called when the first step of an attempt is done: with the seconds that the pipeline has waited for batches by then, which may
+be more than one, and with all seconds since it began."""
 _LOOK_S = 5.0
 """Between two looks for reasons to save, as far as whole steps allow: what `failure.grace_s` is not to be lost to."""
 Cut = Literal["none", "save", "stop"]
@@ -194,6 +197,7 @@ def run(
     log: Callable[[str, dict[str, Any]], None],
     save: Save,
     interruption: Interruption,
+    first_step: FirstStep | None = None,
 ) -> bool:
     """Trains from `progress` on until the loader ends, the step limit, or early stopping; False where it was asked to stop
     before, and has saved.
@@ -201,7 +205,7 @@ def run(
     `log(kind, fields)` is called on every worker with the same values. Raises InputError where the loss is not finite.
     """
     course = steer(config, setup, loader, progress, log=log, save=save, interruption=interruption)
-    account = Account(config, setup, loader, progress, log=log, interruption=interruption)
+    account = Account(config, setup, loader, progress, log=log, interruption=interruption, first_step=first_step)
     cut: Cut | None = None
     while True:
         try:
@@ -315,8 +319,10 @@ class Account:
         *,
         log: Callable[[str, dict[str, Any]], None],
         interruption: Interruption,
+        first_step: FirstStep | None = None,
     ) -> None:
         self._config, self._loader, self._progress = config, loader, progress
+        self._first_step_done = first_step
         self._clock, self._cost, self._peak = setup.clock, setup.multiply_adds_per_row, setup.peak_multiply_adds_per_s
         self._log, self._interruption, self._optimizer = log, interruption, setup.optimizer
         self._data = DataReport(loader) if config.observe.times else None
@@ -340,6 +346,9 @@ class Account:
 
     def count(self, loss: torch.Tensor, batches: Batches, *, stop: int) -> bool:
         """One more step is done; collective where a log or a look is due. True where the segment cannot go on up to `stop`."""
+        if self._first_step_done is not None:
+            self._first_step_done(batches.blocked_s, time.perf_counter() - self._start_s)
+            self._first_step_done = None
         progress, rows = self._progress, batches.trained()
         progress.count(rows)
         self._num_rows += 0 if rows is None else len(rows.numbers)

@@ -14,7 +14,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.launch.origin import origin
 from rayrec.launch.versions import versions
-from rayrec.observe import report
+from rayrec.observe import report, start_up
 from rayrec.observe.accounting import costs
 from rayrec.observe.console import Console
 from rayrec.observe.cost import epochs_trained, working_s
@@ -57,7 +57,9 @@ class Result:
         return metrics_dataframe(storage.join(self.folder, "events.jsonl"))
 
 
-def train(config: TrainConfig, *, console: Console | None = None) -> Result:
+def train(
+    config: TrainConfig, *, console: Console | None = None, stopwatch: start_up.Stopwatch | None = None
+) -> Result:
     """Trains a recipe: on the Ray that `config.cluster.address` names, that this process is connected to, or that RAY_ADDRESS
     names; else in this process if there is one worker, and on a local Ray if there are several.
 
@@ -66,9 +68,11 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
 
     A second call with the same storage_path and name goes on from the newest good checkpoint; a finished run is not
     trained again, unless for more steps or epochs. The first SIGTERM or Ctrl-C (in the main thread) saves a checkpoint
-    before it raises SystemExit(143) or KeyboardInterrupt. Raises InputError for what the user can mend.
+    before it raises SystemExit(143) or KeyboardInterrupt. Raises InputError for what the user can mend. `stopwatch` runs
+    since the command began; None: since this call.
     """
-    console = console or Console()
+    console, stopwatch = console or Console(), stopwatch or start_up.Stopwatch()
+    stopwatch.lap("imports")
     check_settings(config)
     name = config.name or f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     config = config.replace(name=name)
@@ -80,9 +84,9 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
         return finished
     preflight(config)
     _set_environment()
+    stopwatch.lap("checks")
     started_s = time.monotonic()
-    launcher = launcher_of(config)
-    launcher.connect(root, console)
+    launcher = _connected(config, root, console, stopwatch)
     from rayrec.checkpoint import latest
 
     with Signals() as signals:  # not before: ray.init puts a handler of its own in place
@@ -112,12 +116,15 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
                 **origin(),
                 changed={change.field: [change.old, change.new] for change in (*changes.accepted, *changes.refused)},
             )
+            stopwatch.lap("folder")
             with console.preparing(), storage.patience(patience_s):
                 engine = launcher.engine(shares, max_outage_s=patience_s)
-                context = RunContext(config, folder, engine, console.note, console.progress)
+                context = RunContext(config, folder, engine, console.note, console.progress, stopwatch)
                 prepared = config.workload.prepare(context)
             prepared_s = time.monotonic() - started_s
             events.write("prepared", seconds=prepared_s, **config.workload.summarize(prepared, {}))
+            stopwatch.lap("prepare")
+            events.write(start_up.KIND, **start_up.fields(start_up.DRIVER, stopwatch.stages))
             if goes_on:  # not before everything that may be refused here
                 with storage.patience(patience_s):
                     _write_config(folder, config)
@@ -130,6 +137,14 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Result:
         console.note(f"{folder}: stopped; the same command goes on from {_newest(folder)}")
         signals.throw()
     raise AssertionError("a run ends without a result only where a signal came")
+
+
+def _connected(config: TrainConfig, root: str, console: Console, stopwatch: start_up.Stopwatch) -> Launcher:
+    launcher = launcher_of(config)
+    stopwatch.lap("imports")
+    launcher.connect(root, console)
+    stopwatch.lap("connect")
+    return launcher
 
 
 @contextlib.contextmanager

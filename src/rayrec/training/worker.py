@@ -6,7 +6,9 @@ import dataclasses
 import gc
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +36,9 @@ from rayrec.checkpoint.ranks import Ranks
 from rayrec.config import InputError
 from rayrec.data.engine import StreamEngine
 from rayrec.native import keep_freed_memory
+from rayrec.observe import start_up
 from rayrec.observe.events import EventWriter
+from rayrec.observe.start_up import Stopwatch
 from rayrec.row_tally import RowTally
 from rayrec.training import loop
 from rayrec.training.device_peak import multiply_adds_per_s_or_zero
@@ -66,6 +70,8 @@ class Assignment:
     """Where the driver leaves its wish to stop."""
     storage_token: str
     """File that the driver has written into the run's folder, for all workers to find."""
+    begun_s: float = dataclasses.field(default_factory=time.time)
+    """When the driver began the attempt, seconds since 1970."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +90,8 @@ class Seat:
     on_ray: bool = False
     preemption: Callable[[], PreemptionInfo | None] = lambda: None
     """Which machines are about to be taken away."""
+    stopwatch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
+    """Times the stages of the start since the driver began the attempt."""
 
 
 def run_worker(assignment: Assignment, seat: Seat) -> dict[str, Any]:
@@ -107,7 +115,7 @@ def run_worker(assignment: Assignment, seat: Seat) -> dict[str, Any]:
         worker = WorkerContext(
             config, seat.rank, seat.world_size, seat.device, assignment.engine, seat.node, seat.object_store_bytes
         )
-        return _train(worker, assignment, log, preemption=seat.preemption)
+        return _train(worker, assignment, log, preemption=seat.preemption, stopwatch=seat.stopwatch)
     finally:
         if store is not None:
             store.close()
@@ -129,16 +137,20 @@ def threads_of_worker(scaling: ScalingConfig, *, share: int) -> int:
 
 
 def _train(
-    worker: WorkerContext, assignment: Assignment, log: Log, *, preemption: Callable[[], PreemptionInfo | None]
+    worker: WorkerContext,
+    assignment: Assignment,
+    log: Log,
+    *,
+    preemption: Callable[[], PreemptionInfo | None],
+    stopwatch: Stopwatch,
 ) -> dict[str, Any]:
     config, folder = assignment.config, assignment.folder
-    # Before data tasks begin, which compute as well.
-    peak = multiply_adds_per_s_or_zero(worker.device, precision=config.precision) if config.observe.times else 0.0
+    peak = _measured_peak(worker, stopwatch) if config.observe.times else 0.0
     damaged: set[int] = set()
     with storage.patience(config.failure.max_outage_s):  # a start is worth as much waiting as a save
         check_shared(assignment.storage_token, Ranks.all())
         mine = _claimed(folder, max_outage_s=config.failure.max_outage_s) if worker.rank == 0 else None
-        checkpoint, setup, loader, progress = _resume(worker, assignment, log, damaged)
+        checkpoint, setup, loader, progress = _resume(worker, assignment, log, damaged, stopwatch)
     if config.observe.times:
         setup.peak_multiply_adds_per_s = peak_of_all(peak, world_size=worker.world_size)
     watch = StopWatch(assignment.mailbox, rank=worker.rank, preemption=preemption)
@@ -159,19 +171,7 @@ def _train(
     )
     watch.write_s = lambda: saver.write_s
     reporter = SaveReporter(assignment.mailbox, lambda: saver.written_bytes, rank=worker.rank)
-    log(
-        "start",
-        {
-            "step": progress.step,
-            "steps": progress.step + loader.steps,
-            "rows": progress.rows,
-            "world_size": worker.world_size,
-            "peak_multiply_adds_per_s": setup.peak_multiply_adds_per_s,
-            "checkpoint": checkpoint and checkpoint.path,
-            "damaged": sorted(damaged),
-            **setup.described,
-        },
-    )
+    _log_start(setup, loader, progress, checkpoint, damaged, log=log, world_size=worker.world_size, stopwatch=stopwatch)
 
     evaluated_step: int | None = None
 
@@ -194,7 +194,16 @@ def _train(
 
     try:
         with waits_noticed(setup.clock):
-            finished = _loop(config)(config, setup, loader, progress, log=log_and_note, save=save, interruption=watch)
+            finished = _loop(config)(
+                config,
+                setup,
+                loader,
+                progress,
+                log=log_and_note,
+                save=save,
+                interruption=watch,
+                first_step=partial(_log_first_step, log),
+            )
         saver.wait()
     except BaseException:
         watch.close()
@@ -220,6 +229,46 @@ def _train(
         return told
     log("stop", {"cause": watch.cause, "step": progress.step, "last": watch.cause not in RESUMES})
     return {"stopped": watch.cause}
+
+
+def _measured_peak(worker: WorkerContext, stopwatch: Stopwatch) -> float:
+    """Before data tasks begin, which compute as well."""
+    peak = multiply_adds_per_s_or_zero(worker.device, precision=worker.config.precision)
+    stopwatch.lap("speed_probe")
+    return peak
+
+
+def _log_start(
+    setup: WorkerSetup,
+    loader: TrainLoader,
+    progress: Progress,
+    checkpoint: Checkpoint | None,
+    damaged: set[int],
+    *,
+    log: Log,
+    world_size: int,
+    stopwatch: Stopwatch,
+) -> None:
+    log(
+        "start",
+        {
+            "step": progress.step,
+            "steps": progress.step + loader.steps,
+            "rows": progress.rows,
+            "world_size": world_size,
+            "peak_multiply_adds_per_s": setup.peak_multiply_adds_per_s,
+            "checkpoint": checkpoint and checkpoint.path,
+            "damaged": sorted(damaged),
+            **setup.described,
+        },
+    )
+    stopwatch.lap("begin")
+    log(start_up.KIND, start_up.fields(start_up.WORKER, stopwatch.stages))
+
+
+def _log_first_step(log: Log, blocked_s: float, elapsed_s: float) -> None:
+    stages = {"first_batch": blocked_s, "first_step": elapsed_s - blocked_s}
+    log(start_up.KIND, start_up.fields(start_up.WORKER, stages))
 
 
 def saver_log(folder: str, log: Log, *, grace_s: float) -> Log:
@@ -271,11 +320,12 @@ def _loop(config: TrainConfig) -> Callable[..., bool]:
 
 
 def _resume(
-    worker: WorkerContext, assignment: Assignment, log: Log, damaged: set[int]
+    worker: WorkerContext, assignment: Assignment, log: Log, damaged: set[int], stopwatch: Stopwatch
 ) -> tuple[Checkpoint | None, WorkerSetup, TrainLoader, Progress]:
     """Everything as the newest good checkpoint left it, or as it is at the start; collective. The steps of those passed over
     are added to `damaged`, on rank 0 at least."""
     config, folder = worker.config, assignment.folder
+    stopwatch.lap("storage")
     passed: dict[str, DamagedError] = {}
     setup: WorkerSetup | None = None
 
@@ -302,11 +352,13 @@ def _resume(
             worker, assignment.prepared, state=state["loader"] if state else None, step=progress.step
         )
         loader.start()  # data tasks get going while the model is built
+        stopwatch.lap("loader")
         if checkpoint is None and setup is not None:  # half filled with what was damaged
             setup = None
             gc.collect()  # there may be no room for two models
         if setup is None:
             setup = config.workload.set_up(worker, assignment.prepared)
+            stopwatch.lap("set_up")
         if checkpoint is None:
             return None, setup, loader, progress
         try:
@@ -315,6 +367,8 @@ def _resume(
             pass_over(checkpoint, error)
             loader.close()
             continue
+        finally:
+            stopwatch.lap("restore")
         return checkpoint, setup, loader, progress
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
 from rayrec import storage
 from rayrec.config import Config, InputError
 from rayrec.data.engine import StreamEngine
+from rayrec.observe.start_up import Stopwatch
 from rayrec.observe.tracking.config import TrackersConfig
 
 if TYPE_CHECKING:
@@ -348,6 +349,8 @@ class RunContext:
     """Tells the user one line."""
     progress: Callable[[str, int, int | None], None]
     """Shows a named amount done of an amount in all."""
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    """Times the stages of `prepare` that have names; the rest of it is the stage `prepare`."""
 
 
 @dataclass(frozen=True)

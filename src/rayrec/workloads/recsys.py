@@ -142,6 +142,7 @@ class ClickWorkload(Workload):
             counted = _order(index, (0, index.rows), config.train_data.replace(shuffle="none"), 0)
         teacher = open_teacher(self.teacher, run=context.folder)
         preprocessor = self._preprocessor(folder, counted, context, teacher)
+        context.stopwatch.lap("vocabulary")
         _check_sparse(preprocessor.inputs)
         if preprocessor.schema != self.schema:
             raise InputError(
@@ -177,6 +178,7 @@ class ClickWorkload(Workload):
             note=context.note,
             progress=context.progress,
         )
+        context.stopwatch.lap("index")
         index.check(context.config.max_bad_fraction, data.path)
         if index.faults.total:
             context.note(f"{data.path}: {index.faults.describe()}; they are left out")

@@ -151,6 +151,7 @@ class Run:
         self.interruption = Interruption(self.pipeline)
         self.clock: StepClock = NoClock()
         self.fields: list[dict[str, Any]] = []
+        self.first_steps: list[tuple[float, float]] = []
         fields = {"evaluate_every": 8, "log_every": 4, "early_stopping": {"patience": 0}, **config}
         self.config = recipes.criteo_demo("none").replace(**fields)
 
@@ -186,6 +187,7 @@ class Run:
             log=log,
             save=save,
             interruption=self.interruption,
+            first_step=lambda blocked_s, elapsed_s: self.first_steps.append((blocked_s, elapsed_s)),
         )
 
 
@@ -347,6 +349,20 @@ def test_a_wish_to_stop_is_seen_between_logs(
     # What was trained is logged, so that it is accounted for.
     assert [step for kind, step in run.events if kind == "step"] == sorted({seen_at, stopped})
     assert run.progress.train_s == pytest.approx(stopped * step_s)
+
+
+@pytest.mark.parametrize("start", [0, 7])
+def test_the_first_step_of_an_attempt_is_timed_alone(monkeypatch: pytest.MonkeyPatch, start: int) -> None:
+    run = slow_run(monkeypatch, step_s=2.0, start=start)
+    pull = run.loader.__next__
+
+    def slow_pull(loader: Loader) -> int:
+        loop.time.now_s += 0.25  # type: ignore[attr-defined]
+        return pull()
+
+    monkeypatch.setattr(Loader, "__next__", slow_pull)
+    assert run.run()
+    assert run.first_steps == [(0.75, 2.75)]  # the pipeline pulls three batches for it
 
 
 def test_looks_change_neither_logs_nor_saves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import torch
 from rayrec import checkpoint, storage
 from rayrec.checkpoint import Checkpoint, folder_of, newest_good, persistence
 from rayrec.config import InputError
+from rayrec.observe.start_up import Stopwatch
 from rayrec.training import worker
 from rayrec.training.loop import Progress
 
@@ -66,7 +67,7 @@ class Resumed:
         def log(kind: str, fields: dict[str, Any]) -> None:
             self.events.append((kind, checkpoint.step_of(fields["path"])))
 
-        return worker._resume(context, assignment, log, self.damaged)
+        return worker._resume(context, assignment, log, self.damaged, Stopwatch())
 
 
 def tear(folder: str, step: int, name: str) -> None:

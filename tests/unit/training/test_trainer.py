@@ -172,7 +172,7 @@ def test_an_error_that_ends_a_run_is_told_and_reported(
 ) -> None:
     events = failing(tmp_path, monkeypatch, error)
     cause = cause or str(error)
-    assert [event["kind"] for event in events] == ["run", "prepared", "start", "step", "failure"]
+    assert [event["kind"] for event in events] == ["run", "prepared", "start_up", "start", "step", "failure"]
     assert (events[-1]["cause"], events[-1]["last"]) == (cause, True)
     assert standing(events) == f"failed ({cause}) at step 5 of 20"
     assert f"failed ({cause})" in html.unescape((tmp_path / "run" / "report.html").read_text())
