@@ -453,6 +453,8 @@ class Workload(Config, abc.ABC):
 
     LOOPS: ClassVar[tuple[str, ...]] = ("rayrec",)
     """Loops that can train it: `TrainConfig.loop`."""
+    WORKER_MODULES: ClassVar[tuple[str, ...]] = ()
+    """Modules that its workers need and its `prepare` does not: a run in one process imports them while data is prepared."""
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = ()
     """Own fields, or groups of them (dotted), that may be others when a run resumes, since they change no step to come."""
 

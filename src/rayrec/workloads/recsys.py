@@ -59,6 +59,7 @@ class Prepared:
 class ClickWorkload(Workload):
     """Trains a click model on a log of clicks."""
 
+    WORKER_MODULES: ClassVar[tuple[str, ...]] = ("rayrec.workloads.recsys_worker",)
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
         "vocabulary_memory_bytes", "sharding.sharding_types", "sharding.min_column_width", "sharding.reserved_fraction",
         "sharding.optimizer_floats_per_row",

@@ -28,6 +28,7 @@ class ReplicatedWorkload(Workload, abc.ABC):
     gradients over workers, checkpoints, evaluation) is here.
     """
 
+    WORKER_MODULES: ClassVar[tuple[str, ...]] = ("rayrec.workloads.replicated_worker",)
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = ("parallel", "accumulate")
 
     parallel: Literal["ddp", "fsdp"] = "ddp"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,8 @@ from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.launch import cluster
 from rayrec.launch.cluster import is_connected  # the real one: tests/conftest.py replaces the module's
+from rayrec.observe.console import Console
+from rayrec.training import in_process
 from rayrec.training.in_process import InProcessLauncher
 from rayrec.training.launcher import launcher_of, trains_in_process
 from rayrec.training.on_ray import RayLauncher
@@ -112,3 +115,19 @@ def test_what_needs_ray_refuses_the_address_none_even_if_connected(monkeypatch: 
         InputError, match=r"^address none: this needs Ray; leave the address out, or give local or HOST:PORT$"
     ):
         cluster.connect("none", num_cpus=None, object_store_bytes=None, log_to_driver=False)
+
+
+def test_what_the_worker_needs_is_imported_while_data_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def load(name: str) -> None:
+        asked.append(name)
+        if len(asked) > 1:
+            raise ImportError(name)  # the worker reports it
+
+    monkeypatch.setattr(in_process.importlib, "import_module", load)
+    InProcessLauncher(config(ONE)).connect("runs", Console(quiet=True))
+    for thread in threading.enumerate():
+        if thread.name == "imports":
+            thread.join(60)
+    assert asked == ["rayrec.training.in_process_worker", "rayrec.workloads.recsys_worker"]

@@ -1,0 +1,99 @@
+"""The worker of a run in the driver's own process."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+
+from rayrec import storage
+from rayrec.checkpoint import write_token
+from rayrec.data.engine import StreamEngine
+from rayrec.observe.start_up import Stopwatch
+from rayrec.training.grace import Grace
+from rayrec.training.mailbox import LocalMailbox
+from rayrec.training.profiling import watched_requests
+from rayrec.training.signals import Signals
+from rayrec.training.worker import Assignment, Seat, run_worker
+from rayrec.training.worker_logs import worker_logs
+from rayrec.workloads.base import TrainConfig
+
+_LOOK_S = 0.1
+
+
+def train_here(
+    config: TrainConfig, folder: str, prepared: Any, *, engine: StreamEngine, cpus: int, signals: Signals
+) -> dict[str, Any] | None:
+    """What `run_worker` returns; None if a signal ended the run and the worker did not save within its `Grace`."""
+    mailbox = LocalMailbox()
+    token = write_token(folder, max_outage_s=config.failure.max_outage_s)
+    assignment = Assignment(config, prepared, folder, engine, mailbox, token)
+    return _watched(lambda: _work(assignment, cpus=cpus), config, folder, mailbox=mailbox, signals=signals)
+
+
+def _watched(
+    work: Callable[[], dict[str, Any]], config: TrainConfig, folder: str, *, mailbox: LocalMailbox, signals: Signals
+) -> dict[str, Any] | None:
+    """What `work` returns, done by a thread, so that this one can pass on signals and requests; None if a signal ended it and the
+    worker did not save within its `Grace`."""
+    future: Future[dict[str, Any]] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="worker", daemon=True).start()
+    grace: Grace | None = None
+    with signals.held(), watched_requests(folder, mailbox):
+        while not future.done():
+            wait([future], timeout=_LOOK_S)
+            if signals.cause is not None:
+                grace = grace or Grace(config.failure, now_s=time.monotonic())
+                mailbox.send(signals.cause)
+                if not future.done() and grace.over(time.monotonic(), written_bytes=mailbox.written_bytes()):
+                    return None
+    return future.result()
+
+
+def _work(assignment: Assignment, *, cpus: int) -> dict[str, Any]:
+    config = assignment.config
+    device = torch.device("cuda", torch.cuda.current_device()) if config.scaling.use_gpu else torch.device("cpu")
+    stopwatch = Stopwatch(assignment.begun_s)
+    seat = Seat(rank=0, world_size=1, device=device, node=platform.node(), cpus=cpus, stopwatch=stopwatch)
+    threads = torch.get_num_threads()
+    log = storage.join(assignment.folder, "logs", "worker_0.log")
+    try:
+        with worker_logs(log, rank=0), _process_group(config):
+            stopwatch.lap("process_group")
+            return run_worker(assignment, seat)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def _process_group(config: TrainConfig) -> Iterator[None]:
+    """Of this process alone; that of the caller if it has one."""
+    if distributed.is_initialized():
+        yield
+        return
+    distributed.init_process_group(
+        "nccl" if config.scaling.use_gpu else "gloo",
+        store=distributed.HashStore(),
+        rank=0,
+        world_size=1,
+        timeout=timedelta(seconds=config.failure.max_outage_s + config.failure.collective_timeout_s),
+    )
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
