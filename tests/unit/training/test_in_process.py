@@ -148,7 +148,7 @@ def test_a_whole_run(tmp_path: Path, expected: str) -> None:
     assert "<html" in (folder / "report.html").read_text()
     assert "[rank 0] INFO x: step 12" in (folder / "logs" / "worker_0.log").read_text()
     kinds = [event["kind"] for event in events(tmp_path)]
-    assert kinds[:4] == ["run", "prepared", "attempt", "start"]
+    assert kinds[:5] == ["run", "prepared", "start_up", "attempt", "start"]
     assert "failure" not in kinds
     assert not list((folder / "profile").glob("*"))
 
