@@ -6,8 +6,8 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
+import metric_ranks
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -167,64 +167,20 @@ def test_accumulator_takes_half_precision() -> None:
 # Many processes ------------------------------------------------------------------------------------------------------
 
 
-def _cases() -> list[tuple[np.ndarray, np.ndarray]]:
-    generator = np.random.default_rng(3)
-    count = 9000
-    labels = (generator.random(count) < 0.3).astype(np.uint8)
-    smooth = (generator.normal(size=count) + labels).astype(np.float32)
-    skewed = np.where(np.arange(count) < 8000, np.float32(-2), smooth).astype(np.float32)  # one key on most rows
-    return [
-        (smooth, labels),
-        (smooth.round(1), labels),
-        (skewed, labels),
-        (np.zeros(count, np.float32), labels),
-        (np.sort(smooth), labels),  # each rank another range
-        (smooth, np.zeros(count, np.uint8)),
-        (smooth[:3], np.array([0, 1, 0], np.uint8)),
-        (smooth[:0], labels[:0]),
-    ]
-
-
-def _bounds(count: int, world_size: int) -> list[list[int]]:
-    if world_size == 2:
-        return [[0, count // 5, count], [0, 0, count]]
-    return [[0, count // 2, count // 2, count], [0, 0, count // 7, count], [0, count, count, count]]
-
-
-def _worker(rank: int, world_size: int, folder: str) -> None:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=world_size)
-    results: list[Any] = []
-    for logits, labels in _cases():
-        for bounds in _bounds(len(labels), world_size):
-            own = slice(bounds[rank], bounds[rank + 1])
-            accumulator = metrics.BinaryMetricsAccumulator()
-            accumulator.update(logits[own], labels[own])
-            results.append(accumulator.compute())
-    refused = 0
-    try:  # NaN on one rank only: all must leave
-        metrics.distributed_binary_metrics([math.nan if rank == 0 else 0.0], [1])
-    except InputError:
-        refused = 1
-    torch.save((refused, results), f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_together_equal_one_process(world_size: int, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    multiprocessing = pytest.importorskip("torch.multiprocessing")
-    multiprocessing.spawn(_worker, args=(world_size, str(tmp_path)), nprocs=world_size)
+    from checkpoint_ranks import run_ranks
+
+    run_ranks(metric_ranks.metrics_of_ranks, world_size, str(tmp_path))
     loaded = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
     assert all(refused for refused, _ in loaded)
     results = [result for _, result in loaded]
     expected = [
-        metrics.binary_metrics(logits, labels) for logits, labels in _cases() for _ in _bounds(len(labels), world_size)
+        metrics.binary_metrics(logits, labels)
+        for logits, labels in metric_ranks.cases()
+        for _ in metric_ranks.bounds(len(labels), world_size)
     ]
     assert len(expected) == len(results[0])
     for index, wanted in enumerate(expected):

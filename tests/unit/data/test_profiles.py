@@ -342,7 +342,7 @@ def test_how_often_a_category_was_counted_is_told_by_its_id(tmp_path: Path, miss
     drawn = np.minimum(rng.geometric(0.02, 5000), 400)  # the first some hundred times, the last once
     fields = ["" if value == 7 else f"{value:08x}" for value in drawn.tolist()]
     text = "".join(f"0\t1\t1\t{field}\t{field}\n" for field in fields).encode()
-    index = index_of(tmp_path, text)
+    index = index_of(tmp_path, text, segment_bytes=10_000)
     preprocessor = made(RAYREC.replace(missing=missing, min_count=2, counted="all"), index)
     rows = preprocessor.encode(read_segments(index.segments, SCHEMA))
     names = bucket_names(preprocessor, "D")

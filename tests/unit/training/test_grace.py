@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import pytest
-import ray.train
 from ray.train import PreemptionInfo
 
 from rayrec.training.grace import Grace, last_save_s
@@ -57,8 +56,7 @@ def test_a_notice_saves_at_once_and_again_before_its_deadline(monkeypatch: pytes
     now: dict[str, Any] = {"s": 5000.0, "info": None}
     monkeypatch.setattr(time, "time", lambda: now["s"])
     monkeypatch.setattr(time, "monotonic", lambda: now["s"])
-    monkeypatch.setattr(ray.train, "get_preemption_info", lambda: now["info"])
-    watch, other = StopWatch(None, rank=1), StopWatch(None, rank=1)
+    watch, other = (StopWatch(None, rank=1, preemption=lambda: now["info"]) for _ in range(2))
     watch._first = True  # as rank 0, without the thread that asks the driver
     watch.write_s = lambda: 10.0
     saves = []

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from checkpoint_ranks import run_ranks
 from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 
 from rayrec.observe.time_split import PHASES
 from rayrec.workloads.phases import (
@@ -20,6 +20,7 @@ from rayrec.workloads.phases import (
     HostClock,
     NoClock,
     TimedOptimizer,
+    notice_exchange,
     step_clock,
     time_forward,
     waits_noticed,
@@ -176,52 +177,42 @@ def test_waiting_for_others_is_told_from_a_saving_thread(tmp_path: Path) -> None
     assert distributed.Work.wait is plain
 
 
-RANK = """
-import json, sys, time
-import torch
-from torch import distributed
-from torch.nn.parallel import DistributedDataParallel
-from rayrec.workloads.phases import DeviceClock, HostClock, notice_exchange, waits_noticed
+SLEEP_S = 0.75
 
-rank, folder = int(sys.argv[1]), sys.argv[2]
-distributed.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
 
 class Slow(torch.autograd.Function):
+    """Computes longer backward on rank 1."""
+
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x * 1.0
+
     @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(1.5 if rank == 1 else 0.0)
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        time.sleep(SLEEP_S if distributed.get_rank() == 1 else 0.0)
         return gradient
 
-model = DistributedDataParallel(torch.nn.Linear(4, 1))
-clock = HostClock()
-with waits_noticed(clock):
-    for step in range(2):
-        clock.start()
-        loss = model(torch.ones(2, 4))
-        loss = Slow.apply(loss).sum()
-        notice_exchange(clock, loss)
-        with clock.phase("backward"):
-            loss.backward()
-        clock.cut()
-print(json.dumps(clock.read()))
-distributed.destroy_process_group()
-"""
+
+def backward_passes(folder: str, rank: int) -> None:
+    """A rank's: writes FOLDER/RANK.json, the split of the time of the second step."""
+    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    clock = HostClock()
+    with waits_noticed(clock):
+        for _ in range(2):
+            clock.start()
+            loss = Slow.apply(model(torch.ones(2, 4))).sum()
+            notice_exchange(clock, loss)
+            with clock.phase("backward"):
+                loss.backward()
+            clock.cut()
+    Path(folder, f"{rank}.json").write_text(json.dumps(clock.read()))
 
 
 def test_the_end_of_a_backward_pass_waits_for_the_slowest(tmp_path: Path) -> None:
     """Rank 1 computes longer: it is backward there, and collectives for rank 0, though DDP waits in C++."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(RANK), str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
-    quick, slow = (json.loads(output.splitlines()[-1]) for output in outputs)
-    assert quick["collectives"] > 0.75
-    assert quick["backward"] < 0.75
-    assert slow["backward"] >= 1.4
-    assert slow["collectives"] < 0.75
+    run_ranks(backward_passes, 2, str(tmp_path))
+    quick, slow = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert quick["collectives"] > SLEEP_S / 2
+    assert quick["backward"] < SLEEP_S / 2
+    assert slow["backward"] >= SLEEP_S * 0.93
+    assert slow["collectives"] < SLEEP_S / 2

@@ -1,0 +1,55 @@
+"""What ranks of a process group do with metrics in tests, each a process of its own; imports little, as each rank does so."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rayrec import metrics
+from rayrec.config import InputError
+
+
+def cases() -> list[tuple[np.ndarray, np.ndarray]]:
+    generator = np.random.default_rng(3)
+    count = 9000
+    labels = (generator.random(count) < 0.3).astype(np.uint8)
+    smooth = (generator.normal(size=count) + labels).astype(np.float32)
+    skewed = np.where(np.arange(count) < 8000, np.float32(-2), smooth).astype(np.float32)  # one key on most rows
+    return [
+        (smooth, labels),
+        (smooth.round(1), labels),
+        (skewed, labels),
+        (np.zeros(count, np.float32), labels),
+        (np.sort(smooth), labels),  # each rank another range
+        (smooth, np.zeros(count, np.uint8)),
+        (smooth[:3], np.array([0, 1, 0], np.uint8)),
+        (smooth[:0], labels[:0]),
+    ]
+
+
+def bounds(count: int, world_size: int) -> list[list[int]]:
+    if world_size == 2:
+        return [[0, count // 5, count], [0, 0, count]]
+    return [[0, count // 2, count // 2, count], [0, 0, count // 7, count], [0, count, count, count]]
+
+
+def metrics_of_ranks(folder: str, rank: int) -> None:
+    """Writes FOLDER/RANK.pt: whether a NaN of rank 0 was refused, and the metrics of all cases and bounds."""
+    world_size = dist.get_world_size()
+    results: list[Any] = []
+    for logits, labels in cases():
+        for edges in bounds(len(labels), world_size):
+            own = slice(edges[rank], edges[rank + 1])
+            accumulator = metrics.BinaryMetricsAccumulator()
+            accumulator.update(logits[own], labels[own])
+            results.append(accumulator.compute())
+    refused = 0
+    try:  # NaN on one rank only: all must leave
+        metrics.distributed_binary_metrics([math.nan if rank == 0 else 0.0], [1])
+    except InputError:
+        refused = 1
+    torch.save((refused, results), f"{folder}/{rank}.pt")
