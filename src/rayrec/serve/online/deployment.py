@@ -265,6 +265,7 @@ class _Held:
             assert self._wanted is not None
             self._hosting.apply(self._wanted)
             if self._hosting.ready:
+                self._exchange()  # once the replica is ready, the process that started the server asks the board for its model
                 return
         self._exchange()  # so that the process that started the server hears why
         raise RuntimeError("; ".join(self._hosting.status().failures.values()))

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+import torch
 from asgi_client import ask, post, post_async
 from ports import free_ports
 from served_click_model import ANY, logits_of, make_model, make_preprocessor, row_text
@@ -23,7 +24,7 @@ import rayrec.api
 from rayrec.checkpoint import folder_of
 from rayrec.config import InputError
 from rayrec.observe.console import Console
-from rayrec.serve.online import changing, running
+from rayrec.serve.online import changing, deployment, running
 from rayrec.serve.online.app import ScoringApp
 from rayrec.serve.online.board import GONE_S, Change, Ledger
 from rayrec.serve.online.counters import Counters
@@ -151,6 +152,20 @@ def test_a_slow_shadow_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 # -- the board
+
+
+def test_the_board_knows_the_model_of_a_replica_that_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that started the server asks it once, as soon as Ray Serve calls the replica ready."""
+    ledger = Ledger("a")
+
+    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="first"), app_name="rayrec")
+    monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
+    monkeypatch.setattr("rayrec.serve.served.open_served", lambda path, device: load(path))
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    held = deployment._Held(ServeConfig(), None)
+    monkeypatch.setattr(deployment._Held, "_ask", lambda held, method, *told: ledger.exchange(*told, now_s=0.0))
+    held._start()
+    assert ledger.describe()["replicas"]["first"]["model"] == MODELS["a"].version
 
 
 def _tell(ledger: Ledger, replica: str, status: Status, now_s: float, known: Wanted | None = None) -> Wanted:
