@@ -23,7 +23,7 @@ _SECRET_VALUE: Final = re.compile(  # what the keys of well-known services look 
 )
 _ASSIGNED: Final = re.compile(r"((?:^-*|[?&])([\w.-]+)=)([^&]*)")
 """A flag of a command line, or a parameter of a URL, with its value."""
-_USER_OF_URL: Final = re.compile(r"(\w+://)[^/?#\s]+@")  # with its password, up to the last @ before path and query
+_USER_OF_URL: Final = re.compile(r"(\b\w+://)[^/?#\s]+@")  # with its password, up to the last @ before path and query
 
 
 def events_in(lines: Iterable[bytes], path: str | Path) -> Iterator[dict[str, Any]]:

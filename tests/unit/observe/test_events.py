@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from rayrec.config import Config, InputError
-from rayrec.observe.event_lines import command_line, events_in
+from rayrec.observe.event_lines import command_line, events_in, line_of
 from rayrec.observe.events import EventWriter, follow, read_events, readable_events
 
 
@@ -313,6 +313,14 @@ def test_events_after_close_are_lost(path: Path) -> None:
     writer.write("step")
     assert writer.num_lost == 1
     assert len(read_events(path)) == 1
+
+
+@pytest.mark.parametrize("text", ["x" * 200_000, "-" * 200_000, "a=" * 100_000, "s3://" * 40_000])
+def test_a_long_text_costs_time_in_proportion(text: str) -> None:
+    """A search for secrets that took the square of the length would take minutes."""
+    begin_s = time.process_time()
+    line_of({"text": text})
+    assert time.process_time() - begin_s < 5
 
 
 def test_processes_and_threads_never_interleave(path: Path) -> None:
