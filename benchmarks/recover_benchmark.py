@@ -19,7 +19,7 @@ STEPS = 20_000
 WAIT_S = 180.0
 
 
-def _bare_step(path: Path, since: float, session: Session) -> float:
+def first_step_after(path: Path, since: float, session: Session) -> float:
     """Unix time of the bare run's first step later than `since`."""
     deadline_s = time.monotonic() + WAIT_S
     while True:
@@ -37,12 +37,12 @@ def bare(folder: Path) -> dict[str, float]:
     begun = time.time()
     command = [sys.executable, str(BARE), str(path)]
     with Session(command, environment=environment_for(folder), output=folder / "bare") as session:
-        started = _bare_step(path, begun, session)
+        started = first_step_after(path, begun, session)
         time.sleep(3)
         session.kill("train worker")
         killed = time.time()
         # The other worker may be through with a step that both had begun; a new one takes longer than this to come.
-        return {"driver_s": started - begun, "worker_s": _bare_step(path, killed + 0.5, session) - killed}
+        return {"driver_s": started - begun, "worker_s": first_step_after(path, killed + 0.5, session) - killed}
 
 
 def ours(folder: Path, log: Path) -> dict[str, float]:

@@ -10,6 +10,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
 
 NAMES = (
+    "start",
     "ingest",
     "vocabulary",
     "preprocess",

@@ -1,0 +1,88 @@
+"""The benchmark of starts reads a run's events into stages that leave no gap, and emits a row for each command and end."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    return importlib.import_module("start_benchmark")
+
+
+def events() -> list[dict[str, Any]]:
+    """Of a command that began at 100 s."""
+
+    def event(kind: str, time: float, **fields: Any) -> dict[str, Any]:
+        return {"kind": kind, "time": time, **fields}
+
+    def step(time: float, number: int) -> dict[str, Any]:
+        return event("step", time, step=number, steps=20, rows=10 * number, rows_per_s=50.0, blocked_fraction=0.0)
+
+    return [
+        event("run", 104.0),
+        event("prepared", 105.0, seconds=1.0),
+        event("start_up", 105.0, process="driver", stages={"imports": 4.0, "index": 0.75}),
+        event("attempt", 105.5, number=1),
+        event("start", 109.0, step=0, rows=0),
+        event("start_up", 109.0, process="worker", stages={"set_up": 2.5, "process_group": 1.0}),
+        event("start_up", 110.0, process="worker", stages={"first_batch": 0.25, "first_step": 0.75}),
+        step(112.0, 10),
+        step(114.0, 20),
+        event("evaluate", 115.5, step=20, set="validation"),
+        event("checkpoint", 116.0, step=20, stall_s=0.25),
+        event("finish", 118.0),
+        event("samples", 118.0, samples=[]),
+        event("summary", 118.5),
+    ]
+
+
+def test_the_stages_add_up_to_the_whole_command(start: Any) -> None:
+    stages = start.waterfall(events(), began_s=100.0, ended_s=121.0)
+    assert list(stages)[:6] == ["imports", "index", "process_group", "set_up", "first_batch", "first_step"]
+    assert sum(stages.values()) == pytest.approx(21.0)
+    assert {name: stages[name] for name in ("handover", "evaluation", "saves", "test", "summary", "shutdown")} == {
+        "handover": 0.75,
+        "evaluation": 1.5,
+        "saves": 0.25,
+        "test": 2.0,
+        "summary": 0.5,
+        "shutdown": 2.5,
+    }
+    assert start.first_step_s(stages) == pytest.approx(10.0)
+
+
+def test_a_save_that_ends_late_leaves_no_gap(start: Any) -> None:
+    late = [{**event, "time": 118.25} if event["kind"] == "checkpoint" else event for event in events()]
+    stages = start.waterfall(late, began_s=100.0, ended_s=121.0)
+    assert stages["test"] == 0.0
+    assert sum(stages.values()) == pytest.approx(21.0)
+
+
+@pytest.mark.parametrize("with_lightgbm", [True, False])
+def test_rows(start: Any, capsys: pytest.CaptureFixture[str], with_lightgbm: bool) -> None:
+    def one_round(seconds: float) -> dict[str, dict[str, float]]:
+        training = {"imports": seconds, "shutdown": 1.0, "first_step_s": seconds, "exit_s": seconds + 1.0, "auroc": 0.7}
+        found = {
+            "bare Ray": {"first_step_s": 8.0},
+            **dict.fromkeys(start.TRAININGS, training),
+            "import torch": {"exit_s": 2.0},
+            **{name: {"exit_s": seconds} for name in start.SCORINGS},
+        }
+        return {**found, "LightGBM": {"exit_s": 10.0, "auroc": 0.6}} if with_lightgbm else found
+
+    start.emit_rows(start.medians([one_round(4.0), one_round(40.0), one_round(3.0)]), rows=1000, repeats=3)
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(rows) == 2 * len(start.TRAININGS) + len(start.SCORINGS)
+    first, whole = rows[:2]
+    assert (first["s"], first["ratio"], first["stages_s"]) == (4.0, 0.5, {"imports": 4.0, "shutdown": 1.0})
+    assert (whole["s"], whole["ratio"]) == (5.0, 0.5 if with_lightgbm else None)
+    assert ("peer_auroc" in whole) == with_lightgbm
+    assert [(row["s"], row["ratio"]) for row in rows[-3:]] == [(4.0, 2.0)] * 3
+    assert rows[-1]["workload"].endswith("export: command -> exit")
