@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -128,6 +129,7 @@ def as_table(rows: list[dict[str, Any]]) -> pa.Table:
     return pa.table({name: [row[name] for row in rows] for name in [*MOVIES.columns, "clicked"][1:]})
 
 
+@cache
 def token(value: Any) -> int:
     return value % 2**64 if isinstance(value, int) else int(text_tokens(pa.array([value]))[0][0])
 
