@@ -65,6 +65,14 @@ def test_a_save_that_ends_late_leaves_no_gap(start: Any) -> None:
     assert sum(stages.values()) == pytest.approx(21.0)
 
 
+def test_a_quick_run_leaves_trainings_out(start: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    training = {"imports": 4.0, "first_step_s": 4.0, "exit_s": 5.0, "auroc": 0.7}
+    found = {"bare Ray": {"first_step_s": 8.0}, "import torch": {"exit_s": 2.0}}
+    found |= dict.fromkeys(start.QUICK, training) | {name: {"exit_s": 3.0} for name in start.SCORINGS}
+    start.emit_rows(found, rows=1000, repeats=1)
+    assert len(capsys.readouterr().out.splitlines()) == 2 * len(start.QUICK) + len(start.SCORINGS)
+
+
 @pytest.mark.parametrize("with_lightgbm", [True, False])
 def test_rows(start: Any, capsys: pytest.CaptureFixture[str], with_lightgbm: bool) -> None:
     def one_round(seconds: float) -> dict[str, dict[str, float]]:
