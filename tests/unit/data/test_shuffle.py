@@ -101,7 +101,7 @@ def test_rows_far_apart_are_computed_alone() -> None:
 
 def test_permutations_of_few_are_all_as_likely() -> None:
     """chi-squared with 23 degrees of freedom: 49.7 at p = 0.001."""
-    tries = 4800
+    tries = 12_000
     counts = Counter(tuple(Permutation(4, seed=seed)(np.arange(4)).tolist()) for seed in range(tries))
     assert len(counts) == 24
     assert sum((count - tries / 24) ** 2 / (tries / 24) for count in counts.values()) < 49.7

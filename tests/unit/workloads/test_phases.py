@@ -177,7 +177,7 @@ def test_waiting_for_others_is_told_from_a_saving_thread(tmp_path: Path) -> None
     assert distributed.Work.wait is plain
 
 
-SLEEP_S = 0.75
+SLEEP_S = 1.5
 
 
 class Slow(torch.autograd.Function):
