@@ -1,5 +1,5 @@
-"""Raw TSV to training batches with a null trainer: ours through Ray Data, the same kernels without Ray, and the notebook's
-pipeline."""
+"""Raw TSV to training batches with a null trainer: ours through Ray Data and by threads of one process, the same kernels without
+either, and the notebook's pipeline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rows import emit, interleaved, say, timed
 
 from rayrec.data.counting import count_log
 from rayrec.data.encoded import from_arrow
-from rayrec.data.engine import Shared
+from rayrec.data.engine import InProcess, Shared, StreamEngine
 from rayrec.data.ingest import encode_task, share_preprocessor
 from rayrec.data.loader import ClickLoader, Slicer
 from rayrec.data.log import select
@@ -27,6 +27,7 @@ from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.profiles import ALL, RAYREC, Profile, make_preprocessor
 from rayrec.data.ray_tasks import RayEngine, tables, tasks_dataset
 from rayrec.data.reading import encode_block
+from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.launch import cluster
 
@@ -90,7 +91,9 @@ def prepare(rows: int, profile: Profile = RAYREC) -> tuple[EpochOrder, Shared[Pr
     return EpochOrder(parts, "window", 0, 16), share_preprocessor(preprocessor, engine), preprocessor
 
 
-def through_ray(order: EpochOrder, preprocessor: Shared[Preprocessor], profile: Profile = RAYREC) -> float:
+def through(
+    engine: StreamEngine, order: EpochOrder, preprocessor: Shared[Preprocessor], profile: Profile = RAYREC
+) -> float:
     """Rows/s of one worker's loader that has all cores for its data tasks."""
 
     def read() -> int:
@@ -103,7 +106,7 @@ def through_ray(order: EpochOrder, preprocessor: Shared[Preprocessor], profile: 
             rank=0,
             world_size=1,
             position=Position(),
-            engine=RayEngine(TaskPlacement()),
+            engine=engine,
             prefetch_blocks=2,
         )
         rows = 0
@@ -149,6 +152,7 @@ def without_ray(order: EpochOrder, preprocessor: Preprocessor) -> float:
 
 def main(*, quick: bool) -> None:
     cluster.connect(None, num_cpus=2, object_store_bytes=2 << 30, log_to_driver=False)
+    on_ray = RayEngine(TaskPlacement())
     rows = 500_000 if quick else 3_000_000
     peer_rows = 50_000 if quick else 200_000
     order, shared, preprocessor = prepare(rows)
@@ -162,11 +166,12 @@ def main(*, quick: bool) -> None:
         assert read == peer_rows
         return read / seconds
 
-    through_ray(order, shared)  # starts Ray's workers
+    through(on_ray, order, shared)  # starts Ray's workers
     repeats = 2 if quick else 5
     rates = interleaved(
         repeats,
-        ours=lambda: through_ray(order, shared),
+        ours=lambda: through(on_ray, order, shared),
+        threads=lambda: through(ThreadEngine(2), order, InProcess(preprocessor)),
         any_order=lambda: without_position(order, shared),
         kernels=lambda: without_ray(order, preprocessor),
         notebook=notebook,
@@ -192,6 +197,15 @@ def main(*, quick: bool) -> None:
     )
     emit(
         "ingest",
+        peer="the same kernels on one core without Ray, times 2",
+        workload=f"{workload}, threads of one process",
+        value=rates["threads"],
+        ratio=rates["threads"] / (2 * rates["kernels"]),
+        repeats=repeats,
+        peer_rows_per_s=round(2 * rates["kernels"]),
+    )
+    emit(
+        "ingest",
         peer="the same tasks and batches without positions, in any order",
         workload=f"{workload}, position read every {STEPS_BETWEEN_STATES} batches",
         value=rates["ours"],
@@ -202,7 +216,7 @@ def main(*, quick: bool) -> None:
     prepared = {name: prepare(rows, profile) for name, profile in ALL.items()}
     by_profile = interleaved(
         2 if quick else 3,
-        **{name: lambda name=name: through_ray(prepared[name][0], prepared[name][1], ALL[name]) for name in ALL},
+        **{name: lambda name=name: through(on_ray, prepared[name][0], prepared[name][1], ALL[name]) for name in ALL},
     )
     for name, rate in by_profile.items():
         emit(
@@ -219,7 +233,7 @@ def main(*, quick: bool) -> None:
         small, small_shared, _ = prepare(size)
         time.sleep(1)
         with Peak() as peak:
-            through_ray(small, small_shared)
+            through(on_ray, small, small_shared)
         peaks[size] = peak.bytes
     emit(
         "ingest",
