@@ -17,6 +17,8 @@ FLUSH_S: Final = 2.0
 """Between two deliveries, so that what comes at once goes at once."""
 CLOSE_S: Final = 10.0
 """What all trackers together may take at the end of a run; who takes longer is left behind."""
+_ABANDONED_S: Final = 10.0
+"""What the thread of a tracker that was abandoned may take to end."""
 _FIRST_WAIT_S: Final = 1.0
 _LONGEST_WAIT_S: Final = 30.0
 """Between two attempts on a tracker that cannot be reached."""
@@ -95,6 +97,8 @@ class Feed:
             self._tell(f"not done {CLOSE_S:.0f} s after the end; its last events may be missing there")
             if isinstance(self._tracker, Lingering):
                 self._tracker.abandon()
+                # A thread that the interpreter's end finds within foreign code may abort the process.
+                self._thread.join(_ABANDONED_S)
 
     def _run(self) -> None:
         poll_s = _URL_POLL_S if storage.is_url(self._path) else None

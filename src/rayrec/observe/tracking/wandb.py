@@ -39,6 +39,7 @@ class WandbTracker:
         """(the key of the summary that tells how far the series was sent, what to send)"""
         self._firsts = Firsts()
         self._exit_code = 1
+        self._abandoned = False
 
     def update(self, event: dict[str, Any]) -> None:
         if not self._identity:
@@ -53,7 +54,7 @@ class WandbTracker:
             self._waiting.append(event)
 
     def flush(self) -> None:
-        if not self._identity:
+        if not self._identity or self._abandoned:
             return
         if self._run is None:
             self._run = self._opened()
@@ -75,17 +76,18 @@ class WandbTracker:
 
     def close(self) -> None:
         self.flush()
-        if self._run is not None:
+        if self._run is not None and not self._abandoned:
             self._run.finish(exit_code=self._exit_code)
             if wandb.run is None:  # the user has none of their own in this process, which it would end
                 wandb.teardown()  # returns when W&B's own process has written all; `finish` does not wait for that
         if self._scratch is not None:
-            if self._offline:
+            if self._offline and not self._abandoned:
                 self._send(Path(self._scratch.name) / "wandb")
             self._scratch.cleanup()
 
     def abandon(self) -> None:
         """Ends W&B's own process: this one would wait for it at its end, and it for the server. Linux only."""
+        self._abandoned = True
         if wandb.run is not None:
             return  # the user has a run of their own, which it serves too
         for process in children_named("wandb-core"):

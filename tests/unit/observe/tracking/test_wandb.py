@@ -160,7 +160,7 @@ def test_a_driver_that_ends_with_an_error_behind_a_stop_is_a_failed_one(monkeypa
 
 
 UNREACHABLE = """
-import sys, time
+import sys, threading, time
 from rayrec.observe.events import EventWriter
 from rayrec.observe.tracking import tracker
 from rayrec.observe.tracking.wandb import WandbTracker, children_named
@@ -173,6 +173,7 @@ with tracker.tracking({"W&B": make}, folder + "/events.jsonl", note=print), Even
     events.write("step", step=1, loss=1.0, rows=1)
     while not list(children_named("wandb-core")):
         time.sleep(0.1)
+print("threads", [thread.name for thread in threading.enumerate() if thread.name.startswith("tracker")])
 """
 
 
@@ -195,3 +196,4 @@ def test_a_server_out_of_reach_does_not_keep_the_process(tmp_path: Path) -> None
     )
     assert run.returncode == 0, run.stderr
     assert "not done" in run.stdout
+    assert "threads []" in run.stdout  # none that the interpreter's end would find within W&B's code
