@@ -70,4 +70,4 @@ def test_training_and_data_tasks_go_to_their_nodes(click_log: Path, tmp_path: Pa
         env=environment,
         timeout=600,
     )
-    assert "mixed cluster: ok" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "mixed cluster: ok" in done.stdout, (done.returncode, done.stdout[-3000:] + done.stderr[-3000:])

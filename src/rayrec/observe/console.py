@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -38,20 +39,36 @@ class _StandardError:
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def write(self, text: str) -> int:
-        with suppress(OSError, ValueError):  # ValueError: it is closed
-            if self._stream is not None:  # of a process without one
-                self._stream.write(text)
+        self._try(lambda stream: stream.write(text))
         return len(text)
 
     def flush(self) -> None:
-        with suppress(OSError, ValueError):
-            if self._stream is not None:
-                self._stream.flush()
+        self._try(lambda stream: stream.flush())
+
+    def _try(self, use: Callable[[Any], object]) -> None:
+        stream = self._stream
+        if stream is None:  # of a process without one
+            return
+        try:
+            use(stream)
+        except BrokenPipeError:
+            _discard(stream)
+        except (OSError, ValueError):  # ValueError: it is closed
+            pass
 
     def isatty(self) -> bool:
         with suppress(ValueError):
             return self._stream is not None and self._stream.isatty()
         return False
+
+
+def _discard(stream: Any) -> None:
+    """Points a stream whose pipe nobody reads to /dev/null: what its buffer holds would fail again, with status 120, when Python
+    flushes it at the end."""
+    with suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 class Console:

@@ -83,7 +83,8 @@ def test_no_stream_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert use(Console()) == ["prepared", "trained"]
 
 
-def test_a_pipe_that_nobody_reads() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_pipe_that_nobody_reads(unbuffered: str) -> None:
     """Standard output stays what it was, and so does the exit status."""
     code = (
         "from rayrec.observe.console import Console\n"
@@ -93,7 +94,10 @@ def test_a_pipe_that_nobody_reads() -> None:
     )
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=write, text=True, check=False)
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=write, text=True, check=False
+    )
     os.close(write)
     assert (done.returncode, done.stdout) == (0, "the result\n")
 

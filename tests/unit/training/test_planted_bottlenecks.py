@@ -199,6 +199,7 @@ def click_run(prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.Monke
         multiply_adds_per_row=None,
         peak_multiply_adds_per_s=None,
         model=SimpleNamespace(train=lambda: None, eval=lambda: None),
+        optimizer=SimpleNamespace(param_groups=[]),
         begin_step=lambda step, total: None,
         make_metrics=lambda: SimpleNamespace(update=None, compute=lambda: {"auroc": 0.5}),
         eval_batches={"validation": lambda: iter(())},
