@@ -375,6 +375,7 @@ def test_a_node_with_the_workers_on_it(expected: dict[str, Any], begin: Begin, c
     assert_accounted(run, summary, restarts=1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.extended
 def test_workers_that_become_fewer_and_more_again(begin: Begin, cluster: RayCluster) -> None:
     """As on spot machines: one node is announced to go, another joins, then one is lost without notice."""

@@ -70,6 +70,7 @@ def read_url(path: str, start: int, buffer: np.ndarray) -> int:
                 count = _read_at(_opened(filesystem, inner), start, buffer)
         except OSError:
             _forget(key)
+            _opened(filesystem, inner)  # raises FileNotFoundError if the file was removed since it was opened
             raise
         return count
 

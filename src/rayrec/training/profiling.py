@@ -6,7 +6,6 @@ import contextlib
 import logging
 import math
 import re
-import sys
 import threading
 import time
 import uuid
@@ -16,6 +15,7 @@ from typing import Any, Final
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.launch import cluster
 from rayrec.observe.events import EventWriter, follow
 from rayrec.training.mailbox import Mailbox, Wish
 from rayrec.training.step_profiler import OPERATIONS, StepProfiler, Window
@@ -161,9 +161,10 @@ def profiled(begin_step: Callable[[int, int], None], profiler: StepProfiler) -> 
 
 def _write_timeline(path: str) -> None:
     """What Ray's tasks did; nothing if none ran, since the process is connected to no Ray."""
-    ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
+    if not cluster.is_connected():
         return
+    import ray
+
     try:
         with storage.writing(path) as local:
             ray.timeline(filename=local)
