@@ -55,7 +55,7 @@ except InputError as error:
     assert "accelerator" in str(error), error
 else:
     raise AssertionError("five workers were accepted")
-print("mixed cluster: ok")
+print("mixed cluster: ok", flush=True)  # at its end the process may lose its raylet first
 """
 
 
