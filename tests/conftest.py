@@ -13,13 +13,12 @@ from hypothesis import HealthCheck, settings
 from ports import free_ports
 
 from rayrec.launch import cluster
-from rayrec.machine import yield_idle_threads
 
 # How long an example takes says how busy the machine is, and nothing of the code.
 settings.register_profile("rayrec", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rayrec")
 
-yield_idle_threads()
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # several tests' threads share two cores; before torch is imported
 _is_connected = cluster.is_connected
 SWIFT = "swift==2.38.3"
 

@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from rayrec.config import InputError
-from rayrec.machine import yield_idle_threads
 from rayrec.verbs import VERBS
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs one command. Exit status: 0 done, 2 the user can mend it, 130 interrupted, 143 terminated, 1 anything else."""
     _keep_stdout_for_results()
-    yield_idle_threads()
     sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
 
 

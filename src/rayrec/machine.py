@@ -41,14 +41,6 @@ def memory(root: Path = _ROOT) -> Memory:
     return Memory(total, available)
 
 
-def yield_idle_threads() -> None:
-    """Lets threads of OpenMP that wait for each other sleep, unless OMP_WAIT_POLICY or GOMP_SPINCOUNT says otherwise. By default
-    they spin, and take the cores from threads and processes that have work: those that read data, for example, or other users'.
-    For processes that load torch, and so OpenMP, after this call."""
-    if "GOMP_SPINCOUNT" not in os.environ:
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
 def resident_bytes(root: Path = _ROOT) -> int:
     """Resident memory of this process; 0 if the kernel does not say."""
     try:

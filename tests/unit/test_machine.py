@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rayrec.machine import Memory, memory, usable_cpus, yield_idle_threads
+from rayrec.machine import Memory, memory, usable_cpus
 
 MIB = 1 << 20
 
@@ -83,18 +83,3 @@ def test_cpus_are_those_of_affinity_and_of_what_was_granted(tmp_path: Path, monk
     assert usable_cpus(granted=0.0, root=tmp_path) == 6  # a node that lends no CPUs says nothing
     group(tmp_path, "", cpu__max="250000 100000")
     assert usable_cpus(granted=4.0, root=tmp_path) == 2
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"), ({"GOMP_SPINCOUNT": "7"}, None)],
-)
-def test_idle_threads_sleep_unless_the_environment_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: str | None
-) -> None:
-    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    yield_idle_threads()
-    assert os.environ.get("OMP_WAIT_POLICY") == expected

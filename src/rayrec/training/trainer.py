@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rayrec import machine, storage
+from rayrec import storage
 from rayrec.config import InputError
 from rayrec.launch.origin import origin
 from rayrec.launch.versions import versions
@@ -207,7 +207,6 @@ def _set_environment() -> None:
     }
     for key, value in defaults.items():
         os.environ.setdefault(key, value)
-    machine.yield_idle_threads()
 
 
 def _write_config(folder: str, config: TrainConfig) -> None:
