@@ -89,6 +89,24 @@ def assert_accounted(run: Run, summary: dict[str, Any], *, restarts: int) -> Non
         assert "\n" not in cause["cause"]
 
 
+def stop_by_signals(run: Run, resumed: dict[str, Any], *, timeout_s: float = 180) -> dict[str, Any]:
+    """SIGTERM, then Ctrl-C, each with the same command after it; returns the event of the last start. The step at which the
+    run stops is saved, and nothing is trained twice."""
+    for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        run.wait_for_step(resumed["step"] + 20, since=resumed["time"])
+        run.session.process.send_signal(number)
+        assert run.exit_status(timeout_s=timeout_s) == status, run.session.err
+        assert_still_training(run)
+        assert "Traceback" not in run.session.err
+        stop = run.events("stop")[-1]
+        assert stop["cause"] == number.name
+        assert committed(run.path)[-1].step == stop["step"]
+        run.start()
+        resumed = run.wait_for("start", since=stop["time"])
+        assert resumed["step"] == stop["step"]
+    return resumed
+
+
 @pytest.mark.extended
 def test_a_run_that_one_fault_after_another_strikes(expected: dict[str, Any], begin: Begin) -> None:
     """A data task, a train worker and the driver are killed, then SIGTERM and Ctrl-C stop the run. One run has them all, because
@@ -117,20 +135,7 @@ def test_a_run_that_one_fault_after_another_strikes(expected: dict[str, Any], be
     resumed = run.wait_for("start", since=restarted["time"])
     assert resumed["step"] >= saved
 
-    # The very step at which a run stops is saved, and nothing is trained twice.
-    for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
-        run.wait_for_step(resumed["step"] + 20, since=resumed["time"])
-        run.session.process.send_signal(number)
-        assert run.exit_status(timeout_s=240) == status, run.session.err
-        assert_still_training(run)
-        assert "Traceback" not in run.session.err
-        stop = run.events("stop")[-1]
-        assert stop["cause"] == number.name
-        assert committed(run.path)[-1].step == stop["step"]
-        run.start()
-        resumed = run.wait_for("start", since=stop["time"])
-        assert resumed["step"] == stop["step"]
-
+    stop_by_signals(run, resumed, timeout_s=240)
     summary = run.summary()
     assert_as_expected(summary, expected)
     assert_accounted(run, summary, restarts=4)
@@ -173,18 +178,7 @@ def test_a_run_in_one_process_that_one_fault_after_another_strikes(
     run.start()
     resumed = run.wait_for("start", lambda event: event["step"] > 0)
     assert resumed["step"] >= saved
-    for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
-        run.wait_for_step(resumed["step"] + 20, since=resumed["time"])
-        run.session.process.send_signal(number)
-        assert run.exit_status() == status, run.session.err
-        assert_still_training(run)
-        assert "Traceback" not in run.session.err
-        stop = run.events("stop")[-1]
-        assert stop["cause"] == number.name
-        assert committed(run.path)[-1].step == stop["step"]
-        run.start()
-        resumed = run.wait_for("start", since=stop["time"])
-        assert resumed["step"] == stop["step"]
+    resumed = stop_by_signals(run, resumed)
     run.wait_for(
         "checkpoint", lambda event: len(committed(run.path)) >= 5 and committed(run.path)[-1].step > resumed["step"]
     )

@@ -125,11 +125,14 @@ class Request:
         return Opened(scoring, checkpoint, pool, self.device, on_ray)
 
     def _engine_here(self) -> StreamEngine:
-        return ThreadEngine(machine.usable_cpus(granted=self.config.cluster.num_cpus))
+        return ThreadEngine(self._cpus_here())
+
+    def _cpus_here(self) -> int:
+        return machine.usable_cpus(granted=self.config.cluster.num_cpus)
 
     def _this_machine(self) -> cluster.Node:
         resources = {
-            "CPU": float(machine.usable_cpus(granted=self.config.cluster.num_cpus)),
+            "CPU": float(self._cpus_here()),
             "memory": float(machine.memory().available),
         }
         if self.device == "cuda":

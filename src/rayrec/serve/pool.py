@@ -39,13 +39,12 @@ def plan_pool(
     """How many processes score, and with how many cores each: as many as memory lets hold the weights. Pure.
 
     `spare_cpus` stay free for whatever the caller's Dataset does next, if there are that many. `shared_weights`: the members are
-    threads, one a core, that share the weights. Raises InputError
-    where no node can hold the weights or, for "cuda", has a GPU.
+    threads, one a core, that share the weights. Raises InputError if no node can hold the weights or, for "cuda", has a GPU.
     """
     if device == "cuda":
         num_gpus = int(sum(node.resources.get("GPU", 0) for node in nodes))
         if not num_gpus:
-            raise InputError("device: cuda needs a GPU, the cluster has none; score on cpu")
+            raise InputError("device: cuda needs a GPU, and there is none; score on cpu")
         return Pool(max(1, min(num_gpus, blocks)), 1.0, 1.0)
     needed = weight_bytes + _PROCESS_BYTES
     if shared_weights:

@@ -10,6 +10,7 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError
 
 from rayrec.config import InputError
+from rayrec.training.error_lines import line_of
 from rayrec.workloads.base import FailureConfig
 
 _QUICK_S = 60.0
@@ -67,7 +68,7 @@ def errors_in_code(error: BaseException) -> frozenset[str] | None:
     if any(isinstance(failure, ray.exceptions.RayActorError) for failure in failures):
         return None
     # Others lose their connection to a worker that failed, each with an error of its own.
-    return frozenset(_line(failure) for failure in failures if isinstance(failure, _IN_CODE)) or None
+    return frozenset(line_of(failure) for failure in failures if isinstance(failure, _IN_CODE)) or None
 
 
 def is_preemption(error: BaseException) -> bool:
@@ -95,8 +96,8 @@ def _unwrapped(error: BaseException) -> BaseException:
 
 def cause_of(error: BaseException) -> str:
     """One line on why an attempt, or the run, failed."""
-    if isinstance(error, InputError):  # it says all in a line
-        return " ".join(str(error).split())
+    if isinstance(error, InputError):
+        return line_of(error)
     if is_preemption(error):
         return "a node was taken away, as announced"
     failures = worker_failures(error)
@@ -106,12 +107,7 @@ def cause_of(error: BaseException) -> str:
         return f"worker {', '.join(map(str, dead))} died"
     if failures:
         rank, failure = min(failures.items())
-        return f"worker {rank}: {_line(failure)}"
+        return f"worker {rank}: {line_of(failure)}"
     if isinstance(error, ControllerError):
-        return _line(error.controller_failure)
-    return "the controller of Ray Train died" if isinstance(error, ray.exceptions.RayActorError) else _line(error)
-
-
-def _line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
+        return line_of(error.controller_failure)
+    return "the controller of Ray Train died" if isinstance(error, ray.exceptions.RayActorError) else line_of(error)

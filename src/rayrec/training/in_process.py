@@ -16,6 +16,7 @@ from rayrec.data.threads import ThreadEngine
 from rayrec.launch import cluster
 from rayrec.observe.console import Console
 from rayrec.observe.events import EventWriter
+from rayrec.training.error_lines import line_of
 from rayrec.training.grace import unsaved_cause
 from rayrec.training.preflight import layout_here
 from rayrec.training.signals import Signals
@@ -44,7 +45,7 @@ class InProcessLauncher:
         threading.Thread(target=_load, args=(modules,), name="imports").start()
 
     def share_out(self, *, goes_on: bool, note: Callable[[str], None]) -> cluster.Layout:
-        return layout_here(self._config)
+        return layout_here(self._config, cpus=self._cpus())
 
     def engine(self, shares: cluster.Layout, *, max_outage_s: float) -> StreamEngine:
         return ThreadEngine(self._cpus(), max_outage_s=max_outage_s)
@@ -71,10 +72,7 @@ class InProcessLauncher:
         return None if "stopped" in outcome else outcome
 
     def cause_of(self, error: BaseException) -> str:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        if isinstance(error, InputError):
-            return " ".join(lines)
-        return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
+        return line_of(error)
 
     def _cpus(self) -> int:
         return machine.usable_cpus(granted=self._config.cluster.num_cpus)

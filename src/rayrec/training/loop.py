@@ -448,7 +448,7 @@ class Account:
 
 def _device_bytes() -> list[float]:
     """The most that tensors took of this worker's GPU since the last call."""
-    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():
         return []
     most = float(torch.cuda.max_memory_allocated())
     torch.cuda.reset_peak_memory_stats()

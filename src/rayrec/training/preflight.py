@@ -43,12 +43,12 @@ def _check_room(config: TrainConfig) -> None:
         return  # of a running cluster Ray knows what it has
     if config.scaling.resources_per_worker:
         return
-    layout_here(config)
+    layout_here(config, cpus=config.cluster.num_cpus or os.cpu_count() or 1)
 
 
-def layout_here(config: TrainConfig) -> cluster.Layout:
-    """How the run shares out this machine alone. Raises InputError if its workers do not fit."""
-    resources = {"CPU": float(config.cluster.num_cpus or os.cpu_count() or 1)}
+def layout_here(config: TrainConfig, *, cpus: int) -> cluster.Layout:
+    """How the run shares out `cpus` of this machine. Raises InputError if its workers do not fit."""
+    resources = {"CPU": float(cpus)}
     if config.scaling.use_gpu:
         import torch
 

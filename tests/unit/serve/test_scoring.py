@@ -50,7 +50,7 @@ def test_pool_on_gpus() -> None:
     nodes = [_node(8, gpus=2), _node(8)]
     assert plan_pool(nodes, weight_bytes=GIB, blocks=9, spare_cpus=1, device="cuda") == Pool(2, 1, 1)
     assert plan_pool(nodes, weight_bytes=GIB, blocks=1, spare_cpus=1, device="cuda") == Pool(1, 1, 1)
-    with pytest.raises(InputError, match="the cluster has none"):
+    with pytest.raises(InputError, match="and there is none"):
         plan_pool([_node(8)], weight_bytes=GIB, blocks=1, spare_cpus=0, device="cuda")
 
 

@@ -131,3 +131,12 @@ def test_what_the_worker_needs_is_imported_while_data_is_prepared(monkeypatch: p
         if thread.name == "imports":
             thread.join(60)
     assert asked == ["rayrec.training.in_process_worker", "rayrec.workloads.recsys_worker"]
+
+
+def test_threads_stay_within_the_cpus_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container with a quota of 4 CPUs on a machine of 64."""
+    monkeypatch.setattr(in_process.machine, "usable_cpus", lambda *, granted: 4)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    shares = InProcessLauncher(config(ONE)).share_out(goes_on=False, note=print)
+    assert shares.per_worker.max_cpus is not None
+    assert 0 < shares.per_worker.max_cpus <= 4
