@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from ports import free_ports
 
+from rayrec.data.engine import STOP_ASKED
 from rayrec.launch import cluster
 
 # How long an example takes says how busy the machine is, and nothing of the code.
@@ -25,7 +26,8 @@ SWIFT = "swift==2.38.3"
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test that does not ask for the shared Ray finds none, whatever ran before it in this process: what it trains, scores or
-    prepares with one worker is done in this process."""
+    prepares with one worker is done in this process. Nor does it find a stop that a test before it asked for."""
+    STOP_ASKED.clear()
     cluster.is_connected = _is_connected if "local_ray" in getattr(item, "fixturenames", ()) else lambda: False
 
 

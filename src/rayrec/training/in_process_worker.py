@@ -16,7 +16,7 @@ from torch import distributed
 
 from rayrec import storage
 from rayrec.checkpoint import write_token
-from rayrec.data.engine import StreamEngine
+from rayrec.data.engine import STOP_ASKED, StreamEngine
 from rayrec.observe.start_up import Stopwatch
 from rayrec.training.grace import Grace
 from rayrec.training.mailbox import LocalMailbox
@@ -78,6 +78,7 @@ def _work(assignment: Assignment, *, cpus: int) -> dict[str, Any]:
             return run_worker(assignment, seat)
     finally:
         torch.set_num_threads(threads)
+        STOP_ASKED.clear()  # what this process does next waits for its data
 
 
 @contextlib.contextmanager

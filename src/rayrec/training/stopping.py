@@ -58,7 +58,7 @@ class StopWatch:
         while cause is None and not self._closed.wait(POLL_S if self._first else _OTHERS_POLL_S):
             with contextlib.suppress(OSError):  # a driver that is gone takes the workers with it
                 cause = mailbox.read()
-        if cause is not None:
+        if cause is not None and not self._closed.is_set():
             STOP_ASKED.set()
         if self._first:
             self.cause = cause

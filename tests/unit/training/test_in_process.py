@@ -81,7 +81,7 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     handlers, level, threads = root.handlers, root.level, torch.get_num_threads()
     on_signal = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     yield
-    STOP_ASKED.clear()
+    assert not STOP_ASKED.is_set()
     assert not distributed.is_initialized()
     assert torch.get_num_threads() == threads
     assert (root.handlers, root.level) == (handlers, level)
