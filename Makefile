@@ -109,7 +109,7 @@ spelling: setup
 	@echo "check: codespell"; $(RUN)/codespell
 
 docs: setup ## runs every example of the documentation, but for two notebooks that say what pages say
-	@if [ -e tests/test_docs.py ]; then $(RUN)/python -m pytest tests/test_docs.py -m "not exhaustive"; else echo "docs: no tests/test_docs.py"; fi
+	@if [ -e tests/test_docs.py ]; then $(RUN)/python -m pytest tests/test_docs.py -m "not exhaustive" -n 2 --dist worksteal; else echo "docs: no tests/test_docs.py"; fi
 
 bench: setup ## benchmarks, one JSON object a row: BENCHMARKS="ingest vocabulary ...", by default all but quality
 	@for name in $(BENCHMARKS); do echo "bench: $$name" >&2; $(RUN)/rayrec benchmark $$name; done

@@ -16,14 +16,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+from filelock import FileLock
 
 from rayrec.recipes import load_config
 from rayrec.verbs import VERBS
@@ -36,23 +40,6 @@ LIMIT_S = 900  # of one page; half a minute on a quiet machine
 
 FILE = re.compile(r"# (\w+\.py)\n")
 """Begins a block that is a file."""
-
-# Runs the blocks of a page, given as JSON, in its own namespace; a line of a traceback is a line of the page.
-DRIVER = """
-import json, subprocess, sys
-page, blocks = json.loads(sys.argv[1])
-namespace = {"__name__": "__main__"}
-for kind, line, text in blocks:
-    print(f"-- {page}, line {line}", flush=True)
-    if kind == "file":
-        name = text.split("\\n", 1)[0].removeprefix("# ")
-        open(name, "w").write(text)
-    elif kind == "python":
-        exec(compile("\\n" * line + text, page, "exec"), namespace)
-    else:
-        subprocess.run(["sh", "-c", text], check=True)
-print("-- done", flush=True)
-"""
 
 
 class Block(NamedTuple):
@@ -120,32 +107,74 @@ def _environment(folder: Path) -> dict[str, str]:
     return environment
 
 
-def run_blocks(name: str, wanted: list[Block], folder: Path, *, with_ray: bool = False) -> None:
-    """Runs the blocks in a folder. Unless they run `with_ray`, a Ray that one of them starts is an error: starting one takes
-    longer than most pages."""
-    environment = _environment(folder)
-    ray_files = folder / ".ray"
-    if not with_ray:
-        environment["RAY_TMPDIR"] = str(ray_files)
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER, json.dumps([name, wanted])],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == 0, f"{name}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    assert done.stdout.endswith("-- done\n")
-    assert not ray_files.exists(), f"{name} starts a Ray; WITH_RAY does not have it"
+class Pages:
+    """A process of `page_server.py`, which runs pages."""
+
+    def __init__(self) -> None:
+        self._server: subprocess.Popen[str] | None = None
+
+    def run(
+        self, name: str, wanted: list[Block], folder: Path, *, with_ray: bool = False, **more_environment: str
+    ) -> str:
+        """Runs the blocks in a folder; returns what they print. Unless they run `with_ray`, a Ray that one of them starts is an
+        error: starting one takes longer than most pages."""
+        environment = _environment(folder) | more_environment
+        ray_files = folder / ".ray"
+        if not with_ray:
+            environment["RAY_TMPDIR"] = str(ray_files)
+        status = self._ask({"name": name, "blocks": wanted, "folder": str(folder), "environment": environment})
+        out, err = ((folder / output).read_text(errors="replace") for output in (".out", ".err"))
+        assert status == "0\n", f"{name}: {status}:\n{out[-4000:]}\n{err[-4000:]}"
+        assert out.endswith("-- done\n")
+        assert not ray_files.exists(), f"{name} starts a Ray; WITH_RAY does not have it"
+        return out
+
+    def _ask(self, request: dict[str, Any]) -> str:
+        if self._server is None:
+            server = Path(__file__).with_name("page_server.py")
+            self._server = subprocess.Popen(
+                [sys.executable, "-u", str(server)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        answered, _, _ = select.select([self._server.stdout], [], [], LIMIT_S)
+        if not answered:
+            self.end()
+            return f"not done after {LIMIT_S} s"
+        return self._server.stdout.readline()
+
+    def end(self) -> None:
+        """SIGKILLs the server and a page that it still runs."""
+        if self._server is not None:
+            os.killpg(self._server.pid, signal.SIGKILL)
+            self._server.wait()
+            self._server = None
 
 
 @pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which docs/quickstart.md has been followed."""
-    folder = tmp_path_factory.mktemp("quickstart")
-    run_blocks(_name(QUICKSTART), runnable(QUICKSTART), folder)
+def pages() -> Iterator[Pages]:
+    pages = Pages()
+    yield pages
+    pages.end()
+
+
+@pytest.fixture(scope="session")
+def world(pages: Pages, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which docs/quickstart.md has been followed, by the first of this session's processes that needs it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "quickstart"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            folder.mkdir()
+            pages.run(_name(QUICKSTART), runnable(QUICKSTART), folder)
+            (folder / ".complete").touch()
+    assert (folder / ".complete").exists(), "docs/quickstart.md failed in another process"
     return folder
 
 
@@ -160,11 +189,11 @@ def test_the_quickstart_runs(world: Path) -> None:
     "page",
     [pytest.param(page, id=_name(page), marks=[pytest.mark.ray] * (page.stem in WITH_RAY)) for page in RUNNABLE],
 )
-def test_a_page_runs(page: Path, world: Path, tmp_path: Path) -> None:
+def test_a_page_runs(page: Path, pages: Pages, world: Path, tmp_path: Path) -> None:
     if "rayrec generate log " not in page.read_text():
         for name in ("log", "runs"):
             shutil.copytree(world / name, tmp_path / name)
-    run_blocks(_name(page), runnable(page), tmp_path, with_ray=page.stem in WITH_RAY)
+    pages.run(_name(page), runnable(page), tmp_path, with_ray=page.stem in WITH_RAY)
 
 
 @pytest.mark.slow
@@ -179,7 +208,7 @@ def test_a_page_runs(page: Path, world: Path, tmp_path: Path) -> None:
         for notebook in NOTEBOOKS
     ],
 )
-def test_a_notebook_runs(notebook: Path, tmp_path: Path) -> None:
+def test_a_notebook_runs(notebook: Path, pages: Pages, tmp_path: Path) -> None:
     cells = json.loads(notebook.read_text())["cells"]
     assert not any(cell.get("outputs") for cell in cells), "a notebook is kept without outputs"
     code = [
@@ -187,7 +216,7 @@ def test_a_notebook_runs(notebook: Path, tmp_path: Path) -> None:
         for number, cell in enumerate(cells)
         if cell["cell_type"] == "code"
     ]
-    run_blocks(_name(notebook), code, tmp_path, with_ray=notebook.stem != "quickstart")
+    pages.run(_name(notebook), code, tmp_path, with_ray=notebook.stem != "quickstart")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
@@ -258,24 +287,18 @@ def test_every_page_is_in_the_index() -> None:
     assert not missing
 
 
-def _flags_of(*command: str) -> set[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "rayrec", *command, "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "COLUMNS": "200"},
-        timeout=LIMIT_S,
-    )
-    return set(re.findall(r"--[a-z][\w.-]*", done.stdout))
-
-
 @pytest.fixture(scope="module")
-def flags() -> dict[str, set[str]]:
+def flags(pages: Pages, tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """Every flag of a command; `train` stands for those that take the same."""
-    found = {name: _flags_of(name) | {"--schema"} for name in ("vocabulary", "preprocess", "validate", "fetch")}
+
+    def flags_of(command: str) -> set[str]:
+        help_of = Block("bash", 0, f"rayrec {command} --help")
+        shown = pages.run(help_of.text, [help_of], tmp_path_factory.mktemp("help"), COLUMNS="200")
+        return set(re.findall(r"--[a-z][\w.-]*", shown))
+
+    found = {name: flags_of(name) | {"--schema"} for name in ("vocabulary", "preprocess", "validate", "fetch")}
     kinds = ("criteo_demo", "mnist_resnet18", "gpt2_tiny")  # of each workload one
-    found["train"] = {"--config", "--schema"}.union(*(_flags_of("train", recipe) for recipe in kinds))
+    found["train"] = {"--config", "--schema"}.union(*(flags_of(f"train {recipe}") for recipe in kinds))
     found["plan"] = found["train"] | {"--cluster", "--tables"}
     return found
 
