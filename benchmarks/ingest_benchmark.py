@@ -25,7 +25,7 @@ from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import EpochOrder, Part, Position
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.profiles import ALL, RAYREC, Profile, make_preprocessor
-from rayrec.data.ray_tasks import RayEngine, tables, tasks_dataset
+from rayrec.data.ray_tasks import Bounds, RayEngine, tables, tasks_dataset
 from rayrec.data.reading import encode_block
 from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA
@@ -129,9 +129,11 @@ def without_position(order: EpochOrder, preprocessor: Shared[Preprocessor]) -> f
     def read() -> int:
         task = functools.partial(encode_task, preprocessor=preprocessor, labelled=True)
         block_bytes = 4 * len(inputs.columns) * max(rows for _, _, rows in items)
-        dataset = tasks_dataset("ingest", task, items, placement=TaskPlacement(), block_bytes=block_bytes)
+        placement = TaskPlacement()
+        bounds = Bounds.of(placement, block_bytes=block_bytes, prefetch_blocks=2)
+        dataset = tasks_dataset("ingest", task, items, placement=placement, block_bytes=block_bytes, bounds=bounds)
         dataset.context.execution_options.preserve_order = False
-        encoded = (rows for table in tables(dataset, prefetch_blocks=2) for rows in from_arrow(table))
+        encoded = (rows for table in tables(dataset) for rows in from_arrow(table))
         slicer = Slicer(encoded, num_dense=len(inputs.dense), keys=inputs.sparse)
         left = order.rows
         while left:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import logging
+import math
 import os
 import re
 import threading
@@ -15,12 +16,15 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar, final
 
 import pyarrow as pa
 import ray
 import ray.data
 from ray.data import Datasource, ExecutionOptions, ExecutionResources, ReadTask
+from ray.data._internal.execution.backpressure_policy import ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY
+from ray.data._internal.execution.backpressure_policy.backpressure_policy import BackpressurePolicy
+from ray.data._internal.execution.interfaces import PhysicalOperator
 from ray.data.block import BlockMetadata
 
 from rayrec import storage
@@ -34,6 +38,8 @@ row."""
 _STARTED_AHEAD: Final = 16
 """Items left of a Dataset when the next one starts: it takes a second or so to make its first rows."""
 _CLOSE_S: Final = 5.0
+_READERS_BLOCKS: Final = 3
+"""Blocks that Ray Data's iterator and the threads between it and the reader hold."""
 _Value = TypeVar("_Value")
 
 
@@ -71,6 +77,49 @@ def _without_usage_statistics() -> None:
     os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """Limits of the tasks and blocks of one Dataset."""
+
+    tasks: int
+    """Tasks that run or wait for a CPU."""
+    blocks: int
+    """Blocks that are being made or wait for the reader."""
+
+    @classmethod
+    def of(cls, placement: TaskPlacement, *, block_bytes: int, prefetch_blocks: int) -> Bounds:
+        """Twice as many tasks as run at once: Ray Data's scheduling loop (2.60) needs up to 0.2 s to see that a task is done, and
+        no CPU is to wait for it. `prefetch_blocks` blocks more than that, as far as the placement's object-store memory has room
+        for them and for those that the reader has taken."""
+        cpus = ray.cluster_resources().get("CPU", 1.0) if placement.max_cpus is None else placement.max_cpus
+        tasks = 2 * max(1, math.floor(cpus / placement.num_cpus))
+        blocks = tasks + prefetch_blocks
+        if placement.max_object_store_bytes is not None:
+            blocks = min(blocks, placement.max_object_store_bytes // max(1, block_bytes) - _READERS_BLOCKS)
+        blocks = max(1, blocks)
+        return cls(min(tasks, blocks), blocks)
+
+
+@final
+class _Bounded(BackpressurePolicy):
+    """Limits an operator's tasks and blocks by number.
+
+    Ray Data's own policy limits them by a budget of resources, which is zero in a Dataset's first second (Ray 2.60 reads it once a
+    second, and the first answer comes later): only one task runs at a time until then.
+    """
+
+    def __init__(self, data_context: Any, topology: Any, resource_manager: Any, *, bounds: Bounds) -> None:
+        super().__init__(data_context, topology, resource_manager)
+        self._bounds = bounds
+
+    def can_add_input(self, op: PhysicalOperator) -> bool:
+        active = op.num_active_tasks()
+        return (
+            active < self._bounds.tasks
+            and active + self._topology[op].total_enqueued_output_blocks() < self._bounds.blocks
+        )
+
+
 def tasks_dataset(
     name: str,
     function: Callable[[Any], pa.Table],
@@ -78,13 +127,13 @@ def tasks_dataset(
     *,
     placement: TaskPlacement,
     block_bytes: int = 16 << 20,
-    bounded: bool = True,
+    bounds: Bounds | None = None,
 ) -> ray.data.Dataset:
     """A Dataset with one block an item, in the items' order. `function` runs in data tasks and must be picklable;
-    `block_bytes` is the expected size of a block, which Ray Data plans its memory with.
+    `block_bytes` is the expected size of a block.
 
-    `bounded` keeps a reader that is slower than the tasks from filling the object store. It costs half of the CPUs: Ray Data
-    2.60 was seen to keep that share of them in reserve from a pipeline of one operator.
+    `bounds` keep a reader that is slower than the tasks from filling the object store; without them all tasks are submitted at
+    once.
     """
     if placement.max_outage_s is not None:
         function = functools.partial(_patient, placement.max_outage_s, function)
@@ -92,7 +141,9 @@ def tasks_dataset(
     context = ray.data.DataContext.get_current().copy()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    context.op_resource_reservation_enabled = bounded
+    context.op_resource_reservation_enabled = False
+    policies = [] if bounds is None else [functools.partial(_Bounded, bounds=bounds)]
+    context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, policies)
     context.execution_options = ExecutionOptions(
         preserve_order=True,
         resource_limits=ExecutionResources.for_limits(
@@ -137,11 +188,10 @@ class RayEngine:
         self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 16 << 20
     ) -> Iterator[pa.Table]:
         if items:
-            # Results are small beside what the tasks read, and merged as they come.
-            dataset = tasks_dataset(
-                name, function, items, placement=self.placement, block_bytes=block_bytes, bounded=False
+            # Results are small compared with what the tasks read, and merged as they come.
+            yield from tables(
+                tasks_dataset(name, function, items, placement=self.placement, block_bytes=block_bytes)
             )
-            yield from tables(dataset)
 
     def stream(
         self,
@@ -153,8 +203,12 @@ class RayEngine:
         prefetch_blocks: int,
     ) -> Generator[pa.Table, None, None]:
         def tables_of(some: Sequence[Any]) -> Generator[pa.Table, None, None]:
-            dataset = tasks_dataset(name, function, some, placement=self.placement, block_bytes=block_bytes)
-            yield from tables(dataset, prefetch_blocks=prefetch_blocks)
+            bounds = Bounds.of(self.placement, block_bytes=block_bytes, prefetch_blocks=prefetch_blocks)
+            yield from tables(
+                tasks_dataset(
+                    name, function, some, placement=self.placement, block_bytes=block_bytes, bounds=bounds
+                )
+            )
 
         groups = [items[first : first + _ITEMS_A_DATASET] for first in range(0, len(items), _ITEMS_A_DATASET)]
         return _one_after_another(groups, tables_of)
@@ -206,10 +260,11 @@ class _Started:
             self._first.set_exception(error)
 
 
-def tables(dataset: ray.data.Dataset, *, prefetch_blocks: int = 1) -> Generator[pa.Table, None, None]:
-    """The blocks of a Dataset, in order. An InputError of a task comes out as it was raised there, in one line."""
+def tables(dataset: ray.data.Dataset) -> Generator[pa.Table, None, None]:
+    """The blocks of a Dataset, in order. An InputError of a task is raised unchanged, in one line."""
     try:
-        yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=prefetch_blocks)
+        # With prefetch_batches=n, Ray Data would return the first block only when n more are made. It reads ahead without.
+        yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
     except ray.exceptions.RayTaskError as error:
         raise_input_error(error)
         raise
