@@ -66,7 +66,8 @@ static void encode(const rayrec_raw_rows *raw, const rayrec_layout *layout, int6
     rayrec_dense_column dense[RAYREC_MAX_COLUMNS];
     rayrec_sparse_column sparse[RAYREC_MAX_COLUMNS];
     uint64_t *slots[RAYREC_MAX_COLUMNS];
-    const int32_t num_dense = layout->num_dense, num_sparse = layout->num_sparse;
+    const int32_t bucketed = (int32_t)below(2), num_dense = bucketed ? 0 : layout->num_dense;
+    const int32_t num_sparse = layout->num_sparse + layout->num_dense - num_dense;
     for (int d = 0; d < num_dense; d++) dense[d] = dense_column();
     for (int s = 0; s < num_sparse; s++) {
         const int64_t count = below(40), size = 64;
@@ -97,7 +98,7 @@ static void encode(const rayrec_raw_rows *raw, const rayrec_layout *layout, int6
     for (int64_t i = 0; i < rows; i++) order[i] = below(raw_rows);
     float *dense_out = buffer(4 * rows * num_dense), *labels = layout->has_label ? buffer(4 * rows) : NULL;
     void *ids_out = buffer(id_bytes * rows * num_sparse);
-    rayrec_encode(raw, layout, order, rows, dense, sparse, dense_out, ids_out, id_bytes, rows, labels);
+    rayrec_encode(raw, layout, order, rows, bucketed, dense, sparse, dense_out, ids_out, id_bytes, rows, labels);
     for (int s = 0; s < num_sparse; s++) free(slots[s]);
     free(order), free(dense_out), free(labels), free(ids_out);
 }

@@ -356,7 +356,7 @@ class Preprocessor:
         if isinstance(raw, RawColumns):
             return encode_columns(self, raw, order)
         order = np.arange(raw.rows, dtype=np.int64) if order is None else np.ascontiguousarray(order, np.int64)
-        raw = adapt(raw, integer_buckets=self.integer_buckets, file_minimum=self.file_minimum)
+        raw = adapt(raw, integer_buckets=False, file_minimum=self.file_minimum)
         rows, labelled = len(order), raw.schema.label is not None
         dense = np.empty((rows, len(self.dense)), np.float32)
         ids = np.empty((len(self.sparse), rows), self.id_dtype)
@@ -366,6 +366,7 @@ class Preprocessor:
             ctypes.byref(raw.layout),
             ctypes.c_void_p(order.ctypes.data),
             ctypes.c_int64(rows),
+            ctypes.c_int32(self.integer_buckets),
             *self._c_columns,
             ctypes.c_void_p(dense.ctypes.data),
             ctypes.c_void_p(ids.ctypes.data),

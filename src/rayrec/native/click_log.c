@@ -191,23 +191,28 @@ void rayrec_transform_dense(const int64_t *values, int64_t count, const rayrec_d
     for (int64_t i = 0; i < count; i++) out[i] = (float)transform(values[i], column);
 }
 
-/* Integers as categories: floor(ln(x)^2) for x > 2, smaller ones as they are (the rule of FuxiCTR's Criteo_x4). Writes
- * the result plus 2^31 into the first `columns` of each row of `out`. */
+/* An integer as a category: floor(ln(x)^2) for x > 2, a smaller one unchanged (the rule of FuxiCTR's Criteo_x4), plus 2^31, so that
+ * tokens sort as the signed numbers do. */
+static inline uint32_t bucket(int64_t x) {
+    int32_t found;
+    if (x > 2) {
+        const double logarithm = log((double)x);
+        found = (int32_t)floor(logarithm * logarithm);
+    } else {
+        found = (int32_t)(x < INT32_MIN ? INT32_MIN : x);
+    }
+    return (uint32_t)found ^ 0x80000000U;
+}
+
+/* Writes the categories of integers into the first `columns` of each row of `out`. */
 void rayrec_bucket_integers(const int64_t *integers, int64_t rows, uint32_t *out, int64_t columns, int64_t out_columns) {
     enum { SMALL = 2048 };
     uint32_t small[SMALL];
-    for (int64_t x = 0; x < SMALL; x++) {
-        const double logarithm = x > 2 ? log((double)x) : 0;
-        small[x] = x > 2 ? (uint32_t)(int32_t)floor(logarithm * logarithm) : (uint32_t)x;
-    }
+    for (int64_t x = 0; x < SMALL; x++) small[x] = bucket(x);
     for (int64_t row = 0; row < rows; row++) {
         for (int64_t d = 0; d < columns; d++) {
             const int64_t x = integers[row * columns + d];
-            uint32_t bucket;
-            if ((uint64_t)x < SMALL) bucket = small[x];
-            else if (x < 0) bucket = (uint32_t)(int32_t)(x < INT32_MIN ? INT32_MIN : x);
-            else bucket = (uint32_t)(int32_t)floor(log((double)x) * log((double)x));
-            out[row * out_columns + d] = bucket ^ 0x80000000U; /* sorts as the signed number does */
+            out[row * out_columns + d] = (uint64_t)x < SMALL ? small[x] : bucket(x);
         }
     }
 }
@@ -247,20 +252,83 @@ static inline void ids_of_tile(uint32_t *tokens, int count, const rayrec_sparse_
     }
 }
 
+/* Replaces a tile's tokens of one column by its ids of `id_bytes` 4 or 8 at `out`; absent ones get the missing id. */
+static inline void write_ids(uint32_t *tokens, const uint8_t *absent, int count, const rayrec_sparse_column *column,
+                             int64_t id_bytes, void *out) {
+    int32_t narrow[TILE];
+    if (id_bytes == 4) {
+        int32_t *ids = out;
+        ids_of_tile(tokens, count, column, ids);
+        for (int i = 0; i < count; i++)
+            if (absent[i]) ids[i] = (int32_t)column->missing_id;
+        return;
+    }
+    int64_t *ids = out;
+    if (column->slots) {
+        ids_of_tile(tokens, count, column, narrow);
+        for (int i = 0; i < count; i++) ids[i] = narrow[i];
+    } else {
+        if (column->murmur3)
+            for (int i = 0; i < count; i++) tokens[i] = rayrec_murmur3(tokens[i]);
+        for (int i = 0; i < count; i++) ids[i] = column->base + (int64_t)(tokens[i] % column->modulo);
+    }
+    for (int i = 0; i < count; i++)
+        if (absent[i]) ids[i] = column->missing_id;
+}
+
+/* Ids of a tile of integers as categories; 0, which the parser stores for a missing one too, is absent.
+ * `small` are the ids of 0 to SMALL_COUNT - 1, NULL where they were not computed. */
+static inline void write_bucket_ids(const int64_t *const *integers, int count, const rayrec_sparse_column *column,
+                                    const int32_t *small, int64_t id_bytes, void *out) {
+    uint32_t tokens[TILE];
+    uint8_t absent[TILE];
+    if (small && id_bytes == 4) {
+        int32_t *ids = out;
+        for (int i = 0; i < count; i++) {
+            const int64_t x = *integers[i];
+            if ((uint64_t)x < SMALL_COUNT) {
+                ids[i] = small[x];
+                continue;
+            }
+            tokens[0] = bucket(x);
+            ids_of_tile(tokens, 1, column, ids + i);
+        }
+        return;
+    }
+    for (int i = 0; i < count; i++) {
+        tokens[i] = bucket(*integers[i]);
+        absent[i] = *integers[i] == 0;
+    }
+    write_ids(tokens, absent, count, column, id_bytes, out);
+}
+
 /* Encodes raw rows order[0..rows) into dense_out float32 (rows, num_dense), ids_out int32 or int64 (`id_bytes` 4 or 8) with
- * column s at ids_out + s * ids_stride, and labels_out float32 (rows) (NULL where the log has none). */
-void rayrec_encode(const rayrec_raw_rows *raw, const rayrec_layout *layout, const int64_t *order, int64_t rows,
+ * column s at ids_out + s * ids_stride, and labels_out float32 (rows) (NULL where the log has none). With `bucketed`, integers are
+ * categories (see `bucket`) and the first num_dense sparse columns; dense_columns and dense_out are not used then. */
+void rayrec_encode(const rayrec_raw_rows *raw, const rayrec_layout *layout, const int64_t *order, int64_t rows, int32_t bucketed,
                    const rayrec_dense_column *dense_columns, const rayrec_sparse_column *sparse_columns,
                    float *dense_out, void *ids_out, int64_t id_bytes, int64_t ids_stride, float *labels_out) {
     const int num_dense = layout->num_dense, num_sparse = layout->num_sparse;
-    float small[RAYREC_MAX_COLUMNS][SMALL_COUNT];
+    const int num_floats = bucketed ? 0 : num_dense, num_buckets = bucketed ? num_dense : 0;
+    union {
+        float values[RAYREC_MAX_COLUMNS][SMALL_COUNT];
+        int32_t ids[RAYREC_MAX_COLUMNS][SMALL_COUNT];
+    } small;
     const int use_small = rows > SMALL_COUNT;
-    if (use_small)
-        for (int d = 0; d < num_dense; d++)
-            for (int i = 0; i < SMALL_COUNT; i++) small[d][i] = (float)transform(SMALL_FROM + i, &dense_columns[d]);
+    if (use_small) {
+        for (int d = 0; d < num_floats; d++)
+            for (int i = 0; i < SMALL_COUNT; i++) small.values[d][i] = (float)transform(SMALL_FROM + i, &dense_columns[d]);
+        uint32_t buckets[SMALL_COUNT], tokens[SMALL_COUNT];
+        for (int x = 0; x < SMALL_COUNT && num_buckets; x++) buckets[x] = bucket(x);
+        for (int d = 0; d < num_buckets; d++) {
+            memcpy(tokens, buckets, sizeof tokens);
+            ids_of_tile(tokens, SMALL_COUNT, &sparse_columns[d], small.ids[d]);
+            small.ids[d][0] = (int32_t)sparse_columns[d].missing_id;
+        }
+    }
     uint32_t tokens[TILE];
     uint8_t absent[TILE];
-    int32_t narrow[TILE];
+    const int64_t *integers_of[TILE];
     for (int64_t base = 0; base < rows; base += TILE) {
         const int count = (int)(rows - base < TILE ? rows - base : TILE);
         for (int i = 0; i < count; i++) {
@@ -274,40 +342,28 @@ void rayrec_encode(const rayrec_raw_rows *raw, const rayrec_layout *layout, cons
             const int64_t row = order[base + i];
             const int64_t *integers = raw->integers + row * num_dense;
             const uint64_t missing = raw->missing[row];
-            float *out = dense_out + (base + i) * num_dense;
-            for (int d = 0; d < num_dense; d++) {
+            float *out = dense_out + (base + i) * num_floats;
+            for (int d = 0; d < num_floats; d++) {
                 const uint64_t small_index = (uint64_t)integers[d] - (uint64_t)(int64_t)SMALL_FROM;
                 if (missing >> d & 1) out[d] = dense_columns[d].missing_value;
-                else if (use_small && small_index < SMALL_COUNT) out[d] = small[d][small_index];
+                else if (use_small && small_index < SMALL_COUNT) out[d] = small.values[d][small_index];
                 else out[d] = (float)transform(integers[d], &dense_columns[d]);
             }
+            integers_of[i] = integers;
             if (labels_out) labels_out[base + i] = (float)raw->labels[row];
         }
-        for (int s = 0; s < num_sparse; s++) {
-            const rayrec_sparse_column *column = &sparse_columns[s];
+        uint8_t *out = (uint8_t *)ids_out + base * id_bytes;
+        for (int d = 0; d < num_buckets; d++, out += ids_stride * id_bytes) {
+            write_bucket_ids(integers_of, count, &sparse_columns[d], use_small ? small.ids[d] : NULL, id_bytes, out);
+            for (int i = 0; i < count; i++) integers_of[i]++;
+        }
+        for (int s = 0; s < num_sparse; s++, out += ids_stride * id_bytes) {
             for (int i = 0; i < count; i++) {
                 const int64_t row = order[base + i];
                 tokens[i] = raw->tokens[row * num_sparse + s];
                 absent[i] = (uint8_t)(raw->missing[row] >> (num_dense + s) & 1);
             }
-            if (id_bytes == 4) {
-                int32_t *out = (int32_t *)ids_out + s * ids_stride + base;
-                ids_of_tile(tokens, count, column, out);
-                for (int i = 0; i < count; i++)
-                    if (absent[i]) out[i] = (int32_t)column->missing_id;
-                continue;
-            }
-            int64_t *out = (int64_t *)ids_out + s * ids_stride + base;
-            if (column->slots) {
-                ids_of_tile(tokens, count, column, narrow);
-                for (int i = 0; i < count; i++) out[i] = narrow[i];
-            } else {
-                if (column->murmur3)
-                    for (int i = 0; i < count; i++) tokens[i] = rayrec_murmur3(tokens[i]);
-                for (int i = 0; i < count; i++) out[i] = column->base + (int64_t)(tokens[i] % column->modulo);
-            }
-            for (int i = 0; i < count; i++)
-                if (absent[i]) out[i] = column->missing_id;
+            write_ids(tokens, absent, count, &sparse_columns[num_buckets + s], id_bytes, out);
         }
     }
 }

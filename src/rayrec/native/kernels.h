@@ -107,7 +107,7 @@ int64_t rayrec_parse(const uint8_t *text, int64_t length, const rayrec_layout *l
                      int64_t *fault_counts, rayrec_fault *faults, int64_t max_faults, int64_t *num_faults);
 int64_t rayrec_last_line_start(const uint8_t *text, int64_t length);
 
-void rayrec_encode(const rayrec_raw_rows *raw, const rayrec_layout *layout, const int64_t *order, int64_t rows,
+void rayrec_encode(const rayrec_raw_rows *raw, const rayrec_layout *layout, const int64_t *order, int64_t rows, int32_t bucketed,
                    const rayrec_dense_column *dense_columns, const rayrec_sparse_column *sparse_columns,
                    float *dense_out, void *ids_out, int64_t id_bytes, int64_t ids_stride, float *labels_out);
 uint32_t rayrec_murmur3(uint32_t token);

@@ -17,9 +17,9 @@ from rayrec.data.counting import count_parts
 from rayrec.data.frequency import bucket_names, buckets_of
 from rayrec.data.log import LogIndex, cut, index_chunk, numbered, read_segments
 from rayrec.data.multi_hot import MLPERF_SIZES, MultiHot
-from rayrec.data.parsing import Faults
+from rayrec.data.parsing import Faults, RawRows
 from rayrec.data.position import Part
-from rayrec.data.preprocessor import Preprocessor, murmur3
+from rayrec.data.preprocessor import Preprocessor, bucket_integers, murmur3
 from rayrec.data.profiles import (
     ALL,
     FUXICTR_X1,
@@ -165,6 +165,32 @@ def test_fuxictr_x4(tmp_path: Path, min_count: int, expected: list[list[int]], r
     assert ids == expected
     assert preprocessor.num_embeddings == rows
     assert preprocessor.inputs.sparse == ("A", "B", "C", "D")
+
+
+@pytest.mark.parametrize("limit", [None, 7, 2**31 + 5])
+def test_fuxictr_x4_gives_a_row_the_same_ids_in_a_large_block_and_alone(limit: int | None) -> None:
+    draw = np.random.default_rng(3)
+    raw = RawRows(SCHEMA, 5000)
+    raw.rows, raw.missing[:], raw.labels[:] = 5000, 0, 0
+    raw.integers[:] = np.where(draw.random((5000, 2)) < 0.7, draw.integers(-3, 3000, (5000, 2)), 0)
+    raw.integers[:8, 0] = [-(10**17), -(2**31), -1, 0, 2, 2047, 2048, 10**17]
+    raw.tokens[:] = draw.integers(0, 300, (5000, 2))
+    counting = FUXICTR_X4.counting(SCHEMA)
+    counts = counting.empty()
+    counts.add_rows(counting.prepared(raw), 0)
+    preprocessor = make_preprocessor(FUXICTR_X4.replace(num_embeddings=limit and (limit,) * 4), SCHEMA, counts)
+    chosen = draw.permutation(5000)
+    together = np.array(preprocessor.encode(raw, chosen).ids)
+    alone = np.concatenate([np.array(preprocessor.encode(raw, rows).ids) for rows in np.split(chosen, 10)], axis=1)
+    np.testing.assert_array_equal(together, alone)
+    # And the ids are those of the categories that were counted.
+    buckets = bucket_integers(raw)
+    known = np.split(preprocessor.tokens, np.cumsum([column.num_tokens for column in preprocessor.sparse])[:-1])
+    for column in range(2):
+        expected = {token: number + 1 for number, token in enumerate(known[column].tolist())}
+        unknown = preprocessor.sparse[column].unknown_id
+        ids = [expected.get(token, unknown) % (limit or 2**40) for token in buckets.tokens[chosen, column].tolist()]
+        assert together[column].tolist() == ids
 
 
 def test_fuxictr_x1(tmp_path: Path) -> None:
