@@ -104,8 +104,8 @@ class Bounds:
 class _Bounded(BackpressurePolicy):
     """Limits an operator's tasks and blocks by number.
 
-    Ray Data's own policy limits them by a budget of resources, which is zero in a Dataset's first second (Ray 2.60 reads it once a
-    second, and the first answer comes later): only one task runs at a time until then.
+    Ray Data's own policy limits them by a budget of resources, which is zero in a Dataset's first second: Ray 2.60 reads it once
+    a second, and the first answer comes later. Only one task runs at a time until then.
     """
 
     def __init__(self, data_context: Any, topology: Any, resource_manager: Any, *, bounds: Bounds) -> None:
@@ -189,9 +189,7 @@ class RayEngine:
     ) -> Iterator[pa.Table]:
         if items:
             # Results are small compared with what the tasks read, and merged as they come.
-            yield from tables(
-                tasks_dataset(name, function, items, placement=self.placement, block_bytes=block_bytes)
-            )
+            yield from tables(tasks_dataset(name, function, items, placement=self.placement, block_bytes=block_bytes))
 
     def stream(
         self,
@@ -205,9 +203,7 @@ class RayEngine:
         def tables_of(some: Sequence[Any]) -> Generator[pa.Table, None, None]:
             bounds = Bounds.of(self.placement, block_bytes=block_bytes, prefetch_blocks=prefetch_blocks)
             yield from tables(
-                tasks_dataset(
-                    name, function, some, placement=self.placement, block_bytes=block_bytes, bounds=bounds
-                )
+                tasks_dataset(name, function, some, placement=self.placement, block_bytes=block_bytes, bounds=bounds)
             )
 
         groups = [items[first : first + _ITEMS_A_DATASET] for first in range(0, len(items), _ITEMS_A_DATASET)]
