@@ -107,7 +107,8 @@ class SparseOptimizerConfig(Config):
     learning_rate: float = 0.01
     """Base learning rate, before the schedule."""
     eps: float = 1e-8
-    """Added to the root of the accumulated squares (adagrad, rowwise_adagrad)."""
+    """Added to the root of the accumulated squares (adagrad, rowwise_adagrad). At 1e-8 a row's first update has the full learning
+    rate, whatever the gradient; about 10 / global batch damps rows of rare categories, which overfit otherwise."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -24,11 +24,13 @@ def criteo_demo(path: str | None = None) -> TrainConfig:
                 interaction="dot",
                 embedding_dim=16,
                 bottom_mlp=(128, 64, 16),
-                top_mlp=(256, 128, 1),
-                embedding_penalty=3e-3,
+                top_mlp=(128, 64, 1),
+                embedding_penalty=3e-4,
             ),
-            sparse_optimizer=SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.05),
-            dense_optimizer=DenseOptimizerConfig(kind="adam", learning_rate=0.002),
+            # A small eps gives the first updates of every category the full learning rate, so categories of a few rows learn
+            # those rows by heart. This one damps updates of categories with fewer than some hundred rows.
+            sparse_optimizer=SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.1, eps=0.005),
+            dense_optimizer=DenseOptimizerConfig(kind="adam", learning_rate=0.003),
             schedule=LearningRateSchedule(decay_fraction=0.8),
         ),
         train_data=DataConfig(path=path),

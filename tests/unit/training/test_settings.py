@@ -48,11 +48,11 @@ def stored(config: TrainConfig) -> dict[str, Any]:
             {"workload": {"dense_optimizer": {"kind": "adagrad", "learning_rate": 0.5}}},
             [
                 "workload.dense_optimizer.kind: adam -> adagrad",
-                "workload.dense_optimizer.learning_rate: 0.002 -> 0.5",
+                "workload.dense_optimizer.learning_rate: 0.003 -> 0.5",
             ],
             [],
         ),
-        ({"workload": {"sparse_optimizer": {"eps": 1e-5}}}, ["workload.sparse_optimizer.eps: 1e-08 -> 1e-05"], []),
+        ({"workload": {"sparse_optimizer": {"eps": 1e-5}}}, ["workload.sparse_optimizer.eps: 0.005 -> 1e-05"], []),
         ({"workload": {"profile": {"min_count": 9}}}, ["workload.profile.min_count: 2 -> 9"], []),
         ({"workload": {"preprocessor": "other"}}, ["workload.preprocessor: null -> other"], []),
         ({"workload": {"sharding": {"min_column_width": 8}}}, [], ["workload.sharding.min_column_width"]),
