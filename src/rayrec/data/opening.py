@@ -6,6 +6,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import pyarrow as pa
 
@@ -143,6 +144,22 @@ def index_log(
     return index
 
 
+class TextIndexer(Protocol):
+    """Indexes text files as `index_log` does, with its arguments."""
+
+    def __call__(
+        self,
+        files: Sequence[storage.File],
+        schema: Schema,
+        *,
+        segment_bytes: int,
+        engine: Engine,
+        cache_folder: str | None = None,
+        progress: Callable[[int], None] | None = None,
+        note: Callable[[str], None] | None = None,
+    ) -> LogIndex: ...
+
+
 def open_log(
     path: str,
     schema: Schema,
@@ -153,9 +170,10 @@ def open_log(
     cache_folder: str,
     note: Callable[[str], None],
     progress: Callable[[str, int, int | None], None],
+    index_text: TextIndexer = index_log,
 ) -> LogIndex:
     """The index of whatever `path` names, raw or ready-made, or of the named `files` of a folder; unpacked gzip files and
-    indices are kept in `cache_folder`."""
+    indices are kept in `cache_folder`. `index_text` indexes text whose index is not kept there."""
     if ready.is_ready(path):
         return ready.open_verified(
             path,
@@ -180,7 +198,7 @@ def open_log(
         return cached
     plain = plain_files(found, unpack_folder=storage.join(cache_folder, "unpacked"), engine=engine, note=note)
     size = sum(file.size_bytes for file in plain)
-    index = index_log(
+    index = index_text(
         plain,
         schema,
         segment_bytes=segment_bytes,

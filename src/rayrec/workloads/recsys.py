@@ -24,7 +24,9 @@ from rayrec.workloads.base import DataConfig, RunContext, TrainConfig, WorkerCon
 from rayrec.workloads.distillation import RECORD, Teacher, TeacherConfig, open_teacher
 
 if TYPE_CHECKING:
+    from rayrec.data.counting import CountingIndexer
     from rayrec.data.loader import ClickLoader
+    from rayrec.data.opening import TextIndexer
     from rayrec.workloads.calibration import Calibration, Target
     from rayrec.workloads.recsys_scorer import ClickScorer
     from rayrec.workloads.scoring import Scoring, ScoringContext
@@ -112,7 +114,7 @@ class ClickWorkload(Workload):
                 check_head(data.path, self.schema, files=data.files)
 
     def prepare(self, context: RunContext) -> Prepared:
-        from rayrec.data.ingest import share_preprocessor
+        from rayrec.data.counting import CountingIndexer
 
         if importlib.util.find_spec("torchrec") is None:
             raise InputError("torchrec is not installed, which click models need; `rayrec doctor` says how to mend it")
@@ -121,7 +123,22 @@ class ClickWorkload(Workload):
         self.profile.check(self.schema)
         if config.train_data.shuffle == "full":
             _check_mixed(config.train_data.path)
-        index = self._index(config.train_data, context)
+        folder = storage.join(context.folder, PREPROCESSOR_FOLDER)
+        with CountingIndexer(
+            self.profile.counting(self.schema),
+            lambda index: self._counted_rows(index, config),
+            memory_bytes=self.vocabulary_memory_bytes,
+        ) as counting:
+            return self._prepare(context, folder, counting)
+
+    def _prepare(self, context: RunContext, folder: str, counting: CountingIndexer) -> Prepared:
+        from rayrec.data.ingest import share_preprocessor
+        from rayrec.data.opening import index_log
+
+        config = context.config
+        assert config.train_data.path is not None
+        given = self.preprocessor or self.teacher.checkpoint or _resumes(folder)
+        index = self._index(config.train_data, context, index_text=index_log if given else counting.index)
         bad_rows = index.faults.total
         if config.eval_data.path is None:
             rows = self.split_rows(config.train_data.path, index)
@@ -132,17 +149,13 @@ class ClickWorkload(Workload):
             }
         else:
             train = _order(index, (0, index.rows), config.train_data, config.seed)
-            eval_index = self._index(config.eval_data, context)
+            eval_index = self._index(config.eval_data, context, index_text=index_log)
             bad_rows += eval_index.faults.total
             held_out = {
                 "validation": _order(eval_index, (0, eval_index.rows), config.eval_data.replace(shuffle="none"), 0)
             }
-        folder = storage.join(context.folder, PREPROCESSOR_FOLDER)
-        counted = train
-        if self.profile.counted == "all":
-            counted = _order(index, (0, index.rows), config.train_data.replace(shuffle="none"), 0)
         teacher = open_teacher(self.teacher, run=context.folder)
-        preprocessor = self._preprocessor(folder, counted, context, teacher)
+        preprocessor = self._preprocessor(folder, index, context, teacher, counting)
         context.stopwatch.lap("vocabulary")
         _check_sparse(preprocessor.inputs)
         if preprocessor.schema != self.schema:
@@ -165,7 +178,7 @@ class ClickWorkload(Workload):
         storage.remove_folder(storage.join(folder, PREPROCESSOR_FOLDER))
         storage.remove_file(storage.join(folder, RECORD))
 
-    def _index(self, data: DataConfig, context: RunContext) -> LogIndex:
+    def _index(self, data: DataConfig, context: RunContext, *, index_text: TextIndexer) -> LogIndex:
         from rayrec.data.opening import open_log
 
         assert data.path is not None
@@ -178,6 +191,7 @@ class ClickWorkload(Workload):
             cache_folder=storage.join(storage.absolute(context.config.storage_path), ".cache"),
             note=context.note,
             progress=context.progress,
+            index_text=index_text,
         )
         context.stopwatch.lap("index")
         index.check(context.config.max_bad_fraction, data.path)
@@ -190,12 +204,19 @@ class ClickWorkload(Workload):
         sets = ready.open_ready(path).sets if ready.is_ready(path) else None
         return sets or self.profile.split.rows(index)
 
+    def _counted_rows(self, index: LogIndex, config: TrainConfig) -> tuple[int, int]:
+        """Rows [start, stop) of the training log that the vocabulary is made from."""
+        assert config.train_data.path is not None
+        if self.profile.counted == "all" or config.eval_data.path is not None:
+            return 0, index.rows
+        return self.split_rows(config.train_data.path, index)["train"]
+
     def _preprocessor(
-        self, folder: str, counted: EpochOrder, context: RunContext, teacher: Teacher | None
+        self, folder: str, index: LogIndex, context: RunContext, teacher: Teacher | None, counting: CountingIndexer
     ) -> Preprocessor:
         path = context.config.train_data.path
         assert path is not None
-        if storage.exists(storage.join(folder, "preprocessor.json")):  # the run goes on
+        if _resumes(folder):
             return Preprocessor.load(folder)
         given = self._given_preprocessors(path, teacher)
         preprocessor = next(iter(given.values()), None)
@@ -205,7 +226,7 @@ class ClickWorkload(Workload):
                     f"{place}: was made with Preprocessor {other.hash()}, {next(iter(given))} with {preprocessor.hash()}, and a "
                     "run has one; leave --workload.preprocessor out, or preprocess the log again"
                 )
-        preprocessor = preprocessor or self._counted_preprocessor(counted, context)
+        preprocessor = preprocessor or self._counted_preprocessor(index, context, counting)
         preprocessor.save(folder)
         return preprocessor
 
@@ -220,16 +241,13 @@ class ClickWorkload(Workload):
             places[self.preprocessor] = self.preprocessor
         return {place: Preprocessor.load(folder) for place, folder in places.items()}
 
-    def _counted_preprocessor(self, counted: EpochOrder, context: RunContext) -> Preprocessor:
-        from rayrec.data.counting import count_log, problems_of
+    def _counted_preprocessor(self, index: LogIndex, context: RunContext, counting: CountingIndexer) -> Preprocessor:
+        from rayrec.data.counting import problems_of
         from rayrec.data.profiles import make_preprocessor
 
-        with count_log(
-            self.profile.counting(self.schema),
-            counted.parts,
-            engine=context.engine,
-            memory_bytes=self.vocabulary_memory_bytes,
-            progress=lambda rows: context.progress("vocabulary", rows, counted.rows),
+        start, stop = self._counted_rows(index, context.config)
+        with counting.counts(
+            index, engine=context.engine, progress=lambda rows: context.progress("vocabulary", rows, stop - start)
         ) as counts:
             for problem in problems_of(counts, self.profile.inputs(self.schema)):
                 context.note(f"{context.config.train_data.path}: {problem}")
@@ -307,6 +325,11 @@ class ClickWorkload(Workload):
         return load_scorer(
             self.model, precision=config.precision, checkpoint=checkpoint, preprocessor=preprocessor, device=device
         )
+
+
+def _resumes(folder: str) -> bool:
+    """Whether the run has its Preprocessor already."""
+    return storage.exists(storage.join(folder, "preprocessor.json"))
 
 
 def _check_sparse(inputs: Schema) -> None:

@@ -22,9 +22,19 @@ from hypothesis import strategies as st
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data import counting as counting_module
 from rayrec.data.arrow_columns import parse_table
 from rayrec.data.columns import RawColumns, RawSparse
-from rayrec.data.counting import NO_ROW, CountingJob, Counts, count_log, count_parts, index_and_count, problems_of
+from rayrec.data.counting import (
+    NO_ROW,
+    CountingIndexer,
+    CountingJob,
+    Counts,
+    count_log,
+    count_parts,
+    index_and_count,
+    problems_of,
+)
 from rayrec.data.log import LogIndex, cut, index_chunk, numbered, read_segments, select
 from rayrec.data.opening import index_log
 from rayrec.data.parsing import Faults, RawRows, parse
@@ -488,6 +498,64 @@ def test_index_and_count_in_one_pass(click_log: Path, tmp_path: Path, first_rows
         again, counts = both()
         assert again == index
         assert everything(counts) == apart
+
+
+Rows = tuple[int, int]
+
+
+@pytest.mark.parametrize("task_bytes", [1, 1 << 30])
+@pytest.mark.parametrize(
+    ("chosen", "read_again"),
+    [
+        (lambda index: (0, index.rows), 0),
+        (lambda index: (0, index.rows - index.rows // 7), None),  # all but the margin and a segment
+        (lambda index: (index.rows // 2, index.rows), None),
+        (lambda index: (next(s.first_row for s in index.segments if s.path == index.segments[-1].path), index.rows), 0),
+        (lambda index: (0, 100 if index.rows == 3000 else index.rows), 100),  # guessed wrong: all of it again
+        (lambda index: (2000, 3000) if index.rows == 3000 else (0, index.segments[0].rows), 1000),
+    ],
+)
+@pytest.mark.parametrize("first_rows", [False, True])
+def test_the_chosen_rows_are_counted_while_the_log_is_indexed(
+    click_log: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    chosen: Callable[[LogIndex], Rows],
+    read_again: int | None,
+    first_rows: bool,
+    task_bytes: int,
+) -> None:
+    lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)
+    for number in range(3):
+        text = b"".join(lines[number * 1000 : (number + 1) * 1000]) + b"not a row\n" * number
+        (tmp_path / f"day_{number}").write_bytes(text)
+    files, job = storage.list_files(str(tmp_path)), CountingJob(CRITEO, first_rows=first_rows)
+    again: list[Part] = []
+
+    def noted(parts: Sequence[Part], *, counting: CountingJob) -> pa.Table:
+        again.extend(parts)
+        return count_parts(parts, counting=counting)
+
+    monkeypatch.setattr(counting_module, "count_parts", noted)
+    cache = str(tmp_path / "cache")
+    with CountingIndexer(job, chosen, task_bytes=task_bytes) as indexer:
+        index = indexer.index(files, CRITEO, segment_bytes=20_000, engine=HERE, cache_folder=cache)
+        with indexer.counts(index, engine=HERE) as counts:
+            made = everything(counts)
+    assert index == index_log(files, CRITEO, segment_bytes=20_000, engine=HERE)
+    assert index == index_log(files, CRITEO, segment_bytes=20_000, engine=HERE, cache_folder=cache)
+    rows_again = sum(part.stop - part.start for part in again)
+    start, stop = chosen(index)
+    assert rows_again < (stop - start) / 4 if read_again is None else rows_again == read_again
+    wanted = [Part(*part) for part in select(index, start, stop)]
+    assert made == everything(count_log(job, wanted, engine=HERE))
+    # The index is in the cache now, so all rows are counted from it.
+    again.clear()
+    with CountingIndexer(job, chosen, task_bytes=task_bytes) as indexer:
+        assert indexer.index(files, CRITEO, segment_bytes=20_000, engine=HERE, cache_folder=cache) == index
+        with indexer.counts(index, engine=HERE) as counts:
+            assert everything(counts) == made
+    assert sum(part.stop - part.start for part in again) == stop - start
 
 
 def test_problems_of_counted_rows() -> None:
