@@ -541,8 +541,8 @@ _MARGIN: Final = 0.03
 class CountingIndexer:
     """Indexes a log of text and counts most of the chosen rows in the same pass.
 
-    Only the index tells exactly which rows are chosen, so the pass estimates it from the sizes of the files. `counts` adds the rows
-    that it left out, or counts again if it counted too many. Close it.
+    Only the index tells exactly which rows are chosen, so the pass estimates it from the sizes of the files. `counts` adds the
+    rows that it left out, or counts again if it counted too many. Close it.
     """
 
     def __init__(
@@ -592,8 +592,8 @@ class CountingIndexer:
         return index
 
     def _guess(self, files: Sequence[storage.File]) -> list[tuple[int, int]]:
-        """Bytes [start, stop) of each file that contain chosen rows only, if all rows are about as long: the margin is left out at
-        each end that is not the border of a file."""
+        """Bytes [start, stop) of each file that contain chosen rows only, if all rows are about as long: the margin is left out
+        at each end that is not the border of a file."""
         sizes = numbered(Entry(file.path, 0, file.size_bytes, file.size_bytes) for file in files)
         try:
             start, stop = self._chosen(LogIndex(sizes, Faults()))
