@@ -362,8 +362,8 @@ def count_log(
     progress: Callable[[int], None] | None = None,
     into: Counts | None = None,
 ) -> Counts:
-    """Counts the chosen rows in one pass of data tasks, each pre-aggregating its own; `progress` gets rows done. `into`: counts of
-    other rows, to which these are added.
+    """Counts the chosen rows in one pass of data tasks, each pre-aggregating its own; `progress` gets rows done. `into`: counts
+    of other rows, to which these are added.
 
     Tables that together outgrow `memory_bytes` (None: `default_memory_bytes()`) move to a file in `spill_folder` (None: the
     one for temporary files) and are only read back by `Counts.kept`; the result is the same. Close the Counts to free that file.
