@@ -252,3 +252,21 @@ def test_names_of_runs(name: str) -> None:
 def test_results_are_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
     print_json({"auroc": float("nan"), "logloss": 0.5})
     assert capsys.readouterr().out == '{\n  "auroc": null,\n  "logloss": 0.5\n}\n'
+
+
+def test_the_summary_of_a_click_model_ends_with_the_report_and_what_can_be_done_next() -> None:
+    from rayrec.commands.training import summary_rows
+
+    summary = {
+        "metrics": {"auroc": 0.7},
+        "rows_per_s": 1.0,
+        "blocked_fraction": 0.0,
+        "rows": 1,
+        "steps": 1,
+        "wall_s": 1.0,
+    }
+    summary["checkpoint"] = "runs/a/checkpoints/step_00000001"
+    rows = dict(summary_rows(summary, folder="runs/a"))
+    assert rows["report"] == "runs/a/report.html"
+    assert rows["next"].startswith("rayrec evaluate runs/a LOG")
+    assert "next" not in dict(summary_rows({**summary, "metrics": {"accuracy": 0.9}}, folder="runs/a"))
