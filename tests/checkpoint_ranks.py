@@ -39,16 +39,28 @@ from rayrec.checkpoint import (
 from rayrec.checkpoint.ranks import Ranks
 from rayrec.config import InputError
 
+IMPORTED_ONCE = [
+    "rayrec.checkpoint",
+    "rayrec.training.in_process_worker",
+    "rayrec.training.trainer",
+    "rayrec.workloads.recsys_worker",
+    "rayrec.workloads.replicated_worker",
+    "torch._dynamo",
+    "torch.distributed._shard.sharded_tensor",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.tensor",
+]
+"""By the process that ranks are forked from: to import what a rank needs takes several seconds."""
+
 
 def run_ranks(
     what: str | Callable[[str, int], None], size: int, folder: str, *, killed: int | None = None
 ) -> list[str]:
     """The output of each rank, which calls a function of this or another module with the folder and its rank; all must end
     with status 0, but for one that kills itself."""
-    context = multiprocessing.get_context("forkserver")  # imports torch once
-    context.set_forkserver_preload(
-        ["rayrec.checkpoint", "torch.distributed.tensor", "torch.distributed._shard.sharded_tensor"]
-    )
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED_ONCE)
     with tempfile.TemporaryDirectory() as meeting:
         processes = [
             context.Process(target=_be_rank, args=(what, rank, size, folder, meeting), daemon=True)
