@@ -39,7 +39,7 @@ def write_text(path: Path, *, sentences: int, seed: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def tokens(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text")
     write_text(folder / "text.txt", sentences=1200, seed=0)
     api.preprocess(
@@ -93,7 +93,9 @@ def losses(folder: str) -> list[float]:
     scope="module", params=[1, pytest.param(2, marks=pytest.mark.exhaustive)], ids=["one worker", "two workers"]
 )
 def runs(request: pytest.FixtureRequest, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    """The same run under each loop."""
+    """The same run under each loop: in this process, or in two workers on Ray."""
+    if request.param > 1:
+        request.getfixturevalue("local_ray")
     scaling = {"num_workers": request.param, "threads_per_worker": 1}
     folder = tmp_path_factory.mktemp("runs")
     return {
@@ -134,6 +136,7 @@ def test_both_loops_learn_the_same(runs: dict[str, Result]) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("local_ray")
 def test_a_checkpoint_is_evaluated_predicted_with_and_exported(
     runs: dict[str, Result], tokens: Path, tmp_path: Path
 ) -> None:
@@ -167,6 +170,7 @@ def test_a_checkpoint_is_evaluated_predicted_with_and_exported(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize("loop", LOOPS)
 def test_fsdp_learns_what_ddp_learns(tokens: Path, tmp_path: Path, loop: str) -> None:
     fields: dict[str, Any] = {"steps": 12, "evaluate_every": 6, "precision": "fp32", "loop": loop}
@@ -236,6 +240,7 @@ def test_a_run_goes_on_under_the_other_loop_with_another_number_of_workers(token
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("local_ray")
 def test_the_124_million_parameters_start_and_step(tmp_path: Path) -> None:
     """The recipe as it is, but for what a machine without GPUs cannot have."""
     write_text(tmp_path / "text.txt", sentences=2000, seed=0)
