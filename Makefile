@@ -67,7 +67,7 @@ demo: setup ## trains on a synthetic log made once, or on DATA=path/to/train.txt
 	$(RUN)/rayrec train criteo_demo --train-data.path "$$DATA" $$FLAGS --storage-path demo/runs --name "$$name" >/dev/null
 
 test: setup ## all tests but the extended ones and those of the documentation, which have targets of their own
-	@$(RUN)/python -m pytest tests/integration -m "not extended"
+	@$(RUN)/python -m pytest tests/integration -m "not extended" -n 2 --dist loadfile
 	@OMP_NUM_THREADS=1 $(RUN)/python -m pytest tests/unit tests/test_architecture.py -m "not extended" -n 2 --dist loadfile
 
 test-extended: setup ## longer tests: what dies, several nodes, an S3 server in a Python environment that they make first

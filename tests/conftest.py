@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from filelock import FileLock
 from hypothesis import HealthCheck, settings
 from ports import free_ports
 
@@ -39,6 +42,44 @@ def click_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("click_log")
     generate(str(folder), rows=20_000, days=7, seed=1, parallelism=2)
     return folder
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that this session's processes share (pytest-xdist gives each a base folder of its own)."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def made_once(shared_folder: Path) -> Callable[[str, Callable[[Path], object]], Path]:
+    """Makes a folder of a name: the first of this session's processes does that needs it, the others wait and take it."""
+
+    def made(name: str, make: Callable[[Path], object]) -> Path:
+        folder, complete = shared_folder / name, shared_folder / f"{name}.complete"
+        with FileLock(shared_folder / f"{name}.lock"):
+            if not folder.exists():
+                folder.mkdir()
+                make(folder)
+                complete.touch()
+        assert complete.exists(), f"the process that was first failed to make {folder}"
+        return folder
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def undisturbed(click_log: Path, made_once: Callable[[str, Callable[[Path], object]], Path]) -> dict[str, Any]:
+    """The summary of a small run of 480 steps that nothing happens to, in two workers on a Ray of its own."""
+    from processes import Run, small_run
+
+    def train(folder: Path) -> None:
+        with Run(small_run(click_log, str(folder), steps=480), folder / "commands", cache=folder / "cache") as run:
+            run.start()
+            run.summary()
+
+    summary: dict[str, Any] = json.loads((made_once("undisturbed", train) / "run" / "summary.json").read_text())
+    return summary
 
 
 @pytest.fixture(scope="session")
@@ -116,9 +157,15 @@ class S3Server:
 
 
 @pytest.fixture(scope="session")
-def swift_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+def swift_python(shared_folder: Path) -> str:
     """An interpreter that has Swift; RAYREC_TEST_CACHE keeps its environment for the next run too."""
-    folder = Path(os.environ.get("RAYREC_TEST_CACHE") or tmp_path_factory.mktemp("cache")) / "swift"
+    folder = Path(os.environ.get("RAYREC_TEST_CACHE") or shared_folder) / "swift"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        return _python_with_swift(folder)
+
+
+def _python_with_swift(folder: Path) -> str:
     python = folder / "bin" / "python"
     if not (folder / "complete").exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)

@@ -13,6 +13,7 @@ commands work in their own process. The pages of `WITH_RAY` show what only Ray h
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -22,12 +23,11 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from filelock import FileLock
 
 from rayrec.recipes import load_config
 from rayrec.verbs import VERBS
@@ -165,17 +165,9 @@ def pages() -> Iterator[Pages]:
 
 
 @pytest.fixture(scope="session")
-def world(pages: Pages, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which docs/quickstart.md has been followed, by the first of this session's processes that needs it."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "quickstart"
-    with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            folder.mkdir()
-            pages.run(_name(QUICKSTART), runnable(QUICKSTART), folder)
-            (folder / ".complete").touch()
-    assert (folder / ".complete").exists(), "docs/quickstart.md failed in another process"
-    return folder
+def world(pages: Pages, made_once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
+    """The folder in which docs/quickstart.md has been followed."""
+    return made_once("quickstart", functools.partial(pages.run, _name(QUICKSTART), runnable(QUICKSTART)))
 
 
 @pytest.mark.slow
