@@ -48,10 +48,14 @@ def bare(folder: Path) -> dict[str, float]:
 def ours(folder: Path, log: Path) -> dict[str, float]:
     """Seconds of rayrec, in all and in parts."""
     checkpoint = {"every": 40, "num_to_keep": 2}
-    config = small_run(log, str(folder), steps=STEPS, log_every=1, evaluate_every=STEPS, checkpoint=checkpoint)
+    failure = {"standby_after_s": 0.0}  # by default a run that has lasted a minute has processes in standby
+    config = small_run(
+        log, str(folder), steps=STEPS, log_every=1, evaluate_every=STEPS, checkpoint=checkpoint, failure=failure
+    )
     with Run(config, folder / "commands", cache=folder / "cache") as run:
         run.start()
         run.wait_for("checkpoint", lambda event: event["step"] >= 80)
+        run.session.wait_for_standby(2)
         run.session.kill("train worker")
         killed = time.time()
         failed = run.wait_for("failure", since=killed)["time"]

@@ -24,6 +24,7 @@ ROLES = {
     "train worker": "ray::RayTrainWorker",
     "data task": "ray::Read",  # Ray Data titles the process of a read task so while it runs one
     "controller": "ray::TrainController",
+    "idle": "ray::IDLE",
     "raylet": "/raylet/raylet ",
     "gcs": "/gcs/gcs_server ",
 }
@@ -48,6 +49,15 @@ for line in sys.stdin:
         newest = cluster.add_node(**asked, **memory)
         print(cluster.address, flush=True)
 """
+
+
+def _is_standby(pid: int) -> bool:
+    """Whether a process has loaded TorchRec's kernels, and waits: it takes no CPU."""
+    try:
+        loaded = "fbgemm_gpu" in Path(f"/proc/{pid}/maps").read_text()
+        return loaded and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 @dataclass(frozen=True)
@@ -118,6 +128,13 @@ class Session:
             time.sleep(POLL_S)
         os.kill(found[0].pid, signal.SIGKILL)
         return found[0].pid
+
+    def wait_for_standby(self, num_processes: int, *, timeout_s: float = 180) -> None:
+        """Waits until so many idle processes of Ray have imported what a train worker needs."""
+        deadline_s = time.monotonic() + timeout_s
+        while sum(_is_standby(process.pid) for process in self.find("idle")) < num_processes:
+            assert time.monotonic() < deadline_s, f"fewer than {num_processes} processes in standby after {timeout_s} s"
+            time.sleep(0.5)
 
     def kill_data_task(self, *, timeout_s: float = 180) -> int:
         """SIGKILLs a process in the midst of a data task, and returns its pid. Tasks are short, hence it is stopped first."""

@@ -108,8 +108,8 @@ def stop_by_signals(run: Run, resumed: dict[str, Any], *, timeout_s: float = 180
 @pytest.mark.extended
 def test_a_run_that_one_fault_after_another_strikes(expected: dict[str, Any], begin: Begin) -> None:
     """A data task, a train worker and the driver are killed, then SIGTERM and Ctrl-C stop the run. One run has them all, because
-    starting is most of what a run of this size takes."""
-    run = begin()
+    starting is most of what a run of this size takes. The processes of the workers after the first failure were in standby."""
+    run = begin(failure={"standby_after_s": 0.0})
     run.wait_for_step(40)
     run.session.kill_data_task()
     run.wait_for_step(100)  # a data task costs no restart
@@ -117,11 +117,13 @@ def test_a_run_that_one_fault_after_another_strikes(expected: dict[str, Any], be
     assert not run.events("failure")
 
     run.wait_for("checkpoint", lambda event: event["step"] >= 80)
+    run.session.wait_for_standby(2)
     saved = max(event["step"] for event in run.events("checkpoint"))
     run.session.kill("train worker")
     assert_still_training(run)
     restarted = run.wait_for("start", lambda event: event["step"] > 0)
     assert restarted["step"] >= saved
+    assert "worker_process" not in run.wait_for("start_up", since=restarted["time"])["stages"]
     assert "worker" in run.events("failure")[0]["cause"]
 
     run.wait_for_step(restarted["step"] + 60, since=restarted["time"])

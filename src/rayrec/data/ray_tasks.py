@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import logging
@@ -10,7 +11,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from contextvars import copy_context
@@ -128,12 +129,13 @@ def tasks_dataset(
     placement: TaskPlacement,
     block_bytes: int = 16 << 20,
     bounds: Bounds | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> ray.data.Dataset:
     """A Dataset with one block an item, in the items' order. `function` runs in data tasks and must be picklable;
     `block_bytes` is the expected size of a block.
 
     `bounds` keep a reader that is slower than the tasks from filling the object store; without them all tasks are submitted at
-    once.
+    once. `environment`: variables of the tasks' processes.
     """
     if placement.max_outage_s is not None:
         function = functools.partial(_patient, placement.max_outage_s, function)
@@ -156,6 +158,7 @@ def tasks_dataset(
             override_num_blocks=len(items),
             num_cpus=placement.num_cpus,
             label_selector=placement.label_selector,
+            runtime_env={"env_vars": dict(environment)} if environment else None,
         )
 
 
@@ -179,6 +182,8 @@ class RayEngine:
     """Runs data tasks on the connected Ray cluster; see `Engine` and `StreamEngine`."""
 
     placement: TaskPlacement
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Variables of the tasks' processes."""
 
     @property
     def cpus(self) -> float:
@@ -189,7 +194,16 @@ class RayEngine:
     ) -> Iterator[pa.Table]:
         if items:
             # Results are small compared with what the tasks read, and merged as they come.
-            yield from tables(tasks_dataset(name, function, items, placement=self.placement, block_bytes=block_bytes))
+            yield from tables(
+                tasks_dataset(
+                    name,
+                    function,
+                    items,
+                    placement=self.placement,
+                    block_bytes=block_bytes,
+                    environment=self.environment,
+                )
+            )
 
     def stream(
         self,
@@ -202,9 +216,16 @@ class RayEngine:
     ) -> Generator[pa.Table, None, None]:
         def tables_of(some: Sequence[Any]) -> Generator[pa.Table, None, None]:
             bounds = Bounds.of(self.placement, block_bytes=block_bytes, prefetch_blocks=prefetch_blocks)
-            yield from tables(
-                tasks_dataset(name, function, some, placement=self.placement, block_bytes=block_bytes, bounds=bounds)
+            dataset = tasks_dataset(
+                name,
+                function,
+                some,
+                placement=self.placement,
+                block_bytes=block_bytes,
+                bounds=bounds,
+                environment=self.environment,
             )
+            yield from tables(dataset)
 
         groups = [items[first : first + _ITEMS_A_DATASET] for first in range(0, len(items), _ITEMS_A_DATASET)]
         return _one_after_another(groups, tables_of)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -24,6 +25,10 @@ _OBJECT_STORE_SHARE = 0.25
 
 _ENOUGH_CPUS = 4.0
 """CPUs for each worker's data tasks that are enough to keep them off the workers' nodes."""
+_LOCAL_ENVIRONMENT: Final = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
+"""Of the processes of a local Ray: its only node is not drained, so a process that watches for that would be in vain."""
+_started: set[str] = set()
+"""Addresses of the local Rays that this process started."""
 _PROBE_S = 2.0
 _ROUNDING = 1e-4
 """Ray counts resources in ten-thousandths."""
@@ -137,14 +142,16 @@ def _start(*, num_cpus: int | None, object_store_bytes: int | None, log_to_drive
     import ray
 
     try:
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            object_store_memory=object_store_bytes,
-            log_to_driver=log_to_driver,
-            logging_level=logging.ERROR,
-            include_dashboard=False,
-        )
+        with _inherited(_LOCAL_ENVIRONMENT):
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                object_store_memory=object_store_bytes,
+                log_to_driver=log_to_driver,
+                logging_level=logging.ERROR,
+                include_dashboard=False,
+            )
+        _started.add(ray.get_runtime_context().gcs_address)
     except ValueError as error:  # of too small an object store, for one
         raise InputError(f"a local Ray does not start: {_in_one_line(error)}") from None
     except Exception as error:  # Ray 2.60 raises no narrower class if its processes are not up in 30 s
@@ -152,6 +159,25 @@ def _start(*, num_cpus: int | None, object_store_bytes: int | None, log_to_drive
             f"a local Ray did not start ({_in_one_line(error)}); the machine may be short of CPU, memory or disk: look at "
             "/tmp/ray/session_latest/logs, then give the same command again"
         ) from None
+
+
+def local_environment() -> Mapping[str, str]:
+    """The variables that processes of the connected Ray have from its start, beside this process's own."""
+    import ray
+
+    return _LOCAL_ENVIRONMENT if ray.get_runtime_context().gcs_address in _started else {}
+
+
+@contextlib.contextmanager
+def _inherited(variables: Mapping[str, str]) -> Iterator[None]:
+    """Within it processes that are started have these variables, except those that are set already."""
+    added = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -10,13 +10,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import Any, Final
 
 import ray
 import ray.train
 from ray._raylet import PlacementGroupID
-from ray.train.torch import TorchConfig, TorchTrainer
-from ray.train.v2._internal.execution.callback import ControllerCallback
+from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 from ray.train.v2.api import data_parallel_trainer
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
@@ -24,16 +23,16 @@ from rayrec import storage
 from rayrec.checkpoint import latest, write_token
 from rayrec.config import InputError
 from rayrec.data.ray_tasks import RayEngine
-from rayrec.launch import cluster
+from rayrec.launch import cluster, prestart
 from rayrec.observe.events import EventWriter
+from rayrec.training.assignment import Assignment
 from rayrec.training.failures import Tolerance, cause_of, is_without_room, worker_failures
 from rayrec.training.grace import Grace, unsaved_cause
-from rayrec.training.profiling import watched_requests, worker_runtime_env
+from rayrec.training.profiling import watched_requests, worker_variables
+from rayrec.training.ray_backend import WORKER_MODULE, ProcessGroup, train_worker
 from rayrec.training.ray_mailbox import StopRequest
-from rayrec.training.ray_worker import train_worker
 from rayrec.training.signals import Signals
 from rayrec.training.stopping import MORE_WORKERS, NO_DATA_NODES
-from rayrec.training.worker import Assignment
 from rayrec.workloads.base import TrainConfig
 
 _LOOK_S = 0.1
@@ -42,6 +41,8 @@ _DATA_NODES_S = 20.0
 """Seconds without a node for data tasks after which an attempt saves and ends."""
 _NODES_S = 2.0
 """Seconds between two looks at the nodes."""
+_START_AHEAD_S: Final = 600.0
+"""Seconds that processes for the first attempt are kept while data is prepared."""
 
 
 def share_out(config: TrainConfig, *, probe: bool = False, free: bool = False) -> cluster.Layout:
@@ -165,7 +166,8 @@ def _attempt(
     """One attempt; None if a signal ended it and the workers did not save within their `Grace`. `crowded`: others hold
     part of the cluster."""
     request = StopRequest()
-    engine = RayEngine(shares.per_worker.replace(max_outage_s=config.failure.max_outage_s))
+    placement = shares.per_worker.replace(max_outage_s=config.failure.max_outage_s)
+    engine = RayEngine(placement, environment=prestart.NO_IMPORTS)
     token = write_token(folder, max_outage_s=config.failure.max_outage_s)
     assignment = Assignment(config, prepared, folder, engine, request.mailbox, token)
     future: Future[dict[str, Any]] = Future()
@@ -198,20 +200,42 @@ def _attempt(
     return future.result()
 
 
-def process_group(config: TrainConfig) -> TorchConfig:
+def worker_environment(config: TrainConfig) -> dict[str, str]:
+    """The environment variables that Ray Train gives the workers, beside its own. Their processes import what workers need when
+    they start, unless the job has an environment, which may hold another hook, or a worker gets GPUs: Ray assigns them after a
+    process has started, when torch may have looked for them already."""
+    variables = worker_variables(os.environ, network_interface=config.scaling.network_interface)
+    if not config.scaling.use_gpu and not prestart.job_has_environment():
+        variables.update(prestart.importing((WORKER_MODULE, *config.workload.WORKER_MODULES)))
+    return variables
+
+
+def start_ahead(config: TrainConfig, shares: cluster.Layout) -> None:
+    """Has the processes of the first attempt's workers started now, if it is known on which node."""
+    variables = worker_environment(config)
+    if not prestart.imports_ahead(variables):
+        return
+    prestart.start_actors_of_data()
+    if shares.num_nodes == 1:
+        node = next(node for node in ray.nodes() if node["Alive"])
+        environment = prestart.of_train_workers(variables)
+        prestart.prestart(node, environment, num_processes=shares.num_workers, keep_s=_START_AHEAD_S)
+
+
+def process_group(config: TrainConfig) -> ProcessGroup:
     """How the workers' process group is made. A worker that waits for a store keeps the others waiting as long. Pure."""
     timeout_s = math.ceil(config.failure.max_outage_s + config.failure.collective_timeout_s)
-    return TorchConfig(backend="nccl" if config.scaling.use_gpu else "gloo", timeout_s=timeout_s)
+    return ProcessGroup(backend="nccl" if config.scaling.use_gpu else "gloo", timeout_s=timeout_s)
 
 
 def _fit(config: TrainConfig, assignment: Assignment, shares: cluster.Layout) -> dict[str, Any]:
     # By reference: the controller, which has no use for it, would import torch to unpickle it before it starts a worker.
     reference = ray.put(assignment)
     with tempfile.TemporaryDirectory(prefix="rayrec-attempt-") as scratch:  # Ray Train is told of no checkpoint
-        trainer = TorchTrainer(
+        trainer = data_parallel_trainer.DataParallelTrainer(
             train_worker,  # type: ignore[arg-type]  # its value is handed on
             train_loop_config={"assignment": reference},
-            torch_config=process_group(config),
+            backend_config=process_group(config),
             scaling_config=ray.train.ScalingConfig(
                 num_workers=shares.num_workers,
                 use_gpu=config.scaling.use_gpu,
@@ -226,12 +250,14 @@ def _fit(config: TrainConfig, assignment: Assignment, shares: cluster.Layout) ->
                     max_failures=0, max_preemption_failures=0, controller_failure_limit=0
                 ),
                 logging_config=ray.train.LoggingConfig(log_level="ERROR"),
-                worker_runtime_env=worker_runtime_env(os.environ, network_interface=config.scaling.network_interface),
+                worker_runtime_env={"env_vars": worker_environment(config)},
             ),
         )
         # Its helper, which frees what a dead controller leaves, blocks for 12 s at the end of every attempt where the cluster has
-        # no dashboard, and is no use there; `_free_workers` does its work.
+        # no dashboard, and is no use there; `_free_workers` does its work. The other starts a process for Datasets, and the
+        # trainer is given none.
         data_parallel_trainer.PlacementGroupCleanerCallback = ControllerCallback  # type: ignore[misc,assignment]
+        data_parallel_trainer.DatasetsCallback = _NoDatasets  # type: ignore[misc,assignment]
         try:
             return trainer.fit().return_value  # type: ignore[attr-defined]  # typed as Train V1's
         except ray.train.TrainingFailedError as error:
@@ -239,6 +265,13 @@ def _fit(config: TrainConfig, assignment: Assignment, shares: cluster.Layout) ->
                 if isinstance(failure, InputError):
                     raise InputError(str(failure)) from None
             raise
+
+
+class _NoDatasets(WorkerGroupCallback):
+    """In place of what gives workers their shards of Ray Train's Datasets."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
 
 
 class _DataNodes:

@@ -11,7 +11,7 @@ from rayrec.launch import cluster
 from rayrec.launch.node_storage import require_reachable
 from rayrec.observe.console import Console
 from rayrec.observe.events import EventWriter
-from rayrec.training.attempts import run_attempts, share_out, wait_for_room
+from rayrec.training.attempts import run_attempts, share_out, start_ahead, wait_for_room
 from rayrec.training.failures import cause_of
 from rayrec.training.signals import Signals
 from rayrec.workloads.base import TrainConfig
@@ -41,6 +41,7 @@ class RayLauncher:
         shares = wait_for_room(self._config, note) if goes_on else share_out(self._config)
         if shares.num_nodes > 1:
             note(shares.text())
+        start_ahead(self._config, shares)
         return shares
 
     def engine(self, shares: cluster.Layout, *, max_outage_s: float) -> StreamEngine:

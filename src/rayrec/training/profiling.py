@@ -1,4 +1,4 @@
-"""A running run is asked for a profile by a file in its folder: the driver finds it and puts it into the workers' mailbox."""
+"""A profile of a running run is requested by a file in its folder: the driver finds it and puts it into the workers' mailbox."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.launch import cluster
-from rayrec.observe.events import EventWriter, follow
-from rayrec.training.mailbox import Mailbox, Wish
-from rayrec.training.step_profiler import OPERATIONS, StepProfiler, Window
-from rayrec.workloads.base import MOST_PROFILED_STEPS, WorkerContext
+from rayrec.observe.events import follow
+from rayrec.training.mailbox import Mailbox
+from rayrec.workloads.base import MOST_PROFILED_STEPS
 
-TIMELINE: Final = "ray_timeline.json"
-"""What Ray's tasks did, as a trace; beside the folders of the ranks."""
+OPERATIONS: Final = "operations.json"
+"""The last file to appear: where it is, the others are."""
 _REQUEST: Final = "request.json"
 _POLL_S: Final = 1.0
 _URL_POLL_S: Final = 10.0
@@ -38,19 +36,31 @@ _ENDS: Final = {"finish": "finished", "stop": "stopped", "failure": "failed", "r
 _logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Window:
+    """Steps to record."""
+
+    name: str
+    """Of the folder for it in RUN/profile."""
+    first: int
+    """Steps done when recording begins."""
+    end: int
+    """Steps done when it ends."""
+
+
 def profile_folder(folder: str) -> str:
     return storage.join(folder, "profile")
 
 
-def worker_runtime_env(environment: Mapping[str, str], *, network_interface: str | None = None) -> dict[str, Any]:
-    """The environment that Ray gives workers before they import torch. KINETO_* variables of the driver's: with
+def worker_variables(environment: Mapping[str, str], *, network_interface: str | None = None) -> dict[str, str]:
+    """The environment variables that workers get before they import torch. KINETO_* variables of the driver's: with
     KINETO_USE_DAEMON Kineto registers with dynolog's daemon. And the interface for gloo and NCCL. Empty if there is neither."""
     variables = {}
     if environment.get("KINETO_USE_DAEMON"):
         variables.update({name: value for name, value in environment.items() if name.startswith(_KINETO)})
     if network_interface is not None:
         variables.update(GLOO_SOCKET_IFNAME=network_interface, NCCL_SOCKET_IFNAME=network_interface)
-    return {"env_vars": variables} if variables else {}
+    return variables
 
 
 # The driver's side ---------------------------------------------------------------------------------------------------
@@ -98,78 +108,6 @@ def _window(request: Any) -> Window:
 
 def _poll_s(folder: str) -> float:
     return _URL_POLL_S if storage.is_url(folder) else _POLL_S
-
-
-# A worker's side -----------------------------------------------------------------------------------------------------
-
-
-def make_profiler(
-    worker: WorkerContext, folder: str, mailbox: Mailbox, log: Callable[[str, dict[str, Any]], None]
-) -> StepProfiler:
-    """The profiler of one worker: it records what the configuration says, and what `mailbox` is asked for. Worker 0 logs its
-    profile, every worker that it has none."""
-    config = worker.config.profile
-    target = profile_folder(folder)
-    place = storage.join(folder, "events.jsonl")
-
-    def written(window: Window) -> None:
-        if worker.rank == 0:
-            _write_timeline(storage.join(target, window.name, TIMELINE))
-            path = storage.join(target, window.name)
-            fields = {"step": window.first, "end": window.end, "name": window.name, "path": path}
-            log("profile", {**fields, "rank": 0, "ranks": worker.world_size})
-
-    def failed(window: Window, cause: str) -> None:
-        fields = {"step": window.first, "name": window.name, "rank": worker.rank, "cause": cause}
-        if worker.rank == 0:
-            log("profile_failed", fields)
-            return
-        with EventWriter(place) as events:  # `log` is worker 0's; the others have nothing else to tell
-            events.write("profile_failed", **fields)
-
-    profiler = StepProfiler(
-        target,
-        rank=worker.rank,
-        device=worker.device,
-        memory=config.memory,
-        stack=config.stack,
-        written=written,
-        failed=failed,
-    )
-    steps = config.window()
-    if steps is not None:
-        window = Window(f"step_{steps[0]:08d}", *steps)
-        if not storage.exists(storage.join(target, window.name, f"rank_{worker.rank}")):  # by an earlier attempt
-            profiler.ask(window)
-
-    def wished(wish: Wish) -> None:
-        profiler.ask(Window(**wish))
-
-    mailbox.watch(wished)
-    return profiler
-
-
-def profiled(begin_step: Callable[[int, int], None], profiler: StepProfiler) -> Callable[[int, int], None]:
-    """`WorkerSetup.begin_step` that tells the profiler too."""
-
-    def begin(step: int, total: int) -> None:
-        profiler.begin_step(step)
-        begin_step(step, total)
-
-    return begin
-
-
-def _write_timeline(path: str) -> None:
-    """What Ray's tasks did; nothing if none ran, since the process is connected to no Ray."""
-    if not cluster.is_connected():
-        return
-    import ray
-
-    try:
-        with storage.writing(path) as local:
-            ray.timeline(filename=local)
-    except Exception as error:  # Ray keeps it where it can; a profile without it is one too
-        _logger.warning("%s: not written (%s)", path, error)
 
 
 # Who asks ------------------------------------------------------------------------------------------------------------

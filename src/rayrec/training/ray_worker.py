@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import threading
 import time
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 import ray
 import ray.train
@@ -13,9 +16,15 @@ import ray.train.torch
 import torch
 
 from rayrec import machine, storage
-from rayrec.observe.start_up import Stopwatch
-from rayrec.training.worker import Assignment, Seat, run_worker
+from rayrec.launch.prestart import imports_ahead, prestart
+from rayrec.observe.start_up import Stopwatch, process_age_s
+from rayrec.training.assignment import Assignment
+from rayrec.training.worker import Seat, run_worker
 from rayrec.training.worker_logs import worker_logs
+from rayrec.workloads.base import FailureConfig
+
+_STANDBY_S: Final = 1800.0
+"""Seconds that an idle process is kept, and replaced by the next."""
 
 
 def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
@@ -23,19 +32,26 @@ def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
     entered_s = time.time()  # the process group is up
     assignment: Assignment = ray.get(arguments["assignment"])
     stopwatch = Stopwatch(assignment.begun_s)
+    process_s = time.time() - (process_age_s() or 0.0)
+    if assignment.begun_s < process_s < entered_s:  # it was not started ahead
+        stopwatch.lap("worker_process", at_s=process_s)
     stopwatch.lap("process_group", at_s=entered_s)
     stopwatch.lap("worker_imports")
     context = ray.train.get_context()
     rank = context.get_world_rank()
     node_id = ray.get_runtime_context().get_node_id()
-    resources: dict[str, float] = next((node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id), {})
+    node = next((node for node in ray.nodes() if node["NodeID"] == node_id), {})
+    resources: dict[str, float] = node.get("Resources", {})
     taken = shutil.disk_usage("/dev/shm").used if os.path.isdir("/dev/shm") else 0
     store = int(resources.get("object_store_memory", 0))
     cpus = machine.usable_cpus(granted=float(resources.get("CPU", 0)))
+    device = ray.train.torch.get_device() if assignment.config.scaling.use_gpu else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread
     seat = Seat(
         rank=rank,
         world_size=context.get_world_size(),
-        device=ray.train.torch.get_device() if assignment.config.scaling.use_gpu else torch.device("cpu"),
+        device=device,
         node=node_id,
         cpus=cpus // context.get_local_world_size(),
         object_store_bytes=max(0, store - taken),
@@ -43,5 +59,25 @@ def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
         preemption=ray.train.get_preemption_info,
         stopwatch=stopwatch,
     )
-    with worker_logs(storage.join(assignment.folder, "logs", f"worker_{rank}.log"), rank=rank):
+    log = storage.join(assignment.folder, "logs", f"worker_{rank}.log")
+    with worker_logs(log, rank=rank), _standby(assignment.config.failure, node):
         return run_worker(assignment, seat)
+
+
+@contextlib.contextmanager
+def _standby(failure: FailureConfig, node: Mapping[str, Any]) -> Iterator[None]:
+    """Within it this worker's node keeps an idle process that has imported what a worker needs, for the worker that replaces
+    this one after a failure."""
+    runtime_env, ended = ray.get_runtime_context().get_runtime_env_string(), threading.Event()
+
+    def keep(wait_s: float) -> None:
+        while not ended.wait(wait_s):
+            prestart(node, runtime_env, num_processes=1, keep_s=_STANDBY_S)
+            wait_s = _STANDBY_S
+
+    if failure.standby_after_s is not None and failure.max_failures != 0 and node and imports_ahead(os.environ):
+        threading.Thread(target=keep, args=(failure.standby_after_s,), name="standby", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()

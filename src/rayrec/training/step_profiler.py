@@ -8,7 +8,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final, final
 
 import orjson
@@ -17,13 +16,17 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from rayrec import storage
-from rayrec.workloads.base import MOST_PROFILED_STEPS
+from rayrec.launch import cluster
+from rayrec.observe.events import EventWriter
+from rayrec.training.mailbox import Mailbox, Wish
+from rayrec.training.profiling import OPERATIONS, Window, profile_folder
+from rayrec.workloads.base import MOST_PROFILED_STEPS, WorkerContext
 
 TRACE: Final = "trace.json.gz"
 TABLE: Final = "operations.txt"
-OPERATIONS: Final = "operations.json"
-"""The last file to appear: where it is, the others are."""
 MEMORY: Final = "memory.json"
+TIMELINE: Final = "ray_timeline.json"
+"""What Ray's tasks did, as a trace; beside the folders of the ranks."""
 _NUM_OPERATIONS: Final = 50
 _MOST_POINTS: Final = 2000
 """Of a memory timeline; the peaks between are kept."""
@@ -32,18 +35,6 @@ _PATIENCE_S: Final = 10.0
 """With a store that is out: the end of an attempt waits for this."""
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Window:
-    """Steps to record."""
-
-    name: str
-    """Of the folder for it in RUN/profile."""
-    first: int
-    """Steps done when recording begins."""
-    end: int
-    """Steps done when it ends."""
 
 
 @final
@@ -259,3 +250,72 @@ def thinned(points: list[tuple[float, int]], *, most: int = _MOST_POINTS) -> lis
     return [
         max(points[start : start + width], key=lambda point: point[1]) for start in range(0, len(points), width or 1)
     ]
+
+
+def make_profiler(
+    worker: WorkerContext, folder: str, mailbox: Mailbox, log: Callable[[str, dict[str, Any]], None]
+) -> StepProfiler:
+    """The profiler of one worker: it records what the configuration says, and what `mailbox` is asked for. Worker 0 logs its
+    profile, every worker that it has none."""
+    config = worker.config.profile
+    target = profile_folder(folder)
+    place = storage.join(folder, "events.jsonl")
+
+    def written(window: Window) -> None:
+        if worker.rank == 0:
+            _write_timeline(storage.join(target, window.name, TIMELINE))
+            path = storage.join(target, window.name)
+            fields = {"step": window.first, "end": window.end, "name": window.name, "path": path}
+            log("profile", {**fields, "rank": 0, "ranks": worker.world_size})
+
+    def failed(window: Window, cause: str) -> None:
+        fields = {"step": window.first, "name": window.name, "rank": worker.rank, "cause": cause}
+        if worker.rank == 0:
+            log("profile_failed", fields)
+            return
+        with EventWriter(place) as events:  # `log` is worker 0's; the others have nothing else to tell
+            events.write("profile_failed", **fields)
+
+    profiler = StepProfiler(
+        target,
+        rank=worker.rank,
+        device=worker.device,
+        memory=config.memory,
+        stack=config.stack,
+        written=written,
+        failed=failed,
+    )
+    steps = config.window()
+    if steps is not None:
+        window = Window(f"step_{steps[0]:08d}", *steps)
+        if not storage.exists(storage.join(target, window.name, f"rank_{worker.rank}")):  # by an earlier attempt
+            profiler.ask(window)
+
+    def wished(wish: Wish) -> None:
+        profiler.ask(Window(**wish))
+
+    mailbox.watch(wished)
+    return profiler
+
+
+def profiled(begin_step: Callable[[int, int], None], profiler: StepProfiler) -> Callable[[int, int], None]:
+    """`WorkerSetup.begin_step` that tells the profiler too."""
+
+    def begin(step: int, total: int) -> None:
+        profiler.begin_step(step)
+        begin_step(step, total)
+
+    return begin
+
+
+def _write_timeline(path: str) -> None:
+    """What Ray's tasks did; nothing if none ran, since the process is connected to no Ray."""
+    if not cluster.is_connected():
+        return
+    import ray
+
+    try:
+        with storage.writing(path) as local:
+            ray.timeline(filename=local)
+    except Exception as error:  # Ray keeps it where it can; a profile without it is one too
+        _logger.warning("%s: not written (%s)", path, error)

@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -34,18 +33,17 @@ from rayrec.checkpoint.format import UnreadableError
 from rayrec.checkpoint.persistence import Persistence
 from rayrec.checkpoint.ranks import Ranks
 from rayrec.config import InputError
-from rayrec.data.engine import StreamEngine
 from rayrec.native import keep_freed_memory
 from rayrec.observe import start_up
 from rayrec.observe.events import EventWriter
 from rayrec.observe.start_up import Stopwatch
 from rayrec.row_tally import RowTally
 from rayrec.training import loop
+from rayrec.training.assignment import Assignment
 from rayrec.training.device_peak import multiply_adds_per_s_or_zero
 from rayrec.training.loop import Progress
-from rayrec.training.mailbox import Mailbox
-from rayrec.training.profiling import make_profiler, profiled
 from rayrec.training.state import all_tensors, model_tensors, restore_all
+from rayrec.training.step_profiler import make_profiler, profiled
 from rayrec.training.stopping import RESUMES, PreemptionInfo, SaveReporter, StopWatch
 from rayrec.training.store_watch import StoreWatch
 from rayrec.workloads.base import ScalingConfig, TrainConfig, TrainLoader, WorkerContext, WorkerSetup
@@ -53,25 +51,6 @@ from rayrec.workloads.phases import waits_noticed
 
 Log = Callable[[str, dict[str, Any]], None]
 _logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Assignment:
-    """What the driver hands every worker."""
-
-    config: TrainConfig
-    prepared: Any
-    """Of the workload's `prepare`."""
-    folder: str
-    """The run's folder, absolute."""
-    engine: StreamEngine
-    """Runs the data tasks of each worker."""
-    mailbox: Mailbox
-    """Where the driver leaves its wish to stop."""
-    storage_token: str
-    """File that the driver has written into the run's folder, for all workers to find."""
-    begun_s: float = dataclasses.field(default_factory=time.time)
-    """When the driver began the attempt, seconds since 1970."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from rayrec.config import InputError
 from rayrec.observe.events import EventWriter, read_events
 from rayrec.training import profiling, step_profiler
 from rayrec.training.mailbox import LocalMailbox, Wish
-from rayrec.training.profiling import request_profile, watched_requests, worker_runtime_env
+from rayrec.training.profiling import request_profile, watched_requests, worker_variables
 from rayrec.workloads.base import ProfileConfig, WorkerContext
 
 
@@ -107,7 +107,7 @@ def test_a_worker_that_cannot_write_its_profile_is_heard(tmp_path: Path, monkeyp
         with EventWriter(place) as log_of_first:
             for rank in range(2):
                 log = log_of_first.write if rank == 0 else unheard
-                profiler = profiling.make_profiler(
+                profiler = step_profiler.make_profiler(
                     worker(rank), str(tmp_path), LocalMailbox(), lambda kind, fields, log=log: log(kind, **fields)
                 )
                 profiler.ask(profiling.Window(**wish))
@@ -228,10 +228,10 @@ def test_variables_of_kineto_go_to_workers() -> None:
         "AWS_SECRET_ACCESS_KEY": "y",
     }
     passed = {"KINETO_USE_DAEMON": "1", "KINETO_DAEMON_INIT_DELAY_S": "3"}
-    assert worker_runtime_env(environment) == {"env_vars": passed}
-    assert worker_runtime_env({"KINETO_DAEMON_INIT_DELAY_S": "3"}) == {}
+    assert worker_variables(environment) == passed
+    assert worker_variables({"KINETO_DAEMON_INIT_DELAY_S": "3"}) == {}
     interface = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "eth1"}
-    assert worker_runtime_env(environment, network_interface="eth1") == {"env_vars": passed | interface}
+    assert worker_variables(environment, network_interface="eth1") == passed | interface
 
 
 def test_configuration() -> None:

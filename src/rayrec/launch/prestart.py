@@ -1,0 +1,104 @@
+"""Python processes that Ray starts ahead of the workers that will run in them, with a worker's modules imported.
+
+Importing torch, TorchRec and Ray Train takes a worker's process some 5 s of CPU, most of what a start or a restart waits for.
+Ray's node manager starts processes on request (`PrestartWorkers`). They wait idle, and Ray gives them to the next actors or tasks
+whose job and runtime environment are the same. A hook in the environment imports the modules.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from rayrec.launch.cluster import local_environment
+
+HOOK: Final = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
+"""The variable in which Ray passes a process the `worker_process_setup_hook` of its runtime environment."""
+_IMPORT_MODULES: Final = f"{__name__}.import_modules"
+_MODULES: Final = "RAYREC_WORKER_MODULES"
+_TIMEOUT_S: Final = 10.0
+
+_logger = logging.getLogger(__name__)
+
+
+def importing(modules: Iterable[str]) -> dict[str, str]:
+    """Variables of a runtime environment whose processes import `modules` when they start."""
+    return {HOOK: _IMPORT_MODULES, _MODULES: ",".join(modules)}
+
+
+def import_modules() -> None:
+    """The hook. A module that cannot be imported is left to the worker, whose error says more."""
+    for module in os.environ[_MODULES].split(","):
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            _logger.info("%s is not imported ahead: %s", module, error)
+
+
+NO_IMPORTS: Final[Mapping[str, str]] = {HOOK: ""}
+"""For data tasks of a worker, which inherit its environment: their processes import nothing ahead."""
+
+
+def imports_ahead(variables: Mapping[str, str]) -> bool:
+    """Whether processes with these variables import a worker's modules when they start."""
+    return variables.get(HOOK) == _IMPORT_MODULES
+
+
+def job_has_environment() -> bool:
+    """Whether this job has a runtime environment of its own, which all its processes inherit. It may hold a hook."""
+    import ray
+
+    return ray.is_initialized() and bool(ray.get_runtime_context().runtime_env)
+
+
+def of_train_workers(variables: Mapping[str, str]) -> str:
+    """The runtime environment of Ray Train's workers that were given `variables`, as Ray writes it for a job that has none."""
+    return json.dumps({"env_vars": {**_of_controller(), **variables}}, sort_keys=True, separators=(",", ":"))
+
+
+def _of_controller() -> dict[str, str]:
+    """The variables that Ray Train gives its controller, from which workers inherit them."""
+    from ray.train.v2._internal.constants import get_env_vars_to_propagate
+
+    return {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **local_environment(), **get_env_vars_to_propagate()}
+
+
+def start_actors_of_data() -> None:
+    """Starts the actors that Ray Data has one of in a cluster. If the first Dataset were that of a worker, they would inherit its
+    environment, and import what they do not need."""
+    from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator
+    from ray.data._internal.stats import get_or_create_stats_actor
+
+    get_or_create_stats_actor()
+    default_autoscaling_coordinator.get_or_create_autoscaling_coordinator()
+
+
+def prestart(node: Mapping[str, Any], runtime_env: str, *, num_processes: int, keep_s: float) -> bool:
+    """Asks the node manager of `node` (an entry of `ray.nodes()`) for idle processes of this job with the serialized
+    `runtime_env`, which it keeps for `keep_s` seconds and ends with the job. Does not wait for them. False if it refuses: then
+    the workers' processes are started when they are needed, which only takes longer."""
+    import grpc
+    import ray
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_grpc
+
+    request = node_manager_pb2.PrestartWorkersRequest(  # type: ignore[attr-defined]  # protobuf makes it at run time
+        language=common_pb2.PYTHON,  # type: ignore[attr-defined]
+        job_id=bytes.fromhex(ray.get_runtime_context().get_job_id()),
+        keep_alive_duration_secs=int(keep_s),
+        num_workers=num_processes,
+    )
+    request.runtime_env_info.serialized_runtime_env = runtime_env
+    request.runtime_env_info.runtime_env_config.setup_timeout_seconds = 600
+    address = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
+    try:
+        with init_grpc_channel(address) as channel:
+            node_manager_pb2_grpc.NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=_TIMEOUT_S)
+    except grpc.RpcError as error:
+        _logger.info("%s starts no processes ahead: %s", address, error)
+        return False
+    return True

@@ -1,0 +1,30 @@
+"""What the driver hands the workers of an attempt; does not import torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+from rayrec.data.engine import StreamEngine
+from rayrec.training.mailbox import Mailbox
+from rayrec.workloads.base import TrainConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+    """What the driver hands every worker."""
+
+    config: TrainConfig
+    prepared: Any
+    """Of the workload's `prepare`."""
+    folder: str
+    """The run's folder, absolute."""
+    engine: StreamEngine
+    """Runs the data tasks of each worker."""
+    mailbox: Mailbox
+    """Where the driver leaves its wish to stop."""
+    storage_token: str
+    """File that the driver has written into the run's folder, for all workers to find."""
+    begun_s: float = dataclasses.field(default_factory=time.time)
+    """When the driver began the attempt, seconds since 1970."""

@@ -1,0 +1,93 @@
+"""What Ray Train runs in a run's workers. Driver and controller import this module, and through it no torch: `TorchTrainer` would
+make both import it, seconds before a worker starts."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+import ray
+import ray.train
+from ray.train.backend import Backend, BackendConfig
+
+WORKER_MODULE: Final = "rayrec.training.ray_worker"
+_SHUTDOWN_S: Final = 30.0
+
+
+def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
+    """See `rayrec.training.ray_worker.train_worker`."""
+    from rayrec.training import ray_worker
+
+    return ray_worker.train_worker(arguments)
+
+
+@dataclass(frozen=True)
+class ProcessGroup(BackendConfig):
+    """The workers' torch process group, and torchrun's variables in their environment."""
+
+    backend: str
+    """gloo or nccl."""
+    timeout_s: int
+    """Of a collective operation."""
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return _TorchBackend
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"backend": self.backend, "timeout_s": self.timeout_s}
+
+
+class _TorchBackend(Backend):
+    share_cuda_visible_devices = True
+
+    def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        assert isinstance(backend_config, ProcessGroup)
+        host, port = worker_group.execute_single(0, _free_address)
+        joined = [
+            worker_group.execute_single_async(rank, _join, backend_config, host, port)
+            for rank in range(len(worker_group))
+        ]
+        ray.get(joined)
+
+    def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        # Of a group whose worker died, some wait in vain for it; Ray ends their processes.
+        ray.wait(worker_group.execute_async(_leave), num_returns=len(worker_group), timeout=_SHUTDOWN_S)
+
+
+def _free_address() -> tuple[str, int]:
+    """Of worker 0's node, for the workers' meeting."""
+    host = ray.util.get_node_ip_address()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with closing(socket.socket(family, socket.SOCK_STREAM)) as listener:
+        listener.bind(("", 0))
+        return host, listener.getsockname()[1]
+
+
+def _join(group: ProcessGroup, host: str, port: int) -> None:
+    from ray.train.torch import get_device
+    from torch import distributed
+
+    context = ray.train.get_context()
+    os.environ.update(
+        MASTER_ADDR=host,
+        MASTER_PORT=str(port),
+        RANK=str(context.get_world_rank()),
+        WORLD_SIZE=str(context.get_world_size()),
+        LOCAL_RANK=str(context.get_local_rank()),
+        LOCAL_WORLD_SIZE=str(context.get_local_world_size()),
+        NODE_RANK=str(context.get_node_rank()),
+        ACCELERATE_TORCH_DEVICE=str(get_device()),  # which HuggingFace Accelerate would guess
+    )
+    distributed.init_process_group(group.backend, init_method="env://", timeout=timedelta(seconds=group.timeout_s))
+
+
+def _leave() -> None:
+    from torch import distributed
+
+    if distributed.is_initialized():
+        distributed.destroy_process_group()

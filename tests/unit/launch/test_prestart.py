@@ -1,0 +1,48 @@
+"""Processes that Ray starts ahead of workers: which modules they import, and for which workers and tasks Ray takes them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from ports import free_ports
+
+from rayrec.launch import prestart
+
+
+def test_the_hook_imports_what_can_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "breaks_when_imported.py").write_text("raise RuntimeError('broken')")
+    (tmp_path / "imported_ahead.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    variables = prestart.importing(["breaks_when_imported", "no_such_module", "imported_ahead"])
+    assert variables[prestart.HOOK] == "rayrec.launch.prestart.import_modules"
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    prestart.import_modules()
+    assert sys.modules.pop("imported_ahead").__file__ == str(tmp_path / "imported_ahead.py")
+    assert "breaks_when_imported" not in sys.modules
+
+
+def test_which_processes_import_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prestart, "local_environment", dict)
+    of_workers = prestart.of_train_workers({"GLOO_SOCKET_IFNAME": "eth1", **prestart.importing(["torch"])})
+    variables = json.loads(of_workers)["env_vars"]
+    assert prestart.imports_ahead(variables)
+    assert variables["GLOO_SOCKET_IFNAME"] == "eth1"
+    # What a worker's tasks inherit is overridden.
+    assert not prestart.imports_ahead({**variables, **prestart.NO_IMPORTS})
+    assert not prestart.imports_ahead({})
+
+
+def test_a_node_that_does_not_answer_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    class Context:
+        def get_job_id(self) -> str:
+            return "01000000"
+
+    monkeypatch.setattr(ray, "get_runtime_context", Context)
+    node = {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": free_ports(1)}
+    assert not prestart.prestart(node, "{}", num_processes=1, keep_s=1.0)
