@@ -48,11 +48,12 @@ def imports_ahead(variables: Mapping[str, str]) -> bool:
     return variables.get(HOOK) == _IMPORT_MODULES
 
 
-def job_has_environment() -> bool:
-    """Whether this job has a runtime environment of its own, which all its processes inherit. It may hold a hook."""
+def is_possible() -> bool:
+    """Whether this process is connected to Ray and its job has no runtime environment of its own, which all processes of the job
+    inherit and which may have another hook."""
     import ray
 
-    return ray.is_initialized() and bool(ray.get_runtime_context().runtime_env)
+    return ray.is_initialized() and not ray.get_runtime_context().runtime_env
 
 
 def of_train_workers(variables: Mapping[str, str]) -> str:

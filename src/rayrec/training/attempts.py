@@ -202,10 +202,10 @@ def _attempt(
 
 def worker_environment(config: TrainConfig) -> dict[str, str]:
     """The environment variables that Ray Train gives the workers, beside its own. Their processes import what workers need when
-    they start, unless the job has an environment, which may hold another hook, or a worker gets GPUs: Ray assigns them after a
-    process has started, when torch may have looked for them already."""
+    they start, if that `is_possible` and no worker gets GPUs: Ray assigns them after a process has started, when torch may have
+    looked for them already."""
     variables = worker_variables(os.environ, network_interface=config.scaling.network_interface)
-    if not config.scaling.use_gpu and not prestart.job_has_environment():
+    if not config.scaling.use_gpu and prestart.is_possible():
         variables.update(prestart.importing((WORKER_MODULE, *config.workload.WORKER_MODULES)))
     return variables
 

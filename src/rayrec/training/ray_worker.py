@@ -40,7 +40,7 @@ def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
     context = ray.train.get_context()
     rank = context.get_world_rank()
     node_id = ray.get_runtime_context().get_node_id()
-    node = next((node for node in ray.nodes() if node["NodeID"] == node_id), {})
+    node: dict[str, Any] = next((node for node in ray.nodes() if node["NodeID"] == node_id), {})
     resources: dict[str, float] = node.get("Resources", {})
     taken = shutil.disk_usage("/dev/shm").used if os.path.isdir("/dev/shm") else 0
     store = int(resources.get("object_store_memory", 0))
