@@ -161,11 +161,16 @@ def _start(*, num_cpus: int | None, object_store_bytes: int | None, log_to_drive
         ) from None
 
 
-def local_environment() -> Mapping[str, str]:
-    """The variables that processes of the connected Ray have from its start, beside this process's own."""
+def is_own() -> bool:
+    """Whether the Ray that this process is connected to is one of this machine alone that it started itself."""
     import ray
 
-    return _LOCAL_ENVIRONMENT if ray.get_runtime_context().gcs_address in _started else {}
+    return is_connected() and ray.get_runtime_context().gcs_address in _started
+
+
+def local_environment() -> Mapping[str, str]:
+    """The variables that processes of the connected Ray have from its start, beside this process's own."""
+    return _LOCAL_ENVIRONMENT if is_own() else {}
 
 
 @contextlib.contextmanager

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 
-from rayrec.data.engine import StreamEngine
-from rayrec.data.ray_tasks import RayEngine
+import ray
+
+from rayrec import machine
+from rayrec.data.engine import Shared, StreamEngine
+from rayrec.data.ray_tasks import RayEngine, RayShared
+from rayrec.data.threads import ThreadEngine
 from rayrec.launch import cluster
 from rayrec.launch.node_storage import require_reachable
 from rayrec.observe.console import Console
@@ -15,6 +20,16 @@ from rayrec.training.attempts import run_attempts, share_out, start_ahead, wait_
 from rayrec.training.failures import cause_of
 from rayrec.training.signals import Signals
 from rayrec.workloads.base import TrainConfig
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True)
+class _DriverEngine(ThreadEngine):
+    """Data tasks of the driver of a local Ray: as threads they start at once, and see the same CPUs and files."""
+
+    def share(self, value: _Value) -> Shared[_Value]:
+        return RayShared(ray.put(value))
 
 
 class RayLauncher:
@@ -45,6 +60,8 @@ class RayLauncher:
         return shares
 
     def engine(self, shares: cluster.Layout, *, max_outage_s: float) -> StreamEngine:
+        if cluster.is_own():
+            return _DriverEngine(machine.usable_cpus(granted=self._config.cluster.num_cpus), max_outage_s=max_outage_s)
         return RayEngine(shares.driver.replace(max_outage_s=max_outage_s))
 
     def run(
