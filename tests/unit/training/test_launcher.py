@@ -11,10 +11,13 @@ import pytest
 
 from rayrec import recipes
 from rayrec.config import InputError
+from rayrec.data.placement import TaskPlacement
+from rayrec.data.ray_tasks import RayEngine, RayShared
+from rayrec.data.threads import ThreadEngine
 from rayrec.launch import cluster
 from rayrec.launch.cluster import is_connected  # the real one: tests/conftest.py replaces the module's
 from rayrec.observe.console import Console
-from rayrec.training import in_process
+from rayrec.training import in_process, on_ray
 from rayrec.training.in_process import InProcessLauncher
 from rayrec.training.launcher import launcher_of, trains_in_process
 from rayrec.training.on_ray import RayLauncher
@@ -140,3 +143,16 @@ def test_threads_stay_within_the_cpus_that_the_process_may_use(monkeypatch: pyte
     shares = InProcessLauncher(config(ONE)).share_out(goes_on=False, note=print)
     assert shares.per_worker.max_cpus is not None
     assert 0 < shares.per_worker.max_cpus <= 4
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_driver_of_a_local_ray_prepares_data_in_threads(monkeypatch: pytest.MonkeyPatch, own: bool) -> None:
+    monkeypatch.setattr(cluster, "is_own", lambda: own)
+    monkeypatch.setattr(on_ray.ray, "put", lambda value: ("in the object store", value))
+    shares = SimpleNamespace(driver=TaskPlacement(num_cpus=1.0))
+    engine = RayLauncher(config({"num_workers": 2}, num_cpus=1)).engine(shares, max_outage_s=3.0)  # type: ignore[arg-type]
+    assert isinstance(engine, ThreadEngine if own else RayEngine)
+    assert engine.cpus == 1
+    # Workers, which are processes, get what it shares all the same.
+    assert isinstance(shared := engine.share("vocabulary"), RayShared)
+    assert shared.reference == ("in the object store", "vocabulary")
