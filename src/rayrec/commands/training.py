@@ -133,10 +133,5 @@ def summary_rows(summary: dict[str, Any], *, folder: str) -> list[tuple[str, str
         ("checkpoint", summary["checkpoint"]),
         ("run", folder),
         ("report", f"{folder}/report.html"),
-        *([("next", _next_commands(folder))] if "auroc" in metrics else []),
+        *([("next", "rayrec evaluate, predict, export or serve, with this run")] if "auroc" in metrics else []),
     ]
-
-
-def _next_commands(folder: str) -> str:
-    """What a click model's user can do with a finished run."""
-    return f"rayrec evaluate {folder} LOG, rayrec predict {folder} LOG --out DIR, rayrec export {folder} --out DIR"
