@@ -14,8 +14,8 @@ class TaskPlacement(Config):
     num_cpus: float = 1.0
     """CPUs one task reserves."""
     max_cpus: float | None = None
-    """CPUs that all tasks of this pipeline may hold at once; None leaves it to Ray Data. A stream submits twice as many tasks, so that
-    no CPU waits for the next one: while other CPUs are idle, these run too."""
+    """CPUs that all tasks of this pipeline may hold at once; None leaves it to Ray Data. A stream submits twice as many tasks, so
+    that no CPU waits for the next one: while other CPUs are idle, these run too."""
     max_object_store_bytes: int | None = None
     """Object-store memory this pipeline may fill ahead of its reader; None leaves it to Ray Data."""
     label_selector: dict[str, str] | None = None
