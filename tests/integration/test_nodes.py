@@ -198,7 +198,7 @@ def undisturbed(cluster: list[Node], click_log: Path, shared: Path) -> str:
 HOG = """
 import ray, sys, time
 ray.init(address="auto", log_to_driver=False)
-hold = ray.remote(num_cpus=1)(time.sleep)
+hold = ray.remote(num_cpus=1)(lambda seconds: time.sleep(seconds))  # Ray takes no builtin function
 held = [hold.remote(float(sys.argv[1])) for _ in range(int(ray.cluster_resources()["CPU"]))]
 print("held", flush=True)
 ray.get(held)
