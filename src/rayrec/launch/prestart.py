@@ -39,13 +39,15 @@ def import_modules() -> None:
             _logger.info("%s is not imported ahead: %s", module, error)
 
 
-NO_IMPORTS: Final[Mapping[str, str]] = {HOOK: ""}
-"""For data tasks of a worker, which inherit its environment: their processes import nothing ahead."""
-
-
 def imports_ahead(variables: Mapping[str, str]) -> bool:
     """Whether processes with these variables import a worker's modules when they start."""
     return variables.get(HOOK) == _IMPORT_MODULES
+
+
+def for_tasks_of(variables: Mapping[str, str]) -> dict[str, str]:
+    """Variables for the tasks of a worker that has these, which they inherit: their processes import nothing ahead. A hook of
+    the job's own stays."""
+    return {HOOK: ""} if imports_ahead(variables) else {}
 
 
 def is_possible() -> bool:
@@ -57,15 +59,12 @@ def is_possible() -> bool:
 
 
 def of_train_workers(variables: Mapping[str, str]) -> str:
-    """The runtime environment of Ray Train's workers that were given `variables`, as Ray writes it for a job that has none."""
-    return json.dumps({"env_vars": {**_of_controller(), **variables}}, sort_keys=True, separators=(",", ":"))
-
-
-def _of_controller() -> dict[str, str]:
-    """The variables that Ray Train gives its controller, from which workers inherit them."""
+    """The runtime environment of Ray Train's workers that were given `variables`, as Ray writes it for a job that has none: they
+    inherit what Ray Train gives its controller."""
     from ray.train.v2._internal.constants import get_env_vars_to_propagate
 
-    return {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **local_environment(), **get_env_vars_to_propagate()}
+    of_controller = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **local_environment(), **get_env_vars_to_propagate()}
+    return json.dumps({"env_vars": {**of_controller, **variables}}, sort_keys=True, separators=(",", ":"))
 
 
 def start_actors_of_data() -> None:

@@ -167,7 +167,7 @@ def _attempt(
     part of the cluster."""
     request = StopRequest()
     placement = shares.per_worker.replace(max_outage_s=config.failure.max_outage_s)
-    engine = RayEngine(placement, environment=prestart.NO_IMPORTS)
+    engine = RayEngine(placement, environment=prestart.for_tasks_of(worker_environment(config)))
     token = write_token(folder, max_outage_s=config.failure.max_outage_s)
     assignment = Assignment(config, prepared, folder, engine, request.mailbox, token)
     future: Future[dict[str, Any]] = Future()
@@ -211,15 +211,14 @@ def worker_environment(config: TrainConfig) -> dict[str, str]:
 
 
 def start_ahead(config: TrainConfig, shares: cluster.Layout) -> None:
-    """Has the processes of the first attempt's workers started now, if it is known on which node."""
+    """Has the processes of the first attempt's workers started now, if their node and environment are known: on a local Ray."""
     variables = worker_environment(config)
     if not prestart.imports_ahead(variables):
         return
     prestart.start_actors_of_data()
-    if shares.num_nodes == 1:
-        node = next(node for node in ray.nodes() if node["Alive"])
+    if cluster.is_own():
         environment = prestart.of_train_workers(variables)
-        prestart.prestart(node, environment, num_processes=shares.num_workers, keep_s=_START_AHEAD_S)
+        prestart.prestart(ray.nodes()[0], environment, num_processes=shares.num_workers, keep_s=_START_AHEAD_S)
 
 
 def process_group(config: TrainConfig) -> ProcessGroup:

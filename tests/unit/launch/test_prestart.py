@@ -32,8 +32,9 @@ def test_which_processes_import_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     assert prestart.imports_ahead(variables)
     assert variables["GLOO_SOCKET_IFNAME"] == "eth1"
     # What a worker's tasks inherit is overridden.
-    assert not prestart.imports_ahead({**variables, **prestart.NO_IMPORTS})
+    assert not prestart.imports_ahead({**variables, **prestart.for_tasks_of(variables)})
     assert not prestart.imports_ahead({})
+    assert prestart.for_tasks_of({prestart.HOOK: "the job's own"}) == {}
 
 
 def test_a_node_that_does_not_answer_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 from rayrec import checkpoint, recipes
 from rayrec.config import InputError
 from rayrec.data.placement import TaskPlacement
-from rayrec.launch import cluster
+from rayrec.launch import cluster, prestart
 from rayrec.launch.cluster import Node
 from rayrec.training import attempts
 from rayrec.training.signals import Signals
@@ -233,6 +233,25 @@ def test_the_mailbox_goes_with_the_attempt(
         assert attempts._attempt(wanted, str(tmp_path), None, shares, signals, crowded=False) is None  # type: ignore[arg-type]
     assert request.closed
     ended.set()
+
+
+@pytest.mark.parametrize("possible", [True, False])
+def test_a_hook_of_the_job_reaches_data_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, possible: bool) -> None:
+    """Data tasks leave out the hook that workers are given, and only that: a job's own hook may bring their credentials."""
+    assigned: list[Any] = []
+
+    def fit(config: TrainConfig, assignment: Any, shares: Any) -> dict[str, Any]:
+        assigned.append(assignment)
+        return {}
+
+    monkeypatch.setattr(attempts, "StopRequest", lambda: Request([]))
+    monkeypatch.setattr(attempts, "_fit", fit)
+    monkeypatch.setattr(attempts, "watched_requests", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(prestart, "is_possible", lambda: possible)
+    shares = SimpleNamespace(per_worker=TaskPlacement(), num_workers=4)
+    attempts._attempt(config(), str(tmp_path), None, shares, Signals(), crowded=False)  # type: ignore[arg-type]
+    assert (prestart.HOOK in attempts.worker_environment(config())) is possible
+    assert assigned[0].engine.environment == ({prestart.HOOK: ""} if possible else {})
 
 
 @pytest.mark.parametrize(
