@@ -16,7 +16,8 @@ from rayrec.storage import stores
 
 
 class SlowStore(arrow_fs.FileSystemHandler):
-    """Use `installed`. A listing, opening, getting the size of a file and writing one are a call each."""
+    """Use `installed`. A listing, opening, getting the size of a file, writing one and copying one within the store are a call
+    each."""
 
     def __init__(self, latency_s: float) -> None:
         self.latency_s = latency_s
@@ -96,7 +97,7 @@ class SlowStore(arrow_fs.FileSystemHandler):
         raise NotImplementedError
 
     def copy_file(self, src: str, dest: str) -> None:
-        raise NotImplementedError
+        self._called("copy", lambda: self._local.copy_file(src, dest))
 
     def move(self, src: str, dest: str) -> None:
         raise NotImplementedError

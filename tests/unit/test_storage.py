@@ -198,6 +198,38 @@ def test_folders_are_listed_copied_and_removed(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("prefix", ["", "file://"])
+@pytest.mark.parametrize("replaced", [0, 1])
+def test_a_write_replaces_one_of_two_linked_files(tmp_path: Path, prefix: str, replaced: int) -> None:
+    (tmp_path / "other").write_bytes(b"other")
+    names = ["a", "new/b"]
+    urls = [f"{prefix}{tmp_path}/{name}" for name in names]
+    target, kept = urls[replaced], tmp_path / names[1 - replaced]
+
+    def write_locally() -> None:
+        with storage.writing(target) as local:
+            Path(local).write_bytes(b"other")
+
+    for write in (
+        lambda: storage.write_bytes(target, b"other"),
+        lambda: storage.write_stream(target, [b"other"]),
+        lambda: storage.copy_file(f"{prefix}{tmp_path}/other", target),
+        lambda: storage.clone_file(f"{prefix}{tmp_path}/other", target),
+        write_locally,
+    ):
+        storage.write_bytes(urls[0], b"12345")
+        assert storage.clone_file(*urls)
+        assert (tmp_path / "a").samefile(tmp_path / "new" / "b")
+        assert storage.clone_file(*urls)  # and again
+        write()
+        assert [storage.read_bytes(target), kept.read_bytes()] == [b"other", b"12345"]
+        storage.remove_file(target)
+        assert kept.read_bytes() == b"12345"
+    assert not storage.clone_file(f"{prefix}{tmp_path}/none", target)
+    assert not storage.clone_file(urls[0], "s3://bucket/b")
+    assert sorted(file.name for file in tmp_path.rglob("*") if file.is_file()) == [kept.name, "other"]
+
+
 # Trouble of stores ---------------------------------------------------------------------------------------------------
 
 # As pyarrow says it, of a real store.

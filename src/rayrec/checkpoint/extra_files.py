@@ -11,7 +11,7 @@ from typing import Any, Final, final
 
 from rayrec import storage
 from rayrec.checkpoint.folders import file_sizes
-from rayrec.checkpoint.format import MANIFEST, is_data_file, read_manifest, sha256_of
+from rayrec.checkpoint.format import MANIFEST, UnreadableError, is_data_file, read_manifest, sha256_of
 from rayrec.config import InputError
 
 Source = bytes | str
@@ -24,13 +24,17 @@ _NUM_THREADS: Final = 8
 
 @final
 class ExtraFiles:
-    """Copies files into one checkpoint after the other. Each source is read, to be hashed, once: a copy that goes wrong is
-    found by its size at once, or by its hash by whoever reads it, and a store need not give out again what it was given."""
+    """Writes the same files into one checkpoint after the other. Each source is read once to be hashed and once to be copied
+    into the first checkpoint. Later ones share the bytes of the checkpoint before (see `storage.clone_file`), so that a
+    vocabulary of gigabytes is not moved with every save, and a source that somebody changes does not get into them. A copy that
+    goes wrong is found by its size, or by its hash when it is read."""
 
     def __init__(self, sources: Mapping[str, Source]) -> None:
         """By name in the checkpoint's folder."""
         self._sources = dict(sources)
         self._described: Described = {}
+        self._last: dict[str, str] = {}
+        """Path of the copy in the last checkpoint, by name."""
 
     def write(self, folder: str) -> Described:
         """Raises InputError if a source is gone, OSError if storage is unavailable. The caller checks the sizes of the copies.
@@ -48,17 +52,44 @@ class ExtraFiles:
             and before[name]["sha256"] != file["sha256"]
             and _is(storage.join(folder, name), before[name])
         }
-        _threaded(
-            lambda name: self._write(storage.join(folder, name), self._sources[name]),
-            [name for name in self._sources if name not in kept],
-        )
+        written = {name: storage.join(folder, name) for name in self._sources if name not in kept}
+        _threaded(lambda name: self._write(name, written[name]), written)
+        self._last |= written
         return self._described | kept
 
-    def _write(self, target: str, source: Source) -> None:
-        if isinstance(source, bytes):
-            storage.write_bytes(target, source)
-        else:
-            storage.copy_file(source, target)
+    def _write(self, name: str, target: str) -> None:
+        if not self._shares_last(name, target):
+            _copy(self._sources[name], target)
+
+    def _shares_last(self, name: str, target: str) -> bool:
+        """Whether a file needs no copy, since `target` has the content of the last checkpoint's now."""
+        last = self._last.get(name)
+        if last is None or isinstance(self._sources[name], bytes):
+            return False
+        if storage.size_of(last) != self._described[name]["bytes"]:  # removed by retention, or cut short
+            return False
+        return last == target or storage.clone_file(last, target)
+
+
+def repair(folder: str, sources: Mapping[str, Source]) -> list[str]:
+    """Writes those files of a complete checkpoint again that are missing or not as recorded, from sources with the recorded
+    content; returns their names. Checkpoints of one attempt share these files, so damage to one is damage to all of them.
+
+    Nothing is done if the manifest is damaged. Raises OSError if storage is unavailable."""
+    recorded = _recorded(folder)
+    damaged = [name for name in sources if name in recorded and not _is(storage.join(folder, name), recorded[name])]
+    repaired = [name for name in damaged if _has(sources[name], recorded[name])]
+    for name in repaired:
+        _copy(sources[name], storage.join(folder, name))
+    return repaired
+
+
+def _copy(source: Source, target: str) -> None:
+    """Replaces the whole file: `target` may be a link that others share."""
+    if isinstance(source, bytes):
+        storage.write_bytes(target, source)
+    else:
+        storage.copy_file(source, target)
 
 
 def _recorded(folder: str) -> Described:
@@ -71,7 +102,18 @@ def _recorded(folder: str) -> Described:
 
 
 def _is(path: str, file: Mapping[str, Any]) -> bool:
-    return storage.size_of(path) == file["bytes"] and sha256_of(path) == file["sha256"]
+    try:
+        return storage.size_of(path) == file["bytes"] and sha256_of(path) == file["sha256"]
+    except UnreadableError:
+        return False
+
+
+def _has(source: Source, file: Mapping[str, Any]) -> bool:
+    """Whether a source still has the content that a manifest records."""
+    try:
+        return _describe(source) == dict(file)
+    except InputError:
+        return False
 
 
 def _threaded(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:

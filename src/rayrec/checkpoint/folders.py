@@ -92,20 +92,30 @@ def open_checkpoint(path: str) -> Checkpoint:
 
 
 def newest_good(
-    run_folder: str, *, log: Callable[[str, dict[str, Any]], None], exclude: Collection[str] = ()
+    run_folder: str,
+    *,
+    log: Callable[[str, dict[str, Any]], None],
+    exclude: Collection[str] = (),
+    repair: Callable[[Checkpoint], bool] = lambda checkpoint: False,
 ) -> Checkpoint | None:
     """The newest checkpoint whose manifest is sound and whose files all have their size; collective, rank 0 looks.
 
-    Others are passed over and told by `log`. `exclude` holds paths of those that a `restore` found damaged. Raises
+    Others are passed over and told by `log`. `exclude` holds paths of those that a `restore` found damaged. `repair` is called
+    on rank 0 with one that lacks files, and returns whether it wrote some of them again. Raises
     InputError for a checkpoint of another version, and where one cannot be read and there is no other: to pass over it would
     be to train anew behind the user's back.
     """
     from rayrec.checkpoint.ranks import Ranks  # loads torch: other functions here are for commands without it
 
-    return Ranks.all().from_first(lambda: _newest_good(run_folder, log, set(exclude)))
+    return Ranks.all().from_first(lambda: _newest_good(run_folder, log, set(exclude), repair))
 
 
-def _newest_good(run_folder: str, log: Callable[[str, dict[str, Any]], None], exclude: set[str]) -> Checkpoint | None:
+def _newest_good(
+    run_folder: str,
+    log: Callable[[str, dict[str, Any]], None],
+    exclude: set[str],
+    repair: Callable[[Checkpoint], bool],
+) -> Checkpoint | None:
     # What is newer than an excluded one was looked at, and told, by the call that chose that one.
     oldest = min((step_of(path) for path in exclude), default=None)
     unreadable = None
@@ -113,7 +123,7 @@ def _newest_good(run_folder: str, log: Callable[[str, dict[str, Any]], None], ex
         if checkpoint.path in exclude:
             continue
         try:
-            check_files(checkpoint, checkpoint.manifest())
+            _check_or_repair(checkpoint, repair)
         except DamagedError as error:
             if oldest is None or checkpoint.step < oldest:
                 log("checkpoint_damaged", {"path": checkpoint.path, "cause": str(error)})
@@ -123,6 +133,16 @@ def _newest_good(run_folder: str, log: Callable[[str, dict[str, Any]], None], ex
     if unreadable is not None:
         raise unreadable.without_another()
     return None
+
+
+def _check_or_repair(checkpoint: Checkpoint, repair: Callable[[Checkpoint], bool]) -> None:
+    manifest = checkpoint.manifest()
+    try:
+        check_files(checkpoint, manifest)
+    except DamagedError:
+        if not repair(checkpoint):
+            raise
+        check_files(checkpoint, manifest)
 
 
 def check_files(checkpoint: Checkpoint, manifest: dict[str, Any]) -> None:

@@ -229,6 +229,9 @@ def checkpoints(events: Sequence[Event]) -> str:
             rows.append([after, f"{event['step']:,}", "", "", "", f"not saved: {event['cause']}"])
         elif event["kind"] == "checkpoint_damaged":
             rows.append([after, "", "", "", "", f"passed over: {event['cause']}"])
+        elif event["kind"] == "checkpoint_repaired":
+            files = ", ".join(event["files"])
+            rows.append([after, "", "", "", "", f"{event['path']}: damaged files were written again ({files})"])
     heads = ["after", "step", "size", "training held up", "written in", "trouble"]
     return section("Checkpoints", table(heads, rows, name="Checkpoints") if rows else "")
 

@@ -41,6 +41,8 @@ def note_of(event: Event, *, verbose: bool = False) -> str | None:
         return event["cause"] if event.get("last") else f"{event['cause']}: starting again"
     if kind == "checkpoint_damaged":
         return f"passed over: {event['cause']}"
+    if kind == "checkpoint_repaired":
+        return f"{event['path']}: damaged files were written again ({', '.join(event['files'])})"
     if kind == "checkpoint_late":
         return f"step {event['step']:,}  not saved yet: {event['cause']}"
     if kind == "checkpoint_slow":

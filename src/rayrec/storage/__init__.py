@@ -1,6 +1,7 @@
 """Reads and writes files by path or URL (local, s3:// and whatever else pyarrow knows), whole or not at all."""
 
 from rayrec.storage.files import (
+    clone_file,
     copy_file,
     exists,
     json_text,
@@ -39,6 +40,7 @@ __all__ = [
     "File",
     "absolute",
     "ahead",
+    "clone_file",
     "copy_file",
     "copy_files",
     "exists",

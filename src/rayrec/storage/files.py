@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
 import json
 import math
@@ -29,6 +30,12 @@ _AHEAD_BYTES: Final = 64 << 20
 """Handed to the uploading threads before waiting for them: they would take any amount, and memory with it."""
 _LARGEST_COPY_BYTES: Final = 5 << 30
 """More than this S3 does not copy within itself in one request."""
+_NO_LINK: Final = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOENT} | {
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+}
+"""A hard link was refused: another file system, one without links, too many links, or the file was removed."""
 
 
 def exists(path: str) -> bool:
@@ -210,11 +217,47 @@ def copy_file(source: str, target: str) -> None:
     size = size_of(source)
     if size is None:
         raise missing(source)
-    if same_store(source, target) and size <= _LARGEST_COPY_BYTES:
-        _, inner = resolve(source)
-        enduring(target, lambda filesystem, target_inner: filesystem.copy_file(inner, target_inner))
-    else:
+    if not _copied_by_store(source, target, size):
         write_stream(target, read_stream(source))
+
+
+def clone_file(source: str, target: str) -> bool:
+    """Gives `target` the content of `source` without reading it: by a hard link on a file system, by a copy that an S3 store
+    makes itself. False, and nothing is done, if storage cannot do that for these two, or if there is no `source`.
+
+    Linked files share their bytes: a program that writes into one of them in place changes both. All functions of this module
+    replace the whole file, which leaves the other unchanged.
+    """
+    local_source, local_target = local_path(source), local_path(target)
+    if local_source is not None and local_target is not None:
+        return _linked(local_source, local_target)
+    size = size_of(source)
+    return size is not None and _copied_by_store(source, target, size)
+
+
+def _linked(source: str, target: str) -> bool:
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    temporary = f"{target}.{uuid.uuid4().hex}.partial"
+    try:
+        os.link(source, temporary)
+        os.replace(temporary, target)
+        sync(os.path.dirname(target))
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+        return False
+    finally:
+        with suppress(FileNotFoundError):
+            os.remove(temporary)  # it is still there if `target` was a link to the same file before
+    return True
+
+
+def _copied_by_store(source: str, target: str, size: int) -> bool:
+    if not same_store(source, target) or size > _LARGEST_COPY_BYTES:
+        return False
+    _, inner = resolve(source)
+    enduring(target, lambda filesystem, target_inner: filesystem.copy_file(inner, target_inner))
+    return True
 
 
 def same_store(source: str, target: str) -> bool:

@@ -29,6 +29,7 @@ from rayrec.checkpoint import (
     weights_sha256,
 )
 from rayrec.checkpoint.cleaning import tolerated
+from rayrec.checkpoint.extra_files import repair
 from rayrec.checkpoint.format import UnreadableError
 from rayrec.checkpoint.persistence import Persistence
 from rayrec.checkpoint.ranks import Ranks
@@ -306,6 +307,7 @@ def _resume(
     config, folder = worker.config, assignment.folder
     stopwatch.lap("storage")
     passed: dict[str, DamagedError] = {}
+    repaired: set[str] = set()
     setup: WorkerSetup | None = None
 
     def tell(kind: str, fields: dict[str, Any]) -> None:
@@ -316,8 +318,11 @@ def _resume(
         tell("checkpoint_damaged", {"path": checkpoint.path, "cause": str(error)})
         passed[checkpoint.path] = type(error)(str(error))  # without the frames, which hold on to the model
 
+    def repair_it(checkpoint: Checkpoint) -> bool:
+        return _repaired(checkpoint, assignment, log)
+
     while True:
-        checkpoint = newest_good(folder, log=tell, exclude=passed.keys())
+        checkpoint = newest_good(folder, log=tell, exclude=passed.keys(), repair=repair_it)
         if checkpoint is None:
             _raise_unreadable(passed.values())
         try:
@@ -343,12 +348,23 @@ def _resume(
         try:
             restore_all(checkpoint, setup.model, setup.optimizer)
         except DamagedError as error:
-            pass_over(checkpoint, error)
             loader.close()
+            again = checkpoint.path not in repaired and Ranks.all().from_first(partial(repair_it, checkpoint))
+            repaired.add(checkpoint.path)
+            if not again:
+                pass_over(checkpoint, error)
             continue
         finally:
             stopwatch.lap("restore")
         return checkpoint, setup, loader, progress
+
+
+def _repaired(checkpoint: Checkpoint, assignment: Assignment, log: Log) -> bool:
+    """Whether files next to the weights were damaged and are written again from where this run has them; on rank 0."""
+    names = repair(checkpoint.path, _extra_files(assignment))
+    if names:
+        log("checkpoint_repaired", {"path": checkpoint.path, "files": names})
+    return bool(names)
 
 
 def _raise_unreadable(errors: Iterable[DamagedError]) -> None:
@@ -366,6 +382,15 @@ def _state_of(checkpoint: Checkpoint) -> dict[str, Any]:
 def _extra_files(assignment: Assignment) -> dict[str, bytes | str]:
     config = assignment.config
     return {"config.yaml": config.to_yaml().encode(), **config.workload.checkpoint_files(assignment.prepared)}
+
+
+def _restore_chosen(chosen: Checkpoint, tensors: dict[str, Any], assignment: Assignment, log: Log) -> None:
+    try:
+        restore(chosen, tensors)
+    except DamagedError:
+        if not Ranks.all().from_first(lambda: _repaired(chosen, assignment, log)):
+            raise
+        restore(chosen, tensors)
 
 
 def accounted(progress: Progress, expected: RowTally) -> dict[str, int | None]:
@@ -399,7 +424,7 @@ def finish(
     chosen = Checkpoint(folder_of(assignment.folder, step))
     if step != progress.step:
         try:
-            restore(chosen, model_tensors(setup.model))
+            _restore_chosen(chosen, model_tensors(setup.model), assignment, log)
         except DamagedError as error:
             raise InputError(
                 f"{error}; these were the best weights of the run: train it anew under another --name"

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_ranks import raised, same, writes
+from slow_store import SlowStore
 
 from rayrec import checkpoint, storage
 from rayrec.checkpoint import Checkpoint, Claim, DamagedError, Retention, Saver, claim, folder_of, newest_good, saver
@@ -417,6 +418,7 @@ def test_files_are_hashed_where_they_come_from_and_once(
 
     monkeypatch.setattr(storage, "read_stream", read)
     monkeypatch.setattr(storage, "copy_file", copy)
+    monkeypatch.setattr(storage, "clone_file", lambda *_: False)
     saver = make_saver(
         retention=Retention(num_to_keep=9), extra_files={"more/words.txt": str(source), "config.yaml": b"a: 1"}
     )
@@ -430,6 +432,119 @@ def test_files_are_hashed_where_they_come_from_and_once(
     with pytest.raises(DamagedError, match=r"words\.txt: damaged, its checksum does not fit"):
         checkpoint.verify(Checkpoint(folder_of(str(tmp_path), 2)))
     assert [kind for kind, _ in events] == ["checkpoint"] * 3
+
+
+def inode(folder: Path, step: int, name: str = "words.txt") -> int:
+    return Path(folder_of(str(folder), step), name).stat().st_ino
+
+
+def test_later_checkpoints_share_the_files_of_the_first_but_not_the_source(
+    make_saver: MakeSaver, tmp_path: Path
+) -> None:
+    source = tmp_path / "words.txt"
+    source.write_bytes(b"abc")
+    saver = make_saver(
+        retention=Retention(num_to_keep=2), extra_files={"more/words.txt": str(source), "config.yaml": b"a: 1"}
+    )
+    for step in (1, 2, 3, 3, 4):  # a step may be saved twice
+        assert saver.begin(step, values(step), state={}, score=None)
+        saver.wait()
+        source.write_bytes(b"xyz")  # what the user does with it is of no concern
+    saver.close()
+    assert steps(tmp_path) == [3, 4]  # removal of the first took nothing from the others
+    assert inode(tmp_path, 3, "more/words.txt") == inode(tmp_path, 4, "more/words.txt") != source.stat().st_ino
+    assert inode(tmp_path, 3, "config.yaml") != inode(tmp_path, 4, "config.yaml")
+    assert not list(tmp_path.glob("checkpoints/**/*.partial"))
+    for step in (3, 4):
+        checkpoint.verify(Checkpoint(folder_of(str(tmp_path), step)))
+        assert Path(folder_of(str(tmp_path), step), "more/words.txt").read_bytes() == b"abc"
+    # A later attempt hashes the source again, and shares nothing with the earlier one.
+    saver = make_saver(retention=Retention(num_to_keep=2), extra_files={"more/words.txt": str(source)})
+    assert saver.begin(5, values(), state={}, score=None)
+    saver.wait()
+    assert inode(tmp_path, 5, "more/words.txt") != inode(tmp_path, 4, "more/words.txt")
+    assert [Path(folder_of(str(tmp_path), step), "more/words.txt").read_bytes() for step in (4, 5)] == [b"abc", b"xyz"]
+
+
+@pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS])
+def test_without_hard_links_files_are_copied(
+    make_saver: MakeSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    source, refused = tmp_path / "words.txt", []
+
+    def link(*paths: str) -> None:
+        refused.append(paths)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", link)
+    source.write_bytes(b"abc")
+    saver = make_saver(extra_files={"words.txt": str(source)})
+    for step in (1, 2):
+        assert saver.begin(step, values(), state={}, score=None)
+        saver.wait()
+        checkpoint.verify(Checkpoint(folder_of(str(tmp_path), step)))
+    assert len(refused) == 1
+    assert inode(tmp_path, 1) != inode(tmp_path, 2)
+
+
+@pytest.mark.parametrize("largest", [1 << 30, 2])
+def test_a_store_copies_files_from_the_checkpoint_before_itself(
+    make_saver: MakeSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, largest: int
+) -> None:
+    """But not files that are too long for it; these come from their source again."""
+    store = SlowStore(latency_s=0).installed(monkeypatch)
+    monkeypatch.setattr(storage.files, "same_store", lambda *urls: all(url.startswith("slow://") for url in urls))
+    monkeypatch.setattr(storage.files, "_LARGEST_COPY_BYTES", largest)
+    source = tmp_path / "words.txt"
+    source.write_bytes(b"abc")
+    saver = make_saver(folder=f"slow://{tmp_path}", extra_files={"words.txt": str(source)})
+    for step in (1, 2, 3):
+        store.reset()
+        assert saver.begin(step, values(), state={}, score=None)
+        saver.wait()
+        assert store.calls["copy"] == (1 if step > 1 and largest > 2 else 0)
+        checkpoint.verify(Checkpoint(folder_of(f"slow://{tmp_path}", step)))
+
+
+def test_a_disk_that_fails_at_a_link_makes_the_save_late(
+    make_saver: MakeSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[tuple[str, dict[str, Any]]]
+) -> None:
+    source, link, failing = tmp_path / "words.txt", os.link, [OSError(errno.EIO, "Input/output error")]
+
+    def link_later(source: str, target: str) -> None:
+        if failing:
+            raise failing.pop()
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", link_later)
+    source.write_bytes(b"abc")
+    saver = make_saver(extra_files={"words.txt": str(source)})
+    for step in (1, 2):
+        assert saver.begin(step, values(), state={}, score=None)
+        saver.wait()
+    assert [kind for kind, _ in events] == ["checkpoint", "checkpoint_late", "checkpoint"]
+    assert inode(tmp_path, 1) == inode(tmp_path, 2)
+
+
+@pytest.mark.parametrize("fault", ["cut short", "removed by hand", "removed by retention"])
+def test_a_file_that_the_checkpoint_before_lacks_is_copied_from_its_source(
+    make_saver: MakeSaver, tmp_path: Path, fault: str
+) -> None:
+    source = tmp_path / "words.txt"
+    source.write_bytes(b"abc")
+    saver = make_saver(extra_files={"words.txt": str(source)})
+    assert saver.begin(1, values(), state={}, score=None)
+    saver.wait()
+    saved = Path(folder_of(str(tmp_path), 1))
+    if fault == "cut short":
+        os.truncate(saved / "words.txt", 2)
+    elif fault == "removed by hand":
+        (saved / "words.txt").unlink()
+    else:
+        storage.remove_folder(str(saved))
+    assert saver.begin(2, values(), state={}, score=None)
+    saver.wait()
+    checkpoint.verify(Checkpoint(folder_of(str(tmp_path), 2)))
 
 
 def test_a_save_at_a_step_that_is_saved_leaves_its_checkpoint_whole_until_the_manifest(

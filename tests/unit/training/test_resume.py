@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from rayrec import checkpoint, storage
-from rayrec.checkpoint import Checkpoint, folder_of, newest_good, persistence
+from rayrec.checkpoint import Checkpoint, DamagedError, folder_of, newest_good, persistence
+from rayrec.checkpoint.extra_files import ExtraFiles
 from rayrec.config import InputError
 from rayrec.observe.start_up import Stopwatch
 from rayrec.training import worker
@@ -34,17 +35,25 @@ class Loader:
 class Resumed:
     """A start on a folder with checkpoints of a weight that is their step."""
 
-    def __init__(self, folder: Path, *steps: int) -> None:
+    def __init__(self, folder: Path, *steps: int, files: dict[str, bytes | str] | None = None) -> None:
         self.folder, self.events, self.damaged = str(folder), list[tuple[str, int]](), set[int]()
+        self.files = files or {}
         self.loaders: list[Loader] = []
         self.models: list[weakref.ref[torch.nn.Module]] = []
         self.models_before: list[int] = []
         """For each model that was built, how many others there were then."""
+        extra = ExtraFiles({"config.yaml": b"a: 1", **self.files})
+
+        def add_files(target: str) -> None:
+            extra.write(target)
+
         for step in steps:
             state = {"progress": Progress(step=step).state(), "loader": {"at": step}}
-            checkpoint.save(
-                folder_of(self.folder, step), {"model.weight": torch.full((1, 1), float(step))}, state=state
-            )
+            weights = {"model.weight": torch.full((1, 1), float(step))}
+            checkpoint.save(folder_of(self.folder, step), weights, state=state, extra_files=add_files)
+
+    def checkpoint_files(self, prepared: Any) -> dict[str, bytes | str]:
+        return self.files
 
     def make_loader(self, context: Any, prepared: Any, *, state: dict[str, Any] | None, step: int) -> Loader:
         self.loaders.append(Loader(state))
@@ -61,8 +70,9 @@ class Resumed:
         return SimpleNamespace(model=model, optimizer=optimizer)
 
     def start(self) -> tuple[Checkpoint | None, Any, Any, Progress]:
-        context: Any = SimpleNamespace(config=SimpleNamespace(workload=self), rank=0)
-        assignment: Any = SimpleNamespace(folder=self.folder, prepared=None)
+        config = SimpleNamespace(workload=self, to_yaml=lambda: "a: 1")
+        context: Any = SimpleNamespace(config=config, rank=0)
+        assignment: Any = SimpleNamespace(folder=self.folder, prepared=None, config=config)
 
         def log(kind: str, fields: dict[str, Any]) -> None:
             self.events.append((kind, checkpoint.step_of(fields["path"])))
@@ -120,6 +130,44 @@ def test_where_none_is_left_it_begins_anew_without_a_second_model(tmp_path: Path
     assert float(setup.model.weight) == 0
     assert resumed.models_before == [0, 0]
     assert resumed.damaged == {1, 2}
+
+
+def test_a_file_that_checkpoints_share_is_repaired_from_where_the_run_has_it(tmp_path: Path) -> None:
+    source = tmp_path / "tokens.npy"
+    source.write_bytes(b"abcdef")
+    resumed = Resumed(tmp_path, 1, 2, 3, files={"more/tokens.npy": str(source)})
+    tear(resumed.folder, 2, "more/tokens.npy")  # in place, so of all three
+    for step in (1, 2, 3):
+        with pytest.raises(DamagedError, match=r"tokens\.npy: damaged, its checksum does not fit"):
+            checkpoint.verify(Checkpoint(folder_of(resumed.folder, step)))
+    found, setup, loader, _ = resumed.start()
+    assert found is not None
+    assert (found.step, loader.state, float(setup.model.weight)) == (3, {"at": 3}, 3)
+    assert (resumed.events, resumed.damaged) == ([("checkpoint_repaired", 3)], set())
+    checkpoint.verify(found)
+    with pytest.raises(DamagedError, match="damaged"):  # the link to the others is broken
+        checkpoint.verify(Checkpoint(folder_of(resumed.folder, 2)))
+
+    tear(resumed.folder, 3, "data_00000.safetensors")  # so that the one before is needed
+    Path(folder_of(resumed.folder, 1), "more/tokens.npy").write_bytes(b"abc")  # shorter: seen without reading
+    found, setup, *_ = resumed.start()
+    assert found is not None
+    assert (found.step, float(setup.model.weight)) == (2, 2)
+    assert resumed.events[1:] == [("checkpoint_damaged", 3), ("checkpoint_repaired", 2)]
+
+
+def test_a_shared_file_is_not_repaired_from_a_source_with_other_content(tmp_path: Path) -> None:
+    source = tmp_path / "tokens.npy"
+    source.write_bytes(b"abcdef")
+    resumed = Resumed(tmp_path, 1, 2, files={"tokens.npy": str(source)})
+    tear(resumed.folder, 2, "tokens.npy")
+    source.write_bytes(b"abcdeg")
+    found, *_ = resumed.start()
+    assert (found, resumed.damaged) == (None, {1, 2})
+    assert resumed.events == [("checkpoint_damaged", 2), ("checkpoint_damaged", 1)]
+    source.unlink()
+    found, *_ = resumed.start()
+    assert found is None
 
 
 def test_a_run_is_claimed_when_a_full_disk_has_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
