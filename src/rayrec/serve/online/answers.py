@@ -95,12 +95,12 @@ class Answerer:
         return Answer(own, take(unknown, outcome), self._columns, self.model.version, self.model.preprocessor_hash)
 
     def _count(self, rows: int, unknown: np.ndarray, seconds: float) -> None:
-        self._counters.add("rayrec_serve_rows_total", rows, model=self.model.version)
-        self._counters.observe("rayrec_serve_batch_rows", [rows])
-        self._counters.observe("rayrec_serve_forward_seconds", [seconds])
+        self._counters.rows.labels(self.model.version).inc(rows)
+        self._counters.batch_rows.observe(rows)
+        self._counters.forward_seconds.observe(seconds)
         of_columns = unknown.sum(axis=0)
         for column in np.flatnonzero(of_columns).tolist():
-            self._counters.add("rayrec_serve_unknown_total", int(of_columns[column]), column=self._columns[column])
+            self._counters.unknown.labels(self._columns[column]).inc(int(of_columns[column]))
 
 
 def _refused(outcome: Outcome) -> RequestError:

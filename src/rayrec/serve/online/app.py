@@ -18,7 +18,7 @@ import orjson
 
 from rayrec.serve.online import page
 from rayrec.serve.online.batcher import Batcher
-from rayrec.serve.online.counters import Counters, Snapshot, render
+from rayrec.serve.online.counters import CONTENT_TYPE, Counters, Snapshot
 from rayrec.serve.online.hosting import Hosting
 from rayrec.serve.online.openapi import document
 from rayrec.serve.online.requests import FORMATS, Body, Format, RequestError, open_body
@@ -108,7 +108,7 @@ class ScoringApp:
             _log.exception("a request failed")
             response = Response(RequestError(500, "the server failed at this request; its log says why").body(), 500)
         known = path if path in self._routes else "other"
-        self._counters.add("rayrec_serve_requests_total", path=known, status=str(response.status))
+        self._counters.requests.labels(known, response.status).inc()
         await _send(send, response, with_body=scope["method"] != "HEAD")
 
     async def _respond(self, path: str, scope: Message, receive: Receive) -> Response:
@@ -154,7 +154,7 @@ class ScoringApp:
             except TimeoutError:
                 raise RequestError(504, f"not scored within {self._config.time_limit_s:g} s; send fewer rows") from None
             finally:
-                self._counters.observe("rayrec_serve_request_seconds", [time.perf_counter() - start])
+                self._counters.request_seconds.observe(time.perf_counter() - start)
 
     async def _open(self, content: bytes, format: Format, header: bool | None) -> Body:
         """A large body is not parsed in the event loop, which others wait for."""
@@ -209,7 +209,7 @@ class ScoringApp:
 
     async def _metrics(self, scope: Message, receive: Receive) -> Response:
         snapshot = await self._collect() if self._collect else self.snapshot()
-        return Response(render(snapshot).encode(), media_type=b"text/plain; version=0.0.4; charset=utf-8")
+        return Response(snapshot.to_text(), media_type=CONTENT_TYPE.encode())
 
     async def _openapi(self, scope: Message, receive: Receive) -> Response:
         model = self._hosting.model
@@ -225,8 +225,8 @@ class ScoringApp:
 
     def snapshot(self) -> Snapshot:
         """What this replica has counted."""
-        self._counters.set("rayrec_serve_waiting_rows", self._batcher.waiting_rows)
-        self._counters.set("rayrec_serve_waiting_requests", self._batcher.waiting_requests)
+        self._counters.waiting_rows.set(self._batcher.waiting_rows)
+        self._counters.waiting_requests.set(self._batcher.waiting_requests)
         return self._counters.snapshot()
 
     def close(self) -> None:

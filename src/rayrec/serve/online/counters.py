@@ -1,144 +1,165 @@
-"""What a server counts, and how the counts of all its replicas become one Prometheus text."""
+"""Metrics of one server process, and their sum over all replicas as Prometheus text."""
 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from typing import Final, Literal, NamedTuple, final
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final, final
 
 import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.metrics_core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 ROWS: Final = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 DIFFERENCES: Final = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 
 
-class Metric(NamedTuple):
-    """A family of samples; all of them add up over replicas."""
+@dataclass(frozen=True)
+class Snapshot(Collector):
+    """Metric families with their samples at one moment. Can be pickled."""
 
-    kind: Literal["counter", "gauge", "histogram"]
-    help: str
-    buckets: tuple[float, ...] = ()
+    families: tuple[Metric, ...]
 
+    def collect(self) -> Iterator[Metric]:
+        return iter(self.families)
 
-METRICS: Final = {
-    "rayrec_serve_replicas": Metric("gauge", "Replicas that serve a model, by its version and Preprocessor."),
-    "rayrec_serve_requests_total": Metric("counter", "Requests answered, by path and status."),
-    "rayrec_serve_request_seconds": Metric("histogram", "From a scoring request's last byte to its answer.", SECONDS),
-    "rayrec_serve_rows_total": Metric("counter", "Rows scored, by the model's version."),
-    "rayrec_serve_batch_rows": Metric("histogram", "Rows the model took at once.", ROWS),
-    "rayrec_serve_forward_seconds": Metric(
-        "histogram", "Reading, encoding and scoring of what went together.", SECONDS
-    ),
-    "rayrec_serve_waiting_rows": Metric("gauge", "Rows that wait for the model."),
-    "rayrec_serve_waiting_requests": Metric("gauge", "Requests that wait for the model."),
-    "rayrec_serve_unknown_total": Metric("counter", "Categories that the vocabulary does not hold, by column."),
-    "rayrec_serve_swaps_total": Metric("counter", "Changes of the model, by outcome."),
-    "rayrec_serve_shadow_rows_total": Metric("counter", "Rows scored with the shadow model, too, by its version."),
-    "rayrec_serve_shadow_dropped_rows_total": Metric("counter", "Rows the shadow model was too slow for."),
-    "rayrec_serve_shadow_failures_total": Metric("counter", "Batches the shadow model failed at."),
-    "rayrec_serve_shadow_score_difference": Metric(
-        "histogram", "|score of the shadow model - score that was answered|, a row each.", DIFFERENCES
-    ),
-}
+    def to_text(self) -> bytes:
+        """Prometheus text format 0.0.4."""
+        return generate_latest(self)
 
-Key = tuple[str, tuple[tuple[str, str], ...]]
-"""A metric's name and its labels."""
-Snapshot = dict[Key, list[float]]
-"""[value], or of a histogram its buckets' counts (not added up), those beyond the last, and the sum."""
+    def values(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+        """Values by (name of the sample, its labels)."""
+        return {
+            (sample.name, tuple(sample.labels.items())): sample.value
+            for family in self.families
+            for sample in family.samples
+        }
 
 
 @final
 class Counters:
-    """What one replica counts. Any thread may add."""
+    """Metrics of one replica in a registry of their own. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._values: Snapshot = {}
-
-    def add(self, name: str, value: float = 1.0, **labels: str) -> None:
-        key = (name, tuple(labels.items()))
-        with self._lock:
-            self._values.setdefault(key, [0.0])[0] += value
-
-    def set(self, name: str, value: float, **labels: str) -> None:
-        with self._lock:
-            self._values[name, tuple(labels.items())] = [value]
-
-    def observe(self, name: str, values: Sequence[float] | np.ndarray) -> None:
-        """`values`: of a histogram, in any order."""
-        buckets = METRICS[name].buckets
-        if len(values) == 1:
-            places, counts = [bisect_left(buckets, values[0])], [1]
-        else:
-            found = np.bincount(np.searchsorted(buckets, values), minlength=1)
-            places = np.flatnonzero(found).tolist()
-            counts = found[places].tolist()
-        total = float(np.sum(values))
-        with self._lock:
-            sample = self._values.setdefault((name, ()), [0.0] * (len(buckets) + 2))
-            for place, count in zip(places, counts, strict=True):
-                sample[place] += count
-            sample[-1] += total
-
-    def remove(self, name: str) -> None:
-        """Forgets all samples of a gauge."""
-        with self._lock:
-            for key in [key for key in self._values if key[0] == name]:
-                del self._values[key]
+        registry = self._registry = CollectorRegistry()
+        self.replicas = Gauge(
+            "rayrec_serve_replicas",
+            "Replicas that serve a model, by its version and Preprocessor.",
+            ["model", "preprocessor"],
+            registry=registry,
+        )
+        self.requests = Counter(
+            "rayrec_serve_requests_total",
+            "Answered requests, by path and status.",
+            ["path", "status"],
+            registry=registry,
+        )
+        self.request_seconds = Histogram(
+            "rayrec_serve_request_seconds",
+            "From the last byte of a scoring request to its answer.",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.rows = Counter(
+            "rayrec_serve_rows_total", "Scored rows, by the version of the model.", ["model"], registry=registry
+        )
+        self.batch_rows = Histogram(
+            "rayrec_serve_batch_rows", "Rows the model scored in one batch.", buckets=ROWS, registry=registry
+        )
+        self.forward_seconds = Histogram(
+            "rayrec_serve_forward_seconds",
+            "Reading, encoding and scoring of one batch.",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.waiting_rows = Gauge("rayrec_serve_waiting_rows", "Rows that wait for the model.", registry=registry)
+        self.waiting_requests = Gauge(
+            "rayrec_serve_waiting_requests", "Requests that wait for the model.", registry=registry
+        )
+        self.unknown = Counter(
+            "rayrec_serve_unknown_total",
+            "Categories that the vocabulary does not contain, by column.",
+            ["column"],
+            registry=registry,
+        )
+        self.swaps = Counter(
+            "rayrec_serve_swaps_total", "Changes of the model, by outcome.", ["outcome"], registry=registry
+        )
+        self.shadow_rows = Counter(
+            "rayrec_serve_shadow_rows_total",
+            "Rows scored with the shadow model too, by its version.",
+            ["model"],
+            registry=registry,
+        )
+        self.shadow_dropped_rows = Counter(
+            "rayrec_serve_shadow_dropped_rows_total", "Rows the shadow model was too slow for.", registry=registry
+        )
+        self.shadow_failures = Counter(
+            "rayrec_serve_shadow_failures_total", "Batches the shadow model failed at.", registry=registry
+        )
+        self.shadow_score_difference = _BulkHistogram(
+            "rayrec_serve_shadow_score_difference",
+            "|score of the shadow model - score in the answer|, one for each row.",
+            DIFFERENCES,
+        )
+        registry.register(self.shadow_score_difference)
 
     def snapshot(self) -> Snapshot:
+        families = tuple(self._registry.collect())
+        for family in families:  # times of creation do not add up over replicas
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+        return Snapshot(families)
+
+
+@final
+class _BulkHistogram(Collector):
+    """Histogram that takes an array at once: prometheus_client's takes 1.2 µs for each value, in the interpreter's lock."""
+
+    def __init__(self, name: str, documentation: str, bounds: tuple[float, ...]) -> None:
+        self._name, self._documentation, self._bounds = name, documentation, bounds
+        self._lock = threading.Lock()
+        self._counts = np.zeros(len(bounds) + 1, np.int64)
+        self._sum = 0.0
+
+    def observe(self, values: np.ndarray) -> None:
+        """`values`: float64, of any shape and order."""
+        counts = np.bincount(np.searchsorted(self._bounds, values.ravel()), minlength=len(self._counts))
+        total = float(values.sum())
         with self._lock:
-            return {key: list(value) for key, value in self._values.items()}
+            self._counts += counts
+            self._sum += total
+
+    def collect(self) -> Iterator[Metric]:
+        with self._lock:
+            counts, total = np.cumsum(self._counts).tolist(), self._sum
+        buckets = list(zip([*map(str, self._bounds), "+Inf"], map(float, counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._documentation, buckets, total)
 
 
 def summed(snapshots: Iterable[Snapshot]) -> Snapshot:
-    """Sample by sample."""
-    total: Snapshot = {}
-    for snapshot in snapshots:
-        for key, values in snapshot.items():
-            before = total.get(key)
-            total[key] = list(values) if before is None else [a + b for a, b in zip(before, values, strict=True)]
-    return total
+    """The sum of each sample over the snapshots."""
+    families: dict[str, Metric] = {}
+    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    for family in (family for snapshot in snapshots for family in snapshot.families):
+        families.setdefault(family.name, family)
+        of_family = values.setdefault(family.name, {})
+        for sample in family.samples:
+            key = (sample.name, tuple(sample.labels.items()))
+            of_family[key] = of_family.get(key, 0.0) + sample.value
+    total = []
+    for name, family in families.items():
+        metric = Metric(name, family.documentation, family.type)
+        for (sample_name, labels), value in values[name].items():
+            metric.add_sample(sample_name, dict(labels), value)
+        total.append(metric)
+    return Snapshot(tuple(total))
 
 
 def without_gauges(snapshot: Snapshot) -> Snapshot:
-    """What stays true of a replica that is gone."""
-    return {key: values for key, values in snapshot.items() if METRICS[key[0]].kind != "gauge"}
-
-
-def render(snapshot: Snapshot) -> str:
-    """Prometheus' text format 0.0.4 (https://prometheus.io/docs/instrumenting/exposition_formats/)."""
-    lines = []
-    for name, metric in METRICS.items():
-        samples = sorted((labels, values) for (found, labels), values in snapshot.items() if found == name)
-        if not samples:
-            continue
-        lines += [f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.kind}"]
-        for labels, values in samples:
-            if metric.kind == "histogram":
-                lines += _histogram(name, metric.buckets, labels, values)
-            else:
-                lines.append(f"{name}{_labels(labels)} {values[0]:.17g}")
-    return "\n".join(lines) + "\n"
-
-
-def _histogram(
-    name: str, buckets: tuple[float, ...], labels: tuple[tuple[str, str], ...], values: list[float]
-) -> list[str]:
-    lines, count = [], 0.0
-    for bound, value in zip([*map(str, buckets), "+Inf"], values, strict=False):
-        count += value
-        lines.append(f"{name}_bucket{_labels((*labels, ('le', bound)))} {count:.17g}")
-    return [*lines, f"{name}_sum{_labels(labels)} {values[-1]:.17g}", f"{name}_count{_labels(labels)} {count:.17g}"]
-
-
-def _labels(labels: tuple[tuple[str, str], ...]) -> str:
-    if not labels:
-        return ""
-    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels) + "}"
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    """The families that stay true after the replica is gone."""
+    return Snapshot(tuple(family for family in snapshot.families if family.type != "gauge"))

@@ -142,11 +142,11 @@ class Hosting:
                 return
             found = (source, answerer)
         self._model, self._previous = found, before
-        self._counters.remove("rayrec_serve_replicas")
+        self._counters.replicas.clear()
         told = found[1].model
-        self._counters.set("rayrec_serve_replicas", 1, model=told.version, preprocessor=told.preprocessor_hash)
+        self._counters.replicas.labels(told.version, told.preprocessor_hash).set(1)
         if before:
-            self._counters.add("rayrec_serve_swaps_total", outcome="done")
+            self._counters.swaps.labels("done").inc()
 
     def _apply_shadow(self, source: Source | None) -> None:
         before = self._shadow
@@ -169,7 +169,7 @@ class Hosting:
             if not isinstance(error, InputError):
                 _log.exception("%s was not loaded", source.path)
             self._failures[source.serial] = " ".join(f"{error}".split()) or type(error).__name__
-            self._counters.add("rayrec_serve_swaps_total", outcome="failed")
+            self._counters.swaps.labels("failed").inc()
             return None
         return answerer
 
@@ -209,7 +209,7 @@ class Shadow:
             self._batches.put_nowait((raw, logits))
             self._add(num_bytes)
         except queue.Full:
-            self._counters.add("rayrec_serve_shadow_dropped_rows_total", len(logits))
+            self._counters.shadow_dropped_rows.inc(len(logits))
 
     def _add(self, num_bytes: int) -> None:
         with self._lock:
@@ -233,11 +233,11 @@ class Shadow:
                 scores = sigmoid(self._answerer.score(raw))
             except Exception:  # it must not harm what is answered
                 _log.exception("the shadow model failed")
-                self._counters.add("rayrec_serve_shadow_failures_total")
+                self._counters.shadow_failures.inc()
                 continue
-            self._counters.add("rayrec_serve_shadow_rows_total", len(logits), model=self.version)
+            self._counters.shadow_rows.labels(self.version).inc(len(logits))
             difference = np.abs(scores - sigmoid(logits)).astype(np.float64)
-            self._counters.observe("rayrec_serve_shadow_score_difference", difference)
+            self._counters.shadow_score_difference.observe(difference)
 
 
 def _num_bytes(raw: object) -> int:

@@ -681,8 +681,8 @@ def test_metrics() -> None:
     assert found['rayrec_serve_requests_total{path="/v1/score",status="200"}'] == 2
     assert found['rayrec_serve_requests_total{path="/v1/score",status="400"}'] == 1
     assert found[f'rayrec_serve_rows_total{{model="{MODEL.version}"}}'] == 100
-    assert found['rayrec_serve_batch_rows_bucket{le="16"}'] == 0
-    assert found['rayrec_serve_batch_rows_bucket{le="64"}'] == 2
+    assert found['rayrec_serve_batch_rows_bucket{le="16.0"}'] == 0
+    assert found['rayrec_serve_batch_rows_bucket{le="64.0"}'] == 2
     assert found['rayrec_serve_batch_rows_bucket{le="+Inf"}'] == found["rayrec_serve_batch_rows_count"] == 2
     assert found["rayrec_serve_batch_rows_sum"] == 100
     assert found["rayrec_serve_request_seconds_count"] == 3

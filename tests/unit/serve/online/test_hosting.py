@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -124,13 +125,16 @@ def test_shadow() -> None:
         post(app, TEXT)
     version = MODELS["b"].version
     deadline_s = time.monotonic() + 60
-    while counters.snapshot().get(("rayrec_serve_shadow_rows_total", (("model", version),))) != [80.0]:
+    while counters.snapshot().values().get(("rayrec_serve_shadow_rows_total", (("model", version),))) != 80.0:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
-    sample = counters.snapshot()["rayrec_serve_shadow_score_difference", ()]
+    counted = counters.snapshot().values()
     scores = [1 / (1 + np.exp(-logits_of(MODELS[name], TEXT).astype(np.float64))) for name in "ab"]
-    assert sample[-1] == pytest.approx(4 * np.abs(scores[0] - scores[1]).sum(), rel=1e-3)
-    assert sum(sample[:-1]) == 80
+    differences = np.tile(np.abs(scores[0] - scores[1]), 4)
+    name = "rayrec_serve_shadow_score_difference"
+    assert counted[f"{name}_sum", ()] == pytest.approx(differences.sum(), rel=1e-3)
+    assert counted[f"{name}_count", ()] == 80
+    assert counted[f"{name}_bucket", (("le", "0.01"),)] == np.count_nonzero(differences <= 0.01)
     assert f'rayrec_serve_shadow_rows_total{{model="{version}"}} 80' in ask(app, "GET", "/metrics").body.decode()
     hosting.apply(Wanted(2, Source(0, "a")))
     assert hosting.status().shadow is None
@@ -145,8 +149,8 @@ def test_a_slow_shadow_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     app = ScoringApp(hosting, counters, config=ServeConfig())
     for _ in range(20):
         assert post(app, TEXT).status == 200
-    dropped = counters.snapshot()["rayrec_serve_shadow_dropped_rows_total", ()]
-    assert dropped[0] in (20 * 11, 20 * 12)  # 8 wait, and one may be at work
+    dropped = counters.snapshot().values()["rayrec_serve_shadow_dropped_rows_total", ()]
+    assert dropped in (20 * 11, 20 * 12)  # 8 wait, and one may be at work
     go_on.set()
     app.close()
 
@@ -169,7 +173,9 @@ def test_the_board_knows_the_model_of_a_replica_that_is_ready(monkeypatch: pytes
 
 
 def _tell(ledger: Ledger, replica: str, status: Status, now_s: float, known: Wanted | None = None) -> Wanted:
-    return ledger.exchange(replica, known, status, {("rayrec_serve_rows_total", ()): [10.0]}, now_s=now_s)
+    counters = Counters()
+    counters.rows.labels("v").inc(10)
+    return ledger.exchange(replica, known, status, counters.snapshot(), now_s=now_s)
 
 
 def _serves(source: Source) -> Status:
@@ -295,15 +301,25 @@ def test_a_configuration_counts_once() -> None:
 
 def test_counts_outlive_a_replica() -> None:
     ledger = Ledger("a")
-    gauge = {("rayrec_serve_waiting_rows", ()): [3.0], ("rayrec_serve_rows_total", ()): [5.0]}
-    ledger.exchange("one", None, Status(), gauge, now_s=0)
+    counters = Counters()
+    counters.waiting_rows.set(3)
+    counters.rows.labels("v").inc(5)
+    counters.batch_rows.observe(5)
+    rows, waiting = ("rayrec_serve_rows_total", (("model", "v"),)), ("rayrec_serve_waiting_rows", ())
+    batches = [("rayrec_serve_batch_rows_bucket", (("le", bound),)) for bound in ("4.0", "16.0", "+Inf")]
+
+    ledger.exchange("one", None, Status(), pickle.loads(pickle.dumps(counters.snapshot())), now_s=0)
+    ledger.exchange("three", None, Status(), counters.snapshot(), now_s=1)
     _tell(ledger, "two", Status(), 1)
-    assert ledger.collect() == {("rayrec_serve_waiting_rows", ()): [3.0], ("rayrec_serve_rows_total", ()): [15.0]}
+    found = ledger.collect().values()
+    assert (found[rows], found[waiting]) == (20, 6)
+    assert [found[key] for key in batches] == [0, 2, 2]
     _tell(ledger, "two", Status(), 2 + GONE_S)
-    assert ledger.collect() == {("rayrec_serve_rows_total", ()): [15.0]}
+    found = ledger.collect().values()
+    assert (found[rows], found[waiting]) == (20, 0)  # the gauge of "two"
     assert set(ledger.describe()["replicas"]) == {"two"}
     _tell(ledger, "one", Status(), 3 + GONE_S)  # it was busy, and counts on from where it was
-    assert ledger.collect() == {("rayrec_serve_rows_total", ()): [20.0]}
+    assert ledger.collect().values()[rows] == 25
 
 
 # -- starting
