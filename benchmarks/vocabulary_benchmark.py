@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +23,8 @@ from rows import emit, interleaved, say, timed
 
 import rayrec
 from rayrec import storage
-from rayrec.data.counting import CountingJob, count_log, index_and_count
+from rayrec.data.counting import TASK_BYTES, CountingJob, count_log
+from rayrec.data.counting_indexer import CountingIndexer
 from rayrec.data.log import LogIndex, cut, index_chunk, numbered, read_segments
 from rayrec.data.opening import CHUNK_BYTES, index_log
 from rayrec.data.placement import TaskPlacement
@@ -48,21 +50,26 @@ def parts_of(index: LogIndex) -> list[Part]:
 def warm() -> None:
     """Starts Ray's workers: a pause ends them, and to start them costs seconds."""
     for _ in range(2):
-        index_and_count(WARM_FILES, CountingJob(SCHEMA), segment_bytes=SEGMENT_BYTES, engine=ENGINE, task_bytes=1)
+        index_and_count(WARM_FILES, task_bytes=1)
+
+
+def index_and_count(files: Sequence[storage.File], *, task_bytes: int = TASK_BYTES) -> LogIndex:
+    with CountingIndexer(CountingJob(SCHEMA), lambda index: (0, index.rows), task_bytes=task_bytes) as indexer:
+        index = indexer.index(files, SCHEMA, segment_bytes=SEGMENT_BYTES, engine=ENGINE)
+        indexer.counts(index, engine=ENGINE).close()
+        return index
 
 
 def one_pass_rate(path: str) -> float:
     """Rows/s of indexing and counting in one pass."""
     warm()
     files = storage.list_files(path)
-    (index, _), seconds = timed(
-        lambda: index_and_count(files, CountingJob(SCHEMA), segment_bytes=SEGMENT_BYTES, engine=ENGINE)
-    )
+    index, seconds = timed(lambda: index_and_count(files))
     return index.rows / seconds
 
 
 def two_passes_rate(path: str) -> float:
-    """Rows/s of the index pass and the counting pass, which is how a part of a log is counted."""
+    """Rows/s of the index pass and the counting pass."""
 
     warm()
 

@@ -8,30 +8,17 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Final, Literal, final
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 
-from rayrec import machine, storage
-from rayrec.config import InputError
-from rayrec.data.arrow_arrays import arrow_bytes, arrow_texts
+from rayrec import machine
+from rayrec.data.arrow_arrays import arrow_bytes
 from rayrec.data.columns import RawColumns, column_tokens, dense_moments
 from rayrec.data.engine import Engine
-from rayrec.data.log import (
-    CachedIndex,
-    Chunk,
-    Entry,
-    LogIndex,
-    Segment,
-    cut,
-    numbered,
-    parsed_segments,
-    said_of,
-    select,
-)
-from rayrec.data.opening import CHUNK_BYTES
-from rayrec.data.parsing import Faults, RawRows
+from rayrec.data.log import Segment
+from rayrec.data.parsing import RawRows
 from rayrec.data.position import Part
 from rayrec.data.preprocessor import file_key
 from rayrec.data.profiles import DENSE_LOW_BITS, DENSE_UNITS
@@ -311,7 +298,7 @@ def _small_logs() -> np.ndarray:
     return table
 
 
-class _Packer:
+class Packer:
     """A data task's counts, packed whenever their tables grow large."""
 
     def __init__(self, counting: CountingJob) -> None:
@@ -333,7 +320,7 @@ class _Packer:
 def count_parts(parts: Sequence[Part], *, counting: CountingJob) -> pa.Table:
     """Counts the rows of some segments; runs in a data task. One row of `Counts.to_table`, more where tables grow large."""
     keep_freed_memory()
-    packer = _Packer(counting)
+    packer = Packer(counting)
     for part in parts:
         raw = read_raw([part.segment], counting.schema)
         if (part.start, part.stop) != (0, part.segment.rows):
@@ -370,7 +357,7 @@ def count_log(
     Raises InputError if a segment no longer holds its rows, or if the disk is full.
     """
     total = counting.total(memory_bytes, spill_folder) if into is None else into
-    tasks = _tasks(parts, [_size_bytes(part.segment) for part in parts], task_bytes)
+    tasks = tasks_of(parts, [_size_bytes(part.segment) for part in parts], task_bytes)
     try:
         for table in engine.run("count", functools.partial(count_parts, counting=counting), tasks):
             total.add(table)
@@ -393,7 +380,7 @@ _LEAST_TASKS, _LEAST_TASK_BYTES = 16, 24 << 20
 """A short log is cut finer, so that all cores have their share, though a task costs some 25 ms of its own."""
 
 
-def _tasks(items: Sequence[Any], sizes: Sequence[int], task_bytes: int) -> list[list[Any]]:
+def tasks_of(items: Sequence[Any], sizes: Sequence[int], task_bytes: int) -> list[list[Any]]:
     """Neighbouring items of so many bytes, put together into tasks."""
     limit = min(max(sum(sizes) // _LEAST_TASKS, _LEAST_TASK_BYTES), task_bytes)
     tasks: list[list[Any]] = []
@@ -405,233 +392,3 @@ def _tasks(items: Sequence[Any], sizes: Sequence[int], task_bytes: int) -> list[
         tasks[-1].append(item)
         room -= size
     return tasks
-
-
-@dataclass(frozen=True)
-class _Share:
-    """A chunk to index, and the bytes [start, stop) of its file whose segments are counted too."""
-
-    chunk: Chunk
-    start: int
-    stop: int
-
-
-def _index_and_count(shares: Sequence[_Share], *, counting: CountingJob, segment_bytes: int) -> pa.Table:
-    """Runs in a data task. Rows are numbered from the first of the task on."""
-    keep_freed_memory()
-    packer, entries, total, rows = _Packer(counting), [], Faults(), 0
-    counted = []
-    for share in shares:
-        for entry, faults, raw in parsed_segments(share.chunk, counting.schema, segment_bytes):
-            entries.append(entry)
-            total.add(faults)
-            if share.start <= entry.start and entry.stop <= share.stop:
-                packer.add(raw, entry.path, rows)
-                counted += [rows, rows + raw.rows]
-            rows += raw.rows
-    table = packer.table()
-    found = {
-        "entries": entries,
-        "faults": total.to_dict(),
-        "counted": [min(counted), max(counted)] if counted else None,
-    }
-    return table.append_column("index", arrow_texts([json.dumps(found), *[""] * (len(table) - 1)]))
-
-
-@dataclass(frozen=True)
-class _Found:
-    """Counts of rows [start, stop) of a log."""
-
-    counts: Counts
-    start: int
-    stop: int
-
-
-def _one_pass(
-    files: Sequence[storage.File],
-    counting: CountingJob,
-    ranges: Sequence[tuple[int, int]],
-    *,
-    segment_bytes: int,
-    engine: Engine,
-    memory_bytes: int | None,
-    spill_folder: str | None,
-    task_bytes: int,
-    progress: Callable[[int], None] | None,
-) -> tuple[LogIndex, _Found]:
-    """The index of text files, and counts of the segments that lie in the bytes `ranges` of each file; these are neighbours."""
-    range_of = dict(zip([file.path for file in files], ranges, strict=True))
-    shares = [_Share(chunk, *range_of[chunk.path]) for chunk in cut(files, max(CHUNK_BYTES, segment_bytes))]
-    tasks = _tasks(shares, [share.chunk.stop - share.chunk.start for share in shares], task_bytes)
-    function = functools.partial(_index_and_count, counting=counting, segment_bytes=segment_bytes)
-    total = counting.total(memory_bytes, spill_folder)
-    entries: list[Entry] = []
-    faults, rows, done = Faults(), 0, 0
-    counted: list[int] = []
-    try:
-        for table in engine.run("index and count", function, tasks):
-            total.add(table, first_row=rows)
-            found = json.loads(table.column("index")[0].as_py())
-            new = [Entry(*entry) for entry in found["entries"]]
-            entries.extend(new)
-            faults.add(Faults.from_dict(found["faults"]))
-            counted += [rows + row for row in found["counted"] or ()]
-            rows += sum(entry.rows for entry in new)
-            done += sum(entry.stop - entry.start for entry in new)
-            if progress:
-                progress(done)
-    except BaseException:
-        total.close()
-        raise
-    start, stop = (min(counted), max(counted)) if counted else (0, 0)
-    assert total.rows == stop - start
-    return LogIndex(numbered(entries), faults), _Found(total, start, stop)
-
-
-def index_and_count(
-    files: Sequence[storage.File],
-    counting: CountingJob,
-    *,
-    segment_bytes: int,
-    engine: Engine,
-    cache_folder: str | None = None,
-    memory_bytes: int | None = None,
-    spill_folder: str | None = None,
-    task_bytes: int = TASK_BYTES,
-    progress: Callable[[int], None] | None = None,
-) -> tuple[LogIndex, Counts]:
-    """`index_log` and `count_log` of all rows of text files in one pass, which reads and parses every line once instead of
-    twice.
-
-    An index of the very same files in `cache_folder` is used, and otherwise put there. `progress` gets bytes done. Check
-    the index before using the counts.
-    """
-    cache = CachedIndex.at(cache_folder, files=files, schema=counting.schema, segment_bytes=segment_bytes)
-    if cached := cache.read():
-        parts = [Part(segment, 0, segment.rows) for segment in cached.segments]
-        counts = count_log(
-            counting,
-            parts,
-            engine=engine,
-            memory_bytes=memory_bytes,
-            spill_folder=spill_folder,
-            task_bytes=task_bytes,
-        )
-        return cached, counts
-    index, found = _one_pass(
-        files,
-        counting,
-        [(0, file.size_bytes) for file in files],
-        segment_bytes=segment_bytes,
-        engine=engine,
-        memory_bytes=memory_bytes,
-        spill_folder=spill_folder,
-        task_bytes=task_bytes,
-        progress=progress,
-    )
-    cache.write(index)
-    return index, found.counts
-
-
-_MARGIN: Final = 0.03
-"""Share of a log that is not counted at a border of the chosen rows that only the index can tell exactly."""
-
-
-@final
-class CountingIndexer:
-    """Indexes a log of text and counts most of the chosen rows in the same pass.
-
-    Only the index tells exactly which rows are chosen, so the pass estimates it from the sizes of the files. `counts` adds the
-    rows that it left out, or counts again if it counted too many. Close it.
-    """
-
-    def __init__(
-        self,
-        counting: CountingJob,
-        chosen: Callable[[LogIndex], tuple[int, int]],
-        *,
-        memory_bytes: int | None = None,
-        task_bytes: int = TASK_BYTES,
-    ) -> None:
-        """`chosen`: the rows [start, stop) of an index that are counted."""
-        self._counting, self._chosen = counting, chosen
-        self._memory_bytes, self._task_bytes = memory_bytes, task_bytes
-        self._found: _Found | None = None
-
-    def index(
-        self,
-        files: Sequence[storage.File],
-        schema: Schema,
-        *,
-        segment_bytes: int,
-        engine: Engine,
-        cache_folder: str | None = None,
-        progress: Callable[[int], None] | None = None,
-        note: Callable[[str], None] | None = None,
-    ) -> LogIndex:
-        """As `index_log`; counts nothing if the index is in the cache."""
-        assert schema == self._counting.schema
-        self.close()
-        cache = CachedIndex.at(cache_folder, files=files, schema=schema, segment_bytes=segment_bytes)
-        if cached := cache.read():
-            return cached
-        index, self._found = _one_pass(
-            files,
-            self._counting,
-            self._guess(files),
-            segment_bytes=segment_bytes,
-            engine=engine,
-            memory_bytes=self._memory_bytes,
-            spill_folder=None,
-            task_bytes=self._task_bytes,
-            progress=progress,
-        )
-        edited = cache.write(index)
-        if edited and note:
-            note(said_of(edited))
-        return index
-
-    def _guess(self, files: Sequence[storage.File]) -> list[tuple[int, int]]:
-        """Bytes [start, stop) of each file that contain chosen rows only, if all rows are about as long: the margin is left out
-        at each end that is not the border of a file."""
-        sizes = numbered(Entry(file.path, 0, file.size_bytes, file.size_bytes) for file in files)
-        try:
-            start, stop = self._chosen(LogIndex(sizes, Faults()))
-        except InputError:  # of the estimate; the index is checked later
-            return [(0, 0)] * len(files)
-        borders = {size.first_row for size in sizes} | {size.first_row + size.rows for size in sizes}
-        margin = int(sum(size.rows for size in sizes) * _MARGIN)
-        start += 0 if start in borders else margin
-        stop -= 0 if stop in borders else margin
-        return [(max(start - size.first_row, 0), min(max(stop - size.first_row, 0), size.rows)) for size in sizes]
-
-    def counts(self, index: LogIndex, *, engine: Engine, progress: Callable[[int], None] | None = None) -> Counts:
-        """Counts of the chosen rows of the log. They are the caller's to close; see `count_log` for the rest."""
-        start, stop = self._chosen(index)
-        found, self._found = self._found, None
-        if found is not None and not start <= found.start <= found.stop <= stop:  # the guess was wrong
-            found.counts.close()
-            found = None
-        missing = [(start, stop)] if found is None else [(start, found.start), (found.stop, stop)]
-        parts = [Part(*part) for low, high in missing for part in select(index, low, high)]
-        return count_log(
-            self._counting,
-            parts,
-            engine=engine,
-            memory_bytes=self._memory_bytes,
-            task_bytes=self._task_bytes,
-            progress=progress,
-            into=None if found is None else found.counts,
-        )
-
-    def close(self) -> None:
-        """Frees counts that were not used."""
-        if self._found is not None:
-            self._found.counts.close()
-            self._found = None
-
-    def __enter__(self) -> CountingIndexer:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()

@@ -13,7 +13,7 @@ from rayrec.config import Config, InputError
 from rayrec.data import ready
 from rayrec.data.engine import Engine
 from rayrec.data.log import LogIndex
-from rayrec.data.opening import open_log
+from rayrec.data.opening import TextIndexer, index_log, open_log
 from rayrec.data.profiles import Profile, by_name
 from rayrec.data.split import Split
 from rayrec.data.threads import ThreadEngine
@@ -135,9 +135,16 @@ def engine(config: PreparationConfig, console: Console, *, paths: Sequence[str] 
 
 
 def raw_index(
-    path: str, config: PreparationConfig, engine: Engine, console: Console, *, labelled: bool = True
+    path: str,
+    config: PreparationConfig,
+    engine: Engine,
+    console: Console,
+    *,
+    labelled: bool = True,
+    index_text: TextIndexer = index_log,
 ) -> LogIndex:
-    """The index of a raw log. Raises InputError for one that cannot be used."""
+    """The index of a raw log; `index_text` makes that of text if it is not in the cache. Raises InputError for a log that cannot
+    be used."""
     if ready.is_ready(path):
         raise InputError(f"{path}: is ready-made data; give the raw log it was made from")
     index = open_log(
@@ -149,13 +156,9 @@ def raw_index(
         cache_folder=storage.absolute(cache_folder()),
         note=console.note,
         progress=console.progress,
+        index_text=index_text,
     )
-    check_index(index, path, config, console)
-    return index
-
-
-def check_index(index: LogIndex, path: str, config: PreparationConfig, console: Console) -> None:
-    """Raises InputError for a log that cannot be used; says what of it is left out."""
     index.check(config.max_bad_fraction, path)
     if index.faults.total:
         console.note(f"{path}: {index.faults.describe()}; they are left out")
+    return index

@@ -8,11 +8,12 @@ from typing import Any, Literal
 from rayrec.config import Config, InputError
 from rayrec.data import preprocess as writing
 from rayrec.data.labels import has_labels
+from rayrec.data.opening import index_log
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, engine, raw_index
 from rayrec.prepare.text import TextConfig, preprocess_text
-from rayrec.prepare.vocabulary import count, sets_of
+from rayrec.prepare.vocabulary import count, counting_indexer, sets_of
 
 Format = Literal["parquet", "npy", "binary", "npz", "mds"]
 
@@ -80,16 +81,23 @@ def _preprocess_log(
         raise InputError(
             f"{preprocessor}: made for columns {given.schema.columns}, the log has {config.schema.columns}"
         )
-    with console.preparing(), engine(config, console, paths=(path, out)) as running:
+    if given is None:
+        config.rules.check(config.schema)
+    with (
+        console.preparing(),
+        engine(config, console, paths=(path, out)) as running,
+        counting_indexer(config) as counting,
+    ):
         labelled = has_labels(path, config.schema, files=config.files)
         if not labelled and given is None:
             raise InputError(
                 f"{path}: has no labels, so it is not for counting categories; name the training log's Preprocessor with "
                 "--preprocessor"
             )
-        index = raw_index(path, config, running, console, labelled=labelled)
+        index_text = counting.index if given is None else index_log
+        index = raw_index(path, config, running, console, labelled=labelled, index_text=index_text)
         sets = sets_of(index, config)
-        used = given or count(index, sets, config, running, console)
+        used = given or count(index, counting, config, running, console)
         result = writing.preprocess(
             index,
             preprocessor=used,

@@ -24,7 +24,7 @@ from rayrec.workloads.base import DataConfig, RunContext, TrainConfig, WorkerCon
 from rayrec.workloads.distillation import RECORD, Teacher, TeacherConfig, open_teacher
 
 if TYPE_CHECKING:
-    from rayrec.data.counting import CountingIndexer
+    from rayrec.data.counting_indexer import CountingIndexer
     from rayrec.data.loader import ClickLoader
     from rayrec.data.opening import TextIndexer
     from rayrec.workloads.calibration import Calibration, Target
@@ -114,7 +114,7 @@ class ClickWorkload(Workload):
                 check_head(data.path, self.schema, files=data.files)
 
     def prepare(self, context: RunContext) -> Prepared:
-        from rayrec.data.counting import CountingIndexer
+        from rayrec.data.counting_indexer import CountingIndexer
 
         if importlib.util.find_spec("torchrec") is None:
             raise InputError("torchrec is not installed, which click models need; `rayrec doctor` says how to mend it")

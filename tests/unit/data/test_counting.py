@@ -27,14 +27,13 @@ from rayrec.data.arrow_columns import parse_table
 from rayrec.data.columns import RawColumns, RawSparse
 from rayrec.data.counting import (
     NO_ROW,
-    CountingIndexer,
     CountingJob,
     Counts,
     count_log,
     count_parts,
-    index_and_count,
     problems_of,
 )
+from rayrec.data.counting_indexer import CountingIndexer
 from rayrec.data.log import LogIndex, cut, index_chunk, numbered, read_segments, select
 from rayrec.data.opening import index_log
 from rayrec.data.parsing import Faults, RawRows, parse
@@ -466,40 +465,6 @@ def index_of(path: Path, segment_bytes: int) -> LogIndex:
     return LogIndex(numbered(entries), faults)
 
 
-@pytest.mark.parametrize("first_rows", [False, True])
-def test_index_and_count_in_one_pass(click_log: Path, tmp_path: Path, first_rows: bool) -> None:
-    lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)
-    (tmp_path / "log").mkdir()
-    for number in range(3):
-        text = b"".join(lines[number * 1000 : (number + 1) * 1000]) + b"not a row\n" * number
-        (tmp_path / "log" / f"day_{number}").write_bytes(text)
-    files = storage.list_files(str(tmp_path / "log"))
-    for task_bytes in (1, 1 << 30):
-        cache = str(tmp_path / f"cache-{task_bytes}")
-
-        def both(cache: str = cache, task_bytes: int = task_bytes) -> tuple[LogIndex, Counts]:
-            return index_and_count(
-                files,
-                CountingJob(CRITEO, first_rows=first_rows),
-                segment_bytes=20_000,
-                engine=HERE,
-                cache_folder=cache,
-                task_bytes=task_bytes,
-            )
-
-        index, counts = both()
-        assert index.rows == 3000
-        assert index.faults.total == 3
-        assert index == index_log(files, CRITEO, segment_bytes=20_000, engine=HERE)
-        parts = [Part(segment, 0, segment.rows) for segment in index.segments]
-        apart = everything(count_log(CountingJob(CRITEO, first_rows=first_rows), parts, engine=HERE))
-        assert everything(counts) == apart
-        assert index == index_log(files, CRITEO, segment_bytes=20_000, engine=HERE, cache_folder=cache)
-        again, counts = both()
-        assert again == index
-        assert everything(counts) == apart
-
-
 Rows = tuple[int, int]
 
 
@@ -542,6 +507,7 @@ def test_the_chosen_rows_are_counted_while_the_log_is_indexed(
         index = indexer.index(files, CRITEO, segment_bytes=20_000, engine=HERE, cache_folder=cache)
         with indexer.counts(index, engine=HERE) as counts:
             made = everything(counts)
+    assert (index.rows, index.faults.total) == (3000, 3)
     assert index == index_log(files, CRITEO, segment_bytes=20_000, engine=HERE)
     assert index == index_log(files, CRITEO, segment_bytes=20_000, engine=HERE, cache_folder=cache)
     rows_again = sum(part.stop - part.start for part in again)

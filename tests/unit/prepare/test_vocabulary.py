@@ -1,0 +1,125 @@
+"""The Preprocessor of a log's training rows, counted while the log is indexed: every segment of text is parsed once for both."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayrec.config import InputError
+from rayrec.data import log
+from rayrec.data.counting import count_log
+from rayrec.data.log import LogIndex, select
+from rayrec.data.parsing import Faults, RawRows
+from rayrec.data.position import Part
+from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.profiles import make_preprocessor
+from rayrec.data.threads import ThreadEngine
+from rayrec.observe.console import Console
+from rayrec.prepare.config import PreparationConfig, raw_index
+from rayrec.prepare.preprocess import preprocess
+from rayrec.prepare.vocabulary import vocabulary
+from rayrec.schema import Schema
+
+CONSOLE = Console(quiet=True)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+
+
+class Parsed:
+    """How often each segment of a file of text was parsed, by its first byte."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.segments: Counter[int] = Counter()
+        parse_into = log.parse_into
+
+        def noted(raw: RawRows, text: np.ndarray, length: int, *, path: str, first_byte: int) -> Faults:
+            self.segments[first_byte] += 1
+            return parse_into(raw, text, length, path=path, first_byte=first_byte)
+
+        monkeypatch.setattr(log, "parse_into", noted)
+
+    def beyond(self, times: int) -> float:
+        """All segments were parsed at least so often; how many were parsed beyond that, as a share of all."""
+        assert len(self.segments) > 50
+        assert min(self.segments.values()) == times
+        return self.segments.total() / len(self.segments) - times
+
+
+def separately(path: Path, config: PreparationConfig, rows: tuple[int, int] | None) -> Preprocessor:
+    """The Preprocessor of some rows of a log (None: all), counted from an index that is there."""
+    engine = ThreadEngine(1)
+    index: LogIndex = raw_index(str(path), config, engine, CONSOLE)
+    parts = [Part(*part) for part in select(index, *(rows or (0, index.rows)))]
+    with count_log(config.rules.counting(config.schema), parts, engine=engine) as counts:
+        return make_preprocessor(config.rules, config.schema, counts)
+
+
+@pytest.mark.parametrize(
+    ("options", "rows", "twice"),
+    [
+        ({}, None, 0.0),
+        (
+            {"split": "sevenths"},
+            (0, 20_000 - 20_000 // 7),
+            0.06,
+        ),  # what is close to the border, since sizes are a guess
+        ({"split": "sevenths", "profile": "mlperf-v1"}, None, 0.0),  # counts all rows
+    ],
+)
+def test_text_is_parsed_once(
+    click_log: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    rows: tuple[int, int] | None,
+    twice: float,
+) -> None:
+    path, out = click_log / "train.txt", tmp_path / "out"
+    config = PreparationConfig(block_bytes=1 << 20, segments_per_block=32, **options)
+    parsed = Parsed(monkeypatch)
+    made = vocabulary(str(path), out=str(out), config=config, console=CONSOLE)
+    beyond = parsed.beyond(1)
+    assert 0 < beyond <= twice if twice else beyond == 0
+    expected = separately(path, config, rows)
+    assert Preprocessor.load(str(out)).hash() == made["hash"] == expected.hash()
+
+
+def test_preprocessing_parses_text_once_for_the_vocabulary_and_once_to_write_it(
+    click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(click_log / "train.txt")
+    config = PreparationConfig(block_bytes=1 << 20, segments_per_block=32, split="sevenths")
+    parsed = Parsed(monkeypatch)
+    made = preprocess(path, out=str(tmp_path / "ready"), format="binary", config=config, console=CONSOLE)
+    assert 0 < parsed.beyond(2) <= 0.08  # segments at the borders of sets are read for both
+    expected = separately(Path(path), config, (0, 20_000 - 20_000 // 7))
+    assert made["preprocessor"] == expected.hash()
+    expected.save(str(tmp_path / "given"))
+    again = preprocess(
+        path,
+        out=str(tmp_path / "again"),
+        format="binary",
+        preprocessor=str(tmp_path / "given"),
+        config=config,
+        console=CONSOLE,
+    )
+    assert again["preprocessor"] == made["preprocessor"]
+    files = [file.relative_to(tmp_path / "ready") for file in (tmp_path / "ready").rglob("*") if file.is_file()]
+    assert files
+    assert all((tmp_path / "ready" / file).read_bytes() == (tmp_path / "again" / file).read_bytes() for file in files)
+
+
+def test_rules_that_a_log_cannot_follow_are_refused_before_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("label,a,b\n1,2,3\n")
+    config = PreparationConfig(
+        profile="fuxictr-x4", schema=Schema(label="label", dense=("a",), sparse=("b",), tokens="any")
+    )
+    with pytest.raises(InputError, match="need a log of hexadecimal tokens"):
+        preprocess(str(tmp_path / "log.csv"), out=str(tmp_path / "out"), format="npy", config=config, console=CONSOLE)
