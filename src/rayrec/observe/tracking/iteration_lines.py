@@ -45,4 +45,4 @@ class IterationTracker:
         return f"{done}/{self._epochs.steps_per_epoch} of epoch {epoch}"
 
     def _say(self, text: str) -> None:
-        self._file.append(text.encode() + b"\n")
+        self._file.write(text.encode() + b"\n")

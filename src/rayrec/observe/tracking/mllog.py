@@ -118,7 +118,7 @@ class MlLogTracker:
         self._say("INTERVAL_END", "eval_stop", None, self._last_ms, **place)
 
     def _say(self, event_type: Type, key: str, value: Any, time_ms: int, **metadata: Any) -> None:
-        self._file.append(line(event_type, key, value, time_ms=time_ms, metadata=metadata).encode() + b"\n")
+        self._file.write(line(event_type, key, value, time_ms=time_ms, metadata=metadata).encode() + b"\n")
 
 
 def line(event_type: Type, key: str, value: Any, *, time_ms: int, metadata: Mapping[str, Any]) -> str:

@@ -29,8 +29,8 @@ class ViewFile:
         self._uploaded_bytes = 0
         self._next_upload_s = 0.0
 
-    def append(self, data: bytes) -> None:
-        """Takes bytes; nothing is written before `flush`."""
+    def write(self, data: bytes) -> None:
+        """Keeps bytes in memory until `flush`."""
         self._waiting += data
 
     def flush(self, *, now: bool = False) -> None:

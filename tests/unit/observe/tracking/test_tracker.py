@@ -181,18 +181,18 @@ def test_what_a_full_disk_refuses_is_written_later(tmp_path: Path, monkeypatch: 
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", little_room)
-        file.append(b"abcdef")
+        file.write(b"abcdef")
         with pytest.raises(OSError, match="No space"):
             file.flush()
     assert not os.path.exists(file.path)  # an older one would still be there
-    file.append(b"gh")
+    file.write(b"gh")
     file.flush()
     assert Path(file.path).read_bytes() == b"abcdefgh"
-    file.append(b"i")
+    file.write(b"i")
     file.close()
     assert Path(file.path).read_bytes() == b"abcdefghi"
     again = ViewFile(file.path)
-    again.append(b"anew")
+    again.write(b"anew")
     again.close()
     assert Path(file.path).read_bytes() == b"anew"
     assert os.listdir(tmp_path / "new") == ["file"]
@@ -202,9 +202,9 @@ def test_a_store_gets_the_whole_file_now_and_then(monkeypatch: pytest.MonkeyPatc
     sent: list[bytes] = []
     monkeypatch.setattr(storage, "write_bytes", lambda path, data: sent.append(bytes(data)))
     file = ViewFile("s3://bucket/run/file")
-    file.append(b"a")
+    file.write(b"a")
     file.flush()
-    file.append(b"b")
+    file.write(b"b")
     file.flush()  # too soon
     assert sent == [b"a"]
     monkeypatch.setattr(view_file, "UPLOAD_S", 0.0)
