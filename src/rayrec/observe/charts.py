@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from html import escape
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
 
-from rayrec.observe.page import folded, table
+from markupsafe import Markup
+
+from rayrec.observe.page import draw, folded, table
 from rayrec.observe.quantities import number_text
-from rayrec.observe.report_style import NUM_SERIES
+
+NUM_SERIES = 8
+"""Most lines of a chart, each with a color and a dash; the colors differ for color-blind readers too."""
 
 Point = tuple[float, float]
 
-_WIDTH, _HEIGHT = 480.0, 230.0
+
+class _View(NamedTuple):
+    """Size of the SVG in pixels."""
+
+    width: float
+    height: float
+
+
+_VIEW: Final = _View(480.0, 230.0)
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 14.0, 14.0, 36.0
 """Margins around the lines, for labels."""
 _MOST_POINTS = 800
@@ -44,51 +56,75 @@ class Mark:
     """What a tooltip says."""
 
 
+@dataclass(frozen=True)
+class _Drawn:
+    """A line as the template draws it."""
+
+    name: str
+    pieces: Sequence[list[Point]]
+    """The points between breaks."""
+
+    @property
+    def points(self) -> list[Point]:
+        return [point for piece in self.pieces for point in piece]
+
+    @property
+    def thinned(self) -> list[list[Point]]:
+        num_points = len(self.points)
+        return [_thinned(piece, keep=max(2, _MOST_POINTS * len(piece) // num_points)) for piece in self.pieces]
+
+    @property
+    def dots(self) -> list[Point]:
+        return self.points if len(self.points) <= _MOST_DOTS else []
+
+
 def line_chart(
     title: str, lines: Sequence[Line], *, x_label: str, marks: Sequence[Mark] = (), from_zero: bool = False
-) -> str:
-    """A `<figure>` with the chart, or nothing where there is no point. `from_zero`: the y axis begins at 0."""
-    drawn = [(line, _pieces(line.points)) for line in lines[:NUM_SERIES]]
-    points = [point for _, pieces in drawn for piece in pieces for point in piece]
+) -> Markup:
+    """A `<figure>` with the chart; empty if there is no point. `from_zero`: the y axis starts at 0."""
+    drawn = [_Drawn(line.name, _pieces(line.points)) for line in lines[:NUM_SERIES]]
+    points = [point for line in drawn for point in line.points]
     if not points:
-        return ""
+        return Markup()
     xs, ys = [x for x, _ in points], [y for _, y in points]
-    x_axis = _Axis.around(0.0, max(xs), start=_LEFT, stop=_WIDTH - _RIGHT, padding=0.0, most_ticks=7)
+    x_axis = _Axis.around(0.0, max(xs), start=_LEFT, stop=_VIEW.width - _RIGHT, padding=0.0, most_ticks=7)
     y_axis = _Axis.around(
-        0.0 if from_zero else min(ys), max(ys), start=_HEIGHT - _BOTTOM, stop=_TOP, padding=0.06, most_ticks=5
+        0.0 if from_zero else min(ys), max(ys), start=_VIEW.height - _BOTTOM, stop=_TOP, padding=0.06, most_ticks=5
     )
     if from_zero:
-        y_axis = _Axis(0.0, y_axis.high, y_axis.start, y_axis.stop, y_axis.most_ticks)
-    body = [*_grid(x_axis, y_axis, x_label), *_marks(marks, x_axis)]
-    for number, (line, pieces) in enumerate(drawn, start=1):
-        body += _line(line.name, pieces, number, x_axis, y_axis, x_label)
-    named = legend([line.name for line, _ in drawn], lines=True) if drawn[1:] else ""
-    said = "; ".join(_said(line.name, pieces) for line, pieces in drawn if pieces)
-    return (
-        f"<figure><figcaption>{escape(title)}{named}</figcaption>"
-        f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img" aria-label="{escape(f"{title}: {said}")}">{"".join(body)}</svg>'
-        f"{_numbers(title, drawn, x_label)}</figure>"
+        y_axis = replace(y_axis, low=0.0)
+    return draw(
+        "charts.html",
+        "line_chart",
+        title=title,
+        said="; ".join(_said(line) for line in drawn if line.pieces),
+        view=_VIEW,
+        x=x_axis,
+        y=y_axis,
+        x_label=x_label,
+        marks=[mark for mark in marks if x_axis.low <= mark.x <= x_axis.high],
+        lines=drawn,
+        numbers=_numbers(title, drawn, x_label),
     )
 
 
-def _said(name: str, pieces: Sequence[list[Point]]) -> str:
+def _said(line: _Drawn) -> str:
     """A line in words."""
-    points = [point for piece in pieces for point in piece]
-    values = [y for _, y in points]
+    values = [y for _, y in line.points]
     first, lowest, highest, last = map(number_text, (values[0], min(values), max(values), values[-1]))
-    return f"{name} from {first} to {last}, lowest {lowest}, highest {highest}"
+    return f"{line.name} from {first} to {last}, lowest {lowest}, highest {highest}"
 
 
-def _numbers(title: str, drawn: Sequence[tuple[Line, Sequence[list[Point]]]], x_label: str) -> str:
+def _numbers(title: str, drawn: Sequence[_Drawn], x_label: str) -> Markup:
     """A few points of every line as a table, for those who do not see the chart or have no mouse for its tooltips."""
-    values = [dict(point for piece in pieces for point in piece) for _, pieces in drawn]
+    values = [dict(line.points) for line in drawn]
     places = sorted({x for line in values for x in line})
     if len(places) > _MOST_ROWS:
         places = [places[round(number * (len(places) - 1) / (_MOST_ROWS - 1))] for number in range(_MOST_ROWS)]
     rows = [
         [number_text(x), *(f"{line[x]:.6g}" if x in line else "" for line in values)] for x in dict.fromkeys(places)
     ]
-    heads = [x_label, *(line.name for line, _ in drawn)]
+    heads = [x_label, *(line.name for line in drawn)]
     return folded(f"Numbers: {title}", table(heads, rows, name=title, unfolded=True))
 
 
@@ -138,61 +174,6 @@ def tick_step(low: float, high: float, *, most: int) -> float:
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= wanted * (1 - 1e-9))
 
 
-def _grid(x_axis: _Axis, y_axis: _Axis, x_label: str) -> list[str]:
-    body = []
-    for tick in y_axis.ticks():
-        place = y_axis.at(tick)
-        body.append(_segment("grid", x_axis.start, place, x_axis.stop, place))
-        body.append(_text(x_axis.start - 7, place + 3.5, number_text(tick), anchor="end"))
-    for tick in x_axis.ticks():
-        place = x_axis.at(tick)
-        body.append(_segment("axis", place, y_axis.start, place, y_axis.start + 4))
-        body.append(_text(place, y_axis.start + 16, number_text(tick), anchor="middle"))
-    body.append(_segment("axis", x_axis.start, y_axis.start, x_axis.stop, y_axis.start))
-    body.append(_text((x_axis.start + x_axis.stop) / 2, _HEIGHT - 4, x_label, anchor="middle"))
-    return body
-
-
-def _segment(kind: str, x: float, y: float, to_x: float, to_y: float) -> str:
-    return f'<line class="{kind}" x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}"/>'
-
-
-def _text(x: float, y: float, text: str, *, anchor: str, kind: str = "label") -> str:
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _marks(marks: Sequence[Mark], x_axis: _Axis) -> list[str]:
-    body = []
-    for mark in marks:
-        if not x_axis.low <= mark.x <= x_axis.high:
-            continue
-        place = x_axis.at(mark.x)
-        body.append(
-            f"<g><title>{escape(mark.text)}</title>{_segment('mark', place, _TOP, place, _HEIGHT - _BOTTOM)}"
-            f"{_text(place, _TOP - 4, mark.label, anchor='middle', kind='marked')}</g>"
-        )
-    return body
-
-
-def _line(
-    name: str, pieces: Sequence[list[Point]], number: int, x_axis: _Axis, y_axis: _Axis, x_label: str
-) -> list[str]:
-    body = []
-    num_points = sum(map(len, pieces))
-    for piece in pieces:
-        thinned = _thinned(piece, keep=max(2, _MOST_POINTS * len(piece) // num_points))
-        places = " ".join(f"{x_axis.at(x):.1f},{y_axis.at(y):.1f}" for x, y in thinned)
-        body.append(f'<polyline class="line series-{number}" points="{places}"/>')
-    if num_points > _MOST_DOTS:
-        return body
-    return body + [
-        f'<circle class="dot series-{number}" cx="{x_axis.at(x):.1f}" cy="{y_axis.at(y):.1f}" r="2.5">'
-        f"<title>{escape(name)} {y:.6g} ({escape(x_label)} {x:,.6g})</title></circle>"
-        for piece in pieces
-        for x, y in piece
-    ]
-
-
 def _thinned(points: list[Point], *, keep: int) -> list[Point]:
     """Where there are more than `keep`: the lowest and the highest of every few that follow each other."""
     if len(points) <= keep:
@@ -204,12 +185,3 @@ def _thinned(points: list[Point], *, keep: int) -> list[Point]:
         lowest, highest = min(group, key=lambda point: point[1]), max(group, key=lambda point: point[1])
         kept += sorted({lowest, highest})
     return kept
-
-
-def legend(names: Sequence[str], *, lines: bool = False) -> str:
-    """The names of the series, each with its colour, and of `lines` with its dash."""
-    kind = "swatch dashed" if lines else "swatch"
-    return "".join(
-        f'<span class="legend"><span class="{kind} series-{number}"></span>{escape(name)}</span>'
-        for number, name in enumerate(names, start=1)
-    )

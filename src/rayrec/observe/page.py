@@ -1,95 +1,111 @@
-"""A page of HTML that needs no other file and runs no script: its frame, its sections and its tables. Pure."""
+"""An HTML page that needs no other file and runs no script: templates, sections and tables. Pure."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
 
-from rayrec.observe.report_style import STYLE
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from rayrec.observe.quantities import clock_text, number_text
 
 BEST = "\0"
-"""What a cell of a table starts with whose value is the best in its row."""
+"""First character of a table's cell that has the best value of its row."""
 _LONG_TABLE = 12
-"""Rows beyond which a table is folded."""
+"""Longer tables are folded."""
+_FILTERS: Final[dict[str, Callable[[float], str]]] = {
+    "px": lambda value: f"{value:.1f}",
+    "number": number_text,
+    "digits": lambda value: f"{value:.6g}",
+    "thousands": lambda value: f"{value:,.6g}",
+    "percent": lambda value: f"{value:.1%}",
+    "clock": clock_text,
+}
 
 
-def document(title: str, sections: Sequence[str], *, wide: bool = False) -> str:
-    """The whole page, of all the window's width if `wide`; empty sections are left out. A list of links to the sections comes
-    first."""
-    present, kind = [part for part in sections if part], ' class="all"' if wide else ""
-    links = "".join(
-        f'<a href="#{place}">{heading}</a>'
-        for part in present
-        for place, heading in re.findall(r'<section id="([^"]*)"><h2>(.*?)</h2>', part)
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("rayrec.observe"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">"
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n"
-        f"<body><main{kind}>\n<h1>{escape(title)}</h1>\n"
-        + (f'<nav aria-label="Sections">{links}</nav>\n' if links else "")
-        + "\n".join(present)
-        + "\n</main></body></html>\n"
-    )
+    environment.filters.update(_FILTERS)
+    return environment
 
 
-def section(title: str, body: str) -> str:
-    """A part of the page with a heading; nothing where there is no body."""
-    if not body:
-        return ""
-    place = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
-    return f'<section id="{place}"><h2>{escape(title)}</h2>{body}</section>'
+def draw(template: str, macro: str, **values: object) -> Markup:
+    """The HTML of a template's macro; text in `values` is escaped."""
+    return getattr(_environment().get_template(template).module, macro)(**values)
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, name: str, unfolded: bool = False) -> str:
-    """A table called `name` whose cells are text; a long one is folded unless it is to stay `unfolded`. A column in which no row
-    has a value is left out, and a cell that starts with BEST is emphasised."""
+@dataclass(frozen=True)
+class Section:
+    """A part of the page with a heading; left out if `body` is empty."""
+
+    title: str
+    body: Markup
+
+    @property
+    def id(self) -> str:
+        return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
+
+
+def document(title: str, sections: Sequence[Section | None], *, intro: str = "", wide: bool = False) -> str:
+    """The whole page: links to the sections, `intro` (Markup, if it is HTML), the sections. `wide`: as wide as the window."""
+    present = [section for section in sections if section and section.body]
+    return _environment().get_template("page.html").render(title=title, sections=present, intro=intro, wide=wide) + "\n"
+
+
+def joined(parts: Sequence[str]) -> Markup:
+    return Markup("\n").join(part for part in parts if part)
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, name: str, unfolded: bool = False) -> Markup:
+    """A table of texts. A column without a value in any row is left out; a cell that starts with BEST is emphasized; a long table
+    is folded unless `unfolded`."""
     kept = [
         place
         for place in range(len(heads))
         if not place or not rows or any(row[place] not in ("", "-") for row in rows)
     ]
-    heads, rows = [heads[place] for place in kept], [[row[place] for place in kept] for row in rows]
-    head = "".join(f'<th scope="col">{escape(text)}</th>' for text in heads)
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f'<th scope="row">{escape(cell)}</th>' if place == 0 else _cell(cell) for place, cell in enumerate(row)
-        )
-        + "</tr>"
-        for row in rows
+    drawn = draw(
+        "parts.html",
+        "table",
+        heads=[heads[place] for place in kept],
+        rows=[[row[place] for place in kept] for row in rows],
+        name=name,
+        best=BEST,
     )
-    # Focusable, so that a narrow window's scrolling is in reach of a keyboard.
-    drawn = (
-        f'<div class="wide" role="region" tabindex="0" aria-label="{escape(name)}"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
-    if unfolded or len(rows) <= _LONG_TABLE:
-        return drawn
-    return f"<details><summary>{escape(name)}: {len(rows)} rows</summary>{drawn}</details>"
+    return drawn if unfolded or len(rows) <= _LONG_TABLE else folded(f"{name}: {len(rows)} rows", drawn)
 
 
-def _cell(text: str) -> str:
-    if text.startswith(BEST):
-        return f'<td><b title="the best of all runs">{escape(text.removeprefix(BEST))} ★</b></td>'
-    return f"<td>{escape(text)}</td>"
+def folded(title: str, body: Markup) -> Markup:
+    """`body`, shown after a click on the title."""
+    return draw("parts.html", "folded", title=title, body=body)
 
 
-def folded(title: str, body: str) -> str:
-    """Something that is shown when asked for."""
-    return f"<details><summary>{escape(title)}</summary>{body}</details>"
+def facts(named: Sequence[tuple[str, str]]) -> Markup:
+    """A list of names with values."""
+    return draw("parts.html", "facts", named=named)
 
 
-def facts(named: Sequence[tuple[str, str]]) -> str:
-    """Names with values."""
-    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in named)
-    return f"<dl>{items}</dl>"
+def tiles(named: Sequence[tuple[str, str]]) -> Markup:
+    """The most important values, in large type; empty if there are none."""
+    return draw("parts.html", "tiles", named=named) if named else Markup()
 
 
-def tiles(named: Sequence[tuple[str, str]]) -> str:
-    """Names with values that are to be seen first."""
-    drawn = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in named)
-    return f'<div class="figures">{drawn}</div>' if drawn else ""
+def charts(drawn: Sequence[Markup]) -> Markup:
+    """Charts in a grid; empty if there are none."""
+    present = [chart for chart in drawn if chart]
+    return draw("parts.html", "charts", drawn=present) if present else Markup()
+
+
+def paragraph(text: str) -> Markup:
+    return draw("parts.html", "paragraph", text=text)

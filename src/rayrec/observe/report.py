@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
+
+from markupsafe import Markup
 
 from rayrec import storage
 from rayrec.config import InputError
@@ -13,7 +14,7 @@ from rayrec.observe import report_course, report_model
 from rayrec.observe.cost import Price, cost
 from rayrec.observe.events import read_events
 from rayrec.observe.history import Attempt, Event, attempts, logged, standing
-from rayrec.observe.page import document, facts, folded, section, tiles
+from rayrec.observe.page import Section, document, draw, facts, folded, joined, tiles
 from rayrec.observe.quantities import date_text, duration_text, number_text
 from rayrec.observe.verdict import verdict
 
@@ -87,9 +88,6 @@ def render(run: Run, *, price: Price | None = None) -> str:
     return document(
         run.title,
         (
-            _facts(run),
-            figures(run, rows, tried),
-            _verdict(run),
             report_course.costs(cost(events, price) if price is not None else None),
             report_model.metrics(events, summary),
             report_course.curves(rows, events, tried, summary),
@@ -103,8 +101,9 @@ def render(run: Run, *, price: Price | None = None) -> str:
             report_course.course(events, tried),
             report_course.checkpoints(events),
             report_course.profiles(events),
-            section("Configuration", folded("config.yaml", f"<pre>{escape(run.config)}</pre>")),
+            Section("Configuration", folded("config.yaml", draw("parts.html", "preformatted", text=run.config))),
         ),
+        intro=joined((_facts(run), figures(run, rows, tried), _verdict(run))),
     )
 
 
@@ -112,7 +111,7 @@ _ORIGIN = {"commit": "commit", "machine": "machine", "command": "command"}
 """Fields of the event of kind run that say where it came from."""
 
 
-def _facts(run: Run) -> str:
+def _facts(run: Run) -> Markup:
     events, begun = run.events, run.begun
     named = [("status", standing(events))]
     early = next((event for event in reversed(events) if event["kind"] == "early_stop"), None)
@@ -138,7 +137,7 @@ def _facts(run: Run) -> str:
     return facts(named)
 
 
-def figures(run: Run, rows: list[dict[str, Any]], tried: Sequence[Attempt]) -> str:
+def figures(run: Run, rows: list[dict[str, Any]], tried: Sequence[Attempt]) -> Markup:
     """The numbers to see first."""
     summary, last = run.summary, next((event for event in reversed(run.events) if event["kind"] == "step"), None)
     named: list[tuple[str, str]] = []
@@ -169,8 +168,8 @@ def figures(run: Run, rows: list[dict[str, Any]], tried: Sequence[Attempt]) -> s
     return tiles(named)
 
 
-def _verdict(run: Run) -> str:
+def _verdict(run: Run) -> Markup:
     """What held it back, in words."""
     found = verdict(run.events)
     told = run.summary["verdict"] if run.summary and run.summary.get("verdict") else found and found.text
-    return f'<p class="verdict">{escape(told)}</p>' if told else ""
+    return draw("parts.html", "verdict", text=told) if told else Markup()

@@ -8,26 +8,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import yaml
+from markupsafe import Markup
 
 from rayrec.config import InputError
-from rayrec.observe.charts import Line, line_chart
+from rayrec.observe.charts import NUM_SERIES, Line, line_chart
 from rayrec.observe.cost import Cost, Price, cost
 from rayrec.observe.history import VALIDATION, attempts, logged, standing
-from rayrec.observe.page import BEST, document, section, table
+from rayrec.observe.page import BEST, Section, charts, document, draw, joined, paragraph, table
 from rayrec.observe.quantities import durations_text, number_text, value_text
 from rayrec.observe.report import Run, read, save
 from rayrec.observe.report_course import drawn_metrics, points
-from rayrec.observe.report_style import NUM_SERIES
 
 _BETTER: dict[str, Callable[[Iterable[float]], float]] = {
     **dict.fromkeys(("auroc", "accuracy"), max),
     **dict.fromkeys(("loss", "logloss", "normalized_entropy", "perplexity"), min),
 }
 """Which of two values of a metric is better."""
-_SIGNIFICANCE = (
-    "<p>★ is the best value of these runs. Whether two of them differ by more than chance needs the scores of every row, which "
-    "runs do not keep: <code>rayrec evaluate RUN PATH --compare OTHER_RUN</code> computes p-values on the same rows.</p>"
-)
 
 
 def write(folders: Sequence[str], *, out: str, price: Price | None = None) -> str:
@@ -45,10 +41,10 @@ def render(runs: Sequence[Run], *, price: Price | None = None) -> str:
     return document(
         f"{len(runs)} runs",
         (
-            section("Results", _results(runs, names, price) + _SIGNIFICANCE),
-            section("Mean over seeds", _over_seeds(runs)),
-            section("Curves", _curves(names, rows)),
-            section("Configurations", _differences(runs, names)),
+            Section("Results", joined((_results(runs, names, price), draw("parts.html", "significance")))),
+            Section("Mean over seeds", _over_seeds(runs)),
+            Section("Curves", _curves(names, rows)),
+            Section("Configurations", _differences(runs, names)),
         ),
         wide=True,
     )
@@ -60,7 +56,7 @@ def _names(runs: Sequence[Run]) -> list[str]:
     return [name if plain.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(plain, start=1)]
 
 
-def _results(runs: Sequence[Run], names: Sequence[str], price: Price | None) -> str:
+def _results(runs: Sequence[Run], names: Sequence[str], price: Price | None) -> Markup:
     columns = [_column(run, cost(run.events, price) if price is not None else None) for run in runs]
     seconds = [run.summary["train_s"] if run.summary else None for run in runs]
     texts = iter(durations_text([value for value in seconds if value is not None]))
@@ -88,7 +84,7 @@ def _best_marked(head: str, cells: list[str], runs: Sequence[Run]) -> list[str]:
     return [BEST + cell if values.get(place) == best else cell for place, cell in enumerate(cells)]
 
 
-def _over_seeds(runs: Sequence[Run]) -> str:
+def _over_seeds(runs: Sequence[Run]) -> Markup:
     """Mean and standard deviation of the test metrics of finished runs whose configurations differ in seed and name alone."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     recipes: dict[str, str] = {}
@@ -106,7 +102,7 @@ def _over_seeds(runs: Sequence[Run]) -> str:
         for key, group in repeated.items()
     ]
     heads = ["runs that differ in their seed alone", "runs", *(f"test {name}, mean ± sd" for name in names)]
-    return table(heads, rows, name="Mean over seeds", unfolded=True) if rows else ""
+    return table(heads, rows, name="Mean over seeds", unfolded=True) if rows else Markup()
 
 
 def _mean_text(values: Sequence[float | None]) -> str:
@@ -140,7 +136,7 @@ def _column(run: Run, spent: Cost | None) -> dict[str, str]:
     return column
 
 
-def _curves(names: Sequence[str], rows: Sequence[list[dict[str, Any]]]) -> str:
+def _curves(names: Sequence[str], rows: Sequence[list[dict[str, Any]]]) -> Markup:
     metrics = dict.fromkeys(name for each in rows for name in drawn_metrics(each))
     titles = {
         "loss": "Training loss",
@@ -149,7 +145,7 @@ def _curves(names: Sequence[str], rows: Sequence[list[dict[str, Any]]]) -> str:
         "rows_per_s": "Rows per second",
         "blocked_fraction": "Share of time blocked on data",
     }
-    charts = [
+    drawn = [
         line_chart(
             title,
             [Line(name, points(each, field)) for name, each in zip(names, rows, strict=True)],
@@ -158,11 +154,10 @@ def _curves(names: Sequence[str], rows: Sequence[list[dict[str, Any]]]) -> str:
         )
         for field, title in titles.items()
     ]
-    drawn = "".join(charts)
-    return f'<div class="charts">{drawn}</div>' if drawn else ""
+    return charts(drawn)
 
 
-def _differences(runs: Sequence[Run], names: Sequence[str]) -> str:
+def _differences(runs: Sequence[Run], names: Sequence[str]) -> Markup:
     flat = [_flat(yaml.safe_load(run.config) or {}) for run in runs]
     keys = dict.fromkeys(key for fields in flat for key in fields)
     rows = [
@@ -171,7 +166,7 @@ def _differences(runs: Sequence[Run], names: Sequence[str]) -> str:
         if len({fields.get(key, "-") for fields in flat}) > 1
     ]
     if not rows:
-        return "<p>They are the same.</p>"
+        return paragraph("They are the same.")
     return table(["field", *names], rows, name="What differs in the configurations", unfolded=True)
 
 

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from markupsafe import Markup
+
 from rayrec.observe.bars import Bar, Moment, Span, stacked_bars, timeline
 from rayrec.observe.charts import Line, Mark, line_chart
 from rayrec.observe.cost import Cost
 from rayrec.observe.data_stages import data_side
 from rayrec.observe.history import VALIDATION, Attempt, Event
-from rayrec.observe.page import facts, section, table
+from rayrec.observe.page import Section, charts, facts, table
 from rayrec.observe.quantities import TIME_UNITS, clock_text, duration_text, number_text, size_text
 from rayrec.observe.start_up import STAGES, in_order, starts
 from rayrec.observe.time_split import WORDS
@@ -27,17 +29,17 @@ _PARTS_OF_RUN = 5
 
 def curves(
     rows: list[dict[str, Any]], events: Sequence[Event], tried: Sequence[Attempt], summary: Mapping[str, Any] | None
-) -> str:
+) -> Section:
     """Loss and metrics by step, speed and waiting by time."""
     by_step, by_time, (unit, unit_s) = *_marks(tried, summary), time_unit(events)
     by_time = [Mark(mark.x / unit_s, mark.label, mark.text) for mark in by_time]
     losses = [Line("training", points(rows, "loss"))]
     if any(f"{VALIDATION}loss" in row for row in rows):
         losses.append(Line("validation", points(rows, f"{VALIDATION}loss")))
-    charts = [line_chart("Loss" if losses[1:] else "Training loss", losses, x_label="step", marks=by_step)]
+    drawn = [line_chart("Loss" if losses[1:] else "Training loss", losses, x_label="step", marks=by_step)]
     for name in drawn_metrics(rows):
         line = Line(name.removeprefix(VALIDATION), points(rows, name))
-        charts.append(line_chart(f"Validation {line.name}", [line], x_label="step", marks=by_step))
+        drawn.append(line_chart(f"Validation {line.name}", [line], x_label="step", marks=by_step))
     steps = [event for event in events if event["kind"] in ("step", "start")]  # a start breaks the line
     for title, name in (
         ("Rows per second", "rows_per_s"),
@@ -50,9 +52,8 @@ def curves(
     ):
         if any(name in event for event in steps):
             line = Line(title, [((event["time"] - events[0]["time"]) / unit_s, event.get(name)) for event in steps])
-            charts.append(line_chart(title, [line], x_label=f"time ({unit})", marks=by_time, from_zero=True))
-    drawn = "".join(charts)
-    return section("Curves", f'<div class="charts">{drawn}</div>' if drawn else "")
+            drawn.append(line_chart(title, [line], x_label=f"time ({unit})", marks=by_time, from_zero=True))
+    return Section("Curves", charts(drawn))
 
 
 def drawn_metrics(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -88,20 +89,20 @@ def time_unit(events: Sequence[Event]) -> tuple[str, float]:
 # -- where the time went
 
 
-def time_split(events: Sequence[Event]) -> str:
+def time_split(events: Sequence[Event]) -> Section | None:
     """Seconds of the run by what they were spent on, over the whole of it and over fifths of its logged steps."""
     steps = [place for place, event in enumerate(events) if event["kind"] == "step"]
     spent = split_of(events).parts_s()
     names = [name for name in WORDS if spent[name]]
     if not names:
-        return ""
+        return None
     shown = [WORDS[name] for name in names]
     whole = stacked_bars(
         "The run as a whole", shown, [Bar("in all", [spent[name] for name in names])], text=duration_text
     )
     edges = sorted({round(number * len(steps) / _PARTS_OF_RUN) for number in range(_PARTS_OF_RUN + 1)})
     if len(edges) < 3:
-        return section("Where the time went", whole)
+        return Section("Where the time went", whole)
     # The saves and the evaluation behind a step are of its fifth. Sums up to each edge, as a step's rows count from the first.
     sums = [split_of(events[: [*steps, len(events)][edge]]).parts_s() for edge in edges]
     bars = []
@@ -110,14 +111,14 @@ def time_split(events: Sequence[Event]) -> str:
         last = events[steps[edge - 1]]["step"]
         bars.append(Bar(f"to step {last:,}", [part / max(sum(seconds), 1e-12) for part in seconds]))
     shares = stacked_bars("In the course of the run", shown, bars, text=lambda value: f"{value:.1%}")
-    return section("Where the time went", whole + shares)
+    return Section("Where the time went", whole + shares)
 
 
-def stages(events: Sequence[Event]) -> str:
+def stages(events: Sequence[Event]) -> Section | None:
     """What each stage of the data pipeline did over the run, and could have done."""
     side = data_side(events)
     if side is None or not side.stages:
-        return ""
+        return None
     heads = ["stage", "rows/s it could do alone", "busy", "computing", "queued for a CPU"]
     rows = [
         [
@@ -137,13 +138,13 @@ def stages(events: Sequence[Event]) -> str:
         spilled = f", {size_text(side.spilled_bytes)} spilled to disk" if side.spilled_bytes else ""
         told.append(("object store", f"{side.store_fill:.1%} in use{spilled}"))
     name = "Stages of the data pipeline, over the run"
-    return section("Data pipeline, over the run", table(heads, rows, name=name) + facts(told))
+    return Section("Data pipeline, over the run", table(heads, rows, name=name) + facts(told))
 
 
 # -- start, attempts, checkpoints, cost
 
 
-def start_up(events: Sequence[Event]) -> str:
+def start_up(events: Sequence[Event]) -> Section | None:
     """How long each stage took from the command to the first step, and from each later attempt to its first step."""
     every = starts(events)
     shown = list(enumerate(every, start=1))
@@ -154,16 +155,16 @@ def start_up(events: Sequence[Event]) -> str:
         for name in in_order(stages_of)
     ]
     if not rows:
-        return ""
+        return None
     rows.append(["together", *(duration_text(sum(stages.values())) for stages in stages_of)])
     heads = ["stage", *(f"start {number}" for number, _ in shown)]
-    return section("Start-up", table(heads, rows, name="Stages of the start"))
+    return Section("Start-up", table(heads, rows, name="Stages of the start"))
 
 
-def course(events: Sequence[Event], tried: Sequence[Attempt]) -> str:
+def course(events: Sequence[Event], tried: Sequence[Attempt]) -> Section | None:
     """When it trained, when it was down, evaluated and saved; and its attempts."""
     if not tried:
-        return ""
+        return None
     lasts = [*(attempt.begin_s for attempt in tried[1:]), _since(events, events[-1])]
     trained, down = [], []
     for number, (attempt, next_s) in enumerate(zip(tried, lasts, strict=True), start=1):
@@ -192,10 +193,10 @@ def course(events: Sequence[Event], tried: Sequence[Attempt]) -> str:
         for name, kind in (("evaluations", "evaluate"), ("checkpoints", "checkpoint"))
     ]
     drawn = timeline("What happened when", [("training", trained), ("restarts", down)], moments)
-    return section("Attempts", drawn + _attempts(tried))
+    return Section("Attempts", drawn + _attempts(tried))
 
 
-def _attempts(tried: Sequence[Attempt]) -> str:
+def _attempts(tried: Sequence[Attempt]) -> Markup:
     rows = []
     for number, attempt in enumerate(tried, start=1):
         cost = attempt.restart
@@ -217,7 +218,7 @@ def _attempts(tried: Sequence[Attempt]) -> str:
     return table(heads, rows, name="Attempts")
 
 
-def checkpoints(events: Sequence[Event]) -> str:
+def checkpoints(events: Sequence[Event]) -> Section:
     """Every save, late and damaged ones too."""
     rows: list[list[str]] = []
     for event in events:
@@ -233,30 +234,32 @@ def checkpoints(events: Sequence[Event]) -> str:
             files = ", ".join(event["files"])
             rows.append([after, "", "", "", "", f"{event['path']}: damaged files were written again ({files})"])
     heads = ["after", "step", "size", "training held up", "written in", "trouble"]
-    return section("Checkpoints", table(heads, rows, name="Checkpoints") if rows else "")
+    return Section("Checkpoints", table(heads, rows, name="Checkpoints") if rows else Markup())
 
 
-def profiles(events: Sequence[Event]) -> str:
+def profiles(events: Sequence[Event]) -> Section:
     """Where the steps that were recorded lie, and what could not be."""
     rows = [
         [clock_text(_since(events, event)), f"{event['step']:,}", event.get("path", ""), event.get("cause", "")]
         for event in events
         if event["kind"] in ("profile", "profile_failed")
     ]
-    return section("Profiles", table(["after", "step", "folder", "trouble"], rows, name="Profiles") if rows else "")
+    return Section(
+        "Profiles", table(["after", "step", "folder", "trouble"], rows, name="Profiles") if rows else Markup()
+    )
 
 
-def costs(cost: Cost | None) -> str:
+def costs(cost: Cost | None) -> Section | None:
     """In money; nothing where no price was given."""
     if cost is None:
-        return ""
+        return None
     unit = f" {cost.currency}"
     named = [("node hours", f"{cost.node_hours:.3g}"), ("cost", f"{cost.total:.4g}{unit}")]
     if cost.per_epoch is not None:
         named.append(("per epoch", f"{cost.per_epoch:.4g}{unit}"))
     if cost.per_auroc_point is not None:
         named.append(("per 0.01 of AUROC above 0.5", f"{cost.per_auroc_point:.4g}{unit}"))
-    return section("Cost", facts(named))
+    return Section("Cost", facts(named))
 
 
 def _since(events: Sequence[Event], event: Event) -> float:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
+
+from markupsafe import Markup
 
 from rayrec.observe.bars import Bar, stacked_bars
 from rayrec.observe.charts import Line, line_chart
 from rayrec.observe.history import Event, metrics_of
-from rayrec.observe.page import section, table
+from rayrec.observe.page import Section, charts, draw, joined, paragraph, table
 from rayrec.observe.pictures import data_url
 from rayrec.observe.quantities import number_text, size_text, value_text
 
 
-def metrics(events: Sequence[Event], summary: Mapping[str, Any] | None) -> str:
+def metrics(events: Sequence[Event], summary: Mapping[str, Any] | None) -> Section | None:
     """Of a finished run those of its test and validation rows, else the last evaluation's."""
     if summary is not None:
         sets = {"test": summary["metrics"], "validation": summary["validation"]}
@@ -23,18 +24,18 @@ def metrics(events: Sequence[Event], summary: Mapping[str, Any] | None) -> str:
     else:
         evaluation = next((event for event in reversed(events) if event["kind"] == "evaluate"), None)
         if evaluation is None:
-            return ""
+            return None
         sets = {f"{evaluation['set']} at step {evaluation['step']:,}": metrics_of(evaluation)}
     names = list(dict.fromkeys(name for values in sets.values() for name in values))
     rows = [[name, *(value_text(values.get(name)) for values in sets.values())] for name in names]
-    return section("Metrics", table(["metric", *sets], rows, name="Metrics"))
+    return Section("Metrics", table(["metric", *sets], rows, name="Metrics"))
 
 
-def calibration(events: Sequence[Event]) -> str:
+def calibration(events: Sequence[Event]) -> Section | None:
     """How often clicks came where they were predicted to."""
     shown = _samples(events, "reliability")
     if not shown:
-        return ""
+        return None
     bins, name = shown[-1]["bins"], shown[-1]["set"]
     most = max(max(group["predicted"], group["observed"]) for group in bins)
     lines = [
@@ -47,15 +48,17 @@ def calibration(events: Sequence[Event]) -> str:
         x_label="predicted probability",
         from_zero=True,
     )
-    told = f"<p>{len(bins)} groups of about {number_text(round(sum(group['rows'] for group in bins) / len(bins)))} rows each.</p>"
-    return section("Calibration", f'<div class="charts"><div>{chart}{told}</div></div>')
+    told = (
+        f"{len(bins)} groups of about {number_text(round(sum(group['rows'] for group in bins) / len(bins)))} rows each."
+    )
+    return Section("Calibration", charts([draw("parts.html", "noted", chart=chart, text=told)]))
 
 
-def categories(events: Sequence[Event]) -> str:
+def categories(events: Sequence[Event]) -> Section | None:
     """Vocabularies, and how many values of the evaluated rows they do not hold."""
     shown = _samples(events, "categories")
     if not shown:
-        return ""
+        return None
     rows = [
         [
             column["column"],
@@ -66,15 +69,15 @@ def categories(events: Sequence[Event]) -> str:
         for column in shown[-1]["columns"]
     ]
     heads = ["column", "known categories", "rows of its table", "unknown", "missing"]
-    told = f"<p>Unknown and missing: share of the values of the {escape(shown[-1]['set'])} rows.</p>"
-    return section("Categories", told + table(heads, rows, name="Categories"))
+    told = paragraph(f"Unknown and missing: share of the values of the {shown[-1]['set']} rows.")
+    return Section("Categories", told + table(heads, rows, name="Categories"))
 
 
-def sharding(events: Sequence[Event]) -> str:
+def sharding(events: Sequence[Event]) -> Section | None:
     """Which worker holds what of the embedding tables."""
     start = next((event for event in reversed(events) if event["kind"] == "start" and event.get("tables")), None)
     if start is None:
-        return ""
+        return None
     ranks = sorted({int(rank) for shards in start["tables"] for rank in shards["bytes_of_rank"]})
     kinds = list(dict.fromkeys(shards["sharding_type"] for shards in start["tables"]))
     bars = [
@@ -106,15 +109,21 @@ def sharding(events: Sequence[Event]) -> str:
         for shards in start["tables"]
     ]
     heads = ["table", "rows", "dimension", "sharding", "workers", "size"]
-    return section("Embedding tables", chart + table(heads, rows, name="Embedding tables"))
+    return Section("Embedding tables", chart + table(heads, rows, name="Embedding tables"))
 
 
-def samples(events: Sequence[Event]) -> str:
+def samples(events: Sequence[Event]) -> Section:
     """Images and texts, by the final weights."""
-    images = "".join(_image(sample) for sample in _samples(events, "image"))
-    texts = "".join(_text(sample) for sample in _samples(events, "text"))
-    body = (f'<div class="images">{images}</div>' if images else "") + texts
-    return section("Samples, by the final weights", body)
+    images = [_image(sample) for sample in _samples(events, "image")]
+    return Section(
+        "Samples, by the final weights",
+        joined(
+            (
+                draw("parts.html", "images", samples=images) if images else Markup(),
+                draw("parts.html", "texts", samples=_samples(events, "text")),
+            )
+        ),
+    )
 
 
 def _samples(events: Sequence[Event], kind: str) -> list[Mapping[str, Any]]:
@@ -124,17 +133,8 @@ def _samples(events: Sequence[Event], kind: str) -> list[Mapping[str, Any]]:
     return [sample for sample in every if sample["kind"] == kind]
 
 
-def _image(sample: Mapping[str, Any]) -> str:
+def _image(sample: Mapping[str, Any]) -> dict[str, str | bool]:
     label, prediction = str(sample["label"]), str(sample["prediction"])
-    wrong = label != prediction
     sure = f" ({sample['probability']:.0%})" if sample.get("probability") is not None else ""
-    verdict = f"✗ {prediction}{sure}, is {label}" if wrong else f"✓ {prediction}{sure}"
-    shown = escape(f"label {label}, prediction {prediction}")
-    return (
-        f'<figure class="{"wrong" if wrong else "right"}"><img src="{data_url(sample["pixels"])}" alt="{shown}" title="{shown}">'
-        f"<figcaption>{escape(verdict)}</figcaption></figure>"
-    )
-
-
-def _text(sample: Mapping[str, Any]) -> str:
-    return f'<p class="text"><b>{escape(str(sample["prompt"]))}</b>{escape(str(sample["text"]))}</p>'
+    wrong, url = label != prediction, data_url(sample["pixels"])
+    return {"label": label, "prediction": prediction, "wrong": wrong, "sure": sure, "url": url}

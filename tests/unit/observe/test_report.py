@@ -18,13 +18,12 @@ import rayrec
 from rayrec.config import InputError
 from rayrec.observe import report, report_comparison
 from rayrec.observe.bars import Span, timeline
-from rayrec.observe.charts import Line, Mark, line_chart, tick_step
+from rayrec.observe.charts import NUM_SERIES, Line, Mark, line_chart, tick_step
 from rayrec.observe.cost import Price, cost
 from rayrec.observe.events import EventWriter
 from rayrec.observe.page import table
 from rayrec.observe.pictures import data_url
 from rayrec.observe.quantities import clock_text, duration_text, durations_text, number_text, size_text, value_text
-from rayrec.observe.report_style import NUM_SERIES
 from rayrec.observe.verdict import verdict
 
 VOID = {"meta", "img"}
