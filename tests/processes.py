@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from ports import free_ports
+
 from rayrec import recipes, storage
 from rayrec.config import InputError
 from rayrec.observe.events import read_events
@@ -224,6 +226,31 @@ class RayCluster(Session):
         """SIGKILLs the raylet that started `process`."""
         assert process.parent in {raylet.pid for raylet in self.find("raylet")}, process
         os.kill(process.parent, signal.SIGKILL)
+
+
+class RayHead(Session):
+    """A Ray of one node that `ray start --head` started, on ports of its own."""
+
+    def __init__(self, folder: Path, *, cache: Path, num_cpus: int) -> None:
+        """`folder`: its path is short, since Ray's sockets are below it."""
+        port = free_ports(3)
+        self.address = f"127.0.0.1:{port}"
+        ports = ("--port", port, "--ray-client-server-port", port + 1, "--dashboard-agent-listen-port", port + 2)
+        quiet = ("--block", "--disable-usage-stats", "--include-dashboard", "false", "--temp-dir", str(folder / "ray"))
+        ray = str(Path(sys.executable).parent / "ray")
+        super().__init__(
+            [ray, "start", "--head", "--num-cpus", str(num_cpus), *map(str, ports), *quiet],
+            environment=environment_for(cache, OMP_NUM_THREADS="1"),
+            output=folder / "head",
+        )
+
+    def wait(self, *, timeout_s: float = 180) -> None:
+        """Until it takes work."""
+        deadline_s = time.monotonic() + timeout_s
+        while "Ray runtime started" not in self.out + self.err:
+            assert self.process.poll() is None, self.out + self.err
+            assert time.monotonic() < deadline_s, self.out + self.err
+            time.sleep(POLL_S)
 
 
 class Run:

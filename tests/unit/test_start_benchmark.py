@@ -28,10 +28,10 @@ def events() -> list[dict[str, Any]]:
     return [
         event("run", 104.0),
         event("prepared", 105.0, seconds=1.0),
-        event("start_up", 105.0, process="driver", stages={"imports": 4.0, "index": 0.75}),
+        event("start_up", 105.0, process="driver", stages={"imports": 4.0, "index": 1.0}),
         event("attempt", 105.5, number=1),
         event("start", 109.0, step=0, rows=0),
-        event("start_up", 109.0, process="worker", stages={"set_up": 2.5, "process_group": 1.0}),
+        event("start_up", 109.0, process="worker", stages={"attempt": 0.25, "set_up": 3.0, "process_group": 1.0}),
         event("start_up", 110.0, process="worker", stages={"first_batch": 0.25, "first_step": 0.75}),
         step(112.0, 10),
         step(114.0, 20),
@@ -45,17 +45,17 @@ def events() -> list[dict[str, Any]]:
 
 def test_the_stages_add_up_to_the_whole_command(start: Any) -> None:
     stages = start.waterfall(events(), began_s=100.0, ended_s=121.0)
-    assert list(stages)[:6] == ["imports", "index", "process_group", "set_up", "first_batch", "first_step"]
+    assert list(stages)[:6] == ["imports", "index", "attempt", "process_group", "set_up", "first_batch"]
     assert sum(stages.values()) == pytest.approx(21.0)
-    assert {name: stages[name] for name in ("handover", "evaluation", "saves", "test", "summary", "shutdown")} == {
-        "handover": 0.75,
+    assert {name: stages[name] for name in ("attempt", "evaluation", "saves", "test", "summary", "shutdown")} == {
+        "attempt": 0.25,
         "evaluation": 1.5,
         "saves": 0.25,
         "test": 2.0,
         "summary": 0.5,
         "shutdown": 2.5,
     }
-    assert start.first_step_s(stages) == pytest.approx(10.0)
+    assert start.first_step_s(stages) == pytest.approx(10.25)
 
 
 def test_a_save_that_ends_late_leaves_no_gap(start: Any) -> None:
@@ -68,9 +68,10 @@ def test_a_save_that_ends_late_leaves_no_gap(start: Any) -> None:
 def test_a_quick_run_leaves_trainings_out(start: Any, capsys: pytest.CaptureFixture[str]) -> None:
     training = {"imports": 4.0, "first_step_s": 4.0, "exit_s": 5.0, "auroc": 0.7}
     found = {"bare Ray": {"first_step_s": 8.0}, "import torch": {"exit_s": 2.0}}
-    found |= dict.fromkeys(start.QUICK, training) | {name: {"exit_s": 3.0} for name in start.SCORINGS}
+    found |= dict.fromkeys((*start.QUICK, *start.PLAIN.values()), training)
+    found |= {name: {"exit_s": 3.0} for name in start.SCORINGS} | {start.SERVE: {"answer_s": 3.0}}
     start.emit_rows(found, rows=1000, repeats=1)
-    assert len(capsys.readouterr().out.splitlines()) == 2 * len(start.QUICK) + len(start.SCORINGS)
+    assert len(capsys.readouterr().out.splitlines()) == 4 * len(start.QUICK) + len(start.SCORINGS) + 1
 
 
 @pytest.mark.parametrize("with_lightgbm", [True, False])
@@ -79,7 +80,8 @@ def test_rows(start: Any, capsys: pytest.CaptureFixture[str], with_lightgbm: boo
         training = {"imports": seconds, "shutdown": 1.0, "first_step_s": seconds, "exit_s": seconds + 1.0, "auroc": 0.7}
         found = {
             "bare Ray": {"first_step_s": 8.0},
-            **dict.fromkeys(start.TRAININGS, training),
+            **dict.fromkeys((*start.TRAININGS, *start.PLAIN.values()), training),
+            start.SERVE: {"answer_s": seconds},
             "import torch": {"exit_s": 2.0},
             **{name: {"exit_s": seconds} for name in start.SCORINGS},
         }
@@ -87,10 +89,12 @@ def test_rows(start: Any, capsys: pytest.CaptureFixture[str], with_lightgbm: boo
 
     start.emit_rows(start.medians([one_round(4.0), one_round(40.0), one_round(3.0)]), rows=1000, repeats=3)
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(rows) == 2 * len(start.TRAININGS) + len(start.SCORINGS)
-    first, whole = rows[:2]
+    assert len(rows) == 4 * len(start.TRAININGS) + len(start.SCORINGS) + 1
+    first, to_plain, whole, to_plain_whole = rows[:4]
+    assert (to_plain["peer"], to_plain["ratio"]) == (start.PLAIN[1], 1.0)
+    assert (to_plain_whole["peer_s"], to_plain_whole["peer_auroc"]) == (5.0, 0.7)
     assert (first["s"], first["ratio"], first["stages_s"]) == (4.0, 0.5, {"imports": 4.0, "shutdown": 1.0})
     assert (whole["s"], whole["ratio"]) == (5.0, 0.5 if with_lightgbm else None)
     assert ("peer_auroc" in whole) == with_lightgbm
-    assert [(row["s"], row["ratio"]) for row in rows[-3:]] == [(4.0, 2.0)] * 3
-    assert rows[-1]["workload"].endswith("export: command -> exit")
+    assert [(row["s"], row["ratio"]) for row in rows[-4:]] == [(4.0, 2.0)] * 4
+    assert rows[-1]["workload"].endswith("serve: command -> first answer")

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from rayrec.data.engine import StreamEngine
+from rayrec.observe.start_up import Stopwatch
 from rayrec.training.mailbox import Mailbox
 from rayrec.workloads.base import TrainConfig
 
@@ -26,5 +27,13 @@ class Assignment:
     """Where the driver leaves its wish to stop."""
     storage_token: str
     """File that the driver has written into the run's folder, for all workers to find."""
+    since_s: float
+    """When the driver's last stage of the start, or the attempt before, ended, seconds since 1970."""
     begun_s: float = dataclasses.field(default_factory=time.time)
-    """When the driver began the attempt, seconds since 1970."""
+    """When the driver has begun the attempt, seconds since 1970."""
+
+    def stopwatch(self) -> Stopwatch:
+        """Times the stages of a worker's start, after that of the driver which begins the attempt."""
+        stopwatch = Stopwatch(self.since_s)
+        stopwatch.lap("attempt", at_s=self.begun_s)
+        return stopwatch

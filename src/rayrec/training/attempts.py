@@ -82,6 +82,7 @@ def run_attempts(
     prepared: Any,
     shares: cluster.Layout,
     *,
+    since_s: float,
     events: EventWriter,
     signals: Signals,
     note: Callable[[str], None],
@@ -89,7 +90,7 @@ def run_attempts(
     """What a finished run's worker 0 returned; None where a signal ended the run before.
 
     Raises InputError for what the user can mend (never tried again), and what the last attempt failed with where
-    failure.max_failures are used up; neither is told in an event here.
+    failure.max_failures are used up; neither is told in an event here. `since_s`: end of the driver's last stage of the start.
     """
     number, crowded = 0, False
     tolerance = Tolerance(config.failure)
@@ -99,7 +100,7 @@ def run_attempts(
         events.write("attempt", number=number, num_workers=shares.num_workers)
         start_s, before = time.monotonic(), _newest_step(config, folder)
         try:
-            outcome = _attempt(config, folder, prepared, shares, signals, crowded=crowded)
+            outcome = _attempt(config, folder, prepared, shares, signals, since_s=since_s, crowded=crowded)
         except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
             attempt_s = time.monotonic() - start_s
             was_crowded, crowded = crowded, is_without_room(error)
@@ -128,6 +129,7 @@ def run_attempts(
             if signals.cause is not None:
                 return None
             crowded, tolerance = False, Tolerance(config.failure)
+        since_s = time.time()
         before_text, shares = shares.text(), wait_for_room(config, note, free=crowded)
         if shares.num_nodes > 1 and shares.text() != before_text:
             note(shares.text())
@@ -161,7 +163,14 @@ def _abandon_workers(before: set[str]) -> None:
 
 
 def _attempt(
-    config: TrainConfig, folder: str, prepared: Any, shares: cluster.Layout, signals: Signals, *, crowded: bool
+    config: TrainConfig,
+    folder: str,
+    prepared: Any,
+    shares: cluster.Layout,
+    signals: Signals,
+    *,
+    since_s: float,
+    crowded: bool,
 ) -> dict[str, Any] | None:
     """One attempt; None if a signal ended it and the workers did not save within their `Grace`. `crowded`: others hold
     part of the cluster."""
@@ -169,7 +178,7 @@ def _attempt(
     placement = shares.per_worker.replace(max_outage_s=config.failure.max_outage_s)
     engine = RayEngine(placement, environment=prestart.for_tasks_of(worker_environment(config)))
     token = write_token(folder, max_outage_s=config.failure.max_outage_s)
-    assignment = Assignment(config, prepared, folder, engine, request.mailbox, token)
+    assignment = Assignment(config, prepared, folder, engine, request.mailbox, token, since_s)
     future: Future[dict[str, Any]] = Future()
 
     def fit() -> None:

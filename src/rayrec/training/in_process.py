@@ -56,6 +56,7 @@ class InProcessLauncher:
         prepared: Any,
         shares: cluster.Layout,
         *,
+        since_s: float,
         events: EventWriter,
         signals: Signals,
         note: Callable[[str], None],
@@ -65,7 +66,9 @@ class InProcessLauncher:
         config = self._config
         events.write("attempt", number=1, num_workers=1)
         engine = ThreadEngine(max(1, int(shares.per_worker.max_cpus or 1)), max_outage_s=config.failure.max_outage_s)
-        outcome = train_here(config, folder, prepared, engine=engine, cpus=self._cpus(), signals=signals)
+        outcome = train_here(
+            config, folder, prepared, engine=engine, cpus=self._cpus(), since_s=since_s, signals=signals
+        )
         if outcome is None:
             events.write("failure", cause=unsaved_cause(signals.cause, config.failure), last=True)
             return None

@@ -17,7 +17,6 @@ from torch import distributed
 from rayrec import storage
 from rayrec.checkpoint import write_token
 from rayrec.data.engine import STOP_ASKED, StreamEngine
-from rayrec.observe.start_up import Stopwatch
 from rayrec.training.assignment import Assignment
 from rayrec.training.grace import Grace
 from rayrec.training.mailbox import LocalMailbox
@@ -31,12 +30,19 @@ _LOOK_S = 0.1
 
 
 def train_here(
-    config: TrainConfig, folder: str, prepared: Any, *, engine: StreamEngine, cpus: int, signals: Signals
+    config: TrainConfig,
+    folder: str,
+    prepared: Any,
+    *,
+    engine: StreamEngine,
+    cpus: int,
+    since_s: float,
+    signals: Signals,
 ) -> dict[str, Any] | None:
     """What `run_worker` returns; None if a signal ended the run and the worker did not save within its `Grace`."""
     mailbox = LocalMailbox()
     token = write_token(folder, max_outage_s=config.failure.max_outage_s)
-    assignment = Assignment(config, prepared, folder, engine, mailbox, token)
+    assignment = Assignment(config, prepared, folder, engine, mailbox, token, since_s)
     return _watched(lambda: _work(assignment, cpus=cpus), config, folder, mailbox=mailbox, signals=signals)
 
 
@@ -69,7 +75,7 @@ def _watched(
 def _work(assignment: Assignment, *, cpus: int) -> dict[str, Any]:
     config = assignment.config
     device = torch.device("cuda", torch.cuda.current_device()) if config.scaling.use_gpu else torch.device("cpu")
-    stopwatch = Stopwatch(assignment.begun_s)
+    stopwatch = assignment.stopwatch()
     seat = Seat(rank=0, world_size=1, device=device, node=platform.node(), cpus=cpus, stopwatch=stopwatch)
     threads = torch.get_num_threads()
     log = storage.join(assignment.folder, "logs", "worker_0.log")

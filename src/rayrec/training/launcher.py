@@ -38,12 +38,13 @@ class Launcher(Protocol):
         prepared: Any,
         shares: Layout,
         *,
+        since_s: float,
         events: EventWriter,
         signals: Signals,
         note: Callable[[str], None],
     ) -> dict[str, Any] | None:
         """Trains until the run is through -> what its worker 0 returned; None if a signal ended the run before. Raises what ended
-        it otherwise."""
+        it otherwise. `since_s`: end of the driver's last stage of the start, seconds since 1970."""
         ...
 
     def cause_of(self, error: BaseException) -> str:

@@ -70,11 +70,14 @@ class RayLauncher:
         prepared: Any,
         shares: cluster.Layout,
         *,
+        since_s: float,
         events: EventWriter,
         signals: Signals,
         note: Callable[[str], None],
     ) -> dict[str, Any] | None:
-        return run_attempts(self._config, folder, prepared, shares, events=events, signals=signals, note=note)
+        return run_attempts(
+            self._config, folder, prepared, shares, since_s=since_s, events=events, signals=signals, note=note
+        )
 
     def cause_of(self, error: BaseException) -> str:
         return cause_of(error)

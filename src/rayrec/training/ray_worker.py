@@ -17,7 +17,7 @@ import torch
 
 from rayrec import machine, storage
 from rayrec.launch.prestart import imports_ahead, prestart
-from rayrec.observe.start_up import Stopwatch, process_age_s
+from rayrec.observe.start_up import process_age_s
 from rayrec.training.assignment import Assignment
 from rayrec.training.worker import Seat, run_worker
 from rayrec.training.worker_logs import worker_logs
@@ -31,7 +31,7 @@ def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
     """Runs once per worker and attempt, with a reference to its Assignment; see `rayrec.training.worker.run_worker`."""
     entered_s = time.time()  # the process group is up
     assignment: Assignment = ray.get(arguments["assignment"])
-    stopwatch = Stopwatch(assignment.begun_s)
+    stopwatch = assignment.stopwatch()
     process_s = time.time() - (process_age_s() or 0.0)
     if assignment.begun_s < process_s < entered_s:  # it was not started ahead
         stopwatch.lap("worker_process", at_s=process_s)

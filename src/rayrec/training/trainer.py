@@ -129,7 +129,15 @@ def train(
                 with storage.patience(patience_s):
                     _write_config(folder, config)
             with console.training(lambda stop: follow(place, stop=stop)):
-                finish = launcher.run(folder, prepared, shares, events=events, signals=signals, note=console.note)
+                finish = launcher.run(
+                    folder,
+                    prepared,
+                    shares,
+                    since_s=stopwatch.last_s,
+                    events=events,
+                    signals=signals,
+                    note=console.note,
+                )
             with storage.patience(config.failure.max_outage_s):
                 result = finish and summarize(config, folder, prepared, finish, events=events, note=console.note)
         if result:

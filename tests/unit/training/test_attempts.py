@@ -76,7 +76,15 @@ class Attempts:
         self._outcomes, self._config, self._folder = iter(outcomes), wanted, str(folder)
 
     def _attempt(
-        self, config: TrainConfig, folder: str, prepared: Any, shares: Any, signals: Any, *, crowded: bool
+        self,
+        config: TrainConfig,
+        folder: str,
+        prepared: Any,
+        shares: Any,
+        signals: Any,
+        *,
+        since_s: float,
+        crowded: bool,
     ) -> Any:
         self.num_workers.append(shares.num_workers)
         self.crowded.append(crowded)
@@ -88,6 +96,7 @@ class Attempts:
             self._folder,
             None,
             attempts.share_out(self._config),
+            since_s=0.0,
             events=self.events,  # type: ignore[arg-type]
             signals=self.signals,
             note=self.notes.append,
@@ -230,7 +239,7 @@ def test_the_mailbox_goes_with_the_attempt(
     signals.cause = "SIGINT"
     wanted = config(grace_s=0.05 if len(bytes_written) > 1 else 60.0)
     with contextlib.suppress(KeyboardInterrupt):
-        assert attempts._attempt(wanted, str(tmp_path), None, shares, signals, crowded=False) is None  # type: ignore[arg-type]
+        assert attempts._attempt(wanted, str(tmp_path), None, shares, signals, since_s=0.0, crowded=False) is None  # type: ignore[arg-type]
     assert request.closed
     ended.set()
 
@@ -249,7 +258,7 @@ def test_a_hook_of_the_job_reaches_data_tasks(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(attempts, "watched_requests", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(prestart, "is_possible", lambda: possible)
     shares = SimpleNamespace(per_worker=TaskPlacement(), num_workers=4)
-    attempts._attempt(config(), str(tmp_path), None, shares, Signals(), crowded=False)  # type: ignore[arg-type]
+    attempts._attempt(config(), str(tmp_path), None, shares, Signals(), since_s=0.0, crowded=False)  # type: ignore[arg-type]
     assert (prestart.HOOK in attempts.worker_environment(config())) is possible
     assert assigned[0].engine.environment == ({prestart.HOOK: ""} if possible else {})
 

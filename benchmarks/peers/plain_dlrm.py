@@ -1,0 +1,139 @@
+"""A DLRM as a user of TorchRec writes it without a framework: torchrun's processes, TorchRec's model, planner, sharding and
+pipeline, batches cut from NumPy arrays that were preprocessed before.
+
+Usage: torchrun --nproc-per-node N plain_dlrm.py FOLDER; `rayrec preprocess --format npy --split sevenths` wrote the folder. Trains
+one epoch with the network, the optimizers and the number of steps of recipe criteo_demo, without its penalty and schedule. Prints
+JSON: `first_step_s`, when the first step was done (Unix time), and `auroc` of the test rows.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import distributed
+from torchrec.datasets.utils import Batch
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.model_parallel import get_default_sharders
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.models.dlrm import DLRM, DLRMTrain
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+GLOBAL_BATCH, MIN_STEPS, DIMENSION = 2048, 128, 16
+DEVICE = torch.device("cpu")
+
+
+class Rows:
+    """The arrays of one set, of which this process reads every `world_size`-th batch."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        first, end = json.loads((folder / "dataset.json").read_text())["sets"][name]
+        self._dense, self._sparse, self._labels = (
+            torch.from_numpy(np.load(folder / f"train_{part}.npy")[first:end]) for part in ("dense", "sparse", "labels")
+        )
+        self._keys = [f"cat_{number}" for number in range(self._sparse.shape[1])]
+
+    def batches(self, *, global_batch: int, shuffled: bool) -> Iterator[Batch]:
+        """Each process has as many, of the same size; the rows that are left over are dropped."""
+        rank, world_size = distributed.get_rank(), distributed.get_world_size()
+        rows = len(self)
+        order = torch.randperm(rows, generator=torch.Generator().manual_seed(0)) if shuffled else torch.arange(rows)
+        share = rows // world_size
+        for mine in order[rank * share : (rank + 1) * share].split(global_batch // world_size):
+            ids = self._sparse[mine].T.reshape(-1)
+            lengths = torch.ones(len(ids), dtype=torch.int32)
+            yield Batch(
+                dense_features=self._dense[mine],
+                sparse_features=KeyedJaggedTensor(keys=self._keys, values=ids.long(), lengths=lengths),
+                labels=self._labels[mine, 0],
+            )
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    @property
+    def num_embeddings(self) -> list[int]:
+        return [int(column.max()) + 1 for column in self._sparse.T]
+
+
+def sharded_model(num_embeddings: list[int]) -> DistributedModelParallel:
+    tables = [
+        EmbeddingBagConfig(name=f"t_{i}", feature_names=[f"cat_{i}"], num_embeddings=size, embedding_dim=DIMENSION)
+        for i, size in enumerate(num_embeddings)
+    ]
+    model = DLRM(
+        EmbeddingBagCollection(tables=tables, device=torch.device("meta")),
+        dense_in_features=13,
+        dense_arch_layer_sizes=[128, 64, DIMENSION],
+        over_arch_layer_sizes=[128, 64, 1],
+    )
+    apply_optimizer_in_backward(RowWiseAdagrad, model.sparse_arch.parameters(), {"lr": 0.1, "eps": 0.005})
+    train, sharders = DLRMTrain(model), get_default_sharders()
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=distributed.get_world_size(), compute_device="cpu"), batch_size=GLOBAL_BATCH
+    )
+    plan = planner.collective_plan(train, sharders, distributed.GroupMember.WORLD)
+    return DistributedModelParallel(train, device=DEVICE, plan=plan, sharders=sharders)
+
+
+def auroc(logits: torch.Tensor, labels: torch.Tensor) -> float:
+    """Over all processes; equal logits share their rank."""
+    gathered = [[torch.empty_like(part) for _ in range(distributed.get_world_size())] for part in (logits, labels)]
+    for parts, part in zip(gathered, (logits, labels), strict=True):
+        distributed.all_gather(parts, part)
+    scores, positive = (torch.cat(parts).numpy() for parts in gathered)
+    _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]
+    hits = int((positive > 0).sum())
+    return float((ranks[positive > 0].sum() - hits * (hits + 1) / 2) / (hits * (len(positive) - hits)))
+
+
+def main(folder: Path) -> None:
+    distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    train, test = Rows(folder, "train"), Rows(folder, "test")
+    sizes = [max(pair) for pair in zip(train.num_embeddings, test.num_embeddings, strict=True)]
+    model = sharded_model(sizes)
+    dense = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(model.named_parameters())), lambda params: torch.optim.Adam(params, lr=0.003)
+    )
+    optimizer = CombinedOptimizer([model.fused_optimizer, dense])
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, execute_all_batches=True)
+    global_batch = min(GLOBAL_BATCH, len(train) // MIN_STEPS)
+    batches, first_step_s = train.batches(global_batch=global_batch, shuffled=True), 0.0
+    while True:
+        try:
+            pipeline.progress(batches)
+        except StopIteration:
+            break
+        first_step_s = first_step_s or time.time()
+    model.eval()
+    evaluation = TrainPipelineSparseDist(model, optimizer, DEVICE, execute_all_batches=True)
+    batches, outputs = test.batches(global_batch=GLOBAL_BATCH, shuffled=False), []
+    with torch.no_grad():
+        while True:
+            try:
+                outputs.append(evaluation.progress(batches))
+            except StopIteration:
+                break
+    logits, labels = (torch.cat([output[place] for output in outputs]) for place in (1, 2))
+    found = {"first_step_s": first_step_s, "auroc": auroc(logits.detach(), labels)}
+    if distributed.get_rank() == 0:
+        print(json.dumps(found))
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
