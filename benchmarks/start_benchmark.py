@@ -1,6 +1,6 @@
 """From a command to its exit, stage by stage: training with one worker in its own process, with one and two on a local Ray, and
-with two on a running one that trained before; evaluation, prediction, export, and serving until the first answer. Against bare Ray
-Train until its first step, a plain TorchRec script and LightGBM until their test AUROC, and Python that imports torch."""
+with two on a running one that trained before; evaluation, prediction, export, and serving until the first answer. Against bare
+Ray Train until its first step, a plain TorchRec script and LightGBM until their test AUROC, and Python that imports torch."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def rayrec(*arguments: str) -> list[str]:
 
 
 def train(flags: Sequence[str], log: Path, run: Path) -> dict[str, float]:
-    """The waterfall of one training, and `auroc` of its test rows. If it is on a running Ray, which this starts: of the second such
-    command. Its run is left in the folder `run`."""
+    """The waterfall of one training, and `auroc` of its test rows. On a running Ray, which this starts, the waterfall is that of a
+    second command. Its run is left in the folder `run`."""
     if "HEAD" not in flags:
         return train_once(flags, log, run)
     with (
