@@ -98,8 +98,8 @@ def rayrec(*arguments: str) -> list[str]:
 
 
 def train(flags: Sequence[str], log: Path, run: Path) -> dict[str, float]:
-    """The waterfall of one training, and `auroc` of its test rows. On a running Ray, which this starts, the waterfall is that of a
-    second command. Its run is left in the folder `run`."""
+    """The waterfall of one training, and `auroc` of its test rows. On a running Ray, which this starts, it is that of a second
+    command. Its run is left in the folder `run`."""
     if "HEAD" not in flags:
         return train_once(flags, log, run)
     with (
