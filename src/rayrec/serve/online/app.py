@@ -1,4 +1,4 @@
-"""The HTTP application: an ASGI callable that knows nothing of Ray or of who runs it (https://asgi.readthedocs.io, HTTP 2.3)."""
+"""The HTTP application, on Starlette: an ASGI callable that does not depend on Ray or on the server that runs it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ import hashlib
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, final
-from urllib.parse import parse_qsl
+from typing import TYPE_CHECKING, Final, final
 
 import orjson
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayrec.serve.online import page
 from rayrec.serve.online.batcher import Batcher
@@ -30,27 +35,21 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Headers = tuple[tuple[bytes, bytes], ...]
-
 SCORE: Final = "/v1/score"
-OPEN_PATHS: Final = ("/", "/healthz", "/readyz")
-"""Answered without a token: of the model they tell its version, and nothing of its rows."""
-_JSON: Final = b"application/json"
 
 
-@dataclass(frozen=True)
-class Response:
-    body: bytes
-    status: int = 200
-    media_type: bytes = _JSON
-    headers: Headers = ()
+class _Response(Response):
+    media_type = "application/json"
 
-
-class _DisconnectedError(Exception):
-    """Who asked has gone."""
+    def __init__(
+        self,
+        content: bytes,
+        status: int = 200,
+        *,
+        media_type: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(content, status, {"x-content-type-options": "nosniff", **(headers or {})}, media_type)
 
 
 @final
@@ -81,76 +80,73 @@ class ScoringApp:
             max_waiting_rows=config.max_waiting_rows,
             max_waiting_requests=config.max_waiting_requests,
         )
-        self._routes: dict[str, tuple[str, Callable[[Message, Receive], Awaitable[Response]]]] = {
-            SCORE: ("POST", self._score),
-            "/": ("GET", self._page),
-            "/healthz": ("GET", self._health),
-            "/readyz": ("GET", self._ready),
-            "/metrics": ("GET", self._metrics),
-            "/openapi.json": ("GET", self._openapi),
-        }
+        token = [Middleware(_BearerToken, token_digest)] if token_digest is not None else []
+        self._routes = (
+            Route(SCORE, self._score, methods=["POST"], middleware=token),
+            # Without a token: these show the version of the model, but no rows.
+            Route("/", self._page),
+            Route("/healthz", self._health),
+            Route("/readyz", self._ready),
+            Route("/metrics", self._metrics, middleware=token),
+            Route("/openapi.json", self._openapi, middleware=token),
+        )
+        self._app = ExceptionMiddleware(
+            Router(self._routes, redirect_slashes=False),
+            handlers={
+                RequestError: _refused,
+                HTTPException: self._unrouted,
+                ClientDisconnect: _disconnected,
+                Exception: _failed,
+            },
+        )
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await _lifespan(receive, send)
-            return
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1000})
+            await self._app(scope, receive, send)
             return
-        path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")) or "/"
-        try:
-            response = await self._respond(path, scope, receive)
-        except _DisconnectedError:
-            return
-        except RequestError as error:
-            response = Response(error.body(), error.status, headers=error.headers)
-        except Exception:  # a server goes on; what happened is in its log, not in the answer
-            _log.exception("a request failed")
-            response = Response(RequestError(500, "the server failed at this request; its log says why").body(), 500)
-        known = path if path in self._routes else "other"
-        self._counters.requests.labels(known, response.status).inc()
-        await _send(send, response, with_body=scope["method"] != "HEAD")
+        if scope["path"] == scope.get("root_path"):
+            scope = {**scope, "path": scope["path"] + "/"}
+        scope["app"] = self  # Starlette then raises HTTPException if no route matches
 
-    async def _respond(self, path: str, scope: Message, receive: Receive) -> Response:
-        if path not in self._routes:
-            raise RequestError(404, f"nothing is here; there are {', '.join(self._routes)}")
-        method, answer = self._routes[path]
-        allowed = ("GET", "HEAD") if method == "GET" else (method,)
-        if scope["method"] not in allowed:
-            allow = ((b"allow", ", ".join(allowed).encode()),)
-            raise RequestError(405, f"{path} takes {' and '.join(allowed)}", headers=allow)
-        if path not in OPEN_PATHS:
-            self._require_token(scope)
-        return await answer(scope, receive)
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = scope.get("route")
+                self._counters.requests.labels(route.path if route else "other", message["status"]).inc()
+            await send(message)
 
-    def _require_token(self, scope: Message) -> None:
-        if self._token_digest is None:
-            return
-        scheme, _, token = _header(scope, b"authorization").partition(b" ")
-        # Digests are compared, so that neither time nor memory tells anything of the token.
-        given = hashlib.sha256(token.strip()).digest()
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(given, self._token_digest):
-            challenge = ((b"www-authenticate", b"Bearer"),)
-            raise RequestError(401, "a bearer token is needed: Authorization: Bearer TOKEN", headers=challenge)
+        await self._app(scope, receive, counted)
+
+    async def _unrouted(self, request: Request, error: Exception) -> Response:
+        """No such path, or another method."""
+        assert isinstance(error, HTTPException)
+        if error.status_code == 405:
+            route = request.scope["route"]
+            allowed = sorted(route.methods)
+            error = RequestError(
+                405, f"{route.path} takes {' and '.join(allowed)}", headers={"allow": ", ".join(allowed)}
+            )
+        else:
+            error = RequestError(404, f"nothing is here; there are {', '.join(route.path for route in self._routes)}")
+        return await _refused(request, error)
 
     # -- paths
 
-    async def _score(self, scope: Message, receive: Receive) -> Response:
+    async def _score(self, request: Request) -> Response:
         deadline_s = time.monotonic() + self._config.time_limit_s
-        with_columns = _with_columns(scope)
-        format, header = _format(scope)
+        with_columns = _with_columns(request)
+        format, header = _format(request)
         if not self._hosting.ready:
             raise _NOT_READY
         schema = self._hosting.model.preprocessor.schema
         weigh = partial(held_by_json if format == "json" else held_by_text, schema=schema)
         with _HeldMemory(self) as held:
-            content = await self._read(scope, receive, deadline_s, weigh=weigh, held=held)
+            content = await self._read(request, deadline_s, weigh=weigh, held=held)
             start = time.perf_counter()
             try:
                 body = await self._open(content, format, header)
                 async with asyncio.timeout_at(_loop_time(deadline_s)):
                     answer = await self._batcher.submit(body)
-                return Response(answer.to_json(columns=with_columns))
+                return _Response(answer.to_json(columns=with_columns))
             except TimeoutError:
                 raise RequestError(504, f"not scored within {self._config.time_limit_s:g} s; send fewer rows") from None
             finally:
@@ -158,7 +154,8 @@ class ScoringApp:
 
     async def _open(self, content: bytes, format: Format, header: bool | None) -> Body:
         """A large body is not parsed in the event loop, which others wait for."""
-        single = len(self._hosting.model.preprocessor.schema.unlabelled().columns) == 1
+        schema = self._hosting.model.preprocessor.schema
+        single = len(schema.dense) + len(schema.sparse) == 1
         opened = partial(
             open_body, content, format, max_rows=self._config.max_rows, header=header, single_column=single
         )
@@ -167,59 +164,57 @@ class ScoringApp:
         return await asyncio.get_running_loop().run_in_executor(None, opened)
 
     async def _read(
-        self, scope: Message, receive: Receive, deadline_s: float, *, weigh: Callable[[bytes], int], held: _HeldMemory
+        self, request: Request, deadline_s: float, *, weigh: Callable[[bytes], int], held: _HeldMemory
     ) -> bytes:
-        """The request's body; as it comes, whatever length was announced. A piece of it holds `weigh(piece)` bytes of memory."""
+        """The body of the request, with limits on what arrives, whatever length was announced. A piece of it takes
+        `weigh(piece)` bytes of memory."""
         most = self._config.max_body_bytes
         too_large = RequestError(413, f"more than {most} bytes; send the rows in several requests", headers=_CLOSE)
-        announced = _header(scope, b"content-length")
-        if announced.isdigit() and int(announced[:20]) > most:
-            await _drain(receive, most)
+        announced = request.headers.get("content-length", "")
+        pieces = request.stream()
+        if announced.isdecimal() and int(announced[:20]) > most:
+            await _drain(pieces, most)
             raise too_large
         parts: list[bytes] = []
         size = 0
         try:
             async with asyncio.timeout_at(_loop_time(deadline_s)):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise _DisconnectedError
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
+                async for piece in pieces:
+                    parts.append(piece)
+                    size += len(piece)
                     if size > most:
                         parts.clear()
-                        await _drain(receive, most)
+                        await _drain(pieces, most)
                         raise too_large
-                    held.take(weigh(parts[-1]))
-                    if not message.get("more_body", False):
-                        return b"".join(parts)
+                    held.take(weigh(piece))
+            return b"".join(parts)
         except TimeoutError:
             raise RequestError(408, "the request did not end in time", headers=_CLOSE) from None
 
-    async def _health(self, scope: Message, receive: Receive) -> Response:
-        return Response(b'{"status":"alive"}')
+    async def _health(self, request: Request) -> Response:
+        return _Response(b'{"status":"alive"}')
 
-    async def _ready(self, scope: Message, receive: Receive) -> Response:
+    async def _ready(self, request: Request) -> Response:
         if not self._hosting.ready:
             raise _NOT_READY
         model = self._hosting.model
-        return Response(
+        return _Response(
             orjson.dumps({"status": "ready", "model": model.version, "preprocessor": model.preprocessor_hash})
         )
 
-    async def _metrics(self, scope: Message, receive: Receive) -> Response:
+    async def _metrics(self, request: Request) -> Response:
         snapshot = await self._collect() if self._collect else self.snapshot()
-        return Response(snapshot.to_text(), media_type=CONTENT_TYPE.encode())
+        return _Response(snapshot.to_text(), media_type=CONTENT_TYPE)
 
-    async def _openapi(self, scope: Message, receive: Receive) -> Response:
+    async def _openapi(self, request: Request) -> Response:
         model = self._hosting.model
         if self._document[0] is not model:
             content = orjson.dumps(document(model, config=self._config, with_token=self._token_digest is not None))
             self._document = (model, content)
-        return Response(self._document[1])
+        return _Response(self._document[1])
 
-    async def _page(self, scope: Message, receive: Receive) -> Response:
-        return Response(page.HTML, media_type=b"text/html; charset=utf-8", headers=page.HEADERS)
+    async def _page(self, request: Request) -> Response:
+        return _Response(page.HTML, media_type="text/html", headers=page.HEADERS)
 
     # --
 
@@ -234,12 +229,12 @@ class ScoringApp:
         self._hosting.close()
 
 
-_CLOSE: Headers = ((b"connection", b"close"),)  # what is left of the request is not read
+_CLOSE: Final = {"connection": "close"}  # the rest of the request is not read
 _INLINE_BYTES: Final = 1 << 20
 _DRAIN_S: Final = 1.0
 
 
-_NOT_READY: Final = RequestError(503, "no model is loaded yet", headers=((b"retry-after", b"1"),))
+_NOT_READY: Final = RequestError(503, "no model is loaded yet", headers={"retry-after": "1"})
 
 
 def held_by_json(text: bytes, *, schema: Schema) -> int:
@@ -285,17 +280,16 @@ class _HeldMemory:
         self._app.held_bytes -= self._num_bytes
 
 
-_LATER: Headers = (*_CLOSE, (b"retry-after", b"1"))
+_LATER: Final = {**_CLOSE, "retry-after": "1"}
 
 
-async def _drain(receive: Receive, most: int) -> None:
-    """Reads on for a little, and drops it: a connection closed with bytes unread loses the answer on its way."""
+async def _drain(pieces: AsyncIterator[bytes], most: int) -> None:
+    """Reads a little more and drops it: if a connection is closed with bytes unread, its answer is lost."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DRAIN_S):
-            while most > 0:
-                message = await receive()
-                most -= len(message.get("body", b""))
-                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            async for piece in pieces:
+                most -= len(piece)
+                if most <= 0:
                     return
 
 
@@ -303,14 +297,9 @@ def _loop_time(deadline_s: float) -> float:
     return asyncio.get_running_loop().time() + deadline_s - time.monotonic()
 
 
-def _header(scope: Message, name: bytes) -> bytes:
-    """The value of a request's header, b"" where it has none."""
-    return next((value for found, value in scope["headers"] if found.lower() == name), b"")
-
-
-def _format(scope: Message) -> tuple[Format, bool | None]:
+def _format(request: Request) -> tuple[Format, bool | None]:
     """The format of a body, and whether CSV has a header (RFC 4180's parameter), None if the client does not say."""
-    media_type, *parameters = _header(scope, b"content-type").decode("latin-1").lower().split(";")
+    media_type, *parameters = request.headers.get("content-type", "").lower().split(";")
     taken = ", ".join(FORMATS)
     if media_type.strip() not in FORMATS:
         raise RequestError(415, f"the content type must be one of {taken}")
@@ -323,15 +312,15 @@ def _format(scope: Message) -> tuple[Format, bool | None]:
             header = value.strip('"') == "present"
         if name == "charset" and value.strip('"') not in ("utf-8", "utf8", "us-ascii"):
             raise RequestError(415, "the charset must be utf-8")
-    if _header(scope, b"content-encoding").lower() not in (b"", b"identity"):
+    if request.headers.get("content-encoding", "").lower() not in ("", "identity"):
         raise RequestError(415, "the body must not be compressed")
     return format, header
 
 
-def _with_columns(scope: Message) -> bool:
+def _with_columns(request: Request) -> bool:
     """The query's only parameter, columns=true or false."""
     with_columns = False
-    for name, value in parse_qsl(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True):
+    for name, value in request.query_params.multi_items():
         if name != "columns":
             raise RequestError(400, "the query's only parameter is columns", field=name[:64])
         if value not in ("true", "false"):
@@ -340,23 +329,41 @@ def _with_columns(scope: Message) -> bool:
     return with_columns
 
 
-async def _send(send: Send, response: Response, *, with_body: bool) -> None:
-    headers = [
-        (b"content-type", response.media_type),
-        (b"content-length", str(len(response.body)).encode()),
-        (b"x-content-type-options", b"nosniff"),
-        *response.headers,
-    ]
-    await send({"type": "http.response.start", "status": response.status, "headers": headers})
-    await send({"type": "http.response.body", "body": response.body if with_body else b""})
+@final
+class _BearerToken:
+    """Middleware that refuses requests without the token."""
+
+    def __init__(self, app: ASGIApp, digest: bytes) -> None:
+        """`digest`: SHA-256 of the token."""
+        self._app, self._digest = app, digest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scheme, _, token = Request(scope).headers.get("authorization", "").partition(" ")
+        # Digests are compared, so that neither time nor memory shows anything of the token.
+        given = hashlib.sha256(token.strip().encode("latin-1")).digest()
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given, self._digest):
+            challenge = {"www-authenticate": "Bearer"}
+            raise RequestError(401, "a bearer token is needed: Authorization: Bearer TOKEN", headers=challenge)
+        await self._app(scope, receive, send)
 
 
-async def _lifespan(receive: Receive, send: Send) -> None:
-    """Whoever runs the application makes and closes it; here it is only agreed to."""
-    while True:
-        message = await receive()
-        if message["type"] == "lifespan.startup":
-            await send({"type": "lifespan.startup.complete"})
-        elif message["type"] == "lifespan.shutdown":
-            await send({"type": "lifespan.shutdown.complete"})
-            return
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return _Response(error.body(), error.status, headers=error.headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """The server continues; the cause is in its log, not in the answer."""
+    _log.error("a request failed", exc_info=error)
+    return await _refused(request, RequestError(500, "the server failed at this request; its log says why"))
+
+
+class _NoResponse(Response):
+    """Sends nothing: the client is gone."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pass
+
+
+async def _disconnected(request: Request, error: Exception) -> Response:
+    return _NoResponse()

@@ -18,7 +18,7 @@ from rayrec.serve.online.requests import Body, RequestError
 if TYPE_CHECKING:
     from rayrec.serve.online.answers import Answer
 
-_RETRY = ((b"retry-after", b"1"),)
+_RETRY: Final = {"retry-after": "1"}
 INLINE_ROWS: Final = 64
 """Up to so many are scored in the event loop, which that holds up by less than a millisecond."""
 INLINE_BYTES: Final = 64 << 10

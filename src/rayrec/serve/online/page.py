@@ -203,11 +203,8 @@ def _source(text: str) -> str:
 
 
 HTML: Final = _PAGE.replace("@STYLE@", _STYLE).replace("@SCRIPT@", _SCRIPT).encode()
-HEADERS: Final = (
-    (
-        b"content-security-policy",
-        f"default-src 'none'; style-src {_source(_STYLE)}; script-src {_source(_SCRIPT)}; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'".encode(),
-    ),
-    (b"referrer-policy", b"no-referrer"),
-)
+HEADERS: Final = {
+    "content-security-policy": f"default-src 'none'; style-src {_source(_STYLE)}; script-src {_source(_SCRIPT)}; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -29,10 +30,10 @@ class RequestError(Exception):
         *,
         row: int | None = None,
         field: str | None = None,
-        headers: tuple[tuple[bytes, bytes], ...] = (),
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.row, self.field, self.headers = status, message, row, field, headers
+        self.status, self.message, self.row, self.field, self.headers = status, message, row, field, headers or {}
 
     def body(self) -> bytes:
         return orjson.dumps({"error": {"message": self.message, "row": self.row, "field": self.field}})
