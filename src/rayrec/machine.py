@@ -1,4 +1,6 @@
-"""CPUs and memory that this process may use: what the machine has, within the limits of its container and of Ray."""
+"""CPUs and memory that this process may use: what the machine has, within the limits of its container and of Ray.
+
+psutil reads the machine's memory; limits of control groups, which it does not know, are read here."""
 
 from __future__ import annotations
 
@@ -28,25 +30,22 @@ def usable_cpus(*, granted: float | None = None, root: Path = _ROOT) -> int:
 
 
 def memory(root: Path = _ROOT) -> Memory:
-    """Host memory within the limits of the control groups (version 1 and 2) that hold this process."""
-    try:
-        text = (root / "proc/meminfo").read_text()
-    except OSError:
-        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return Memory(pages, pages)
-    fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in text.splitlines() if line.endswith("kB")}
-    total, available = fields["MemTotal"], fields["MemAvailable"]
+    """Host memory within the limits of the control groups (version 1 and 2) of this process. `root` is the folder of /proc and
+    /sys, for tests."""
+    import psutil
+
+    machine = psutil.virtual_memory()
+    total, available = machine.total, machine.available
     for limit, used in _memory_limits(root):
         total, available = min(total, limit), min(available, max(0, limit - used))
     return Memory(total, available)
 
 
-def resident_bytes(root: Path = _ROOT) -> int:
-    """Resident memory of this process; 0 if the kernel does not say."""
-    try:
-        return int((root / "proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    import psutil
+
+    return psutil.Process().memory_info().rss
 
 
 def _cpu_quotas(root: Path) -> Iterator[float]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from rayrec.machine import Memory, memory, usable_cpus
@@ -12,10 +14,14 @@ from rayrec.machine import Memory, memory, usable_cpus
 MIB = 1 << 20
 
 
+@pytest.fixture(autouse=True)
+def physical_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=8 * MIB, available=6 * MIB))
+
+
 def kernel(root: Path, **files: str) -> Path:
     """A root folder with these files; slashes are written as two underscores."""
     (root / "proc/self").mkdir(parents=True)
-    (root / "proc/meminfo").write_text("MemTotal:  8192 kB\nMemAvailable:  6144 kB\nHugePages_Total: 0\n")
     for name, text in files.items():
         path = root / name.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, final
 
+import psutil
 import wandb
 
 from rayrec import storage
@@ -86,13 +85,13 @@ class WandbTracker:
             self._scratch.cleanup()
 
     def abandon(self) -> None:
-        """Ends W&B's own process: this one would wait for it at its end, and it for the server. Linux only."""
+        """Ends W&B's own process: this one would wait for it at its end, and it for the server."""
         self._abandoned = True
         if wandb.run is not None:
             return  # the user has a run of their own, which it serves too
         for process in children_named("wandb-core"):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def _opened(self) -> Any:
         run = wandb.init(
@@ -137,10 +136,11 @@ class WandbTracker:
             storage.copy_files(str(run), storage.join(self._folder, "wandb", run.name))
 
 
-def children_named(name: str) -> Iterator[int]:
-    """Ids of this process's own processes of a name, by Linux's /proc."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it may end at any time
-            found, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(")")
-            if found == name and int(rest.split()[1]) == os.getpid():
-                yield int(folder.name)
+def children_named(name: str) -> list[psutil.Process]:
+    """Child processes of this process with that name."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            if child.name() == name:
+                found.append(child)
+    return found
