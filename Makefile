@@ -21,6 +21,8 @@ DEMO_ROWS := 1500000
 SEEDS ?= 10
 CHAOS_S ?= 120
 FUZZ_S ?= 10
+# A file at a time in each of two processes, the longest first (tests/conftest.py).
+TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 BENCHMARKS ?= ingest vocabulary preprocess train checkpoint recover predict serve observe mnist gpt2
 export DATA # the shell, not make, puts it into commands, so that it may hold spaces
 
@@ -67,8 +69,8 @@ demo: setup ## trains on a synthetic log made once, or on DATA=path/to/train.txt
 	$(RUN)/rayrec train criteo_demo --train-data.path "$$DATA" $$FLAGS --storage-path demo/runs --name "$$name" >/dev/null
 
 test: setup ## all tests but the extended ones and those of the documentation, which have targets of their own
-	@$(RUN)/python -m pytest tests/integration -m "not extended" -n 2 --dist loadfile
-	@OMP_NUM_THREADS=1 $(RUN)/python -m pytest tests/unit tests/test_architecture.py -m "not extended" -n 2 --dist loadfile
+	@$(RUN)/python -m pytest tests/integration -m "not extended" $(TWO_PROCESSES)
+	@OMP_NUM_THREADS=1 $(RUN)/python -m pytest tests/unit tests/test_architecture.py -m "not extended" $(TWO_PROCESSES)
 
 test-extended: setup ## longer tests: what dies, several nodes, an S3 server in a Python environment that they make first
 	@$(RUN)/python -m pytest --ignore tests/test_docs.py -m "extended and not exhaustive"

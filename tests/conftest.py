@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -23,6 +24,29 @@ settings.register_profile("rayrec", deadline=None, suppress_health_check=[Health
 settings.load_profile("rayrec")
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # several tests' threads share two cores; before torch is imported
+LONGEST = (
+    "test_train.py",
+    "test_vision.py",
+    "test_ingest.py",
+    "test_export.py",
+    "test_replicated.py",
+    "test_ready.py",
+    "test_commands.py",
+    "test_huggingface.py",
+    "test_tables.py",
+    "test_mds.py",
+    "test_synthetic.py",
+    "test_counting.py",
+    "test_triton.py",
+    "test_preprocess.py",
+    "test_supervise.py",
+    "test_predict.py",
+    "test_text.py",
+    "test_openapi.py",
+    "test_app.py",
+    "test_planted_bottlenecks.py",
+)
+"""Files that take more than ten seconds on two cores, those that take longest first."""
 _is_connected = cluster.is_connected
 SWIFT = "swift==2.38.3"
 
@@ -32,6 +56,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     prepares with one worker is done in this process. Nor does it find a stop that a test before it asked for."""
     STOP_ASKED.clear()
     cluster.is_connected = _is_connected if "local_ray" in getattr(item, "fixturenames", ()) else lambda: False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the files that take longest first: two processes that take one file after the other then end at about the same time
+    (with pytest-xdist's option --no-loadscope-reorder, which keeps this order)."""
+    rank = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST)))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported so far stays: the garbage collector, which torch and others call often, need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -114,11 +114,12 @@ def save_clicks(
     return Saved(folder, Path(place), config, given, network)
 
 
-def multi_hot_preprocessor() -> Preprocessor:
-    """26 columns of bags of 1 to 3 ids."""
+def multi_hot_preprocessor(num_sparse: int = 26) -> Preprocessor:
+    """Columns of bags of 1 to 3 ids."""
     schema = recipes.criteo_demo().workload.schema  # type: ignore[attr-defined]
-    sizes = tuple(1 + column % 3 for column in range(26))
-    return criteo_preprocessor(schema, [9 + column for column in range(26)], multi_hot=MultiHot(sizes=sizes))
+    schema = schema.replace(sparse=schema.sparse[:num_sparse])
+    sizes = tuple(1 + column % 3 for column in range(num_sparse))
+    return criteo_preprocessor(schema, [9 + column for column in range(num_sparse)], multi_hot=MultiHot(sizes=sizes))
 
 
 def bucketed_preprocessor() -> Preprocessor:

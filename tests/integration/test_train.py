@@ -220,15 +220,79 @@ def test_rows_that_are_lost_and_repeated_are_in_the_summary(
     assert "rows of the log were not trained" in capsys.readouterr().err
 
 
-def test_same_config_gives_the_same_weights(
-    finished: tuple[TrainConfig, Result], alone: tuple[TrainConfig, Result], tmp_path: Path
+MIXED_CLUSTER = """
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import ray
+from ray.cluster_utils import Cluster
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 200_000_000,
+                                                        "include_dashboard": False})
+cluster.add_node(num_cpus=1, object_store_memory=200_000_000)
+cluster.add_node(num_cpus=1, resources={"accelerator": 2}, object_store_memory=200_000_000)
+cluster.wait_for_nodes()
+
+from rayrec import recipes
+from rayrec.config import InputError
+from rayrec.data.ray_tasks import tasks_dataset
+from rayrec.launch import cluster as launch
+from rayrec.training.trainer import train
+
+config = recipes.load_config(Path(sys.argv[1]).read_text()).replace(
+    storage_path=sys.argv[2], cluster={"address": cluster.address},
+    scaling={"cpus_per_worker": 0.5, "resources_per_worker": {"accelerator": 1.0}},
+)
+train(config)
+
+nodes = launch.alive_nodes()
+shares = launch.layout(nodes, num_workers=2, use_gpu=False, cpus_per_worker=0.5,
+                       resources_per_worker={"accelerator": 1.0}, data_nodes="auto")
+
+
+def where(item):
+    return pa.table({"node": [ray.get_runtime_context().get_node_id()]})
+
+
+found = {row["node"] for row in tasks_dataset("where", where, list(range(6)), placement=shares.per_worker).take_all()}
+accelerated = {node.node_id for node in nodes if node.resources.get("accelerator")}
+plain = {node.node_id for node in nodes if node.resources.get("CPU") and not node.resources.get("accelerator")}
+assert found == plain, (found, plain, accelerated)
+try:
+    train(config.replace(name="many", scaling={"num_workers": 5}))
+except InputError as error:
+    assert "accelerator" in str(error), error
+else:
+    raise AssertionError("five workers were accepted")
+print("mixed cluster: ok", flush=True)  # at its end the process may lose its raylet first
+"""
+"""Trains on a cluster of several Ray nodes on this machine, one of them with something that stands in for an accelerator."""
+
+
+def test_the_same_weights_on_a_cluster_with_nodes_for_workers_and_for_data_tasks(
+    finished: tuple[TrainConfig, Result], tmp_path: Path
 ) -> None:
     config, result = finished
-    again = train(config.replace(storage_path=str(tmp_path)))
-    assert again.summary["weights_sha256"] == result.summary["weights_sha256"]
-    assert losses(again.folder) == losses(result.folder)
-    other = train(alone[0].replace(storage_path=str(tmp_path), name="other", seed=1, steps=4))
-    assert losses(other.folder)[0] != losses(alone[1].folder)[0]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, "-c", MIXED_CLUSTER, os.path.join(result.folder, "config.yaml"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        timeout=600,
+    )
+    assert "mixed cluster: ok" in done.stdout, (done.returncode, done.stdout[-3000:] + done.stderr[-3000:])
+    again = json.loads((tmp_path / config.name / "summary.json").read_text())
+    assert again["weights_sha256"] == result.summary["weights_sha256"]
+    assert losses(str(tmp_path / config.name)) == losses(result.folder)
+
+
+def test_another_seed_gives_other_weights(alone: tuple[TrainConfig, Result], tmp_path: Path) -> None:
+    config, result = alone
+    other = train(config.replace(storage_path=str(tmp_path), name="other", seed=1, steps=4))
+    assert losses(other.folder)[0] != losses(result.folder)[0]
 
 
 def test_one_worker_on_ray_trains_what_this_process_trains(

@@ -7,16 +7,15 @@ import json
 import os
 import pickle
 import re
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from program_server import Ended, Program, ProgramServer
 
 from rayrec.config import InputError
 from rayrec.data import mds, shard_cache
@@ -115,13 +114,20 @@ def test_the_same_rows_are_the_same_bytes(written: Path, tmp_path: Path) -> None
 
 # -- one among many processes, runs and ranks
 
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProgramServer]:
+    """Runs programs in processes that have loaded streaming."""
+    server = ProgramServer("rayrec.data.mds:load_streaming", tmp_path_factory.mktemp("programs"))
+    yield server
+    server.close()
+
+
 READER = """
 import os, signal, sys
 import numpy as np
 from rayrec.data.mds import TokenRows
 path, cache, how = sys.argv[1:]
-print("ready", flush=True)
-sys.stdin.readline()
 rows = TokenRows(path, cache_folder=cache)
 total = rows.read(np.arange(len(rows)))["tokens"].sum()
 print(total, rows.downloaded_bytes, flush=True)
@@ -131,48 +137,37 @@ rows.close()
 """
 
 
-def reader(path: str, cache: Path, *, how: str = "close", **environment: str) -> subprocess.Popen[str]:
-    """A process that reads all rows once it is told to; returns when it can be."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", READER, path, str(cache), how],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **environment},
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    return process
+def reader(path: str, cache: Path, *, how: str = "close", **environment: str) -> Program:
+    """Reads all rows, and prints the sum of their tokens and the bytes that it downloaded."""
+    return Program(READER, (path, str(cache), how), environment)
 
 
-def told(*processes: subprocess.Popen[str]) -> list[list[int]]:
-    """(sum of tokens, bytes downloaded) of each, all reading at once."""
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-    return [[int(word) for word in process.communicate(timeout=300)[0].split()] for process in processes]
+def numbers(ended: Ended) -> list[int]:
+    return [int(word) for word in ended.output.split()]
 
 
 @pytest.mark.slow
-def test_one_of_many_ranks_reads_alone_and_leaves_nothing_however_it_ends(written: Path, tmp_path: Path) -> None:
+def test_one_of_many_ranks_reads_alone_and_leaves_nothing_however_it_ends(
+    written: Path, tmp_path: Path, processes: ProgramServer
+) -> None:
     """Streaming itself would wait for the other ranks, and leave six segments."""
     before = segments()
     ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
-    ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TMPDIR": str(tmp_path / "tmp")}
-    (tmp_path / "tmp").mkdir()
-    killed, closed = reader(str(written), tmp_path, how="kill", **ranks), reader(str(written), tmp_path, **ranks)
-    assert told(killed, closed) == [[int(ROWS.sum(dtype=np.int64)), 0]] * 2
-    assert (killed.returncode, closed.returncode) == (-9, 0)
+    ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    killed, closed = processes.run(
+        reader(str(written), tmp_path, how="kill", **ranks), reader(str(written), tmp_path, **ranks)
+    )
+    assert numbers(killed) == numbers(closed) == [int(ROWS.sum(dtype=np.int64)), 0]
+    assert (killed.status, closed.status) == (-9, 0)
     assert segments() <= before
-    assert not list((tmp_path / "tmp").iterdir())  # nor a lock
+    assert not list(processes.temporary.iterdir())  # nor a lock
 
 
 @pytest.mark.slow
 @pytest.mark.extended
-def test_processes_of_a_node_fetch_a_shard_once(written: Path, tmp_path: Path) -> None:
+def test_processes_of_a_node_fetch_a_shard_once(written: Path, tmp_path: Path, processes: ProgramServer) -> None:
     size_bytes = sum(file.stat().st_size for file in written.glob("*.mds"))
-    found = told(*(reader(url(written), tmp_path) for _ in range(3)))
+    found = [numbers(ended) for ended in processes.run(*[reader(url(written), tmp_path)] * 3)]
     assert {total for total, _ in found} == {int(ROWS.sum(dtype=np.int64))}
     assert sum(downloaded for _, downloaded in found) == size_bytes
     assert len(copies(tmp_path)) == len(SHARDS)
@@ -217,11 +212,11 @@ print(*before, *held(), while_open[2] > before[2])
 """What a process holds before and after reading: open files, shared memory, mapped shards, threads."""
 
 
-def test_memory_and_threads_are_given_back(written: Path, tmp_path: Path) -> None:
+def test_memory_and_threads_are_given_back(written: Path, tmp_path: Path, processes: ProgramServer) -> None:
     # A process of its own: what other tests leave to the garbage collector would be counted here.
-    command = [sys.executable, "-c", GIVEN_BACK, url(written), str(tmp_path)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    *held, seen = ran.stdout.split()
+    (ended,) = processes.run(Program(GIVEN_BACK, (url(written), str(tmp_path))))
+    assert ended.status == 0
+    *held, seen = ended.output.split()
     assert held[:4] == held[4:]
     assert seen == "True"
 
@@ -271,7 +266,9 @@ def test_a_limited_cache_keeps_its_limit_and_what_is_in_use(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_process_killed_in_a_download_is_in_nobody_s_way(written: Path, tmp_path: Path) -> None:
+def test_a_process_killed_in_a_download_is_in_nobody_s_way(
+    written: Path, tmp_path: Path, processes: ProgramServer
+) -> None:
     dying = """
 import os, signal, sys
 import numpy as np
@@ -284,8 +281,8 @@ def broken(path):
 storage.read_stream = broken
 rows.read(np.arange(3))
 """
-    done = subprocess.run([sys.executable, "-c", dying, url(written), str(tmp_path)], check=False, timeout=300)
-    assert done.returncode == -9
+    (ended,) = processes.run(Program(dying, (url(written), str(tmp_path))))
+    assert ended.status == -9
     assert list(tmp_path.glob("*/*.partial"))
     rows = TokenRows(url(written), cache_folder=str(tmp_path))
     np.testing.assert_array_equal(rows.read(np.arange(97))["tokens"], ROWS)

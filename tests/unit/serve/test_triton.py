@@ -102,7 +102,7 @@ def test_the_configuration_fits_the_schema() -> None:
 def test_the_graph_scores_as_the_export(tmp_path: Path, quantize: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     monkeypatch.setattr("rayrec.serve.parity._SPEED_S", 0.01)
-    saved = save_clicks(tmp_path / "run", preprocessor=multi_hot_preprocessor() if quantize else None)
+    saved = save_clicks(tmp_path / "run", preprocessor=multi_hot_preprocessor(5) if quantize else None)
     settings = ExportConfig(
         quantize=quantize, triton=True, parity_rows=100, max_auroc_loss=0.1, ignore_parity=True
     )  # of no log

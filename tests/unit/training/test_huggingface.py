@@ -167,9 +167,14 @@ def test_parts_of_any_number_add_up_to_the_batch() -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+@pytest.fixture(scope="module")
+def whole() -> Attempt:
+    """One attempt from the start to the end."""
+    return Attempt(huggingface.run, config())
+
+
 @pytest.mark.parametrize("step", [4, 8, 12])
-def test_an_attempt_that_goes_on_ends_with_the_same_weights(step: int) -> None:
-    whole = Attempt(huggingface.run, config())
+def test_an_attempt_that_goes_on_ends_with_the_same_weights(whole: Attempt, step: int) -> None:
     rest = Attempt(huggingface.run, config(), start=whole.saves[step])
     assert rest.finished
     assert_same(rest.tensors(), whole.tensors())
@@ -178,8 +183,7 @@ def test_an_attempt_that_goes_on_ends_with_the_same_weights(step: int) -> None:
     ]
 
 
-def test_asked_to_stop_it_saves_the_very_step_and_goes_on_from_it() -> None:
-    whole = Attempt(huggingface.run, config())
+def test_asked_to_stop_it_saves_the_very_step_and_goes_on_from_it(whole: Attempt) -> None:
     first = Attempt(huggingface.run, config(), stop_at=6)
     assert not first.finished
     assert first.progress.step == 6
@@ -188,24 +192,22 @@ def test_asked_to_stop_it_saves_the_very_step_and_goes_on_from_it() -> None:
     assert_same(rest.tensors(), whole.tensors())
 
 
-def test_a_notice_saves_at_once_and_training_goes_on() -> None:
-    whole = Attempt(huggingface.run, config())
+def test_a_notice_saves_at_once_and_training_goes_on(whole: Attempt) -> None:
     warned = Attempt(huggingface.run, config(), preempt_at=6)
     assert warned.finished
     assert list(warned.saves) == [4, 6, 8, 12, 13]
     assert_same(warned.tensors(), whole.tensors())
 
 
-def test_asked_to_stop_where_an_evaluation_is_due_it_is_made_up_for() -> None:
+def test_asked_to_stop_where_an_evaluation_is_due_it_is_made_up_for(whole: Attempt) -> None:
     first = Attempt(huggingface.run, config(log_every=5), stop_at=5)
     assert (first.progress.step, first.progress.evaluation_due) == (5, True)
     rest = Attempt(huggingface.run, config(log_every=5), start=first.saves[5])
     assert rest.told()[0][0] == "evaluate"
-    assert_same(rest.tensors(), Attempt(huggingface.run, config(log_every=5)).tensors())
+    assert_same(rest.tensors(), whole.tensors())  # which was logged more often
 
 
-def test_nothing_is_left_to_train() -> None:
-    whole = Attempt(huggingface.run, config())
+def test_nothing_is_left_to_train(whole: Attempt) -> None:
     assert Attempt(huggingface.run, config(), start=whole.saves[13]).finished
 
 
