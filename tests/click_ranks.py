@@ -15,7 +15,7 @@ from rayrec import checkpoint
 from rayrec.checkpoint import Checkpoint
 from rayrec.click_batch import ClickBatch
 from rayrec.data.loader import sparse_features
-from rayrec.models.dlrm import DLRMConfig
+from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig
 from rayrec.schema import Schema
 from rayrec.sharding import ShardingConfig

@@ -46,7 +46,7 @@ def _run(rows: int, folder: str) -> dict[str, int]:
 
     import rayrec.training.worker  # noqa: F401  # what a worker has loaded, Ray among it
     from rayrec.checkpoint import Retention, Saver, claim
-    from rayrec.models.dlrm import DLRMConfig
+    from rayrec.models.ranking.dlrm import DLRMConfig
     from rayrec.native import keep_freed_memory
     from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig
     from rayrec.training.loop import drain

@@ -15,8 +15,9 @@ from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.loader import sparse_features
 from rayrec.data.multi_hot import MultiHot
 from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
-from rayrec.models.dlrm import DLRMConfig
-from rayrec.models.dlrm_module import DLRM
+from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.click_model import ClickModel, build_click_model
+from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.schema import Schema
 from rayrec.workloads.base import TrainConfig
 
@@ -40,13 +41,13 @@ class Saved:
     checkpoint: Path
     config: TrainConfig
     preprocessor: Preprocessor
-    network: DLRM
+    model: ClickModel
 
     def logits(self, rows: EncodedRows) -> np.ndarray:
         """What the network that was saved gives, by TorchRec's tables."""
         features = sparse_features(self.preprocessor.inputs.sparse, rows.ids, len(rows))
         with torch.no_grad():
-            return self.network.score(torch.from_numpy(rows.dense), features).numpy()
+            return self.model.score(torch.from_numpy(rows.dense), features).numpy()
 
     def rows(self, count: int, *, seed: int = 0, labelled: bool = False) -> EncodedRows:
         """Random encoded rows."""
@@ -79,7 +80,7 @@ def criteo_preprocessor(schema: Schema, num_embeddings: list[int], **settings: A
 def save_clicks(
     folder: Path,
     *,
-    model: DLRMConfig = SMALL,
+    model: ClickModelConfig = SMALL,
     preprocessor: Preprocessor | None = None,
     seed: int = 1,
     scale: float = 1.0,
@@ -91,27 +92,27 @@ def save_clicks(
     schema = config.workload.schema  # type: ignore[attr-defined]
     given = preprocessor or criteo_preprocessor(schema, [5 + 7 * column for column in range(26)])
     config = config.replace(workload=config.workload.replace(schema=given.schema))
-    network = model.build(
+    built = build_click_model(
+        model,
+        ModelInputs.of(given.inputs),
         num_embeddings=given.num_embeddings,
-        num_dense=len(given.inputs.dense),
         precision=config.precision,
         seed=seed,
         embedding_device="cpu",
-        features=given.inputs.sparse,
     ).eval()
     with torch.no_grad():
-        for parameter in network.embeddings.parameters():
+        for parameter in built.embeddings.parameters():
             parameter.mul_(scale)
 
     def extra_files(target: str) -> None:
         Path(target, "config.yaml").write_text("# rayrec 0, config hash 0\n" + config.to_yaml())
         given.save(f"{target}/preprocessor")
 
-    weights: dict[str, Any] = {f"model.{name}": tensor for name, tensor in network.state_dict().items()}
+    weights: dict[str, Any] = {f"model.{name}": tensor for name, tensor in built.state_dict().items()}
     weights["optimizer.exp_avg"] = torch.zeros(8)
     place = checkpoints.folder_of(str(folder), 7)
     checkpoints.save(place, weights, state={}, extra_files=extra_files)
-    return Saved(folder, Path(place), config, given, network)
+    return Saved(folder, Path(place), config, given, built)
 
 
 def multi_hot_preprocessor(num_sparse: int = 26) -> Preprocessor:

@@ -12,7 +12,7 @@ from rayrec import checkpoint as checkpoints
 from rayrec import recipes, storage
 from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
 from rayrec.datasets.criteo import SCHEMA as CRITEO
-from rayrec.models.dlrm import DLRMConfig
+from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.tables import RowFormat
 from rayrec.schema import Schema
 from rayrec.serve.online.answers import Answerer
@@ -21,7 +21,7 @@ from rayrec.serve.online.counters import Counters
 from rayrec.serve.online.hosting import Hosting, Source, Wanted
 from rayrec.serve.online.settings import ServeConfig
 from rayrec.serve.served import ServedModel
-from rayrec.workloads.recsys_scorer import PREFIX, empty_dense_part, make_scorer, table_weight
+from rayrec.workloads.recsys_scorer import PREFIX, empty_model, make_scorer, table_weight
 
 NUM_TOKENS = 5
 ANY = Schema(
@@ -63,13 +63,13 @@ def make_model(preprocessor: Preprocessor | None = None, *, seed: int = 0) -> Se
     """Another seed, another version and other scores."""
     preprocessor = preprocessor or make_preprocessor()
     generator = torch.Generator().manual_seed(seed)
-    dense_part = empty_dense_part(DLRM, preprocessor=preprocessor, precision="fp32")
+    model = empty_model(DLRM, preprocessor=preprocessor, precision="fp32")
     weights = {
-        name: torch.rand(tensor.shape, generator=generator) - 0.5 for name, tensor in dense_part.state_dict().items()
+        name: torch.rand(tensor.shape, generator=generator) - 0.5 for name, tensor in model.network.state_dict().items()
     }
-    dense_part.load_state_dict(weights, assign=True)
+    model.network.load_state_dict(weights, assign=True)
     tables = [torch.rand((rows, DLRM.embedding_dim), generator=generator) for rows in preprocessor.num_embeddings]
-    scorer = make_scorer(dense_part, tables, row_format=RowFormat("fp32", DLRM.embedding_dim), device="cpu")
+    scorer = make_scorer(model, tables, row_format=RowFormat("fp32", DLRM.embedding_dim), device="cpu")
     return ServedModel(
         preprocessor=preprocessor,
         preprocessor_hash=preprocessor.hash(),
@@ -122,7 +122,7 @@ def logits_of(model: ServedModel, text: bytes) -> np.ndarray:
 
 def save_checkpoint(run: Path, step: int, model: ServedModel) -> str:
     """A checkpoint of the model, as training writes it; returns its folder."""
-    weights = dict(model.scorer._dense_part.state_dict())
+    weights = dict(model.scorer._model.network.state_dict())
     for name, table in zip(model.preprocessor.inputs.sparse, model.scorer._tables.tensors(), strict=True):
         weights[table_weight(name)] = table
     config = recipes.criteo_demo("log/train.txt").replace(workload={"model": DLRM})

@@ -35,7 +35,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from rayrec import checkpoint
 from rayrec.click_batch import ClickBatch
-from rayrec.models.dlrm import DLRMConfig
+from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.embeddings import feature_names, initialize_shards
 from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.optim import learning_rates, set_learning_rates
@@ -62,9 +62,8 @@ def batch(step, world_size):
 
 
 def build(stage):
-    model = DLRMConfig(embedding_dim=16, bottom_mlp=(8, 16), top_mlp=(8, 1), interaction="dot").build(
-        num_embeddings=TABLES, num_dense=3
-    )
+    config = DLRMConfig(embedding_dim=16, bottom_mlp=(8, 16), top_mlp=(8, 1), interaction="dot")
+    model = whole_model(config, TABLES, num_dense=3, embedding_device="meta")
     sparse = SparseOptimizerConfig(kind=stage["sparse"], learning_rate=0.5, eps=stage.get("eps", 1e-8))
     optimizer_class, arguments = sparse.build()
     apply_optimizer_in_backward(optimizer_class, model.embeddings.parameters(), arguments)

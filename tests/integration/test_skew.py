@@ -10,6 +10,7 @@ import torch
 from asgi_client import post
 from here_engine import HereEngine
 from served_click_model import make_app, row_object
+from whole_click_model import whole_model
 
 from rayrec import checkpoint as checkpoints
 from rayrec import recipes
@@ -22,7 +23,7 @@ from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.profiles import RAYREC, make_preprocessor
 from rayrec.data.reading import encode_block
 from rayrec.datasets.criteo import SCHEMA
-from rayrec.models.dlrm import DLRMConfig
+from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.serve.export import export
 from rayrec.serve.export_config import ExportConfig
 from rayrec.serve.served import open_served
@@ -76,8 +77,11 @@ def config() -> TrainConfig:
 @pytest.fixture(scope="module")
 def model(config: TrainConfig, preprocessor: Preprocessor) -> torch.nn.Module:
     """As it is trained, in one piece; its tables' values are large enough to matter."""
-    model = config.workload.model.build(  # type: ignore[attr-defined]
-        num_embeddings=preprocessor.num_embeddings, num_dense=13, seed=3, embedding_device="cpu", features=SCHEMA.sparse
+    model = whole_model(
+        config.workload.model,  # type: ignore[attr-defined]
+        preprocessor.num_embeddings,
+        seed=3,
+        features=SCHEMA.sparse,
     )
     with torch.no_grad():
         for table in model.embeddings.parameters():

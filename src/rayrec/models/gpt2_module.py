@@ -9,7 +9,7 @@ from torch import nn
 from transformers import GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
-from rayrec.models.mlp import linear_stack
+from rayrec.layers.mlp import linear_stack
 
 _LEAST_MULTIPLY_ADDS = 4_000_000
 """Of a product that is worth oneDNN's set-up, forward and backward: 0.1 ms, which half as many take."""

@@ -1,79 +1,41 @@
-"""Recipes: functions that return the complete configuration of a run. One file a family."""
+"""Recipes: functions that return the complete configuration of a run. One file a family, found by being in this folder."""
 
 from __future__ import annotations
 
 import difflib
-import importlib.util
-import os
-import sys
-import types
+import importlib
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
 from rayrec.config import InputError
-from rayrec.recipes.clicks import clicks
-from rayrec.recipes.criteo import (
-    criteo_demo,
-    criteo_full,
-    criteo_kaggle,
-    criteo_kaggle_distilled,
-    criteo_small,
-    mlperf_dcnv2,
-    mlperf_dlrm,
-)
-from rayrec.recipes.gpt2 import gpt2, gpt2_tiny
-from rayrec.recipes.mnist import mnist_resnet18, mnist_resnet18_augmented
+from rayrec.user_code import function_in_file, is_in_file
 from rayrec.workloads.base import TrainConfig
 
-__all__ = [
-    "ALL",
-    "Recipe",
-    "clicks",
-    "criteo_demo",
-    "criteo_full",
-    "criteo_kaggle",
-    "criteo_kaggle_distilled",
-    "criteo_small",
-    "find",
-    "gpt2",
-    "gpt2_tiny",
-    "load_config",
-    "mlperf_dcnv2",
-    "mlperf_dlrm",
-    "mnist_resnet18",
-    "mnist_resnet18_augmented",
-]
+Recipe = Callable[..., TrainConfig]
+"""Its arguments have defaults; the first is the path of the training data."""
 
-Recipe = Callable[[], TrainConfig]
-
-ALL: dict[str, Recipe] = {
-    recipe.__name__: recipe
-    for recipe in (
-        criteo_demo,
-        criteo_kaggle,
-        criteo_kaggle_distilled,
-        criteo_small,
-        criteo_full,
-        mlperf_dlrm,
-        mlperf_dcnv2,
-        clicks,
-        mnist_resnet18,
-        mnist_resnet18_augmented,
-        gpt2_tiny,
-        gpt2,
-    )
-}
+ALL: dict[str, Recipe] = {}
 """Every recipe by its name."""
-
-PUBLISHED = {
-    "criteo_kaggle": "criteo_kaggle",
-    "criteo_kaggle_distilled": "criteo_kaggle",
-    "criteo_small": "criteo_small",
-    "criteo_full": "criteo_full",
-    "mlperf_dlrm": "criteo_full",
-    "mlperf_dcnv2": "criteo_full",
-}
+PUBLISHED: dict[str, str] = {}
 """The published data set (see `rayrec fetch`) that a recipe's train_data.files are of."""
+
+
+def _read_folder() -> None:
+    for found in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{found.name}")
+        ALL.update({recipe.__name__: recipe for recipe in module.RECIPES})
+        PUBLISHED.update(getattr(module, "PUBLISHED", {}))
+
+
+_read_folder()
+
+
+def __getattr__(name: str) -> Recipe:
+    """`rayrec.recipes.NAME` is the recipe of that name."""
+    if name in ALL:
+        return ALL[name]
+    raise AttributeError(f"module 'rayrec.recipes' has no recipe '{name}'")
 
 
 def load_config(text: str, *, recipe: Recipe | None = None, source: str = "config") -> TrainConfig:
@@ -120,42 +82,10 @@ def find(name: str) -> Recipe:
 
     Raises InputError where there is none.
     """
-    file, colon, function = name.rpartition(":")
-    if colon and file.endswith(".py"):
-        return _own(file, function)
+    if is_in_file(name):
+        return function_in_file(name, returns=TrainConfig)
     if name not in ALL:
         near = difflib.get_close_matches(name, ALL, n=1)
         hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(ALL)}, and FILE.py:FUNCTION"
         raise InputError(f"no recipe '{name}'; {hint}")
     return ALL[name]
-
-
-def _own(file: str, function: str) -> Recipe:
-    path = os.path.abspath(file)
-    if not os.path.isfile(path):
-        raise InputError(f"{file}: no such file; a recipe of your own is named FILE.py:FUNCTION")
-    name = os.path.splitext(os.path.basename(path))[0]
-    module = sys.modules.get(name)
-    if module is None:
-        module = _imported(name, path)
-    elif getattr(module, "__file__", None) != path:
-        raise InputError(f"{file}: there is another module '{name}' already; rename the file")
-    recipe = getattr(module, function, None)
-    if not callable(recipe):
-        raise InputError(f"{file}: has no function '{function}'")
-    if not isinstance(recipe(), TrainConfig):
-        raise InputError(f"{file}: {function}() returns no rayrec.TrainConfig")
-    return recipe
-
-
-def _imported(name: str, path: str) -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module

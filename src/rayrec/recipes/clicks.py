@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rayrec.data.profiles import RAYREC
-from rayrec.models.dlrm import DLRMConfig
+from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.schema import Schema
 from rayrec.workloads.base import DataConfig, EarlyStoppingConfig, TrainConfig
@@ -39,3 +39,6 @@ def clicks(path: str | None = None, schema: Schema = PLACEHOLDER) -> TrainConfig
         min_steps_per_epoch=128,
         early_stopping=EarlyStoppingConfig(patience=3),
     )
+
+
+RECIPES = (clicks,)

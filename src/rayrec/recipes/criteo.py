@@ -6,7 +6,7 @@ from rayrec.data.multi_hot import MultiHot
 from rayrec.data.profiles import MLPERF_V1, RAYREC, TORCHREC_2024
 from rayrec.datasets.criteo import FULL_DAYS, KAGGLE_SPLIT, SCHEMA, SMALL_DAYS, TERABYTE_SPLIT
 from rayrec.datasets.remote import RemoteFile
-from rayrec.models.dlrm import DLRMConfig
+from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.workloads.base import DataConfig, EarlyStoppingConfig, ScalingConfig, TrainConfig
 from rayrec.workloads.distillation import TeacherConfig
@@ -150,3 +150,15 @@ def mlperf_dcnv2(path: str | None = None) -> TrainConfig:
         evaluate_every=3_200,
         scaling=ScalingConfig(num_workers=8, use_gpu=True),
     )
+
+
+RECIPES = (criteo_demo, criteo_kaggle, criteo_kaggle_distilled, criteo_small, criteo_full, mlperf_dlrm, mlperf_dcnv2)
+PUBLISHED = {
+    "criteo_kaggle": "criteo_kaggle",
+    "criteo_kaggle_distilled": "criteo_kaggle",
+    "criteo_small": "criteo_small",
+    "criteo_full": "criteo_full",
+    "mlperf_dlrm": "criteo_full",
+    "mlperf_dcnv2": "criteo_full",
+}
+"""The data set of each recipe that is for a published one."""

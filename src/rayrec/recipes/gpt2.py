@@ -61,3 +61,6 @@ def gpt2(path: str | None = None) -> TrainConfig:
         precision="bf16",
         scaling=ScalingConfig(num_workers=8, use_gpu=True),
     )
+
+
+RECIPES = (gpt2_tiny, gpt2)

@@ -46,3 +46,6 @@ def mnist_resnet18_augmented(path: str | None = None) -> TrainConfig:
         precision="bf16",
         scaling=ScalingConfig(num_workers=2),
     )
+
+
+RECIPES = (mnist_resnet18, mnist_resnet18_augmented)

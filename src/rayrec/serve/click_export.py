@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from rayrec import storage
 from rayrec.checkpoint import MANIFEST, Checkpoint, full_tensors
@@ -20,7 +19,6 @@ from rayrec.checkpoint.safetensors_header import header
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
 from rayrec.extras import require_onnx
-from rayrec.models.dlrm import DLRMConfig
 from rayrec.models.tables import Quantization, RowFormat
 from rayrec.serve import standalone
 from rayrec.serve.export_config import ExportConfig
@@ -42,7 +40,14 @@ from rayrec.serve.parity import BATCH_ROWS, Comparison, ParityRows, compare, par
 from rayrec.serve.served import open_served, version_of
 from rayrec.serve.triton import write_repository
 from rayrec.workloads.recsys import PREPROCESSOR_FOLDER
-from rayrec.workloads.recsys_scorer import PREFIX, click_settings, empty_dense_part, load_preprocessor, table_weight
+from rayrec.workloads.recsys_scorer import (
+    PREFIX,
+    PlainModel,
+    click_settings,
+    empty_model,
+    load_preprocessor,
+    table_weight,
+)
 from rayrec.workloads.weight_files import write_weights
 
 if TYPE_CHECKING:
@@ -72,11 +77,6 @@ def export_clicks(
     values that the quantisation cannot hold, no rows to compare on, and an export that scores otherwise than its checkpoint.
     """
     model, precision = click_settings(checkpoint, config)
-    if type(model) is not DLRMConfig:
-        raise InputError(
-            f"{checkpoint.path}: its network is one of your own, {type(model).__name__}; only rayrec's own are exported, whose "
-            "networks a stranger can build from the settings"
-        )
     preprocessor = load_preprocessor(checkpoint.path)
     exported = ExportedModel(
         model=model,
@@ -97,8 +97,8 @@ def export_clicks(
     served = open_served(checkpoint.path, config=config)
     reference = _Reference(rows.score(served.score), rows.rows_per_s(served.score), served.weight_bytes)
     del served  # its weights; the export's are to take their place
-    dense_part = _write_weights(checkpoint, out, exported, preprocessor)
-    _write_program(dense_part, storage.join(out, PROGRAM), exported)
+    plain = _write_weights(checkpoint, out, exported, preprocessor)
+    _write_program(plain, storage.join(out, PROGRAM), exported)
     preprocessor.save(storage.join(out, PREPROCESSOR_FOLDER))
     source = inspect.getsource(standalone)
     storage.write_bytes(storage.join(out, ENCODER), source.encode())
@@ -112,8 +112,8 @@ def export_clicks(
     return report
 
 
-def _write_weights(checkpoint: Checkpoint, out: str, exported: ExportedModel, preprocessor: Preprocessor) -> nn.Module:
-    """Tables as they are read, one at a time, and the dense weights; returns the dense part that holds the latter."""
+def _write_weights(checkpoint: Checkpoint, out: str, exported: ExportedModel, preprocessor: Preprocessor) -> PlainModel:
+    """Tables as they are read, one at a time, and the network's weights; returns the model that holds the latter."""
     row_format, dense = exported.row_format, {}
     feature_of = {PREFIX + table_weight(feature): feature for feature in exported.features}
     order = [feature_of[name] for name in sorted(feature_of)]  # as full_tensors gives them
@@ -133,9 +133,9 @@ def _write_weights(checkpoint: Checkpoint, out: str, exported: ExportedModel, pr
         storage.join(out, TABLES), itertools.chain([_tables_header(order, rows_of, row_format)], pieces())
     )
     write_weights(storage.join(out, DENSE), dense)
-    dense_part = empty_dense_part(exported.model, preprocessor=preprocessor, precision=exported.precision)
-    dense_part.load_state_dict(dense, assign=True)
-    return dense_part
+    model = empty_model(exported.model, preprocessor=preprocessor, precision=exported.precision)
+    model.network.load_state_dict(dense, assign=True)
+    return model
 
 
 def _tables_header(order: list[str], rows_of: dict[str, int], row_format: RowFormat) -> bytes:
@@ -149,11 +149,11 @@ def _tables_header(order: list[str], rows_of: dict[str, int], row_format: RowFor
     return header(entries)
 
 
-def _write_program(dense_part: nn.Module, path: str, exported: ExportedModel) -> None:
+def _write_program(model: PlainModel, path: str, exported: ExportedModel) -> None:
     width = len(exported.features) * exported.model.embedding_dim
     examples = torch.zeros(BATCH_ROWS, exported.num_dense), torch.zeros(BATCH_ROWS, width)
     rows = torch.export.Dim("rows", min=1)
-    program = torch.export.export(dense_part, examples, dynamic_shapes=({0: rows}, {0: rows}))
+    program = torch.export.export(model, examples, dynamic_shapes=({0: rows}, {0: rows}))
     torch.export.save(program, path)
 
 
@@ -174,7 +174,7 @@ def _compare(
     out: str, exported: ExportedModel, rows: ParityRows, reference: _Reference, settings: ExportConfig
 ) -> dict[str, Any]:
     """What there is to report of an export. Raises InputError where it differs from its checkpoint by more than allowed."""
-    opened = open_export(out)
+    opened = open_export(out, own=type(exported.model))
     labels, score = rows.labels(), opened.scorer.score
     comparisons = {
         "export": compare(rows.origin, labels, reference.logits, rows.score(score)),

@@ -67,8 +67,8 @@ def readme(exported: ExportedModel) -> str:
     """The text of an export's README.md."""
     return f"""# {exported.version}
 
-A click model trained with rayrec: {exported.num_dense} dense features, {len(exported.features)} embedding tables of
-{exported.model.embedding_dim} values a row (stored as {exported.quantization}), interaction `{exported.model.interaction}`,
+A click model trained with rayrec: network {_network_name(exported)}, {exported.num_dense} dense features,
+{len(exported.features)} embedding tables of {exported.model.embedding_dim} values a row (stored as {exported.quantization}),
 arithmetic in {exported.precision}. It gives a logit; the probability of a click is 1 / (1 + exp(-logit)).
 
 | file | holds |
@@ -107,3 +107,7 @@ and from raw rows:
 ```python
 {FROM_RAW}```
 """
+
+
+def _network_name(exported: ExportedModel) -> str:
+    return type(exported.model).__name__.removesuffix("Config")

@@ -17,10 +17,11 @@ from rayrec.checkpoint.format import CHECKSUM, MANIFEST, seal
 from rayrec.checkpoint.safetensors_header import DTYPES
 from rayrec.config import InputError
 from rayrec.data.preprocessor import Preprocessor
-from rayrec.models.dlrm import DLRMConfig
+from rayrec.models.base import ClickModelConfig
+from rayrec.models.stored import stored_model
 from rayrec.models.tables import QUANTIZATIONS, Quantization, RowFormat
 from rayrec.workloads.recsys import PREPROCESSOR_FOLDER
-from rayrec.workloads.recsys_scorer import ClickScorer, empty_dense_part, make_scorer
+from rayrec.workloads.recsys_scorer import ClickScorer, empty_model, make_scorer
 
 if TYPE_CHECKING:
     from rayrec.workloads.scoring import Device
@@ -30,9 +31,9 @@ VERSION: Final = 1
 TABLES: Final = "tables.safetensors"
 """A tensor a sparse column, named as it: (num_embeddings, RowFormat.width)."""
 DENSE: Final = "dense.safetensors"
-"""The weights of `rayrec.models.dense_part.DensePart`, float32."""
+"""The weights of the model's network, float32."""
 PROGRAM: Final = "dense.pt2"
-"""The same network as torch.export gives it, for others; never read here."""
+"""The network between plain tensors as torch.export gives it, for others; never read here."""
 REPORT: Final = "report.json"
 README: Final = "README.md"
 ENCODER: Final = "encode.py"
@@ -46,7 +47,7 @@ _REMEDY = "export the checkpoint again"
 class ExportedModel:
     """What the manifest says of the model."""
 
-    model: DLRMConfig
+    model: ClickModelConfig
     precision: Literal["fp32", "bf16"]
     quantization: Quantization
     checkpoint_version: str
@@ -96,8 +97,11 @@ def is_export(path: str) -> bool:
     return isinstance(manifest, dict) and manifest.get("format") == FORMAT
 
 
-def read_manifest(path: str) -> tuple[ExportedModel, dict[str, dict[str, Any]]]:
-    """What the manifest of an export says: the model, the files. Raises InputError where it is damaged or of another version."""
+def read_manifest(
+    path: str, *, own: type[ClickModelConfig] | None = None
+) -> tuple[ExportedModel, dict[str, dict[str, Any]]]:
+    """What the manifest of an export says: the model, the files. `own`: the class of a model that is not rayrec's. Raises
+    InputError where it is damaged, of another version, or of a model that is neither rayrec's nor `own`."""
     place = storage.join(path, MANIFEST)
     manifest = storage.read_json(place)
     if seal({key: value for key, value in manifest.items() if key != CHECKSUM}) != manifest:
@@ -108,7 +112,7 @@ def read_manifest(path: str) -> tuple[ExportedModel, dict[str, dict[str, Any]]]:
         told = dict(manifest["model"])
         for name in ("features", "num_embeddings"):
             told[name] = tuple(told[name])
-        exported = ExportedModel(**{**told, "model": DLRMConfig().updated(told["model"])})
+        exported = ExportedModel(**{**told, "model": stored_model(told["model"], where=place, own=own)})
         if exported.quantization not in QUANTIZATIONS or exported.precision not in ("fp32", "bf16"):
             raise ValueError("unknown quantization or precision")
         exported.row_format.check()
@@ -117,23 +121,24 @@ def read_manifest(path: str) -> tuple[ExportedModel, dict[str, dict[str, Any]]]:
         raise InputError(f"{place}: is not the manifest of an export ({error}); {_REMEDY}") from None
 
 
-def open_export(path: str, *, device: Device = "cpu") -> OpenedExport:
-    """Loads an export, local or a URL. Every file is read once and its checksum verified; nothing is executed.
+def open_export(path: str, *, device: Device = "cpu", own: type[ClickModelConfig] | None = None) -> OpenedExport:
+    """Loads an export, local or a URL, of one of rayrec's models or of `own`. Every file is read once and its checksum verified;
+    nothing in it is executed.
 
     Raises InputError for damage, missing files, weights that are not those of the manifest, and pickles that are not in it.
     """
-    exported, files = read_manifest(path)
+    exported, files = read_manifest(path, own=own)
     refuse_pickles(path, files)
     for name in files:
         if name not in (TABLES, DENSE):  # these are verified as they are read
             verify_file(path, name, files)
     preprocessor = Preprocessor.load(storage.join(path, PREPROCESSOR_FOLDER))
     _check_preprocessor(path, preprocessor, exported)
-    dense_part = empty_dense_part(exported.model, preprocessor=preprocessor, precision=exported.precision)
-    dense_wanted = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in dense_part.state_dict().items()}
+    model = empty_model(exported.model, preprocessor=preprocessor, precision=exported.precision)
+    dense_wanted = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in model.network.state_dict().items()}
     weights = read_tensors(path, DENSE, files, dense_wanted)
     # Copies are aligned as torch's own: its matrix products round otherwise where they are not.
-    dense_part.load_state_dict({name: weight.clone() for name, weight in weights.items()}, assign=True)
+    model.network.load_state_dict({name: weight.clone() for name, weight in weights.items()}, assign=True)
     row_format = exported.row_format
     table_dtype = torch.from_numpy(np.empty(0, row_format.dtype)).dtype
     tables_wanted = {
@@ -141,7 +146,7 @@ def open_export(path: str, *, device: Device = "cpu") -> OpenedExport:
         for feature, rows in zip(exported.features, exported.num_embeddings, strict=True)
     }
     tables = read_tensors(path, TABLES, files, tables_wanted)
-    scorer = make_scorer(dense_part, [tables[name] for name in exported.features], row_format=row_format, device=device)
+    scorer = make_scorer(model, [tables[name] for name in exported.features], row_format=row_format, device=device)
     return OpenedExport(preprocessor, exported.version, exported.precision, scorer)
 
 

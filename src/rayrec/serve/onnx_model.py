@@ -33,10 +33,10 @@ class _WholeModel(nn.Module):
     """dense float32 (rows, num_dense) and ids int64 (rows, ids of all columns side by side) -> logits (rows, 1)."""
 
     def __init__(
-        self, dense_part: nn.Module, tables: Sequence[torch.Tensor], *, row_format: RowFormat, hotness: Sequence[int]
+        self, model: nn.Module, tables: Sequence[torch.Tensor], *, row_format: RowFormat, hotness: Sequence[int]
     ) -> None:
         super().__init__()
-        self._dense_part, self._format, self._hotness = dense_part, row_format, tuple(hotness)
+        self._model, self._format, self._hotness = model, row_format, tuple(hotness)
         dim, packed = row_format.dim, row_format.quantization in ("int8", "int4")
         width = {"int8": dim, "int4": dim // 2}.get(row_format.quantization, dim)
         for number, table in enumerate(tables):
@@ -53,7 +53,7 @@ class _WholeModel(nn.Module):
             column = ids[:, start : start + size]
             pooled.append(self._rows(number, column).sum(1) if size > 1 else self._rows(number, column.squeeze(1)))
             start += size
-        return self._dense_part(dense, torch.cat(pooled, dim=1)).unsqueeze(1)
+        return self._model(dense, torch.cat(pooled, dim=1)).unsqueeze(1)
 
     def _rows(self, number: int, ids: torch.Tensor) -> torch.Tensor:
         values = getattr(self, f"values_{number}")[ids]
@@ -76,8 +76,8 @@ def write_onnx(opened: OpenedExport, path: str) -> None:
     import torch.onnx
 
     hotness = id_widths(opened.preprocessor)
-    dense_part, tables, row_format = opened.scorer.parts()
-    model = _WholeModel(dense_part, tables, row_format=row_format, hotness=hotness).eval()
+    network, tables, row_format = opened.scorer.parts()
+    model = _WholeModel(network, tables, row_format=row_format, hotness=hotness).eval()
     inputs = opened.preprocessor.inputs
     examples = (
         torch.zeros(_EXAMPLE_ROWS, len(inputs.dense)),

@@ -22,6 +22,7 @@ from rayrec.workloads.recsys import PREPROCESSOR_FOLDER
 from rayrec.workloads.recsys_scorer import PREFIX, ClickScorer, click_settings, load_preprocessor, load_scorer
 
 if TYPE_CHECKING:
+    from rayrec.models.base import ClickModelConfig
     from rayrec.workloads.base import TrainConfig
     from rayrec.workloads.scoring import Device
 
@@ -54,16 +55,19 @@ class ServedModel:
         return self.scorer.score(rows)
 
 
-def open_served(path: str, *, config: TrainConfig | None = None, device: Device = "cpu") -> ServedModel:
+def open_served(
+    path: str, *, config: TrainConfig | None = None, own: type[ClickModelConfig] | None = None, device: Device = "cpu"
+) -> ServedModel:
     """The click model of a checkpoint's folder, a run's (the checkpoint its summary names, else the newest) or an export's,
     local or a URL.
 
-    A checkpoint's own config.yaml says how it was trained, or `config`. Nothing is unpickled and no file chooses code; every
-    checksum is verified. Memory: the weights once. Raises InputError for anything else, another kind of model, damage, and where
-    a pickle lies there too.
+    A checkpoint's own config.yaml says how it was trained, or `config`. `own`: the class of the network's settings, where it is
+    not one of rayrec's. Nothing is unpickled, and a file chooses among rayrec's networks and no other code; every checksum is
+    verified. Memory: the weights once. Raises InputError for anything else, another kind of model, damage, and where a pickle
+    lies there too.
     """
     if is_export(path):
-        opened = open_export(path, device=device)
+        opened = open_export(path, device=device, own=own)
         return ServedModel(
             preprocessor=opened.preprocessor,
             preprocessor_hash=opened.preprocessor.hash(),
@@ -82,7 +86,7 @@ def open_served(path: str, *, config: TrainConfig | None = None, device: Device 
         )
     preprocessor = load_preprocessor(checkpoint.path)
     check_extra_files(checkpoint.path, manifest)
-    model, precision = click_settings(checkpoint, config)
+    model, precision = click_settings(checkpoint, config, own=own)
     scorer = load_scorer(
         model, precision=precision, checkpoint=checkpoint.path, preprocessor=preprocessor, device=device
     )

@@ -16,7 +16,8 @@ from rayrec.data.log import LogIndex, select
 from rayrec.data.position import EpochOrder, Part
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.profiles import Profile
-from rayrec.models.dlrm import DLRMConfig
+from rayrec.models.base import ClickModelConfig
+from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.schema import Schema
 from rayrec.sharding import ShardingConfig
@@ -76,7 +77,7 @@ class ClickWorkload(Workload):
     the profile counts."""
     vocabulary_memory_bytes: int | None = None
     """Memory for counts of categories; counts beyond it are spilled to the disk; None: a quarter of the available memory."""
-    model: DLRMConfig = field(default_factory=DLRMConfig)
+    model: ClickModelConfig = field(default_factory=DLRMConfig)
     """The network."""
     sparse_optimizer: SparseOptimizerConfig = field(default_factory=SparseOptimizerConfig)
     """Of the embedding tables."""

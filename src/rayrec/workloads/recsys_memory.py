@@ -11,9 +11,9 @@ from rayrec.optim import FLOAT_BYTES
 from rayrec.sharding import TablePlacement
 
 if TYPE_CHECKING:
-    from rayrec.models.dlrm import DLRMConfig
     from rayrec.workloads.base import TrainConfig
     from rayrec.workloads.recsys import ClickWorkload
+    from rayrec.workloads.recsys_cost import NetworkCost
 
 PROCESS_BYTES: Final = 700 << 20
 """Python, torch, TorchRec and Ray in a worker, before it holds any data."""
@@ -71,16 +71,17 @@ def worker_memories(
     config: TrainConfig,
     rows: Sequence[TablePlacement],
     *,
-    dense_weights: int,
+    cost: NetworkCost,
     num_sparse: int,
     batch_size: int,
     world_size: int,
 ) -> list[WorkerMemory]:
-    """The memory of every worker, by rank, that holds its part of the tables `rows` and a dense part of so many weights, and
-    takes so many rows a step."""
+    """The memory of every worker, by rank, that holds its part of the tables `rows` and a network of this cost, and takes so many
+    rows a step."""
     replicated_bytes = sum(
         row.bytes_of_rank[0] for row in rows if row.sharding_type == "data_parallel"
     )  # every rank holds them all; one rank saves each
+    dense_weights = cost.weights
     dense_state = workload.dense_optimizer.state_bytes(dense_weights)
     dense_saved = dense_weights * FLOAT_BYTES + dense_state
     found = []
@@ -92,23 +93,17 @@ def worker_memories(
                 tables=held,
                 gradients=sum(row.gradient_bytes for row in rows),
                 dense=2 * dense_weights * FLOAT_BYTES + dense_state,
-                batches=_batch_bytes(workload.model, num_sparse, max(batch_size, config.eval_batch_size // 2)),
+                batches=_batch_bytes(
+                    cost, num_sparse * workload.model.embedding_dim, max(batch_size, config.eval_batch_size // 2)
+                ),
                 checkpoint=own + (replicated_bytes + dense_saved) // world_size,
             )
         )
     return found
 
 
-def _batch_bytes(model: DLRMConfig, num_sparse: int, rows: int) -> int:
-    """Activations of a step; an evaluation keeps none for a backward pass, so that half of its rows count."""
-    dim, vectors = model.embedding_dim, num_sparse + 1
-    width = vectors * dim
-    layers = sum(model.bottom_mlp) + sum(model.top_mlp)
-    if model.interaction == "dot":
-        meeting = vectors * vectors + vectors * (vectors - 1) // 2
-    elif model.interaction == "cross":
-        meeting = model.cross_layers * (2 * width + model.cross_low_rank)
-    else:
-        meeting = sum(model.projection_first) + sum(model.projection_second)
-    values = _COPIES_OF_EMBEDDINGS * width + _COPIES_OF_ACTIVATIONS * (layers + meeting)
-    return rows * values * FLOAT_BYTES
+def _batch_bytes(cost: NetworkCost, width: int, rows: int) -> int:
+    """Activations of a step; an evaluation keeps none for a backward pass, so that half of its rows count. `width`: of a row's
+    embeddings side by side."""
+    embeddings = _COPIES_OF_EMBEDDINGS * width * FLOAT_BYTES
+    return int(rows * (embeddings + _COPIES_OF_ACTIVATIONS * cost.saved_bytes_per_row))

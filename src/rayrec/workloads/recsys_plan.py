@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rayrec import machine
 from rayrec.config import InputError
-from rayrec.models.dlrm import multiply_adds
+from rayrec.models.base import ModelInputs
 from rayrec.schema import Schema
 from rayrec.sharding import describe, placements, plan_sharding
 from rayrec.workloads.calibration import Target
 from rayrec.workloads.recsys_memory import PROCESS_BYTES, WorkerMemory, worker_memories
 
 if TYPE_CHECKING:
-    from rayrec.models.dlrm_module import DLRM
+    from rayrec.models.click_model import ClickModel
     from rayrec.workloads.base import TrainConfig
     from rayrec.workloads.recsys import ClickWorkload
 
@@ -77,14 +77,14 @@ def available_host_bytes() -> int:
     return machine.memory().available
 
 
-def build_model(workload: ClickWorkload, num_embeddings: list[int], *, inputs: Schema, **settings: Any) -> DLRM:
+def build_model(workload: ClickWorkload, num_embeddings: list[int], *, inputs: Schema, **settings: Any) -> ClickModel:
     """The model with its tables on the meta device and their optimizer applied, from which TorchRec's planner computes the
     bytes of its state."""
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-    model = workload.model.build(
-        num_embeddings=num_embeddings, num_dense=len(inputs.dense), features=inputs.sparse, **settings
-    )
+    from rayrec.models.click_model import build_click_model
+
+    model = build_click_model(workload.model, ModelInputs.of(inputs), num_embeddings=num_embeddings, **settings)
     optimizer_class, optimizer_arguments = workload.sparse_optimizer.build()
     apply_optimizer_in_backward(optimizer_class, model.embeddings.parameters(), optimizer_arguments)
     return model
@@ -138,6 +138,8 @@ def tables_of(
 ) -> Tables:
     """The tables over the workers of `target`, who may fill `memory_bytes` each; `inputs` are the model's columns, which a
     Preprocessor may have made from others. Raises InputError as `plan`."""
+    from rayrec.workloads.recsys_cost import network_cost
+
     model = build_model(workload, num_embeddings, inputs=inputs)
     workers, device = target.num_workers, "cuda" if config.scaling.use_gpu else "cpu"
     state_bytes = workload.sparse_optimizer.state_bytes
@@ -153,22 +155,22 @@ def tables_of(
         state_bytes=state_bytes,
     )
     rows = placements(made, model, state_bytes=state_bytes)
+    cost = network_cost(model.head.network, ModelInputs.of(inputs), embedding_dim=workload.model.embedding_dim)
     memories = worker_memories(
         workload,
         config,
         rows,
-        dense_weights=sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta),
+        cost=cost,
         num_sparse=len(inputs.sparse),
         batch_size=config.batch_size,
         world_size=workers,
     )
     fullest = max(memories, key=lambda memory: memory.tables)
-    cost = multiply_adds(workload.model, num_dense=len(inputs.dense), num_sparse=len(inputs.sparse))
     text = "\n".join(
         [
             describe(made, model, state_bytes=state_bytes),
             f"the fullest worker needs about {fullest.text(device)}",
-            f"{cost:,} multiply-adds a row, forward",
+            *([] if cost.multiply_adds is None else [f"{cost.multiply_adds:,.0f} multiply-adds a row, forward"]),
         ]
     )
     held = tuple(sum(row.bytes_of_rank.get(rank, 0) for row in rows) for rank in range(workers))

@@ -1,4 +1,4 @@
-"""The trained click model in one process, for all that scores: plain tables and the dense part, no TorchRec, no optimizer."""
+"""The trained click model in one process, for all that scores: its network and plain tables, no TorchRec, no optimizer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from rayrec.checkpoint import Checkpoint, full_tensors
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.preprocessor import Preprocessor
-from rayrec.models.dlrm import DLRMConfig
-from rayrec.models.mlp import Precision
+from rayrec.layers.embedded import Embedded
+from rayrec.layers.mlp import Precision
+from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.stored import stored_model
 from rayrec.models.tables import DeviceTables, HostTables, Lookup, Quantization, RowFormat, Tables, table_name
 from rayrec.workloads.recsys import PREPROCESSOR_FOLDER
 
@@ -26,13 +28,28 @@ PREFIX = "model."
 """Of the weights' names in a checkpoint."""
 
 
+class PlainModel(nn.Module):
+    """A network between plain tensors, as scoring calls it and exports write it."""
+
+    def __init__(self, network: nn.Module, inputs: ModelInputs, *, embedding_dim: int) -> None:
+        super().__init__()
+        self.network, self.inputs, self.embedding_dim = network, inputs, embedding_dim
+
+    def forward(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+        """Logits (rows,), float32, of dense features (rows, num_dense) and pooled embeddings (rows, num_features *
+        embedding_dim), both float32, the latter in the order of the features."""
+        return self.network(dense, Embedded.in_order(self.inputs.features, self.embedding_dim, pooled))[
+            self.inputs.label
+        ]
+
+
 @final
 class ClickScorer:
     """Scores encoded rows with a trained click model; by any number of threads at once."""
 
-    def __init__(self, dense_part: nn.Module, tables: Tables, *, device: torch.device) -> None:
-        """Both on `device`; the dense part in eval mode and without gradients."""
-        self._dense_part, self._tables, self._device = dense_part, tables, device
+    def __init__(self, model: PlainModel, tables: Tables, *, device: torch.device) -> None:
+        """Both on `device`; the model in eval mode and without gradients."""
+        self._model, self._tables, self._device = model, tables, device
 
     @property
     def quantization(self) -> Quantization:
@@ -41,22 +58,22 @@ class ClickScorer:
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of tables and dense weights."""
-        return self._tables.size_bytes + sum(parameter.nbytes for parameter in self._dense_part.parameters())
+        """Memory of tables and the network's weights."""
+        return self._tables.size_bytes + sum(parameter.nbytes for parameter in self._model.parameters())
 
     def score(self, rows: EncodedRows) -> np.ndarray:
         """float32 (rows,): the logits."""
         with torch.inference_mode():
-            logits = self._dense_part(torch.from_numpy(rows.dense).to(self._device), self.pool(rows))
+            logits = self._model(torch.from_numpy(rows.dense).to(self._device), self.pool(rows))
             return logits.cpu().numpy()  # device sync
 
     def pool(self, rows: EncodedRows) -> torch.Tensor:
-        """float32 (rows, num_sparse * embedding_dim): what the tables give, the dense part's second input."""
+        """float32 (rows, num_sparse * embedding_dim): what the tables give, the model's second input."""
         return self._tables.pool(_lookups(rows.ids), len(rows))
 
-    def parts(self) -> tuple[nn.Module, list[torch.Tensor], RowFormat]:
-        """What it is made of, for whoever writes the model in another form: dense part, tables as stored, and how they are."""
-        return self._dense_part, self._tables.tensors(), self._tables.row_format
+    def parts(self) -> tuple[PlainModel, list[torch.Tensor], RowFormat]:
+        """What it is made of, to write the model in another form: network, tables as stored, and how they are stored."""
+        return self._model, self._tables.tensors(), self._tables.row_format
 
 
 def _lookups(columns: Sequence[Ids]) -> list[Lookup]:
@@ -68,12 +85,13 @@ def _lookups(columns: Sequence[Ids]) -> list[Lookup]:
     ]
 
 
-def empty_dense_part(model: DLRMConfig, *, preprocessor: Preprocessor, precision: Precision) -> nn.Module:
-    """The dense part that fits a Preprocessor's columns, its weights still to be put in."""
-    inputs = preprocessor.inputs
+def empty_model(config: ClickModelConfig, *, preprocessor: Preprocessor, precision: Precision) -> PlainModel:
+    """The model that fits a Preprocessor's columns, its network's weights still to be put in."""
+    inputs = ModelInputs.of(preprocessor.inputs)
     with torch.device("meta"):  # no memory, and no start values drawn from the caller's generator
-        dense_part = model.build_dense_part(num_dense=len(inputs.dense), features=inputs.sparse, precision=precision)
-    return dense_part.eval().requires_grad_(requires_grad=False)
+        network = config.build(inputs, precision=precision)
+    model = PlainModel(network, inputs, embedding_dim=config.embedding_dim)
+    return model.eval().requires_grad_(requires_grad=False)
 
 
 def table_weight(feature: str) -> str:
@@ -82,23 +100,23 @@ def table_weight(feature: str) -> str:
 
 
 def load_scorer(
-    model: DLRMConfig, *, precision: Precision, checkpoint: str, preprocessor: Preprocessor, device: str
+    config: ClickModelConfig, *, precision: Precision, checkpoint: str, preprocessor: Preprocessor, device: str
 ) -> ClickScorer:
     """The model of a checkpoint's folder. Memory: the weights once, they are read straight into what is used.
 
     Every checksum is verified. Raises InputError for damaged weights and for those of another model.
     """
-    dense_part = empty_dense_part(model, preprocessor=preprocessor, precision=precision)
+    model = empty_model(config, preprocessor=preprocessor, precision=precision)
     features, tables = preprocessor.inputs.sparse, Checkpoint(checkpoint)
-    check_weights(checkpoint, wanted_weights(model, dense_part, preprocessor))
+    check_weights(checkpoint, wanted_weights(model, preprocessor))
     weights = {name.removeprefix(PREFIX): tensor for name, tensor in full_tensors(tables, PREFIX)}
     arrays = [weights.pop(table_weight(feature)) for feature in features]
-    dense_part.load_state_dict(weights, assign=True)
-    return make_scorer(dense_part, arrays, row_format=RowFormat("fp32", model.embedding_dim), device=device)
+    model.network.load_state_dict(weights, assign=True)
+    return make_scorer(model, arrays, row_format=RowFormat("fp32", config.embedding_dim), device=device)
 
 
 def make_scorer(
-    dense_part: nn.Module, tables: Sequence[torch.Tensor], *, row_format: RowFormat, device: str
+    model: PlainModel, tables: Sequence[torch.Tensor], *, row_format: RowFormat, device: str
 ) -> ClickScorer:
     """A scorer of loaded weights; `tables` (num_embeddings, row_format.width) as row_format.dtype."""
     place = torch.device(device)
@@ -107,12 +125,12 @@ def make_scorer(
         on_device = HostTables(row_format, [table.numpy() for table in tables])
     else:
         on_device = DeviceTables(row_format, [table.to(place) for table in tables])
-    return ClickScorer(dense_part.to(place), on_device, device=place)
+    return ClickScorer(model.to(place), on_device, device=place)
 
 
-def wanted_weights(model: DLRMConfig, dense_part: nn.Module, preprocessor: Preprocessor) -> dict[str, list[int]]:
+def wanted_weights(model: PlainModel, preprocessor: Preprocessor) -> dict[str, list[int]]:
     """The shape of every weight of a checkpoint, by name without `PREFIX`."""
-    wanted = {name: list(tensor.shape) for name, tensor in dense_part.state_dict().items()}
+    wanted = {name: list(tensor.shape) for name, tensor in model.network.state_dict().items()}
     for feature, rows in zip(preprocessor.inputs.sparse, preprocessor.num_embeddings, strict=True):
         wanted[table_weight(feature)] = [rows, model.embedding_dim]
     return wanted
@@ -126,8 +144,7 @@ def check_weights(checkpoint: str, wanted: dict[str, list[int]]) -> None:
         if stored.get(name) != wanted.get(name):
             raise InputError(
                 f"{checkpoint}: {name} has shape {stored.get(name)}, its config.yaml asks for {wanted.get(name)}; "
-                "the files are not of one checkpoint, or the network is one of your own, which evaluate and predict take, and "
-                "export and serve do not"
+                "the files are not of one checkpoint, or the recipe's network has changed since"
             )
 
 
@@ -139,14 +156,17 @@ def load_preprocessor(checkpoint: str) -> Preprocessor:
     return Preprocessor.load(folder)
 
 
-def click_settings(checkpoint: Checkpoint, config: TrainConfig | None = None) -> tuple[DLRMConfig, Precision]:
-    """The network of a checkpoint and the precision it was trained with, from its config.yaml or from `config`.
+def click_settings(
+    checkpoint: Checkpoint, config: TrainConfig | None = None, *, own: type[ClickModelConfig] | None = None
+) -> tuple[ClickModelConfig, Precision]:
+    """The settings of a checkpoint's network and the precision it was trained with, from `config` or from its config.yaml, where
+    `own` is the class of a network that is not rayrec's.
 
-    Raises InputError where they are not those of a click model.
+    Raises InputError where they are not those of a click model, and for a network that is neither rayrec's nor `own`.
     """
     if config is not None:
         model = getattr(config.workload, "model", None)
-        if not isinstance(model, DLRMConfig):
+        if not isinstance(model, ClickModelConfig):
             raise InputError(f"{checkpoint.path}: recipe {config.recipe} trains no click model, which is needed here")
         return model, config.precision
     import yaml
@@ -155,11 +175,11 @@ def click_settings(checkpoint: Checkpoint, config: TrainConfig | None = None) ->
     try:
         values: dict[str, Any] = yaml.safe_load(storage.read_bytes(path).decode())
         model_values, precision = values["workload"]["model"], values["precision"]
-        known = "interaction" in model_values and precision in ("fp32", "bf16")
+        known = "embedding_dim" in model_values and precision in ("fp32", "bf16")
     except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError):
         known = False
     if not known:
         raise InputError(
             f"{path}: is not the complete configuration of a click model; take the checkpoint's folder whole"
         )
-    return DLRMConfig().updated(model_values), cast(Precision, precision)
+    return stored_model(model_values, where=path, own=own), cast(Precision, precision)

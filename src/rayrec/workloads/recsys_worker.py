@@ -25,14 +25,17 @@ from rayrec.config import InputError
 from rayrec.data import ready
 from rayrec.data.loader import ClickLoader
 from rayrec.data.position import EpochOrder, Position
-from rayrec.models.dlrm import multiply_adds
+from rayrec.models.base import ModelInputs
+from rayrec.models.click_model import own_name
 from rayrec.models.embeddings import initialize_shards
 from rayrec.models.replicated import replicated_optimizer
 from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig, learning_rates, set_learning_rates
 from rayrec.sharding import describe, embedding_sharders, placements, plan_sharding, replicated_tables, workers_per_node
 from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_size, learning_rate_factor
+from rayrec.workloads.chance import seed_chance, step_seed
 from rayrec.workloads.distillation import load_targets
 from rayrec.workloads.phases import NoClock, StepClock, step_clock
+from rayrec.workloads.recsys_cost import network_multiply_adds
 from rayrec.workloads.recsys_evaluation import EvaluationCounts, counted_columns
 from rayrec.workloads.recsys_pipeline import TimedBase, TimedSparseDist
 from rayrec.workloads.recsys_plan import build_model
@@ -133,6 +136,7 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
     config, inputs = context.config, prepared.inputs
     batch_size = effective_batch_size(config, rows=prepared.sets["train"].rows, world_size=context.world_size)
     model = build_model(workload, prepared.num_embeddings, inputs=inputs, precision=config.precision, seed=config.seed)
+    cost = network_multiply_adds(model.head.network, ModelInputs.of(inputs), embedding_dim=workload.model.embedding_dim)
     plan = shared_plan(workload, context, model, batch_size=batch_size)
     state_bytes = workload.sparse_optimizer.state_bytes
     described = {
@@ -166,17 +170,18 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
         )
         return counts.counted(name, loader)
 
+    def begin_step(step: int, total: int) -> None:
+        seed_chance(step_seed(config.seed, step, context.rank), context.device)
+        set_learning_rates(optimizer, base_rates=base_rates, schedule=schedule_for(total), step=step)
+
     clock = step_clock(context.device, measure=config.observe.times)
-    cost = multiply_adds(workload.model, num_dense=len(inputs.dense), num_sparse=len(inputs.sparse))
     return WorkerSetup(
         model=sharded,
         optimizer=optimizer,
         pipeline=make_pipeline(sharded, optimizer, context, clock),
         clock=clock,
         multiply_adds_per_row=cost,
-        begin_step=lambda step, total: set_learning_rates(
-            optimizer, base_rates=base_rates, schedule=schedule_for(total), step=step
-        ),
+        begin_step=begin_step,
         eval_batches={name: partial(eval_batches, name) for name in prepared.sets if name != "train"},
         make_metrics=counts.make_metrics,
         make_samples=counts.shown,
@@ -191,11 +196,12 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
 def make_optimizer(
     sharded: DistributedModelParallel, plan: ShardingPlan, *, sparse: SparseOptimizerConfig, dense: DenseOptimizerConfig
 ) -> CombinedOptimizer:
-    """Of all parameters: fused tables, tables that the plan replicates (by the same rule), and the dense part."""
+    """Of all parameters: fused tables, tables that the plan replicates (by the same rule), and the network."""
     remaining = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     replicated = {name: remaining.pop(name) for name in replicated_tables(plan)}
     optimizers = [replicated_optimizer(sparse, replicated)] if replicated else []
-    return CombinedOptimizer([sharded.fused_optimizer, *optimizers, dense.build_keyed(remaining)])
+    network = {own_name(name): parameter for name, parameter in remaining.items()}
+    return CombinedOptimizer([sharded.fused_optimizer, *optimizers, dense.build_keyed(network)])
 
 
 def train_loader(context: WorkerContext, prepared: Prepared, *, state: dict[str, Any] | None, step: int) -> ClickLoader:

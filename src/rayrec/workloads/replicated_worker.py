@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import Any, final
@@ -20,6 +19,7 @@ from rayrec.data.row_order import RowOrder
 from rayrec.data.rows import RowSource
 from rayrec.optim import NamedOptimizer, learning_rates, set_learning_rates
 from rayrec.workloads.base import DataConfig, WorkerContext, WorkerSetup, effective_batch_size, learning_rate_factor
+from rayrec.workloads.chance import seed_chance, step_seed
 from rayrec.workloads.phases import NoClock, StepClock, notice_exchange, step_clock
 from rayrec.workloads.replicated import ReplicatedWorkload
 from rayrec.workloads.row_cost import multiply_adds_per_row
@@ -91,21 +91,6 @@ def set_up(workload: ReplicatedWorkload, context: WorkerContext, prepared: Any) 
         },
         make_samples=lambda: workload.samples(wrapped, prepared=prepared, sets=sets, device=context.device),
     )
-
-
-def step_seed(seed: int, step: int, rank: int) -> int:
-    """What chance within a step comes of, so that a step done again after a crash is the same step."""
-    digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
-
-
-def seed_chance(number: int, device: torch.device) -> None:
-    """What is drawn from here on, on the CPU and on the device, is what torch.manual_seed(number) has drawn. That one makes a
-    stack trace for every kind of device that is not in use: 0.4 ms in all, and more within deeper calls."""
-    torch.default_generator.manual_seed(number)
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(number)
 
 
 def spread(model: torch.nn.Module, parallel: str, context: WorkerContext) -> torch.nn.Module:

@@ -1,15 +1,16 @@
-"""What one row costs a replicated model to compute, as torch counts it."""
+"""What one row costs a model to compute, by torch's own formulas."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from rayrec.batch import TensorBatch
 from rayrec.data.rows import RowSource
@@ -19,19 +20,44 @@ from rayrec.workloads.replicated import ReplicatedWorkload
 _logger = logging.getLogger(__name__)
 
 
-def _attention_flop(query: Any, key: Any, value: Any, *arguments: Any, out_shape: Any = None, **named: Any) -> int:
-    return sdpa_flop_count(query, key, value)
+def _attention_flop(query: Any, key: Any, value: Any, *arguments: Any, out_val: Any = None, **named: Any) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
 
 
-def _linear_flop(inputs: Any, weight: Any, *arguments: Any, out_shape: Any = None, **named: Any) -> int:
-    return 2 * math.prod(inputs) * weight[0]
+def _linear_flop(inputs: Any, weight: Any, *arguments: Any, out_val: Any = None, **named: Any) -> int:
+    return 2 * math.prod(inputs.shape) * weight.shape[0]
 
 
 _UNCOUNTED: dict[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flop,
     **({torch.ops.mkldnn._linear_pointwise: _linear_flop} if torch.backends.mkldnn.is_available() else {}),
 }
-"""Products that torch 2.13 does not count on its own: a function of the arguments' shapes."""
+"""Products that torch 2.13 does not count on its own."""
+
+
+@final
+class CountProducts(TorchDispatchMode):
+    """While entered, counts the operations of matrix products, convolutions and attention by torch's own formulas.
+
+    torch's FlopCounterMode counts the same, and imports torch's compiler, which takes 2 s at the start of every run.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+        """Two for each multiply-add."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # asks for the compiler
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        packet = function._overloadpacket
+        count = _UNCOUNTED.get(packet) or flop_registry.get(packet)
+        if count is not None:
+            self.operations += count(*args, **(kwargs or {}), out_val=result)
+        return result
 
 
 @torch.no_grad()
@@ -43,24 +69,22 @@ def multiply_adds_per_row(
     source = next((source for source in sets.values() if len(source)), None)
     if source is None:
         return None
+    row = TensorBatch(
+        {name: torch.from_numpy(array) for name, array in source.read(np.zeros(1, np.int64)).items()}, 1.0
+    ).to(context.device)
+    return counted(model, lambda: workload.measure(model, row.tensors))
+
+
+def counted(model: torch.nn.Module, forward: Callable[[], Any]) -> float | None:
+    """Multiply-adds of `forward()`, which calls `model`; None, with a warning, where torch cannot count."""
+    training = model.training
+    model.eval()  # which draws nothing by chance and leaves no statistics behind
     try:
-        return _counted_multiply_adds(workload, model, source, context)
+        with CountProducts() as counter:
+            forward()
     except Exception as error:  # anybody's model under a mode that catches its operations: no reason not to train it
         _logger.warning("what a step computes is not known (%s)", error)
         return None
-
-
-def _counted_multiply_adds(
-    workload: ReplicatedWorkload, model: torch.nn.Module, source: RowSource, context: WorkerContext
-) -> float:
-    batch = TensorBatch(
-        {name: torch.from_numpy(array) for name, array in source.read(np.zeros(1, np.int64)).items()}, 1.0
-    )
-    counter = FlopCounterMode(display=False, custom_mapping=_UNCOUNTED)
-    model.eval()  # which draws nothing by chance and leaves no statistics behind
-    try:
-        with counter:
-            workload.measure(model, batch.to(context.device).tensors)
     finally:
-        model.train()
-    return counter.get_total_flops() / 2
+        model.train(training)
+    return counter.operations / 2

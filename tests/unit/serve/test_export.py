@@ -27,7 +27,7 @@ from rayrec.data.log import Segment
 from rayrec.data.multi_hot import MultiHot
 from rayrec.data.parsing import parse
 from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
-from rayrec.models.dlrm import DLRMConfig
+from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.tables import Quantization
 from rayrec.schema import Schema
 from rayrec.serve.export import export
@@ -98,7 +98,7 @@ def test_scores_are_the_checkpoints(
     assert quantization == "fp32" or (logits != expected).any()
     assert np.std(expected) > 10 * np.abs(logits - expected).mean()
     width = {"fp32": 32, "fp16": 16, "int8": 16, "int4": 8}[quantization]  # bytes of 8 values
-    dense = sum(p.nbytes for name, p in saved.network.named_parameters() if "embedding_bags" not in name)
+    dense = sum(p.nbytes for name, p in saved.model.named_parameters() if "embedding_bags" not in name)
     assert served.weight_bytes == width * sum(saved.preprocessor.num_embeddings) + dense
 
 

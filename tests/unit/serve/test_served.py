@@ -55,7 +55,7 @@ def test_logits_are_the_networks(make: str, tmp_path: Path) -> None:
     assert (served.kind, served.quantization) == ("checkpoint", "fp32")
     assert served.source == str(saved.checkpoint)
     assert served.preprocessor_hash == saved.preprocessor.hash()
-    assert served.weight_bytes == sum(parameter.nbytes for parameter in saved.network.parameters())
+    assert served.weight_bytes == sum(parameter.nbytes for parameter in saved.model.parameters())
     for count in (200, 1, 0):
         rows = saved.rows(count)
         logits = served.score(rows)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from whole_click_model import whole_model
 
 from rayrec import checkpoint as checkpoints
 from rayrec import recipes
@@ -17,7 +18,7 @@ from rayrec.data.encoded import EncodedRows
 from rayrec.data.loader import Slicer, sparse_features
 from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
 from rayrec.datasets.criteo import SCHEMA
-from rayrec.models.dlrm import DLRMConfig
+from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.workloads.distillation import RECORD, Teacher, TeacherConfig, load_targets, open_teacher
 
 NUM_EMBEDDINGS = [5 + column for column in range(26)]
@@ -37,9 +38,7 @@ def preprocessor() -> Preprocessor:
 
 def _model(seed: int) -> torch.nn.Module:
     config = DLRMConfig(interaction="dot", embedding_dim=4, bottom_mlp=(8, 4), top_mlp=(8, 1))
-    return config.build(
-        num_embeddings=NUM_EMBEDDINGS, num_dense=13, seed=seed, embedding_device="cpu", features=SCHEMA.sparse
-    )
+    return whole_model(config, NUM_EMBEDDINGS, seed=seed, features=SCHEMA.sparse)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from rayrec.data.profiles import FUXICTR_X4, MLPERF_NUM_EMBEDDINGS
 from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig
 from rayrec.sharding import TablePlacement
 from rayrec.workloads import recsys_plan, recsys_worker
+from rayrec.workloads.recsys_cost import NetworkCost
 from rayrec.workloads.recsys_memory import PROCESS_BYTES, worker_memories
 from rayrec.workloads.recsys_plan import build_model
 from rayrec.workloads.recsys_worker import Place, _plan_or_wait
@@ -90,7 +91,8 @@ def test_what_a_worker_needs_is_the_sum_of_its_parts() -> None:
             table="b", num_embeddings=5, embedding_dim=4, sharding_type="data_parallel", bytes_of_rank={0: 80, 1: 80}
         ),
     ]
-    first, second = worker_memories(workload, config, rows, dense_weights=100, num_sparse=2, batch_size=8, world_size=2)
+    cost = NetworkCost(weights=100, multiply_adds=None, saved_bytes_per_row=200.0)
+    first, second = worker_memories(workload, config, rows, cost=cost, num_sparse=2, batch_size=8, world_size=2)
     assert (first.tables, first.gradients, first.dense, first.checkpoint) == (240, 80, 1600, 160 + (80 + 1200) // 2)
     assert (second.tables, second.gradients, second.checkpoint) == (80, 80, (80 + 1200) // 2)
     parts = first.tables + first.gradients + first.dense + first.batches + first.checkpoint

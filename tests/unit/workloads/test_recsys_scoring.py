@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from whole_click_model import whole_model
 
 from rayrec import checkpoint as checkpoints
 from rayrec import recipes
@@ -18,7 +19,7 @@ from rayrec.config import InputError
 from rayrec.data.loader import sparse_features
 from rayrec.data.parsing import parse
 from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
-from rayrec.models.dlrm import DLRMConfig
+from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.observe.console import Console
 from rayrec.serve.opening import Request
 from rayrec.serve.pool import weight_bytes
@@ -49,9 +50,7 @@ def preprocessor(config: TrainConfig) -> Preprocessor:
 
 
 def _build(config: TrainConfig, seed: int) -> torch.nn.Module:
-    return config.workload.model.build(  # type: ignore[attr-defined]
-        num_embeddings=NUM_EMBEDDINGS, num_dense=13, seed=seed, embedding_device="cpu"
-    )
+    return whole_model(config.workload.model, NUM_EMBEDDINGS, seed=seed)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")

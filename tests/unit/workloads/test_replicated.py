@@ -19,7 +19,8 @@ from rayrec.batch import RowOutput
 from rayrec.checkpoint import Checkpoint, full_tensors, untied, weights_sha256
 from rayrec.config import InputError
 from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, NamedOptimizer
-from rayrec.workloads.replicated_worker import RowMetrics, seed_chance, step_seed
+from rayrec.workloads.chance import seed_chance, step_seed
+from rayrec.workloads.replicated_worker import RowMetrics
 from rayrec.workloads.row_cost import multiply_adds_per_row
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ray.serve import Application
 
 _PROXY_FIELDS: Final = ("host", "port")
-_TEXT_FIELDS: Final = ("token_file", "token_env", "device", "ingress", "host")
+_TEXT_FIELDS: Final = ("token_file", "token_env", "device", "ingress", "host", "recipe")
 
 
 def build_application(args: Mapping[str, Any]) -> Application:

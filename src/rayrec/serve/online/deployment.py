@@ -12,16 +12,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, final
 
 from rayrec.config import InputError
+from rayrec.launch import cluster
 from rayrec.serve.online.app import ScoringApp
 from rayrec.serve.online.board import Board
 from rayrec.serve.online.counters import Counters, Snapshot
 from rayrec.serve.online.hosting import Configured, Hosting, Wanted
 from rayrec.serve.online.settings import ServeConfig
 from rayrec.serve.online.sources import source_of
+from rayrec.user_code import function_in_file
+from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.recsys import ClickWorkload
 
 if TYPE_CHECKING:
     from ray.serve import Application
 
+    from rayrec.models.base import ClickModelConfig
     from rayrec.serve.online.listening import Listener
     from rayrec.serve.served import ServedModel
 
@@ -140,14 +145,28 @@ def make_application(
         max_constructor_retry_count=1,
         logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING"),
     )
-    return deployment.bind(config, token_digest)
+    return deployment.bind(config, token_digest, own_network(config.recipe))
+
+
+def own_network(recipe: str | None) -> type[ClickModelConfig] | None:
+    """The class of the settings of a network that is not rayrec's, from FILE.py:FUNCTION; the file goes to the replicas as code.
+    Raises InputError if there is none."""
+    if recipe is None:
+        return None
+    config = function_in_file(recipe, returns=TrainConfig)()
+    if not isinstance(config.workload, ClickWorkload):
+        raise InputError(f"recipe: {recipe} trains no click model; only those are served")
+    cluster.ship_code(type(config.workload.model))
+    return type(config.workload.model)
 
 
 class _Replica:
     """One process that answers. A thread asks the board what is wanted, and changes over."""
 
-    def __init__(self, config: ServeConfig, token_digest: bytes | None) -> None:
-        self._held = _Held(config, token_digest)
+    def __init__(
+        self, config: ServeConfig, token_digest: bytes | None, network: type[ClickModelConfig] | None = None
+    ) -> None:
+        self._held = _Held(config, token_digest, network)
 
     def __serve_build_asgi_app__(self) -> ScoringApp:
         return self._held.app
@@ -165,9 +184,11 @@ class _Replica:
 class _ListeningReplica:
     """One that takes requests itself, at the port of its node."""
 
-    def __init__(self, config: ServeConfig, token_digest: bytes | None) -> None:
+    def __init__(
+        self, config: ServeConfig, token_digest: bytes | None, network: type[ClickModelConfig] | None = None
+    ) -> None:
         self._listener: Listener | None = None  # first, for __del__
-        self._config, self._held = config, _Held(config, token_digest)
+        self._config, self._held = config, _Held(config, token_digest, network)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """As above; the replica listens once it has a model."""
@@ -214,7 +235,7 @@ def read_user_config(user_config: Mapping[str, Any]) -> Configured:
 class _Held:
     """The model and the application of a replica."""
 
-    def __init__(self, config: ServeConfig, token_digest: bytes | None) -> None:
+    def __init__(self, config: ServeConfig, token_digest: bytes | None, network: type[ClickModelConfig] | None) -> None:
         import torch
         from ray import serve
 
@@ -227,7 +248,7 @@ class _Held:
         counters = Counters()
 
         def load(path: str) -> ServedModel:
-            return open_served(path, device=config.device)
+            return open_served(path, device=config.device, own=network)
 
         self._hosting = Hosting(load, counters)
         self._wanted: Wanted | None = None

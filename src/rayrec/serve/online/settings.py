@@ -9,6 +9,7 @@ from typing import Literal
 
 from rayrec import storage
 from rayrec.config import Config, InputError
+from rayrec.user_code import is_in_file
 from rayrec.workloads.scoring import Device
 
 
@@ -50,6 +51,8 @@ class ServeConfig(Config):
     """File with the bearer token that requests must bear."""
     token_env: str | None = None
     """Name of the environment variable that holds it."""
+    recipe: str | None = None
+    """FILE.py:FUNCTION, the recipe that the model was trained by, if its network is one of your own."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,6 +74,8 @@ class ServeConfig(Config):
                 raise InputError(f"{name}: {getattr(self, name)} must be above 0")
         if not 0 < self.port < 65536:
             raise InputError(f"port: {self.port} must be from 1 to 65535")
+        if self.recipe is not None and not is_in_file(self.recipe):
+            raise InputError(f"recipe: {self.recipe!r} is not FILE.py:FUNCTION; for rayrec's own models leave it out")
         if self.token_file and self.token_env:
             raise InputError("token_file and token_env are both given; one holds the token")
 

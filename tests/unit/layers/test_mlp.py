@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rayrec.models.mlp import MLP, Precision, linear_stack
+from rayrec.layers.mlp import MLP, Precision, linear_stack
 
 
 def reference(mlp: MLP, *, final_activation: bool) -> nn.Sequential:

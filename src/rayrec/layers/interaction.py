@@ -1,33 +1,20 @@
 """How dense and sparse features meet: pairwise dot products, low-rank crosses, or a product of two projections.
 
 A sharded collection delivers its features table by table, worker by worker. Each interaction brings them into the
-model's own order (the dot product by the choice of pairs, at no cost), so that the result never depends on the plan.
+features' own order (the dot product by the choice of pairs, at no cost), so that the result never depends on the plan.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from rayrec.models.mlp import MLP, Precision, compute_dtype, linear_stack, start_values
-
-if TYPE_CHECKING:
-    from torchrec.sparse.jagged_tensor import KeyedTensor
-
-Order = tuple[int, ...]
-"""order[k] is the feature whose embedding stands at place k."""
-
-
-def in_feature_order(embeddings: torch.Tensor, order: Order, *, dim: int) -> torch.Tensor:
-    """Bring (rows, num_sparse * dim) embeddings into the order of the features; no copy when they already are."""
-    if order == tuple(range(len(order))):
-        return embeddings
-    places = sorted(range(len(order)), key=order.__getitem__)
-    return torch.cat([embeddings[:, place * dim : (place + 1) * dim] for place in places], dim=1)
+from rayrec.layers.embedded import Embedded, Order, in_feature_order
+from rayrec.layers.mlp import MLP, Precision, compute_dtype, linear_stack, start_values
 
 
 class _PairwiseDots(torch.autograd.Function):
@@ -61,21 +48,6 @@ class _PairwiseDots(torch.autograd.Function):
         return dense_gradient, sparse_gradient, None, None
 
 
-class _Penalised(torch.autograd.Function):
-    """Passes values on; adds `weight` times them to their gradient, as a loss of weight / 2 * |values|^2 would."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, weight: float) -> torch.Tensor:
-        ctx.save_for_backward(values)
-        ctx.weight = weight
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (values,) = ctx.saved_tensors
-        return gradient.add(values, alpha=ctx.weight), None
-
-
 class Interaction(nn.Module, ABC):
     """(rows, dim) dense and the pooled embeddings of `features` to (rows, out_features)."""
 
@@ -83,23 +55,14 @@ class Interaction(nn.Module, ABC):
 
     def __init__(self, features: Sequence[str], *, dim: int) -> None:
         super().__init__()
-        self.features, self.num_sparse, self.dim = list(features), len(features), dim
-        self._feature = {name: index for index, name in enumerate(features)}
-        self._keys = list(features)
-        self._order: Order = tuple(range(len(features)))
+        self.num_sparse, self.dim = len(features), dim
 
-    def forward(self, dense: torch.Tensor, pooled: KeyedTensor, penalty: float = 0.0) -> torch.Tensor:
-        keys = pooled.keys()  # sharded: waits for the exchange between workers
-        if keys != self._keys:
-            self._keys, self._order = list(keys), tuple(self._feature[key] for key in keys)
-        values = pooled.values()
-        if penalty and torch.is_grad_enabled():
-            values = _Penalised.apply(values, penalty)
-        return self.combine(dense, values, self._order)
+    def forward(self, dense: torch.Tensor, embedded: Embedded) -> torch.Tensor:
+        return self.combine(dense, *embedded.delivered())
 
     @abstractmethod
     def combine(self, dense: torch.Tensor, sparse: torch.Tensor, order: Order) -> torch.Tensor:
-        """Combine `dense` with `sparse` (rows, num_sparse * dim), whose features stand as `order` says."""
+        """Combine `dense` with `sparse` (rows, num_sparse * dim), whose features are in the order `order`."""
 
 
 class DotInteraction(Interaction):

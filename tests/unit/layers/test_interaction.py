@@ -6,16 +6,16 @@ import pytest
 import torch
 from torchrec.models.dlrm import InteractionArch, InteractionDCNArch, InteractionProjectionArch
 from torchrec.modules.crossnet import LowRankCrossNet
-from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from rayrec.models.interaction import CrossInteraction, DotInteraction, Interaction, ProjectionInteraction
+from rayrec.layers.embedded import Embedded
+from rayrec.layers.interaction import CrossInteraction, DotInteraction, Interaction, ProjectionInteraction
 
 FEATURES = [f"cat_{index}" for index in range(5)]
 DIM, ROWS = 8, 33
 
 
-def pooled(values: torch.Tensor, keys: list[str]) -> KeyedTensor:
-    return KeyedTensor(keys=keys, length_per_key=[DIM] * len(keys), values=values)
+def pooled(values: torch.Tensor, keys: list[str]) -> Embedded:
+    return Embedded(FEATURES, DIM, lambda: (values, tuple(FEATURES.index(key) for key in keys)))
 
 
 def build(kind: str) -> Interaction:

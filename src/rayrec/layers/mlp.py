@@ -170,8 +170,8 @@ def start_values(tensor: torch.Tensor, draw: Callable[[torch.Tensor], torch.Tens
     return tensor if tensor.is_meta else draw(tensor)
 
 
-class _Linear(nn.Linear):
-    """Without start values of its own: those of `MLP` are all that is drawn from the generator."""
+class EmptyLinear(nn.Linear):
+    """Without start values of its own, so that a network alone decides what is drawn from the generator."""
 
     def reset_parameters(self) -> None:
         pass
@@ -193,7 +193,7 @@ class MLP(nn.Module):
         self.out_features = sizes[-1] if sizes else in_features
         self.layers = nn.ModuleList()
         for out_features in sizes:
-            layer = _Linear(in_features, out_features)
+            layer = EmptyLinear(in_features, out_features)
             start_values(layer.weight, partial(nn.init.normal_, std=(2.0 / (in_features + out_features)) ** 0.5))
             start_values(layer.bias, partial(nn.init.normal_, std=(1.0 / out_features) ** 0.5))
             self.layers.append(layer)

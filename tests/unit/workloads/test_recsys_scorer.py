@@ -1,4 +1,4 @@
-"""The dense part alone gives what the whole network gives, as it is and as an exported program."""
+"""The network between plain tensors gives what the trained model gives, as it is and as an exported program."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import pytest
 import torch
 from saved_clicks import SMALL
 
-from rayrec.models.dense_part import DensePart
+from rayrec.models.base import ModelInputs
+from rayrec.workloads.recsys_scorer import PlainModel
 
-FEATURES = ["b", "a", "c"]
+INPUTS = ModelInputs(5, ("b", "a", "c"))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("interaction", ["dot", "cross", "projection"])
 def test_an_exported_program_gives_the_same_logits(interaction: str, precision: str) -> None:
     torch.manual_seed(0)
-    part = DensePart(SMALL.replace(interaction=interaction), num_dense=5, features=FEATURES, precision=precision).eval()
+    network = SMALL.replace(interaction=interaction).build(INPUTS, precision=precision)  # type: ignore[arg-type]
+    model = PlainModel(network, INPUTS, embedding_dim=8).eval()
     dense, pooled = torch.randn(50, 5), torch.randn(50, 24)
     rows = torch.export.Dim("rows", min=1)
-    program = torch.export.export(part, (dense, pooled), dynamic_shapes=({0: rows}, {0: rows})).module()
+    program = torch.export.export(model, (dense, pooled), dynamic_shapes=({0: rows}, {0: rows})).module()
     with torch.no_grad():
-        expected = part(dense, pooled)
+        expected = model(dense, pooled)
         assert expected.shape == (50,)
         assert expected.dtype == torch.float32
         tolerance = 1e-5 if precision == "fp32" else 0.03
@@ -32,6 +34,6 @@ def test_building_on_meta_draws_nothing() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
     with torch.device("meta"):
-        part = DensePart(SMALL, num_dense=5, features=FEATURES)
-    assert all(parameter.is_meta for parameter in part.parameters())
+        network = SMALL.build(INPUTS)
+    assert all(parameter.is_meta for parameter in network.parameters())
     assert torch.equal(torch.get_rng_state(), before)

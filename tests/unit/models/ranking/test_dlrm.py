@@ -10,11 +10,13 @@ import torch
 from torch.nn import functional
 from torchrec.models.dlrm import DLRM as TorchRecDLRM
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from whole_click_model import whole_model
 
 from rayrec.click_batch import ClickBatch
 from rayrec.config import InputError
-from rayrec.models.dlrm import DLRMConfig, multiply_adds
-from rayrec.models.dlrm_module import DLRM
+from rayrec.models.click_model import ClickModel
+from rayrec.models.ranking.dlrm import DLRMConfig
+from rayrec.workloads.recsys_cost import network_multiply_adds
 
 SIZES = [50, 3, 700, 20]
 SMALL = DLRMConfig(
@@ -45,13 +47,14 @@ def batch(rows: int, *, seed: int = 0, loss_weight: float = 1.0) -> ClickBatch:
     )
 
 
-def build(config: DLRMConfig = SMALL, **settings: object) -> DLRM:
-    return config.build(num_embeddings=SIZES, num_dense=13, embedding_device="cpu", **settings)
+def build(config: DLRMConfig = SMALL, **settings: object) -> ClickModel:
+    return whole_model(config, SIZES, **settings)
 
 
 def test_kaggle_multiply_adds() -> None:
     kaggle = DLRMConfig(interaction="dot", embedding_dim=16, bottom_mlp=(512, 256, 64, 16), top_mlp=(512, 256, 1))
-    assert multiply_adds(kaggle) == 486_032
+    model = whole_model(kaggle, [2] * 26)
+    assert network_multiply_adds(model.head.network, model.head.inputs, embedding_dim=16) == 486_032
 
 
 @pytest.mark.parametrize("interaction", ["dot", "cross", "projection"])
@@ -60,7 +63,9 @@ def test_multiply_adds_counts_the_built_layers(interaction: str) -> None:
     model = build(config)
     weights = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "embedding_bags" not in n)
     products = {"dot": 5 * 5 * 8, "cross": 0, "projection": 2 * 3 * 8}[interaction]
-    assert multiply_adds(config, num_dense=13, num_sparse=4) == weights + products
+    cost = network_multiply_adds(model.head.network, model.head.inputs, embedding_dim=8)
+    assert cost == weights + products
+    assert model.training
 
 
 def test_logits_equal_torchrec() -> None:
@@ -123,7 +128,7 @@ def test_a_batch_without_rows_has_zero_loss_and_a_graph(precision: str) -> None:
     loss.backward()
     assert loss.item() == 0
     assert output.logits.shape == (0,)
-    assert torch.count_nonzero(model.top_mlp.layers[0].weight.grad) == 0
+    assert torch.count_nonzero(model.head.network.top_mlp.layers[0].weight.grad) == 0
 
 
 def test_seed_alone_decides_the_start() -> None:
@@ -153,5 +158,5 @@ def test_settings_that_cannot_be_are_refused(changes: dict[str, object], message
 
 
 def test_settings_load_no_torch() -> None:
-    code = "import sys, rayrec.models.dlrm, rayrec.sharding as s; s.ShardingConfig(); assert 'torch' not in sys.modules"
+    code = "import sys, rayrec.models.ranking.dlrm, rayrec.sharding as s; s.ShardingConfig(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

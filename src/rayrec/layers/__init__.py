@@ -1,0 +1,1 @@
+"""Layers that click models are made of; plain torch, neither TorchRec nor Ray."""

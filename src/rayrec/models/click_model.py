@@ -1,0 +1,158 @@
+"""A click model as it is trained: a network and TorchRec's tables, which DistributedModelParallel shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from rayrec.click_batch import ClickBatch, StepOutput
+from rayrec.config import InputError
+from rayrec.layers.embedded import Delivery, Embedded
+from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.embeddings import build_embeddings
+
+if TYPE_CHECKING:
+    from rayrec.layers.mlp import Precision
+
+_NETWORK = "head.network."
+"""What torch puts before the names of a network's weights; they are saved under the network's own names."""
+
+
+class ClickModel(nn.Module):
+    """A network and its tables. `state_dict` has the tables under `embeddings.` and the network's weights under the names that
+    the network gives them, as scoring uses the network alone."""
+
+    def __init__(
+        self, embeddings: EmbeddingBagCollection, network: nn.Module, inputs: ModelInputs, *, embedding_penalty: float
+    ) -> None:
+        super().__init__()
+        self.embeddings = embeddings
+        self.head = _Head(
+            network, inputs, dim=embeddings.embedding_bag_configs()[0].embedding_dim, penalty=embedding_penalty
+        )
+        self.register_state_dict_post_hook(_with_own_names)
+
+    # TorchRec's sparse-dist pipeline traces this method, down to `embeddings` and `head`: no branches on values here.
+    def forward(self, batch: ClickBatch) -> tuple[torch.Tensor, StepOutput]:
+        """The batch's weighted loss (a scalar, 0 for a batch without rows), and the step's outputs."""
+        if isinstance(self.embeddings, EmbeddingBagCollection):
+            return self.head(batch, self._pooled(batch.sparse_features))
+        return self.head(batch, self.embeddings(batch.sparse_features))  # starts the exchange between workers
+
+    def score(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
+        """Logits (rows,), float32, of dense features (rows, num_dense) and one bag per row and feature. Not under sharding."""
+        return self.head.logits(dense_features, self._pooled(sparse_features))
+
+    def _pooled(self, sparse_features: KeyedJaggedTensor) -> KeyedTensor:
+        if sparse_features.stride():
+            return self.embeddings(sparse_features)
+        # An unsharded collection refuses a batch without rows (IndexError in KeyedJaggedTensor.to_dict).
+        features, dim = list(self.head.inputs.features), self.head.dim
+        nothing = torch.zeros(0, dim * len(features), device=sparse_features.device())
+        return KeyedTensor(keys=features, length_per_key=[dim] * len(features), values=nothing)
+
+
+class _Head(nn.Module):
+    """From pooled embeddings to the loss. Without a sharded part, it is not traced by TorchRec: a network may be any code."""
+
+    def __init__(self, network: nn.Module, inputs: ModelInputs, *, dim: int, penalty: float) -> None:
+        super().__init__()
+        self.network, self.inputs, self.dim, self._penalty = network, inputs, dim, penalty
+        self._number = {feature: number for number, feature in enumerate(inputs.features)}
+        self._keys, self._order = list(inputs.features), tuple(range(len(inputs.features)))
+        self._own_loss = getattr(network, "loss", None)
+
+    def forward(self, batch: ClickBatch, pooled: KeyedTensor) -> tuple[torch.Tensor, StepOutput]:
+        outputs = self._outputs(batch.dense_features, pooled, penalty=batch.loss_weight * self._penalty)
+        logits = outputs[self.inputs.label]
+        loss = self._summed_loss(outputs, batch) * batch.loss_weight
+        return loss, StepOutput(loss.detach(), logits.detach(), batch.labels)
+
+    def logits(self, dense: torch.Tensor, pooled: KeyedTensor) -> torch.Tensor:
+        return self._outputs(dense, pooled, penalty=0.0)[self.inputs.label]
+
+    def _outputs(self, dense: torch.Tensor, pooled: KeyedTensor, *, penalty: float) -> dict[str, torch.Tensor]:
+        outputs = self.network(dense, Embedded(self.inputs.features, self.dim, lambda: self._deliver(pooled, penalty)))
+        if self.inputs.label not in outputs:
+            raise InputError(
+                f"{type(self.network).__name__}: forward gave {', '.join(outputs) or 'nothing'}, and no logits by the name of "
+                f"the label, {self.inputs.label}"
+            )
+        return outputs
+
+    def _deliver(self, pooled: KeyedTensor, penalty: float) -> Delivery:
+        keys = pooled.keys()  # sharded: waits for the exchange between workers
+        if keys != self._keys:
+            self._keys, self._order = list(keys), tuple(self._number[key] for key in keys)
+        values = pooled.values()
+        if penalty and torch.is_grad_enabled():
+            values = _Penalised.apply(values, penalty)
+        return values, self._order
+
+    def _summed_loss(self, outputs: dict[str, torch.Tensor], batch: ClickBatch) -> torch.Tensor:
+        """The sum over the rows of each row's loss times its weight."""
+        if self._own_loss is None:
+            return functional.binary_cross_entropy_with_logits(
+                outputs[self.inputs.label], batch.labels, weight=batch.weights, reduction="sum"
+            )
+        losses = self._own_loss(outputs, {self.inputs.label: batch.labels})
+        return (losses if batch.weights is None else losses * batch.weights).sum()
+
+
+class _Penalised(torch.autograd.Function):
+    """Passes values on; adds `weight` times them to their gradient, as a loss of weight / 2 * |values|^2 would."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, weight: float) -> torch.Tensor:
+        ctx.save_for_backward(values)
+        ctx.weight = weight
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (values,) = ctx.saved_tensors
+        return gradient.add(values, alpha=ctx.weight), None
+
+
+def own_name(name: str) -> str:
+    """The name under which a weight of a ClickModel is saved, from its name among `named_parameters`."""
+    return name.removeprefix(_NETWORK)
+
+
+def _with_own_names(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    for name in [name for name in state if name.startswith(prefix + _NETWORK)]:
+        state[prefix + own_name(name.removeprefix(prefix))] = state.pop(name)
+
+
+def build_click_model(
+    config: ClickModelConfig,
+    inputs: ModelInputs,
+    *,
+    num_embeddings: Sequence[int],
+    precision: Precision = "fp32",
+    seed: int = 0,
+    embedding_device: str = "meta",
+) -> ClickModel:
+    """The model with its network on CPU and its tables on `embedding_device`.
+
+    Tables on "meta" hold no values until they are sharded; "cpu" gives a whole model in one process. All start values depend on
+    `seed` alone. `num_embeddings`: rows of each feature's table. Raises InputError for a table without rows.
+    """
+    with torch.random.fork_rng(devices=[]):
+        # Inside: constructing tables on "cpu" also draws from the global generator, before our own values go in.
+        embeddings = build_embeddings(
+            num_embeddings,
+            embedding_dim=config.embedding_dim,
+            seed=seed,
+            device=embedding_device,
+            features=inputs.features,
+        )
+        torch.manual_seed(seed)
+        network = config.build(inputs, precision=precision)
+    return ClickModel(embeddings, network, inputs, embedding_penalty=config.embedding_penalty)

@@ -1,0 +1,69 @@
+"""The settings of DLRM. The network is in `dlrm_network`, so that a driver that runs a recipe of rayrec's loads no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from rayrec.config import InputError
+from rayrec.models.base import ClickModelConfig, ModelInputs
+
+if TYPE_CHECKING:
+    from rayrec.layers.mlp import Precision
+    from rayrec.models.ranking.dlrm_network import DLRM
+
+
+@dataclass(frozen=True, kw_only=True)
+class DLRMConfig(ClickModelConfig):
+    """A click model of a bottom MLP, one embedding table per sparse feature, an interaction, and a top MLP."""
+
+    interaction: Literal["dot", "cross", "projection"] = "cross"
+    """How features meet: pairwise dots (DLRM), low-rank crosses (DCN V2), or a product of two projections."""
+    embedding_dim: int = 128
+    """Width of every embedding, and of the bottom MLP's output."""
+    bottom_mlp: tuple[int, ...] = (512, 256, 128)
+    """Layer sizes of the MLP over the dense features; the last one equals embedding_dim."""
+    top_mlp: tuple[int, ...] = (1024, 1024, 512, 256, 1)
+    """Layer sizes of the MLP over the interaction; the last one is 1, the logit."""
+    cross_layers: int = 3
+    """Number of cross layers (interaction "cross")."""
+    cross_low_rank: int = 512
+    """Rank of each cross layer's weight (interaction "cross")."""
+    projection_first: tuple[int, ...] = (2048, 2048)
+    """Layer sizes of the first branch, the last a multiple of embedding_dim (interaction "projection")."""
+    projection_second: tuple[int, ...] = (2048, 2048)
+    """Layer sizes of the second branch, the last a multiple of embedding_dim (interaction "projection")."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("cross_layers", "cross_low_rank"):
+            if getattr(self, name) < 1:
+                raise InputError(f"DLRMConfig.{name}: {getattr(self, name)} must be at least 1")
+        for name in ("bottom_mlp", "top_mlp", "projection_first", "projection_second"):
+            sizes = getattr(self, name)
+            if not sizes or min(sizes) < 1:
+                raise InputError(f"DLRMConfig.{name}: {sizes} needs one or more sizes, each at least 1")
+        if self.bottom_mlp[-1] != self.embedding_dim:
+            raise InputError(
+                f"DLRMConfig.bottom_mlp: ends with {self.bottom_mlp[-1]}, but must end with embedding_dim "
+                f"{self.embedding_dim}"
+            )
+        if self.top_mlp[-1] != 1:
+            raise InputError(f"DLRMConfig.top_mlp: ends with {self.top_mlp[-1]}, but must end with 1, the logit")
+        if self.interaction == "projection":
+            for name in ("projection_first", "projection_second"):
+                if getattr(self, name)[-1] % self.embedding_dim:
+                    raise InputError(
+                        f"DLRMConfig.{name}: ends with {getattr(self, name)[-1]}, but must end with a multiple of "
+                        f"embedding_dim {self.embedding_dim}"
+                    )
+
+    @classmethod
+    def _own_class(cls) -> str | None:
+        # Stored without its name, as when there was no other model.
+        return None if cls is DLRMConfig else super()._own_class()
+
+    def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> DLRM:
+        from rayrec.models.ranking.dlrm_network import DLRM
+
+        return DLRM(self, inputs, precision=precision)

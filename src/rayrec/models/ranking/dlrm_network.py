@@ -1,0 +1,46 @@
+"""The DLRM network (Naumov et al., 2019), with each interaction that `DLRMConfig` names."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from rayrec.layers.embedded import Embedded
+from rayrec.layers.interaction import CrossInteraction, DotInteraction, Interaction, ProjectionInteraction
+from rayrec.layers.mlp import MLP, Precision
+from rayrec.models.base import ModelInputs
+from rayrec.models.ranking.dlrm import DLRMConfig
+
+
+class DLRM(nn.Module):
+    """Bottom MLP, interaction and top MLP."""
+
+    def __init__(self, config: DLRMConfig, inputs: ModelInputs, *, precision: Precision) -> None:
+        """Draws start values from torch's global generator."""
+        super().__init__()
+        self._label = inputs.label
+        self.bottom_mlp = MLP(inputs.num_dense, config.bottom_mlp, final_activation=True, precision=precision)
+        self.interaction = _interaction(config, inputs, precision)
+        self.top_mlp = MLP(self.interaction.out_features, config.top_mlp, final_activation=False, precision=precision)
+
+    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+        """See `ClickModelConfig.build`."""
+        bottom = self.bottom_mlp(dense)  # while embeddings are exchanged
+        return {self._label: self.top_mlp(self.interaction(bottom, embedded)).squeeze(1)}
+
+
+def _interaction(config: DLRMConfig, inputs: ModelInputs, precision: Precision) -> Interaction:
+    features, dim = inputs.features, config.embedding_dim
+    if config.interaction == "dot":
+        return DotInteraction(features, dim=dim)
+    if config.interaction == "cross":
+        return CrossInteraction(
+            features, dim=dim, num_layers=config.cross_layers, low_rank=config.cross_low_rank, precision=precision
+        )
+    return ProjectionInteraction(
+        features,
+        dim=dim,
+        first_branch=config.projection_first,
+        second_branch=config.projection_second,
+        precision=precision,
+    )

@@ -1,0 +1,131 @@
+"""FinalNet (Zhu et al., "FINAL: Factorized Interaction Layer for CTR Prediction", SIGIR 2023), and its settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from rayrec.config import InputError
+from rayrec.layers.batch_norm import GlobalBatchNorm
+from rayrec.layers.embedded import Embedded
+from rayrec.layers.mlp import EmptyLinear, Precision, compute_dtype, start_values
+from rayrec.models.base import ClickModelConfig, ModelInputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinalNetConfig(ClickModelConfig):
+    """Two towers of factorized interaction layers, whose logits are averaged and which learn from their mean."""
+
+    first_tower: tuple[int, ...] = (400, 400)
+    """Widths of its layers, each even."""
+    second_tower: tuple[int, ...] = (400, 400)
+    """Widths of its layers, each even; empty: there is one tower."""
+    first_dropout: float = 0.1
+    """Share of the first tower's activations that a step leaves out."""
+    second_dropout: float = 0.0
+    """Share of the second tower's activations that a step leaves out."""
+    batch_norm: bool = True
+    """Normalize each layer's outputs over the global batch."""
+    feature_gate: bool = True
+    """The first tower also gets its embeddings times a weight that is computed from all features."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("first_tower", "second_tower"):
+            sizes = getattr(self, name)
+            if any(size < 2 or size % 2 for size in sizes) or (name == "first_tower" and not sizes):
+                raise InputError(f"FinalNetConfig.{name}: {sizes} needs even sizes, each at least 2")
+        for name in ("first_dropout", "second_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InputError(f"FinalNetConfig.{name}: {getattr(self, name)} must be at least 0 and below 1")
+
+    def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
+        return FinalNet(self, inputs, precision=precision)
+
+
+class FinalNet(nn.Module):
+    """Logit (y1 + y2) / 2 of two towers. A number counts as a feature whose embedding is the number times a learned vector."""
+
+    def __init__(self, config: FinalNetConfig, inputs: ModelInputs, *, precision: Precision) -> None:
+        super().__init__()
+        self._label, dim = inputs.label, config.embedding_dim
+        fields = inputs.num_dense + len(inputs.features)
+        self.number_vectors = nn.Parameter(_xavier(inputs.num_dense, dim))
+        self.gate = EmptyLinear(fields, fields) if config.feature_gate else None
+        if self.gate is not None:  # gates start as 1
+            start_values(self.gate.weight, nn.init.zeros_)
+            start_values(self.gate.bias, nn.init.ones_)
+        width = fields * dim * (2 if config.feature_gate else 1)
+        self.first = _Tower(width, config.first_tower, config.first_dropout, config.batch_norm, precision)
+        self.second = (
+            _Tower(fields * dim, config.second_tower, config.second_dropout, config.batch_norm, precision)
+            if config.second_tower
+            else None
+        )
+
+    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+        """See `ClickModelConfig.build`; beside the label's logits those of each tower, where there are two."""
+        numbers = dense.unsqueeze(2) * self.number_vectors
+        fields = torch.cat([numbers, embedded.stacked()], dim=1)  # (rows, fields, dim)
+        plain = gated = fields.flatten(1)
+        if self.gate is not None:
+            gates = self.gate(fields.transpose(1, 2)).transpose(1, 2)
+            gated = torch.cat([fields, fields * gates], dim=1).flatten(1)
+        first = self.first(gated)
+        if self.second is None:
+            return {self._label: first}
+        second = self.second(plain)
+        return {self._label: (first + second) * 0.5, "first tower": first, "second tower": second}
+
+    def loss(self, outputs: dict[str, torch.Tensor], labels: dict[str, torch.Tensor]) -> torch.Tensor:
+        """(rows,): the cross entropy of the logit with the label, and of each tower with the logit's probability."""
+        logits = outputs[self._label]
+        loss = functional.binary_cross_entropy_with_logits(logits, labels[self._label], reduction="none")
+        for tower in ("first tower", "second tower"):
+            if tower in outputs:
+                loss = loss + functional.binary_cross_entropy_with_logits(
+                    outputs[tower], logits.detach().sigmoid(), reduction="none"
+                )
+        return loss
+
+
+class _Tower(nn.Module):
+    """Factorized interaction layers: a half of each layer's linear outputs, and the product of both halves, side by side."""
+
+    def __init__(
+        self, in_features: int, sizes: tuple[int, ...], dropout: float, batch_norm: bool, precision: Precision
+    ) -> None:
+        super().__init__()
+        self.layers, self.norms = nn.ModuleList(), nn.ModuleList()
+        for size in sizes:
+            self.layers.append(_linear(in_features, size))
+            self.norms.append(GlobalBatchNorm(size) if batch_norm else nn.Identity())
+            in_features = size
+        self.logit = _linear(in_features, 1)
+        self._dropout, self._dtype = dropout, compute_dtype(precision)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """(rows, in_features) -> logits (rows,), float32."""
+        hidden = inputs.to(self._dtype)
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            assert isinstance(layer, EmptyLinear)
+            linear = functional.linear(hidden, layer.weight.to(self._dtype), layer.bias.to(self._dtype))
+            second, first = linear.chunk(2, dim=1)
+            hidden = norm(torch.cat([second, first * second], dim=1)).relu()
+            hidden = functional.dropout(hidden, self._dropout, training=self.training)
+        return self.logit(hidden.float()).squeeze(1)
+
+
+def _linear(in_features: int, out_features: int) -> EmptyLinear:
+    """Weights start Xavier normal and biases at 0, as FuxiCTR's do."""
+    layer = EmptyLinear(in_features, out_features)
+    start_values(layer.weight, nn.init.xavier_normal_)
+    start_values(layer.bias, nn.init.zeros_)
+    return layer
+
+
+def _xavier(rows: int, columns: int) -> torch.Tensor:
+    return start_values(torch.empty(rows, columns), nn.init.xavier_normal_) if rows else torch.empty(rows, columns)
