@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rayrec.config import InputError
     from rayrec.data.rows import ArrayRows
     from rayrec.launch.supervision import SuperviseConfig
+    from rayrec.models.base import ClickModelConfig, ModelInputs
     from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule
     from rayrec.prepare.config import PreparationConfig
     from rayrec.prepare.validate import Gates
@@ -38,11 +39,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "ArrayRows",
+    "ClickModelConfig",
     "DataConfig",
     "DenseOptimizerConfig",
     "Gates",
     "InputError",
     "LearningRateSchedule",
+    "ModelInputs",
     "PreparationConfig",
     "ReplicatedWorkload",
     "ScalingConfig",
@@ -70,11 +73,13 @@ __all__ = [
 
 _HOMES = {
     "ArrayRows": "rayrec.data.rows",
+    "ClickModelConfig": "rayrec.models.base",
     "DataConfig": "rayrec.workloads.base",
     "DenseOptimizerConfig": "rayrec.optim",
     "Gates": "rayrec.prepare.validate",
     "InputError": "rayrec.config",
     "LearningRateSchedule": "rayrec.optim",
+    "ModelInputs": "rayrec.models.base",
     "PreparationConfig": "rayrec.prepare.config",
     "ReplicatedWorkload": "rayrec.workloads.replicated",
     "ScalingConfig": "rayrec.workloads.base",

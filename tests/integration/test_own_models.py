@@ -1,0 +1,107 @@
+"""A model is one file and a recipe: what knows no other file of rayrec's goes the whole road, from training to HTTP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import own_click_model
+import pyarrow.parquet as pq
+import pytest
+from asgi_client import post
+from served_click_model import make_app
+
+import rayrec
+from rayrec import recipes
+from rayrec.config import InputError
+from rayrec.metrics import auroc, sigmoid
+from rayrec.models.ranking.finalnet import FinalNetConfig
+from rayrec.observe.console import Console
+from rayrec.serve.online.deployment import own_network
+from rayrec.serve.online.settings import ServeConfig
+from rayrec.serve.served import ServedModel, open_served
+
+pytestmark = pytest.mark.slow
+
+OWN = f"{own_click_model.__file__}:own_model"
+ROWS = 3000
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("log")
+    rayrec.generate(str(folder), rows=ROWS, seed=0)
+    return str(folder / "train.txt")
+
+
+def _finalnet(path: str) -> rayrec.TrainConfig:
+    model = FinalNetConfig(embedding_dim=4, first_tower=(16, 8), second_tower=(12,), first_dropout=0.2)
+    workload = {"model": model, "profile": {"num_embeddings": None}}
+    return recipes.criteo_finalnet(path).replace(workload=workload, train_data={"files": ()}, batch_size=64)
+
+
+@pytest.mark.parametrize("name", ["own_model", "criteo_finalnet"])
+def test_the_whole_road(name: str, log: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("rayrec.serve.parity._SPEED_S", 0.01)
+    is_own = name == "own_model"
+    recipe = own_click_model.own_model if is_own else None
+    quiet: dict[str, Any] = {"console": Console(quiet=True)}
+    config = own_click_model.own_model(log) if is_own else _finalnet(log)
+    config = config.replace(workload={"schedule": {"decay_fraction": 0.0}})  # one that does not look at the last step
+    config = config.replace(storage_path=str(tmp_path), steps=20, evaluate_every=10, checkpoint={"every": 10})
+
+    # Trained in one go, and in two: with the same weights, whatever chance and running statistics are in the network.
+    whole = rayrec.train(config.replace(name="whole"), **quiet)
+    rayrec.train(config.replace(name="parts", steps=10), **quiet)
+    parts = rayrec.train(config.replace(name="parts"), **quiet)
+    assert parts.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    assert parts.summary["rows_lost"] == parts.summary["rows_repeated"] == 0
+    num_tables = len(config.workload.profile.inputs(config.workload.schema).sparse)  # type: ignore[attr-defined]
+    assert "multiply-adds a row" in rayrec.plan(config, tables=[100] * num_tables)
+
+    # Evaluated and predicted with: the same scores.
+    scoring = {"recipe": recipe, **quiet}
+    metrics = rayrec.evaluate(whole.checkpoint, log, **scoring)
+    rayrec.predict_to(whole.checkpoint, log, out=str(tmp_path / "scores"), **scoring)
+    predicted = pq.read_table(tmp_path / "scores").sort_by("row")
+    assert metrics["rows"] == len(predicted) == ROWS
+    assert auroc(predicted["logit"].to_numpy(), predicted["label"].to_numpy()) == pytest.approx(metrics["auroc"])
+
+    # Exported as it is and with small tables, and opened again: by its own class alone where it is not rayrec's.
+    own = own_click_model.OwnConfig if is_own else None
+    lines = Path(log).read_bytes().splitlines(keepends=True)[:20]
+    scores: dict[str | None, list[float]] = {}
+    for quantize in (None, "int8"):
+        out = str(tmp_path / f"export_{quantize}")
+        told = rayrec.export(whole.checkpoint, out=out, recipe=recipe, quantize=quantize, parity_rows=500)
+        assert told["parity"]["failure"] is None
+        if is_own:
+            with pytest.raises(InputError, match=r"OwnConfig, which is not one of rayrec's; give the recipe"):
+                open_served(out)
+        served = open_served(out, own=own)
+        scores[quantize] = _served_scores(served, lines)
+    expected = sigmoid(predicted["logit"].to_numpy()[: len(lines)])
+    np.testing.assert_allclose(scores[None], expected, atol=1e-5)
+    np.testing.assert_allclose(scores["int8"], expected, atol=0.05)
+    np.testing.assert_allclose(_served_scores(open_served(whole.checkpoint, own=own), lines), expected, atol=1e-5)
+
+
+def _served_scores(model: ServedModel, lines: list[bytes]) -> list[float]:
+    """By HTTP, of labelled lines."""
+    unlabelled = b"".join(line.split(b"\t", 1)[1] for line in lines)
+    reply = post(make_app(model), unlabelled)
+    assert reply.status == 200, reply.body
+    scores: list[float] = reply.json()["scores"]
+    assert len(scores) == len(lines)
+    return scores
+
+
+def test_a_server_takes_the_recipe_of_a_model_of_ones_own() -> None:
+    assert own_network(None) is None
+    assert own_network(OWN) is own_click_model.OwnConfig
+    with pytest.raises(InputError, match="trains no click model; only those are served"):
+        own_network(f"{own_click_model.__file__}:own_images")
+    with pytest.raises(InputError, match=r"'criteo_demo' is not FILE\.py:FUNCTION"):
+        ServeConfig(recipe="criteo_demo")
