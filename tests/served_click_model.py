@@ -12,6 +12,7 @@ from rayrec import checkpoint as checkpoints
 from rayrec import recipes, storage
 from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
 from rayrec.datasets.criteo import SCHEMA as CRITEO
+from rayrec.models.base import ClickModelConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.tables import RowFormat
 from rayrec.schema import Schema
@@ -59,17 +60,19 @@ def make_preprocessor(schema: Schema = CRITEO, **changes: Any) -> Preprocessor:
     return Preprocessor(**{**made, **changes})
 
 
-def make_model(preprocessor: Preprocessor | None = None, *, seed: int = 0) -> ServedModel:
+def make_model(
+    preprocessor: Preprocessor | None = None, *, seed: int = 0, config: ClickModelConfig = DLRM
+) -> ServedModel:
     """Another seed, another version and other scores."""
     preprocessor = preprocessor or make_preprocessor()
     generator = torch.Generator().manual_seed(seed)
-    model = empty_model(DLRM, preprocessor=preprocessor, precision="fp32")
+    model = empty_model(config, preprocessor=preprocessor, precision="fp32")
     weights = {
         name: torch.rand(tensor.shape, generator=generator) - 0.5 for name, tensor in model.network.state_dict().items()
     }
     model.network.load_state_dict(weights, assign=True)
-    tables = [torch.rand((rows, DLRM.embedding_dim), generator=generator) for rows in preprocessor.num_embeddings]
-    scorer = make_scorer(model, tables, row_format=RowFormat("fp32", DLRM.embedding_dim), device="cpu")
+    tables = [torch.rand((rows, config.embedding_dim), generator=generator) for rows in preprocessor.num_embeddings]
+    scorer = make_scorer(model, tables, row_format=RowFormat("fp32", config.embedding_dim), device="cpu")
     return ServedModel(
         preprocessor=preprocessor,
         preprocessor_hash=preprocessor.hash(),
@@ -120,12 +123,12 @@ def logits_of(model: ServedModel, text: bytes) -> np.ndarray:
     return Answerer(model, Counters()).score(raw)
 
 
-def save_checkpoint(run: Path, step: int, model: ServedModel) -> str:
+def save_checkpoint(run: Path, step: int, model: ServedModel, *, network: ClickModelConfig = DLRM) -> str:
     """A checkpoint of the model, as training writes it; returns its folder."""
     weights = dict(model.scorer._model.network.state_dict())
     for name, table in zip(model.preprocessor.inputs.sparse, model.scorer._tables.tensors(), strict=True):
         weights[table_weight(name)] = table
-    config = recipes.criteo_demo("log/train.txt").replace(workload={"model": DLRM})
+    config = recipes.criteo_demo("log/train.txt").replace(workload={"model": network})
 
     def add_files(target: str) -> None:
         (Path(target) / "config.yaml").write_text(config.to_yaml())

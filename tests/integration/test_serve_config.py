@@ -11,18 +11,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import own_click_model
 import pytest
 import ray
 import yaml
 from click.testing import CliRunner
+from own_click_model import OwnConfig
 from ports import free_ports
 from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.scripts import cli
-from served_click_model import make_model, row_text, save_checkpoint
+from served_click_model import logits_of, make_model, row_text, save_checkpoint
 
 import rayrec
 from rayrec.config import InputError
+from rayrec.metrics import sigmoid
 from rayrec.observe.console import Console
 from rayrec.serve.online.board import Board
 from rayrec.serve.online.deployment import APPLICATION, BOARD, NAMESPACE
@@ -144,12 +148,18 @@ def _version(place: str) -> str:
     return open_served(place).version
 
 
-def test_how_a_server_is_reached(places: list[str]) -> None:
-    port = free_ports(1)
+def test_how_a_server_is_reached(tmp_path: Path) -> None:
+    """One of a network that is not rayrec's."""
+    network, port = OwnConfig(embedding_dim=4), free_ports(1)
+    model = make_model(config=network)
+    place = save_checkpoint(tmp_path / "run", 10, model, network=network)
     options: dict[str, Any] = {"port": port, "cpus_per_replica": 0.5, "console": Console(quiet=True)}
-    with rayrec.serving(places[0], ingress="direct", **options) as server:
+    recipe = f"{own_click_model.__file__}:own_model"
+    with rayrec.serving(place, ingress="direct", recipe=recipe, **options) as server:
         assert server.url == f"http://127.0.0.1:{port}"
-        assert _score(server.url)["model"] == _version(places[0])
+        answer = _score(server.url)
+        assert answer["model"].startswith("step_00000010-")
+        np.testing.assert_allclose(answer["scores"], sigmoid(logits_of(model, TEXT)), atol=1e-6)
         instance = find_instance(APPLICATION)
         assert instance is not None
         assert not instance.with_proxies

@@ -25,6 +25,7 @@ from rayrec.serve.online.deployment import (
     end_serve,
     http_options,
     make_application,
+    own_network,
     quieten,
     start_board,
 )
@@ -79,6 +80,7 @@ def _serving(
 ) -> Iterator[Server]:
     path = source_of(path)
     shadow = source_of(shadow) if shadow else None
+    own_network(config.recipe)  # refused before Ray starts
     if digest is None and config.host not in LOOPBACK:
         console.note(
             f"anyone who reaches {config.host}:{config.port} may score: --token-file or --token-env asks for a token"
