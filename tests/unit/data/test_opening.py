@@ -25,7 +25,7 @@ from rayrec.datasets.criteo import SCHEMA
 from rayrec.schema import Schema
 
 CLICKS = Schema(label="clicked", dense=("price",), sparse=("shop",), tokens="any")
-FILES = 1000
+FILES = 300
 
 
 def opened(path: str, schema: Schema, cache: str, *, note: Callable[[str], None] = lambda _: None) -> LogIndex:

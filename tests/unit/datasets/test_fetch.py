@@ -534,7 +534,7 @@ def test_archives_that_are_not_what_they_should_be(server: Server, tmp_path: Pat
             fetch([file], str(folder), retries=RETRIES)
         assert not [name for name in os.listdir(folder) if name.startswith("train.txt")]
 
-    whole = _archive({"train.txt": BODY})
+    whole = _archive({"train.txt": BODY[:1_000_000]})
     fails(_archive({"other.txt": b"x"}), r"holds no file train\.txt")
     fails(_archive({"train.txt": _link("train.txt", "/etc/passwd")}), r"holds no file train\.txt")
     fails(whole[: len(whole) // 2], "damaged, no whole tar file")

@@ -182,7 +182,7 @@ def test_the_manifest_names_every_file(exports: dict[str, Path]) -> None:
 
 def test_loading_needs_neither_torchrec_nor_ray_and_unpickles_nothing(saved: Saved, exports: dict[str, Path]) -> None:
     code = (
-        "import sys, pickle, torch\n"
+        "import os, sys, pickle, torch\n"
         "def refuse(*_, **__): raise AssertionError('unpickled')\n"
         "pickle.load = pickle.loads = torch.load = torch.export.load = refuse\n"
         "from rayrec.serve.served import open_served\n"
@@ -190,6 +190,8 @@ def test_loading_needs_neither_torchrec_nor_ray_and_unpickles_nothing(saved: Sav
         "unneeded = {'torchrec', 'fbgemm_gpu', 'ray', 'tensordict', 'torchmetrics', 'torch.distributed.checkpoint'}\n"
         "loaded = unneeded & set(sys.modules)\n"
         "assert not loaded, loaded\n"
+        "sys.stdout.flush()\n"
+        "os._exit(0)\n"  # to take the interpreter apart takes more than a second
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
