@@ -17,7 +17,8 @@ from typing import Any
 from rayrec.config import InputError
 from rayrec.datasets.checking import check_bytes, result_of
 from rayrec.datasets.download import CHUNK_BYTES, Failed, Stopped, Version, writing_to
-from rayrec.datasets.remote import RemoteFile, size_text
+from rayrec.datasets.remote import RemoteFile
+from rayrec.quantities import size_text
 
 
 def require_space(folder: str, what: str, needed_bytes: int, *, freed_bytes: int = 0) -> None:

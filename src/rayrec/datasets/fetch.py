@@ -15,7 +15,8 @@ from rayrec.config import InputError
 from rayrec.datasets.checking import UNCHECKED, check_bytes, check_offer, check_present, result_of
 from rayrec.datasets.download import Failed, Partial, RetryConfig, Stopped, Version, download, writing_to
 from rayrec.datasets.extract import extract, require_space
-from rayrec.datasets.remote import RemoteFile, size_text
+from rayrec.datasets.remote import RemoteFile
+from rayrec.quantities import size_text
 
 RECORD = "fetched.json"
 """In the folder: bytes, sha256, url and what was checked of each file; data readers leave .json files out."""

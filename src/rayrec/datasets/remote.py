@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from rayrec import storage
 from rayrec.config import Config, InputError
+from rayrec.quantities import size_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,11 +172,3 @@ def names_text(names: Sequence[str]) -> str:
 def _numbered(name: str, *, step: int = 0) -> tuple[str, int] | None:
     match = re.search(r"\d+$", name)
     return (name[: match.start()], int(match.group()) + step) if match else None
-
-
-def size_text(size_bytes: int) -> str:
-    """Bytes for a person: 4,542 bytes, 9.9 MB, 16.3 GB."""
-    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
-        if size_bytes >= limit:
-            return f"{size_bytes / limit:.1f} {unit}"
-    return f"{size_bytes:,} bytes"

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from markupsafe import Markup
 
 from rayrec.observe.page import draw, folded, table
-from rayrec.observe.quantities import clock_text
+from rayrec.quantities import clock_text
 
 NUM_PARTS = 9
 """Most parts of a bar, each with a color; the last one is gray."""

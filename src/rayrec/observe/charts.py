@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from markupsafe import Markup
 
 from rayrec.observe.page import draw, folded, table
-from rayrec.observe.quantities import number_text
+from rayrec.quantities import number_text
 
 NUM_SERIES = 8
 """Most lines of a chart, each with a color and a dash; the colors differ for color-blind readers too."""

@@ -17,8 +17,8 @@ from rich.table import Table
 
 from rayrec.config import InputError
 from rayrec.observe.panel import panel
-from rayrec.observe.quantities import number_text
 from rayrec.observe.run_view import RunView, note_of
+from rayrec.quantities import number_text
 
 _PLAIN_INTERVAL_S = 10.0
 """Seconds between progress lines where standard error is no terminal."""

@@ -11,7 +11,7 @@ from typing import Final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from rayrec.observe.quantities import clock_text, number_text
+from rayrec.quantities import clock_text, number_text
 
 BEST = "\0"
 """First character of a table's cell that has the best value of its row."""

@@ -12,9 +12,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rayrec.observe.quantities import duration_text, number_text, size_text
 from rayrec.observe.run_view import RunView
 from rayrec.observe.time_split import PHASES, WORDS
+from rayrec.quantities import duration_text, number_text, size_text
 
 _STYLES: Final = dict(zip(PHASES, ("red", "magenta", "blue", "cyan", "green", "yellow", "bright_black"), strict=True))
 _BAR_CELLS: Final = 40

@@ -15,8 +15,8 @@ from rayrec.observe.cost import Price, cost
 from rayrec.observe.events import read_events
 from rayrec.observe.history import Attempt, Event, attempts, logged, standing
 from rayrec.observe.page import Section, document, draw, facts, folded, joined, tiles
-from rayrec.observe.quantities import date_text, duration_text, number_text
 from rayrec.observe.verdict import verdict
+from rayrec.quantities import date_text, duration_text, number_text
 
 
 @dataclass(frozen=True)

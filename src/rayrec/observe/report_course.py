@@ -14,10 +14,10 @@ from rayrec.observe.cost import Cost
 from rayrec.observe.data_stages import data_side
 from rayrec.observe.history import VALIDATION, Attempt, Event
 from rayrec.observe.page import Section, charts, facts, table
-from rayrec.observe.quantities import TIME_UNITS, clock_text, duration_text, number_text, size_text
 from rayrec.observe.start_up import STAGES, in_order, starts
 from rayrec.observe.time_split import WORDS
 from rayrec.observe.time_split import time_split as split_of
+from rayrec.quantities import TIME_UNITS, clock_text, duration_text, number_text, size_text
 
 UNDRAWN = {"rows", "label_rate"}
 """Validation metrics that tell of the data, not of the model."""

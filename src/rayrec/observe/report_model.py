@@ -12,7 +12,7 @@ from rayrec.observe.charts import Line, line_chart
 from rayrec.observe.history import Event, metrics_of
 from rayrec.observe.page import Section, charts, draw, joined, paragraph, table
 from rayrec.observe.pictures import data_url
-from rayrec.observe.quantities import number_text, size_text, value_text
+from rayrec.quantities import number_text, size_text, value_text
 
 
 def metrics(events: Sequence[Event], summary: Mapping[str, Any] | None) -> Section | None:

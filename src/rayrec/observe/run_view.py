@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
-from rayrec.observe.quantities import duration_text, number_text, size_text
 from rayrec.observe.time_split import PHASES
 from rayrec.observe.verdict import Verdict, verdict
+from rayrec.quantities import duration_text, number_text, size_text
 
 Event = Mapping[str, Any]
 _SHOWN_METRICS: Final = ("auroc", "logloss", "accuracy", "perplexity")
@@ -53,7 +53,7 @@ def note_of(event: Event, *, verbose: bool = False) -> str | None:
     if kind == "stop":
         return f"step {event['step']:,}  saved, stopping ({event['cause']})"
     if kind == "checkpoint" and verbose:
-        return f"step {event['step']:,}  saved {event['path']} ({event['bytes'] / 1e6:.1f} MB)"
+        return f"step {event['step']:,}  saved {event['path']} ({size_text(event['bytes'])})"
     if kind == "early_stop":
         return f"step {event['step']:,}  no better since step {event['best_step']:,}: stopping early"
     return None

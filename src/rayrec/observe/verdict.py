@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from rayrec.observe.data_stages import DataSide, data_side
-from rayrec.observe.quantities import number_text, size_text
 from rayrec.observe.time_split import PHASES, WORDS, TimeSplit, time_split
+from rayrec.quantities import number_text, size_text
 
 Event = Mapping[str, Any]
 Bottleneck = Literal["data", "collectives", "host_to_device", "checkpoint", "evaluation", "model"]

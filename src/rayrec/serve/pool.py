@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rayrec.checkpoint import Checkpoint
 from rayrec.config import InputError
+from rayrec.quantities import size_text
 
 if TYPE_CHECKING:
     from rayrec.launch.cluster import Node
@@ -51,8 +52,8 @@ def plan_pool(
         (node,) = nodes
         if node.resources["memory"] < needed:
             raise InputError(
-                f"scoring needs {needed / 2**30:.1f} GiB of memory for the weights, this machine has "
-                f"{node.resources['memory'] / 2**30:.1f} GiB free; free some, or use a larger machine"
+                f"scoring needs {size_text(needed)} of memory for the weights, this machine has "
+                f"{size_text(node.resources['memory'])} free; free some, or use a larger machine"
             )
         return Pool(max(1, min(int(node.resources["CPU"]), blocks)), 1.0, 0.0)
     usable = [(node.resources.get("CPU", 0.0), int(node.resources.get("memory", 0) // needed)) for node in nodes]
@@ -60,8 +61,8 @@ def plan_pool(
     if not usable:
         largest = max((node.resources.get("memory", 0) for node in nodes), default=0)
         raise InputError(
-            f"scoring needs {needed / 2**30:.1f} GiB of memory on one node for the weights, the largest node offers "
-            f"Ray {largest / 2**30:.1f} GiB; use larger nodes"
+            f"scoring needs {size_text(needed)} of memory on one node for the weights, the largest node offers "
+            f"Ray {size_text(largest)}; use larger nodes"
         )
     cpus_each = max(_cpus_each(cpus, fitting) for cpus, fitting in usable)
     num_actors = sum(int(cpus // cpus_each) for cpus, _ in usable)

@@ -10,7 +10,7 @@ from typing import Final, Literal
 from rayrec import machine
 from rayrec.config import InputError
 from rayrec.launch.cluster import Layout, Node, layout
-from rayrec.observe.quantities import duration_text, number_text, size_text
+from rayrec.quantities import duration_text, number_text, size_text
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.calibration import Calibration, Target
 

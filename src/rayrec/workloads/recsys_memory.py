@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from rayrec.observe.quantities import size_text
 from rayrec.optim import FLOAT_BYTES
+from rayrec.quantities import size_text
 from rayrec.sharding import TablePlacement
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ import pytest
 
 from rayrec.config import InputError
 from rayrec.datasets import criteo, mnist, published
-from rayrec.datasets.remote import RemoteFile, check_folder, names_text, require_files, size_text
+from rayrec.datasets.remote import RemoteFile, check_folder, names_text, require_files
+from rayrec.quantities import size_text
 from rayrec.storage import File
 
 
@@ -59,7 +60,7 @@ def test_files_are_found_plain_packed_or_as_parquet() -> None:
     }
     assert [file.name for file in report.missing] == ["day_3.gz"]
     assert report.repeated == ()
-    assert report.unlike_published == ("s3://bucket/day_0: 15.0 GB, but 49.8 GB are published",)
+    assert report.unlike_published == ("s3://bucket/day_0: 15 GB, but 49.8 GB are published",)
     report = check_folder(_files("train.parquet", "test.txt.gz", "test.txt"), criteo.KAGGLE_FILES)
     assert list(report.present.values()) == ["s3://bucket/train.parquet", "s3://bucket/test.txt"]
     assert report.repeated == (("s3://bucket/test.txt", "s3://bucket/test.txt.gz"),)
@@ -73,7 +74,7 @@ def test_a_folder_is_asked_for_all_files_of_a_set(tmp_path: Path) -> None:
     expected = [str(tmp_path / f"day_{day}") for day in (0, 1, 2, 3, 23)]
     wanted = published.files_of("criteo_small")
     assert require_files(str(tmp_path), wanted, fetch_name="criteo_small", note=notes.append) == expected
-    assert notes[0] == f"{tmp_path}/day_0: 2 bytes, but 49.8 GB are published"
+    assert notes[0] == f"{tmp_path}/day_0: 2 B, but 49.8 GB are published"
     assert len(notes) == 5
 
     (tmp_path / "day_3.gz").write_bytes(b"1\n")
@@ -94,13 +95,13 @@ def test_an_empty_folder_and_none_at_all(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(
             InputError,
-            match=r"missing day_0 to day_23 \(24 files, 4,373,472,329 rows, about 367\.5 GB as \.gz, 1\.1 TB unpacked\)",
+            match=r"missing day_0 to day_23 \(24 files, 4,373,472,329 rows, about 367 GB as \.gz, 1\.11 TB unpacked\)",
         ):
             require_files(str(path), published.files_of("criteo_full"), fetch_name="criteo_full")
         with pytest.raises(InputError, match=r"missing train\.txt \(45,840,617 rows, about 11\.1 GB\)"):
             require_files(str(path), published.files_of("criteo_kaggle"), fetch_name="criteo_kaggle")
         with pytest.raises(
-            InputError, match=r"train-images-idx3-ubyte \(60,000 rows, 9,912,422 bytes, 47\.0 MB unpacked\)"
+            InputError, match=r"train-images-idx3-ubyte \(60,000 rows, 9,912,422 bytes, 47 MB unpacked\)"
         ):
             require_files(str(path), published.files_of("mnist"), fetch_name="mnist")
     unknown = RemoteFile(name="x")
@@ -115,4 +116,4 @@ def test_names_and_sizes_for_a_person() -> None:
         "day_0 to day_2, day_5, day_7, day_8, x"
     )
     sizes = (4_542, 9_912_422, 16_300_000_000, 1.13e12)
-    assert [size_text(int(size)) for size in sizes] == ["4,542 bytes", "9.9 MB", "16.3 GB", "1.1 TB"]
+    assert [size_text(int(size)) for size in sizes] == ["4.54 kB", "9.91 MB", "16.3 GB", "1.13 TB"]

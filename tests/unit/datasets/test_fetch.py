@@ -289,7 +289,7 @@ def test_checksums_of_publisher_and_server(server: Server, tmp_path: Path) -> No
 
     assert verified(Served(), sha256=sha256(BODY), md5="0" * 32) == "published sha256"
     assert verified(Served(google=md5(BODY))) == "md5 the server gives"
-    assert notes == ["a.gz: 3.0 MB fetched and checked by the md5 the server gives"]
+    assert notes == ["a.gz: 3 MB fetched and checked by the md5 the server gives"]
     assert verified(Served(google=md5(BODY), drops=[1_000_000])) == "md5 the server gives"
     assert verified(Served()) == "length"
     assert "only its length could be checked" in notes[0]
@@ -439,10 +439,10 @@ def test_a_full_disk_is_said_before_anything_is_fetched(
     served = server.files["a.gz"] = Served()
     usage = type(shutil.disk_usage(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10_000_000, 8_000_000, 2_000_000))
-    with pytest.raises(InputError, match=r"a\.gz needs 3\.0 MB, 2\.0 MB are free; free space there"):
+    with pytest.raises(InputError, match=r"a\.gz needs 3 MB, 2 MB are free; free space there"):
         fetch([server.file(about_bytes=3_000_000)], str(tmp_path), retries=RETRIES)
     assert not served.requests
-    with pytest.raises(InputError, match=r"a\.gz needs 3\.0 MB"):  # as the server says
+    with pytest.raises(InputError, match=r"a\.gz needs 3 MB"):  # as the server says
         fetch([server.file()], str(tmp_path), retries=RETRIES)
     assert not (tmp_path / "a.gz.partial").exists()
 

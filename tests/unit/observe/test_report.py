@@ -23,8 +23,8 @@ from rayrec.observe.cost import Price, cost
 from rayrec.observe.events import EventWriter
 from rayrec.observe.page import table
 from rayrec.observe.pictures import data_url
-from rayrec.observe.quantities import clock_text, duration_text, durations_text, number_text, size_text, value_text
 from rayrec.observe.verdict import verdict
+from rayrec.quantities import clock_text, duration_text, durations_text, number_text, size_text, value_text
 
 VOID = {"meta", "img"}
 FINISHED = report.Run(made_up_run.CONFIG, made_up_run.run(), made_up_run.SUMMARY)
@@ -472,7 +472,15 @@ def test_numbers_are_short(value: float, text: str) -> None:
 def test_quantities_are_readable() -> None:
     assert [duration_text(seconds) for seconds in (0.0312, 75, 130, 7300)] == ["0.0312 s", "75 s", "2 min", "2 h 2 min"]
     assert [clock_text(seconds) for seconds in (0.9, 61, 7325)] == ["0:00:00", "0:01:01", "2:02:05"]
-    assert [size_text(size) for size in (12, 3400, 44_000_000, 5e10)] == ["12 B", "3.4 kB", "44 MB", "50 GB"]
+    assert [size_text(size) for size in (12, 3400, 999_499, 999_500, 44_000_000, 5e10, 2e15)] == [
+        "12 B",
+        "3.4 kB",
+        "999 kB",
+        "1 MB",
+        "44 MB",
+        "50 GB",
+        "2000 TB",
+    ]
     assert [value_text(value) for value in (None, 0.123456789, 12345, "x")] == ["-", "0.123457", "12,345", "x"]
 
 

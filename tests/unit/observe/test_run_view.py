@@ -202,7 +202,7 @@ def test_notes(event: dict[str, Any], told: str | None) -> None:
 
 def test_a_checkpoint_is_noted_when_asked_for_more() -> None:
     event = {"kind": "checkpoint", "step": 8, "path": "p", "bytes": 1e6}
-    assert note_of(event, verbose=True) == "step 8  saved p (1.0 MB)"
+    assert note_of(event, verbose=True) == "step 8  saved p (1 MB)"
 
 
 # -- the console while it trains

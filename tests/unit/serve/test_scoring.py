@@ -55,7 +55,7 @@ def test_pool_on_gpus() -> None:
 
 
 def test_weights_larger_than_any_node() -> None:
-    with pytest.raises(InputError, match=r"101\.0 GiB.*offers Ray 64\.0 GiB"):
+    with pytest.raises(InputError, match=r"108 GB.*offers Ray 68\.7 GB"):
         plan_pool([_node(8)], weight_bytes=100 * GIB, blocks=1, spare_cpus=0, device="cpu")
 
 

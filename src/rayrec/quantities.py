@@ -1,4 +1,4 @@
-"""Numbers, sizes and times as a reader takes them in at a glance."""
+"""Texts of numbers, sizes, times and durations, for terminals, reports and errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def clock_text(seconds: float) -> str:
 
 
 def size_text(size_bytes: float) -> str:
-    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size_bytes >= limit:
-            return f"{size_bytes / limit:.3g} {unit}"
+    """Three digits in decimal units: 12 B, 3.4 kB, 44 MB, 16.3 GB, 1.1 TB."""
+    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size_bytes >= 0.9995 * size:  # less would be rounded to 1000 of the smaller unit
+            value = size_bytes / size
+            return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
     return f"{size_bytes:.0f} B"
