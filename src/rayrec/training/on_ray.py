@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+import pyarrow as pa
 import ray
 
 from rayrec import machine
@@ -21,6 +22,8 @@ from rayrec.training.failures import cause_of
 from rayrec.training.signals import Signals
 from rayrec.workloads.base import TrainConfig
 
+_FEW_TASKS: Final = 8
+"""Blocks of a log that one thread indexes in about a second."""
 _Value = TypeVar("_Value")
 
 
@@ -30,6 +33,21 @@ class _DriverEngine(ThreadEngine):
 
     def share(self, value: _Value) -> Shared[_Value]:
         return RayShared(ray.put(value))
+
+
+@dataclass(frozen=True)
+class _NearEngine(RayEngine):
+    """Data tasks of the driver on a running cluster of its own node alone: a few as a thread, because a task's process takes
+    seconds to start; more by Ray, which knows what other jobs do there."""
+
+    max_outage_s: float = 0.0
+
+    def run(
+        self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 16 << 20
+    ) -> Iterator[pa.Table]:
+        if len(items) > _FEW_TASKS:
+            return super().run(name, function, items, block_bytes=block_bytes)
+        return ThreadEngine(1, max_outage_s=self.max_outage_s).run(name, function, items, block_bytes=block_bytes)
 
 
 class RayLauncher:
@@ -62,7 +80,8 @@ class RayLauncher:
     def engine(self, shares: cluster.Layout, *, max_outage_s: float) -> StreamEngine:
         if cluster.is_own():
             return _DriverEngine(machine.usable_cpus(granted=self._config.cluster.num_cpus), max_outage_s=max_outage_s)
-        return RayEngine(shares.driver.replace(max_outage_s=max_outage_s))
+        placement = shares.driver.replace(max_outage_s=max_outage_s)
+        return _NearEngine(placement, max_outage_s=max_outage_s) if shares.num_nodes == 1 else RayEngine(placement)
 
     def run(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -145,14 +146,26 @@ def test_threads_stay_within_the_cpus_that_the_process_may_use(monkeypatch: pyte
     assert 0 < shares.per_worker.max_cpus <= 4
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_the_driver_of_a_local_ray_prepares_data_in_threads(monkeypatch: pytest.MonkeyPatch, own: bool) -> None:
+@pytest.mark.parametrize(("own", "num_nodes"), [(True, 1), (False, 1), (False, 2)])
+def test_how_the_driver_prepares_data_on_ray(monkeypatch: pytest.MonkeyPatch, own: bool, num_nodes: int) -> None:
+    """In threads on a local Ray; on a running one of its own node alone a few tasks in a thread, others on Ray."""
+    by_ray: list[list[int]] = []
+
+    def on_cluster(engine: RayEngine, name: str, function: Any, items: list[int], *, block_bytes: int) -> Iterator[Any]:
+        by_ray.append(items)
+        return map(function, items)
+
     monkeypatch.setattr(cluster, "is_own", lambda: own)
+    monkeypatch.setattr(RayEngine, "run", on_cluster)
     monkeypatch.setattr(on_ray.ray, "put", lambda value: ("in the object store", value))
-    shares = SimpleNamespace(driver=TaskPlacement(num_cpus=1.0))
+    shares = SimpleNamespace(driver=TaskPlacement(num_cpus=1.0), num_nodes=num_nodes)
     engine = RayLauncher(config({"num_workers": 2}, num_cpus=1)).engine(shares, max_outage_s=3.0)  # type: ignore[arg-type]
     assert isinstance(engine, ThreadEngine if own else RayEngine)
     assert engine.cpus == 1
+    few, many = list(range(8)), list(range(9))
+    for items in (few, many):
+        assert list(engine.run("double", lambda item: 2 * item, items, block_bytes=1)) == [2 * item for item in items]
+    assert by_ray == ([] if own else [many] if num_nodes == 1 else [few, many])
     # Workers, which are processes, get what it shares all the same.
     assert isinstance(shared := engine.share("vocabulary"), RayShared)
     assert shared.reference == ("in the object store", "vocabulary")
