@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rayrec import metrics
 from rayrec.config import InputError
+from rayrec.metrics import binary as metrics
 
 
 def cases() -> list[tuple[np.ndarray, np.ndarray]]:

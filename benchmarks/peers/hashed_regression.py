@@ -10,7 +10,7 @@ from scipy import sparse
 from sklearn.feature_extraction import FeatureHasher
 from sklearn.linear_model import LogisticRegression
 
-from rayrec.metrics import binary_metrics
+from rayrec.metrics.binary import binary_metrics
 
 
 def read(path: str) -> list[list[str]]:

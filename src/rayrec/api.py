@@ -227,8 +227,8 @@ def evaluate(
     checkpoint: str, path: str, *, recipe: Recipe | None = None, console: Console | None = None, **options: Any
 ) -> dict[str, Any]:
     """Scores every labelled row of a path exactly once -> the workload's metrics, rows, checkpoint. `options` are the fields of
-    `rayrec.serve.config.EvaluationConfig`: batch_rows, device, max_bad_fraction, cluster_address, and of a click model slice_by,
-    slice_top, confidence, resamples, seed and compare (another checkpoint), see `rayrec.serve.evaluate.evaluate`.
+    `rayrec.serve.config.EvaluationConfig`: batch_rows, device, max_bad_fraction, cluster_address, and of a click model group,
+    slice_by, slice_top, confidence, resamples, seed and compare (another checkpoint), see `rayrec.serve.evaluate.evaluate`.
 
     `checkpoint` is the folder of a checkpoint, or of a run (then the one its summary names, else the newest); `recipe` the
     function it was trained with, where that is the caller's own. Raises InputError for an unusable checkpoint or path.
@@ -237,11 +237,11 @@ def evaluate(
     from rayrec.serve.evaluate import evaluate as run
 
     asked = EvaluationConfig().updated(options)
-    other = None if asked.compare is None else _scoring_config(asked.compare, recipe, asked)
+    other = None if asked.compare is None else _grouped(_scoring_config(asked.compare, recipe, asked), asked.group)
     return run(
         checkpoint,
         path,
-        config=_scoring_config(checkpoint, recipe, asked),
+        config=_grouped(_scoring_config(checkpoint, recipe, asked), asked.group),
         options=asked,
         other=other,
         console=_console(console),
@@ -442,6 +442,19 @@ def _scoring_config(checkpoint: str, recipe: Recipe | None, asked: ScoringConfig
 
     config = _config_of(checkpoint, recipe).replace(cluster=ClusterConfig(address=asked.cluster_address))
     return config if asked.max_bad_fraction is None else config.replace(max_bad_fraction=asked.max_bad_fraction)
+
+
+def _grouped(config: TrainConfig, group: str | None) -> TrainConfig:
+    """The configuration with another group of its schema, where one is asked for."""
+    from rayrec.workloads.recsys import ClickWorkload
+
+    if group is None:
+        return config
+    if not isinstance(config.workload, ClickWorkload):
+        raise InputError(
+            f"group: recipe {config.recipe} predicts no clicks, and only of clicks there is a gauc; leave it out"
+        )
+    return config.replace(workload=config.workload.replace(schema=config.workload.schema.replace(group=group)))
 
 
 def _console(console: Console | None) -> Console:

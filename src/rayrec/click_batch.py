@@ -26,6 +26,8 @@ class ClickBatch(Pipelineable):
     does), gives the exact mean over the global batch also when workers hold different numbers of rows."""
     weights: torch.Tensor | None = None
     """(rows,) float32: what each row's loss is multiplied by; None: 1 each."""
+    groups: torch.Tensor | None = None
+    """(rows,) int64, always on the CPU: keys of the rows' groups, where the schema has a group."""
     row_numbers: RowNumbers | None = None
     """Which rows these are, for the loop to count; copies on a device do not have it."""
 
@@ -36,6 +38,7 @@ class ClickBatch(Pipelineable):
             labels=self.labels.to(device, non_blocking=non_blocking),
             loss_weight=self.loss_weight,
             weights=None if self.weights is None else self.weights.to(device, non_blocking=non_blocking),
+            groups=self.groups,
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -52,6 +55,7 @@ class ClickBatch(Pipelineable):
             labels=self.labels.pin_memory(),
             loss_weight=self.loss_weight,
             weights=None if self.weights is None else self.weights.pin_memory(),
+            groups=self.groups,
             row_numbers=self.row_numbers,  # a loader pins batches before the loop counts them
         )
 
@@ -69,3 +73,5 @@ class StepOutput:
     """(rows,) float32"""
     labels: torch.Tensor
     """(rows,) float32"""
+    groups: torch.Tensor | None = None
+    """(rows,) int64, as in the batch."""

@@ -40,6 +40,9 @@ class Schema(Config):
     """Those of `dense` and `sparse` that a file with named columns may lack: its rows have a missing value there."""
     nan: Literal["fault", "missing"] = "fault"
     """NaN in a dense column: a faulty row, or a missing value."""
+    group: str | None = field(default=None, compare=False)
+    """One of `sparse`, such as the user: evaluations also tell how well rows are ordered within its values (gauc). It changes
+    neither what is trained nor a Preprocessor."""
     category_rules: Literal[1, 2] = field(default=2, compare=False)
     """Version of the rules that read categories of text; a Preprocessor keeps the version it was built with. 2: `true` and
     `false` are the integers 1 and 0, and blanks around an unquoted CSV field do not belong to it. 1: both are plain text."""
@@ -51,14 +54,7 @@ class Schema(Config):
             raise InputError(f"schema: column names repeat in {names}")
         if not self.dense and not self.sparse:
             raise InputError("schema: no feature columns; name at least one in dense or sparse")
-        unknown = [name for name in self.lists if name not in self.sparse]
-        if unknown:
-            raise InputError(f"schema: lists names {', '.join(unknown)}, which sparse does not")
-        for field_name, among in (("integers", self.sparse), ("optional", self.dense + self.sparse)):
-            unknown = [name for name in getattr(self, field_name) if name not in among]
-            if unknown:
-                kind = "sparse does not" if among == self.sparse else "dense and sparse do not"
-                raise InputError(f"schema: {field_name} names {', '.join(unknown)}, which {kind}")
+        self._check_named_columns()
         for name in ("delimiter", "list_delimiter"):
             value = getattr(self, name)
             if len(value) != 1 or ord(value) > 127 or value in '\n\r"':
@@ -77,6 +73,21 @@ class Schema(Config):
                 "with hexadecimal tokens; use tokens: any"
             )
 
+    def _check_named_columns(self) -> None:
+        """Raises InputError if a field names columns that the field it chooses from does not have."""
+        unknown = [name for name in self.lists if name not in self.sparse]
+        if unknown:
+            raise InputError(f"schema: lists names {', '.join(unknown)}, which sparse does not")
+        if self.group is not None and (self.group not in self.sparse or self.group in self.lists):
+            raise InputError(
+                f"schema: group names {self.group}, which is not a column of sparse with one category a row"
+            )
+        for field_name, among in (("integers", self.sparse), ("optional", self.dense + self.sparse)):
+            unknown = [name for name in getattr(self, field_name) if name not in among]
+            if unknown:
+                kind = "sparse does not" if among == self.sparse else "dense and sparse do not"
+                raise InputError(f"schema: {field_name} names {', '.join(unknown)}, which {kind}")
+
     @property
     def columns(self) -> tuple[str, ...]:
         """All column names, in file order where the file names none."""
@@ -91,6 +102,7 @@ class Schema(Config):
         """The fields that decide how a log is read, as JSON values. Fields that earlier versions did not have are left out if
         they change nothing, so that the description of an earlier schema, and its hash, stay the same."""
         plain = self.to_dict()
+        del plain["group"]
         if self.tokens == "hexadecimal":
             del plain["category_rules"]
         return {name: value for name, value in plain.items() if name not in _ADDED or value != _ADDED[name]}

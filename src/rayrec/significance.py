@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayrec.config import InputError
-from rayrec.metrics import Floats, Labels, checked, row_losses
+from rayrec.metrics.binary import Floats, Labels, checked, row_losses
 
 METRICS = ("auroc", "logloss", "normalized_entropy", "calibration")
 """What is told with an interval, in this order."""

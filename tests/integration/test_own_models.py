@@ -15,7 +15,7 @@ from served_click_model import make_app
 import rayrec
 from rayrec import recipes
 from rayrec.config import InputError
-from rayrec.metrics import auroc, sigmoid
+from rayrec.metrics.binary import auroc, sigmoid
 from rayrec.models.ranking.finalnet import FinalNetConfig
 from rayrec.observe.console import Console
 from rayrec.serve.online.deployment import own_network

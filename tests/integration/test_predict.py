@@ -18,7 +18,7 @@ import pytest
 
 from rayrec import recipes
 from rayrec.config import InputError
-from rayrec.metrics import binary_metrics
+from rayrec.metrics.binary import binary_metrics
 from rayrec.observe.console import Console
 from rayrec.serve import parts as parquet_parts
 from rayrec.serve import predict as serving

@@ -14,7 +14,7 @@ import rayrec
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.parsing import parse
-from rayrec.metrics import auroc
+from rayrec.metrics.binary import auroc
 from rayrec.observe.console import Console
 from rayrec.serve.served import open_served
 from rayrec.serve.unfinished import COMPLETE

@@ -26,7 +26,7 @@ from served_click_model import logits_of, make_model, row_text, save_checkpoint
 
 import rayrec
 from rayrec.config import InputError
-from rayrec.metrics import sigmoid
+from rayrec.metrics.binary import sigmoid
 from rayrec.observe.console import Console
 from rayrec.serve.online.board import Board
 from rayrec.serve.online.deployment import APPLICATION, BOARD, NAMESPACE

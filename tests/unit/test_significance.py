@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rayrec.config import InputError
-from rayrec.metrics import binary_metrics
+from rayrec.metrics.binary import binary_metrics
 from rayrec.significance import METRICS, Resampling, _Model, _poisson_table, compare, intervals
 
 FEW = Resampling(resamples=200)

@@ -42,6 +42,7 @@ Scoring = Annotated[dict[str, Any], tyro.conf.arg(name="", constructor=_scoring)
 
 
 def _detail(
+    group: str | None = None,
     slice_by: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
     slice_top: int = 10,
     confidence: float | None = None,
@@ -52,6 +53,7 @@ def _detail(
     """What is told of a click model beside its metrics over all rows.
 
     Args:
+        group: Column such as the user: also tell how well rows are ordered within its values (gauc); default the schema's group.
         slice_by: Tell metrics also by slices: day, COLUMN (its values), frequency:COLUMN (how often its value was trained on);
             may be given several times.
         slice_top: Of a column's values, those with the most rows that are told one by one; the others are told together.
@@ -61,6 +63,7 @@ def _detail(
         compare: Another checkpoint (or run), scored on the same rows: whether the two differ.
     """
     return {
+        "group": group,
         "slice_by": slice_by,
         "slice_top": slice_top,
         "confidence": confidence,

@@ -47,6 +47,8 @@ class EncodedRows:
     """float32 (rows), None where all rows weigh the same"""
     row_numbers: np.ndarray | None = None
     """int64 (rows): each row's number in the log, given to it where it was read; None if nobody asked for it"""
+    groups: np.ndarray | None = None
+    """int64 (rows): keys of the rows' groups (`rayrec.data.groups`), None where the schema has no group"""
 
     def __len__(self) -> int:
         return len(self.dense)
@@ -54,13 +56,18 @@ class EncodedRows:
 
 def to_arrow(rows: EncodedRows) -> pa.Table:
     """Columnar and zero-copy both ways: `dense` fixed-size list of float (absent without dense columns, as Arrow has no
-    list of nothing), `id_s` a sparse column (integers, or lists of them); `label`, `weight` and `row` (row numbers) if the
-    rows have them."""
+    list of nothing), `id_s` a sparse column (integers, or lists of them); `label`, `weight`, `row` (row numbers) and
+    `group` if the rows have them."""
     arrays: dict[str, pa.Array] = {}
     if rows.dense.shape[1]:
         arrays["dense"] = pa.FixedSizeListArray.from_arrays(arrow_numbers(rows.dense.reshape(-1)), rows.dense.shape[1])
     arrays.update((f"id_{s}", _ids_to_arrow(ids)) for s, ids in enumerate(rows.ids))
-    for name, values in (("label", rows.labels), ("weight", rows.weights), ("row", rows.row_numbers)):
+    for name, values in (
+        ("label", rows.labels),
+        ("weight", rows.weights),
+        ("row", rows.row_numbers),
+        ("group", rows.groups),
+    ):
         if values is not None:
             arrays[name] = arrow_numbers(values)
     return pa.table(arrays)
@@ -85,10 +92,11 @@ def _from_batch(batch: pa.RecordBatch) -> EncodedRows:
         dense_list = batch.column("dense")
         dense = numpy_of(dense_list.flatten()).reshape(-1, dense_list.type.list_size)
     ids = [_ids_from_arrow(batch.column(name)) for name in batch.schema.names if name.startswith("id_")]
-    labels, weights, row_numbers = (
-        numpy_of(batch.column(name)) if name in batch.schema.names else None for name in ("label", "weight", "row")
+    labels, weights, row_numbers, groups = (
+        numpy_of(batch.column(name)) if name in batch.schema.names else None
+        for name in ("label", "weight", "row", "group")
     )
-    return EncodedRows(dense, ids, labels, weights, row_numbers)
+    return EncodedRows(dense, ids, labels, weights, row_numbers, groups)
 
 
 def _ids_from_arrow(column: pa.Array) -> Ids:

@@ -250,6 +250,8 @@ class Slicer:
         labels = np.empty(count, np.float32)
         weighted = bool(slices) and slices[0][0].weights is not None
         weights = np.empty(count, np.float32) if weighted else None
+        grouped = bool(slices) and slices[0][0].groups is not None
+        groups = np.empty(count, np.int64) if grouped else None
         done = 0
         for rows, _, start, stop in slices:
             size = stop - start
@@ -259,6 +261,9 @@ class Slicer:
             if weights is not None:
                 assert rows.weights is not None
                 weights[done : done + size] = rows.weights[start:stop]
+            if groups is not None:
+                assert rows.groups is not None
+                groups[done : done + size] = rows.groups[start:stop]
             done += size
         ids = self._ids(slices, count)
         if self._targets is not None and count:
@@ -270,6 +275,7 @@ class Slicer:
             labels=torch.from_numpy(labels),
             loss_weight=loss_weight,
             weights=None if weights is None else torch.from_numpy(weights),
+            groups=None if groups is None else torch.from_numpy(groups),
             row_numbers=_row_numbers(
                 [None if rows.row_numbers is None else rows.row_numbers[start:stop] for rows, _, start, stop in slices],
                 epoch,

@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import io
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -258,6 +258,15 @@ class Preprocessor:
             return None
         before = sum(num_slots(c.num_tokens) for c in self.sparse[:column] if c.num_tokens is not None)
         return self.slots[before : before + num_slots(self.sparse[column].num_tokens or 0)]
+
+    def grouped_by(self, column: str | None) -> Preprocessor:
+        """The same, its rows encoded with the keys of their groups: `Schema.group`, which is not stored with it."""
+        if column == self.schema.group:
+            return self
+        changed = replace(self, schema=self.schema.replace(group=column))
+        if "slots" in self.__dict__:  # which take long to make
+            changed.__dict__["slots"] = self.slots
+        return changed
 
     def describe(self) -> dict[str, Any]:
         """Everything but the tokens, as plain JSON values."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from rayrec.data import ready
 from rayrec.data.columns import RawColumns
 from rayrec.data.encoded import EncodedRows
+from rayrec.data.groups import group_keys
 from rayrec.data.log import Segment, read_segments, row_numbers
 from rayrec.data.parsing import RawRows
 from rayrec.data.position import Block
@@ -46,7 +47,8 @@ def open_block(block: Block, preprocessor: Preprocessor, *, labelled: bool = Tru
     @stage("encode")
     def encode(start: int, stop: int) -> EncodedRows:
         chosen = order[start:stop]
-        return replace(preprocessor.encode(raw, chosen), row_numbers=numbers[chosen])
+        groups = group_keys(raw, chosen) if labelled and raw.schema.group else None
+        return replace(preprocessor.encode(raw, chosen), row_numbers=numbers[chosen], groups=groups)
 
     return OpenedBlock(encode, raw)
 

@@ -72,7 +72,7 @@ class _Head(nn.Module):
         outputs = self._outputs(batch.dense_features, pooled, penalty=batch.loss_weight * self._penalty)
         logits = outputs[self.inputs.label]
         loss = self._summed_loss(outputs, batch) * batch.loss_weight
-        return loss, StepOutput(loss.detach(), logits.detach(), batch.labels)
+        return loss, StepOutput(loss.detach(), logits.detach(), batch.labels, batch.groups)
 
     def logits(self, dense: torch.Tensor, pooled: KeyedTensor) -> torch.Tensor:
         return self._outputs(dense, pooled, penalty=0.0)[self.inputs.label]

@@ -28,6 +28,8 @@ class ScoringConfig(Config):
 class EvaluationConfig(ScoringConfig):
     """How rows are scored, and what is told of a click model beside its metrics over all rows."""
 
+    group: str | None = None
+    """Column such as the user: also tell how well rows are ordered within its values (gauc); None: the schema's, if any."""
     slice_by: tuple[str, ...] = ()
     """Tell metrics also by slices: day, COLUMN (its values), frequency:COLUMN (how often its value was trained on)."""
     slice_top: int = 10

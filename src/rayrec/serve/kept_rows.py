@@ -10,17 +10,18 @@ import numpy as np
 import pyarrow as pa
 
 from rayrec.data.arrow_arrays import numpy_of
-from rayrec.workloads.scoring import KEY
+from rayrec.workloads.scoring import GROUP, KEY
 
 
 @final
 class KeptRows:
-    """The scores of a click model over a labelled log: 5 bytes a row; for each key 4 bytes a row (8 for numbers), and its
-    different texts once a block."""
+    """The scores of a click model over a labelled log: 5 bytes a row, 13 where rows have groups; for each key 4 bytes a row
+    (8 for numbers), and its different texts once a block."""
 
     def __init__(self, keys: Sequence[str] = ()) -> None:
         self._logits: list[np.ndarray] = []
         self._labels: list[np.ndarray] = []
+        self._groups: list[np.ndarray] = []
         self._keys: dict[str, list[pa.Array]] = {key: [] for key in keys}
         self.rows = 0
         self.checksums = (0, 0)
@@ -32,6 +33,8 @@ class KeptRows:
         labels = numpy_of(table.column("label")).astype(np.uint8)
         self._logits.append(logits)
         self._labels.append(labels)
+        if GROUP in table.column_names:
+            self._groups.append(numpy_of(table.column(GROUP)).copy())
         for key, kept in self._keys.items():
             kept += [_copied(chunk) for chunk in table.column(KEY + key).chunks]
         self.rows += len(table)
@@ -47,6 +50,11 @@ class KeptRows:
     def labels(self) -> np.ndarray:
         """uint8 (rows)"""
         return np.concatenate([np.empty(0, np.uint8), *self._labels])
+
+    @property
+    def groups(self) -> np.ndarray | None:
+        """int64 (rows); None where rows have no groups."""
+        return np.concatenate(self._groups) if self._groups else None
 
     def key(self, name: str) -> pa.ChunkedArray:
         """One value a row, null where missing."""

@@ -19,7 +19,7 @@ from rayrec.data.opening import open_log
 from rayrec.data.position import Block, Part
 from rayrec.data.reading import open_block
 from rayrec.data.threads import ThreadEngine
-from rayrec.metrics import auroc
+from rayrec.metrics.binary import auroc
 from rayrec.serve.export_config import LARGEST_LOGIT_DIFFERENCE, ExportConfig
 from rayrec.workloads.recsys import ClickWorkload
 

@@ -14,7 +14,7 @@ from rayrec.checkpoint import Checkpoint, open_checkpoint
 from rayrec.config import Config, InputError
 from rayrec.data.encoded import EncodedRows
 from rayrec.data.preprocessor import Preprocessor
-from rayrec.metrics import sigmoid
+from rayrec.metrics.binary import sigmoid
 
 RECORD = "teacher.json"
 """In a run's folder: whom it learns from, so that it goes on with the same."""

@@ -65,7 +65,7 @@ class ClickWorkload(Workload):
     WORKER_MODULES: ClassVar[tuple[str, ...]] = ("rayrec.workloads.recsys_worker",)
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
         "vocabulary_memory_bytes", "sharding.sharding_types", "sharding.min_column_width", "sharding.reserved_fraction",
-        "sharding.optimizer_floats_per_row",
+        "sharding.optimizer_floats_per_row", "schema.group",
     )  # fmt: skip
 
     schema: Schema
@@ -108,6 +108,8 @@ class ClickWorkload(Workload):
     def check_data(self, config: TrainConfig) -> None:
         from rayrec.data.head_check import check_head
 
+        evaluated = config.train_data.path if config.eval_data.path is None else config.eval_data.path
+        check_grouped(self.schema, evaluated)
         if self.preprocessor is not None:
             Preprocessor.load(self.preprocessor)
         for data in (config.train_data, config.eval_data):
@@ -163,6 +165,7 @@ class ClickWorkload(Workload):
             raise InputError(
                 f"the Preprocessor was made for columns {preprocessor.schema.columns}, the recipe has {self.schema.columns}"
             )
+        preprocessor = preprocessor.grouped_by(self.schema.group)
         return Prepared(
             preprocessor=share_preprocessor(preprocessor, context.engine),
             preprocessor_hash=preprocessor.hash(),
@@ -339,6 +342,16 @@ def _check_sparse(inputs: Schema) -> None:
         raise InputError(
             "schema: no sparse column, and a click model needs at least one; name a column of categories (whole numbers will "
             "do) in sparse, or train a model of your own (docs/bring-your-own.md)"
+        )
+
+
+def check_grouped(schema: Schema, path: str | None) -> None:
+    """Raises InputError if a schema names a group and the rows to evaluate on are preprocessed: these hold ids, and all rare
+    categories share one."""
+    if schema.group is not None and path is not None and ready.is_ready(path):
+        raise InputError(
+            f"schema.group: {path} is preprocessed and holds no values of {schema.group}; evaluate on a raw log "
+            "(--eval-data.path), or leave group out"
         )
 
 

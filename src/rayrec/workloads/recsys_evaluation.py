@@ -10,7 +10,8 @@ import torch
 
 from rayrec.click_batch import ClickBatch, StepOutput
 from rayrec.data.preprocessor import SparseColumn
-from rayrec.metrics import BinaryMetricsAccumulator
+from rayrec.metrics.binary import BinaryMetricsAccumulator
+from rayrec.metrics.ranking import GaucAccumulator
 
 _EDGE = 16.0
 """Logits beyond it are as good as certain, and share a bin."""
@@ -24,9 +25,10 @@ _MOST_BINS = 15
 class EvaluationCounts:
     """Counts, over the last evaluation of one worker, rows and clicks by logit, and unknown and missing values by column."""
 
-    def __init__(self, columns: Mapping[str, SparseColumn]) -> None:
-        """`columns`: by the key of the batches; empty where an id no longer tells whether its category was known."""
-        self._columns = columns
+    def __init__(self, columns: Mapping[str, SparseColumn], *, grouped: bool = False) -> None:
+        """`columns`: by the key of the batches; empty where an id no longer tells whether its category was known. `grouped`:
+        whether batches have the keys of groups."""
+        self._columns, self.grouped = columns, grouped
         self._start("")
 
     def _start(self, name: str) -> None:
@@ -110,13 +112,17 @@ class ClickMetrics:
 
     def __init__(self, counts: EvaluationCounts) -> None:
         self._metrics, self._counts = BinaryMetricsAccumulator(), counts
+        self._gauc = GaucAccumulator() if counts.grouped else None
 
     def update(self, output: StepOutput) -> None:
         self._metrics.update(output.logits, output.labels)
         self._counts.add(output)
+        if self._gauc is not None and len(output.labels):
+            assert output.groups is not None, "refused before for data that has none"
+            self._gauc.update(output.groups, output.logits, output.labels)
 
     def compute(self) -> dict[str, float]:
-        return self._metrics.compute()
+        return {**self._metrics.compute(), **({} if self._gauc is None else self._gauc.compute())}
 
 
 def _tells(column: SparseColumn, reserved_id: int) -> bool:

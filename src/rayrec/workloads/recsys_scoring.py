@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,10 +28,12 @@ from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.raw_values import stretch_of, values_of
 from rayrec.data.reading import open_block
 from rayrec.data.stretches import Slice, slices_of
-from rayrec.metrics import BinaryMetricsAccumulator, sigmoid
+from rayrec.metrics.binary import BinaryMetricsAccumulator, sigmoid
+from rayrec.metrics.ranking import GaucAccumulator
 from rayrec.schema import Schema
+from rayrec.workloads.recsys import check_grouped
 from rayrec.workloads.recsys_scorer import load_preprocessor
-from rayrec.workloads.scoring import KEY, Device, Scoring, ScoringContext
+from rayrec.workloads.scoring import GROUP, KEY, Device, Scoring, ScoringContext
 
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
@@ -46,6 +49,10 @@ def open_scoring(workload: ClickWorkload, context: ScoringContext) -> Scoring:
     """See `Workload.open_scoring`: columns `score` and `logit` float32 and, where the log has labels, `label`. A faulty line has
     a place in the log but no score."""
     preprocessor = load_preprocessor(context.checkpoint)
+    group = workload.schema.group if context.evaluating else None
+    if group is not None:
+        check_grouped(workload.schema, context.path)
+        preprocessor = preprocessor.grouped_by(group)
     labelled = has_labels(context.path, preprocessor.schema)
     if context.evaluating and not labelled:
         raise InputError(
@@ -78,7 +85,7 @@ def open_scoring(workload: ClickWorkload, context: ScoringContext) -> Scoring:
     return Scoring(
         block_rows=tuple(scored.block.rows for scored in blocks),
         load=process.load,
-        make_totals=_ClickTotals,
+        make_totals=functools.partial(_ClickTotals, grouped=group is not None),
         described={"bad_rows": index.faults.total, "preprocessor": preprocessor.hash()},
         thread_safe=True,
         is_clicks=True,
@@ -151,20 +158,24 @@ def cache_folder(checkpoint: str) -> str:
 
 @final
 class _ClickTotals:
-    """Keeps 5 bytes a row."""
+    """Keeps 5 bytes a row, 18 where rows have groups."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, grouped: bool) -> None:
         self._kept = BinaryMetricsAccumulator()
+        self._gauc = GaucAccumulator() if grouped else None
 
     @property
     def rows(self) -> int:
         return self._kept.rows
 
     def update(self, table: pa.Table) -> None:
-        self._kept.update(numpy_of(table.column("logit")), numpy_of(table.column("label")))
+        logits, labels = numpy_of(table.column("logit")), numpy_of(table.column("label"))
+        self._kept.update(logits, labels)
+        if self._gauc is not None:
+            self._gauc.update(numpy_of(table.column(GROUP)), logits, labels)
 
     def compute(self) -> dict[str, float]:
-        return self._kept.compute()
+        return {**self._kept.compute(), **({} if self._gauc is None else self._gauc.compute())}
 
 
 @dataclass(frozen=True)
@@ -218,12 +229,16 @@ class _BlockScorer:
         num_rows = scored.block.rows
         logits = np.empty(num_rows, np.float32)
         labels = np.empty(num_rows, np.float32)
+        groups = np.empty(num_rows, np.int64) if told.labelled and schema.group else None
         buckets = {name: np.empty(num_rows, np.int8) for name in told.frequency_columns}
         for start in range(0, num_rows, told.batch_rows):
             rows = opened.encode(start, min(start + told.batch_rows, num_rows))
             logits[start : start + len(rows)] = self._scorer.score(rows)
             if rows.labels is not None:
                 labels[start : start + len(rows)] = rows.labels
+            if groups is not None:
+                assert rows.groups is not None
+                groups[start : start + len(rows)] = rows.groups
             for name, found in buckets.items():
                 ids = rows.ids[preprocessor.inputs.sparse.index(name)]
                 assert isinstance(ids, np.ndarray), "lists are refused before"
@@ -235,6 +250,8 @@ class _BlockScorer:
         }
         if told.labelled:
             columns["label"] = arrow_numbers(labels)
+        if groups is not None:
+            columns[GROUP] = arrow_numbers(groups)
         if told.stretches:
             columns[KEY + DAY] = stretch_of(scored.block, told.stretches)
         for name in told.key_columns:

@@ -161,7 +161,8 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
 
     preprocessor = prepared.open_preprocessor()
     counts = EvaluationCounts(
-        counted_columns(inputs.sparse, preprocessor.sparse, expanded=preprocessor.multi_hot is not None)
+        counted_columns(inputs.sparse, preprocessor.sparse, expanded=preprocessor.multi_hot is not None),
+        grouped=inputs.group is not None,
     )
 
     def eval_batches(name: str) -> Iterator[Any]:

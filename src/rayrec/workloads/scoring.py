@@ -44,6 +44,10 @@ KEY = "key:"
 """What the column begins with that holds, for each row, the value its slice is told by: key:day, key:COLUMN."""
 
 
+GROUP = "group:"
+"""The column that holds the keys of the rows' groups, int64, where a click model's schema has a group."""
+
+
 class Totals(Protocol):
     """Sums up the tables of an evaluation."""
 

@@ -11,7 +11,7 @@ import pytest
 from rayrec.config import InputError
 from rayrec.data.labels import has_labels
 from rayrec.launch.cluster import Node
-from rayrec.metrics import sigmoid
+from rayrec.metrics.binary import sigmoid
 from rayrec.schema import Schema
 from rayrec.serve.pool import Pool, plan_pool
 from rayrec.workloads.recsys_scoring import cache_folder

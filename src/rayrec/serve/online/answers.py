@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 
 from rayrec.data.unknown import UnknownTokens
-from rayrec.metrics import sigmoid
+from rayrec.metrics.binary import sigmoid
 from rayrec.serve.online.counters import Counters
 from rayrec.serve.online.requests import Body, RequestError
 from rayrec.serve.online.row_readers import Outcome, Raw, make_reader, take

@@ -16,7 +16,7 @@ import numpy as np
 from rayrec.config import InputError
 from rayrec.data.columns import RawColumns, RawSparse
 from rayrec.data.parsing import RawRows
-from rayrec.metrics import sigmoid
+from rayrec.metrics.binary import sigmoid
 from rayrec.serve.online.answers import Answer, Answerer
 from rayrec.serve.online.counters import Counters
 from rayrec.serve.online.requests import Body, RequestError

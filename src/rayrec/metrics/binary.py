@@ -239,7 +239,7 @@ def distributed_binary_metrics(
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(process_group) == 1:
         return binary_metrics(logits, labels)
 
-    group = _Collectives(process_group)
+    group = Collectives(process_group)
     error: InputError | None = None
     checked_logits, checked_labels = np.empty(0, np.float32), np.empty(0, np.uint8)
     try:
@@ -271,7 +271,7 @@ def distributed_binary_metrics(
     )
 
 
-def _distributed_twice_u(keys: tuple[Keys, Keys], *, group: _Collectives, rank_rows: Sequence[int]) -> int:
+def _distributed_twice_u(keys: tuple[Keys, Keys], *, group: Collectives, rank_rows: Sequence[int]) -> int:
     """Twice U over all ranks from each rank's sorted keys (negatives, positives)."""
     # One sample for equally many rows everywhere, so that ranks weigh as much as they hold.
     stride = max(1, sum(rank_rows) // (group.num_ranks * _SAMPLES_PER_RANK))
@@ -309,7 +309,7 @@ def _distributed_twice_u(keys: tuple[Keys, Keys], *, group: _Collectives, rank_r
 
 
 @final
-class _Collectives:
+class Collectives:
     """The collectives needed here on NumPy arrays, over the device that the group's backend serves."""
 
     def __init__(self, process_group: ProcessGroup | None) -> None:

@@ -1,0 +1,1 @@
+"""Exact metrics over any number of rows and processes."""
