@@ -104,8 +104,9 @@ class ScoringApp:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["path"] == scope.get("root_path"):
-            scope = {**scope, "path": scope["path"] + "/"}
+        root = scope.get("root_path", "").rstrip("/")
+        if root:  # Starlette takes neither a root that ends with a slash nor a path that is the root alone
+            scope = {**scope, "root_path": root, "path": root + "/" if scope["path"] == root else scope["path"]}
         scope["app"] = self  # Starlette then raises HTTPException if no route matches
 
         async def counted(message: Message) -> None:

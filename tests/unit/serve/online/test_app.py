@@ -651,6 +651,20 @@ def test_paths(app: ScoringApp) -> None:
     assert b"http" not in page.body.replace(b"http://www.w3.org", b"")  # nothing from outside
 
 
+@pytest.mark.parametrize("root", ["/clicks", "/clicks/", "/"])
+def test_paths_under_a_prefix(app: ScoringApp, root: str) -> None:
+    for path in ("", "/", "/healthz"):
+        scope = {"type": "http", "method": "GET", "root_path": root, "headers": [], "query_string": b""}
+        scope["path"] = root.rstrip("/") + path or "/"
+        sent: list[Any] = []
+
+        async def send(message: Any, sent: list[Any] = sent) -> None:
+            sent.append(message)
+
+        asyncio.run(app(scope, None, send))
+        assert sent[0]["status"] == 200
+
+
 def test_openapi_names_columns_and_a_row_that_scores(app: ScoringApp) -> None:
     found = ask(app, "GET", "/openapi.json").json()
     row = found["components"]["schemas"]["Row"]
