@@ -38,7 +38,8 @@ class Evaluated:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.evaluations: list[tuple[str, float]] = []
         config = recipes.criteo_demo("none").replace(early_stopping={"patience": patience})
-        self.assignment = Assignment(config, None, str(folder), None, None, "", 0.0)  # type: ignore[arg-type]
+        prepared = SimpleNamespace(folder=str(folder / "preprocessor"))
+        self.assignment = Assignment(config, prepared, str(folder), None, None, "", 0.0)  # type: ignore[arg-type]
         saver = Saver(
             str(folder),
             claim=claim(str(folder)),
