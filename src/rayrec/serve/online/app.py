@@ -104,9 +104,11 @@ class ScoringApp:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        root = scope.get("root_path", "").rstrip("/")
-        if root:  # Starlette takes neither a root that ends with a slash nor a path that is the root alone
-            scope = {**scope, "root_path": root, "path": root + "/" if scope["path"] == root else scope["path"]}
+        if given := scope.get(
+            "root_path"
+        ):  # Starlette takes neither a slash at its end nor a path that is the root alone
+            root, path = given.rstrip("/"), scope["path"]
+            scope = {**scope, "root_path": root, "path": root + "/" if path == root else path}
         scope["app"] = self  # Starlette then raises HTTPException if no route matches
 
         async def counted(message: Message) -> None:
