@@ -119,6 +119,8 @@ def train(folder: str, tables: list[int], rank: int, *, node: str = "", **settin
         loss = setup.pipeline.progress(batches).loss.detach().clone()
         distributed.all_reduce(loss)
         losses.append(loss.item() / world_size)
+    # TorchRec exchanges a batch's ids ahead only if it finds in the model's forward that they come straight from the batch.
+    assert len(getattr(setup.pipeline, "_pipelined_modules", [])) == (world_size > 1)
     checkpoint.save(f"{folder}/end", all_tensors(setup.model, setup.optimizer), state={})
     if rank == 0:
         with open(f"{folder}/losses.json", "w") as file:
