@@ -224,38 +224,56 @@ def plan(config: TrainConfig, *, cluster: str | None = None, tables: Sequence[in
 
 
 def evaluate(
-    checkpoint: str, path: str, *, recipe: Recipe | None = None, console: Console | None = None, **options: Any
+    checkpoint: str,
+    path: str,
+    *,
+    recipe: Recipe | None = None,
+    cluster_address: str | None = None,
+    console: Console | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Scores every labelled row of a path exactly once -> the workload's metrics, rows, checkpoint. `options` are the fields of
-    `rayrec.serve.config.EvaluationConfig`: batch_rows, device, max_bad_fraction, cluster_address, and of a click model group,
-    slice_by, slice_top, confidence, resamples, seed and compare (another checkpoint), see `rayrec.serve.evaluate.evaluate`.
+    `rayrec.serve.config.EvaluationConfig`: batch_rows, device, max_bad_fraction, and of a click model group, slice_by, slice_top,
+    confidence, resamples, seed and compare (another checkpoint), see `rayrec.serve.evaluate.evaluate`.
 
     `checkpoint` is the folder of a checkpoint, or of a run (then the one its summary names, else the newest); `recipe` the
-    function it was trained with, where that is the caller's own. Raises InputError for an unusable checkpoint or path.
+    function it was trained with, where that is the caller's own. `cluster_address`: HOST:PORT or auto: a running Ray cluster;
+    local: a local Ray; none: threads of this process; None: the Ray that this process is connected to or that RAY_ADDRESS names,
+    else threads of this process. Raises InputError for an unusable checkpoint or path.
     """
     from rayrec.serve.config import EvaluationConfig
     from rayrec.serve.evaluate import evaluate as run
 
     asked = EvaluationConfig().updated(options)
-    other = None if asked.compare is None else _grouped(_scoring_config(asked.compare, recipe, asked), asked.group)
+
+    def config_of(place: str) -> TrainConfig:
+        return _grouped(_scoring_config(place, recipe, cluster_address, asked), asked.group)
+
     return run(
         checkpoint,
         path,
-        config=_grouped(_scoring_config(checkpoint, recipe, asked), asked.group),
+        config=config_of(checkpoint),
         options=asked,
-        other=other,
+        other=None if asked.compare is None else config_of(asked.compare),
         console=_console(console),
     )
 
 
 def predict(
-    checkpoint: str, path: str, *, recipe: Recipe | None = None, console: Console | None = None, **options: Any
+    checkpoint: str,
+    path: str,
+    *,
+    recipe: Recipe | None = None,
+    cluster_address: str | None = None,
+    console: Console | None = None,
+    **options: Any,
 ) -> ray.data.Dataset:
     """Predictions for the rows of a path, in their order: a Dataset of `row` and what the workload predicts, such as `score`,
-    `logit` and, where there is one, `label`. All else is as in `evaluate`."""
+    `logit` and, where there is one, `label`. `options` are the fields of `rayrec.serve.config.ScoringConfig`; all else is as in
+    `evaluate`."""
     from rayrec.serve import predict as serving
 
-    return serving.predict(checkpoint, path, **_scoring(checkpoint, recipe, options, console))
+    return serving.predict(checkpoint, path, **_scoring(checkpoint, recipe, cluster_address, options, console))
 
 
 def predict_to(
@@ -264,6 +282,7 @@ def predict_to(
     *,
     out: str,
     recipe: Recipe | None = None,
+    cluster_address: str | None = None,
     console: Console | None = None,
     **options: Any,
 ) -> dict[str, Any]:
@@ -271,7 +290,7 @@ def predict_to(
     made again goes on where it stopped."""
     from rayrec.serve import predict as serving
 
-    return serving.predict_to(checkpoint, path, out, **_scoring(checkpoint, recipe, options, console))
+    return serving.predict_to(checkpoint, path, out, **_scoring(checkpoint, recipe, cluster_address, options, console))
 
 
 def export(checkpoint: str, *, out: str, recipe: Recipe | None = None, **options: Any) -> dict[str, Any]:
@@ -423,24 +442,30 @@ def _config_of(checkpoint: str, recipe: Recipe | None) -> TrainConfig:
 
 
 def _scoring(
-    checkpoint: str, recipe: Recipe | None, options: dict[str, Any], console: Console | None
+    checkpoint: str,
+    recipe: Recipe | None,
+    cluster_address: str | None,
+    options: dict[str, Any],
+    console: Console | None,
 ) -> dict[str, Any]:
     """What `rayrec.serve.predict` is told: the checkpoint's configuration, but for what the caller decides."""
     from rayrec.serve.config import ScoringConfig
 
     asked = ScoringConfig().updated(options)
     return {
-        "config": _scoring_config(checkpoint, recipe, asked),
+        "config": _scoring_config(checkpoint, recipe, cluster_address, asked),
         "batch_rows": asked.batch_rows,
         "device": asked.device,
         "console": _console(console),
     }
 
 
-def _scoring_config(checkpoint: str, recipe: Recipe | None, asked: ScoringConfig) -> TrainConfig:
+def _scoring_config(
+    checkpoint: str, recipe: Recipe | None, cluster_address: str | None, asked: ScoringConfig
+) -> TrainConfig:
     from rayrec.workloads.base import ClusterConfig
 
-    config = _config_of(checkpoint, recipe).replace(cluster=ClusterConfig(address=asked.cluster_address))
+    config = _config_of(checkpoint, recipe).replace(cluster=ClusterConfig(address=cluster_address))
     return config if asked.max_bad_fraction is None else config.replace(max_bad_fraction=asked.max_bad_fraction)
 
 

@@ -1,92 +1,47 @@
 """Commands on what was trained: evaluate, predict, export, serve."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
 from rayrec import api, recipes
 from rayrec.commands.arguments import Address, Checkpoint, OwnRecipe, Path_, flags, print_json, results_alone
 from rayrec.observe.console import Console
+from rayrec.serve.config import EvaluationConfig, ScoringConfig
+from rayrec.serve.export_config import ExportConfig
 from rayrec.serve.online.following import Follow
 from rayrec.serve.online.settings import ServeConfig
 from rayrec.serve.readable import readable
 
+DEFAULT_SCORING, DEFAULT_EVALUATION, DEFAULT_EXPORT = ScoringConfig(), EvaluationConfig(), ExportConfig()
+Scoring = Annotated[ScoringConfig, tyro.conf.arg(name="")]
+Evaluation = tyro.conf.UseAppendAction[Annotated[EvaluationConfig, tyro.conf.arg(name="")]]
+Export = Annotated[ExportConfig, tyro.conf.arg(name="")]
 
-def _scoring(
+
+def _evaluate(
+    checkpoint: Checkpoint,
+    path: Path_,
     recipe: OwnRecipe = None,
-    batch_rows: int | None = None,
-    device: Literal["cpu", "cuda"] = "cpu",
-    max_bad_fraction: float | None = None,
     address: Address = None,
+    config: Evaluation = DEFAULT_EVALUATION,
 ) -> dict[str, Any]:
-    """How rows are scored.
-
-    Args:
-        recipe: The recipe the checkpoint is of, where it is one of your own.
-        batch_rows: Rows the model takes at once; default 8192 for a click model, else as many as in evaluations while training.
-        device: cuda: each scoring process gets one GPU.
-        max_bad_fraction: Share of faulty lines above which a log is refused; default as in training.
-        address: HOST:PORT or auto: a running Ray cluster; local: a local Ray; none: threads of this process. Default: the Ray
-            that RAY_ADDRESS names, else threads of this process.
-    """
-    return {
-        "recipe": recipes.find(recipe) if recipe else None,
-        "batch_rows": batch_rows,
-        "device": device,
-        "max_bad_fraction": max_bad_fraction,
-        "cluster_address": address,
-    }
-
-
-Scoring = Annotated[dict[str, Any], tyro.conf.arg(name="", constructor=_scoring)]
-
-
-def _detail(
-    group: str | None = None,
-    slice_by: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
-    slice_top: int = 10,
-    confidence: float | None = None,
-    resamples: int = 1000,
-    seed: int = 0,
-    compare: str | None = None,
-) -> dict[str, Any]:
-    """What is told of a click model beside its metrics over all rows.
-
-    Args:
-        group: Column such as the user: also tell how well rows are ordered within its values (gauc); default the schema's group.
-        slice_by: Tell metrics also by slices: day, COLUMN (its values), frequency:COLUMN (how often its value was trained on);
-            may be given several times.
-        slice_top: Of a column's values, those with the most rows that are told one by one; the others are told together.
-        confidence: Tell intervals that hold the true metric with this probability, such as 0.95.
-        resamples: Times the rows are drawn anew for intervals and comparisons.
-        seed: Of these draws.
-        compare: Another checkpoint (or run), scored on the same rows: whether the two differ.
-    """
-    return {
-        "group": group,
-        "slice_by": slice_by,
-        "slice_top": slice_top,
-        "confidence": confidence,
-        "resamples": resamples,
-        "seed": seed,
-        "compare": compare,
-    }
-
-
-Detail = Annotated[dict[str, Any], tyro.conf.arg(name="", constructor=_detail)]
-
-
-def _evaluate(checkpoint: Checkpoint, path: Path_, detail: Detail, scoring: Scoring) -> dict[str, Any]:
     """Score every labelled row of a path exactly once.
 
     Args:
         checkpoint: Folder of a checkpoint, or of a run (then the one its summary names, else the newest).
         path: What is scored, with labels: a click log, images, text; file, glob or folder.
-        detail: What is told of a click model beside its metrics over all rows.
-        scoring: How rows are scored.
+        recipe: The recipe the checkpoint is of, where it is one of your own.
+        address: HOST:PORT or auto: a running Ray cluster; local: a local Ray; none: threads of this process. Default: the Ray
+            that RAY_ADDRESS names, else threads of this process.
+        config: How rows are scored, and what is told of a click model beside its metrics over all rows.
     """
     with results_alone():
-        return api.evaluate(checkpoint, path, **detail, **scoring)
+        return api.evaluate(checkpoint, path, recipe=_own(recipe), cluster_address=address, **vars(config))
+
+
+def _own(recipe: str | None) -> recipes.Recipe | None:
+    return recipes.find(recipe) if recipe else None
 
 
 def evaluate(arguments: list[str]) -> None:
@@ -95,17 +50,27 @@ def evaluate(arguments: list[str]) -> None:
     print_json(found)
 
 
-def _predict(checkpoint: Checkpoint, path: Path_, out: str, scoring: Scoring) -> dict[str, Any]:
+def _predict(
+    checkpoint: Checkpoint,
+    path: Path_,
+    out: str,
+    recipe: OwnRecipe = None,
+    address: Address = None,
+    config: Scoring = DEFAULT_SCORING,
+) -> dict[str, Any]:
     """Score the rows of a path, labelled or not.
 
     Args:
         checkpoint: Folder of a checkpoint, or of a run (then the one its summary names, else the newest).
         path: What is scored: a click log, images, text; file, glob or folder.
         out: Folder for the Parquet files: column row and what is predicted, such as score and logit.
-        scoring: How rows are scored.
+        recipe: The recipe the checkpoint is of, where it is one of your own.
+        address: HOST:PORT or auto: a running Ray cluster; local: a local Ray; none: threads of this process. Default: the Ray
+            that RAY_ADDRESS names, else threads of this process.
+        config: How rows are scored.
     """
     with results_alone():
-        return api.predict_to(checkpoint, path, out=out, **scoring)
+        return api.predict_to(checkpoint, path, out=out, recipe=_own(recipe), cluster_address=address, **vars(config))
 
 
 def predict(arguments: list[str]) -> None:
@@ -113,15 +78,7 @@ def predict(arguments: list[str]) -> None:
 
 
 def _export(
-    checkpoint: Checkpoint,
-    out: str,
-    recipe: OwnRecipe = None,
-    quantize: Literal["int8", "int4", "fp16"] | None = None,
-    parity_path: str | None = None,
-    parity_rows: int = 50_000,
-    max_auroc_loss: float | None = None,
-    ignore_parity: bool = False,
-    triton: bool = False,
+    checkpoint: Checkpoint, out: str, recipe: OwnRecipe = None, config: Export = DEFAULT_EXPORT
 ) -> dict[str, Any]:
     """Write a trained model as other tools read it.
 
@@ -129,27 +86,10 @@ def _export(
         checkpoint: Folder of a checkpoint, or of a run (then the one its summary names, else the newest).
         out: Folder to write to, which appears complete or not at all.
         recipe: The recipe the checkpoint is of, where it is one of your own.
-        quantize: Of a click model: how its tables are stored; default as they are, fp32.
-        parity_path: Of a click model: labelled log whose rows the export is compared with the checkpoint on; default what the run
-            evaluated on.
-        parity_rows: Rows compared.
-        max_auroc_loss: How far the export's AUROC may be from the checkpoint's; default 0.0001, with int4 0.002.
-        ignore_parity: Export also where the comparison fails, and where the run's log cannot be read (rows drawn at random are
-            compared then); report.json says what failed.
-        triton: Of a click model: write a model repository for Triton as well.
+        config: Of a click model: how its tables are stored, and what its scores are compared on.
     """
     with results_alone():
-        return api.export(
-            checkpoint,
-            out=out,
-            recipe=recipes.find(recipe) if recipe else None,
-            quantize=quantize,
-            parity_path=parity_path,
-            parity_rows=parity_rows,
-            max_auroc_loss=max_auroc_loss,
-            ignore_parity=ignore_parity,
-            triton=triton,
-        )
+        return api.export(checkpoint, out=out, recipe=_own(recipe), **vars(config))
 
 
 def export(arguments: list[str]) -> None:

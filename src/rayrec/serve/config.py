@@ -19,9 +19,6 @@ class ScoringConfig(Config):
     """cuda: each scoring process gets one GPU."""
     max_bad_fraction: float | None = None
     """Share of faulty lines above which a log is refused; None: as in training."""
-    cluster_address: str | None = None
-    """HOST:PORT or auto: a running Ray cluster; local: a local Ray; none: threads of this process. None: the Ray that this
-    process is connected to or that RAY_ADDRESS names, else threads of this process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +28,8 @@ class EvaluationConfig(ScoringConfig):
     group: str | None = None
     """Column such as the user: also tell how well rows are ordered within its values (gauc); None: the schema's, if any."""
     slice_by: tuple[str, ...] = ()
-    """Tell metrics also by slices: day, COLUMN (its values), frequency:COLUMN (how often its value was trained on)."""
+    """Tell metrics also by slices: day, COLUMN (its values), frequency:COLUMN (how often its value was trained on); may be given
+    several times."""
     slice_top: int = 10
     """Of a column's values, those with the most rows that are told one by one; the others are told together."""
     confidence: float | None = None

@@ -27,7 +27,6 @@ from rayrec.data.log import Segment
 from rayrec.data.multi_hot import MultiHot
 from rayrec.data.parsing import parse
 from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
-from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.tables import Quantization
 from rayrec.schema import Schema
 from rayrec.serve.export import export
@@ -389,12 +388,6 @@ def test_unusable_requests_are_told_in_one_line(saved: Saved, tmp_path: Path) ->
             str(saved.run), str(tmp_path / "out"), config=recipes.mnist_resnet18(), settings=ExportConfig(triton=True)
         )
 
-    class OwnConfig(DLRMConfig):
-        """Of a user."""
-
-    own = saved.config.replace(workload={"model": OwnConfig(**vars(saved.config.workload.model))})
-    with pytest.raises(InputError, match="one of your own, OwnConfig; only rayrec's own are exported"):
-        export(str(saved.run), str(tmp_path / "out"), config=own, settings=ExportConfig())
     with pytest.raises(InputError, match="parity_rows"):
         ExportConfig(parity_rows=0)
     assert not (tmp_path / "out").exists()
