@@ -71,14 +71,20 @@ def test_each_attempt_and_each_command_has_a_start_of_its_own() -> None:
 
 
 def test_the_report_shows_the_first_start_and_the_last_ones() -> None:
-    page = report_course.start_up(made_up_run.run())
+    page = _page(made_up_run.run())
     assert "<th>start 2" in page.replace(' scope="col"', "")
     for text in ("interpreter and imports", "restoring the checkpoint", "later_stage", "together", "16 s", "10 s"):
         assert text in page, text
-    assert report_course.start_up([]) == ""
+    assert report_course.start_up([]) is None
     many = [{"time": 0.0, "kind": "run"}]
     for number in range(1, 10):
         many.append({"time": 0.0, "kind": "attempt", "number": number})
         many.append({"time": 0.0, "kind": "start_up", "process": "worker", "stages": {"set_up": float(number)}})
-    shown = report_course.start_up(many)
+    shown = _page(many)
     assert [f"start {number}" in shown for number in range(1, 10)] == [True, *[False] * 4, *[True] * 4]
+
+
+def _page(events: list[dict[str, object]]) -> str:
+    section = report_course.start_up(events)
+    assert section is not None
+    return section.body
