@@ -40,6 +40,14 @@ def test_every_recipe_names_itself_and_survives_yaml() -> None:
         assert (recipe.__doc__ or "").strip()
 
 
+def test_every_recipe_is_an_attribute_by_its_name() -> None:
+    """Also one with the name of its file, such as `clicks`."""
+    for name, recipe in recipes.ALL.items():
+        assert getattr(recipes, name) is recipe
+    with pytest.raises(AttributeError, match="has no recipe 'click'"):
+        recipes.click  # noqa: B018
+
+
 def test_a_recipe_of_ones_own_goes_by_file_and_function(own: Path) -> None:
     recipe = recipes.find(f"{own}:small")
     assert recipe().batch_size == 7

@@ -26,6 +26,7 @@ def _read_folder() -> None:
         module = importlib.import_module(f"{__name__}.{found.name}")
         ALL.update({recipe.__name__: recipe for recipe in module.RECIPES})
         PUBLISHED.update(getattr(module, "PUBLISHED", {}))
+    globals().update(ALL)  # also where a file has the name of its recipe: importing it put the module there
 
 
 _read_folder()

@@ -164,7 +164,7 @@ def test_the_board_knows_the_model_of_a_replica_that_is_ready(monkeypatch: pytes
 
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="first"), app_name="rayrec")
     monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
-    monkeypatch.setattr("rayrec.serve.served.open_served", lambda path, device: load(path))
+    monkeypatch.setattr("rayrec.serve.served.open_served", lambda path, device, own: load(path))
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     held = deployment._Held(ServeConfig(), None, None)
     monkeypatch.setattr(deployment._Held, "_ask", lambda held, method, *told: ledger.exchange(*told, now_s=0.0))
