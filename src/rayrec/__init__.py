@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         vocabulary,
     )
     from rayrec.config import InputError
+    from rayrec.data.frames import transform
     from rayrec.data.rows import ArrayRows
     from rayrec.launch.supervision import SuperviseConfig
     from rayrec.models.base import ClickModelConfig, ModelInputs
@@ -67,6 +68,7 @@ __all__ = [
     "serving",
     "supervise",
     "train",
+    "transform",
     "validate",
     "vocabulary",
 ]
@@ -87,6 +89,7 @@ _HOMES = {
     "SuperviseConfig": "rayrec.launch.supervision",
     "TrainConfig": "rayrec.workloads.base",
     "recipes": "rayrec.recipes",
+    "transform": "rayrec.data.frames",
 }
 
 

@@ -30,6 +30,7 @@ from rayrec.workloads.base import ClusterConfig, ObserveConfig, ProfileConfig, R
 
 if TYPE_CHECKING:
     import pandas
+    import ray.train
 
 _PATIENCE_S = 5.0
 """With a store that is out, for what is left to write where an error ends a run."""
@@ -55,6 +56,24 @@ class Result:
         from rayrec.observe.events import metrics_dataframe
 
         return metrics_dataframe(storage.join(self.folder, "events.jsonl"))
+
+    def to_ray(self) -> ray.train.Result:
+        """The same as Ray Train's own type, for code that expects what `Trainer.fit` returns: metrics, `path` (the run's
+        folder), `checkpoint` and the one of `best_checkpoints` as a `ray.train.Checkpoint` (path and pyarrow file system, so a
+        URL's credentials come along), `metrics_dataframe`, and no error. Imports Ray, and starts none."""
+        import ray.train
+
+        filesystem, path = storage.resolve(self.folder)
+        checkpoint = ray.train.Checkpoint(storage.resolve(self.checkpoint)[1], filesystem)
+        return ray.train.Result(
+            metrics=dict(self.metrics),
+            checkpoint=checkpoint,
+            error=None,
+            path=path,
+            metrics_dataframe=self.metrics_dataframe,
+            best_checkpoints=[(checkpoint, dict(self.metrics))],
+            _storage_filesystem=filesystem,
+        )
 
 
 def train(

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import ray.train
 import replicated_ranks
 import torch
 from ray.train.v2.api.exceptions import WorkerGroupError
@@ -258,6 +259,18 @@ def test_epochs_and_time_are_those_of_the_run(tmp_path: Path) -> None:
     assert result.summary["restarts"] == 1
     assert not notes
     assert read_events(tmp_path / "events.jsonl")[-1]["kind"] == "summary"
+
+
+def test_the_result_as_one_of_ray_train(tmp_path: Path) -> None:
+    result, _ = summarized(tmp_path, lines_of(told()))
+    of_ray = result.to_ray()
+    assert isinstance(of_ray, ray.train.Result)
+    assert (of_ray.path, of_ray.error, of_ray.metrics) == (str(tmp_path), None, {"accuracy": 0.5})
+    with of_ray.checkpoint.as_directory() as folder:
+        assert folder == result.checkpoint
+        assert checkpoint.open_checkpoint(folder).step == 15
+    assert of_ray.get_best_checkpoint("accuracy", "max") == of_ray.checkpoint
+    assert len(of_ray.metrics_dataframe) == len(result.metrics_dataframe) == 2
 
 
 def test_damaged_events_do_not_cost_the_summary(tmp_path: Path) -> None:
