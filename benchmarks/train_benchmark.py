@@ -74,7 +74,7 @@ def _ready_batches(path: str, batch_size: int, number: int) -> tuple[list[int], 
     import numpy as np
     import torch
 
-    from rayrec.click_batch import ClickBatch
+    from rayrec.batch import Batch
     from rayrec.data.loader import sparse_features
     from rayrec.data.parsing import RawRows, max_rows_in, padded, parse_into
     from rayrec.data.preprocessor import Preprocessor
@@ -92,11 +92,11 @@ def _ready_batches(path: str, batch_size: int, number: int) -> tuple[list[int], 
         rows = preprocessor.encode(raw, order[start : start + batch_size])
         assert rows.labels is not None
         batches.append(
-            ClickBatch(
-                torch.from_numpy(rows.dense),
-                sparse_features(SCHEMA.sparse, rows.ids, len(rows)),
-                torch.from_numpy(rows.labels),
+            Batch(
+                {"dense": torch.from_numpy(rows.dense)},
                 1 / batch_size,
+                sparse_features(SCHEMA.sparse, rows.ids, len(rows)),
+                {"label": torch.from_numpy(rows.labels)},
             )
         )
     return preprocessor.num_embeddings, batches
@@ -121,7 +121,7 @@ def _rate(pipeline: Any, batches: list[Any], steps: int, before_step: Any = None
         if before_step:
             before_step(step, steps)
         pipeline.progress(source)
-    return steps * len(batches[0].labels) / (time.perf_counter() - start)
+    return steps * len(batches[0]) / (time.perf_counter() - start)
 
 
 def from_ready(*, path: str, precision: str, batch_size: int, steps: int) -> float:

@@ -12,8 +12,8 @@ import torch
 from torch import distributed
 
 from rayrec import checkpoint
+from rayrec.batch import DENSE, Batch
 from rayrec.checkpoint import Checkpoint
-from rayrec.click_batch import ClickBatch
 from rayrec.data.loader import sparse_features
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig
@@ -95,7 +95,7 @@ def prepared(tables: list[int]) -> Any:
     )
 
 
-def batch(tables: list[int], step: int, rank: int, world_size: int, *, rows: int = ROWS) -> ClickBatch:
+def batch(tables: list[int], step: int, rank: int, world_size: int, *, rows: int = ROWS) -> Batch:
     """A rank's share of the same global batch of so many rows, for any number of ranks."""
     chance = torch.Generator().manual_seed(step)
     ids = [torch.randint(size, (rows,), generator=chance) for size in tables]
@@ -103,7 +103,7 @@ def batch(tables: list[int], step: int, rank: int, world_size: int, *, rows: int
     mine = slice(rank * rows // world_size, (rank + 1) * rows // world_size)
     columns = [column[mine].int().numpy() for column in ids]
     features = sparse_features(schema(tables).sparse, columns, len(labels[mine]))
-    return ClickBatch(dense[mine], features, labels[mine], loss_weight=world_size / rows)
+    return Batch({DENSE: dense[mine]}, world_size / rows, features, {"label": labels[mine]})
 
 
 def train(folder: str, tables: list[int], rank: int, *, node: str = "", **settings: Any) -> None:

@@ -1,49 +1,89 @@
-"""Batches of any tensors, able to move themselves to a device; nothing here needs more than torch."""
+"""Batches of rows of any kind, able to move themselves to a device, and what a step gives; nothing here needs more than torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from rayrec.row_tally import RowNumbers
 
+if TYPE_CHECKING:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+DENSE: Final = "dense"
+"""The tensor of a click log's dense features."""
+
 
 @dataclass
-class TensorBatch:
+class Batch:
     """One worker's part of one global batch."""
 
     tensors: dict[str, torch.Tensor]
-    """(rows, ...) each."""
+    """(rows, ...) each: images, blocks of tokens, or (DENSE) a click log's dense features, (rows, num_dense) float32."""
     loss_weight: float
     """world_size / rows of the global batch: the sum of row losses times this, averaged over workers (as DDP and FSDP do),
     is the exact mean over the global batch also where workers hold different numbers of rows. 0: a filler, which counts
     nowhere, for a worker that has no row where others have."""
+    sparse_features: KeyedJaggedTensor | None = None
+    """Of a click log: one key per categorical feature, `rows` bags each."""
+    labels: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Of a click log: (rows,) float32 by name, from 0 to 1."""
+    weights: torch.Tensor | None = None
+    """(rows,) float32: what each row's loss is multiplied by; None: 1 each."""
+    groups: torch.Tensor | None = None
+    """(rows,) int64, always on the CPU: keys of the rows' groups, where the schema has a group."""
     row_numbers: RowNumbers | None = None
-    """Which rows these are, none for a filler, for the loop to count; copies and parts do not have it."""
+    """Which rows these are, none for a filler, for the loop to count; copies on a device and parts do not have it."""
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> TensorBatch:
-        tensors = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.tensors.items()}
-        return TensorBatch(tensors, self.loss_weight)
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device, non_blocking=non_blocking)
+
+        sparse = self.sparse_features
+        moved_sparse = None if sparse is None else sparse.to(device, non_blocking=non_blocking)
+        return self._with(moved, moved_sparse, None)
+
+    def pin_memory(self) -> Batch:
+        """A copy in pinned memory; it keeps its row numbers, because a loader pins batches before the loop counts them."""
+        sparse = self.sparse_features
+        return self._with(torch.Tensor.pin_memory, None if sparse is None else sparse.pin_memory(), self.row_numbers)
+
+    def _with(
+        self,
+        change: Callable[[torch.Tensor], torch.Tensor],
+        sparse_features: KeyedJaggedTensor | None,
+        row_numbers: RowNumbers | None,
+    ) -> Batch:
+        return Batch(
+            {name: change(tensor) for name, tensor in self.tensors.items()},
+            self.loss_weight,
+            sparse_features,
+            {name: change(tensor) for name, tensor in self.labels.items()},
+            None if self.weights is None else change(self.weights),
+            self.groups,
+            row_numbers,
+        )
 
     def record_stream(self, stream: torch.Stream) -> None:
-        for tensor in self.tensors.values():
+        for tensor in (*self.tensors.values(), *self.labels.values()):
             tensor.record_stream(stream)
+        if self.weights is not None:
+            self.weights.record_stream(stream)
+        if self.sparse_features is not None:
+            self.sparse_features.record_stream(stream)
 
-    def pin_memory(self) -> TensorBatch:
-        return TensorBatch({name: tensor.pin_memory() for name, tensor in self.tensors.items()}, self.loss_weight)
-
-    def parts(self, count: int) -> list[TensorBatch]:
-        """The batch in exactly so many parts of nearly equal size, so that every worker makes as many passes; where it has
-        fewer rows, fillers make up the number."""
+    def parts(self, count: int) -> list[Batch]:
+        """The tensors in exactly so many parts of nearly equal size, so that every worker makes as many passes; where there are
+        fewer rows, fillers make up the number. Not of a click log."""
+        assert self.sparse_features is None
         if count == 1:
             return [self]
         pieces = {name: tensor.tensor_split(count) for name, tensor in self.tensors.items()}
-        parts = [
-            TensorBatch({name: pieces[name][number] for name in pieces}, self.loss_weight) for number in range(count)
-        ]
-        filler = TensorBatch({name: tensor[:1] for name, tensor in self.tensors.items()}, 0.0)
+        parts = [Batch({name: pieces[name][number] for name in pieces}, self.loss_weight) for number in range(count)]
+        filler = Batch({name: tensor[:1] for name, tensor in self.tensors.items()}, 0.0)
         return [part if len(part) else filler for part in parts]
 
     def __len__(self) -> int:
@@ -51,8 +91,22 @@ class TensorBatch:
 
 
 @dataclass(frozen=True)
+class StepOutput:
+    """What a click model's step hands to the loop beside the loss to differentiate; detached."""
+
+    loss: torch.Tensor
+    """Scalar: this worker's loss, without penalties; its mean over workers is the mean over the global batch."""
+    logits: torch.Tensor
+    """(rows,) float32"""
+    labels: torch.Tensor
+    """(rows,) float32"""
+    groups: torch.Tensor | None = None
+    """(rows,) int64, as in the batch."""
+
+
+@dataclass(frozen=True)
 class RowOutput:
-    """What a step hands to the loop; detached."""
+    """What a step of any other model hands to the loop; detached."""
 
     loss: torch.Tensor
     """Scalar: this worker's loss; its mean over workers is the mean over the global batch."""

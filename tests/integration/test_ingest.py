@@ -17,7 +17,7 @@ import pytest
 import ray
 
 from rayrec import storage
-from rayrec.click_batch import ClickBatch
+from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.data.counting import count_log
 from rayrec.data.engine import Shared
@@ -91,11 +91,12 @@ def make_loader(index: LogIndex, shared: Shared[Preprocessor]) -> Callable[..., 
     return make
 
 
-def rows_of(batch: ClickBatch) -> list[Row]:
+def rows_of(batch: Batch) -> list[Row]:
+    assert batch.sparse_features is not None
     ids = batch.sparse_features.values().reshape(len(SCHEMA.sparse), -1).numpy().T
     return [
         (d.tobytes(), i.tobytes(), bytes([int(y)]))
-        for d, i, y in zip(batch.dense_features.numpy(), ids, batch.labels, strict=True)
+        for d, i, y in zip(batch.tensors["dense"].numpy(), ids, batch.labels["label"], strict=True)
     ]
 
 

@@ -34,7 +34,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from rayrec import checkpoint
-from rayrec.click_batch import ClickBatch
+from rayrec.batch import DENSE, Batch
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.embeddings import feature_names, initialize_shards
 from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
@@ -58,7 +58,7 @@ def batch(step, world_size):
     values = torch.cat([column[mine] for column in ids])
     lengths = torch.ones(len(values), dtype=torch.int64)
     sparse = KeyedJaggedTensor(keys=feature_names(len(TABLES)), values=values, lengths=lengths)
-    return ClickBatch(dense[mine], sparse, labels[mine], loss_weight=world_size / ROWS)
+    return Batch({DENSE: dense[mine]}, world_size / ROWS, sparse, {"label": labels[mine]})
 
 
 def build(stage):

@@ -19,8 +19,8 @@ import yaml
 from processes import Run
 
 from rayrec import recipes
+from rayrec.batch import Batch
 from rayrec.checkpoint import Checkpoint, committed, weights_sha256
-from rayrec.click_batch import ClickBatch
 from rayrec.config import InputError
 from rayrec.data.loader import ClickLoader
 from rayrec.data.preprocessor import Preprocessor
@@ -199,7 +199,7 @@ class RepeatingWorkload(ClickWorkload):
         return loader
 
 
-def repeated_once(batches: Generator[ClickBatch, None, None]) -> Generator[ClickBatch, None, None]:
+def repeated_once(batches: Generator[Batch, None, None]) -> Generator[Batch, None, None]:
     before = None
     for number, batch in enumerate(batches):
         yield batch if number != 2 or before is None else before

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from rayrec.click_batch import ClickBatch
+from rayrec.batch import DENSE, Batch
 from rayrec.data.ahead import Ahead
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.engine import Shared, StreamEngine
@@ -85,9 +85,9 @@ class ClickLoader:
         self._rows_until = np.concatenate(
             [[0], np.cumsum([everyone for _, _, everyone in self._sizes], dtype=np.int64)]
         )
-        self._batches: Generator[ClickBatch, None, None] | Ahead[ClickBatch] = self._make_batches()
+        self._batches: Generator[Batch, None, None] | Ahead[Batch] = self._make_batches()
         self._ahead = ahead
-        self._first: Future[ClickBatch] | None = None
+        self._first: Future[Batch] | None = None
 
     def start(self) -> None:
         """Lets data tasks begin: the first batch is made in a thread, and waits there for the first `next`."""
@@ -98,10 +98,10 @@ class ClickLoader:
             self._first = thread.submit(next, self._batches)
             thread.shutdown(wait=False)
 
-    def __iter__(self) -> Iterator[ClickBatch]:
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
-    def __next__(self) -> ClickBatch:
+    def __next__(self) -> Batch:
         if self._ahead:
             self._cut_ahead()
         first, self._first = self._first, None
@@ -111,7 +111,7 @@ class ClickLoader:
 
     def _cut_ahead(self) -> None:
         if isinstance(self._batches, Generator):
-            self._batches = Ahead(self._batches, most=self._ahead, prepare=ClickBatch.pin_memory)
+            self._batches = Ahead(self._batches, most=self._ahead, prepare=Batch.pin_memory)
 
     def close(self) -> None:
         """Stops the data tasks."""
@@ -182,7 +182,7 @@ class ClickLoader:
             start = self._epoch_start(start.epoch + 1)
         return pieces, sizes[: self.steps]
 
-    def _make_batches(self) -> Generator[ClickBatch, None, None]:
+    def _make_batches(self) -> Generator[Batch, None, None]:
         wanted = sum(mine for _, mine, _ in self._sizes)
         kept, total = [], 0
         for block, piece in self._pieces:  # no task for rows that no step wants
@@ -207,7 +207,11 @@ class ClickLoader:
                 prefetch_blocks=self._prefetch_blocks,
                 account=self.stages,
             )
-        slicer = Slicer(rows, num_dense=len(self._schema.dense), keys=self._schema.sparse, targets=self._targets)
+        schema = self._schema
+        assert schema.label is not None, "an unlabelled log is refused before"
+        slicer = Slicer(
+            rows, num_dense=len(schema.dense), keys=schema.sparse, label=schema.label, targets=self._targets
+        )
         for epoch, mine, everyone in self._sizes:
             yield slicer.take(mine, loss_weight=self._world_size / everyone, epoch=epoch)
 
@@ -226,15 +230,21 @@ class Slicer:
     """Cuts a stream of encoded rows into batches; one copy a row."""
 
     def __init__(
-        self, rows: Iterator[EncodedRows], *, num_dense: int, keys: Sequence[str], targets: Targets | None = None
+        self,
+        rows: Iterator[EncodedRows],
+        *,
+        num_dense: int,
+        keys: Sequence[str],
+        label: str,
+        targets: Targets | None = None,
     ) -> None:
-        self._rows, self._num_dense, self._keys, self._targets = rows, num_dense, keys, targets
+        self._rows, self._num_dense, self._keys, self._label, self._targets = rows, num_dense, keys, label, targets
         self._current: EncodedRows | None = None
         self._offsets: list[np.ndarray | None] = []
         self._used = 0
         self._constant: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def take(self, count: int, *, loss_weight: float, epoch: int = 0) -> ClickBatch:
+    def take(self, count: int, *, loss_weight: float, epoch: int = 0) -> Batch:
         """The next `count` rows, which belong to an epoch."""
         slices: list[tuple[EncodedRows, list[np.ndarray | None], int, int]] = []
         done = 0
@@ -269,11 +279,11 @@ class Slicer:
         if self._targets is not None and count:
             # Batch by batch: a model's last digits depend on the rows it takes together, and these are the same in every run.
             labels = self._targets(EncodedRows(dense, ids, labels))
-        return ClickBatch(
-            dense_features=torch.from_numpy(dense),
-            sparse_features=sparse_features(self._keys, ids, count, self._constant),
-            labels=torch.from_numpy(labels),
-            loss_weight=loss_weight,
+        return Batch(
+            {DENSE: torch.from_numpy(dense)},
+            loss_weight,
+            sparse_features(self._keys, ids, count, self._constant),
+            {self._label: torch.from_numpy(labels)},
             weights=None if weights is None else torch.from_numpy(weights),
             groups=None if groups is None else torch.from_numpy(groups),
             row_numbers=_row_numbers(

@@ -12,7 +12,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from rayrec.batch import TensorBatch
+from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.data.row_order import RowOrder
 from rayrec.data.rows import RowSource
@@ -65,7 +65,7 @@ class RowLoader:
         to_end = None if epochs is None else self._steps_to(epochs)
         self.steps = min(count for count in (to_end, max_steps) if count is not None)
         self.stages = StageAccount(cpus=1.0)
-        self._ready: queue.Queue[tuple[TensorBatch, BlockTimes] | BaseException] = queue.Queue(
+        self._ready: queue.Queue[tuple[Batch, BlockTimes] | BaseException] = queue.Queue(
             maxsize=max(1, prefetch_batches)
         )
         self._stop = threading.Event()
@@ -77,10 +77,10 @@ class RowLoader:
             self._thread = threading.Thread(target=self._read_ahead, name="row-loader", daemon=True)
             self._thread.start()
 
-    def __iter__(self) -> Iterator[TensorBatch]:
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
-    def __next__(self) -> TensorBatch:
+    def __next__(self) -> Batch:
         if self._handed_out == self.steps:
             raise StopIteration
         self.start()
@@ -164,7 +164,7 @@ class RowLoader:
         except BaseException as error:  # raised where the batch is asked for
             self._put(error)
 
-    def _put(self, item: tuple[TensorBatch, BlockTimes] | BaseException) -> bool:
+    def _put(self, item: tuple[Batch, BlockTimes] | BaseException) -> bool:
         while not self._stop.is_set():
             try:
                 self._ready.put(item, timeout=0.1)
@@ -173,7 +173,7 @@ class RowLoader:
             return True
         return False
 
-    def _batches(self) -> Iterator[tuple[TensorBatch, BlockTimes]]:
+    def _batches(self) -> Iterator[tuple[Batch, BlockTimes]]:
         epoch, offset = self._epoch, self._offset
         while True:
             numbers = _Numbers(self._announced(epoch, offset))
@@ -195,14 +195,14 @@ class RowLoader:
             yield present
             present = following
 
-    def _batch(self, numbers: np.ndarray, epoch: int) -> TensorBatch:
+    def _batch(self, numbers: np.ndarray, epoch: int) -> Batch:
         mine, weight = numbers[self._rank :: self._world_size], self._world_size / len(numbers)
         counted = RowNumbers(epoch, mine)
         if not len(mine):
             mine, weight = numbers[:1], 0.0
         with stage("read"):
             arrays = self._source.read(mine)
-        return TensorBatch({name: torch.from_numpy(array) for name, array in arrays.items()}, weight, counted)
+        return Batch({name: torch.from_numpy(array) for name, array in arrays.items()}, weight, row_numbers=counted)
 
 
 class _Numbers:

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from rayrec.click_batch import ClickBatch, StepOutput
+from rayrec.batch import DENSE, Batch, StepOutput
 from rayrec.config import InputError
 from rayrec.layers.embedded import Delivery, Embedded
 from rayrec.models.base import ClickModelConfig, ModelInputs
@@ -39,11 +39,13 @@ class ClickModel(nn.Module):
         self.register_state_dict_post_hook(_with_own_names)
 
     # TorchRec's sparse-dist pipeline traces this method, down to `embeddings` and `head`: no branches on values here.
-    def forward(self, batch: ClickBatch) -> tuple[torch.Tensor, StepOutput]:
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, StepOutput]:
         """The batch's weighted loss (a scalar, 0 for a batch without rows), and the step's outputs."""
+        sparse_features = batch.sparse_features
+        assert sparse_features is not None
         if isinstance(self.embeddings, EmbeddingBagCollection):
-            return self.head(batch, self._pooled(batch.sparse_features))
-        return self.head(batch, self.embeddings(batch.sparse_features))  # starts the exchange between workers
+            return self.head(batch, self._pooled(sparse_features))
+        return self.head(batch, self.embeddings(sparse_features))  # starts the exchange between workers
 
     def score(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
         """Logits (rows,), float32, of dense features (rows, num_dense) and one bag per row and feature. Not under sharding."""
@@ -68,11 +70,11 @@ class _Head(nn.Module):
         self._keys, self._order = list(inputs.features), tuple(range(len(inputs.features)))
         self._own_loss = getattr(network, "loss", None)
 
-    def forward(self, batch: ClickBatch, pooled: KeyedTensor) -> tuple[torch.Tensor, StepOutput]:
-        outputs = self._outputs(batch.dense_features, pooled, penalty=batch.loss_weight * self._penalty)
+    def forward(self, batch: Batch, pooled: KeyedTensor) -> tuple[torch.Tensor, StepOutput]:
+        outputs = self._outputs(batch.tensors[DENSE], pooled, penalty=batch.loss_weight * self._penalty)
         logits = outputs[self.inputs.label]
         loss = self._summed_loss(outputs, batch) * batch.loss_weight
-        return loss, StepOutput(loss.detach(), logits.detach(), batch.labels, batch.groups)
+        return loss, StepOutput(loss.detach(), logits.detach(), batch.labels[self.inputs.label], batch.groups)
 
     def logits(self, dense: torch.Tensor, pooled: KeyedTensor) -> torch.Tensor:
         return self._outputs(dense, pooled, penalty=0.0)[self.inputs.label]
@@ -95,13 +97,13 @@ class _Head(nn.Module):
             values = _Penalised.apply(values, penalty)
         return values, self._order
 
-    def _summed_loss(self, outputs: dict[str, torch.Tensor], batch: ClickBatch) -> torch.Tensor:
+    def _summed_loss(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
         """The sum over the rows of each row's loss times its weight."""
         if self._own_loss is None:
             return functional.binary_cross_entropy_with_logits(
-                outputs[self.inputs.label], batch.labels, weight=batch.weights, reduction="sum"
+                outputs[self.inputs.label], batch.labels[self.inputs.label], weight=batch.weights, reduction="sum"
             )
-        losses = self._own_loss(outputs, {self.inputs.label: batch.labels})
+        losses = self._own_loss(outputs, batch.labels)
         return (losses if batch.weights is None else losses * batch.weights).sum()
 
 

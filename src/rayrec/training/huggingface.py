@@ -22,7 +22,7 @@ import torch
 from torch import distributed
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from rayrec.batch import TensorBatch
+from rayrec.batch import Batch
 from rayrec.training.loop import Account, Batches, Cut, FirstStep, Interruption, Progress, Save, steer
 from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerSetup
 from rayrec.workloads.phases import OTHER, StepClock
@@ -30,7 +30,7 @@ from rayrec.workloads.replicated import ReplicatedWorkload
 from rayrec.workloads.replicated_worker import RowPipeline
 
 LOSS_WEIGHT = "loss_weight"
-"""Beside the tensors of a part, what `TensorBatch` calls so."""
+"""Beside the tensors of a part, what `Batch` calls so."""
 
 
 def run(
@@ -154,7 +154,7 @@ class _Wrapped(torch.nn.Module):
 
     def forward(self, part: Mapping[str, Any]) -> torch.Tensor:
         tensors = {name: value for name, value in part.items() if name != LOSS_WEIGHT}
-        return self._pipeline.loss(TensorBatch(tensors, part[LOSS_WEIGHT]))
+        return self._pipeline.loss(Batch(tensors, part[LOSS_WEIGHT]))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

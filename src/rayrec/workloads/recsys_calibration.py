@@ -33,7 +33,7 @@ from rayrec.workloads.calibration import Calibration, Target
 from rayrec.workloads.recsys_plan import Tables, cut_to_fit, memory_here, memory_of_target, tables_of
 
 if TYPE_CHECKING:
-    from rayrec.click_batch import ClickBatch
+    from rayrec.batch import Batch
     from rayrec.workloads.recsys import ClickWorkload, Prepared
 
 _REPEATS: Final = 3
@@ -288,7 +288,7 @@ def _batches(
     rank: int,
     workers: int,
     num_embeddings: list[int] | None = None,
-) -> list[ClickBatch]:
+) -> list[Batch]:
     """This worker's share of the slice, in batches of its size; one at least, of rows that repeat where there are too few. Ids
     are folded into tables of `num_embeddings` rows, where these are given."""
     from rayrec.data.loader import Slicer
@@ -301,7 +301,8 @@ def _batches(
     if num_embeddings is not None and num_embeddings != preprocessor.num_embeddings:
         encoded = folded(encoded, num_embeddings)
     inputs = preprocessor.inputs
-    slicer = Slicer(iter([encoded]), num_dense=len(inputs.dense), keys=inputs.sparse)
+    assert inputs.label is not None
+    slicer = Slicer(iter([encoded]), num_dense=len(inputs.dense), keys=inputs.sparse, label=inputs.label)
     return [slicer.take(size, loss_weight=1 / size) for _ in range(count)]
 
 

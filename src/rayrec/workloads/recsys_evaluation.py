@@ -8,7 +8,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from rayrec.click_batch import ClickBatch, StepOutput
+from rayrec.batch import Batch, StepOutput
 from rayrec.data.preprocessor import SparseColumn
 from rayrec.metrics.binary import BinaryMetricsAccumulator
 from rayrec.metrics.ranking import GaucAccumulator
@@ -36,17 +36,18 @@ class EvaluationCounts:
         self._by_logit = np.zeros((3, _NUM_BINS))  # rows, clicks, sum of probabilities
         self._by_column = np.zeros((len(self._columns), 3), np.int64)  # values, unknown, missing
 
-    def counted(self, name: str, batches: Iterator[ClickBatch]) -> Iterator[ClickBatch]:
+    def counted(self, name: str, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The batches of evaluation set `name`, whose evaluation begins now."""
         self._start(name)
         for batch in batches:
             self._count_categories(batch)
             yield batch
 
-    def _count_categories(self, batch: ClickBatch) -> None:
+    def _count_categories(self, batch: Batch) -> None:
         if not self._columns:
             return
         features = batch.sparse_features
+        assert features is not None
         values, places = features.values().numpy(), features.offset_per_key()
         at = {key: slice(places[number], places[number + 1]) for number, key in enumerate(features.keys())}
         for number, (key, column) in enumerate(self._columns.items()):

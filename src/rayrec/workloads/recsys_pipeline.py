@@ -6,8 +6,12 @@ from typing import Any, final
 
 import torch
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.streamable import Pipelineable
 
+from rayrec.batch import Batch
 from rayrec.workloads.phases import StepClock, TimedOptimizer, notice_exchange, time_forward
+
+Pipelineable.register(Batch)  # has its methods; TorchRec asks for the class
 
 
 @final

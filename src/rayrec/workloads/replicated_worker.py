@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from rayrec.batch import RowOutput, TensorBatch
+from rayrec.batch import Batch, RowOutput
 from rayrec.data.row_loader import RowLoader
 from rayrec.data.row_order import RowOrder
 from rayrec.data.rows import RowSource
@@ -117,7 +117,7 @@ def _blocks(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
                     yield block
 
 
-def eval_batches(source: RowSource, context: WorkerContext) -> Iterator[TensorBatch]:
+def eval_batches(source: RowSource, context: WorkerContext) -> Iterator[Batch]:
     """Every row once, over all workers; the same number of batches on each."""
     loader = RowLoader(
         source,
@@ -153,9 +153,9 @@ class RowPipeline:
         self._world_size = context.world_size
         self._bf16 = context.config.precision == "bf16"
         self._stream = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
-        self._next: TensorBatch | None = None
+        self._next: Batch | None = None
 
-    def progress(self, batches: Iterator[TensorBatch]) -> RowOutput:
+    def progress(self, batches: Iterator[Batch]) -> RowOutput:
         """Trains on the next batch, or measures it while the model is in eval mode. Raises StopIteration at the end."""
         batch = self._next if self._next is not None else self._fetch(batches)
         self._next = None
@@ -177,14 +177,14 @@ class RowPipeline:
             for buffer in self._model.buffers():
                 distributed.broadcast(buffer, src=0)
 
-    def _fetch(self, batches: Iterator[TensorBatch]) -> TensorBatch:
+    def _fetch(self, batches: Iterator[Batch]) -> Batch:
         batch = next(batches)
         if self._stream is None:
             return batch
         with self.clock.phase("host_to_device"), torch.cuda.stream(self._stream):
             return batch.pin_memory().to(self.device, non_blocking=True)
 
-    def _train(self, batch: TensorBatch) -> RowOutput:
+    def _train(self, batch: Batch) -> RowOutput:
         self._optimizer.zero_grad()
         total = torch.zeros((), device=self.device)
         parts = batch.parts(self._workload.accumulate)
@@ -200,7 +200,7 @@ class RowPipeline:
             self._optimizer.step()
         return RowOutput(total, {})
 
-    def loss(self, part: TensorBatch) -> torch.Tensor:
+    def loss(self, part: Batch) -> torch.Tensor:
         """Of a part of a training batch, on the device: the losses of all parts add up to the batch's."""
         with self.clock.phase("forward"):
             with self._autocast():
@@ -224,7 +224,7 @@ class RowPipeline:
             yield
 
     @torch.no_grad()
-    def _measure(self, batch: TensorBatch) -> RowOutput:
+    def _measure(self, batch: Batch) -> RowOutput:
         with self._autocast():
             measures = self._workload.measure(self.wrapped, batch.tensors)
         if not batch.loss_weight:

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from rayrec.batch import TensorBatch
+from rayrec.batch import Batch
 from rayrec.data.rows import RowSource
 from rayrec.workloads.base import WorkerContext
 from rayrec.workloads.replicated import ReplicatedWorkload
@@ -69,9 +69,9 @@ def multiply_adds_per_row(
     source = next((source for source in sets.values() if len(source)), None)
     if source is None:
         return None
-    row = TensorBatch(
-        {name: torch.from_numpy(array) for name, array in source.read(np.zeros(1, np.int64)).items()}, 1.0
-    ).to(context.device)
+    row = Batch({name: torch.from_numpy(array) for name, array in source.read(np.zeros(1, np.int64)).items()}, 1.0).to(
+        context.device
+    )
     return counted(model, lambda: workload.measure(model, row.tensors))
 
 

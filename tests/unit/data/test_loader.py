@@ -18,7 +18,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rayrec import storage
-from rayrec.click_batch import ClickBatch
+from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.data import loader as loader_module
 from rayrec.data.counting import count_parts
@@ -90,11 +90,12 @@ def loader(prepared: tuple[LogIndex, Preprocessor], order: EpochOrder | None = N
     return ClickLoader(order or order_of(prepared[0]), InProcess(prepared[1]), **arguments)
 
 
-def rows_of(batch: ClickBatch) -> list[tuple[bytes, ...]]:
+def rows_of(batch: Batch) -> list[tuple[bytes, ...]]:
+    assert batch.sparse_features is not None
     ids = batch.sparse_features.values().reshape(len(SCHEMA.sparse), -1).numpy().T
     return [
         (dense.tobytes(), row.tobytes(), label.tobytes())
-        for dense, row, label in zip(batch.dense_features.numpy(), ids, batch.labels.numpy(), strict=True)
+        for dense, row, label in zip(batch.tensors["dense"].numpy(), ids, batch.labels["label"].numpy(), strict=True)
     ]
 
 
@@ -107,7 +108,7 @@ def log_rows(prepared: tuple[LogIndex, Preprocessor], start: int = 0, stop: int 
     ]
 
 
-def same(one: ClickBatch, other: ClickBatch) -> bool:
+def same(one: Batch, other: Batch) -> bool:
     return rows_of(one) == rows_of(other) and one.loss_weight == other.loss_weight
 
 
@@ -474,7 +475,7 @@ def test_batches_hold_any_number_of_ids_a_row() -> None:
             weights[start:stop],
         )
         parts += from_arrow(to_arrow(rows))
-    slicer = loader_module.Slicer(iter(parts), num_dense=1, keys=("one", "list", "two"))
+    slicer = loader_module.Slicer(iter(parts), num_dense=1, keys=("one", "list", "two"), label="label")
     done = 0
     for count in (3, 0, 20, 27):
         batch = slicer.take(count, loss_weight=1.0)
@@ -493,7 +494,7 @@ def test_columns_of_several_ids_share_one_array() -> None:
         [np.arange(4, dtype=np.int32), np.arange(8, dtype=np.int32).reshape(4, 2)],
         np.zeros(4, np.float32),
     )
-    slicer = loader_module.Slicer(iter(from_arrow(to_arrow(rows))), num_dense=0, keys=("a", "b"))
+    slicer = loader_module.Slicer(iter(from_arrow(to_arrow(rows))), num_dense=0, keys=("a", "b"), label="label")
     for expected in ([0, 1, 0, 1, 2, 3], [2, 3, 4, 5, 6, 7]):
         features = slicer.take(2, loss_weight=1.0).sparse_features
         assert features.values().tolist() == expected

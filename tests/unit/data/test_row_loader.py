@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
-from rayrec.batch import TensorBatch
+from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.data.row_loader import RowLoader
 from rayrec.data.row_order import RowOrder
@@ -48,7 +48,7 @@ def _loader(
     return RowLoader(source, order, batch_size=batch_size, rank=rank, world_size=world_size, **arguments)  # type: ignore[arg-type]
 
 
-def _numbers(batches: list[TensorBatch]) -> list[list[int]]:
+def _numbers(batches: list[Batch]) -> list[list[int]]:
     """Of each batch, without fillers."""
     return [batch.tensors["number"].tolist() if batch.loss_weight else [] for batch in batches]
 
@@ -221,6 +221,6 @@ def test_no_rows_are_refused() -> None:
 
 @pytest.mark.parametrize(("rows", "count", "sizes"), [(5, 2, [3, 2]), (2, 3, [1, 1, 1]), (4, 1, [4])])
 def test_a_batch_in_parts_has_exactly_as_many(rows: int, count: int, sizes: list[int]) -> None:
-    parts = TensorBatch({"x": torch.arange(rows)}, 0.5).parts(count)
+    parts = Batch({"x": torch.arange(rows)}, 0.5).parts(count)
     assert [len(part) for part in parts] == sizes
     assert sum(len(part) for part in parts if part.loss_weight) == rows

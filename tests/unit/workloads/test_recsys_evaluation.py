@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rayrec.click_batch import ClickBatch, StepOutput
+from rayrec.batch import Batch, StepOutput
 from rayrec.data.loader import sparse_features
 from rayrec.data.preprocessor import SparseColumn
 from rayrec.workloads.recsys_evaluation import EvaluationCounts, counted_columns, reliability_bins
@@ -19,13 +19,10 @@ COLUMNS = (
 )
 
 
-def batch(ids: np.ndarray) -> ClickBatch:
+def batch(ids: np.ndarray) -> Batch:
     rows = ids.shape[1]
-    return ClickBatch(
-        dense_features=torch.zeros(rows, 0),
-        sparse_features=sparse_features(KEYS, list(ids), rows),
-        labels=torch.zeros(rows),
-        loss_weight=1.0,
+    return Batch(
+        {"dense": torch.zeros(rows, 0)}, 1.0, sparse_features(KEYS, list(ids), rows), {"label": torch.zeros(rows)}
     )
 
 
@@ -66,7 +63,7 @@ def test_ids_that_wrap_around_tell_nothing() -> None:
     counts = EvaluationCounts({"colour": SparseColumn(num_embeddings=10, num_tokens=9)})
     ids = np.zeros((1, 4), np.int32)
     features = sparse_features(("colour",), list(ids), 4)
-    only = ClickBatch(torch.zeros(4, 0), features, torch.ones(4), 1.0)
+    only = Batch({"dense": torch.zeros(4, 0)}, 1.0, features, {"label": torch.ones(4)})
     metrics = counts.make_metrics()
     for _ in counts.counted("test", iter([only])):
         metrics.update(StepOutput(torch.tensor(0.0), torch.tensor([-40.0, 0.0, 0.0, 40.0]), torch.ones(4)))

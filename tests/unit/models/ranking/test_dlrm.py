@@ -12,7 +12,7 @@ from torchrec.models.dlrm import DLRM as TorchRecDLRM
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from whole_click_model import whole_model
 
-from rayrec.click_batch import ClickBatch
+from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.models.click_model import ClickModel
 from rayrec.models.ranking.dlrm import DLRMConfig
@@ -31,18 +31,18 @@ SMALL = DLRMConfig(
 )
 
 
-def batch(rows: int, *, seed: int = 0, loss_weight: float = 1.0) -> ClickBatch:
+def batch(rows: int, *, seed: int = 0, loss_weight: float = 1.0) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.cat([torch.randint(0, size, (rows,), generator=generator) for size in SIZES])
-    return ClickBatch(
-        dense_features=torch.randn(rows, 13, generator=generator),
+    return Batch(
+        tensors={"dense": torch.randn(rows, 13, generator=generator)},
         sparse_features=KeyedJaggedTensor(
             keys=[f"cat_{index}" for index in range(len(SIZES))],
             values=ids,
             lengths=torch.ones(len(SIZES) * rows, dtype=torch.int32),
             stride=rows,
         ),
-        labels=torch.randint(0, 2, (rows,), generator=generator).float(),
+        labels={"label": torch.randint(0, 2, (rows,), generator=generator).float()},
         loss_weight=loss_weight,
     )
 
@@ -81,8 +81,8 @@ def test_logits_equal_torchrec() -> None:
     with torch.no_grad():
         for mine, theirs in zip(dense_parts, twin_parts, strict=True):
             theirs.copy_(mine)
-    expected = twin(rows.dense_features, rows.sparse_features).squeeze(1)
-    torch.testing.assert_close(model.score(rows.dense_features, rows.sparse_features), expected, atol=1e-5, rtol=1e-4)
+    expected = twin(rows.tensors["dense"], rows.sparse_features).squeeze(1)
+    torch.testing.assert_close(model.score(rows.tensors["dense"], rows.sparse_features), expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -101,19 +101,20 @@ def test_every_parameter_learns(interaction: str, precision: str) -> None:
         losses.append(loss.item())
     assert output.logits.dtype == torch.float32
     assert not output.logits.requires_grad
-    assert output.labels is rows.labels
+    assert output.labels is rows.labels["label"]
     assert losses[-1] < 0.5 * losses[0]
 
 
 def test_uneven_workers_average_to_the_global_mean() -> None:
     model, whole = build(), batch(48)
-    logits = model.score(whole.dense_features, whole.sparse_features)
-    expected = functional.binary_cross_entropy_with_logits(logits, whole.labels)
+    logits = model.score(whole.tensors["dense"], whole.sparse_features)
+    expected = functional.binary_cross_entropy_with_logits(logits, whole.labels["label"])
     parts = []
     for start, stop in ((0, 31), (31, 48)):
         ids = whole.sparse_features.values().view(len(SIZES), 48)[:, start:stop].reshape(-1)
         part = batch(stop - start, loss_weight=2 / 48)
-        part.dense_features, part.labels = whole.dense_features[start:stop], whole.labels[start:stop]
+        part.tensors = {"dense": whole.tensors["dense"][start:stop]}
+        part.labels = {"label": whole.labels["label"][start:stop]}
         part.sparse_features = KeyedJaggedTensor(
             keys=part.sparse_features.keys(), values=ids, lengths=part.sparse_features.lengths(), stride=stop - start
         )

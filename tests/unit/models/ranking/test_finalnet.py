@@ -9,7 +9,7 @@ from torch.nn import functional
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from whole_click_model import whole_model
 
-from rayrec.click_batch import ClickBatch
+from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.layers.embedded import Embedded
 from rayrec.models.base import ModelInputs
@@ -70,15 +70,15 @@ def test_one_tower_has_no_other_to_learn_from() -> None:
     assert torch.equal(net.loss(outputs, {"click": torch.ones(5)}), expected)
 
 
-def batch(rows: int) -> ClickBatch:
+def batch(rows: int) -> Batch:
     chance = torch.Generator().manual_seed(rows)
     ids = torch.cat([torch.randint(0, 9, (rows,), generator=chance) for _ in range(3)])
-    return ClickBatch(
-        dense_features=torch.randn(rows, 2, generator=chance),
+    return Batch(
+        tensors={"dense": torch.randn(rows, 2, generator=chance)},
         sparse_features=KeyedJaggedTensor(
             keys=list(INPUTS.features), values=ids, lengths=torch.ones(3 * rows, dtype=torch.int32), stride=rows
         ),
-        labels=torch.randint(0, 2, (rows,), generator=chance).float(),
+        labels={"label": torch.randint(0, 2, (rows,), generator=chance).float()},
         loss_weight=1 / max(1, rows),
     )
 
