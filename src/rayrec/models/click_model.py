@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,7 +68,6 @@ class _Head(nn.Module):
         self.network, self.inputs, self.dim, self._penalty = network, inputs, dim, penalty
         self._number = {feature: number for number, feature in enumerate(inputs.features)}
         self._keys, self._order = list(inputs.features), tuple(range(len(inputs.features)))
-        self._own_loss = getattr(network, "loss", None)
 
     def forward(self, batch: Batch, pooled: KeyedTensor) -> tuple[torch.Tensor, StepOutput]:
         outputs = self._outputs(batch.tensors[DENSE], pooled, penalty=batch.loss_weight * self._penalty)
@@ -81,12 +80,26 @@ class _Head(nn.Module):
 
     def _outputs(self, dense: torch.Tensor, pooled: KeyedTensor, *, penalty: float) -> dict[str, torch.Tensor]:
         outputs = self.network(dense, Embedded(self.inputs.features, self.dim, lambda: self._deliver(pooled, penalty)))
-        if self.inputs.label not in outputs:
-            raise InputError(
-                f"{type(self.network).__name__}: forward gave {', '.join(outputs) or 'nothing'}, and no logits by the name of "
-                f"the label, {self.inputs.label}"
-            )
+        self._check_outputs(outputs, len(dense))
         return outputs
+
+    def _check_outputs(self, outputs: object, rows: int) -> None:
+        """What broadcasts would train without an error, and what is not float32 would be refused by scoring, after training."""
+        label, named = self.inputs.label, f"{type(self.network).__name__}: forward"
+        if not isinstance(outputs, Mapping):
+            raise InputError(
+                f"{named} returned a {type(outputs).__name__}; return a dict of logits, {{'{label}': logits}}"
+            )
+        logits = outputs.get(label)
+        if logits is None:
+            raise InputError(
+                f"{named} gave {', '.join(outputs) or 'nothing'}, and no logits by the name of the label, {label}"
+            )
+        if logits.shape != (rows,) or logits.dtype != torch.float32:
+            raise InputError(
+                f"{named} gave logits of shape {tuple(logits.shape)} and {logits.dtype} for {rows} rows; give ({rows},) "
+                "and float32"
+            )
 
     def _deliver(self, pooled: KeyedTensor, penalty: float) -> Delivery:
         keys = pooled.keys()  # sharded: waits for the exchange between workers
@@ -99,11 +112,17 @@ class _Head(nn.Module):
 
     def _summed_loss(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
         """The sum over the rows of each row's loss times its weight."""
-        if self._own_loss is None:
+        own_loss = getattr(self.network, "loss", None)
+        if own_loss is None:
             return functional.binary_cross_entropy_with_logits(
                 outputs[self.inputs.label], batch.labels[self.inputs.label], weight=batch.weights, reduction="sum"
             )
-        losses = self._own_loss(outputs, batch.labels)
+        losses, rows = own_loss(outputs, batch.labels), len(batch.labels[self.inputs.label])
+        if losses.shape != (rows,):  # a mean, say, which the sum below would leave too small
+            raise InputError(
+                f"{type(self.network).__name__}: loss gave shape {tuple(losses.shape)} for {rows} rows; give each row's loss, "
+                f"({rows},), unweighted: rayrec averages them"
+            )
         return (losses if batch.weights is None else losses * batch.weights).sum()
 
 

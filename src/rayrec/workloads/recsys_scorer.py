@@ -16,6 +16,7 @@ from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.layers.embedded import Embedded
 from rayrec.layers.mlp import Precision
+from rayrec.models import ranking
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.stored import stored_model
 from rayrec.models.tables import DeviceTables, HostTables, Lookup, Quantization, RowFormat, Tables, table_name
@@ -88,8 +89,12 @@ def _lookups(columns: Sequence[Ids]) -> list[Lookup]:
 def empty_model(config: ClickModelConfig, *, preprocessor: Preprocessor, precision: Precision) -> PlainModel:
     """The model that fits a Preprocessor's columns, its network's weights still to be put in."""
     inputs = ModelInputs.of(preprocessor.inputs)
-    with torch.device("meta"):  # no memory, and no start values drawn from the caller's generator
-        network = config.build(inputs, precision=precision)
+    if type(config).__module__.startswith(f"{ranking.__name__}."):
+        with torch.device("meta"):  # no memory, and no start values drawn from the caller's generator
+            network = config.build(inputs, precision=precision)
+    else:  # may compute constants, such as indices, that no checkpoint has
+        with torch.random.fork_rng(devices=[]):
+            network = config.build(inputs, precision=precision)
     model = PlainModel(network, inputs, embedding_dim=config.embedding_dim)
     return model.eval().requires_grad_(requires_grad=False)
 

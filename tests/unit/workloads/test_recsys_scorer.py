@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from saved_clicks import SMALL
+from served_click_model import make_preprocessor
+from torch import nn
 
-from rayrec.models.base import ModelInputs
-from rayrec.workloads.recsys_scorer import PlainModel
+from rayrec.layers.embedded import Embedded
+from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.tables import RowFormat
+from rayrec.workloads.recsys_scorer import PlainModel, empty_model, make_scorer
 
 INPUTS = ModelInputs(5, ("b", "a", "c"))
 
@@ -37,3 +41,30 @@ def test_building_on_meta_draws_nothing() -> None:
         network = SMALL.build(INPUTS)
     assert all(parameter.is_meta for parameter in network.parameters())
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class _Own(nn.Module):
+    """Has a constant that is not among its weights, which would be lost on the meta device."""
+
+    def __init__(self, inputs: ModelInputs) -> None:
+        super().__init__()
+        self.label, self.weight = inputs.label, nn.Parameter(torch.randn(1))
+        self.register_buffer("chosen", torch.tensor([1]), persistent=False)
+
+    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+        return {self.label: dense[:, self.get_buffer("chosen")].squeeze(1) * self.weight}
+
+
+class _OwnConfig(ClickModelConfig):
+    def build(self, inputs: ModelInputs, *, precision: str = "fp32") -> nn.Module:
+        return _Own(inputs)
+
+
+def test_a_network_of_ones_own_keeps_its_constants() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    model = empty_model(_OwnConfig(), preprocessor=make_preprocessor(), precision="fp32")
+    assert torch.equal(torch.get_rng_state(), before)
+    model.network.load_state_dict({"weight": torch.tensor([2.0])}, assign=True)
+    scorer = make_scorer(model, [], row_format=RowFormat("fp32", 16), device="cpu")
+    assert scorer.parts()[0](torch.tensor([[5.0, 7.0]]), torch.zeros(1, 0)).tolist() == [14.0]

@@ -1,0 +1,81 @@
+"""What a network of anybody's may return, and what is refused before it trains wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from whole_click_model import whole_model
+
+from rayrec.batch import Batch
+from rayrec.config import InputError
+from rayrec.models.base import ClickModelConfig, ModelInputs
+
+ROWS = 3
+
+
+class Network(nn.Module):
+    """Logits 1, 2, 3, passed through `returns`."""
+
+    def __init__(self, returns: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.returns = returns
+
+    def forward(self, dense: torch.Tensor, embedded: object) -> Any:
+        return self.returns(torch.arange(1.0, len(dense) + 1) * self.weight)
+
+
+class WithLoss(Network):
+    """Its loss is `losses` of the logits and the labels."""
+
+    def __init__(self, losses: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(lambda logits: {"label": logits})
+        self.losses = losses
+
+    def loss(self, outputs: dict[str, torch.Tensor], labels: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.losses(outputs["label"], labels["label"])
+
+
+def step(network: nn.Module, **changes: Any) -> torch.Tensor:
+    class Made(ClickModelConfig):
+        def build(self, inputs: ModelInputs, *, precision: str = "fp32") -> nn.Module:
+            return network
+
+    ids = KeyedJaggedTensor(
+        keys=["cat_0"], values=torch.zeros(ROWS, dtype=torch.long), lengths=torch.ones(ROWS, dtype=torch.int32)
+    )
+    labels = {"label": torch.tensor([0.0, 1.0, 1.0])}
+    fields = {"loss_weight": 1.0, "sparse_features": ids, "labels": labels, **changes}
+    batch = Batch({"dense": torch.zeros(ROWS, 13)}, **fields)
+    loss: torch.Tensor = whole_model(Made(embedding_dim=2), [4])(batch)[0]
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("returns", "message"),
+    [
+        (lambda logits: logits, "forward returned a Tensor; return a dict of logits, {'label': logits}"),
+        (lambda logits: {"click": logits}, "forward gave click, and no logits by the name of the label, label"),
+        (lambda logits: {"label": logits.unsqueeze(1)}, r"of shape \(3, 1\) and torch.float32 for 3 rows; give \(3,\)"),
+        (lambda logits: {"label": logits.bfloat16()}, r"of shape \(3,\) and torch.bfloat16 for 3 rows"),
+    ],
+)
+def test_outputs_that_are_not_logits_are_refused(returns: Callable[[torch.Tensor], Any], message: str) -> None:
+    with pytest.raises(InputError, match=f"^Network: .*{message}"):
+        step(Network(returns))
+
+
+def test_each_rows_own_loss_is_weighted_and_summed() -> None:
+    network = WithLoss(lambda logits, labels: (logits - labels) ** 2)  # 1, 1, 4
+    assert step(network).item() == 6
+    assert step(network, loss_weight=0.5, weights=torch.tensor([2.0, 1.0, 0.5])).item() == 2.5
+
+
+def test_a_loss_that_is_averaged_already_is_refused() -> None:
+    with pytest.raises(InputError, match=r"^WithLoss: loss gave shape \(\) for 3 rows; give each row's loss, \(3,\)"):
+        step(WithLoss(lambda logits, labels: ((logits - labels) ** 2).mean()))
