@@ -116,7 +116,8 @@ def _array(values: Any) -> npt.NDArray[Any]:
     return np.asarray(values).reshape(-1)
 
 
-def _converted(logits: Any, labels: Any) -> tuple[Floats, Labels]:
+def converted(logits: Any, labels: Any) -> tuple[Floats, Labels]:
+    """`checked`, but for NaN."""
     flat_logits, flat_labels = _array(logits), _array(labels)
     if len(flat_logits) != len(flat_labels):
         raise InputError(f"{len(flat_logits)} logits and {len(flat_labels)} labels; give one label for each logit")
@@ -128,11 +129,15 @@ def _converted(logits: Any, labels: Any) -> tuple[Floats, Labels]:
 
 def checked(logits: Any, labels: Any) -> tuple[Floats, Labels]:
     """Flat float32 logits and uint8 labels. Raises InputError for lengths that differ, labels other than 0 and 1, and NaN."""
-    flat_logits, flat_labels = _converted(logits, labels)
-    missing = int(np.count_nonzero(np.isnan(flat_logits)))
-    if missing:
-        raise InputError(f"{missing} of {len(flat_logits)} logits are NaN; the model diverged or its inputs hold NaN")
+    flat_logits, flat_labels = converted(logits, labels)
+    refuse_nan(int(np.count_nonzero(np.isnan(flat_logits))), len(flat_logits))
     return flat_logits, flat_labels
+
+
+def refuse_nan(missing: int, rows: int) -> None:
+    """Raises InputError if any of the logits are NaN: `missing` of `rows`."""
+    if missing:
+        raise InputError(f"{missing} of {rows} logits are NaN; the model diverged or its inputs hold NaN")
 
 
 def row_losses(logits: Floats, labels: Labels) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
@@ -369,7 +374,7 @@ class BinaryMetricsAccumulator:
 
     def update(self, logits: Any, labels: Any) -> None:
         """Append a batch: arrays or tensors of any shape, labels 0 or 1; copies from a device (a device sync)."""
-        new_logits, new_labels = _converted(logits, labels)
+        new_logits, new_labels = converted(logits, labels)
         taken = 0
         while taken < len(new_logits):
             chunk, offset = divmod(self._rows, _BLOCK_ROWS)

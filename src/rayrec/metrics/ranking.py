@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayrec.config import InputError
-from rayrec.metrics.binary import Collectives, checked
+from rayrec.metrics.binary import Collectives, checked, converted, refuse_nan
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -27,19 +27,19 @@ def gauc(groups: Any, logits: Any, labels: Any) -> dict[str, float]:
     `groups` (rows,) int64 keys; rows with NO_GROUP and groups of one class have no part in it, and gauc is nan where nothing has.
     `logits` and `labels` as in `rayrec.metrics.binary.auroc`. Raises InputError for lengths that differ and what `auroc` refuses.
     """
-    return _told(*_sums(*_checked(groups, logits, labels)))
+    checked_logits, checked_labels = checked(logits, labels)
+    return _told(*_sums(_keys(groups, len(checked_logits)), checked_logits, checked_labels))
 
 
 def _told(weighted: float, rows: int, groups: int) -> dict[str, float]:
     return {"gauc": weighted / rows if rows else math.nan, "gauc_groups": groups, "gauc_rows": rows}
 
 
-def _checked(groups: Any, logits: Any, labels: Any) -> tuple[Groups, npt.NDArray[np.float32], npt.NDArray[np.uint8]]:
+def _keys(groups: Any, rows: int) -> Groups:
     keys = np.asarray(groups.cpu() if hasattr(groups, "cpu") else groups).reshape(-1).astype(np.int64, copy=False)
-    checked_logits, checked_labels = checked(logits, labels)
-    if len(keys) != len(checked_logits):
-        raise InputError(f"{len(keys)} groups and {len(checked_logits)} logits; give one group for each row")
-    return keys, checked_logits, checked_labels
+    if len(keys) != rows:
+        raise InputError(f"{len(keys)} groups and {rows} logits; give one group for each row")
+    return keys
 
 
 def _sums(groups: Groups, logits: npt.NDArray[np.float32], labels: npt.NDArray[np.uint8]) -> tuple[float, int, int]:
@@ -80,20 +80,25 @@ class GaucAccumulator:
 
     def update(self, groups: Any, logits: Any, labels: Any) -> None:
         """Appends a batch; copies from a device (a device sync)."""
-        keys, checked_logits, checked_labels = _checked(groups, logits, labels)
-        self._parts.append((keys.copy(), checked_logits.copy(), checked_labels.copy()))
+        new_logits, new_labels = converted(logits, labels)
+        self._parts.append((_keys(groups, len(new_logits)).copy(), new_logits.copy(), new_labels.copy()))
 
     def compute(self, *, process_group: ProcessGroup | None = None) -> dict[str, float]:
         """A collective of the group. Each group's rows go to one rank, by a hash of its key, so that the result is that of one
-        process but for the order of a sum; local without torch.distributed."""
+        process but for the order of a sum; local without torch.distributed. Raises InputError on every rank if a logit of any is
+        NaN, so that none waits."""
         import torch.distributed as dist
 
         groups = np.concatenate([np.empty(0, np.int64), *(part[0] for part in self._parts)])
         logits = np.concatenate([np.empty(0, np.float32), *(part[1] for part in self._parts)])
         labels = np.concatenate([np.empty(0, np.uint8), *(part[2] for part in self._parts)])
+        missing = int(np.count_nonzero(np.isnan(logits)))
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(process_group) == 1:
+            refuse_nan(missing, len(logits))
             return _told(*_sums(groups, logits, labels))
         ranks = Collectives(process_group)
+        of_ranks = ranks.gather_floats([float(missing), float(len(logits))])
+        refuse_nan(*(int(sum(values)) for values in zip(*of_ranks, strict=True)))
         rank_of = (groups.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(33)) % np.uint64(ranks.num_ranks)
         order = np.argsort(rank_of, kind="stable")
         send = np.bincount(rank_of.astype(np.int64), minlength=ranks.num_ranks)

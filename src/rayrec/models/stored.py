@@ -38,7 +38,7 @@ def _shipped(name: str, where: str) -> type[ClickModelConfig]:
     package = rayrec.models.ranking
     modules = [f"{package.__name__}.{found.name}" for found in pkgutil.iter_modules(package.__path__)]
     cls = getattr(importlib.import_module(module), qualname, None) if module in modules else None
-    if not (isinstance(cls, type) and issubclass(cls, ClickModelConfig)):
+    if not (isinstance(cls, type) and issubclass(cls, ClickModelConfig) and cls.__module__ == module):
         raise InputError(
             f"{where}: its network is {name}, which is not one of rayrec's; give the recipe that it was trained by: "
             "--recipe FILE.py:FUNCTION"

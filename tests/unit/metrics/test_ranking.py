@@ -65,6 +65,10 @@ def a_rank(folder: str, rank: int) -> None:
     everyone: list[dict[str, float]] = [{}] * 3
     distributed.all_gather_object(everyone, found)
     assert everyone == [found] * 3
+    if rank == 1:
+        kept.update(np.array([1]), np.array([math.nan]), np.array([0]))
+    with pytest.raises(InputError, match="1 of 1001 logits are NaN"):  # by every rank, so that none waits
+        kept.compute()
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
 
@@ -82,3 +86,9 @@ def test_what_cannot_be_is_refused() -> None:
         gauc(np.zeros(3, np.int64), np.zeros(2), np.zeros(2))
     with pytest.raises(InputError, match="NaN"):
         gauc(np.zeros(1, np.int64), np.array([np.nan]), np.zeros(1))
+    kept = GaucAccumulator()
+    with pytest.raises(InputError, match="3 groups and 2 logits"):
+        kept.update(np.zeros(3, np.int64), np.zeros(2), np.zeros(2))
+    kept.update(np.zeros(1, np.int64), np.array([np.nan]), np.zeros(1))
+    with pytest.raises(InputError, match="1 of 1 logits are NaN"):
+        kept.compute()
