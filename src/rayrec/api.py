@@ -14,6 +14,7 @@ from rayrec import storage
 from rayrec.config import InputError
 
 if TYPE_CHECKING:
+    import pandas
     import ray.data
 
     from rayrec.launch.doctor import Report
@@ -140,13 +141,21 @@ def fetch(
         return run(files_of(name), out, base_url=base_url, verify=verify, note=console.note, progress=console.progress)
 
 
-def train(config: TrainConfig, *, console: Console | None = None, stopwatch: Stopwatch | None = None) -> Result:
-    """Trains a recipe; see `rayrec.training.trainer.train`."""
+def train(
+    config: TrainConfig,
+    *,
+    data: pandas.DataFrame | ray.data.Dataset | None = None,
+    eval_data: pandas.DataFrame | ray.data.Dataset | None = None,
+    console: Console | None = None,
+    stopwatch: Stopwatch | None = None,
+) -> Result:
+    """Trains a recipe, on the data that `config.train_data` names, or on a DataFrame or Dataset; see
+    `rayrec.training.trainer.train`."""
     from rayrec.training.trainer import train as run
 
     console = _console(console)
     require_files(config, note=console.note)
-    return run(config, console=console, stopwatch=stopwatch)
+    return run(config, data=data, eval_data=eval_data, console=console, stopwatch=stopwatch)
 
 
 def supervise(

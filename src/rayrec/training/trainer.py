@@ -22,6 +22,7 @@ from rayrec.observe.events import EventWriter, follow, merge_events, read_events
 from rayrec.observe.tracking.config import Makers, TrackersConfig
 from rayrec.observe.tracking.tracker import tracking
 from rayrec.observe.verdict import verdict
+from rayrec.training import materialized
 from rayrec.training.launcher import Launcher, launcher_of
 from rayrec.training.preflight import check_settings, preflight
 from rayrec.training.settings import LENGTHS, Change, Changes, compare_settings, with_old
@@ -31,6 +32,8 @@ from rayrec.workloads.base import ClusterConfig, ObserveConfig, ProfileConfig, R
 if TYPE_CHECKING:
     import pandas
     import ray.train
+
+    from rayrec.training.materialized import Table
 
 _PATIENCE_S = 5.0
 """With a store that is out, for what is left to write where an error ends a run."""
@@ -77,7 +80,12 @@ class Result:
 
 
 def train(
-    config: TrainConfig, *, console: Console | None = None, stopwatch: start_up.Stopwatch | None = None
+    config: TrainConfig,
+    *,
+    data: Table | None = None,
+    eval_data: Table | None = None,
+    console: Console | None = None,
+    stopwatch: start_up.Stopwatch | None = None,
 ) -> Result:
     """Trains a recipe: on the Ray that `config.cluster.address` names, that this process is connected to, or that RAY_ADDRESS
     names; else in this process if there is one worker, and on a local Ray if there are several.
@@ -89,15 +97,24 @@ def train(
     trained again, unless for more steps or epochs. The first SIGTERM or Ctrl-C (in the main thread) saves a checkpoint
     before it raises SystemExit(143) or KeyboardInterrupt. Raises InputError for what the user can mend. `stopwatch` runs
     since the command began; None: since this call.
+
+    A click model may be given `data` and `eval_data`, each a pandas DataFrame or a `ray.data.Dataset` with the columns of its
+    schema, in place of `train_data.path` and `eval_data.path`. Before anything starts, these columns are written once as Parquet
+    into the run's folder (`data/train`, `data/eval`), whole or not at all, and read from there; so a run resumes at its exact
+    position, whatever happens to the DataFrame or Dataset. A DataFrame keeps its order of rows (NaN and None are missing
+    values); a Dataset is written by Ray Data's tasks, in its order if `DataContext.execution_options.preserve_order` is set.
+    Without `eval_data` the last rows are held out by default.
+
+    A run that resumes uses what was written. Given data is compared with it by columns, types and number of rows, and
+    InputError raised if they differ (to count rows, a Dataset may have to be computed); changed values are not noticed. A run
+    of which no step was saved writes its data again.
     """
     console, stopwatch = console or Console(), stopwatch or start_up.Stopwatch()
     stopwatch.lap("imports")
-    check_settings(config)
-    name = config.name or f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-    config = config.replace(name=name)
+    config = config.replace(name=config.name or f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
     root = storage.absolute(config.storage_path)
-    folder = storage.join(root, name)
-    changes = _changes(folder, config)
+    folder = storage.join(root, str(config.name))
+    config, changes = _checked(config, folder, {"train_data": data, "eval_data": eval_data}, console.note)
     finished = _finished(folder, config, changes, console.note)
     if finished is not None:
         return finished
@@ -129,7 +146,7 @@ def train(
             events.write(
                 "run",
                 recipe=config.recipe,
-                name=name,
+                name=config.name,
                 config_hash=run_hash(config),
                 versions=versions(),
                 **origin(),
@@ -164,6 +181,22 @@ def train(
         console.note(f"{folder}: stopped; the same command goes on from {_newest(folder)}")
         signals.throw()
     raise AssertionError("a run ends without a result only where a signal came")
+
+
+def _checked(
+    config: TrainConfig, folder: str, given: Mapping[str, Table | None], note: Callable[[str], None]
+) -> tuple[TrainConfig, Changes]:
+    """The configuration with the paths of given data, which is in the run's folder then, and what differs from an earlier
+    start. Raises InputError for settings and data that are refused, before anything is written."""
+    from rayrec.checkpoint import latest
+
+    tables = {field: table for field, table in given.items() if table is not None}
+    config = materialized.with_paths(config, folder, tables)
+    check_settings(config)
+    changes = _changes(folder, config)
+    if tables:
+        materialized.write(config, folder, tables, resumes=latest(folder) is not None, note=note)
+    return config, changes
 
 
 def _connected(config: TrainConfig, root: str, console: Console, stopwatch: start_up.Stopwatch) -> Launcher:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torchrec.distributed.train_pipeline import TrainPipeline
 
     from rayrec.row_tally import RowTally
+    from rayrec.schema import Schema
     from rayrec.workloads.calibration import Calibration, Target
     from rayrec.workloads.phases import StepClock
     from rayrec.workloads.scoring import Scoring, ScoringContext
@@ -462,6 +463,11 @@ class Workload(Config, abc.ABC):
     """Modules that its workers need and its `prepare` does not: a run in one process imports them while data is prepared."""
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = ()
     """Own fields, or groups of them (dotted), that may be others when a run resumes, since they change no step to come."""
+
+    @property
+    def table_schema(self) -> Schema | None:
+        """The columns of the tables that it trains on; None: it trains on other data."""
+        return None
 
     @abc.abstractmethod
     def score(self, metrics: dict[str, float]) -> float:

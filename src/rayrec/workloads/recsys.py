@@ -178,6 +178,10 @@ class ClickWorkload(Workload):
             teacher=teacher,
         )
 
+    @property
+    def table_schema(self) -> Schema:
+        return self.schema
+
     def discard(self, folder: str) -> None:
         storage.remove_folder(storage.join(folder, PREPROCESSOR_FOLDER))
         storage.remove_file(storage.join(folder, RECORD))

@@ -1,0 +1,145 @@
+"""Training data given as a DataFrame or a Ray Dataset: written once as Parquet into the run's folder, from which it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.data.arrow_columns import check_types
+from rayrec.data.csv_text import check_columns, present_columns
+from rayrec.data.frames import arrow_of, is_dataset, is_frame
+from rayrec.schema import Schema
+from rayrec.workloads.base import TrainConfig
+
+if TYPE_CHECKING:
+    import pandas
+    import ray.data
+
+    Table: TypeAlias = pandas.DataFrame | ray.data.Dataset
+
+MANIFEST = "written.json"
+"""The file in a folder of written data that says what it holds; written last."""
+_GROUP_ROWS = 8192
+"""Rows of a row group: few enough to be shuffled as a segment without being written again."""
+_FILE_ROWS = 64 * _GROUP_ROWS
+
+
+def with_paths(config: TrainConfig, folder: str, given: dict[str, Table]) -> TrainConfig:
+    """The configuration of a run in `folder`, reading `given` (by "train_data" and "eval_data") from where `write` puts it.
+    Raises InputError if a path is given as well, for data of another type, and for a recipe that does not train on tables."""
+    for field, data in given.items():
+        if not is_frame(data) and not is_dataset(data):
+            raise InputError(f"{field}: {type(data).__name__} is neither a pandas DataFrame nor a ray.data.Dataset")
+        if config.workload.table_schema is None:
+            raise InputError(f"{field}: recipe {config.recipe} does not train on tables; give train_data.path")
+        place, path = _folder_of(folder, field), getattr(config, field).path
+        if path not in (None, place):
+            raise InputError(f"{field}: both data and {field}.path {path} are given; give one of them")
+        config = config.updated({field: {"path": place, "files": ()}})
+    return config
+
+
+def write(
+    config: TrainConfig, folder: str, given: dict[str, Table], *, resumes: bool, note: Callable[[str], None]
+) -> None:
+    """Writes the columns of the workload's schema, in the order of the rows, each data whole or not at all.
+
+    If the run `resumes`, data that was written is used as it is. Raises InputError then if the given data has another number of
+    rows, other columns or types; also for data without rows, and for a column that is missing or of an unusable type.
+    """
+    schema = config.workload.table_schema
+    for field, data in given.items():
+        assert schema is not None
+        place = _folder_of(folder, field)
+        manifest = storage.join(place, MANIFEST)
+        columns, types = _columns(data, schema, field)
+        if resumes and storage.exists(manifest):
+            _compare(storage.read_json(manifest), columns=types, rows=_rows(data), place=place)
+            note(f"{place}: the run resumes with the data that was written there; the given data is not read again")
+            continue
+        storage.remove_folder(place)
+        if is_frame(data):
+            rows = _write_table(arrow_of(data[columns]), place, types)
+        else:
+            assert is_dataset(data)
+            rows = _write_dataset(data.select_columns(columns), place, types)
+        note(f"{place}: {rows:,} rows were written there as Parquet (once); the run reads its {field} from there")
+
+
+def _folder_of(folder: str, field: str) -> str:
+    return storage.join(folder, "data", field.removesuffix("_data"))
+
+
+def _columns(data: Table, schema: Schema, field: str) -> tuple[list[str], dict[str, str]]:
+    """The columns to write, and the type of each. Of a Dataset that is not computed yet, Ray Data computes a row for it."""
+    if is_frame(data):
+        columns = _present(list(data.columns), schema, field)
+        arrow_schema = arrow_of(data[columns]).schema
+    else:
+        assert is_dataset(data)
+        known = data.schema()
+        types = dict(zip(known.names, known.types, strict=True)) if known else {}
+        columns = _present(list(types), schema, field)
+        # Types that Arrow does not have are seen when they are written.
+        known_types = {name: types[name] if isinstance(types[name], pa.DataType) else pa.null() for name in columns}
+        arrow_schema = pa.schema(known_types)
+    check_types(arrow_schema, schema, path=field)
+    # pandas, by its version, and Ray Data have text with offsets of 32 or 64 bits.
+    return columns, {name: str(arrow_schema.field(name).type).replace("large_", "") for name in columns}
+
+
+def _present(names: list[str], schema: Schema, field: str) -> list[str]:
+    check_columns(names, schema.columns, path=field, optional=schema.optional)
+    return list(present_columns(names, schema))
+
+
+def _rows(data: Table) -> int:
+    if is_frame(data):
+        return len(data)
+    assert is_dataset(data)
+    return data.count()
+
+
+def _compare(stored: dict[str, Any], *, columns: dict[str, str], rows: int, place: str) -> None:
+    for what, old, new in (("columns", stored["columns"], columns), ("rows", stored["rows"], rows)):
+        if old != new:
+            raise InputError(
+                f"{place}: the run was started with other data ({what}: {old} -> {new}); give the same, or choose another name"
+            )
+
+
+def _write_table(table: pa.Table, place: str, columns: dict[str, str]) -> int:
+    if not table.num_rows:
+        raise InputError(f"{place}: the DataFrame has no rows to train on")
+    with storage.writing_folder(place) as folder:
+        for number, start in enumerate(range(0, table.num_rows, _FILE_ROWS)):
+            part = table.slice(start, _FILE_ROWS)
+            pq.write_table(part, storage.join(folder, f"part-{number:06}.parquet"), row_group_size=_GROUP_ROWS)
+        storage.write_json(storage.join(folder, MANIFEST), {"rows": table.num_rows, "columns": columns})
+    return table.num_rows
+
+
+def _write_dataset(dataset: ray.data.Dataset, place: str, columns: dict[str, str]) -> int:
+    """Ray Data's tasks write; at a URL directly, and without a manifest the folder does not count."""
+    if storage.is_url(place):
+        return _write_blocks(dataset, place, columns)
+    with storage.writing_folder(place) as folder:
+        return _write_blocks(dataset, folder, columns)
+
+
+def _write_blocks(dataset: ray.data.Dataset, folder: str, columns: dict[str, str]) -> int:
+    filesystem, inner = storage.resolve(folder)
+    dataset.write_parquet(inner, filesystem=filesystem, row_group_size=_GROUP_ROWS)
+    rows = 0
+    for file in storage.list_files(folder):
+        filesystem, inner = storage.resolve(file.path)
+        rows += pq.read_metadata(inner, filesystem=filesystem).num_rows
+    if not rows:
+        raise InputError(f"{folder}: the Dataset has no rows to train on")
+    storage.write_json(storage.join(folder, MANIFEST), {"rows": rows, "columns": columns})
+    return rows

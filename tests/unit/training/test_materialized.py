@@ -1,0 +1,173 @@
+"""Training on a DataFrame or a Dataset is training on the Parquet files of its rows, written once into the run's folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import rayrec
+from rayrec import recipes, storage
+from rayrec.config import InputError
+from rayrec.observe.console import Console
+from rayrec.recipes.criteo import criteo_demo
+from rayrec.schema import Schema
+from rayrec.training import materialized
+from rayrec.workloads.base import TrainConfig
+
+SCHEMA = Schema(label="liked", dense=("age",), sparse=("user", "movie"), tokens="any", delimiter=",")
+COLUMNS = {"liked": "int64", "age": "double", "user": "string", "movie": "int64"}
+
+
+def ratings(rows: int = 600, *, seed: int = 0) -> pd.DataFrame:
+    rng = np.random.default_rng(seed)
+    return pd.DataFrame(
+        {
+            "unused": [object()] * rows,
+            "movie": rng.integers(0, 9, rows),
+            "user": [f"u{user}" for user in rng.integers(0, 20, rows)],
+            "age": np.where(rng.random(rows) < 0.2, np.nan, 30.0),
+            "liked": rng.integers(0, 2, rows),
+        },
+        index=rng.permutation(rows),
+    )
+
+
+def config(folder: Path, **changes: Any) -> TrainConfig:
+    return recipes.clicks(schema=SCHEMA).replace(name="run", storage_path=str(folder), **changes)
+
+
+def write(config: TrainConfig, data: Any, *, resumes: bool = False) -> list[str]:
+    """The notes of writing it as the training data of a run."""
+    notes: list[str] = []
+    run = storage.join(config.storage_path, "run")
+    placed = materialized.with_paths(config, run, {"train_data": data})
+    materialized.write(placed, run, {"train_data": data}, resumes=resumes, note=notes.append)
+    assert placed.train_data.path == f"{run}/data/train"
+    return notes
+
+
+def test_a_run_on_a_frame_is_the_run_on_its_parquet_file(tmp_path: Path) -> None:
+    small = config(tmp_path, steps=4, batch_size=64, scaling={"num_workers": 1}).updated(
+        {"trackers": {"tensorboard": False, "prometheus": False}, "evaluate_every": 4}
+    )
+    frame, held_out = ratings(), ratings(200, seed=1)
+    result = rayrec.train(small, data=frame, eval_data=held_out, console=Console(quiet=True))
+    for name, rows in (("train", frame), ("eval", held_out)):
+        rows.drop(columns="unused").to_parquet(tmp_path / f"{name}.parquet", index=False)
+    of_files = small.updated(
+        {"name": "files", **{f"{name}_data": {"path": f"{tmp_path}/{name}.parquet"} for name in ("train", "eval")}}
+    )
+    expected = rayrec.train(of_files, console=Console(quiet=True))
+    assert result.summary["weights_sha256"] == expected.summary["weights_sha256"]
+    assert result.metrics == expected.metrics
+    longer = small.replace(steps=6)
+    with pytest.raises(InputError, match=r"data/train: the run was started with other data \(rows: 600 -> 599\)"):
+        rayrec.train(longer, data=frame.iloc[1:], console=Console(quiet=True))
+    resumed = rayrec.train(longer, data=frame, eval_data=held_out, console=Console(quiet=True))
+    assert (resumed.summary["steps"], resumed.summary["rows_lost"], resumed.summary["rows_repeated"]) == (6, 0, 0)
+
+
+def test_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(materialized, "_GROUP_ROWS", 100)
+    monkeypatch.setattr(materialized, "_FILE_ROWS", 200)
+    (note,) = write(config(tmp_path), ratings())
+    place = tmp_path / "run" / "data" / "train"
+    assert note == f"{place}: 600 rows were written there as Parquet (once); the run reads its train_data from there"
+    table = pq.read_table(place / "part-000000.parquet")
+    assert table.column_names == ["liked", "age", "user", "movie"]
+    files = [pq.ParquetFile(file.path) for file in storage.list_files(str(place))]
+    assert [(file.metadata.num_rows, file.num_row_groups) for file in files] == [(200, 2)] * 3
+    written = pd.concat([file.read().to_pandas() for file in files], ignore_index=True)
+    pd.testing.assert_frame_equal(written, ratings()[list(COLUMNS)].reset_index(drop=True))
+    assert storage.read_json(str(place / "written.json")) == {"rows": 600, "columns": COLUMNS}
+
+
+def test_a_run_that_resumes_has_the_data_it_began_with(tmp_path: Path) -> None:
+    write(config(tmp_path), ratings())
+    written = next((tmp_path / "run" / "data" / "train").glob("*.parquet"))
+    before = written.read_bytes()
+    (note,) = write(config(tmp_path), ratings(seed=1), resumes=True)  # other values are not noticed
+    assert note.endswith("the given data is not read again")
+    assert written.read_bytes() == before
+    for changed, message in (
+        (ratings(601), r"rows: 600 -> 601"),
+        (ratings().assign(age=1), r"columns: {.*'age': 'double'.*} -> {.*'age': 'int64'.*}"),
+    ):
+        with pytest.raises(InputError, match=rf"{tmp_path}/run/data/train: .* other data \({message}\); give the same"):
+            write(config(tmp_path), changed, resumes=True)
+    write(config(tmp_path), ratings(601))  # nothing is trained yet
+    assert pq.read_metadata(written).num_rows == 601
+
+
+def test_data_without_its_manifest_is_written_again(tmp_path: Path) -> None:
+    place = tmp_path / "run" / "data" / "train"
+    place.mkdir(parents=True)
+    (place / "a.parquet").write_bytes(b"half")
+    write(config(tmp_path), ratings(), resumes=True)
+    assert sorted(path.name for path in place.iterdir()) == ["part-000000.parquet", "written.json"]
+
+
+def test_an_error_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pq, "write_table", full)
+    with pytest.raises(OSError, match="No space left"):
+        write(config(tmp_path), ratings())
+    assert not list((tmp_path / "run" / "data").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("data", "changes", "message"),
+    [
+        ({"a": [1]}, {}, "train_data: dict is neither a pandas DataFrame nor"),
+        (ratings(), {"train_data": {"path": "log"}}, "train_data: both data and train_data.path log are given"),
+        (ratings().drop(columns="user"), {}, "train_data: has no column named user; it has unused, movie"),
+        (ratings().assign(user=pd.Timestamp(0)), {}, r"train_data: column user is of type timestamp\[ns\]; text or"),
+        (ratings(0), {}, "data/train: the DataFrame has no rows to train on"),
+    ],
+)
+def test_data_that_is_refused(tmp_path: Path, data: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        write(config(tmp_path, **changes), data)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_recipe_that_trains_on_other_data(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="train_data: recipe mnist_resnet18 does not train on tables"):
+        rayrec.train(recipes.mnist_resnet18().replace(storage_path=str(tmp_path)), data=ratings())
+
+
+def test_criteo(tmp_path: Path) -> None:
+    """Categories of 8 hexadecimal digits, and integers that pandas holds as floats since some are missing."""
+    recipe = criteo_demo().replace(name="run", storage_path=str(tmp_path))
+    schema = recipe.workload.table_schema
+    assert schema is not None
+    frame = pd.DataFrame(
+        {"label": [0, 1]} | {name: [None, 3] for name in schema.dense} | dict.fromkeys(schema.sparse, "0000000a")
+    )
+    write(recipe, frame.rename(columns={"label": schema.label}))
+    assert pq.read_schema(tmp_path / "run/data/train/part-000000.parquet").names == list(schema.columns)
+
+
+@pytest.mark.ray
+def test_a_dataset(local_ray: None, tmp_path: Path) -> None:
+    import ray.data
+
+    frame = ratings().drop(columns="unused").reset_index(drop=True)
+    table = pa.Table.from_pandas(frame)
+    dataset = ray.data.from_arrow([table.slice(0, 250), table.slice(250)])
+    (note,) = write(config(tmp_path), dataset)
+    assert "600 rows were written" in note
+    place = tmp_path / "run" / "data" / "train"
+    files = storage.list_files(str(place))
+    written = pd.concat([pd.read_parquet(file.path) for file in files], ignore_index=True)
+    pd.testing.assert_frame_equal(written, frame[list(COLUMNS)])
+    write(config(tmp_path), dataset, resumes=True)
+    assert storage.list_files(str(place)) == files
