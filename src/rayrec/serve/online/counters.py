@@ -127,9 +127,9 @@ class _BulkHistogram(Collector):
         self._sum = 0.0
 
     def observe(self, values: np.ndarray) -> None:
-        """`values`: float64, of any shape and order."""
+        """`values`: float64, of any shape and order. NaN counts above all bounds, and not in the sum, which would stay NaN."""
         counts = np.bincount(np.searchsorted(self._bounds, values.ravel()), minlength=len(self._counts))
-        total = float(values.sum())
+        total = float(np.nansum(values))
         with self._lock:
             self._counts += counts
             self._sum += total
