@@ -68,6 +68,8 @@ def write(
         else:
             assert is_dataset(data)
             rows = _write_dataset(data.select_columns(columns), place, types)
+            if not data.context.execution_options.preserve_order:
+                note(f"{place}: preserve_order of Ray Data is off, so blocks of rows may have changed their order")
         note(f"{place}: {rows:,} rows were written there as Parquet (once); the run reads its {field} from there")
 
 
