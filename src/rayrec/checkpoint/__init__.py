@@ -4,6 +4,7 @@ A checkpoint folder holds a `data_*.safetensors` of each rank (its shards, writt
 weights (`config.yaml`, the workload's own files), and `manifest.json`, which says where every part of every tensor
 lies, with checksums, and holds the run's plain state. A folder without a manifest is not a checkpoint. Nothing in it is
 ever unpickled. torch.distributed.checkpoint plans who writes and who reads what; its own storage is not used, since it pickles.
+For who uses it anyhow, `CheckpointReader` and `CheckpointWriter` are such storage in this format.
 
 Names are imported when first used: a command that only looks for a checkpoint loads no torch.
 """
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rayrec.checkpoint.claims import Claim, claim
+    from rayrec.checkpoint.dcp import CheckpointReader, CheckpointWriter
     from rayrec.checkpoint.folders import (
         SUMMARY,
         Checkpoint,
@@ -38,6 +40,8 @@ __all__ = [
     "SUMMARY",
     "VERSION",
     "Checkpoint",
+    "CheckpointReader",
+    "CheckpointWriter",
     "Claim",
     "DamagedError",
     "Retention",
@@ -65,6 +69,8 @@ _HOMES = {
     "SUMMARY": "folders",
     "VERSION": "format",
     "Checkpoint": "folders",
+    "CheckpointReader": "dcp",
+    "CheckpointWriter": "dcp",
     "Claim": "claims",
     "DamagedError": "format",
     "Retention": "retention",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
 
@@ -58,16 +58,12 @@ class LocalTensors:
     def __init__(self, tensors: dict[str, Any]) -> None:
         from torch.distributed._shard.sharded_tensor import ShardedTensor
         from torch.distributed.checkpoint import DefaultSavePlanner
-        from torch.distributed.checkpoint.planner import WriteItemType
 
         self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._planner.set_up_planner(tensors)
         self.plan: SavePlan = self._planner.create_local_plan()
         for item in self.plan.items:
-            if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
-                raise TypeError(f"{item.index.fqn} is no tensor; plain state belongs into the manifest's state")
-            if item.tensor_data.properties.dtype not in DTYPES:
-                raise TypeError(f"{item.index.fqn} is {item.tensor_data.properties.dtype}, which no checkpoint holds")
+            _check_item(item)
         self.shapes: Shapes = {name: tuple(tensor.size()) for name, tensor in tensors.items()}
         self.sharded = frozenset(name for name, tensor in tensors.items() if isinstance(tensor, ShardedTensor))
         """Tensors of which every part is held by one rank only."""
@@ -108,15 +104,29 @@ def make_plan(local: LocalTensors, ranks: Ranks) -> Plan:
     check_covered(shapes, {name: found if name in sharded else set(found) for name, found in boxes.items()})
     # Each rank makes the same plan of the same list, which spares sending the plans back.
     plans, _ = DefaultSavePlanner(flatten_state_dict=False).create_global_plan([plan for plan, *_ in everyone])
-    parts, start = [], 0
-    # Widest numbers first: every part then begins at a multiple of the width of its own.
-    items = sorted(plans[ranks.rank].items, key=lambda item: -_layout(item)[0].itemsize)
+    return Plan(laid_out(plans[ranks.rank].items), shapes)
+
+
+def laid_out(items: Iterable[WriteItem]) -> tuple[Part, ...]:
+    """The places in one file of what a rank writes. Widest numbers first: every part then begins at a multiple of the width of
+    its own. Raises TypeError for an item that is no tensor, or has a type that a checkpoint does not hold."""
+    items = list(items)
     for item in items:
+        _check_item(item)
+    parts, start = [], 0
+    for item in sorted(items, key=lambda item: -_layout(item)[0].itemsize):
         dtype, shape, offsets, sizes = _layout(item)
         size_bytes = dtype.itemsize * torch.Size(sizes).numel()
         parts.append(Part(item, item.index.fqn, dtype, shape, offsets, sizes, start, size_bytes))
         start += size_bytes
-    return Plan(tuple(parts), shapes)
+    return tuple(parts)
+
+
+def _check_item(item: WriteItem) -> None:
+    if item.tensor_data is None:
+        raise TypeError(f"{item.index.fqn} is no tensor; plain state belongs into the manifest's state")
+    if item.tensor_data.properties.dtype not in DTYPES:
+        raise TypeError(f"{item.index.fqn} is {item.tensor_data.properties.dtype}, which no checkpoint holds")
 
 
 def _agreed_shapes(everyone: Sequence[Shapes]) -> Shapes:
@@ -139,11 +149,17 @@ def check_covered(shapes: Mapping[str, Sequence[int]], boxes: Mapping[str, Itera
             )
 
 
+class TensorSource(Protocol):
+    """Has the live values of parts."""
+
+    def data(self, part: Part) -> torch.Tensor: ...
+
+
 @final
 class HostCopy:
     """The parts of a plan in host memory. Costs as much of it as the rank writes, and keeps it from save to save."""
 
-    def __init__(self, plan: Plan, local: LocalTensors) -> None:
+    def __init__(self, plan: Plan, local: TensorSource) -> None:
         self.plan = plan
         self._bytes = torch.empty(plan.body_bytes, dtype=torch.uint8)
         devices = {local.data(part).device for part in plan.parts}
@@ -155,7 +171,7 @@ class HostCopy:
                 int(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), plan.body_bytes, 0))
             )
 
-    def fill(self, local: LocalTensors) -> None:
+    def fill(self, local: TensorSource) -> None:
         """Copies the live values; on return they may change. One device sync."""
         targets = [
             self._bytes.narrow(0, part.start, part.size_bytes).view(part.dtype).view(part.sizes)

@@ -66,18 +66,27 @@ def _restore_mine(folder: str, manifest: dict[str, Any], tensors: dict[str, Any]
                 f"{folder}: {name} has shape {stored[name]['shape']}, the model's is {list(tensor.size())}"
             )
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(tensors, _metadata(manifest))
-    items = planner.create_local_plan().items
+    planner.set_up_planner(tensors, metadata_of(manifest))
+    items = [(item, planner.resolve_tensor(item).detach()) for item in planner.create_local_plan().items]
+    _run(itertools.chain(_reads(folder, manifest, items), _extra_checks(folder, manifest) if extra_files else ()))
+
+
+def read_items(folder: str, manifest: dict[str, Any], items: Iterable[tuple[ReadItem, torch.Tensor]]) -> None:
+    """Fills tensors with the parts of a checkpoint that a load plan names, in threads. Raises DamagedError for a file that is not
+    as it was written."""
+    _run(_reads(folder, manifest, items))
+
+
+def _reads(
+    folder: str, manifest: dict[str, Any], items: Iterable[tuple[ReadItem, torch.Tensor]]
+) -> Iterator[Callable[[], None]]:
     reader = _Reader(folder, manifest["block_bytes"])
-
-    def copies() -> Iterator[Callable[[], None]]:
-        for item in items:
-            yield from _copies(reader, stored[item.storage_index.fqn], item, planner.resolve_tensor(item).detach())
-
-    _run(itertools.chain(copies(), _extra_checks(folder, manifest) if extra_files else ()))
+    for item, target in items:
+        yield from _copies(reader, manifest["tensors"][item.storage_index.fqn], item, target)
 
 
-def _metadata(manifest: dict[str, Any]) -> Metadata:
+def metadata_of(manifest: dict[str, Any]) -> Metadata:
+    """What torch.distributed.checkpoint's planners want to know of a checkpoint."""
     from torch.distributed.checkpoint import Metadata
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 

@@ -1,0 +1,154 @@
+"""Checkpoints as storage of torch.distributed.checkpoint (DCP), for a model or a training loop that rayrec does not know.
+
+dcp.save(state_dict, storage_writer=CheckpointWriter("runs/mine/checkpoints/step_00000100", state={"step": 100}))
+dcp.load(state_dict, storage_reader=CheckpointReader("runs/demo/checkpoints/step_00000628"))
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from torch import distributed
+from torch.distributed.checkpoint import Metadata, StorageReader, StorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from rayrec import storage
+from rayrec.checkpoint.folders import Checkpoint
+from rayrec.checkpoint.format import MANIFEST
+from rayrec.checkpoint.plan import HostCopy, Part, Plan, laid_out
+from rayrec.checkpoint.reading import metadata_of, read_items
+from rayrec.checkpoint.writing import Written, commit, write_rank
+from rayrec.config import InputError
+
+CheckpointId = str | os.PathLike[str]
+
+
+@final
+class CheckpointReader(StorageReader):
+    """Reads a checkpoint, local or a URL, under any number of ranks. Each rank reads and verifies what it needs; nothing is
+    unpickled. Names are those in the manifest: `model.NAME`, `optimizer.PARAMETER.STATE`.
+
+    `dcp.load` raises InputError, within its CheckpointException, for a folder without a manifest and for a file that is not as it
+    was written.
+    """
+
+    def __init__(self, path: CheckpointId) -> None:
+        self._path = os.fspath(path)
+
+    def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
+        if checkpoint_id is not None:
+            self._path = os.fspath(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return metadata_of(Checkpoint(self._path).manifest())
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        targets = [(item, planner.resolve_tensor(item)) for item in plan.items if item.type == LoadItemType.TENSOR]
+        manifest = Checkpoint(self._path).manifest()
+        read_items(self._path, manifest, [(item, target.detach()) for item, target in targets])
+        for item, target in targets:
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
+        """Whether a folder is a complete checkpoint."""
+        return storage.exists(storage.join(os.fspath(checkpoint_id), MANIFEST))
+
+
+@final
+class CheckpointWriter(StorageWriter):
+    """Writes a checkpoint, local or to a URL, which rayrec's own commands and `CheckpointReader` read. Memory: a copy of what the
+    rank writes.
+
+    `dcp.save` raises TypeError, within its CheckpointException, for a value that is no tensor (`state` is for plain JSON values),
+    and InputError where `path` holds a checkpoint already.
+    """
+
+    def __init__(self, path: CheckpointId, *, state: Mapping[str, Any] | None = None) -> None:
+        self._path, self._state = os.fspath(path), dict(state or {})
+
+    def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
+        if checkpoint_id is not None:
+            self._path = os.fspath(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if is_coordinator and storage.exists(storage.join(self._path, MANIFEST)):
+            raise InputError(f"{self._path}: holds a checkpoint already; choose another folder")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        laid_out(plan.items)  # refuses what no checkpoint holds before anything is written
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        source = _Planned(planner)
+        copy = HostCopy(Plan(laid_out(plan.items), {}), source)
+        try:
+            copy.fill(source)
+            written = write_rank(
+                self._path, copy, rank=distributed.get_rank() if distributed.is_initialized() else 0, tag=""
+            )
+        finally:
+            parts = copy.plan.parts
+            copy.free()
+        done: Future[list[WriteResult]] = Future()
+        # The first result carries the rank's file, for `finish` on rank 0.
+        done.set_result(
+            [
+                WriteResult(part.item.index, part.size_bytes, written if number == 0 else None)
+                for number, part in enumerate(parts)
+            ]
+        )
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        written = [result.storage_data for of_rank in results for result in of_rank]
+        commit(
+            self._path,
+            [found for found in written if isinstance(found, Written)],
+            shapes={
+                name: tuple(entry.size)
+                for name, entry in metadata.state_dict_metadata.items()
+                if isinstance(entry, TensorStorageMetadata)
+            },
+            state=self._state,
+            score=None,
+            extra_files=None,
+        )
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
+        """Whether a checkpoint can be written there: nothing is there yet."""
+        return not storage.exists(storage.join(os.fspath(checkpoint_id), MANIFEST))
+
+
+class _Planned:
+    """What a planner of DCP has to write."""
+
+    def __init__(self, planner: SavePlanner) -> None:
+        self._planner = planner
+
+    def data(self, part: Part) -> torch.Tensor:
+        found = self._planner.resolve_data(part.item)
+        assert isinstance(found, torch.Tensor)
+        return found.detach()
