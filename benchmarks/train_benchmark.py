@@ -109,7 +109,7 @@ def _one_process() -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/init", rank=0, world_size=1)
 
 
-def _rate(pipeline: Any, batches: list[Any], steps: int, before_step: Any = None) -> float:
+def _rate(pipeline: Any, batches: list[Any], steps: int, *, batch_size: int, before_step: Any = None) -> float:
     """Rows/s of `steps` steps, after a fifth as many to warm up."""
     from itertools import cycle, islice
 
@@ -121,13 +121,14 @@ def _rate(pipeline: Any, batches: list[Any], steps: int, before_step: Any = None
         if before_step:
             before_step(step, steps)
         pipeline.progress(source)
-    return steps * len(batches[0]) / (time.perf_counter() - start)
+    return steps * batch_size / (time.perf_counter() - start)
 
 
 def from_ready(*, path: str, precision: str, batch_size: int, steps: int) -> float:
     """Rows/s of the same training code on batches that lie ready in memory, without Ray."""
     import torch
 
+    from rayrec.data.engine import InProcess
     from rayrec.data.log import Segment
     from rayrec.data.position import EpochOrder, Part
     from rayrec.data.preprocessor import Preprocessor
@@ -143,22 +144,24 @@ def from_ready(*, path: str, precision: str, batch_size: int, steps: int) -> flo
     config = recipe(path, precision=precision, batch_size=batch_size, workers=1, steps=steps, storage="")
     sizes, batches = _ready_batches(path, batch_size, number=steps * 6 // 5 + 20)
     order = EpochOrder((Part(Segment("", 0, 1, 0, 10**9), 0, 10**9),), "none", 0, 1)
-    preprocessor = Preprocessor.load(preprocessor_of(path))
+    preprocessor = InProcess(Preprocessor.load(preprocessor_of(path)))
     prepared = Prepared(preprocessor, "", SCHEMA, sizes, {"train": order}, 0, "", None)
     setup = config.workload.set_up(WorkerContext(config, 0, 1, torch.device("cpu"), ThreadEngine(1)), prepared)
     setup.model.train()
-    return _rate(setup.pipeline, batches, steps, setup.begin_step)
+    return _rate(setup.pipeline, batches, steps, batch_size=batch_size, before_step=setup.begin_step)
 
 
 def torchrec_dlrm(*, path: str, precision: str, batch_size: int, steps: int) -> float:
     """Rows/s of TorchRec's own DLRM, planned, sharded and pipelined by TorchRec, on ready-made batches, without Ray."""
     import torch
     from peers.torchrec_dlrm import build
+    from torchrec.datasets.utils import Batch
 
     torch.set_num_threads(os.cpu_count() or 1)
     _one_process()
     sizes, batches = _ready_batches(path, batch_size, number=steps * 6 // 5 + 20)
-    return _rate(build(sizes, precision=precision), batches, steps)
+    theirs = [Batch(batch.tensors["dense"], batch.sparse_features, batch.labels["label"]) for batch in batches]
+    return _rate(build(sizes, precision=precision), theirs, steps, batch_size=batch_size)
 
 
 def matrix_peak(*, precision: str, engine: str) -> float:

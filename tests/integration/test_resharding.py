@@ -42,6 +42,7 @@ from rayrec.optim import learning_rates, set_learning_rates
 from rayrec.sharding import ShardingConfig, embedding_sharders, plan_sharding, placements
 from rayrec.training.state import all_tensors, restore_all
 from rayrec.workloads.recsys_worker import Unwrapped, make_optimizer, make_pipeline
+from whole_click_model import whole_model
 
 rank, folder, stages = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
 torch.set_num_threads(1)
@@ -130,7 +131,7 @@ def run_stages(folder: Path, stages: list[dict[str, Any]]) -> Saved:
             [sys.executable, "-W", "ignore", "-c", WORKER, str(rank), str(folder), json.dumps(stages)],
             stdout=log.open("w"),
             stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
         )
         for rank, log in enumerate(logs)
     ]
