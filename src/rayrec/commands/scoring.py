@@ -34,7 +34,7 @@ def _evaluate(
         recipe: The recipe the checkpoint is of, where it is one of your own.
         address: HOST:PORT or auto: a running Ray cluster; local: a local Ray; none: threads of this process. Default: the Ray
             that RAY_ADDRESS names, else threads of this process.
-        config: How rows are scored, and what is told of a click model beside its metrics over all rows.
+        config: How rows are scored, and what is reported of a click model in addition to its metrics over all rows.
     """
     with results_alone():
         return api.evaluate(checkpoint, path, recipe=_own(recipe), cluster_address=address, **vars(config))

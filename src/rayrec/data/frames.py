@@ -14,16 +14,13 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow_columns import parse_table
 from rayrec.data.csv_text import check_columns
-from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.data.ready_formats import named_columns
 from rayrec.schema import Schema
 
 if TYPE_CHECKING:
     import pandas
     import ray.data
-
-FOLDER = "preprocessor"
-"""Of a run or a checkpoint, which has its Preprocessor in it."""
 
 
 def is_frame(data: object) -> TypeGuard[pandas.DataFrame]:
@@ -98,7 +95,7 @@ def arrow_of(frame: pandas.DataFrame) -> pa.Table:
 
 
 def _loaded(folder: str) -> Preprocessor:
-    inside = storage.join(folder, FOLDER)
+    inside = storage.join(folder, PREPROCESSOR_FOLDER)
     of_run = not storage.exists(storage.join(folder, "preprocessor.json")) and storage.exists(inside)
     return Preprocessor.load(inside if of_run else folder)
 

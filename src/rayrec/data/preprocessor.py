@@ -8,7 +8,7 @@ import io
 import json
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -23,6 +23,8 @@ from rayrec.native import library
 from rayrec.schema import Schema
 
 VERSION = 2
+PREPROCESSOR_FOLDER: Final = "preprocessor"
+"""Folder of the Preprocessor within a run, a checkpoint or an export."""
 LOWEST_INTEGER = -(2**62)
 """Of a dense column that raises no value."""
 _DENSE_KINDS = ("signed_log", "log", "identity")  # in the order of rayrec_dense_kind in native/kernels.h

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import socket
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from rayrec.config import InputError
+from rayrec.config import Config, InputError
 from rayrec.data.placement import TaskPlacement
 
 DataNodes = Literal["auto", "any", "separate"]
@@ -195,13 +196,24 @@ def connect_for_data(address: str | None) -> TaskPlacement:
     return TaskPlacement(num_cpus=1.0)
 
 
-def ship_code(owner: type) -> None:
-    """Where a class is the user's own, its module goes to Ray's processes as code: their nodes need not have its file."""
-    module = owner.__module__
-    if module.partition(".")[0] not in ("rayrec", "__main__"):  # whose classes go as code anyway
+def ship_code(config: Config) -> None:
+    """Makes Ray send the user's own modules as code to its processes, whose nodes then do not need the files: the modules of the
+    classes of `config` and of the configurations nested in it, but not what these modules import."""
+    modules = own_modules(config)
+    if modules:
         import ray
 
-        ray.cloudpickle.register_pickle_by_value(sys.modules[module])
+        for module in modules:
+            ray.cloudpickle.register_pickle_by_value(sys.modules[module])
+
+
+def own_modules(config: Config) -> set[str]:
+    """Names of the modules outside rayrec that define the class of `config` or of a configuration nested in it. Without
+    `__main__`, because pickle sends its classes as code already."""
+    nested = (getattr(config, field.name) for field in dataclasses.fields(config))
+    modules = set().union(*(own_modules(value) for value in nested if isinstance(value, Config)))
+    module = type(config).__module__
+    return modules | ({module} if module.partition(".")[0] not in ("rayrec", "__main__") else set())
 
 
 def alive_nodes(*, probe: bool = False, free: bool = False) -> list[Node]:

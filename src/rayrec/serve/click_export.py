@@ -39,7 +39,6 @@ from rayrec.serve.onnx_model import id_widths
 from rayrec.serve.parity import BATCH_ROWS, Comparison, ParityRows, compare, parity_rows
 from rayrec.serve.served import open_served, version_of
 from rayrec.serve.triton import write_repository
-from rayrec.workloads.recsys import PREPROCESSOR_FOLDER
 from rayrec.workloads.recsys_scorer import (
     PREFIX,
     PlainModel,
@@ -51,7 +50,7 @@ from rayrec.workloads.recsys_scorer import (
 from rayrec.workloads.weight_files import write_weights
 
 if TYPE_CHECKING:
-    from rayrec.data.preprocessor import Preprocessor
+    from rayrec.data.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
     from rayrec.workloads.base import TrainConfig
 
 _CHUNK_ROWS = 1 << 18

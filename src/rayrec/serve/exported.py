@@ -16,11 +16,10 @@ from rayrec.checkpoint.folders import refuse_pickles
 from rayrec.checkpoint.format import CHECKSUM, MANIFEST, seal
 from rayrec.checkpoint.safetensors_header import DTYPES
 from rayrec.config import InputError
-from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.models.base import ClickModelConfig
 from rayrec.models.stored import stored_model
 from rayrec.models.tables import QUANTIZATIONS, Quantization, RowFormat
-from rayrec.workloads.recsys import PREPROCESSOR_FOLDER
 from rayrec.workloads.recsys_scorer import ClickScorer, empty_model, make_scorer
 
 if TYPE_CHECKING:

@@ -113,7 +113,7 @@ class Request:
         )
         engine()
         if on_ray:
-            cluster.ship_code(type(self.config.workload))
+            cluster.ship_code(self.config)
         pool = plan_pool(
             cluster.alive_nodes() if on_ray else [self._this_machine()],
             weight_bytes=weight_bytes(checkpoint),

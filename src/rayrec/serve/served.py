@@ -15,10 +15,9 @@ from rayrec.checkpoint.folders import refuse_pickles
 from rayrec.checkpoint.reading import check_extra_files
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
-from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.models.tables import Quantization
 from rayrec.serve.exported import is_export, open_export
-from rayrec.workloads.recsys import PREPROCESSOR_FOLDER
 from rayrec.workloads.recsys_scorer import PREFIX, ClickScorer, click_settings, load_preprocessor, load_scorer
 
 if TYPE_CHECKING:

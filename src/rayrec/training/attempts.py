@@ -90,7 +90,7 @@ def run_attempts(
     """What a finished run's worker 0 returned; None where a signal ended the run before.
 
     Raises InputError for what the user can mend (never tried again), and what the last attempt failed with where
-    failure.max_failures are used up; neither is told in an event here. `since_s`: end of the driver's last stage of the start.
+    failure.max_failures are used up, which writes no event here. `since_s`: end of the driver's last stage of the start.
     """
     number, crowded = 0, False
     tolerance = Tolerance(config.failure)

@@ -67,7 +67,7 @@ class RayLauncher:
             log_to_driver=console.verbose,
         )
         require_reachable((folder, config.train_data.path, config.eval_data.path))
-        cluster.ship_code(type(config.workload))
+        cluster.ship_code(config)
 
     def share_out(self, *, goes_on: bool, note: Callable[[str], None]) -> cluster.Layout:
         # A run that goes on may do so on a cluster whose nodes are still joining; a new one is refused at once.

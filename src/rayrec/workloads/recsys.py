@@ -14,7 +14,7 @@ from rayrec.data import ready
 from rayrec.data.engine import Shared
 from rayrec.data.log import LogIndex, select
 from rayrec.data.position import EpochOrder, Part
-from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.data.profiles import Profile
 from rayrec.models.base import ClickModelConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from rayrec.workloads.calibration import Calibration, Target
     from rayrec.workloads.recsys_scorer import ClickScorer
     from rayrec.workloads.scoring import Scoring, ScoringContext
-
-PREPROCESSOR_FOLDER = "preprocessor"
 
 
 @dataclass(frozen=True)

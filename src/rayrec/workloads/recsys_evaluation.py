@@ -10,8 +10,7 @@ import torch
 
 from rayrec.batch import Batch, StepOutput
 from rayrec.data.preprocessor import SparseColumn
-from rayrec.metrics.binary import BinaryMetricsAccumulator
-from rayrec.metrics.ranking import GaucAccumulator
+from rayrec.metrics.ranking import ClickAccumulator
 
 _EDGE = 16.0
 """Logits beyond it are as good as certain, and share a bin."""
@@ -112,18 +111,14 @@ class ClickMetrics:
     """Gathers logits and labels of an evaluation."""
 
     def __init__(self, counts: EvaluationCounts) -> None:
-        self._metrics, self._counts = BinaryMetricsAccumulator(), counts
-        self._gauc = GaucAccumulator() if counts.grouped else None
+        self._metrics, self._counts = ClickAccumulator(grouped=counts.grouped), counts
 
     def update(self, output: StepOutput) -> None:
-        self._metrics.update(output.logits, output.labels)
+        self._metrics.update(output.logits, output.labels, output.groups)
         self._counts.add(output)
-        if self._gauc is not None and len(output.labels):
-            assert output.groups is not None, "refused before for data that has none"
-            self._gauc.update(output.groups, output.logits, output.labels)
 
     def compute(self) -> dict[str, float]:
-        return {**self._metrics.compute(), **({} if self._gauc is None else self._gauc.compute())}
+        return self._metrics.compute()
 
 
 def _tells(column: SparseColumn, reserved_id: int) -> bool:

@@ -13,14 +13,13 @@ from rayrec import storage
 from rayrec.checkpoint import Checkpoint, full_tensors
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows, Ids
-from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.layers.embedded import Embedded
 from rayrec.layers.mlp import Precision
 from rayrec.models import ranking
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.stored import stored_model
 from rayrec.models.tables import DeviceTables, HostTables, Lookup, Quantization, RowFormat, Tables, table_name
-from rayrec.workloads.recsys import PREPROCESSOR_FOLDER
 
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from rayrec.config import InputError
-from rayrec.launch.cluster import Layout, Node, alive_nodes, layout, with_room_for_tasks
+from rayrec.launch.cluster import Layout, Node, alive_nodes, layout, own_modules, ship_code, with_room_for_tasks
+from rayrec.models.base import ModelInputs
+from rayrec.user_code import function_in_file
+from rayrec.workloads.base import TrainConfig
 
 
 def shared(*resources: dict[str, float], **changes: Any) -> Layout:
@@ -160,3 +167,22 @@ def test_data_tasks_of_a_mixed_cluster_have_only_the_nodes_without_workers() -> 
     shares = shared({"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0}, use_gpu=True)
     assert with_room_for_tasks([workers, data, joined], [], shares) == [data, joined]
     assert with_room_for_tasks([workers], [], shares) == []  # the data node is gone
+
+
+def test_the_users_model_reaches_processes_that_lack_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if only a configuration nested in rayrec's own, here the model's, comes from the user's file."""
+    shutil.copy(Path(__file__).parents[2] / "own_click_model.py", file := tmp_path / "their_model.py")
+    recipe = function_in_file(f"{file}:own_model", returns=TrainConfig)
+    config = recipe()
+    assert own_modules(config) == {"their_model"}
+    assert own_modules(config.workload) == {"their_model"}
+    ship_code(config)
+    packed = ray.cloudpickle.dumps(config)
+    ray.cloudpickle.unregister_pickle_by_value(sys.modules["their_model"])
+    by_reference = ray.cloudpickle.dumps(config)
+    monkeypatch.delitem(sys.modules, "their_model")
+    received = ray.cloudpickle.loads(packed)
+    assert received.to_dict() == config.to_dict()
+    assert received.workload.model.build(ModelInputs(1, ("a",))) is not None
+    with pytest.raises(ModuleNotFoundError):  # what would happen if the module were not registered
+        ray.cloudpickle.loads(by_reference)

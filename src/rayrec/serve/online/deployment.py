@@ -156,7 +156,7 @@ def own_network(recipe: str | None) -> type[ClickModelConfig] | None:
     config = function_in_file(recipe, returns=TrainConfig)()
     if not isinstance(config.workload, ClickWorkload):
         raise InputError(f"recipe: {recipe} trains no click model; only those are served")
-    cluster.ship_code(type(config.workload.model))
+    cluster.ship_code(config)
     return type(config.workload.model)
 
 
