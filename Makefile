@@ -26,7 +26,7 @@ TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 BENCHMARKS ?= ingest vocabulary preprocess train checkpoint recover predict serve observe mnist gpt2
 export DATA # the shell, not make, puts it into commands, so that it may hold spaces
 
-.PHONY: help setup demo test test-extended test-exhaustive drills fuzz chaos check lint format types layers spelling docs bench clean
+.PHONY: help setup demo test test-extended test-exhaustive drills fuzz chaos check lint format types layers spelling words docs bench clean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -109,6 +109,9 @@ layers: setup
 
 spelling: setup
 	@echo "check: codespell"; $(RUN)/codespell
+
+words: setup ## words that this project does not use (tools/words.tsv)
+	@echo "check: words"; $(RUN)/python tools/words.py
 
 docs: setup ## runs every example of the documentation, but for two notebooks that say what pages say
 	@if [ -e tests/test_docs.py ]; then $(RUN)/python -m pytest tests/test_docs.py -m "not exhaustive" -n 2 --dist worksteal; else echo "docs: no tests/test_docs.py"; fi
