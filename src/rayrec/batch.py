@@ -28,13 +28,15 @@ class Batch:
     is the exact mean over the global batch also where workers hold different numbers of rows. 0: a filler, which counts
     nowhere, for a worker that has no row where others have."""
     sparse_features: KeyedJaggedTensor | None = None
-    """Of a click log: one key per categorical feature, `rows` bags each."""
+    """Of a click log: one key per categorical feature, `rows` bags each; with weights if any feature has them."""
     labels: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Of a click log: (rows,) float32 by name, from 0 to 1."""
+    """Of a click log: (rows,) float32 by name; the main label is from 0 to 1, in others NaN stands for a missing value."""
     weights: torch.Tensor | None = None
     """(rows,) float32: what each row's loss is multiplied by; None: 1 each."""
     groups: torch.Tensor | None = None
     """(rows,) int64, always on the CPU: keys of the rows' groups, where the schema has a group."""
+    timestamps: torch.Tensor | None = None
+    """(rows,) int64, always on the CPU: microseconds since 1970-01-01 00:00 UTC, if the schema has a timestamp."""
     row_numbers: RowNumbers | None = None
     """Which rows these are, none for a filler, for the loop to count; copies on a device and parts do not have it."""
 
@@ -64,6 +66,7 @@ class Batch:
             {name: change(tensor) for name, tensor in self.labels.items()},
             None if self.weights is None else change(self.weights),
             self.groups,
+            self.timestamps,
             row_numbers,
         )
 

@@ -34,10 +34,19 @@ def _adapter(annotation: Any) -> Any:
 
 def _config_type(annotation: Any) -> type | None:
     """The Config class an annotation names (also inside `X | None`), or None."""
-    for candidate in (annotation, *typing.get_args(annotation)):
+    of_union = () if typing.get_origin(annotation) is tuple else typing.get_args(annotation)
+    for candidate in (annotation, *of_union):
         if isinstance(candidate, type) and issubclass(candidate, Config):
             return candidate
     return None
+
+
+def _item_type(annotation: Any) -> type[Config] | None:
+    """The Config class C of an annotation tuple[C, ...], or None."""
+    arguments = typing.get_args(annotation)
+    if typing.get_origin(annotation) is not tuple or len(arguments) != 2 or arguments[1] is not Ellipsis:
+        return None
+    return arguments[0] if isinstance(arguments[0], type) and issubclass(arguments[0], Config) else None
 
 
 def _plain(value: Any) -> Any:
@@ -99,17 +108,48 @@ class Config:
                     "the configuration was made by"
                 )
             changes = {name: value for name, value in changes.items() if name != CLASS}
-        known = {field.name: field for field in dataclasses.fields(self)}
+        types = _field_types(type(self))  # type: ignore[arg-type]
         new: dict[str, Any] = {}
         for name, value in changes.items():
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean '{near[0]}'?" if near else f"; it has {', '.join(known)}"
-                raise InputError(f"{where}{name}: {type(self).__name__} has no such field{hint}")
-            current = getattr(self, name)
-            nested = isinstance(value, Mapping) and isinstance(current, Config)
-            new[name] = current.updated(value, where=f"{where}{name}.") if nested else _tuples(value)
+            self._check_field(name, where)
+            current, item_type = getattr(self, name), _item_type(types[name])
+            if isinstance(value, Mapping) and isinstance(current, Config):
+                new[name] = current.updated(value, where=f"{where}{name}.")
+            elif item_type is not None and isinstance(value, list | tuple):
+                new[name] = tuple(
+                    item_type.made(item, where=f"{where}{name}[{number}].") if isinstance(item, Mapping) else item
+                    for number, item in enumerate(value)
+                )
+            else:
+                new[name] = _tuples(value)
         return dataclasses.replace(self, **new)
+
+    @classmethod
+    def made(cls, values: Mapping[str, Any], *, where: str = "") -> Self:
+        """A configuration of plain values, its other fields at their defaults; `where` is named in errors.
+
+        Raises InputError for a name that does not exist, for a value that does not fit, and for a missing one.
+        """
+        for name in values:
+            cls._check_field(name, where)
+        missing = [
+            field.name
+            for field in dataclasses.fields(cls)
+            if field.name not in values
+            and field.default is dataclasses.MISSING
+            and field.default_factory is dataclasses.MISSING
+        ]
+        if missing:
+            raise InputError(f"{where}{missing[0]}: {cls.__name__} needs a value here")
+        return cls(**{name: _tuples(value) for name, value in values.items()})
+
+    @classmethod
+    def _check_field(cls, name: str, where: str) -> None:
+        known = [field.name for field in dataclasses.fields(cls)]
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean '{near[0]}'?" if near else f"; it has {', '.join(known)}"
+            raise InputError(f"{where}{name}: {cls.__name__} has no such field{hint}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars, ready for JSON or YAML; `class` names a class that is not rayrec's own."""

@@ -3,12 +3,46 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from rayrec.config import Config, InputError
 
 MAX_COLUMNS = 64
 """Feature columns of a log of 8-digit tokens: one bit a column in a row's mask of missing values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Label(Config):
+    """A label in addition to `Schema.label`, for models that predict several."""
+
+    name: str
+    """Its column."""
+    kind: Literal["binary", "number"] = "binary"
+    """binary: 1 or 0; number: any finite number."""
+    missing: Literal["fault", "allowed"] = "allowed"
+    """An empty value: a faulty row, or a row that this label does not train."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature(Config):
+    """Settings of a categorical feature that its place in the schema's lists of names does not give."""
+
+    name: str
+    """Its column, one of `Schema.sparse`."""
+    vocabulary: str | None = None
+    """Name of its vocabulary and embedding table. Features that name the same one share ids and embeddings, such as an item
+    and the items that a user clicked before. The name of another feature is that feature's vocabulary; None: its own."""
+    max_length: int | None = None
+    """For a column of `Schema.lists`: keeps the last `max_length` categories of a row; None: keeps all."""
+    weights: str | None = None
+    """For a column of `Schema.lists`: the column with a number for each of its categories, which multiplies the category's
+    embedding before they are summed; None: 1 each."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_length is not None and self.max_length < 1:
+            raise InputError(f"schema: max_length {self.max_length} of feature {self.name} must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +72,13 @@ class Schema(Config):
     needs tokens "any". In other columns such texts are different categories."""
     optional: tuple[str, ...] = ()
     """Those of `dense` and `sparse` that a file with named columns may lack: its rows have a missing value there."""
+    features: tuple[Feature, ...] = ()
+    """Settings of single columns of `sparse`: shared vocabularies, the length of lists, weights; need tokens "any"."""
+    labels: tuple[Label, ...] = ()
+    """Labels in addition to `label`; need tokens "any"."""
+    timestamp: str | None = None
+    """Column of the time of a row: a date, a timestamp, its text in ISO 8601, or seconds since 1970-01-01 00:00 UTC; needs tokens
+    "any". Batches have it; no shipped model reads it."""
     nan: Literal["fault", "missing"] = "fault"
     """NaN in a dense column: a faulty row, or a missing value."""
     group: str | None = field(default=None, compare=False)
@@ -55,6 +96,7 @@ class Schema(Config):
         if not self.dense and not self.sparse:
             raise InputError("schema: no feature columns; name at least one in dense or sparse")
         self._check_named_columns()
+        self._check_features()
         for name in ("delimiter", "list_delimiter"):
             value = getattr(self, name)
             if len(value) != 1 or ord(value) > 127 or value in '\n\r"':
@@ -63,8 +105,9 @@ class Schema(Config):
             raise InputError(f"schema: delimiter and list_delimiter are both {self.delimiter!r}")
         if self.tokens == "any":
             return
-        if self.lists or self.weight or self.integers:
-            raise InputError("schema: lists, weight and integers need tokens: any")
+        for name in ("lists", "weight", "integers", "features", "labels", "timestamp"):
+            if getattr(self, name):
+                raise InputError(f"schema: {name} needs tokens: any")
         if self.delimiter != "\t":
             raise InputError("schema: hexadecimal tokens come tab-separated; use tokens: any for other files")
         if len(self.dense) + len(self.sparse) > MAX_COLUMNS:
@@ -72,6 +115,28 @@ class Schema(Config):
                 f"schema: {len(self.dense) + len(self.sparse)} feature columns, at most {MAX_COLUMNS} are supported "
                 "with hexadecimal tokens; use tokens: any"
             )
+
+    def _check_features(self) -> None:
+        """Raises InputError for a setting of a feature that its column cannot have."""
+        given = [feature.name for feature in self.features]
+        if len(set(given)) != len(given):
+            raise InputError(f"schema: features names a column twice in {', '.join(given)}")
+        own = {feature.name for feature in self.features if feature.vocabulary not in (None, feature.name)}
+        for feature in self.features:
+            if feature.name not in self.sparse:
+                raise InputError(f"schema: features names {feature.name}, which sparse does not")
+            if (feature.max_length or feature.weights) and feature.name not in self.lists:
+                raise InputError(
+                    f"schema: feature {feature.name} has max_length or weights, which only a column of lists can have"
+                )
+            if feature.vocabulary in own:
+                raise InputError(
+                    f"schema: feature {feature.name} has the vocabulary of {feature.vocabulary}, which has another one itself; "
+                    "name that one in both"
+                )
+        weights = [feature.weights for feature in self.features if feature.weights]
+        if len(set(weights)) != len(weights):
+            raise InputError("schema: two features have the same column of weights")
 
     def _check_named_columns(self) -> None:
         """Raises InputError if a field names columns that the field it chooses from does not have."""
@@ -92,11 +157,40 @@ class Schema(Config):
     def columns(self) -> tuple[str, ...]:
         """All column names, in file order where the file names none."""
         named = tuple(name for name in (self.label, self.weight) if name)
-        return named + self.dense + self.sparse
+        list_weights = tuple(feature.weights for feature in self.features if feature.weights)
+        labels = tuple(label.name for label in self.labels)
+        return named + self.dense + self.sparse + list_weights + labels + ((self.timestamp,) if self.timestamp else ())
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """Names of all labels, `label` first; none for an unlabelled log."""
+        return () if self.label is None else (self.label, *(label.name for label in self.labels))
+
+    @property
+    def has_weighted_lists(self) -> bool:
+        return any(feature.weights for feature in self.features)
+
+    def feature(self, name: str) -> Feature:
+        """The settings of a column of `sparse`."""
+        return next((feature for feature in self.features if feature.name == name), Feature(name=name))
+
+    @cached_property
+    def vocabularies(self) -> tuple[str, ...]:
+        """The name of each sparse column's vocabulary."""
+        return tuple(self.feature(name).vocabulary or name for name in self.sparse)
+
+    @cached_property
+    def vocabulary_owners(self) -> tuple[int, ...]:
+        """For each sparse column, the number of the first one with the same vocabulary: itself unless it shares one."""
+        return tuple(self.vocabularies.index(name) for name in self.vocabularies)
+
+    def unshared(self) -> Schema:
+        """The same columns, each with a vocabulary of its own."""
+        return self.replace(features=tuple(feature.replace(vocabulary=None) for feature in self.features))
 
     def unlabelled(self) -> Schema:
-        """The same log without its label (and the weights that only training uses)."""
-        return self.replace(label=None, weight=None)
+        """The same log without its labels, and without the weights and times that only training uses."""
+        return self.replace(label=None, weight=None, labels=(), timestamp=None)
 
     def describe(self) -> dict[str, Any]:
         """The fields that decide how a log is read, as JSON values. Fields that earlier versions did not have are left out if
@@ -114,7 +208,15 @@ class Schema(Config):
         return cls(label=None, dense=("-",)).updated({**stored, "category_rules": rules})
 
 
-_ADDED: dict[str, Any] = {"integers": [], "optional": [], "nan": "fault", "category_rules": 1}
+_ADDED: dict[str, Any] = {
+    "integers": [],
+    "optional": [],
+    "nan": "fault",
+    "features": [],
+    "labels": [],
+    "timestamp": None,
+    "category_rules": 1,
+}
 """Fields that were added later, and their values in a schema that lacks them."""
 
 

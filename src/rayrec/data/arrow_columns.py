@@ -11,11 +11,11 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from rayrec.config import InputError
-from rayrec.data.columns import RawColumns, RawSparse
+from rayrec.data.columns import RawColumns, RawSparse, places_of
 from rayrec.data.csv_text import FAULT, TOO_FEW, TOO_MANY, UNMATCHED, present_columns
 from rayrec.data.parsing import Fault, Faults, RawRows
 from rayrec.data.wide_tokens import EMPTY, REFUSED, VALUE, Text, integer_tokens, text_integers, text_tokens
-from rayrec.schema import Schema
+from rayrec.schema import Label, Schema
 
 LIMIT = 10**18
 """Numbers beyond it are refused."""
@@ -32,10 +32,13 @@ _KINDS = (
     "too many columns",
     "unmatched quote",
     "not a whole number in range",
+    "weights are not as many numbers as categories",
+    "not a time",
 )
-NO_LABEL, LABEL, WEIGHT, NOT_FINITE, BEYOND, NOT_AN_INTEGER, NOT_HEXADECIMAL, NOT_UTF8, FEW, MANY, QUOTE, NOT_WHOLE = (
-    range(len(_KINDS))
-)
+(
+    NO_LABEL, LABEL, WEIGHT, NOT_FINITE, BEYOND, NOT_AN_INTEGER, NOT_HEXADECIMAL, NOT_UTF8, FEW, MANY, QUOTE, NOT_WHOLE,
+    LIST_WEIGHTS, TIME,
+) = range(len(_KINDS))  # fmt: skip
 _WHOLE_ROW = -1
 
 
@@ -126,7 +129,7 @@ def _raw_rows(
     refuse_type: RefuseType,
 ) -> RawRows:
     assert weights is None
-    first = len(schema.columns) - len(schema.dense) - len(schema.sparse)
+    first = _first_feature(schema)
     columns, absent = [], []
     for number, name in enumerate((*schema.dense, *schema.sparse)):
         dense = number < len(schema.dense)
@@ -157,21 +160,15 @@ def _raw_columns(
     refused: _Refused,
     refuse_type: RefuseType,
 ) -> RawColumns:
-    first = len(schema.columns) - len(schema.dense) - len(schema.sparse)
+    first = _first_feature(schema)
     dense, absent, sparse = [], [], []
     for number, name in enumerate(schema.dense, first):
-        values, status = _numbers(arrays[name], name, refuse_type, times=True)
-        if schema.nan == "missing":
-            status = np.where(np.isnan(values), EMPTY, status)
-            values = np.where(status == EMPTY, 0.0, values)
-        finite = np.isfinite(values)
-        refused.add((status == REFUSED) | ~finite, NOT_FINITE, number)
-        refused.add(np.abs(values) > LIMIT, BEYOND, number)
-        dense.append(np.where(finite & (status == VALUE), values, 0.0))
+        values, status = _finite_numbers(arrays[name], name, schema, refused, refuse_type, number=number)
+        dense.append(values)
         absent.append(status == EMPTY)
     for number, name in enumerate(schema.sparse, first + len(schema.dense)):
         if name in schema.lists:
-            column, bad, kind = _lists(arrays[name], name, schema, refuse_type)
+            column, bad, kind = _lists(arrays, name, schema, refuse_type)
         else:
             if _is_list(arrays[name].type):
                 raise refuse_type(name, "name it in the schema's lists, or leave it out")
@@ -180,9 +177,102 @@ def _raw_columns(
         refused.add(bad, kind, number)
         sparse.append(column)
     rows = len(refused.kinds)
-    raw = RawColumns(schema, rows, tuple(dense), tuple(absent), tuple(sparse), labels, weights)
+    more_labels = tuple(_label(arrays[label.name], label, schema, refused, refuse_type) for label in schema.labels)
+    timestamps = _timestamps(arrays, schema, refused, refuse_type)
+    raw = RawColumns(schema, rows, tuple(dense), tuple(absent), tuple(sparse), labels, weights, more_labels, timestamps)
     keep = np.flatnonzero(refused.kinds < 0)
     return raw if len(keep) == rows else raw.take(keep)
+
+
+def _first_feature(schema: Schema) -> int:
+    """The number of the first dense column among `schema.columns`; sparse columns follow the dense ones."""
+    return int(schema.label is not None) + int(schema.weight is not None)
+
+
+def _finite_numbers(
+    array: pa.Array, name: str, schema: Schema, refused: _Refused, refuse_type: RefuseType, *, number: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(float64, status) of a column of finite numbers, 0 if missing or refused; adds its faults as those of column `number`."""
+    values, status = _numbers(array, name, refuse_type, times=True)
+    if schema.nan == "missing":
+        status = np.where(np.isnan(values), EMPTY, status)
+        values = np.where(status == EMPTY, 0.0, values)
+    finite = np.isfinite(values)
+    refused.add((status == REFUSED) | ~finite, NOT_FINITE, number)
+    refused.add(np.abs(values) > LIMIT, BEYOND, number)
+    return np.where(finite & (status == VALUE), values, 0.0), status
+
+
+def _label(array: pa.Array, label: Label, schema: Schema, refused: _Refused, refuse_type: RefuseType) -> np.ndarray:
+    """float32 (rows): a label in addition to the first; NaN if missing. Pandas stores a missing number as NaN."""
+    number = schema.columns.index(label.name)
+    values, status = _numbers(array, label.name, refuse_type)
+    missing = (status == EMPTY) | np.isnan(values)
+    if label.missing == "fault":
+        refused.add(missing, NO_LABEL, number)
+    if label.kind == "binary":
+        refused.add(~missing & ((status != VALUE) | ((values != 0) & (values != 1))), LABEL, number)
+    else:
+        refused.add(~missing & ((status != VALUE) | ~np.isfinite(values)), NOT_FINITE, number)
+        refused.add(~missing & (np.abs(values) > LIMIT), BEYOND, number)
+    return np.where(missing, np.nan, values).astype(np.float32)
+
+
+def _timestamps(
+    arrays: dict[str, pa.Array], schema: Schema, refused: _Refused, refuse_type: RefuseType
+) -> np.ndarray | None:
+    """int64 (rows): microseconds since 1970-01-01 00:00 UTC; None if the schema has no timestamp."""
+    name = schema.timestamp
+    if name is None:
+        return None
+    array = arrays[name]
+    if _is_text(array.type):
+        values, status = _text_times(array)
+    else:
+        if types.is_boolean(array.type):
+            raise refuse_type(name, "a time is a date, a timestamp, its text in ISO 8601, or seconds since 1970")
+        seconds, status = _numbers(array, name, refuse_type, times=True)
+        good = np.isfinite(seconds) & (np.abs(seconds) < _MOST_SECONDS) & (status == VALUE)
+        values, status = np.rint(np.where(good, seconds, 0) * 1e6).astype(np.int64), np.where(good, VALUE, REFUSED)
+    refused.add(status != VALUE, TIME, schema.columns.index(name))
+    return values
+
+
+_MOST_SECONDS = 2.0**42
+"""Seconds of a time from 1970 on: 139,000 years, whose microseconds fit an int64."""
+
+
+def _text_times(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """(int64 microseconds, status) of text: a number of seconds since 1970, or a date or time in ISO 8601, UTC if it has no
+    zone."""
+    binary = pc.cast(array, pa.large_binary())
+    status = Text.of(binary).call("rayrec_check_numbers")
+    nothing = pa.scalar(None, pa.large_binary())
+    seconds, _ = _text_numbers(pc.if_else(pa.array(status == VALUE), binary, nothing))
+    good = (status == VALUE) & np.isfinite(seconds) & (np.abs(seconds) < _MOST_SECONDS)
+    values = np.rint(np.where(good, seconds, 0) * 1e6).astype(np.int64)
+    text = pc.cast(pc.if_else(pc.match_substring_regex(binary, _ISO_TIME), binary, nothing), pa.large_string())
+    zoned = pc.match_substring_regex(text, r"(Z|[+-]\d\d:?\d\d)$").fill_null(False)
+    for chosen, kind in ((zoned, pa.timestamp("us", "UTC")), (pc.invert(zoned), pa.timestamp("us"))):
+        times = _cast_where_possible(pc.if_else(chosen, text, pa.scalar(None, pa.large_string())), kind)
+        there = times.is_valid().to_numpy(zero_copy_only=False)
+        values[there] = pc.fill_null(pc.cast(times, pa.int64()), 0).to_numpy(zero_copy_only=False)[there]
+        good |= there
+    return values, np.where(good, VALUE, REFUSED).astype(np.uint8)
+
+
+_ISO_TIME = r"^\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[+-]\d\d:?\d\d)?)?$"
+
+
+def _cast_where_possible(array: pa.Array, kind: pa.DataType) -> pa.Array:
+    """The values as `kind`; null for those that are none, such as a 30th of February. Few are expected: each costs some casts."""
+    try:
+        return pc.cast(array, kind)
+    except pa.ArrowInvalid:
+        middle = len(array) // 2
+        if not middle:
+            return pa.nulls(1, kind)
+        return pa.concat_arrays([_cast_where_possible(half, kind) for half in (array[:middle], array[middle:])])
 
 
 def _plain(column: pa.ChunkedArray) -> pa.Array:
@@ -354,21 +444,72 @@ def _whole_tokens(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     return tokens, np.where(missing, EMPTY, np.where(good, VALUE, REFUSED)).astype(np.uint8)
 
 
-def _lists(array: pa.Array, name: str, schema: Schema, refuse_type: RefuseType) -> tuple[RawSparse, np.ndarray, int]:
-    """(the column, bool (rows): rows with a refused item, the kind of their fault). Lists in text are split."""
+def _lists(
+    arrays: dict[str, pa.Array], name: str, schema: Schema, refuse_type: RefuseType
+) -> tuple[RawSparse, np.ndarray, int]:
+    """(the column, bool (rows): refused rows, the kind of their fault). Lists in text are split."""
+    feature, array = schema.feature(name), arrays[name]
     rows = len(array)
     if types.is_null(array.type):
-        return RawSparse(np.zeros(0, np.uint64), None, np.zeros(rows, np.int32)), np.zeros(rows, bool), NOT_UTF8
-    if _is_text(array.type):
-        array = pc.split_pattern(pc.cast(array, pa.large_binary()), pattern=schema.list_delimiter)
-    elif not _is_list(array.type):
-        raise refuse_type(name, "a list is needed, or text with the schema's list_delimiter; take it out of lists")
-    lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+        nothing = None if feature.weights is None else np.zeros(0, np.float32)
+        return (
+            RawSparse(np.zeros(0, np.uint64), None, np.zeros(rows, np.int32), nothing),
+            np.zeros(rows, bool),
+            NOT_UTF8,
+        )
+    array = _as_lists(array, name, schema, refuse_type)
+    lengths = _list_lengths(array)
     tokens, status, kind = _tokens(_resolved(pc.list_flatten(array)), name, schema, refuse_type)
-    if not status.any():
-        return RawSparse(tokens, None, lengths.astype(np.int32)), np.zeros(rows, bool), kind
-    row_of = np.repeat(np.arange(rows), lengths)
-    there = status != EMPTY
-    lengths = np.bincount(row_of[there], minlength=rows)
-    bad = np.bincount(row_of[status == REFUSED], minlength=rows) > 0
-    return RawSparse(np.ascontiguousarray(tokens[there]), None, lengths.astype(np.int32)), bad, kind
+    bad, weights = np.zeros(rows, bool), None
+    if feature.weights is not None:
+        weights, bad = _list_weights(
+            arrays[feature.weights], feature.weights, lengths, status != EMPTY, schema, refuse_type
+        )
+        kind = LIST_WEIGHTS if bad.any() else kind
+    if status.any():
+        row_of, there = np.repeat(np.arange(rows), lengths), status != EMPTY
+        lengths = np.bincount(row_of[there], minlength=rows)
+        bad |= np.bincount(row_of[status == REFUSED], minlength=rows) > 0
+        tokens = np.ascontiguousarray(tokens[there])
+        weights = None if weights is None else weights[there]
+    column = RawSparse(tokens, None, lengths.astype(np.int32), weights)
+    return column if feature.max_length is None else column.last(feature.max_length), bad, kind
+
+
+def _as_lists(array: pa.Array, name: str, schema: Schema, refuse_type: RefuseType) -> pa.Array:
+    if _is_text(array.type):
+        return pc.split_pattern(pc.cast(array, pa.large_binary()), pattern=schema.list_delimiter)
+    if not _is_list(array.type):
+        raise refuse_type(name, "a list is needed, or text with the schema's list_delimiter; take it out of lists")
+    return array
+
+
+def _list_lengths(array: pa.Array) -> np.ndarray:
+    """int64 (rows): the items of each list, 0 for a missing one."""
+    return pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def _list_weights(
+    array: pa.Array, name: str, lengths: np.ndarray, there: np.ndarray, schema: Schema, refuse_type: RefuseType
+) -> tuple[np.ndarray, np.ndarray]:
+    """(float32, one for each of sum(lengths) items of the lists, bool (rows): refused rows). `there` bool: which items are
+    categories. A row is refused if it has another number of weights than of items, or a category whose weight is not a finite
+    number; a row without categories may also have no weights."""
+    weights = np.zeros(len(there), np.float32)
+    given = np.zeros(len(lengths), np.int64)
+    values, status = np.zeros(0), np.zeros(0, np.uint8)
+    if not types.is_null(array.type):
+        array = _as_lists(array, name, schema, refuse_type)
+        given = _list_lengths(array)
+        values, status = _numbers(_resolved(pc.list_flatten(array)), name, refuse_type)
+    good = (status == VALUE) & np.isfinite(values) & (np.abs(values) <= LIMIT)
+    fits = given == lengths
+    items = places_of(np.cumsum(lengths)[fits] - lengths[fits], lengths[fits])
+    sources = places_of(np.cumsum(given)[fits] - given[fits], given[fits])
+    weights[items] = np.where(good[sources], values[sources], 0)
+    wrong = np.zeros(len(there), bool)
+    wrong[items] = ~good[sources] & there[items]
+    row_of, rows = np.repeat(np.arange(len(lengths)), lengths), len(lengths)
+    empty = np.bincount(row_of[there], minlength=rows) == 0
+    empty &= np.bincount(np.repeat(np.arange(rows), given)[status != EMPTY], minlength=rows) == 0
+    return weights, (~fits & ~empty) | (np.bincount(row_of[wrong], minlength=rows) > 0)

@@ -26,6 +26,8 @@ class RawSparse:
     """bool (rows): rows without a value; None for lists, whose empty rows have length 0"""
     lengths: np.ndarray | None = None
     """int32 (rows), for lists"""
+    weights: np.ndarray | None = None
+    """float32, one for each of `tokens`, for lists whose categories have weights"""
 
     def take(self, rows: np.ndarray) -> RawSparse:
         """The given rows (int64), in that order."""
@@ -34,10 +36,22 @@ class RawSparse:
             return RawSparse(self.tokens[rows], self.missing[rows])
         starts = np.cumsum(self.lengths, dtype=np.int64) - self.lengths
         lengths = self.lengths[rows]
-        return RawSparse(self.tokens[_places(starts[rows], lengths)], None, lengths)
+        return self._of_places(places_of(starts[rows], lengths), lengths)
+
+    def last(self, most: int) -> RawSparse:
+        """Of a column of lists, the last `most` categories of each row."""
+        assert self.lengths is not None
+        if not len(self.lengths) or self.lengths.max() <= most:
+            return self
+        ends, lengths = np.cumsum(self.lengths, dtype=np.int64), np.minimum(self.lengths, np.int32(most))
+        return self._of_places(places_of(ends - lengths, lengths), lengths)
+
+    def _of_places(self, places: np.ndarray, lengths: np.ndarray) -> RawSparse:
+        weights = None if self.weights is None else self.weights[places]
+        return RawSparse(self.tokens[places], None, lengths, weights)
 
 
-def _places(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def places_of(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """int64: starts[0], starts[0] + 1 ... (lengths[0] of them), starts[1] and so on."""
     ends = np.cumsum(lengths, dtype=np.int64)
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0, dtype=np.int64)
@@ -58,6 +72,10 @@ class RawColumns:
     """uint8 (rows), 0 or 1"""
     weights: np.ndarray | None
     """float32 (rows)"""
+    more_labels: tuple[np.ndarray, ...] = ()
+    """float32 (rows) for each of `schema.labels`; NaN if missing"""
+    timestamps: np.ndarray | None = None
+    """int64 (rows): microseconds since 1970-01-01 00:00 UTC"""
 
     def take(self, rows: np.ndarray) -> RawColumns:
         """The given rows (int64; any, also repeated), in that order."""
@@ -69,6 +87,8 @@ class RawColumns:
             tuple(column.take(rows) for column in self.sparse),
             None if self.labels is None else self.labels[rows],
             None if self.weights is None else self.weights[rows],
+            tuple(values[rows] for values in self.more_labels),
+            None if self.timestamps is None else self.timestamps[rows],
         )
 
     @classmethod
@@ -85,6 +105,8 @@ class RawColumns:
             tuple(_concatenated(columns) for columns in zip(*(part.sparse for part in parts), strict=True)),
             _concatenated_or_none([part.labels for part in parts]),
             _concatenated_or_none([part.weights for part in parts]),
+            tuple(np.concatenate(columns) for columns in zip(*(part.more_labels for part in parts), strict=True)),
+            _concatenated_or_none([part.timestamps for part in parts]),
         )
 
 
@@ -93,6 +115,7 @@ def _concatenated(columns: Sequence[RawSparse]) -> RawSparse:
         np.concatenate([column.tokens for column in columns]),
         _concatenated_or_none([column.missing for column in columns]),
         _concatenated_or_none([column.lengths for column in columns]),
+        _concatenated_or_none([column.weights for column in columns]),
     )
 
 
@@ -107,7 +130,7 @@ def _concatenated_or_none(arrays: Sequence[np.ndarray | None]) -> np.ndarray | N
 
 def encode_columns(preprocessor: Preprocessor, raw: RawColumns, order: np.ndarray | None = None) -> EncodedRows:
     """Encodes rows `order` (int64, default all in order) of `raw`: a one-hot column to (rows) ids, a list to Bags, in which
-    a row without a category has the one id missing_id."""
+    a row without a category has the one id missing_id, of weight 1."""
     assert not preprocessor.integer_buckets, "the profile is checked when the preprocessor is built"
     assert preprocessor.file_minimum is None
     if order is not None:
@@ -123,7 +146,14 @@ def encode_columns(preprocessor: Preprocessor, raw: RawColumns, order: np.ndarra
         one_hot = [column for column in ids if isinstance(column, np.ndarray)]
         assert len(one_hot) == len(ids), "the profile is checked when the preprocessor is built"
         ids = preprocessor.multi_hot.expand(one_hot, preprocessor.num_embeddings)
-    return EncodedRows(dense, ids, None if raw.labels is None else raw.labels.astype(np.float32), raw.weights)
+    return EncodedRows(
+        dense,
+        ids,
+        None if raw.labels is None else raw.labels.astype(np.float32),
+        raw.weights,
+        more_labels=raw.more_labels,
+        timestamps=raw.timestamps,
+    )
 
 
 def _encode_sparse(column: SparseColumn, slots: np.ndarray | None, raw: RawSparse, dtype: np.dtype) -> Ids:
@@ -139,11 +169,15 @@ def _encode_sparse(column: SparseColumn, slots: np.ndarray | None, raw: RawSpars
         return np.where(raw.missing, dtype.type(column.missing_id), ids)
     lengths = np.maximum(raw.lengths, 1)
     if len(ids) == lengths.sum():  # no list is empty
-        return Bags(ids, lengths)
+        return Bags(ids, lengths, raw.weights)
     values = np.full(lengths.sum(), column.missing_id, dtype)
-    starts = np.cumsum(lengths, dtype=np.int64) - lengths
-    values[_places(starts, raw.lengths)] = ids
-    return Bags(values, lengths)
+    places = places_of(np.cumsum(lengths, dtype=np.int64) - lengths, raw.lengths)
+    values[places] = ids
+    if raw.weights is None:
+        return Bags(values, lengths)
+    weights = np.ones(len(values), np.float32)
+    weights[places] = raw.weights
+    return Bags(values, lengths, weights)
 
 
 def mixed(tokens: np.ndarray) -> np.ndarray:

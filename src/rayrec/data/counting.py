@@ -88,7 +88,8 @@ class Counts:
 
     rows: int
     tokens: list[TokenCounter]
-    """A counter a sparse column. Once counts were spilled, these are only the latest ones: use `kept`."""
+    """A counter a sparse column; columns that share a vocabulary are counted together in that of the first of them. Once counts
+    were spilled, these are only the latest ones: use `kept`."""
     missing: np.ndarray
     """int64 (num_sparse, 2): rows that have no value, and the first such row (2^63 - 1 where there is none)."""
     dense_moments: np.ndarray
@@ -187,7 +188,8 @@ class Counts:
             )
 
     def _add_columns(self, raw: RawColumns, first_row: int) -> None:
-        for column, counter in enumerate(self.tokens):
+        for column, owner in enumerate(raw.schema.vocabulary_owners):
+            counter = self.tokens[owner]
             found = column_tokens(raw, column, first_row=first_row, with_rows=counter.first_rows)
             counter.count_values(found.tokens, found.rows)
             first = NO_ROW if found.first_missing is None else found.first_missing

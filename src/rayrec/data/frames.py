@@ -104,7 +104,11 @@ def _schema_for(schema: Schema, names: Sequence[str], where: str) -> Schema:
     """The schema without a label, and without a weight, that the data lacks. Raises InputError if it lacks another column."""
     if schema.label not in names:
         schema = schema.unlabelled()
-    elif schema.weight not in names:
-        schema = schema.replace(weight=None)
+    else:
+        schema = schema.replace(
+            labels=tuple(label for label in schema.labels if label.name in names),
+            weight=schema.weight if schema.weight in names else None,
+            timestamp=schema.timestamp if schema.timestamp in names else None,
+        )
     check_columns(names, schema.columns, path=where, optional=schema.optional)
     return schema

@@ -207,11 +207,7 @@ class ClickLoader:
                 prefetch_blocks=self._prefetch_blocks,
                 account=self.stages,
             )
-        schema = self._schema
-        assert schema.label is not None, "an unlabelled log is refused before"
-        slicer = Slicer(
-            rows, num_dense=len(schema.dense), keys=schema.sparse, label=schema.label, targets=self._targets
-        )
+        slicer = Slicer.of(rows, self._schema, targets=self._targets)
         for epoch, mine, everyone in self._sizes:
             yield slicer.take(mine, loss_weight=self._world_size / everyone, epoch=epoch)
 
@@ -235,14 +231,30 @@ class Slicer:
         *,
         num_dense: int,
         keys: Sequence[str],
-        label: str,
+        labels: Sequence[str],
+        weighted: bool = False,
         targets: Targets | None = None,
     ) -> None:
-        self._rows, self._num_dense, self._keys, self._label, self._targets = rows, num_dense, keys, label, targets
+        """`labels`: names of the rows' labels, the first of which `targets` changes. `weighted`: whether ids have weights."""
+        self._rows, self._num_dense, self._keys, self._labels, self._targets = rows, num_dense, keys, labels, targets
+        self._weighted = weighted
         self._current: EncodedRows | None = None
         self._offsets: list[np.ndarray | None] = []
         self._used = 0
         self._constant: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @classmethod
+    def of(cls, rows: Iterator[EncodedRows], inputs: Schema, *, targets: Targets | None = None) -> Slicer:
+        """`inputs`: the model's columns."""
+        assert inputs.label is not None, "an unlabelled log is refused before"
+        return cls(
+            rows,
+            num_dense=len(inputs.dense),
+            keys=inputs.sparse,
+            labels=inputs.label_names,
+            weighted=inputs.has_weighted_lists,
+            targets=targets,
+        )
 
     def take(self, count: int, *, loss_weight: float, epoch: int = 0) -> Batch:
         """The next `count` rows, which belong to an epoch."""
@@ -257,35 +269,38 @@ class Slicer:
             done += size
             self._used += size
         dense = np.empty((count, self._num_dense), np.float32)
-        labels = np.empty(count, np.float32)
-        weighted = bool(slices) and slices[0][0].weights is not None
-        weights = np.empty(count, np.float32) if weighted else None
-        grouped = bool(slices) and slices[0][0].groups is not None
-        groups = np.empty(count, np.int64) if grouped else None
         done = 0
         for rows, _, start, stop in slices:
-            size = stop - start
-            dense[done : done + size] = rows.dense[start:stop]
-            assert rows.labels is not None
-            labels[done : done + size] = rows.labels[start:stop]
-            if weights is not None:
-                assert rows.weights is not None
-                weights[done : done + size] = rows.weights[start:stop]
-            if groups is not None:
-                assert rows.groups is not None
-                groups[done : done + size] = rows.groups[start:stop]
-            done += size
+            dense[done : done + stop - start] = rows.dense[start:stop]
+            done += stop - start
         ids = self._ids(slices, count)
+
+        def joined(values_of: Callable[[EncodedRows], np.ndarray | None], dtype: type) -> np.ndarray | None:
+            """Numbers of the rows of all slices; None if the rows have none."""
+            parts = [(values_of(rows), start, stop) for rows, _, start, stop in slices]
+            there = [values[start:stop] for values, start, stop in parts if values is not None]
+            if len(there) < max(len(parts), 1):
+                return None
+            return np.concatenate(there, dtype=dtype)
+
+        labels = joined(lambda rows: rows.labels, np.float32)
+        labels = np.empty(0, np.float32) if labels is None else labels
+        assert len(labels) == count, "an unlabelled log is refused before"
         if self._targets is not None and count:
             # Batch by batch: a model's last digits depend on the rows it takes together, and these are the same in every run.
             labels = self._targets(EncodedRows(dense, ids, labels))
+        more_labels = [joined(lambda rows, n=n: rows.more_labels[n], np.float32) for n in range(len(self._labels) - 1)]
         return Batch(
             {DENSE: torch.from_numpy(dense)},
             loss_weight,
-            sparse_features(self._keys, ids, count, self._constant),
-            {self._label: torch.from_numpy(labels)},
-            weights=None if weights is None else torch.from_numpy(weights),
-            groups=None if groups is None else torch.from_numpy(groups),
+            sparse_features(self._keys, ids, count, self._constant, weighted=self._weighted),
+            {
+                name: torch.from_numpy(np.empty(0, np.float32) if values is None else values)
+                for name, values in zip(self._labels, [labels, *more_labels], strict=True)
+            },
+            weights=_tensor(joined(lambda rows: rows.weights, np.float32)),
+            groups=_tensor(joined(lambda rows: rows.groups, np.int64)),
+            timestamps=_tensor(joined(lambda rows: rows.timestamps, np.int64)),
             row_numbers=_row_numbers(
                 [None if rows.row_numbers is None else rows.row_numbers[start:stop] for rows, _, start, stop in slices],
                 epoch,
@@ -316,6 +331,10 @@ class Slicer:
         return OneArray(values, columns)
 
 
+def _tensor(values: np.ndarray | None) -> torch.Tensor | None:
+    return None if values is None else torch.from_numpy(values)
+
+
 def _row_numbers(slices: Sequence[np.ndarray | None], epoch: int) -> RowNumbers | None:
     known = [numbers for numbers in slices if numbers is not None]
     if len(known) < len(slices):
@@ -341,7 +360,12 @@ def _part(ids: Ids, offsets: np.ndarray | None, start: int, stop: int) -> Ids:
 def _joined(parts: Sequence[Ids]) -> Ids:
     if isinstance(parts[0], Bags):
         bags = [part for part in parts if isinstance(part, Bags)]
-        return Bags(np.concatenate([bag.values for bag in bags]), np.concatenate([bag.lengths for bag in bags]))
+        weights = [bag.weights for bag in bags if bag.weights is not None]
+        return Bags(
+            np.concatenate([bag.values for bag in bags]),
+            np.concatenate([bag.lengths for bag in bags]),
+            np.concatenate(weights) if weights else None,
+        )
     return np.concatenate([part for part in parts if isinstance(part, np.ndarray)])
 
 
@@ -350,9 +374,11 @@ def sparse_features(
     columns: Sequence[Ids],
     rows: int,
     constant: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None,
+    *,
+    weighted: bool = False,
 ) -> KeyedJaggedTensor:
-    """A KeyedJaggedTensor of `rows` rows. `constant` keeps, by the number of rows, lengths and offsets of columns that have
-    the same number of ids in every row."""
+    """A KeyedJaggedTensor of `rows` rows; `weighted`: with weights, 1 for ids without one. `constant` keeps, by the
+    number of rows, lengths and offsets of columns that have the same number of ids in every row."""
     sizes = [len(column.values) if isinstance(column, Bags) else column.size for column in columns]
     if isinstance(columns, OneArray):
         values = columns.values
@@ -374,11 +400,20 @@ def sparse_features(
     return KeyedJaggedTensor(
         keys=list(keys),
         values=torch.from_numpy(values),
+        weights=torch.from_numpy(_weights(columns, sizes)) if weighted else None,
         lengths=lengths,
         offsets=offsets,
         stride=rows,
         length_per_key=sizes,
         offset_per_key=[0, *np.cumsum(sizes, dtype=np.int64).tolist()],
+    )
+
+
+def _weights(columns: Sequence[Ids], sizes: Sequence[int]) -> np.ndarray:
+    """float32 (ids of all columns)."""
+    given = [column.weights if isinstance(column, Bags) else None for column in columns]
+    return np.concatenate(
+        [np.ones(size, np.float32) if weights is None else weights for weights, size in zip(given, sizes, strict=True)]
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import io
+import itertools
 import json
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -166,8 +167,8 @@ class Preprocessor:
     sparse: tuple[SparseColumn, ...]
     """A column each of `inputs.sparse`."""
     tokens: np.ndarray
-    """uint32 (uint64 for a schema of any tokens): the tokens of every vocabulary column, one column after the other, in id
-    order"""
+    """uint32 (uint64 for a schema of any tokens): the tokens of every vocabulary, in id order, one vocabulary after the other. A
+    vocabulary that several columns share is stored once, at the first of them."""
     integer_buckets: bool = False
     """The log's integers are categories too: floor(ln(x)^2) above 2, else x; they come before the sparse columns."""
     file_minimum: dict[str, int] | None = None
@@ -178,7 +179,6 @@ class Preprocessor:
     """What the profile used: its rules, the rows counted, and the like."""
 
     def __post_init__(self) -> None:
-        known = sum(column.num_tokens or 0 for column in self.sparse)
         if (len(self.dense), len(self.sparse)) != (len(self.inputs.dense), len(self.inputs.sparse)):
             raise InputError("preprocessor: its columns are not those of its schema; build it anew")
         dtype = np.dtype(np.uint32 if self.schema.tokens == "hexadecimal" else np.uint64)
@@ -186,6 +186,7 @@ class Preprocessor:
             raise InputError(
                 f"preprocessor: its tokens are {self.tokens.dtype} {self.tokens.shape}, not a row of {dtype}; build it again"
             )
+        known = sum(self._stored_tokens)
         if known != len(self.tokens):
             raise InputError(f"preprocessor: {len(self.tokens)} tokens where its columns have {known}; build it anew")
 
@@ -200,6 +201,11 @@ class Preprocessor:
                 )
         if self.multi_hot is not None and len(self.multi_hot.sizes) != len(self.sparse):
             raise InputError("preprocessor: multi_hot.sizes are not as many as its sparse columns; it is damaged")
+        for column, owner in zip(self.sparse, self.inputs.vocabulary_owners, strict=True):
+            if column != self.sparse[owner]:
+                raise InputError(
+                    f"preprocessor: columns that share the vocabulary of {self.inputs.sparse[owner]} differ; it is damaged"
+                )
         least = self.file_minimum
         if least is not None and ("" not in least or any(type(value) is not int for value in least.values())):
             raise InputError("preprocessor: file_minimum is not a table of integers; it is damaged")
@@ -210,6 +216,21 @@ class Preprocessor:
         if not self.integer_buckets:
             return self.schema
         return self.schema.replace(dense=(), sparse=self.schema.dense + self.schema.sparse)
+
+    @property
+    def _stored_tokens(self) -> list[int]:
+        """Of each sparse column, how many tokens `tokens` holds for it: none for hashed columns and for those that share the
+        vocabulary of an earlier column."""
+        owners = self.inputs.vocabulary_owners
+        return [
+            (column.num_tokens or 0) if owners[number] == number else 0 for number, column in enumerate(self.sparse)
+        ]
+
+    def vocabulary(self, column: int) -> np.ndarray:
+        """The tokens of a sparse column's vocabulary, in id order; none if the column is hashed."""
+        stored, owner = self._stored_tokens, self.inputs.vocabulary_owners[column]
+        first = sum(stored[:owner])
+        return self.tokens[first : first + stored[owner]]
 
     @cached_property
     def num_embeddings(self) -> list[int]:
@@ -236,30 +257,36 @@ class Preprocessor:
         """
         from rayrec.data.wide_tokens import build_slots as build_wide_slots
 
-        known = [column.num_tokens for column in self.sparse if column.num_tokens is not None]
         wide = self.tokens.dtype == np.uint64
-        slots = np.zeros((sum(map(num_slots, known)), 2) if wide else sum(map(num_slots, known)), np.uint64)
-        first_token = first_slot = 0
-        for name, column in zip(self.inputs.sparse, self.sparse, strict=True):
-            if column.num_tokens is None:
+        places = self._slot_places
+        slots = np.zeros((places[-1], 2) if wide else places[-1], np.uint64)
+        for number, (name, column) in enumerate(zip(self.inputs.sparse, self.sparse, strict=True)):
+            out = slots[places[number] : places[number + 1]]
+            if not len(out):
                 continue
-            tokens = np.ascontiguousarray(self.tokens[first_token : first_token + column.num_tokens])
-            out = slots[first_slot : first_slot + num_slots(column.num_tokens)]
             build = build_wide_slots if wide else _build_slots
-            if not build(tokens, column.ids(), out):
+            if not build(np.ascontiguousarray(self.vocabulary(number)), column.ids(), out):
                 raise InputError(
-                    f"preprocessor: column {name} holds a token twice; build it anew with `rayrec vocabulary`"
+                    f"preprocessor: column {name} holds a token twice; build it again with `rayrec vocabulary`"
                 )
-            first_token += column.num_tokens
-            first_slot += len(out)
         return slots
 
+    @property
+    def _slot_places(self) -> list[int]:
+        """Where the slots of each sparse column's own vocabulary start in `slots`, and their end."""
+        owners = self.inputs.vocabulary_owners
+        sizes = [
+            0 if column.num_tokens is None or owners[number] != number else num_slots(column.num_tokens)
+            for number, column in enumerate(self.sparse)
+        ]
+        return [0, *itertools.accumulate(sizes)]
+
     def slots_of(self, column: int) -> np.ndarray | None:
-        """The part of `slots` that belongs to a sparse column; None where it is hashed."""
+        """The part of `slots` that a sparse column is looked up in; None if it is hashed."""
         if self.sparse[column].num_tokens is None:
             return None
-        before = sum(num_slots(c.num_tokens) for c in self.sparse[:column] if c.num_tokens is not None)
-        return self.slots[before : before + num_slots(self.sparse[column].num_tokens or 0)]
+        places, owner = self._slot_places, self.inputs.vocabulary_owners[column]
+        return self.slots[places[owner] : places[owner + 1]]
 
     def grouped_by(self, column: str | None) -> Preprocessor:
         """The same, its rows encoded with the keys of their groups: `Schema.group`, which is not stored with it."""

@@ -157,7 +157,12 @@ def make_preprocessor(profile: Profile, schema: Schema, counts: Counts) -> Prepr
             f"profile.num_embeddings: {len(profile.num_embeddings)} tables for {len(inputs.sparse)} sparse columns"
         )
     sparse, kept, ends = [], [], {}
-    for number, name in enumerate(inputs.sparse):
+    for number, (name, owner) in enumerate(zip(inputs.sparse, inputs.vocabulary_owners, strict=True)):
+        if owner != number:
+            sparse.append(sparse[owner])
+            if inputs.sparse[owner] in ends:
+                ends[name] = ends[inputs.sparse[owner]]
+            continue
         column, known = _sparse_column(profile, counts, number)
         sparse.append(column)
         kept.append(known.tokens)

@@ -11,7 +11,7 @@ import pyarrow as pa
 from rayrec.config import InputError
 from rayrec.data.arrow_arrays import arrow_numbers, numpy_of
 from rayrec.data.columns import RawColumns
-from rayrec.data.encoded import Bags, EncodedRows, Ids
+from rayrec.data.encoded import Bags, EncodedRows, Ids, ids_from_arrow, ids_to_arrow, weights_to_arrow
 from rayrec.data.parsing import RawRows
 from rayrec.data.preprocessor import Preprocessor, adapt
 from rayrec.data.ready_files import FORMATS
@@ -30,6 +30,9 @@ def check(format: str, preprocessor: Preprocessor, *, labelled: bool) -> None:
         raise InputError(
             f"format {format} has no place for the weights of column {schema.weight}; use --format parquet"
         )
+    if labelled and (schema.labels or schema.timestamp):
+        others = ", ".join((*(label.name for label in schema.labels), *filter(None, [schema.timestamp])))
+        raise InputError(f"format {format} has no place for columns {others}; use --format parquet")
     for name, size in zip(preprocessor.inputs.sparse, hotness, strict=True):
         if size is None:
             raise InputError(f"format {format} has no place for the lists of column {name}; use --format parquet")
@@ -153,7 +156,8 @@ def matrix_of(table: pa.Table, name: str) -> np.ndarray:
 
 
 def named_columns(rows: EncodedRows, schema: Schema) -> pa.Table:
-    """Encoded rows as columns with the names of `schema`: label int8, weight and dense float32, ids as they are."""
+    """Encoded rows as columns with the names of `schema`: label int8, weight, dense, weights of lists and further labels float32,
+    timestamp int64 (microseconds since 1970-01-01 00:00 UTC), ids as they are."""
     columns: dict[str, pa.Array] = {}
     if rows.labels is not None:
         assert schema.label
@@ -164,13 +168,22 @@ def named_columns(rows: EncodedRows, schema: Schema) -> pa.Table:
     for number, name in enumerate(schema.dense):
         columns[name] = arrow_numbers(np.ascontiguousarray(rows.dense[:, number]))
     for name, ids in zip(schema.sparse, rows.ids, strict=True):
-        if isinstance(ids, Bags):
-            columns[name] = pa.LargeListArray.from_arrays(arrow_numbers(ids.offsets()), arrow_numbers(ids.values))
-        elif ids.ndim == 2:
-            columns[name] = pa.FixedSizeListArray.from_arrays(arrow_numbers(ids.reshape(-1)), ids.shape[1])
-        else:
-            columns[name] = arrow_numbers(ids)
+        columns[name] = ids_to_arrow(ids)
+        if isinstance(ids, Bags) and ids.weights is not None:
+            columns[_weights_of(name, schema)] = weights_to_arrow(ids)
+    for label, values in zip(schema.labels if rows.more_labels else (), rows.more_labels, strict=True):
+        columns[label.name] = arrow_numbers(values)
+    if rows.timestamps is not None:
+        assert schema.timestamp
+        columns[schema.timestamp] = arrow_numbers(rows.timestamps)
     return pa.table(columns)
+
+
+def _weights_of(name: str, schema: Schema) -> str:
+    """The column of the weights of a column of lists."""
+    weights = schema.feature(name).weights
+    assert weights is not None
+    return weights
 
 
 def from_named_columns(table: pa.Table, schema: Schema) -> EncodedRows:
@@ -181,13 +194,7 @@ def from_named_columns(table: pa.Table, schema: Schema) -> EncodedRows:
         dense[:, number] = numpy_of(columns[name])
     labels = numpy_of(columns[schema.label]).astype(np.float32) if schema.label in columns else None
     weights = numpy_of(columns[schema.weight]) if schema.weight in columns else None
-    return EncodedRows(dense, [_ids(columns[name]) for name in schema.sparse], labels, weights)
-
-
-def _ids(column: pa.Array) -> Ids:
-    if pa.types.is_large_list(column.type):
-        lengths = np.diff(numpy_of(column.offsets)).astype(np.int32)
-        return Bags(numpy_of(column.flatten()), lengths)
-    if pa.types.is_fixed_size_list(column.type):
-        return numpy_of(column.flatten()).reshape(-1, column.type.list_size)
-    return numpy_of(column)
+    ids = [ids_from_arrow(columns[name], columns.get(schema.feature(name).weights or "")) for name in schema.sparse]
+    more_labels = tuple(numpy_of(columns[label.name]) for label in schema.labels if label.name in columns)
+    timestamps = numpy_of(columns[schema.timestamp]) if schema.timestamp in columns else None
+    return EncodedRows(dense, ids, labels, weights, more_labels=more_labels, timestamps=timestamps)

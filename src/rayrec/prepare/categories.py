@@ -44,7 +44,8 @@ def examine_categories(
     """Counts the whole log and, where no Preprocessor is given, its last slice once more: what the past knew is the
     difference. Memory is bounded as for `rayrec vocabulary`, but for one column's categories at a time."""
     buckets = given is not None and given.integer_buckets
-    job = replace(RAYREC.counting(config.schema), prepare=bucket_integers if buckets else None)
+    # Each column by itself, also those that share a vocabulary.
+    job = replace(RAYREC.counting(config.schema.unshared()), prepare=bucket_integers if buckets else None)
     shift = len(config.schema.dense) if buckets else 0  # they come first among the counted columns
 
     def count(start: int, what: str) -> Counts:
@@ -105,8 +106,7 @@ def _judged(given: Preprocessor, counts: Counts, number: int) -> dict[str, float
     """What a Preprocessor's column number `number` makes of its categories."""
     column = given.sparse[number]
     tokens, amounts, _ = counts.kept(number)
-    before = sum(other.num_tokens or 0 for other in given.sparse[:number])
-    vocabulary = given.tokens[before : before + (column.num_tokens or 0)]
+    vocabulary = given.vocabulary(number)
     found: dict[str, float | None] = {"unknown_rate": None}
     if column.num_tokens is not None:
         looked_up = report.merged(tokens, amounts, column.token_modulo)

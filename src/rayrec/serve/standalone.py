@@ -48,10 +48,15 @@ class Encoder:
         self._least = None if minimum is None else minimum[""]
         self._multi_hot: dict[str, Any] | None = stored["multi_hot"]
         self._sparse: list[tuple[dict[str, Any], np.ndarray, np.ndarray]] = []
-        first = 0
-        for column in stored["sparse"]:
-            known = tokens[first : first + (column["num_tokens"] or 0)]
-            first += len(known)
+        self._features = {feature["name"]: feature for feature in self.schema.get("features", ())}
+        names = [*(self.schema["dense"] if self._buckets else ()), *self.schema["sparse"]]
+        first, vocabularies = 0, {}
+        for name, column in zip(names, stored["sparse"], strict=True):
+            vocabulary = self._features.get(name, {}).get("vocabulary") or name
+            if vocabulary not in vocabularies:  # the first of the columns that share it
+                vocabularies[vocabulary] = tokens[first : first + (column["num_tokens"] or 0)]
+                first += len(vocabularies[vocabulary])
+            known = vocabularies[vocabulary]
             order = np.argsort(known)
             self._sparse.append((column, known[order], _ids_of(column)[order] if len(known) else order))
 
@@ -126,7 +131,8 @@ class Encoder:
             delimiter = self.schema["list_delimiter"]
             lists = [value.split(delimiter) if isinstance(value, str) else value or [] for value in values]
             found = [[self._token(item, name, row) for item in items] for row, items in enumerate(lists)]
-            present = [[token for token in of_row if token is not None] for of_row in found]
+            most = self._features.get(name, {}).get("max_length") or 0
+            present = [[token for token in of_row if token is not None][-most:] for of_row in found]
             lengths = np.array([max(1, len(of_row)) for of_row in present], np.int64)
             tokens = [token for of_row in present for token in of_row or (None,)]
         else:

@@ -302,14 +302,14 @@ def _batches(
         encoded = folded(encoded, num_embeddings)
     inputs = preprocessor.inputs
     assert inputs.label is not None
-    slicer = Slicer(iter([encoded]), num_dense=len(inputs.dense), keys=inputs.sparse, label=inputs.label)
+    slicer = Slicer.of(iter([encoded]), inputs)
     return [slicer.take(size, loss_weight=1 / size) for _ in range(count)]
 
 
 def folded(rows: EncodedRows, num_embeddings: list[int]) -> EncodedRows:
     """The rows with each id beyond its table's end on another of its rows."""
     ids = [
-        Bags(column.values % size, column.lengths) if isinstance(column, Bags) else column % size
+        replace(column, values=column.values % size) if isinstance(column, Bags) else column % size
         for column, size in zip(rows.ids, num_embeddings, strict=True)
     ]
     return replace(rows, ids=ids)

@@ -475,7 +475,7 @@ def test_batches_hold_any_number_of_ids_a_row() -> None:
             weights[start:stop],
         )
         parts += from_arrow(to_arrow(rows))
-    slicer = loader_module.Slicer(iter(parts), num_dense=1, keys=("one", "list", "two"), label="label")
+    slicer = loader_module.Slicer(iter(parts), num_dense=1, keys=("one", "list", "two"), labels=("label",))
     done = 0
     for count in (3, 0, 20, 27):
         batch = slicer.take(count, loss_weight=1.0)
@@ -494,7 +494,7 @@ def test_columns_of_several_ids_share_one_array() -> None:
         [np.arange(4, dtype=np.int32), np.arange(8, dtype=np.int32).reshape(4, 2)],
         np.zeros(4, np.float32),
     )
-    slicer = loader_module.Slicer(iter(from_arrow(to_arrow(rows))), num_dense=0, keys=("a", "b"), label="label")
+    slicer = loader_module.Slicer(iter(from_arrow(to_arrow(rows))), num_dense=0, keys=("a", "b"), labels=("label",))
     for expected in ([0, 1, 0, 1, 2, 3], [2, 3, 4, 5, 6, 7]):
         features = slicer.take(2, loss_weight=1.0).sparse_features
         assert features.values().tolist() == expected

@@ -93,7 +93,7 @@ def test_batches_have_the_same_targets_wherever_a_run_goes_on(run: Path, preproc
 
     def labels(start: int, piece: int) -> list[np.ndarray]:
         pieces = (_slice(rows, begin, min(begin + piece, 500)) for begin in range(start, 500, piece))
-        slicer = Slicer(pieces, num_dense=13, keys=SCHEMA.sparse, label="label", targets=targets)
+        slicer = Slicer(pieces, num_dense=13, keys=SCHEMA.sparse, labels=("label",), targets=targets)
         return [slicer.take(100, loss_weight=0.01).labels["label"].numpy() for _ in range(start, 500, 100)]
 
     whole = labels(0, 500)
@@ -102,7 +102,7 @@ def test_batches_have_the_same_targets_wherever_a_run_goes_on(run: Path, preproc
         for expected, got in zip(whole[start // 100 :], labels(start, piece), strict=True):
             np.testing.assert_array_equal(got, expected)
     assert (
-        len(Slicer(iter(()), num_dense=13, keys=SCHEMA.sparse, label="label", targets=targets).take(0, loss_weight=1))
+        len(Slicer(iter(()), num_dense=13, keys=SCHEMA.sparse, labels=("label",), targets=targets).take(0, loss_weight=1))
         == 0
     )
 

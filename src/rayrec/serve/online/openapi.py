@@ -72,11 +72,10 @@ def example_row(preprocessor: Preprocessor) -> dict[str, Any]:
     row: dict[str, Any] = dict.fromkeys(schema.dense, 1)
     if schema.tokens != "hexadecimal":  # of texts only hashes are known
         return row
-    first = 0
-    for name, column in zip(inputs.sparse, preprocessor.sparse, strict=True):
-        if column.num_tokens and name in schema.sparse:
-            row[name] = f"{int(np.uint32(preprocessor.tokens[first])):08x}"
-        first += column.num_tokens or 0
+    for number, name in enumerate(inputs.sparse):
+        vocabulary = preprocessor.vocabulary(number)
+        if len(vocabulary) and name in schema.sparse:
+            row[name] = f"{int(np.uint32(vocabulary[0])):08x}"
     return row
 
 

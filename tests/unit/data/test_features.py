@@ -1,0 +1,362 @@
+"""What a schema declares beyond one value a column: several labels, shared vocabularies, cut and weighted lists, times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rayrec.batch import Batch
+from rayrec.config import InputError
+from rayrec.data import ready
+from rayrec.data.arrow_columns import parse_table
+from rayrec.data.columns import RawColumns
+from rayrec.data.counting import CountingJob
+from rayrec.data.csv_text import read_csv
+from rayrec.data.encoded import Bags, EncodedRows, from_arrow, to_arrow
+from rayrec.data.frames import transform
+from rayrec.data.loader import Slicer
+from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.profiles import Profile, make_preprocessor
+from rayrec.data.ready_formats import check, from_named_columns, named_columns
+from rayrec.schema import Feature, Label, Schema, load_schema
+
+YAML = """
+label: click
+labels: [{name: like}, {name: seconds, kind: number, missing: fault}]
+dense: [price]
+sparse: [user, item, history, tags]
+lists: [history, tags]
+features:
+- {name: history, vocabulary: item, max_length: 3}
+- {name: tags, weights: tag_weights}
+timestamp: at
+"""
+SCHEMA = load_schema(YAML, "schema.yaml")
+ROWS = pa.table(
+    {
+        "click": [1, 0, 1, 0],
+        "like": pa.array([1, None, 0, None], pa.int8()),
+        "seconds": [1.5, 0.0, 2.0, 3.0],
+        "price": [1.0, None, 3.0, 4.0],
+        "user": ["a", "b", "a", "c"],
+        "item": [10, 20, 30, None],
+        "history": pa.array([[20], [], [10, 20, 30, 40], None], pa.list_(pa.int64())),
+        "tags": [["x", "y"], ["x"], [], ["z", None, "x"]],
+        "tag_weights": [[0.5, 2.0], [1.0], [], [3.0, 9.0, 4.0]],
+        "at": pa.array([0, 1, 2, 3_000_000], pa.timestamp("us")),
+    }
+)
+
+
+def parsed(table: pa.Table = ROWS, schema: Schema = SCHEMA) -> RawColumns:
+    raw, faults = parse_table(table, schema)
+    assert not faults.total, faults.first
+    assert isinstance(raw, RawColumns)
+    return raw
+
+
+def preprocessor_of(raw: RawColumns, schema: Schema = SCHEMA) -> Preprocessor:
+    profile = Profile(min_count=1)
+    counts = profile.counting(schema).empty()
+    counts.add_rows(raw, 0)
+    return make_preprocessor(profile, schema, counts)
+
+
+@pytest.fixture(scope="module")
+def encoded() -> tuple[Preprocessor, EncodedRows]:
+    raw = parsed()
+    preprocessor = preprocessor_of(raw)
+    return preprocessor, preprocessor.encode(raw)
+
+
+def bags(rows: EncodedRows, column: str, schema: Schema = SCHEMA) -> Bags:
+    found = rows.ids[schema.sparse.index(column)]
+    assert isinstance(found, Bags)
+    return found
+
+
+# The declaration -----------------------------------------------------------------------------------------------------
+
+
+def test_yaml_declares_labels_and_features() -> None:
+    assert SCHEMA.label_names == ("click", "like", "seconds")
+    assert SCHEMA.vocabularies == ("user", "item", "item", "tags")
+    assert SCHEMA.vocabulary_owners == (0, 1, 1, 3)
+    assert SCHEMA.columns == (
+        *("click", "price", "user", "item", "history", "tags", "tag_weights", "like", "seconds", "at"),
+    )
+    assert SCHEMA.unlabelled().columns == ("price", "user", "item", "history", "tags", "tag_weights")
+    assert Schema.described(SCHEMA.describe()) == SCHEMA
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("features: [{name: other}]", "features names other, which sparse does not"),
+        ("features: [{name: item, max_length: 3}]", "only a column of lists can have"),
+        ("features: [{name: history, max_length: 0}]", "must be at least 1"),
+        ("features: [{name: history}, {name: history}]", "names a column twice"),
+        ("features: [{vocabulary: item}]", r"features\[0\].name: Feature needs a value here"),
+        ("features: [{name: history, vocabulry: item}]", "did you mean 'vocabulary'"),
+        (
+            "features: [{name: history, vocabulary: item}, {name: item, vocabulary: sku}]",
+            "has the vocabulary of item, which has another one itself",
+        ),
+        ("labels: [{name: item}]", "column names repeat"),
+        ("labels: [{name: like, kind: count}]", "Label.kind: 'count' does not fit"),
+        ("timestamp: user", "column names repeat"),
+        ("tokens: hexadecimal\ndelimiter: \"\\t\"\nlists: []\ntimestamp: at", "timestamp needs tokens: any"),
+    ],
+)
+def test_a_wrong_declaration_is_refused_in_one_line(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        load_schema(f"sparse: [user, item, history]\nlists: [history]\n{text}", "schema.yaml")
+
+
+def test_an_earlier_schemas_description_stays_the_same() -> None:
+    plain = Schema(dense=("a",), sparse=("b",), tokens="any")
+    assert not {"features", "labels", "timestamp"} & plain.describe().keys()
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
+
+
+def test_labels_with_missing_values_and_times_are_read() -> None:
+    raw = parsed()
+    like, seconds = raw.more_labels
+    np.testing.assert_array_equal(like, np.array([1, np.nan, 0, np.nan], np.float32))
+    np.testing.assert_array_equal(seconds, np.array([1.5, 0, 2, 3], np.float32))
+    assert raw.timestamps is not None
+    assert raw.timestamps.tolist() == [0, 1, 2, 3_000_000]
+
+
+def test_a_list_keeps_its_last_items_and_the_weights_of_its_items() -> None:
+    raw = parsed()
+    history, tags = raw.sparse[2], raw.sparse[3]
+    assert history.lengths is not None
+    assert (history.tokens.tolist(), history.lengths.tolist()) == ([20, 20, 30, 40], [1, 0, 3, 0])
+    assert tags.lengths is not None
+    assert tags.weights is not None
+    assert (tags.lengths.tolist(), tags.weights.tolist()) == ([2, 1, 0, 2], [0.5, 2.0, 1.0, 3.0, 4.0])
+
+
+def column(name: str, values: pa.Array) -> pa.Table:
+    return ROWS.set_column(ROWS.column_names.index(name), name, values)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "kind", "row"),
+    [
+        ("like", pa.array([1, 2, 0, None]), "label is not 0 or 1", 1),
+        ("seconds", pa.array([1.0, 2.0, None, 1.0]), "label is missing", 2),
+        ("seconds", pa.array([1.0, 2.0, 3.0, float("inf")]), "not a finite number", 3),
+        ("tag_weights", pa.array([[1.0, 1.0], [], [], [1.0, 1.0, 1.0]]), "weights are not as many numbers", 1),
+        ("tag_weights", pa.array([[1.0, None], [1.0], [], [1.0] * 3]), "weights are not as many numbers", 0),
+        ("tag_weights", pa.array([[1.0] * 2, [1.0], [1.0], [1.0] * 3]), "weights are not as many numbers", 2),
+        ("tag_weights", pa.array([[1.0] * 2, [float("nan")], [], [1.0] * 3]), "weights are not as many numbers", 1),
+        ("at", pa.array([0, 1, None, 3]), "not a time", 2),
+        ("at", pa.array(["0", "2024-02-30", "2024-02-29", "1e9"]), "not a time", 1),
+        ("at", pa.array([0.0, 1.0, 2.0, float("nan")]), "not a time", 3),
+    ],
+)
+def test_a_faulty_value_is_counted_with_its_row_and_column(name: str, values: pa.Array, kind: str, row: int) -> None:
+    raw, faults = parse_table(column(name, values), SCHEMA)
+    assert (raw.rows, faults.total) == (3, 1)
+    assert (faults.first[0].kind.startswith(kind), faults.first[0].row, faults.first[0].column) == (
+        True,
+        row,
+        "tags" if name == "tag_weights" else name,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "microseconds"),
+    [
+        ("0", 0),
+        ("1.5", 1_500_000),
+        ("-1", -1_000_000),
+        ("1970-01-02", 86_400_000_000),
+        ("1970-01-01T00:00:01", 1_000_000),
+        ("1970-01-01 00:00:01.25", 1_250_000),
+        ("1970-01-01T00:00:01Z", 1_000_000),
+        ("1970-01-01T02:00:01+02:00", 1_000_000),
+        ("2000-02-29", 951_782_400_000_000),
+    ],
+)
+def test_times_in_text(text: str, microseconds: int) -> None:
+    raw = parsed(column("at", pa.array([text, "0", text, "1"])))
+    assert raw.timestamps is not None
+    assert raw.timestamps.tolist() == [microseconds, 0, microseconds, 1_000_000]
+
+
+def test_other_types_of_time() -> None:
+    for values in (
+        pa.array([0, 1, 2, 3], pa.timestamp("s", "UTC")),
+        pa.array([0, 1000, 2000, 3000], pa.timestamp("ms")),
+        pa.array([0, 1, 2, 3]),
+        pa.array([0.0, 1.0, 2.0, 3.0]),
+    ):
+        raw = parsed(column("at", values))
+        assert raw.timestamps is not None
+        assert raw.timestamps.tolist() == [0, 1_000_000, 2_000_000, 3_000_000]
+    with pytest.raises(InputError, match="a time is a date"):
+        parse_table(column("at", pa.array([True] * 4)), SCHEMA)
+
+
+def test_csv_gives_the_same_rows(tmp_path: Path) -> None:
+    file = tmp_path / "log.csv"
+    file.write_text(
+        "at,click,like,seconds,price,user,item,history,tags,tag_weights\n"
+        "1970-01-01,1,1,1.5,1,a,10,20,x|y,0.5|2\n"
+        "0.000001,0,,0,,b,20,,x,1\n"
+        "0.000002,1,0,2,3,a,30,10|20|30|40,,\n"
+        "3,0,,3,4,c,,,z||x,3|9|4\n"
+    )
+    raw, faults = parse_table(pa.concat_tables(read_csv(str(file), SCHEMA)), SCHEMA)
+    assert not faults.total, faults.first
+    assert isinstance(raw, RawColumns)
+    assert_equal(preprocessor_of(parsed()).encode(raw), preprocessor_of(parsed()).encode(parsed()))
+
+
+def assert_equal(left: EncodedRows, right: EncodedRows) -> None:
+    np.testing.assert_array_equal(left.dense, right.dense)
+    for one, other in zip(left.ids, right.ids, strict=True):
+        if isinstance(one, Bags):
+            assert isinstance(other, Bags)
+            np.testing.assert_array_equal(one.values, other.values)
+            np.testing.assert_array_equal(one.lengths, other.lengths)
+            np.testing.assert_array_equal(one.weights, other.weights)
+        else:
+            np.testing.assert_array_equal(one, other)
+    for one, other in zip((*left.more_labels, left.timestamps), (*right.more_labels, right.timestamps), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_rows_are_taken_and_joined_with_everything_they_have() -> None:
+    raw = parsed()
+    order = np.array([3, 0, 0, 2])
+    parts = RawColumns.concatenated([raw.take(order[:1]), raw.take(order[1:])])
+    preprocessor = preprocessor_of(raw)
+    assert_equal(preprocessor.encode(parts), preprocessor.encode(raw, order))
+
+
+# Vocabulary and encoding ---------------------------------------------------------------------------------------------
+
+
+def test_columns_of_one_vocabulary_give_a_category_the_same_id(encoded: tuple[Preprocessor, EncodedRows]) -> None:
+    preprocessor, rows = encoded
+    item, history = rows.ids[1], bags(rows, "history")
+    assert isinstance(item, np.ndarray)
+    assert item[1] == history.values[0]  # 20
+    assert item[2] == history.values[3]  # 30
+    missing = preprocessor.sparse[1].missing_id
+    assert history.lengths.tolist() == [1, 1, 3, 1]
+    assert (history.values[1], history.values[5], item[3]) == (missing, missing, missing)
+    assert preprocessor.sparse[1] == preprocessor.sparse[2]
+    # 40 was seen in a history alone, and all four are stored once.
+    assert preprocessor.vocabulary(1).tolist() == preprocessor.vocabulary(2).tolist()
+    assert sorted(preprocessor.vocabulary(1).tolist()) == [10, 20, 30, 40]
+    assert len(preprocessor.tokens) == 3 + 4 + 3
+
+
+def test_a_category_is_counted_over_all_columns_of_its_vocabulary() -> None:
+    """20 comes once as an item and twice in a history: only the sum reaches three."""
+    profile = Profile(min_count=3)
+    counts = profile.counting(SCHEMA).empty()
+    counts.add_rows(parsed(), 0)
+    merged = profile.counting(SCHEMA).empty()
+    merged.add(counts.to_table())
+    assert make_preprocessor(profile, SCHEMA, merged).vocabulary(2).tolist() == [20]
+    alone = CountingJob(SCHEMA.unshared(), dtype="uint64").empty()
+    alone.add_rows(parsed(schema=SCHEMA.unshared()), 0)
+    assert make_preprocessor(profile, SCHEMA.unshared(), alone).vocabulary(2).tolist() == []
+
+
+def test_an_empty_list_has_the_missing_id_with_weight_one(encoded: tuple[Preprocessor, EncodedRows]) -> None:
+    preprocessor, rows = encoded
+    tags = bags(rows, "tags")
+    assert tags.weights is not None
+    assert tags.weights.tolist() == [0.5, 2.0, 1.0, 1.0, 3.0, 4.0]
+    assert tags.values[3] == preprocessor.sparse[3].missing_id
+
+
+def test_a_stored_preprocessor_is_the_same(tmp_path: Path, encoded: tuple[Preprocessor, EncodedRows]) -> None:
+    preprocessor, rows = encoded
+    preprocessor.save(str(tmp_path))
+    loaded = Preprocessor.load(str(tmp_path))
+    assert (loaded.schema, loaded.hash()) == (preprocessor.schema, preprocessor.hash())
+    assert_equal(loaded.encode(parsed()), rows)
+
+
+def test_transform_gives_every_column() -> None:
+    frame = ROWS.to_pandas()
+    inputs = transform(preprocessor_of(parsed()), frame)
+    assert list(inputs) == [
+        *("click", "price", "user", "item", "history", "tags", "tag_weights", "like", "seconds", "at"),
+    ]
+    assert inputs["tag_weights"][3].tolist() == [3.0, 4.0]
+    assert inputs["like"].isna().tolist() == [False, True, False, True]
+    to_score = transform(preprocessor_of(parsed()), frame.drop(columns=["click", "at"]))
+    assert list(to_score) == ["price", "user", "item", "history", "tags", "tag_weights"]
+    assert isinstance(to_score, pandas.DataFrame)
+
+
+# On the way to the model ---------------------------------------------------------------------------------------------
+
+
+def test_arrow_and_preprocessed_parquet_keep_everything(
+    tmp_path: Path, encoded: tuple[Preprocessor, EncodedRows]
+) -> None:
+    preprocessor, rows = encoded
+    assert_equal(from_arrow(to_arrow(rows))[0], rows)
+    file = str(tmp_path / "rows.parquet")
+    pq.write_table(named_columns(rows, SCHEMA), file)
+    assert_equal(from_named_columns(pq.read_table(file), SCHEMA), rows)
+    for format in ("npy", "npz"):
+        with pytest.raises(InputError, match="no place for columns like, seconds, at; use --format parquet"):
+            check(format, preprocessor, labelled=True)
+    assert ready.FORMATS[-1] == "parquet"
+
+
+def batches(rows: EncodedRows, *sizes: int) -> list[Batch]:
+    slicer = Slicer.of(iter(from_arrow(to_arrow(rows))), SCHEMA)
+    return [slicer.take(size, loss_weight=1.0) for size in sizes]
+
+
+def test_a_batch_has_labels_by_name_weights_of_ids_and_times(encoded: tuple[Preprocessor, EncodedRows]) -> None:
+    _, rows = encoded
+    one, two, filler = batches(rows, 3, 1, 0)
+    assert list(one.labels) == ["click", "like", "seconds"]
+    np.testing.assert_array_equal(one.labels["like"].numpy(), np.array([1, np.nan, 0], np.float32))
+    assert one.timestamps is not None
+    assert one.timestamps.tolist() == [0, 1, 2]
+    assert one.sparse_features is not None
+    assert one.sparse_features["tags"].weights().tolist() == [0.5, 2.0, 1.0, 1.0]
+    assert one.sparse_features["history"].weights().tolist() == [1.0] * 5
+    assert two.sparse_features is not None
+    assert two.sparse_features["tags"].weights().tolist() == [3.0, 4.0]
+    assert filler.sparse_features is not None
+    assert filler.sparse_features.weights().tolist() == []  # a weighted collection refuses a batch without weights
+    assert {name: len(values) for name, values in filler.labels.items()} == dict.fromkeys(one.labels, 0)
+
+
+def test_a_schema_without_any_of_this_is_unchanged() -> None:
+    schema = Schema(label="click", sparse=("user",), tokens="any")
+    raw, _ = parse_table(ROWS.select(["click", "user"]), schema)
+    assert isinstance(raw, RawColumns)
+    rows = preprocessor_of(raw, schema).encode(raw)
+    assert (rows.more_labels, rows.timestamps) == ((), None)
+    (batch,) = [Slicer.of(iter([rows]), schema).take(4, loss_weight=1.0)]
+    assert (list(batch.labels), batch.timestamps) == (["click"], None)
+    assert batch.sparse_features is not None
+    assert batch.sparse_features.weights_or_none() is None
+
+
+def test_features_and_labels_compare_by_value() -> None:
+    assert Feature(name="a") == Feature(name="a")
+    assert SCHEMA.replace(labels=(Label(name="like"),)) != SCHEMA
