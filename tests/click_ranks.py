@@ -8,16 +8,18 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import distributed
 
 from rayrec import checkpoint
 from rayrec.batch import DENSE, Batch
 from rayrec.checkpoint import Checkpoint
+from rayrec.data.encoded import Bags, Ids
 from rayrec.data.loader import sparse_features
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig
-from rayrec.schema import Schema
+from rayrec.schema import Feature, Label, Schema
 from rayrec.sharding import ShardingConfig
 from rayrec.training.state import all_tensors
 from rayrec.workloads.base import ScalingConfig, TrainConfig, WorkerContext
@@ -52,6 +54,8 @@ MANY = [
     800,
 ]
 EQUAL = [50] * 24
+SHARED = [40, 900, 40]
+"""Tables of a model of several labels: features 0 and 2 share one, the lists of feature 1 have weights."""
 DIM, ROWS, STEPS = 8, 12, 3
 
 
@@ -66,6 +70,16 @@ def workload(tables: list[int], **settings: Any) -> ClickWorkload:
 
 
 def schema(tables: list[int]) -> Schema:
+    if tables == SHARED:
+        return Schema(
+            label="label",
+            labels=(Label(name="other"), Label(name="seconds", kind="number")),
+            dense=("int_0", "int_1"),
+            sparse=("cat_0", "cat_1", "cat_2"),
+            lists=("cat_1", "cat_2"),
+            features=(Feature(name="cat_1", weights="weights"), Feature(name="cat_2", vocabulary="cat_0")),
+            tokens="any",
+        )
     return Schema(
         label="label", dense=("int_0", "int_1"), sparse=tuple(f"cat_{number}" for number in range(len(tables)))
     )
@@ -101,9 +115,19 @@ def batch(tables: list[int], step: int, rank: int, world_size: int, *, rows: int
     ids = [torch.randint(size, (rows,), generator=chance) for size in tables]
     dense, labels = torch.rand(rows, 2, generator=chance), torch.rand(rows, generator=chance).round()
     mine = slice(rank * rows // world_size, (rank + 1) * rows // world_size)
-    columns = [column[mine].int().numpy() for column in ids]
-    features = sparse_features(schema(tables).sparse, columns, len(labels[mine]))
-    return Batch({DENSE: dense[mine]}, world_size / rows, features, {"label": labels[mine]})
+    columns: list[Ids] = [column[mine].int().numpy() for column in ids]
+    named = {"label": labels[mine]}
+    if tables == SHARED:
+        lists = [torch.randint(size, (rows, 3), generator=chance)[mine].int().numpy() for size in tables]
+        of_lists = torch.rand(rows, 3, generator=chance)[mine].numpy()
+        lengths = np.full(len(lists[0]), 3, np.int32)
+        columns[1:] = [Bags(lists[1].reshape(-1), lengths, of_lists.reshape(-1)), Bags(lists[2].reshape(-1), lengths)]
+        other, seconds = torch.rand(rows, generator=chance).round(), torch.rand(rows, generator=chance)
+        other[torch.rand(rows, generator=chance) < 0.3] = torch.nan
+        named |= {"other": other[mine], "seconds": seconds[mine]}
+    count = len(labels[mine])
+    features = sparse_features(schema(tables).sparse, columns, count, weighted=tables == SHARED)
+    return Batch({DENSE: dense[mine]}, world_size / rows, features, named)
 
 
 def train(folder: str, tables: list[int], rank: int, *, node: str = "", **settings: Any) -> None:
@@ -131,7 +155,7 @@ def on_unequal_nodes(folder: str, rank: int) -> None:
     """Ranks 0 and 1 run on one machine, rank 2 on another."""
     logging.disable(logging.WARNING)
     os.environ["LOCAL_WORLD_SIZE"] = "2" if rank < 2 else "1"
-    for name, tables in (("many", MANY), ("equal", EQUAL)):
+    for name, tables in (("many", MANY), ("equal", EQUAL), ("shared", SHARED)):
         train(f"{folder}/{name}_3", tables, rank, node="a" if rank < 2 else "b")
     rounded = ShardingConfig(exchange_precision="fp16")
     train(f"{folder}/rounded_3", EQUAL, rank, node="a" if rank < 2 else "b", sharding=rounded)
@@ -139,7 +163,7 @@ def on_unequal_nodes(folder: str, rank: int) -> None:
 
 def alone(folder: str, rank: int) -> None:
     logging.disable(logging.WARNING)
-    for name, tables in (("many", MANY), ("equal", EQUAL)):
+    for name, tables in (("many", MANY), ("equal", EQUAL), ("shared", SHARED)):
         train(f"{folder}/{name}_1", tables, rank)
 
 

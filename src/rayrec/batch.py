@@ -99,10 +99,10 @@ class StepOutput:
 
     loss: torch.Tensor
     """Scalar: this worker's loss, without penalties; its mean over workers is the mean over the global batch."""
-    logits: torch.Tensor
-    """(rows,) float32"""
-    labels: torch.Tensor
-    """(rows,) float32"""
+    logits: Mapping[str, torch.Tensor]
+    """(rows,) float32 by the label's name, the main label first; for a label that is a number, the prediction itself."""
+    labels: Mapping[str, torch.Tensor]
+    """(rows,) float32, as in the batch."""
     groups: torch.Tensor | None = None
     """(rows,) int64, as in the batch."""
 

@@ -157,18 +157,19 @@ class Schema(Config):
     def columns(self) -> tuple[str, ...]:
         """All column names, in file order where the file names none."""
         named = tuple(name for name in (self.label, self.weight) if name)
-        list_weights = tuple(feature.weights for feature in self.features if feature.weights)
         labels = tuple(label.name for label in self.labels)
-        return named + self.dense + self.sparse + list_weights + labels + ((self.timestamp,) if self.timestamp else ())
+        times = (self.timestamp,) if self.timestamp else ()
+        return named + self.dense + self.sparse + self.list_weights + labels + times
+
+    @property
+    def list_weights(self) -> tuple[str, ...]:
+        """The columns of lists' weights."""
+        return tuple(feature.weights for feature in self.features if feature.weights)
 
     @property
     def label_names(self) -> tuple[str, ...]:
         """Names of all labels, `label` first; none for an unlabelled log."""
         return () if self.label is None else (self.label, *(label.name for label in self.labels))
-
-    @property
-    def has_weighted_lists(self) -> bool:
-        return any(feature.weights for feature in self.features)
 
     def feature(self, name: str) -> Feature:
         """The settings of a column of `sparse`."""

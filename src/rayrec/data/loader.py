@@ -252,7 +252,7 @@ class Slicer:
             num_dense=len(inputs.dense),
             keys=inputs.sparse,
             labels=inputs.label_names,
-            weighted=inputs.has_weighted_lists,
+            weighted=bool(inputs.list_weights),
             targets=targets,
         )
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayrec.config import InputError
-from rayrec.metrics.binary import BinaryMetricsAccumulator, Collectives, checked, converted, refuse_nan
+from rayrec.metrics.binary import Collectives, checked, converted, refuse_nan
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -107,28 +107,3 @@ class GaucAccumulator:
         gathered = ranks.gather_floats([float(value) for value in _sums(*parts)])
         weighted, rows, counted = (math.fsum(values) for values in zip(*gathered, strict=True))
         return _told(weighted, int(rows), int(counted))
-
-
-@final
-class ClickAccumulator:
-    """Keeps the logits and labels of an evaluation, 5 bytes a row, and with `grouped` their groups, 18 bytes a row. Computes the
-    binary metrics and, with `grouped`, `gauc`."""
-
-    def __init__(self, *, grouped: bool) -> None:
-        self._binary = BinaryMetricsAccumulator()
-        self._gauc = GaucAccumulator() if grouped else None
-
-    @property
-    def rows(self) -> int:
-        return self._binary.rows
-
-    def update(self, logits: Any, labels: Any, groups: Any = None) -> None:
-        """Appends a batch: (rows,) each; `groups` may be None for a batch without rows."""
-        self._binary.update(logits, labels)
-        if self._gauc is not None and len(labels):
-            assert groups is not None, "data without groups is refused before"
-            self._gauc.update(groups, logits, labels)
-
-    def compute(self) -> dict[str, float]:
-        """Over the rows of all ranks; collective."""
-        return {**self._binary.compute(), **({} if self._gauc is None else self._gauc.compute())}

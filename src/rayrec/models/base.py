@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from rayrec.config import Config, InputError
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rayrec.layers.mlp import Precision
-    from rayrec.schema import Schema
+    from rayrec.schema import Label, Schema
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,43 @@ class ModelInputs:
     features: tuple[str, ...]
     """Names of the categorical features, each of which has a table."""
     label: str = "label"
-    """Name of what is predicted."""
+    """Name of the label that is predicted, of several the main one."""
+    more_labels: tuple[Label, ...] = ()
+    """The other labels, if the model predicts several (`ClickModelConfig.SEVERAL_LABELS`)."""
+    vocabularies: tuple[str, ...] = ()
+    """The vocabulary, and with it the table, of each feature; empty: each has its own, of its name."""
+    weighted: bool = False
+    """Whether ids have weights, by which their embeddings are multiplied before they are summed."""
 
     @classmethod
     def of(cls, schema: Schema) -> ModelInputs:
         """Of the model's columns (`Preprocessor.inputs`)."""
-        return cls(len(schema.dense), tuple(schema.sparse), schema.label or "label")
+        return cls(
+            len(schema.dense),
+            schema.sparse,
+            schema.label or "label",
+            schema.labels,
+            schema.vocabularies,
+            bool(schema.list_weights),
+        )
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """All labels, the main one first."""
+        return (self.label, *(label.name for label in self.more_labels))
+
+    @property
+    def table_of(self) -> dict[str, str]:
+        """The name of each feature's table, which features of one vocabulary share."""
+        return dict(zip(self.features, self.vocabularies or self.features, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClickModelConfig(Config):
     """The settings of a click model. A model is a subclass in a file of `rayrec.models.ranking`, or of the user's."""
+
+    SEVERAL_LABELS: ClassVar[bool] = False
+    """Whether the network predicts each of `ModelInputs.label_names`; else only the main label."""
 
     embedding_dim: int = 16
     """Width of every embedding."""
@@ -56,8 +82,9 @@ class ClickModelConfig(Config):
         `rayrec.layers.embedded.Embedded`, and gives float32 logits (rows,) by the name of the label, in a dict, which may hold
         more that the network's loss needs.
 
-        The loss is binary cross entropy, unless the network has a method loss(outputs, labels): from what `forward` gave and the
-        labels (rows,) float32 by name to each row's loss, float32 (rows,); the framework weights and averages.
+        The loss is binary cross entropy, and for several labels the sum of their losses: squared error for a label that is a
+        number, 0 for a missing label. A network with a method loss(outputs, labels) has its own: from what `forward` gave and
+        the labels (rows,) float32 by name (NaN: missing) to each row's loss, float32 (rows,); the framework weights and averages.
 
         Start values are drawn from torch's global generator. `rows` may be 0.
         """

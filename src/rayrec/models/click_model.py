@@ -16,6 +16,7 @@ from rayrec.config import InputError
 from rayrec.layers.embedded import Delivery, Embedded
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.embeddings import build_embeddings
+from rayrec.schema import Label
 
 if TYPE_CHECKING:
     from rayrec.layers.mlp import Precision
@@ -71,9 +72,9 @@ class _Head(nn.Module):
 
     def forward(self, batch: Batch, pooled: KeyedTensor) -> tuple[torch.Tensor, StepOutput]:
         outputs = self._outputs(batch.tensors[DENSE], pooled, penalty=batch.loss_weight * self._penalty)
-        logits = outputs[self.inputs.label]
         loss = self._summed_loss(outputs, batch) * batch.loss_weight
-        return loss, StepOutput(loss.detach(), logits.detach(), batch.labels[self.inputs.label], batch.groups)
+        logits = {label: outputs[label].detach() for label in self.inputs.label_names}
+        return loss, StepOutput(loss.detach(), logits, batch.labels, batch.groups)
 
     def logits(self, dense: torch.Tensor, pooled: KeyedTensor) -> torch.Tensor:
         return self._outputs(dense, pooled, penalty=0.0)[self.inputs.label]
@@ -85,21 +86,22 @@ class _Head(nn.Module):
 
     def _check_outputs(self, outputs: object, rows: int) -> None:
         """What broadcasts would train without an error, and what is not float32 would be refused by scoring, after training."""
-        label, named = self.inputs.label, f"{type(self.network).__name__}: forward"
+        named = f"{type(self.network).__name__}: forward"
         if not isinstance(outputs, Mapping):
             raise InputError(
-                f"{named} returned a {type(outputs).__name__}; return a dict of logits, {{'{label}': logits}}"
+                f"{named} returned a {type(outputs).__name__}; return a dict of logits, {{'{self.inputs.label}': logits}}"
             )
-        logits = outputs.get(label)
-        if logits is None:
-            raise InputError(
-                f"{named} gave {', '.join(outputs) or 'nothing'}, and no logits by the name of the label, {label}"
-            )
-        if logits.shape != (rows,) or logits.dtype != torch.float32:
-            raise InputError(
-                f"{named} gave logits of shape {tuple(logits.shape)} and {logits.dtype} for {rows} rows; give ({rows},) "
-                "and float32"
-            )
+        for label in self.inputs.label_names:
+            logits = outputs.get(label)
+            if logits is None:
+                raise InputError(
+                    f"{named} gave {', '.join(outputs) or 'nothing'}, and no logits by the name of the label, {label}"
+                )
+            if logits.shape != (rows,) or logits.dtype != torch.float32:
+                raise InputError(
+                    f"{named} gave logits of shape {tuple(logits.shape)} and {logits.dtype} for {rows} rows; give ({rows},) "
+                    "and float32"
+                )
 
     def _deliver(self, pooled: KeyedTensor, penalty: float) -> Delivery:
         keys = pooled.keys()  # sharded: waits for the exchange between workers
@@ -114,9 +116,12 @@ class _Head(nn.Module):
         """The sum over the rows of each row's loss times its weight."""
         own_loss = getattr(self.network, "loss", None)
         if own_loss is None:
-            return functional.binary_cross_entropy_with_logits(
+            loss = functional.binary_cross_entropy_with_logits(
                 outputs[self.inputs.label], batch.labels[self.inputs.label], weight=batch.weights, reduction="sum"
             )
+            for label in self.inputs.more_labels:
+                loss = loss + _summed_label_loss(label, outputs[label.name], batch)
+            return loss
         losses, rows = own_loss(outputs, batch.labels), len(batch.labels[self.inputs.label])
         if losses.shape != (rows,):  # a mean, say, which the sum below would leave too small
             raise InputError(
@@ -124,6 +129,17 @@ class _Head(nn.Module):
                 f"({rows},), unweighted: rayrec averages them"
             )
         return (losses if batch.weights is None else losses * batch.weights).sum()
+
+
+def _summed_label_loss(label: Label, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """The sum over the rows that have the label of the row's loss times its weight."""
+    values = batch.labels[label.name]
+    there = ~values.isnan()
+    weights = there.to(logits.dtype) if batch.weights is None else there * batch.weights
+    values = values.where(there, 0.0)
+    if label.kind == "binary":
+        return functional.binary_cross_entropy_with_logits(logits, values, weight=weights, reduction="sum")
+    return (weights * (logits - values).square()).sum()
 
 
 class _Penalised(torch.autograd.Function):
@@ -172,7 +188,8 @@ def build_click_model(
             embedding_dim=config.embedding_dim,
             seed=seed,
             device=embedding_device,
-            features=inputs.features,
+            table_of=inputs.table_of,
+            weighted=inputs.weighted,
         )
         torch.manual_seed(seed)
         network = config.build(inputs, precision=precision)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -80,26 +80,36 @@ def build_embeddings(
     embedding_dim: int,
     seed: int,
     device: str = "meta",
-    features: Sequence[str] | None = None,
+    table_of: Mapping[str, str] | None = None,
+    weighted: bool = False,
 ) -> EmbeddingBagCollection:
-    """One table per sparse feature, sum-pooled, float32; on `meta` until DistributedModelParallel places the shards.
+    """One table per vocabulary, sum-pooled per feature, float32; on `meta` until DistributedModelParallel places the shards.
 
-    Raises InputError for a table without rows.
+    `num_embeddings`: rows of each feature's table. `table_of`: the vocabulary of each feature, which names its table; None:
+    features without names, with a table each. `weighted`: ids have weights. Raises InputError for a table without rows, and for
+    two sizes of one table.
     """
-    tables = []
-    for feature, rows in zip(features or feature_names(len(num_embeddings)), num_embeddings, strict=True):
-        name = table_name(feature)
+    names = table_of or {feature: feature for feature in feature_names(len(num_embeddings))}
+    tables: dict[str, EmbeddingBagConfig] = {}
+    for (feature, vocabulary), rows in zip(names.items(), num_embeddings, strict=True):
+        if vocabulary in tables:
+            tables[vocabulary].feature_names.append(feature)
+            if tables[vocabulary].num_embeddings != rows:
+                raise InputError(
+                    f"table {vocabulary}: feature {feature} needs {rows:,} rows of it, and another feature "
+                    f"{tables[vocabulary].num_embeddings:,}; features of one vocabulary have the same number"
+                )
+            continue
+        name = table_name(vocabulary)
         if rows < 1:
-            raise InputError(f"table {feature}: needs at least one row, not {rows}; check num_embeddings")
+            raise InputError(f"table {vocabulary}: needs at least one row, not {rows}; check num_embeddings")
         init: Callable[[torch.Tensor], None] = partial(
             _fill_whole, seed=seed, table=name, num_embeddings=rows, embedding_dim=embedding_dim
         )
-        tables.append(
-            EmbeddingBagConfig(
-                name=name, feature_names=[feature], num_embeddings=rows, embedding_dim=embedding_dim, init_fn=init
-            )
+        tables[vocabulary] = EmbeddingBagConfig(
+            name=name, feature_names=[feature], num_embeddings=rows, embedding_dim=embedding_dim, init_fn=init
         )
-    return EmbeddingBagCollection(tables=tables, device=torch.device(device))
+    return EmbeddingBagCollection(tables=list(tables.values()), is_weighted=weighted, device=torch.device(device))
 
 
 def initialize_shards(model: nn.Module, *, seed: int) -> None:

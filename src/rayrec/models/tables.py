@@ -108,6 +108,8 @@ class Lookup:
     """int32 or int64, C-contiguous, row after row."""
     offsets: np.ndarray | None = None
     """int64 (rows + 1): where each row's ids start; None: every row has the same number of ids."""
+    weights: np.ndarray | None = None
+    """float32, C-contiguous, one for each of `ids`: what its embedding is multiplied by; None: 1 each."""
 
 
 class Tables(ABC):
@@ -122,12 +124,13 @@ class Tables(ABC):
 
     @abstractmethod
     def tensors(self) -> list[torch.Tensor]:
-        """(num_embeddings, row_format.width) of row_format.dtype each; not copied."""
+        """(num_embeddings, row_format.width) of row_format.dtype each; not copied. Features that share a table have it in
+        common."""
 
     @abstractmethod
     def pool(self, lookups: Sequence[Lookup], rows: int) -> torch.Tensor:
-        """float32 (rows, num_sparse * dim): of each column the sum of the row's embeddings, 0 for a row without ids. By any
-        number of threads at once. Ids beyond a table's end are the caller's error, and end in an AssertionError."""
+        """float32 (rows, num_sparse * dim): of each column the weighted sum of the row's embeddings, 0 for a row without ids. By
+        any number of threads at once. Ids beyond a table's end are the caller's error, and end in an AssertionError."""
 
 
 class _CLookup(ctypes.Structure):
@@ -139,6 +142,7 @@ class _CLookup(ctypes.Structure):
         ("offsets", ctypes.c_void_p),
         ("size", ctypes.c_int64),
         ("id_bytes", ctypes.c_int64),
+        ("weights", ctypes.c_void_p),
     ]
 
 
@@ -160,12 +164,12 @@ class HostTables(Tables):
         self._kernel = kernel
         # What does not depend on a batch, copied for each: filling the structures field by field takes as long as a small lookup.
         self._columns = (_CLookup * len(arrays))(
-            *(_CLookup(a.ctypes.data, len(a), a.shape[1] * a.itemsize, None, None, 1, 4) for a in arrays)
+            *(_CLookup(a.ctypes.data, len(a), a.shape[1] * a.itemsize, None, None, 1, 4, None) for a in arrays)
         )
 
     @property
     def size_bytes(self) -> int:
-        return sum(array.nbytes for array in self._arrays)
+        return sum(array.nbytes for array in {array.ctypes.data: array for array in self._arrays}.values())
 
     def tensors(self) -> list[torch.Tensor]:
         return [torch.from_numpy(array) for array in self._arrays]
@@ -181,6 +185,11 @@ class HostTables(Tables):
             assert ids.flags.c_contiguous
             assert ids.dtype in (np.int32, np.int64)
             column.ids, column.id_bytes = ids.ctypes.data, ids.itemsize
+            if lookup.weights is not None:
+                assert lookup.weights.flags.c_contiguous
+                assert lookup.weights.dtype == np.float32
+                assert lookup.weights.size == ids.size
+                column.weights = lookup.weights.ctypes.data
             if offsets is not None:
                 assert offsets.dtype == np.int64
                 assert len(offsets) == rows + 1
@@ -213,7 +222,7 @@ class DeviceTables(Tables):
 
     @property
     def size_bytes(self) -> int:
-        return sum(table.nbytes for table in self._tables)
+        return sum(table.nbytes for table in {table.data_ptr(): table for table in self._tables}.values())
 
     def tensors(self) -> list[torch.Tensor]:
         return list(self._tables)
@@ -226,6 +235,8 @@ class DeviceTables(Tables):
         ids = lookup.ids.reshape(-1)
         assert not ids.size or (ids.min() >= 0 and ids.max() < len(table)), "an id lies beyond its table's rows"
         values = self.row_format.unpack(table[torch.from_numpy(ids).to(self._device, torch.int64)])
+        if lookup.weights is not None:
+            values = values * torch.from_numpy(lookup.weights).to(self._device).unsqueeze(1)
         if lookup.offsets is None:
             return values if ids.size == rows else values.view(rows, ids.size // rows, self.row_format.dim).sum(1)
         lengths = torch.from_numpy(np.diff(lookup.offsets)).to(self._device)

@@ -101,6 +101,7 @@ typedef struct {
     const int64_t *offsets; /* (rows + 1): where each row's ids start; NULL: `size` ids a row */
     int64_t size;
     int64_t id_bytes; /* 4 or 8 */
+    const float *weights; /* one for each id: what its row is multiplied by; NULL: 1 each */
 } rayrec_lookup;
 
 int64_t rayrec_parse(const uint8_t *text, int64_t length, const rayrec_layout *layout, const rayrec_raw_rows *out,

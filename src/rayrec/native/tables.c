@@ -64,8 +64,16 @@ static inline void take_row(const uint8_t *row, enum rayrec_table_kind kind, int
     }
 }
 
+/* A row of a list with weights; `values` (dim) is room for the row. */
+static void take_weighted_row(const uint8_t *row, enum rayrec_table_kind kind, int64_t dim, int first, float weight,
+                              float *restrict values, float *restrict out) {
+    take_row(row, kind, dim, 1, values);
+    if (first) for (int64_t d = 0; d < dim; d++) out[d] = weight * values[d];
+    else for (int64_t d = 0; d < dim; d++) out[d] += weight * values[d];
+}
+
 static inline int64_t pool_column(const rayrec_lookup *lookup, int64_t start, int64_t stop, int64_t rows,
-                                  enum rayrec_table_kind kind, int64_t dim, int64_t stride, float *out) {
+                                  enum rayrec_table_kind kind, int64_t dim, int64_t stride, float *values, float *out) {
     const int64_t *offsets = lookup->offsets;
     const int64_t size = lookup->size, end = offsets ? offsets[rows] : rows * size;
     const uint64_t limit = (uint64_t)lookup->num_embeddings;
@@ -84,18 +92,22 @@ static inline int64_t pool_column(const rayrec_lookup *lookup, int64_t start, in
             }
             const uint64_t id = id_at(lookup, place);
             if (id >= limit) return 0;
-            take_row(lookup->table + id * (uint64_t)lookup->row_bytes, kind, dim, place == begin, target);
+            const uint8_t *found = lookup->table + id * (uint64_t)lookup->row_bytes;
+            if (values) take_weighted_row(found, kind, dim, place == begin, lookup->weights[place], values, target);
+            else take_row(found, kind, dim, place == begin, target);
         }
     }
     return 1;
 }
 
+/* `values` (dim): room for the row of a list with weights. */
 static inline int64_t pool(const rayrec_lookup *lookups, int64_t columns, int64_t rows, int64_t dim,
-                           enum rayrec_table_kind kind, float *out) {
+                           enum rayrec_table_kind kind, float *values, float *out) {
     for (int64_t start = 0; start < rows; start += BLOCK_ROWS) { /* by blocks, so that output rows stay in cache */
         const int64_t stop = start + BLOCK_ROWS < rows ? start + BLOCK_ROWS : rows;
         for (int64_t column = 0; column < columns; column++)
-            if (!pool_column(lookups + column, start, stop, rows, kind, dim, columns * dim, out + column * dim))
+            if (!pool_column(lookups + column, start, stop, rows, kind, dim, columns * dim,
+                             lookups[column].weights ? values : NULL, out + column * dim))
                 return column;
     }
     return -1;
@@ -105,10 +117,11 @@ static inline int64_t pool(const rayrec_lookup *lookups, int64_t columns, int64_
  * have, the column's number; out is unfinished then. */
 int64_t rayrec_pool_tables(const rayrec_lookup *lookups, int64_t columns, int64_t rows, int64_t dim, int32_t kind,
                            float *out) {
+    float values[dim];
     switch (kind) { /* a call each, so that each is compiled for its kind */
-    case TABLE_FP32: return pool(lookups, columns, rows, dim, TABLE_FP32, out);
-    case TABLE_FP16: return pool(lookups, columns, rows, dim, TABLE_FP16, out);
-    case TABLE_INT8: return pool(lookups, columns, rows, dim, TABLE_INT8, out);
-    default: return pool(lookups, columns, rows, dim, TABLE_INT4, out);
+    case TABLE_FP32: return pool(lookups, columns, rows, dim, TABLE_FP32, values, out);
+    case TABLE_FP16: return pool(lookups, columns, rows, dim, TABLE_FP16, values, out);
+    case TABLE_INT8: return pool(lookups, columns, rows, dim, TABLE_INT8, values, out);
+    default: return pool(lookups, columns, rows, dim, TABLE_INT4, values, out);
     }
 }

@@ -77,6 +77,7 @@ def export_clicks(
     """
     model, precision = click_settings(checkpoint, config)
     preprocessor = load_preprocessor(checkpoint.path)
+    _check_exportable(preprocessor, checkpoint.path)
     exported = ExportedModel(
         model=model,
         precision=precision,
@@ -86,6 +87,9 @@ def export_clicks(
         features=tuple(preprocessor.inputs.sparse),
         num_dense=len(preprocessor.inputs.dense),
         num_embeddings=tuple(preprocessor.num_embeddings),
+        tables=()
+        if preprocessor.inputs.vocabularies == preprocessor.inputs.sparse
+        else preprocessor.inputs.vocabularies,
     )
     exported.row_format.check()
     if settings.triton:  # refused before there is much done
@@ -111,21 +115,31 @@ def export_clicks(
     return report
 
 
+def _check_exportable(preprocessor: Preprocessor, path: str) -> None:
+    """Raises InputError for what the programs of an export cannot score."""
+    weights = preprocessor.schema.list_weights
+    if weights:
+        raise InputError(
+            f"{path}: its lists have weights ({', '.join(weights)}), which exports do not apply; serve the checkpoint itself"
+        )
+
+
 def _write_weights(checkpoint: Checkpoint, out: str, exported: ExportedModel, preprocessor: Preprocessor) -> PlainModel:
     """Tables as they are read, one at a time, and the network's weights; returns the model that holds the latter."""
     row_format, dense = exported.row_format, {}
-    feature_of = {PREFIX + table_weight(feature): feature for feature in exported.features}
-    order = [feature_of[name] for name in sorted(feature_of)]  # as full_tensors gives them
-    rows_of = dict(zip(exported.features, exported.num_embeddings, strict=True))
+    vocabularies = preprocessor.inputs.vocabularies
+    vocabulary_of = {PREFIX + table_weight(name): name for name in vocabularies}
+    order = [vocabulary_of[name] for name in sorted(vocabulary_of)]  # as full_tensors gives them
+    rows_of = dict(zip(vocabularies, exported.num_embeddings, strict=True))
 
     def pieces() -> Iterator[memoryview]:
         for name, tensor in full_tensors(checkpoint, PREFIX):
-            if name not in feature_of:
+            if name not in vocabulary_of:
                 dense[name.removeprefix(PREFIX)] = tensor
                 continue
             values = tensor.numpy()
             for start in range(0, len(values), _CHUNK_ROWS):
-                packed = row_format.pack(values[start : start + _CHUNK_ROWS], table=feature_of[name])
+                packed = row_format.pack(values[start : start + _CHUNK_ROWS], table=vocabulary_of[name])
                 yield np.ascontiguousarray(packed).data
 
     storage.write_stream(
@@ -140,10 +154,10 @@ def _write_weights(checkpoint: Checkpoint, out: str, exported: ExportedModel, pr
 def _tables_header(order: list[str], rows_of: dict[str, int], row_format: RowFormat) -> bytes:
     dtype = torch.from_numpy(np.empty(0, row_format.dtype)).dtype
     entries, start = [], 0
-    for feature in order:
-        shape = (rows_of[feature], row_format.width)
+    for vocabulary in order:
+        shape = (rows_of[vocabulary], row_format.width)
         size_bytes = shape[0] * shape[1] * row_format.dtype.itemsize
-        entries.append((feature, dtype, shape, start, size_bytes))
+        entries.append((vocabulary, dtype, shape, start, size_bytes))
         start += size_bytes
     return header(entries)
 

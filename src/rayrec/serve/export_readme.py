@@ -37,7 +37,7 @@ def score(dense, ids):
     """Logits (rows,) of dense float32 (rows, num_dense) and, for each of the features, integers (rows,) or (rows, ids a row), or
     the ids of row after row and how many each row has, one at least."""
     pooled = []
-    for name, column in zip(model["features"], ids):
+    for name, column in zip(model.get("tables", model["features"]), ids):
         if isinstance(column, tuple):
             starts = np.cumsum(column[1]) - column[1]
             pooled.append(np.add.reduceat(unpack(tables[name][column[0]]), starts))

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 FORMAT: Final = "rayrec-export"
 VERSION: Final = 1
 TABLES: Final = "tables.safetensors"
-"""A tensor a sparse column, named as it: (num_embeddings, RowFormat.width)."""
+"""A tensor a vocabulary, named as it, which is the sparse column's name unless columns share one: (num_embeddings,
+RowFormat.width)."""
 DENSE: Final = "dense.safetensors"
 """The weights of the model's network, float32."""
 PROGRAM: Final = "dense.pt2"
@@ -56,6 +57,8 @@ class ExportedModel:
     """Sparse columns, in the order of their tables."""
     num_dense: int
     num_embeddings: tuple[int, ...]
+    tables: tuple[str, ...] = ()
+    """The table of each feature, if features share one; empty: each has its own, of its name."""
 
     @property
     def version(self) -> str:
@@ -66,7 +69,10 @@ class ExportedModel:
         return RowFormat(self.quantization, self.model.embedding_dim)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "model": self.model.to_dict()}
+        stored = {**vars(self), "model": self.model.to_dict()}
+        if not self.tables:  # was added later: manifests of other exports stay the same
+            del stored["tables"]
+        return stored
 
 
 @dataclass(frozen=True)
@@ -109,8 +115,8 @@ def read_manifest(
         raise InputError(f"{path}: export version {manifest['version']}, this rayrec reads {VERSION}; {_REMEDY}")
     try:
         told = dict(manifest["model"])
-        for name in ("features", "num_embeddings"):
-            told[name] = tuple(told[name])
+        for name in ("features", "num_embeddings", "tables"):
+            told[name] = tuple(told.get(name, ()))
         exported = ExportedModel(**{**told, "model": stored_model(told["model"], where=place, own=own)})
         if exported.quantization not in QUANTIZATIONS or exported.precision not in ("fp32", "bf16"):
             raise ValueError("unknown quantization or precision")
@@ -140,12 +146,13 @@ def open_export(path: str, *, device: Device = "cpu", own: type[ClickModelConfig
     model.network.load_state_dict({name: weight.clone() for name, weight in weights.items()}, assign=True)
     row_format = exported.row_format
     table_dtype = torch.from_numpy(np.empty(0, row_format.dtype)).dtype
+    vocabularies = exported.tables or exported.features
     tables_wanted = {
-        feature: (table_dtype, [rows, row_format.width])
-        for feature, rows in zip(exported.features, exported.num_embeddings, strict=True)
+        vocabulary: (table_dtype, [rows, row_format.width])
+        for vocabulary, rows in zip(vocabularies, exported.num_embeddings, strict=True)
     }
     tables = read_tensors(path, TABLES, files, tables_wanted)
-    scorer = make_scorer(model, [tables[name] for name in exported.features], row_format=row_format, device=device)
+    scorer = make_scorer(model, [tables[name] for name in vocabularies], row_format=row_format, device=device)
     return OpenedExport(preprocessor, exported.version, exported.precision, scorer)
 
 
@@ -153,7 +160,8 @@ def _check_preprocessor(path: str, preprocessor: Preprocessor, exported: Exporte
     inputs = preprocessor.inputs
     fits = (
         preprocessor.hash() == exported.preprocessor_hash
-        and tuple(inputs.sparse) == exported.features
+        and inputs.sparse == exported.features
+        and inputs.vocabularies == (exported.tables or exported.features)
         and len(inputs.dense) == exported.num_dense
         and tuple(preprocessor.num_embeddings) == exported.num_embeddings
     )

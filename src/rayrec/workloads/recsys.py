@@ -102,6 +102,11 @@ class ClickWorkload(Workload):
         if self.preprocessor is None and not ready.is_ready(config.train_data.path):
             _check_sparse(self.profile.inputs(self.schema))
         self.teacher.check()
+        if self.schema.labels and not self.model.SEVERAL_LABELS:
+            raise InputError(
+                f"schema.labels: {type(self.model).__name__} predicts one label, and the schema has "
+                f"{', '.join(self.schema.label_names)}; leave labels out, or choose a model of several"
+            )
 
     def check_data(self, config: TrainConfig) -> None:
         from rayrec.data.head_check import check_head

@@ -10,7 +10,8 @@ import torch
 
 from rayrec.batch import Batch, StepOutput
 from rayrec.data.preprocessor import SparseColumn
-from rayrec.metrics.ranking import ClickAccumulator
+from rayrec.metrics.labels import LabelsAccumulator
+from rayrec.schema import Label
 
 _EDGE = 16.0
 """Logits beyond it are as good as certain, and share a bin."""
@@ -24,10 +25,12 @@ _MOST_BINS = 15
 class EvaluationCounts:
     """Counts, over the last evaluation of one worker, rows and clicks by logit, and unknown and missing values by column."""
 
-    def __init__(self, columns: Mapping[str, SparseColumn], *, grouped: bool = False) -> None:
-        """`columns`: by the key of the batches; empty where an id no longer tells whether its category was known. `grouped`:
-        whether batches have the keys of groups."""
-        self._columns, self.grouped = columns, grouped
+    def __init__(
+        self, columns: Mapping[str, SparseColumn], *, more_labels: Sequence[Label] = (), grouped: bool = False
+    ) -> None:
+        """`columns`: by the key of the batches; empty where an id no longer tells whether its category was known. `more_labels`:
+        those after the main label. `grouped`: whether batches have the keys of groups."""
+        self._columns, self.more_labels, self.grouped = columns, more_labels, grouped
         self._start("")
 
     def _start(self, name: str) -> None:
@@ -59,9 +62,10 @@ class EvaluationCounts:
         return ClickMetrics(self)
 
     def add(self, output: StepOutput) -> None:
-        logits = output.logits.float().cpu().numpy().astype(np.float64)  # device sync, as the metrics' own
+        main = next(iter(output.logits))
+        logits = output.logits[main].float().cpu().numpy().astype(np.float64)  # device sync, as the metrics' own
         bins = ((np.clip(logits, -_EDGE, _EDGE - 1e-6) + _EDGE) * _BINS_PER_LOGIT).astype(np.int64)
-        for row, weights in enumerate((None, output.labels.cpu().numpy(), 1 / (1 + np.exp(-logits)))):
+        for row, weights in enumerate((None, output.labels[main].cpu().numpy(), 1 / (1 + np.exp(-logits)))):
             self._by_logit[row] += np.bincount(bins, weights=weights, minlength=_NUM_BINS)
 
     def shown(self) -> list[dict[str, Any]]:
@@ -111,7 +115,7 @@ class ClickMetrics:
     """Gathers logits and labels of an evaluation."""
 
     def __init__(self, counts: EvaluationCounts) -> None:
-        self._metrics, self._counts = ClickAccumulator(grouped=counts.grouped), counts
+        self._metrics, self._counts = LabelsAccumulator(counts.more_labels, grouped=counts.grouped), counts
 
     def update(self, output: StepOutput) -> None:
         self._metrics.update(output.logits, output.labels, output.groups)

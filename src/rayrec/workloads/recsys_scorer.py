@@ -36,11 +36,13 @@ class PlainModel(nn.Module):
         self.network, self.inputs, self.embedding_dim = network, inputs, embedding_dim
 
     def forward(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        """Logits (rows,), float32, of dense features (rows, num_dense) and pooled embeddings (rows, num_features *
-        embedding_dim), both float32, the latter in the order of the features."""
-        return self.network(dense, Embedded.in_order(self.inputs.features, self.embedding_dim, pooled))[
-            self.inputs.label
-        ]
+        """Logits (rows,), float32, of the main label, from dense features (rows, num_dense) and pooled embeddings (rows,
+        num_features * embedding_dim), both float32, the latter in the order of the features."""
+        return self.outputs(dense, pooled)[self.inputs.label]
+
+    def outputs(self, dense: torch.Tensor, pooled: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the network gives for them: logits by label, and whatever else."""
+        return self.network(dense, Embedded.in_order(self.inputs.features, self.embedding_dim, pooled))
 
 
 @final
@@ -61,8 +63,19 @@ class ClickScorer:
         """Memory of tables and the network's weights."""
         return self._tables.size_bytes + sum(parameter.nbytes for parameter in self._model.parameters())
 
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What is predicted, the main label first."""
+        return self._model.inputs.label_names
+
+    def score_labels(self, rows: EncodedRows) -> dict[str, np.ndarray]:
+        """float32 (rows,) by label: its logits, for a label that is a number the prediction itself."""
+        with torch.inference_mode():
+            outputs = self._model.outputs(torch.from_numpy(rows.dense).to(self._device), self.pool(rows))
+            return {label: outputs[label].cpu().numpy() for label in self.labels}  # device sync
+
     def score(self, rows: EncodedRows) -> np.ndarray:
-        """float32 (rows,): the logits."""
+        """float32 (rows,): the logits of the main label."""
         with torch.inference_mode():
             logits = self._model(torch.from_numpy(rows.dense).to(self._device), self.pool(rows))
             return logits.cpu().numpy()  # device sync
@@ -78,7 +91,11 @@ class ClickScorer:
 
 def _lookups(columns: Sequence[Ids]) -> list[Lookup]:
     return [
-        Lookup(np.ascontiguousarray(column.values), column.offsets())
+        Lookup(
+            np.ascontiguousarray(column.values),
+            column.offsets(),
+            None if column.weights is None else np.ascontiguousarray(column.weights),
+        )
         if isinstance(column, Bags)
         else Lookup(np.ascontiguousarray(column))
         for column in columns
@@ -98,9 +115,9 @@ def empty_model(config: ClickModelConfig, *, preprocessor: Preprocessor, precisi
     return model.eval().requires_grad_(requires_grad=False)
 
 
-def table_weight(feature: str) -> str:
-    """The name of a sparse column's table among the weights of a checkpoint, without `PREFIX`."""
-    return f"embeddings.embedding_bags.{table_name(feature)}.weight"
+def table_weight(vocabulary: str) -> str:
+    """The name of a vocabulary's table among the weights of a checkpoint, without `PREFIX`."""
+    return f"embeddings.embedding_bags.{table_name(vocabulary)}.weight"
 
 
 def load_scorer(
@@ -111,10 +128,11 @@ def load_scorer(
     Every checksum is verified. Raises InputError for damaged weights and for those of another model.
     """
     model = empty_model(config, preprocessor=preprocessor, precision=precision)
-    features, tables = preprocessor.inputs.sparse, Checkpoint(checkpoint)
+    vocabularies, tables = preprocessor.inputs.vocabularies, Checkpoint(checkpoint)
     check_weights(checkpoint, wanted_weights(model, preprocessor))
     weights = {name.removeprefix(PREFIX): tensor for name, tensor in full_tensors(tables, PREFIX)}
-    arrays = [weights.pop(table_weight(feature)) for feature in features]
+    by_vocabulary = {vocabulary: weights.pop(table_weight(vocabulary)) for vocabulary in dict.fromkeys(vocabularies)}
+    arrays = [by_vocabulary[vocabulary] for vocabulary in vocabularies]
     model.network.load_state_dict(weights, assign=True)
     return make_scorer(model, arrays, row_format=RowFormat("fp32", config.embedding_dim), device=device)
 
@@ -122,21 +140,23 @@ def load_scorer(
 def make_scorer(
     model: PlainModel, tables: Sequence[torch.Tensor], *, row_format: RowFormat, device: str
 ) -> ClickScorer:
-    """A scorer of loaded weights; `tables` (num_embeddings, row_format.width) as row_format.dtype."""
+    """A scorer of loaded weights; `tables` (num_embeddings, row_format.width) as row_format.dtype, one for each feature: the same
+    tensor for features that share one."""
     place = torch.device(device)
     on_device: Tables
     if place.type == "cpu":
         on_device = HostTables(row_format, [table.numpy() for table in tables])
     else:
-        on_device = DeviceTables(row_format, [table.to(place) for table in tables])
+        moved = {id(table): table.to(place) for table in tables}
+        on_device = DeviceTables(row_format, [moved[id(table)] for table in tables])
     return ClickScorer(model.to(place), on_device, device=place)
 
 
 def wanted_weights(model: PlainModel, preprocessor: Preprocessor) -> dict[str, list[int]]:
     """The shape of every weight of a checkpoint, by name without `PREFIX`."""
     wanted = {name: list(tensor.shape) for name, tensor in model.network.state_dict().items()}
-    for feature, rows in zip(preprocessor.inputs.sparse, preprocessor.num_embeddings, strict=True):
-        wanted[table_weight(feature)] = [rows, model.embedding_dim]
+    for vocabulary, rows in zip(preprocessor.inputs.vocabularies, preprocessor.num_embeddings, strict=True):
+        wanted[table_weight(vocabulary)] = [rows, model.embedding_dim]
     return wanted
 
 

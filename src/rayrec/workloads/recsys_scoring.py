@@ -29,7 +29,7 @@ from rayrec.data.raw_values import stretch_of, values_of
 from rayrec.data.reading import open_block
 from rayrec.data.stretches import Slice, slices_of
 from rayrec.metrics.binary import sigmoid
-from rayrec.metrics.ranking import ClickAccumulator
+from rayrec.metrics.labels import LabelsAccumulator
 from rayrec.schema import Schema
 from rayrec.workloads.recsys import check_grouped
 from rayrec.workloads.recsys_scorer import load_preprocessor
@@ -46,8 +46,8 @@ _BATCH_ROWS = 8192
 
 
 def open_scoring(workload: ClickWorkload, context: ScoringContext) -> Scoring:
-    """See `Workload.open_scoring`: columns `score` and `logit` float32 and, where the log has labels, `label`. A faulty line has
-    a place in the log but no score."""
+    """See `Workload.open_scoring`: columns `score` and `logit` float32 and, if the log has labels, `label`; for each further
+    label L also `score_L`, `logit_L` and `label_L`. A faulty line has a place in the log but no score."""
     preprocessor = load_preprocessor(context.checkpoint)
     group = workload.schema.group if context.evaluating else None
     if group is not None:
@@ -85,7 +85,7 @@ def open_scoring(workload: ClickWorkload, context: ScoringContext) -> Scoring:
     return Scoring(
         block_rows=tuple(scored.block.rows for scored in blocks),
         load=process.load,
-        make_totals=functools.partial(_ClickTotals, grouped=group is not None),
+        make_totals=functools.partial(_ClickTotals, schema, grouped=group is not None),
         described={"bad_rows": index.faults.total, "preprocessor": preprocessor.hash()},
         thread_safe=True,
         is_clicks=True,
@@ -158,18 +158,26 @@ def cache_folder(checkpoint: str) -> str:
 
 @final
 class _ClickTotals:
-    """Keeps 5 bytes a row, 18 where rows have groups."""
+    """Keeps what `LabelsAccumulator` keeps."""
 
-    def __init__(self, *, grouped: bool) -> None:
-        self._kept, self._grouped = ClickAccumulator(grouped=grouped), grouped
+    def __init__(self, schema: Schema, *, grouped: bool) -> None:
+        self._kept, self._labels, self._grouped = (
+            LabelsAccumulator(schema.labels, grouped=grouped),
+            schema.labels,
+            grouped,
+        )
 
     @property
     def rows(self) -> int:
         return self._kept.rows
 
     def update(self, table: pa.Table) -> None:
+        def of_labels(column: str) -> dict[str, np.ndarray]:
+            others = {label.name: numpy_of(table.column(f"{column}_{label.name}")) for label in self._labels}
+            return {"": numpy_of(table.column(column)), **others}
+
         groups = numpy_of(table.column(GROUP)) if self._grouped else None
-        self._kept.update(numpy_of(table.column("logit")), numpy_of(table.column("label")), groups)
+        self._kept.update(of_labels("logit"), of_labels("label"), groups)
 
     def compute(self) -> dict[str, float]:
         return self._kept.compute()
@@ -224,29 +232,34 @@ class _BlockScorer:
         schema = preprocessor.schema if told.labelled else preprocessor.schema.unlabelled()
         opened = open_block(scored.block, preprocessor, labelled=told.labelled)
         num_rows = scored.block.rows
-        logits = np.empty(num_rows, np.float32)
-        labels = np.empty(num_rows, np.float32)
+        names = self._scorer.labels
+        logits = {name: np.empty(num_rows, np.float32) for name in names}
+        labels = {name: np.empty(num_rows, np.float32) for name in names}
         groups = np.empty(num_rows, np.int64) if told.labelled and schema.group else None
         buckets = {name: np.empty(num_rows, np.int8) for name in told.frequency_columns}
         for start in range(0, num_rows, told.batch_rows):
             rows = opened.encode(start, min(start + told.batch_rows, num_rows))
-            logits[start : start + len(rows)] = self._scorer.score(rows)
+            place = slice(start, start + len(rows))
+            for name, found in self._scorer.score_labels(rows).items():
+                logits[name][place] = found
             if rows.labels is not None:
-                labels[start : start + len(rows)] = rows.labels
+                for name, values in zip(names, (rows.labels, *rows.more_labels), strict=True):
+                    labels[name][place] = values
             if groups is not None:
                 assert rows.groups is not None
-                groups[start : start + len(rows)] = rows.groups
+                groups[place] = rows.groups
             for name, found in buckets.items():
                 ids = rows.ids[preprocessor.inputs.sparse.index(name)]
                 assert isinstance(ids, np.ndarray), "lists are refused before"
-                found[start : start + len(rows)] = buckets_of(preprocessor, name, ids)
-        columns = {
-            "row": arrow_numbers(_rows(scored, schema)),
-            "score": arrow_numbers(sigmoid(logits)),
-            "logit": arrow_numbers(logits),
-        }
-        if told.labelled:
-            columns["label"] = arrow_numbers(labels)
+                found[place] = buckets_of(preprocessor, name, ids)
+        columns = {"row": arrow_numbers(_rows(scored, schema))}
+        numbers = {label.name for label in preprocessor.inputs.labels if label.kind == "number"}
+        for name in names:
+            suffix = "" if name == names[0] else f"_{name}"
+            columns[f"score{suffix}"] = arrow_numbers(logits[name] if name in numbers else sigmoid(logits[name]))
+            columns[f"logit{suffix}"] = arrow_numbers(logits[name])
+            if told.labelled:
+                columns[f"label{suffix}"] = arrow_numbers(labels[name])
         if groups is not None:
             columns[GROUP] = arrow_numbers(groups)
         if told.stretches:

@@ -162,6 +162,7 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
     preprocessor = prepared.open_preprocessor()
     counts = EvaluationCounts(
         counted_columns(inputs.sparse, preprocessor.sparse, expanded=preprocessor.multi_hot is not None),
+        more_labels=inputs.labels,
         grouped=inputs.group is not None,
     )
 

@@ -110,7 +110,7 @@ def test_yaml_declares_labels_and_features() -> None:
         ("labels: [{name: item}]", "column names repeat"),
         ("labels: [{name: like, kind: count}]", "Label.kind: 'count' does not fit"),
         ("timestamp: user", "column names repeat"),
-        ("tokens: hexadecimal\ndelimiter: \"\\t\"\nlists: []\ntimestamp: at", "timestamp needs tokens: any"),
+        ('tokens: hexadecimal\ndelimiter: "\\t"\nlists: []\ntimestamp: at', "timestamp needs tokens: any"),
     ],
 )
 def test_a_wrong_declaration_is_refused_in_one_line(text: str, message: str) -> None:

@@ -67,7 +67,9 @@ ODD_NAMES = [
 
 
 def test_any_column_name_names_a_table() -> None:
-    odd = build_embeddings([5] * len(ODD_NAMES), embedding_dim=4, seed=1, device="cpu", features=ODD_NAMES)
+    odd = build_embeddings(
+        [5] * len(ODD_NAMES), embedding_dim=4, seed=1, device="cpu", table_of={name: name for name in ODD_NAMES}
+    )
     assert len(odd.state_dict()) == len(ODD_NAMES)
     keys = [f"embedding_bags.{table_name(name)}.weight" for name in ODD_NAMES]
     assert list(odd.state_dict()) == keys

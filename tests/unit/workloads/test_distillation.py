@@ -102,7 +102,11 @@ def test_batches_have_the_same_targets_wherever_a_run_goes_on(run: Path, preproc
         for expected, got in zip(whole[start // 100 :], labels(start, piece), strict=True):
             np.testing.assert_array_equal(got, expected)
     assert (
-        len(Slicer(iter(()), num_dense=13, keys=SCHEMA.sparse, labels=("label",), targets=targets).take(0, loss_weight=1))
+        len(
+            Slicer(iter(()), num_dense=13, keys=SCHEMA.sparse, labels=("label",), targets=targets).take(
+                0, loss_weight=1
+            )
+        )
         == 0
     )
 

@@ -31,7 +31,9 @@ def evaluated(counts: EvaluationCounts, name: str, ids: np.ndarray, logits: np.n
     for place, one in enumerate(counts.counted(name, iter([batch(ids[:, :30]), batch(ids[:, 30:])]))):
         part = slice(0, 30) if place == 0 else slice(30, None)
         assert len(one) == len(labels[part])
-        metrics.update(StepOutput(torch.tensor(0.0), torch.tensor(logits[part]), torch.tensor(labels[part])))
+        metrics.update(
+            StepOutput(torch.tensor(0.0), {"label": torch.tensor(logits[part])}, {"label": torch.tensor(labels[part])})
+        )
     assert metrics.compute()["rows"] == len(labels)
 
 
@@ -66,7 +68,9 @@ def test_ids_that_wrap_around_tell_nothing() -> None:
     only = Batch({"dense": torch.zeros(4, 0)}, 1.0, features, {"label": torch.ones(4)})
     metrics = counts.make_metrics()
     for _ in counts.counted("test", iter([only])):
-        metrics.update(StepOutput(torch.tensor(0.0), torch.tensor([-40.0, 0.0, 0.0, 40.0]), torch.ones(4)))
+        metrics.update(
+            StepOutput(torch.tensor(0.0), {"label": torch.tensor([-40.0, 0.0, 0.0, 40.0])}, {"label": torch.ones(4)})
+        )
     _, categories = counts.shown()
     assert categories["columns"][0]["unknown"] is None
 

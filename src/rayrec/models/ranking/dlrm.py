@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from rayrec.config import InputError
 from rayrec.models.base import ClickModelConfig, ModelInputs
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class DLRMConfig(ClickModelConfig):
     """A click model of a bottom MLP, one embedding table per sparse feature, an interaction, and a top MLP."""
 
+    SEVERAL_LABELS: ClassVar[bool] = True
+
     interaction: Literal["dot", "cross", "projection"] = "cross"
     """How features meet: pairwise dots (DLRM), low-rank crosses (DCN V2), or a product of two projections."""
     embedding_dim: int = 128
@@ -24,7 +26,7 @@ class DLRMConfig(ClickModelConfig):
     bottom_mlp: tuple[int, ...] = (512, 256, 128)
     """Layer sizes of the MLP over the dense features; the last one equals embedding_dim."""
     top_mlp: tuple[int, ...] = (1024, 1024, 512, 256, 1)
-    """Layer sizes of the MLP over the interaction; the last one is 1, the logit."""
+    """Layer sizes of the MLP over the interaction; the last one is 1, the logit. A model of several labels has one logit each."""
     cross_layers: int = 3
     """Number of cross layers (interaction "cross")."""
     cross_low_rank: int = 512

@@ -18,15 +18,17 @@ class DLRM(nn.Module):
     def __init__(self, config: DLRMConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         """Draws start values from torch's global generator."""
         super().__init__()
-        self._label = inputs.label
+        self._labels = inputs.label_names
         self.bottom_mlp = MLP(inputs.num_dense, config.bottom_mlp, final_activation=True, precision=precision)
         self.interaction = _interaction(config, inputs, precision)
-        self.top_mlp = MLP(self.interaction.out_features, config.top_mlp, final_activation=False, precision=precision)
+        top_mlp = (*config.top_mlp[:-1], len(self._labels))
+        self.top_mlp = MLP(self.interaction.out_features, top_mlp, final_activation=False, precision=precision)
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
         """See `ClickModelConfig.build`."""
         bottom = self.bottom_mlp(dense)  # while embeddings are exchanged
-        return {self._label: self.top_mlp(self.interaction(bottom, embedded)).squeeze(1)}
+        logits = self.top_mlp(self.interaction(bottom, embedded))
+        return dict(zip(self._labels, logits.unbind(1), strict=True))
 
 
 def _interaction(config: DLRMConfig, inputs: ModelInputs, precision: Precision) -> Interaction:

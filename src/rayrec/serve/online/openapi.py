@@ -92,11 +92,14 @@ def _columns(schema: Schema) -> dict[str, Any]:
         dense["description"] = _MISSING
         token = {"type": ["string", "integer", "boolean", "null"], **_INT64, "description": f"A category. {_MISSING}"}
     ignored = {"description": "Ignored."}
-    columns: dict[str, Any] = {name: ignored for name in (schema.label, schema.weight) if name}
+    scored = schema.unlabelled().columns
+    columns: dict[str, Any] = {name: ignored for name in schema.columns if name not in scored}
     columns.update(dict.fromkeys(schema.dense, dense))
     for name in schema.sparse:
         of_list = {"type": ["array", "null"], "items": token, "description": f"Any number of categories. {_MISSING}"}
         columns[name] = of_list if name in schema.lists else token
+    weights = {"type": ["array", "null"], "items": dense, "description": "A weight for each category of a list."}
+    columns.update(dict.fromkeys(schema.list_weights, weights))
     return columns
 
 

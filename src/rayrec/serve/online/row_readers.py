@@ -46,7 +46,7 @@ class RowReader(ABC):
     def __init__(self, schema: Schema) -> None:
         self.schema = schema.unlabelled()
         self._with_label = schema
-        self._ignored = tuple(name for name in (schema.label, schema.weight) if name)
+        self._ignored = tuple(name for name in schema.columns if name not in self.schema.columns)
         self._known = {*self.schema.columns, *self._ignored}
 
     @abstractmethod
@@ -243,7 +243,9 @@ class AnyReader(RowReader):
             if name in self.schema.dense:
                 arrays[name] = pa.array(_numbers(values, name), pa.float64())
             elif name in self.schema.lists:
-                arrays[name] = pa.array(_lists(values, name), pa.large_list(pa.large_string()))
+                arrays[name] = pa.array(_lists(values, name, _token_text), pa.large_list(pa.large_string()))
+            elif name in self.schema.list_weights:
+                arrays[name] = pa.array(_lists(values, name, _number), pa.large_list(pa.float64()))
             else:
                 texts = [_token_text(value, name, number) for number, value in enumerate(values)]
                 arrays[name] = pa.array(texts, pa.large_string())
@@ -327,12 +329,17 @@ def _refuse_empty_lines(text: bytes, delimiter: str) -> None:
 
 
 def _numbers(values: list[Any], name: str) -> list[float | None]:
-    for number, value in enumerate(values):
-        if value is not None and type(value) not in (int, float, bool):
-            raise RequestError(400, f"row {number}: {name} is {_kind(value)}, not a number", row=number, field=name)
-        if value is not None and not -MAX_NUMBER <= value <= MAX_NUMBER:
-            raise RequestError(400, f"row {number}: {name} lies beyond 10^18", row=number, field=name)
-    return [None if value is None else float(value) for value in values]
+    return [_number(value, name, number) for number, value in enumerate(values)]
+
+
+def _number(value: Any, name: str, row: int) -> float | None:
+    if value is None:
+        return None
+    if type(value) not in (int, float, bool):
+        raise RequestError(400, f"row {row}: {name} is {_kind(value)}, not a number", row=row, field=name)
+    if not -MAX_NUMBER <= value <= MAX_NUMBER:
+        raise RequestError(400, f"row {row}: {name} lies beyond 10^18", row=row, field=name)
+    return float(value)
 
 
 def _token_text(value: Any, name: str, number: int) -> str | None:
@@ -351,12 +358,13 @@ def _token_text(value: Any, name: str, number: int) -> str | None:
     )
 
 
-def _lists(values: list[Any], name: str) -> list[list[str | None] | None]:
-    found: list[list[str | None] | None] = []
+def _lists(values: list[Any], name: str, item_of: Callable[[Any, str, int], Any]) -> list[list[Any] | None]:
+    """The lists, each of their items as `item_of` (item, name, row) gives it."""
+    found: list[list[Any] | None] = []
     for number, value in enumerate(values):
         if value is not None and type(value) is not list:
             raise RequestError(400, f"row {number}: {name} is {_kind(value)}, not a list", row=number, field=name)
-        found.append(None if value is None else [_token_text(item, name, number) for item in value])
+        found.append(None if value is None else [item_of(item, name, number) for item in value])
     return found
 
 
@@ -371,7 +379,7 @@ def _kind(value: Any) -> str:
 
 
 def make_reader(schema: Schema) -> RowReader:
-    """For rows of a schema, labelled or not; labels and weights are ignored."""
+    """For rows of a schema, labelled or not; labels, weights of rows and times are ignored."""
     return HexadecimalReader(schema) if schema.tokens == "hexadecimal" else AnyReader(schema)
 
 

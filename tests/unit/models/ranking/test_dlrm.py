@@ -99,9 +99,9 @@ def test_every_parameter_learns(interaction: str, precision: str) -> None:
         assert all(parameter.grad is not None for parameter in model.parameters())
         optimizer.step()
         losses.append(loss.item())
-    assert output.logits.dtype == torch.float32
-    assert not output.logits.requires_grad
-    assert output.labels is rows.labels["label"]
+    assert output.logits["label"].dtype == torch.float32
+    assert not output.logits["label"].requires_grad
+    assert output.labels is rows.labels
     assert losses[-1] < 0.5 * losses[0]
 
 
@@ -128,7 +128,7 @@ def test_a_batch_without_rows_has_zero_loss_and_a_graph(precision: str) -> None:
     loss, output = model(batch(0))
     loss.backward()
     assert loss.item() == 0
-    assert output.logits.shape == (0,)
+    assert output.logits["label"].shape == (0,)
     assert torch.count_nonzero(model.head.network.top_mlp.layers[0].weight.grad) == 0
 
 

@@ -96,7 +96,7 @@ def test_every_parameter_learns(precision: str) -> None:
         assert all(parameter.grad is not None for parameter in model.parameters())
         optimizer.step()
         losses.append(loss.item())
-    assert output.logits.dtype == torch.float32
+    assert output.logits["label"].dtype == torch.float32
     assert losses[-1] < 0.8 * losses[0]
 
 
@@ -107,7 +107,7 @@ def test_the_smallest_batches_have_a_finite_loss(rows: int) -> None:
     loss, output = model(batch(rows))
     loss.backward()
     assert torch.isfinite(loss)
-    assert output.logits.shape == (rows,)
+    assert output.logits["label"].shape == (rows,)
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.head.parameters())
     assert before
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())

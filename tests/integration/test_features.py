@@ -1,0 +1,157 @@
+"""Several labels, shared vocabularies, weighted and cut lists: the whole road, from a log to scores by HTTP."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from asgi_client import post
+from served_click_model import make_app
+
+import rayrec
+from rayrec import recipes
+from rayrec.config import InputError
+from rayrec.metrics.binary import auroc
+from rayrec.models.ranking.dlrm import DLRMConfig
+from rayrec.models.ranking.finalnet import FinalNetConfig
+from rayrec.observe.console import Console
+from rayrec.schema import Feature, Label, Schema
+from rayrec.serve.served import open_served
+
+pytestmark = pytest.mark.slow
+
+ROWS = 3000
+SCHEMA = Schema(
+    label="click",
+    labels=(Label(name="like"), Label(name="seconds", kind="number")),
+    dense=("price",),
+    sparse=("item", "user", "history", "tags"),
+    lists=("history", "tags"),
+    features=(
+        Feature(name="history", vocabulary="item", max_length=4),
+        Feature(name="tags", weights="tag_weights"),
+    ),
+    timestamp="at",
+    tokens="any",
+    delimiter=",",
+)
+
+
+def _rows(seed: int = 0) -> pa.Table:
+    """Users click on items that they have in their history; a like needs a click, and half of the likes are not known."""
+    rng = np.random.default_rng(seed)
+    item, user = rng.integers(0, 30, ROWS), rng.integers(0, 50, ROWS)
+    history = [rng.integers(0, 30, rng.integers(0, 7)) for _ in range(ROWS)]
+    tags = [rng.integers(0, 8, rng.integers(0, 3)) for _ in range(ROWS)]
+    weights = [rng.uniform(-1, 1, len(of_row)) for of_row in tags]
+    pull = np.array([float(w[t == 3].sum()) for t, w in zip(tags, weights, strict=True)])
+    logit = 2.0 * (item % 3 == 0) - 1 + 3 * pull
+    click = (rng.random(ROWS) < 1 / (1 + np.exp(-logit))).astype(np.int8)
+    like = np.where(rng.random(ROWS) < 0.5, click & (item % 2 == 0), -1)
+    return pa.table(
+        {
+            "click": click,
+            "like": pa.array([None if value < 0 else int(value) for value in like], pa.int8()),
+            "seconds": click * (1.0 + item % 5),
+            "price": rng.random(ROWS),
+            "item": item,
+            "user": pa.array([f"u{value}" for value in user]),
+            "history": pa.array([of_row.tolist() for of_row in history]),
+            "tags": pa.array([of_row.tolist() for of_row in tags]),
+            "tag_weights": pa.array([of_row.tolist() for of_row in weights]),
+            "at": pa.array(np.arange(ROWS), pa.timestamp("s")),
+        }
+    )
+
+
+def _config(path: str, folder: Path, schema: Schema = SCHEMA) -> rayrec.TrainConfig:
+    model = DLRMConfig(interaction="dot", embedding_dim=8, bottom_mlp=(16, 8), top_mlp=(16, 1))
+    workload = {
+        "model": model,
+        "schema": schema,
+        "profile": {"min_count": 1},
+        "schedule": {"decay_fraction": 0.0},
+        "sparse_optimizer": {"learning_rate": 0.1},
+        "dense_optimizer": {"learning_rate": 0.02},
+    }
+    return recipes.clicks(path).replace(
+        workload=workload, batch_size=100, storage_path=str(folder), steps=120, evaluate_every=60
+    )
+
+
+def test_the_whole_road(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("rayrec.serve.parity._SPEED_S", 0.01)
+    quiet: dict[str, Any] = {"console": Console(quiet=True)}
+    log = str(tmp_path / "log.parquet")
+    table = _rows()
+    pq.write_table(table, log)
+    config = _config(log, tmp_path).replace(checkpoint={"every": 60})
+
+    # Trained in one go, and in two on preprocessed data: the same weights.
+    whole = rayrec.train(config.replace(name="whole"), **quiet)
+    assert {"auroc", "like.auroc", "like.logloss", "seconds.mse", "seconds.mae"} <= whole.metrics.keys()
+    assert whole.metrics["auroc"] > 0.7
+    preprocessed = str(tmp_path / "preprocessed")
+    rayrec.preprocess(
+        log, out=preprocessed, format="parquet", preprocessor=f"{tmp_path}/whole/preprocessor", schema=SCHEMA, **quiet
+    )
+    again = config.replace(train_data={"path": preprocessed})
+    rayrec.train(again.replace(name="parts", steps=60), **quiet)
+    parts = rayrec.train(again.replace(name="parts"), **quiet)
+    assert parts.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    assert "table" in rayrec.plan(config.replace(workload={"preprocessor": f"{tmp_path}/whole/preprocessor"}))
+
+    # Scores of every label; the first keeps the names it has alone.
+    metrics = rayrec.evaluate(whole.checkpoint, log, **quiet)
+    rayrec.predict_to(whole.checkpoint, log, out=str(tmp_path / "scores"), **quiet)
+    predicted = pq.read_table(tmp_path / "scores").sort_by("row")
+    names = [f"{kind}{label}" for label in ("", "_like", "_seconds") for kind in ("score", "logit", "label")]
+    assert predicted.column_names == ["row", *names]
+    columns = {name: predicted[name].to_numpy() for name in names}
+    known = ~np.isnan(columns["label_like"])
+    assert known.sum() == metrics["like.rows"] == len(table) - table["like"].null_count
+    assert auroc(columns["logit_like"][known], columns["label_like"][known]) == pytest.approx(metrics["like.auroc"])
+    assert np.mean((columns["score_seconds"] - columns["label_seconds"]) ** 2) == pytest.approx(metrics["seconds.mse"])
+    np.testing.assert_array_equal(columns["score_seconds"], columns["logit_seconds"])
+
+    # By HTTP the main label's, of rows with weights; an export would not apply these.
+    served = open_served(whole.checkpoint)
+    rows = [{name: row[name] for name in SCHEMA.unlabelled().columns} for row in table.slice(0, 20).to_pylist()]
+    reply = post(make_app(served), {"rows": rows})
+    assert reply.status == 200, reply.body
+    np.testing.assert_allclose(reply.json()["scores"], columns["score"][:20], atol=1e-6)
+    rows[1]["tag_weights"] = [1.0] * (len(rows[1]["tags"]) + 1)
+    refused = post(make_app(served), {"rows": rows})
+    assert refused.status == 400
+    assert b"row 1: weights are not as many numbers as categories in column tags" in refused.body
+    with pytest.raises(InputError, match=r"lists have weights \(tag_weights\), which exports do not apply"):
+        rayrec.export(whole.checkpoint, out=str(tmp_path / "export"), parity_rows=100)
+
+
+def test_an_export_stores_a_shared_table_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("rayrec.serve.parity._SPEED_S", 0.01)
+    quiet: dict[str, Any] = {"console": Console(quiet=True)}
+    log = str(tmp_path / "log.parquet")
+    pq.write_table(_rows(1), log)
+    schema = SCHEMA.replace(labels=(), features=SCHEMA.features[:1], timestamp=None)
+    run = rayrec.train(_config(log, tmp_path, schema).replace(name="run", steps=10), **quiet)
+    out = str(tmp_path / "export")
+    told = rayrec.export(run.checkpoint, out=out, parity_rows=500)
+    assert told["parity"]["failure"] is None
+    manifest = json.loads((tmp_path / "export" / "manifest.json").read_text())
+    assert manifest["model"]["tables"] == ["item", "user", "item", "tags"]
+    served, checkpoint = open_served(out), open_served(run.checkpoint)
+    assert served.weight_bytes == checkpoint.weight_bytes
+
+
+def test_what_a_model_cannot_do_is_refused_before_training(tmp_path: Path) -> None:
+    config = _config("nowhere.parquet", tmp_path).replace(workload={"model": FinalNetConfig()})
+    with pytest.raises(InputError, match="FinalNetConfig predicts one label, and the schema has click, like, seconds"):
+        rayrec.train(config, console=Console(quiet=True))
