@@ -18,6 +18,7 @@ from rayrec.checkpoint.format import sha256_of
 from rayrec.checkpoint.safetensors_header import header
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
+from rayrec.data.preprocessor import PREPROCESSOR_FOLDER
 from rayrec.extras import require_onnx
 from rayrec.models.tables import Quantization, RowFormat
 from rayrec.serve import standalone
@@ -50,7 +51,7 @@ from rayrec.workloads.recsys_scorer import (
 from rayrec.workloads.weight_files import write_weights
 
 if TYPE_CHECKING:
-    from rayrec.data.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
+    from rayrec.data.preprocessor import Preprocessor
     from rayrec.workloads.base import TrainConfig
 
 _CHUNK_ROWS = 1 << 18
