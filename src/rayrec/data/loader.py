@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -289,7 +290,9 @@ class Slicer:
         if self._targets is not None and count:
             # Batch by batch: a model's last digits depend on the rows it takes together, and these are the same in every run.
             labels = self._targets(EncodedRows(dense, ids, labels))
-        more_labels = [joined(lambda rows, n=n: rows.more_labels[n], np.float32) for n in range(len(self._labels) - 1)]
+        more_labels = [
+            joined(functools.partial(_more_label, number=number), np.float32) for number in range(len(self._labels) - 1)
+        ]
         return Batch(
             {DENSE: torch.from_numpy(dense)},
             loss_weight,
@@ -329,6 +332,10 @@ class Slicer:
             columns.append(out)
             begin += size
         return OneArray(values, columns)
+
+
+def _more_label(rows: EncodedRows, number: int) -> np.ndarray:
+    return rows.more_labels[number]
 
 
 def _tensor(values: np.ndarray | None) -> torch.Tensor | None:

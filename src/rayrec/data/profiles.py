@@ -156,7 +156,9 @@ def make_preprocessor(profile: Profile, schema: Schema, counts: Counts) -> Prepr
         raise InputError(
             f"profile.num_embeddings: {len(profile.num_embeddings)} tables for {len(inputs.sparse)} sparse columns"
         )
-    sparse, kept, ends = [], [], {}
+    sparse: list[SparseColumn] = []
+    kept: list[np.ndarray] = []
+    ends: dict[str, list[int]] = {}
     for number, (name, owner) in enumerate(zip(inputs.sparse, inputs.vocabulary_owners, strict=True)):
         if owner != number:
             sparse.append(sparse[owner])
