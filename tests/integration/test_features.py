@@ -120,12 +120,13 @@ def test_the_whole_road(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert np.mean((columns["score_seconds"] - columns["label_seconds"]) ** 2) == pytest.approx(metrics["seconds.mse"])
     np.testing.assert_array_equal(columns["score_seconds"], columns["logit_seconds"])
 
-    # By HTTP the main label's, of rows with weights; an export would not apply these.
+    # By HTTP too, of rows with weights; an export would not apply these.
     served = open_served(whole.checkpoint)
     rows = [{name: row[name] for name in SCHEMA.unlabelled().columns} for row in table.slice(0, 20).to_pylist()]
     reply = post(make_app(served), {"rows": rows})
     assert reply.status == 200, reply.body
-    np.testing.assert_allclose(reply.json()["scores"], columns["score"][:20], atol=1e-6)
+    for name, column in (("scores", "score"), ("score_like", "score_like"), ("score_seconds", "score_seconds")):
+        np.testing.assert_allclose(reply.json()[name], columns[column][:20], atol=1e-5)
     rows[1]["tag_weights"] = [1.0] * (len(rows[1]["tags"]) + 1)
     refused = post(make_app(served), {"rows": rows})
     assert refused.status == 400

@@ -271,7 +271,7 @@ class Preprocessor:
                 )
         return slots
 
-    @property
+    @cached_property
     def _slot_places(self) -> list[int]:
         """Where the slots of each sparse column's own vocabulary start in `slots`, and their end."""
         owners = self.inputs.vocabulary_owners

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -26,6 +26,8 @@ class Answer:
 
     logits: np.ndarray
     """float32 (rows)"""
+    more_scores: Mapping[str, np.ndarray]
+    """float32 (rows), by `score_L` for each label L other than the main one: a probability, or the number that is predicted"""
     unknown: np.ndarray
     """int32 (rows, num_sparse), see UnknownTokens"""
     columns: tuple[str, ...]
@@ -38,6 +40,7 @@ class Answer:
         fields: dict[str, Any] = {
             "scores": sigmoid(self.logits),
             "logits": self.logits,
+            **self.more_scores,
             "unknown": self.unknown.sum(axis=1, dtype=np.int32),
             "model": self.model,
             "preprocessor": self.preprocessor,
@@ -58,6 +61,7 @@ class Answerer:
         self._reader = make_reader(model.preprocessor.schema)
         self._unknown = UnknownTokens(model.preprocessor)
         self._columns = model.preprocessor.inputs.sparse
+        self._more_labels = model.preprocessor.inputs.labels
         self._counters = counters
 
     def answer(self, bodies: Sequence[Body]) -> tuple[list[Answer | RequestError], Raw, np.ndarray]:
@@ -67,9 +71,13 @@ class Answerer:
         if not raw.rows:
             return [_refused(outcome) for outcome in outcomes], raw, np.empty(0, np.float32)
         encoded = self.model.preprocessor.encode(raw)
-        logits = self.model.score(encoded)
+        logits, *others = self.model.scorer.score_labels(encoded).values()
+        more_scores = {
+            f"score_{label.name}": sigmoid(found) if label.kind == "binary" else found
+            for label, found in zip(self._more_labels, others, strict=True)
+        }
         unknown = self._unknown.count(raw, encoded)
-        answers = [self._answer(outcome, logits, unknown) for outcome in outcomes]
+        answers = [self._answer(outcome, logits, more_scores, unknown) for outcome in outcomes]
         self._count(raw.rows, unknown, time.perf_counter() - start)
         return answers, raw, logits
 
@@ -85,14 +93,21 @@ class Answerer:
             self.model.score(encoded)
             self._unknown.count(raw, encoded)
 
-    def _answer(self, outcome: Outcome, logits: np.ndarray, unknown: np.ndarray) -> Answer | RequestError:
+    def _answer(
+        self, outcome: Outcome, logits: np.ndarray, more_scores: Mapping[str, np.ndarray], unknown: np.ndarray
+    ) -> Answer | RequestError:
         if isinstance(outcome, RequestError):
             return outcome
-        own = take(logits, outcome)
-        bad = np.flatnonzero(~np.isfinite(own))
-        if len(bad):
-            return RequestError(422, f"row {bad[0]} has no finite score; its numbers are too large", row=int(bad[0]))
-        return Answer(own, take(unknown, outcome), self._columns, self.model.version, self.model.preprocessor_hash)
+        own, others = take(logits, outcome), {name: take(found, outcome) for name, found in more_scores.items()}
+        for found in (own, *others.values()):
+            bad = np.flatnonzero(~np.isfinite(found))
+            if len(bad):
+                return RequestError(
+                    422, f"row {bad[0]} has no finite score; its numbers are too large", row=int(bad[0])
+                )
+        return Answer(
+            own, others, take(unknown, outcome), self._columns, self.model.version, self.model.preprocessor_hash
+        )
 
     def _count(self, rows: int, unknown: np.ndarray, seconds: float) -> None:
         self._counters.rows.labels(self.model.version).inc(rows)

@@ -59,7 +59,7 @@ def document(model: ServedModel, *, config: ServeConfig, with_token: bool) -> di
         "components": {
             "schemas": {
                 "Row": {"type": "object", "properties": columns, "additionalProperties": False},
-                **_answers(),
+                **_answers(schema),
             },
             **({"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}} if with_token else {}),
         },
@@ -151,7 +151,7 @@ def _score(schema: Schema, example: dict[str, Any], config: ServeConfig, with_to
     }
 
 
-def _answers() -> dict[str, Any]:
+def _answers(schema: Schema) -> dict[str, Any]:
     def fields(described: dict[str, Any], *, optional: tuple[str, ...] = ()) -> dict[str, Any]:
         required = [name for name in described if name not in optional]
         return {"type": "object", "required": required, "properties": described}
@@ -166,6 +166,12 @@ def _answers() -> dict[str, Any]:
             {
                 "scores": many(probability, "Probability of a click."),
                 "logits": many({"type": "number"}, "Logit of the score."),
+                **{
+                    f"score_{label.name}": many(probability, f"Probability that {label.name} is 1.")
+                    if label.kind == "binary"
+                    else many({"type": "number"}, f"Predicted {label.name}.")
+                    for label in schema.labels
+                },
                 "unknown": many({"type": "integer", "minimum": 0}, "Categories the vocabulary does not hold."),
                 "model": text,
                 "preprocessor": text,
