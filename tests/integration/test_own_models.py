@@ -75,8 +75,10 @@ def test_the_whole_road(name: str, log: str, tmp_path: Path, monkeypatch: pytest
     scores: dict[str | None, list[float]] = {}
     for quantize in (None, "int8"):
         out = str(tmp_path / f"export_{quantize}")
-        told = rayrec.export(whole.checkpoint, out=out, recipe=recipe, quantize=quantize, parity_rows=500)
+        onnx = quantize is None
+        told = rayrec.export(whole.checkpoint, out=out, recipe=recipe, quantize=quantize, parity_rows=500, triton=onnx)
         assert told["parity"]["failure"] is None
+        assert not onnx or told["triton"]
         if is_own:
             with pytest.raises(InputError, match=r"OwnConfig, which is not one of rayrec's; give the recipe"):
                 open_served(out)

@@ -110,7 +110,8 @@ def export_clicks(
     files = _seal(out, exported, {})
     report = _compare(out, exported, rows, reference, settings)
     if settings.triton:
-        report["triton"] = write_repository(out, storage.join(out, "triton"), rows=rows)
+        opened = open_export(out, own=type(model))
+        report["triton"] = write_repository(opened, storage.join(out, "triton"), rows=rows)
     storage.write_json(storage.join(out, REPORT), report)
     _seal(out, exported, files)
     return report

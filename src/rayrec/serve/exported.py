@@ -115,8 +115,9 @@ def read_manifest(
         raise InputError(f"{path}: export version {manifest['version']}, this rayrec reads {VERSION}; {_REMEDY}")
     try:
         told = dict(manifest["model"])
-        for name in ("features", "num_embeddings", "tables"):
-            told[name] = tuple(told.get(name, ()))
+        for name in ("features", "num_embeddings"):
+            told[name] = tuple(told[name])
+        told["tables"] = tuple(told.get("tables", ()))
         exported = ExportedModel(**{**told, "model": stored_model(told["model"], where=place, own=own)})
         if exported.quantization not in QUANTIZATIONS or exported.precision not in ("fp32", "bf16"):
             raise ValueError("unknown quantization or precision")

@@ -24,13 +24,15 @@ if TYPE_CHECKING:
     from rayrec.data.encoded import EncodedRows
     from rayrec.data.preprocessor import Preprocessor
 
-INPUTS: Final = ("dense", "ids")
+DENSE: Final = "dense"
+IDS: Final = "ids"
 OUTPUT: Final = "logit"
 _EXAMPLE_ROWS = 4
 
 
 class _WholeModel(nn.Module):
-    """dense float32 (rows, num_dense) and ids int64 (rows, ids of all columns side by side) -> logits (rows, 1)."""
+    """ids int64 (rows, ids of all columns side by side) and, if the model has dense columns, dense float32 (rows, num_dense) ->
+    logits (rows, 1)."""
 
     def __init__(
         self, model: nn.Module, tables: Sequence[torch.Tensor], *, row_format: RowFormat, hotness: Sequence[int]
@@ -47,12 +49,14 @@ class _WholeModel(nn.Module):
                     f"affine_{number}", table[:, width:].clone(memory_format=torch.contiguous_format).view(kind).float()
                 )
 
-    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, dense: torch.Tensor | None = None) -> torch.Tensor:
         pooled, start = [], 0
         for number, size in enumerate(self._hotness):
             column = ids[:, start : start + size]
             pooled.append(self._rows(number, column).sum(1) if size > 1 else self._rows(number, column.squeeze(1)))
             start += size
+        if dense is None:
+            dense = pooled[0][:, :0]
         return self._model(dense, torch.cat(pooled, dim=1)).unsqueeze(1)
 
     def _rows(self, number: int, ids: torch.Tensor) -> torch.Tensor:
@@ -70,7 +74,7 @@ def write_onnx(opened: OpenedExport, path: str) -> None:
     """Writes the model into local file `path`, its weights beside it in `path`.data (a graph alone ends at 2 GiB).
 
     Memory: the weights twice more. Raises InputError where the extra `onnx` is not installed, and for models that inputs of a
-    fixed width cannot feed: without dense columns, or with columns of any number of ids a row.
+    fixed width cannot feed: with columns of any number of ids a row.
     """
     require_onnx()
     import torch.onnx
@@ -78,20 +82,19 @@ def write_onnx(opened: OpenedExport, path: str) -> None:
     hotness = id_widths(opened.preprocessor)
     network, tables, row_format = opened.scorer.parts()
     model = _WholeModel(network, tables, row_format=row_format, hotness=hotness).eval()
-    inputs = opened.preprocessor.inputs
-    examples = (
-        torch.zeros(_EXAMPLE_ROWS, len(inputs.dense)),
-        torch.zeros(_EXAMPLE_ROWS, sum(hotness), dtype=torch.int64),
-    )
+    num_dense = len(opened.preprocessor.inputs.dense)
+    examples = {IDS: torch.zeros(_EXAMPLE_ROWS, sum(hotness), dtype=torch.int64)}
+    if num_dense:
+        examples[DENSE] = torch.zeros(_EXAMPLE_ROWS, num_dense)
     rows = torch.export.Dim("rows", min=1)
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with _quietly():
         program = torch.onnx.export(
             model,
-            examples,
+            tuple(examples.values()),
             dynamo=True,
-            dynamic_shapes=({0: rows}, {0: rows}),
-            input_names=list(INPUTS),
+            dynamic_shapes=tuple({0: rows} for _ in examples),
+            input_names=list(examples),
             output_names=[OUTPUT],
             verbose=False,
         )
@@ -115,8 +118,6 @@ def _quietly() -> Iterator[None]:
 
 def id_widths(preprocessor: Preprocessor) -> list[int]:
     """Ids a row has in each sparse column. Raises InputError for a model that `write_onnx` refuses."""
-    if not preprocessor.inputs.dense:
-        raise InputError("onnx: a model without dense columns has no such graph; serve the export with rayrec")
     widths = []
     for name, size in zip(preprocessor.inputs.sparse, preprocessor.hotness, strict=True):
         if size is None:
@@ -132,4 +133,5 @@ def onnx_inputs(rows: EncodedRows) -> dict[str, np.ndarray]:
     import numpy as np
 
     columns = [np.asarray(column, np.int64).reshape(len(rows), -1) for column in rows.ids]
-    return {"dense": rows.dense, "ids": np.concatenate(columns, axis=1)}
+    dense = {DENSE: rows.dense} if rows.dense.shape[1] else {}
+    return {IDS: np.concatenate(columns, axis=1), **dense}

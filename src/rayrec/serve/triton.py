@@ -14,8 +14,8 @@ import numpy as np
 from rayrec import storage
 from rayrec.checkpoint.format import sha256_of
 from rayrec.config import InputError
-from rayrec.serve.exported import open_export
-from rayrec.serve.onnx_model import INPUTS, OUTPUT, id_widths, onnx_inputs, write_onnx
+from rayrec.serve.exported import OpenedExport
+from rayrec.serve.onnx_model import DENSE, IDS, OUTPUT, id_widths, onnx_inputs, write_onnx
 from rayrec.serve.parity import ParityRows
 
 MODEL_NAME: Final = "click_model"
@@ -25,10 +25,9 @@ _LARGEST_DIFFERENCE: Final = 1e-4
 as much."""
 
 
-def write_repository(export: str, folder: str, *, rows: ParityRows) -> dict[str, Any]:
+def write_repository(opened: OpenedExport, folder: str, *, rows: ParityRows) -> dict[str, Any]:
     """Writes click_model/config.pbtxt and click_model/1/model.onnx (with model.onnx.data) into `folder`, and scores `rows` with
     ONNX Runtime. Returns what there is to report. Raises InputError where an ONNX graph cannot be made or scores otherwise."""
-    opened = open_export(export)
     widths = id_widths(opened.preprocessor)
     graph = storage.join(folder, MODEL_NAME, "1", "model.onnx")
     write_onnx(opened, graph)
@@ -59,12 +58,15 @@ def _difference(graph: str, rows: ParityRows, expected: np.ndarray) -> float:
 def config_pbtxt(version: str, *, num_dense: int, num_ids: int) -> str:
     """Triton's ModelConfig in protobuf's text format. The batch is no part of `dims`; `dynamic_batching` joins requests that
     wait while another runs."""
+    inputs = [f'{{ name: "{IDS}" data_type: TYPE_INT64 dims: [ {num_ids} ] }}']
+    if num_dense:
+        inputs.insert(0, f'{{ name: "{DENSE}" data_type: TYPE_FP32 dims: [ {num_dense} ] }}')
+    listed = ",\n  ".join(inputs)
     return f"""name: "{MODEL_NAME}"
 backend: "onnxruntime"
 max_batch_size: {MAX_BATCH_ROWS}
 input [
-  {{ name: "{INPUTS[0]}" data_type: TYPE_FP32 dims: [ {num_dense} ] }},
-  {{ name: "{INPUTS[1]}" data_type: TYPE_INT64 dims: [ {num_ids} ] }}
+  {listed}
 ]
 output [ {{ name: "{OUTPUT}" data_type: TYPE_FP32 dims: [ 1 ] }} ]
 dynamic_batching {{ }}
