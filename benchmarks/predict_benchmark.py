@@ -70,8 +70,8 @@ class WithoutModel:
 def predicted(*, path: str, checkpoint: str, with_model: bool, memory: bool = False) -> dict[str, float]:
     """`rows_per_s` once all processes have scored a first block, `whole_rows_per_s` with their start, and `peak_bytes`."""
     import rayrec
+    from rayrec.inference.scoring import Opened
     from rayrec.observe.console import Console
-    from rayrec.serve.opening import Opened
 
     tables, seen = Opened.tables, []
 
@@ -109,8 +109,8 @@ def bare(*, path: str, checkpoint: str, threads: int, seconds: float, ours: bool
     from rayrec.checkpoint import Checkpoint, full_tensors
     from rayrec.data.parsing import RawRows, max_rows_in, padded, parse_into
     from rayrec.datasets.criteo import SCHEMA
+    from rayrec.inference.model import open_served
     from rayrec.native import keep_freed_memory
-    from rayrec.serve.served import open_served
 
     torch.set_num_threads(threads)
     keep_freed_memory()

@@ -39,7 +39,7 @@ ROOM: dict[str, Any] = {"max_waiting_rows": 2 * max(SIZES) * max(CONNECTIONS)}
 def load_rows(path: str, checkpoint: str, size: int) -> tuple[Any, bytes, Any]:
     """(model, the log's first rows as text, the same encoded)."""
     from rayrec.data.parsing import parse
-    from rayrec.serve.served import open_served
+    from rayrec.inference.model import open_served
 
     model = open_served(checkpoint)
     with open(path, "rb") as file:
@@ -116,7 +116,7 @@ def host_swapping(*, path: str, checkpoint: str, export: str, ingress: Any, port
 
     import rayrec
     from rayrec.observe.console import Console
-    from rayrec.serve.online.changing import wait_for_change
+    from rayrec.serve.client import wait_for_change
 
     swaps, memory, stop = [], [], threading.Event()
     with rayrec.serving(checkpoint, port=port, ingress=ingress, console=Console(quiet=True)) as server:
@@ -143,9 +143,9 @@ def in_process(*, path: str, checkpoint: str, export: str, size: int, repeats: i
     import torch
     from peers.onnx_model import load
 
-    from rayrec.serve.online.answers import Answerer
-    from rayrec.serve.online.counters import Counters
-    from rayrec.serve.online.requests import open_body
+    from rayrec.serve.counters import Counters
+    from rayrec.serve.requests import open_body
+    from rayrec.serve.responses import Answerer
 
     torch.set_num_threads(1)
     model, text, rows = load_rows(path, checkpoint, size)

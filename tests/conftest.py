@@ -37,7 +37,7 @@ LONGEST = (
     "test_mds.py",
     "test_synthetic.py",
     "test_counting.py",
-    "test_triton.py",
+    "test_onnx.py",
     "test_preprocess.py",
     "test_supervise.py",
     "test_predict.py",

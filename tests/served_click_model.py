@@ -12,16 +12,16 @@ from rayrec import checkpoint as checkpoints
 from rayrec import recipes, storage
 from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
 from rayrec.datasets.criteo import SCHEMA as CRITEO
+from rayrec.inference.model import ServedModel
 from rayrec.models.base import ClickModelConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.tables import RowFormat
 from rayrec.schema import Schema
-from rayrec.serve.online.answers import Answerer
-from rayrec.serve.online.app import ScoringApp
-from rayrec.serve.online.counters import Counters
-from rayrec.serve.online.hosting import Hosting, Source, Wanted
-from rayrec.serve.online.settings import ServeConfig
-from rayrec.serve.served import ServedModel
+from rayrec.serve.app import ScoringApp
+from rayrec.serve.config import ServeConfig
+from rayrec.serve.counters import Counters
+from rayrec.serve.replica_models import Hosting, Source, Wanted
+from rayrec.serve.responses import Answerer
 from rayrec.workloads.recsys_scorer import PREFIX, empty_model, make_scorer, table_weight
 
 NUM_TOKENS = 5

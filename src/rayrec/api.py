@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import pandas
     import ray.data
 
+    from rayrec.inference.config import ScoringConfig
     from rayrec.launch.doctor import Report
     from rayrec.launch.supervision import SuperviseConfig
     from rayrec.launch.supervisor import Outcome
@@ -27,10 +28,8 @@ if TYPE_CHECKING:
     from rayrec.prepare.validate import Gates
     from rayrec.prepare.validate import Report as DataReport
     from rayrec.recipes import Recipe
-    from rayrec.serve.config import ScoringConfig
-    from rayrec.serve.online.following import Follow
-    from rayrec.serve.online.running import Server
-    from rayrec.serve.online.settings import ServeConfig
+    from rayrec.serve.config import Follow, ServeConfig
+    from rayrec.serve.server import Server
     from rayrec.training.trainer import Result
     from rayrec.workloads.base import TrainConfig
 
@@ -242,16 +241,16 @@ def evaluate(
     **options: Any,
 ) -> dict[str, Any]:
     """Scores every labelled row of a path exactly once -> the workload's metrics, rows, checkpoint. `options` are the fields of
-    `rayrec.serve.config.EvaluationConfig`: batch_rows, device, max_bad_fraction, and of a click model group, slice_by, slice_top,
-    confidence, resamples, seed and compare (another checkpoint), see `rayrec.serve.evaluate.evaluate`.
+    `rayrec.inference.config.EvaluationConfig`: batch_rows, device, max_bad_fraction, and for a click model group, slice_by,
+    slice_top, confidence, resamples, seed and compare (another checkpoint), see `rayrec.inference.evaluate.evaluate`.
 
     `checkpoint` is the folder of a checkpoint, or of a run (then the one its summary names, else the newest); `recipe` the
     function it was trained with, where that is the caller's own. `cluster_address`: HOST:PORT or auto: a running Ray cluster;
     local: a local Ray; none: threads of this process; None: the Ray that this process is connected to or that RAY_ADDRESS names,
     else threads of this process. Raises InputError for an unusable checkpoint or path.
     """
-    from rayrec.serve.config import EvaluationConfig
-    from rayrec.serve.evaluate import evaluate as run
+    from rayrec.inference.config import EvaluationConfig
+    from rayrec.inference.evaluate import evaluate as run
 
     asked = EvaluationConfig().updated(options)
 
@@ -278,11 +277,11 @@ def predict(
     **options: Any,
 ) -> ray.data.Dataset:
     """Predictions for the rows of a path, in their order: a Dataset of `row` and what the workload predicts, such as `score`,
-    `logit` and, where there is one, `label`. `options` are the fields of `rayrec.serve.config.ScoringConfig`; all else is as in
-    `evaluate`."""
-    from rayrec.serve import predict as serving
+    `logit` and, if the input has labels, `label`. `options` are the fields of `rayrec.inference.config.ScoringConfig`; the other
+    arguments are those of `evaluate`."""
+    from rayrec.inference import predict as prediction
 
-    return serving.predict(checkpoint, path, **_scoring(checkpoint, recipe, cluster_address, options, console))
+    return prediction.predict(checkpoint, path, **_scoring(checkpoint, recipe, cluster_address, options, console))
 
 
 def predict_to(
@@ -297,21 +296,23 @@ def predict_to(
 ) -> dict[str, Any]:
     """Writes what `predict` gives as Parquet files into folder `out`, which appears complete or not at all; an interrupted call
     made again goes on where it stopped."""
-    from rayrec.serve import predict as serving
+    from rayrec.inference import predict as prediction
 
-    return serving.predict_to(checkpoint, path, out, **_scoring(checkpoint, recipe, cluster_address, options, console))
+    return prediction.predict_to(
+        checkpoint, path, out, **_scoring(checkpoint, recipe, cluster_address, options, console)
+    )
 
 
 def export(checkpoint: str, *, out: str, recipe: Recipe | None = None, **options: Any) -> dict[str, Any]:
     """Writes a trained model into folder `out` as other tools read it; the folder appears complete or not at all. Checkpoint
     and recipe are as in `evaluate`.
 
-    `options`, of a click model, are the fields of `rayrec.serve.export_config.ExportConfig`: quantize, parity_path, and so on.
+    `options`, of a click model, are the fields of `rayrec.inference.config.ExportConfig`: quantize, parity_path, and so on.
     Raises InputError for an unusable checkpoint, a model that cannot be exported, a click model's export that does not score
     as its checkpoint does, and where `out` exists.
     """
-    from rayrec.serve.export import export as run
-    from rayrec.serve.export_config import ExportConfig
+    from rayrec.inference.config import ExportConfig
+    from rayrec.inference.export import export as run
 
     return run(checkpoint, out, config=_config_of(checkpoint, recipe), settings=ExportConfig().updated(options))
 
@@ -330,14 +331,14 @@ def serve(
     started: Callable[[dict[str, Any]], None] | None = None,
     console: Console | None = None,
 ) -> None:
-    """Scores rows over HTTP until Ctrl-C or SIGTERM; see `rayrec.serve.online.running.serve_forever`. With `swap`, `rollback`,
+    """Scores rows over HTTP until Ctrl-C or SIGTERM; see `rayrec.serve.server.serve_forever`. With `swap`, `rollback`,
     `no_shadow`, or `shadow` and no model, tells the server that runs on the Ray cluster at `cluster_address` to change, with
     `stop` to end; nothing else is given then.
 
     `started` gets what is served, once it is. Raises InputError for an unusable model or address, and where no server runs.
     """
-    from rayrec.serve.online import changing, running
-    from rayrec.serve.online.settings import ServeConfig
+    from rayrec.serve import client, server
+    from rayrec.serve.config import ServeConfig
 
     address, tell = cluster_address, started or (lambda told: None)
     config = config or ServeConfig()
@@ -352,19 +353,19 @@ def serve(
             raise InputError(f"{(asked or ['shadow'])[0]}: tells a running server, and takes no {', '.join(unused)}")
     if model is None:
         if rollback:
-            tell(changing.roll_back(address=address))
+            tell(client.roll_back(address=address))
         elif stop:
-            tell(changing.stop(address=address))
+            tell(client.stop(address=address))
         elif no_shadow or shadow:
-            tell(changing.set_shadow(None if no_shadow else shadow, address=address))
+            tell(client.set_shadow(None if no_shadow else shadow, address=address))
         else:
             raise InputError("which model? give the folder of a checkpoint, a run or an export")
     elif rollback or no_shadow or stop:
         raise InputError(f"{model}: rollback, no_shadow and stop take no model")
     elif swap:
-        tell(changing.swap(model, address=address))
+        tell(client.swap(model, address=address))
     else:
-        running.serve_forever(
+        server.serve_forever(
             model,
             config=config,
             address=address,
@@ -384,9 +385,9 @@ def serving(
     **options: Any,
 ) -> AbstractContextManager[Server]:
     """A server while the context lasts: `with rayrec.serving("runs/demo", port=8123) as server: ...`, whose `url` takes
-    requests. `options` are the fields of `rayrec.serve.online.settings.ServeConfig`. Raises InputError as `serve` does."""
-    from rayrec.serve.online.running import serving as run
-    from rayrec.serve.online.settings import ServeConfig
+    requests. `options` are the fields of `rayrec.serve.config.ServeConfig`. Raises InputError as `serve` does."""
+    from rayrec.serve.config import ServeConfig
+    from rayrec.serve.server import serving as run
 
     config = ServeConfig().updated(options)
     return run(model, config=config, address=cluster_address, shadow=shadow, console=_console(console))
@@ -457,8 +458,8 @@ def _scoring(
     options: dict[str, Any],
     console: Console | None,
 ) -> dict[str, Any]:
-    """What `rayrec.serve.predict` is told: the checkpoint's configuration, but for what the caller decides."""
-    from rayrec.serve.config import ScoringConfig
+    """What `rayrec.inference.predict` is told: the checkpoint's configuration, but for what the caller decides."""
+    from rayrec.inference.config import ScoringConfig
 
     asked = ScoringConfig().updated(options)
     return {

@@ -16,12 +16,12 @@ from served_click_model import make_app
 import rayrec
 from rayrec import recipes
 from rayrec.config import InputError
+from rayrec.inference.model import open_served
 from rayrec.metrics.binary import auroc
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.ranking.finalnet import FinalNetConfig
 from rayrec.observe.console import Console
 from rayrec.schema import Feature, Label, Schema
-from rayrec.serve.served import open_served
 
 pytestmark = pytest.mark.slow
 
@@ -86,7 +86,7 @@ def _config(path: str, folder: Path, schema: Schema = SCHEMA) -> rayrec.TrainCon
 
 def test_the_whole_road(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("rayrec.serve.parity._SPEED_S", 0.01)
+    monkeypatch.setattr("rayrec.inference.parity._SPEED_S", 0.01)
     quiet: dict[str, Any] = {"console": Console(quiet=True)}
     log = str(tmp_path / "log.parquet")
     table = _rows()
@@ -137,7 +137,7 @@ def test_the_whole_road(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_an_export_stores_a_shared_table_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("rayrec.serve.parity._SPEED_S", 0.01)
+    monkeypatch.setattr("rayrec.inference.parity._SPEED_S", 0.01)
     quiet: dict[str, Any] = {"console": Console(quiet=True)}
     log = str(tmp_path / "log.parquet")
     pq.write_table(_rows(1), log)

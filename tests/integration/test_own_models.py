@@ -15,12 +15,12 @@ from served_click_model import make_app
 import rayrec
 from rayrec import recipes
 from rayrec.config import InputError
+from rayrec.inference.model import ServedModel, open_served
 from rayrec.metrics.binary import auroc, sigmoid
 from rayrec.models.ranking.finalnet import FinalNetConfig
 from rayrec.observe.console import Console
-from rayrec.serve.online.deployment import own_network
-from rayrec.serve.online.settings import ServeConfig
-from rayrec.serve.served import ServedModel, open_served
+from rayrec.serve.config import ServeConfig
+from rayrec.serve.deployment import own_network
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +44,7 @@ def _finalnet(path: str) -> rayrec.TrainConfig:
 @pytest.mark.parametrize("name", ["own_model", "criteo_finalnet"])
 def test_the_whole_road(name: str, log: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("rayrec.serve.parity._SPEED_S", 0.01)
+    monkeypatch.setattr("rayrec.inference.parity._SPEED_S", 0.01)
     is_own = name == "own_model"
     recipe = own_click_model.own_model if is_own else None
     quiet: dict[str, Any] = {"console": Console(quiet=True)}

@@ -18,14 +18,14 @@ import pytest
 
 from rayrec import recipes
 from rayrec.config import InputError
+from rayrec.inference import predict as prediction
+from rayrec.inference import resumable_output
+from rayrec.inference.config import EvaluationConfig
+from rayrec.inference.evaluate import evaluate
+from rayrec.inference.evaluation_text import readable
+from rayrec.inference.scoring import Opened
 from rayrec.metrics.binary import binary_metrics
 from rayrec.observe.console import Console
-from rayrec.serve import parts as parquet_parts
-from rayrec.serve import predict as serving
-from rayrec.serve.config import EvaluationConfig
-from rayrec.serve.evaluate import evaluate
-from rayrec.serve.opening import Opened
-from rayrec.serve.readable import readable
 from rayrec.significance import METRICS
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _columns(checkpoint: str, path: Path, config: TrainConfig) -> dict[str, np.n
     """The predictions made in this process."""
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/out"
-        serving.predict_to(checkpoint, str(path), out, config=config, batch_rows=1000, console=QUIET)
+        prediction.predict_to(checkpoint, str(path), out, config=config, batch_rows=1000, console=QUIET)
         table = pq.read_table(out)
     return {name: table.column(name).to_numpy() for name in table.column_names}
 
@@ -82,7 +82,7 @@ def whole(local_ray: None, result: Result, click_log: Path, config: TrainConfig)
     """The predictions of the whole log, as a Dataset that Ray makes."""
     on_ray = config.replace(cluster={"address": "local"})
     log = str(click_log / "train.txt")
-    dataset = serving.predict(result.checkpoint, log, config=on_ray, batch_rows=1000, console=QUIET)
+    dataset = prediction.predict(result.checkpoint, log, config=on_ray, batch_rows=1000, console=QUIET)
     batches = list(dataset.iter_batches(batch_size=None))
     return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
 
@@ -162,13 +162,13 @@ def scores(
 
 
 def _small_parts(patch: pytest.MonkeyPatch) -> None:
-    for module in (parquet_parts, serving):
+    for module in (resumable_output, prediction):
         patch.setattr(module, "PART_ROWS", 7000)
 
 
 def _predict_to(checkpoint: str, config: TrainConfig, out: Path, *, batch_rows: int = 1000) -> dict[str, Any]:
     assert config.train_data.path is not None
-    return serving.predict_to(
+    return prediction.predict_to(
         checkpoint, config.train_data.path, str(out), config=config, batch_rows=batch_rows, console=QUIET
     )
 
@@ -300,7 +300,7 @@ def test_refusals(result: Result, config: TrainConfig, lines: list[bytes], tmp_p
     mixed = tmp_path / "mixed.txt"
     mixed.write_bytes(_unlabelled(lines[:2]) + lines[2])
     with pytest.raises(InputError, match=r"too many columns"):
-        serving.predict_to(result.checkpoint, str(mixed), str(tmp_path / "out"), config=config, console=QUIET)
+        prediction.predict_to(result.checkpoint, str(mixed), str(tmp_path / "out"), config=config, console=QUIET)
 
     damaged = Path(shutil.copytree(result.checkpoint, tmp_path / "step_00000005"))
     weights = max(damaged.glob("data_*.safetensors"), key=lambda path: path.stat().st_size)
@@ -309,6 +309,6 @@ def test_refusals(result: Result, config: TrainConfig, lines: list[bytes], tmp_p
     weights.write_bytes(content)
     out = tmp_path / "scores"
     with pytest.raises(InputError, match="damaged, the checksum"):
-        serving.predict_to(str(damaged), str(labelled), str(out), config=config, console=QUIET)
+        prediction.predict_to(str(damaged), str(labelled), str(out), config=config, console=QUIET)
     assert not out.exists()
     assert not list(tmp_path.glob("scores*"))

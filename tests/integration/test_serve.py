@@ -21,7 +21,7 @@ from processes import Session, environment_for
 from prometheus_client.parser import text_string_to_metric_families
 from served_click_model import logits_of, make_model, row_text, save_checkpoint
 
-from rayrec.serve.online.board import GONE_S
+from rayrec.serve.coordinator import GONE_S
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended]
 

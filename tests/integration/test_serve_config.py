@@ -28,10 +28,10 @@ import rayrec
 from rayrec.config import InputError
 from rayrec.metrics.binary import sigmoid
 from rayrec.observe.console import Console
-from rayrec.serve.online.board import Board
-from rayrec.serve.online.deployment import APPLICATION, BOARD, NAMESPACE
-from rayrec.serve.online.ingress import find_instance, settle
-from rayrec.serve.online.settings import ServeConfig
+from rayrec.serve.config import ServeConfig
+from rayrec.serve.coordinator import Board
+from rayrec.serve.deployment import APPLICATION, BOARD, NAMESPACE
+from rayrec.serve.ingress import find_instance, settle
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended, pytest.mark.usefixtures("local_ray")]
 
@@ -143,7 +143,7 @@ def _replicas() -> set[str]:
 
 
 def _version(place: str) -> str:
-    from rayrec.serve.served import open_served
+    from rayrec.inference.model import open_served
 
     return open_served(place).version
 

@@ -23,10 +23,10 @@ from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.profiles import RAYREC, make_preprocessor
 from rayrec.data.reading import encode_block
 from rayrec.datasets.criteo import SCHEMA
+from rayrec.inference.config import ExportConfig
+from rayrec.inference.export import export
+from rayrec.inference.model import open_served
 from rayrec.models.ranking.dlrm import DLRMConfig
-from rayrec.serve.export import export
-from rayrec.serve.export_config import ExportConfig
-from rayrec.serve.served import open_served
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys_scoring import ScoredBlock, _BlockScorer, _Process
 

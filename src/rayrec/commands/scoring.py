@@ -6,12 +6,10 @@ import tyro
 
 from rayrec import api, recipes
 from rayrec.commands.arguments import Address, Checkpoint, OwnRecipe, Path_, flags, print_json, results_alone
+from rayrec.inference.config import EvaluationConfig, ExportConfig, ScoringConfig
+from rayrec.inference.evaluation_text import readable
 from rayrec.observe.console import Console
-from rayrec.serve.config import EvaluationConfig, ScoringConfig
-from rayrec.serve.export_config import ExportConfig
-from rayrec.serve.online.following import Follow
-from rayrec.serve.online.settings import ServeConfig
-from rayrec.serve.readable import readable
+from rayrec.serve.config import Follow, ServeConfig
 
 DEFAULT_SCORING, DEFAULT_EVALUATION, DEFAULT_EXPORT = ScoringConfig(), EvaluationConfig(), ExportConfig()
 Scoring = Annotated[ScoringConfig, tyro.conf.arg(name="")]

@@ -1,4 +1,4 @@
-"""From a checkpoint to predictions."""
+"""Serves a trained click model over HTTP."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def build(args: dict[str, Any]) -> Application:
     `serve run rayrec.serve:build model=PATH`.
 
     `args`: `model` (a checkpoint, a run or an export), perhaps `shadow` and `autoscaling` (Ray Serve's autoscaling_config), and
-    fields of `rayrec.serve.online.settings.ServeConfig`. Raises InputError for anything else.
+    fields of `rayrec.serve.config.ServeConfig`. Raises InputError for anything else.
     """
-    from rayrec.serve.online.application import build_application
+    from rayrec.serve.deployment import build_application
 
     return build_application(args)

@@ -1,61 +1,97 @@
-"""How rows are scored, whatever they are and wherever that is done, and what an evaluation tells beside its metrics."""
+"""How a model is served over HTTP: address, limits, replicas."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 from dataclasses import dataclass
+from typing import Literal
 
+from rayrec import storage
 from rayrec.config import Config, InputError
-from rayrec.significance import Resampling
+from rayrec.user_code import is_in_file
 from rayrec.workloads.scoring import Device
 
+Follow = Literal["no", "newest", "best"]
+"""Checkpoint of a run in progress that a server changes to."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class ScoringConfig(Config):
-    """How rows are scored."""
+class ServeConfig(Config):
+    """How a model is served over HTTP."""
 
-    batch_rows: int | None = None
-    """Rows the model takes at once; None: a click model 8192, others as many as in evaluations while training."""
+    host: str = "127.0.0.1"
+    """Address to listen at; 0.0.0.0 lets in other machines (then set a token)."""
+    port: int = 8000
+    """Port to listen at."""
+    ingress: Literal["auto", "serve", "direct"] = "auto"
+    """How requests come to the replicas. serve: by Ray Serve's proxies; direct: each listens itself, which is many times as fast;
+    auto: direct on a local Ray of its own, serve on a cluster."""
+    replicas: int = 1
+    """Processes that each hold the model."""
+    cpus_per_replica: float = 1.0
+    """Cores of each, and threads its model computes with."""
     device: Device = "cpu"
-    """cuda: each scoring process gets one GPU."""
-    max_bad_fraction: float | None = None
-    """Share of faulty lines above which a log is refused; None: as in training."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationConfig(ScoringConfig):
-    """How rows are scored, and what is told of a click model beside its metrics over all rows."""
-
-    group: str | None = None
-    """Column such as the user: also tell how well rows are ordered within its values (gauc); None: the schema's, if any."""
-    slice_by: tuple[str, ...] = ()
-    """Tell metrics also by slices: day, COLUMN (its values), frequency:COLUMN (how often its value was trained on); may be given
-    several times."""
-    slice_top: int = 10
-    """Of a column's values, those with the most rows that are told one by one; the others are told together."""
-    confidence: float | None = None
-    """Tell intervals that hold the true metric with this probability, such as 0.95; None: none."""
-    resamples: int = 1000
-    """Times the rows are drawn anew for intervals and comparisons."""
-    seed: int = 0
-    """Of these draws."""
-    compare: str | None = None
-    """Another checkpoint of a click model, scored on the same rows: whether the two differ."""
+    """cuda: each replica gets one GPU."""
+    max_batch_rows: int = 8192
+    """Rows of several requests that the model takes at once."""
+    max_batch_bytes: int = 16 << 20
+    """Bytes of several requests that are read together; a single request may have more."""
+    max_rows: int = 8192
+    """Rows of one request; more: 413."""
+    max_body_bytes: int = 16 << 20
+    """Bytes of one request; more: 413."""
+    max_waiting_rows: int = 65536
+    """Rows that may wait in a replica; beyond: 503."""
+    max_waiting_requests: int = 512
+    """Requests that may wait in a replica; beyond: 503."""
+    max_held_bytes: int = 1 << 30
+    """Bytes of memory that all requests may take in a replica until they are answered (8 to 80 times their length: lists of
+    categories grow most); beyond: 503, of a single request 413."""
+    time_limit_s: float = 10.0
+    """From a request's first byte to its answer; beyond: 408 while it is still being sent, else 504."""
+    token_file: str | None = None
+    """File with the bearer token that requests must bear."""
+    token_env: str | None = None
+    """Name of the environment variable that holds it."""
+    recipe: str | None = None
+    """FILE.py:FUNCTION, the recipe that the model was trained by, if its network is one of your own."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.slice_top < 1:
-            raise InputError(f"slice_top: {self.slice_top} must be at least 1")
-        if len(set(self.slice_by)) < len(self.slice_by):
-            raise InputError(f"slice_by: {', '.join(self.slice_by)} names one twice")
-        _ = self.resampling
+        counts = (
+            "replicas",
+            "max_batch_rows",
+            "max_batch_bytes",
+            "max_rows",
+            "max_body_bytes",
+            "max_waiting_rows",
+            "max_waiting_requests",
+            "max_held_bytes",
+        )
+        for name in counts:
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}: {getattr(self, name)} must be at least 1")
+        for name in ("time_limit_s", "cpus_per_replica"):
+            if getattr(self, name) <= 0:
+                raise InputError(f"{name}: {getattr(self, name)} must be above 0")
+        if not 0 < self.port < 65536:
+            raise InputError(f"port: {self.port} must be from 1 to 65535")
+        if self.recipe is not None and not is_in_file(self.recipe):
+            raise InputError(f"recipe: {self.recipe!r} is not FILE.py:FUNCTION; for rayrec's own models leave it out")
+        if self.token_file and self.token_env:
+            raise InputError("token_file and token_env are both given; one holds the token")
 
-    @property
-    def resampling(self) -> Resampling:
-        """With the default confidence where two checkpoints are compared and none is given."""
-        confidence = Resampling.confidence if self.confidence is None else self.confidence
-        return Resampling(confidence=confidence, resamples=self.resamples, seed=self.seed)
-
-    @property
-    def asks_for_more(self) -> bool:
-        """Whether more than metrics over all rows is asked for."""
-        return bool(self.slice_by) or self.confidence is not None or self.compare is not None
+    def token_digest(self) -> bytes | None:
+        """SHA-256 of the bearer token; the token itself goes nowhere. Raises InputError where it is named, but not there."""
+        if self.token_file:
+            token = storage.read_bytes(self.token_file).strip()
+            where = self.token_file
+        elif self.token_env:
+            token = os.environ.get(self.token_env, "").encode().strip()
+            where = f"environment variable {self.token_env}"
+        else:
+            return None
+        if not token:
+            raise InputError(f"{where}: holds no token; put one there, such as `openssl rand -hex 32` gives")
+        return hashlib.sha256(token).digest()

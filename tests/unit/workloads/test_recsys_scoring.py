@@ -19,11 +19,11 @@ from rayrec.config import InputError
 from rayrec.data.loader import sparse_features
 from rayrec.data.parsing import parse
 from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
+from rayrec.inference.model import open_served
+from rayrec.inference.pool import weight_bytes
+from rayrec.inference.scoring import Request
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.observe.console import Console
-from rayrec.serve.opening import Request
-from rayrec.serve.pool import weight_bytes
-from rayrec.serve.served import open_served
 from rayrec.workloads.base import TrainConfig
 
 QUIET = Console(quiet=True)

@@ -1,0 +1,1 @@
+"""Scores, metrics and exports of checkpoints."""

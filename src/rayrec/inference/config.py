@@ -1,0 +1,105 @@
+"""Configuration of scoring, evaluation and exports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+from rayrec.config import Config, InputError
+from rayrec.significance import Resampling
+from rayrec.workloads.scoring import Device
+
+if TYPE_CHECKING:
+    from rayrec.models.tables import Quantization
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoringConfig(Config):
+    """How rows are scored."""
+
+    batch_rows: int | None = None
+    """Rows the model takes at once; None: a click model 8192, others as many as in evaluations while training."""
+    device: Device = "cpu"
+    """cuda: each scoring process gets one GPU."""
+    max_bad_fraction: float | None = None
+    """Share of faulty lines above which a log is refused; None: as in training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig(ScoringConfig):
+    """How rows are scored, and what is told of a click model beside its metrics over all rows."""
+
+    group: str | None = None
+    """Column such as the user: also tell how well rows are ordered within its values (gauc); None: the schema's, if any."""
+    slice_by: tuple[str, ...] = ()
+    """Tell metrics also by slices: day, COLUMN (its values), frequency:COLUMN (how often its value was trained on); may be given
+    several times."""
+    slice_top: int = 10
+    """Of a column's values, those with the most rows that are told one by one; the others are told together."""
+    confidence: float | None = None
+    """Tell intervals that hold the true metric with this probability, such as 0.95; None: none."""
+    resamples: int = 1000
+    """Times the rows are drawn anew for intervals and comparisons."""
+    seed: int = 0
+    """Of these draws."""
+    compare: str | None = None
+    """Another checkpoint of a click model, scored on the same rows: whether the two differ."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.slice_top < 1:
+            raise InputError(f"slice_top: {self.slice_top} must be at least 1")
+        if len(set(self.slice_by)) < len(self.slice_by):
+            raise InputError(f"slice_by: {', '.join(self.slice_by)} names one twice")
+        _ = self.resampling
+
+    @property
+    def resampling(self) -> Resampling:
+        """With the default confidence where two checkpoints are compared and none is given."""
+        confidence = Resampling.confidence if self.confidence is None else self.confidence
+        return Resampling(confidence=confidence, resamples=self.resamples, seed=self.seed)
+
+    @property
+    def asks_for_more(self) -> bool:
+        """Whether more than metrics over all rows is asked for."""
+        return bool(self.slice_by) or self.confidence is not None or self.compare is not None
+
+
+LARGEST_LOGIT_DIFFERENCE: Final = 1e-5
+"""Of an fp32 export from its checkpoint, on any row."""
+LARGEST_AUROC_LOSS: Final[dict[Quantization, float]] = {"fp32": 1e-4, "fp16": 1e-4, "int8": 1e-4, "int4": 2e-3}
+"""By how tables are stored: how far AUROC may be from the checkpoint's on the same rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig(Config):
+    """How a click model is exported. For other models everything must be as it is here."""
+
+    quantize: Literal["int8", "int4", "fp16"] | None = None
+    """How the embedding tables are stored; None: as they are, fp32."""
+    parity_path: str | None = None
+    """Labelled log whose rows the export is compared with the checkpoint on; None: what the run evaluated on."""
+    parity_rows: int = 50_000
+    """Rows compared, spread over the log."""
+    max_auroc_loss: float | None = None
+    """How far the AUROC may be from the checkpoint's; None: 0.0001, with int4 0.002."""
+    ignore_parity: bool = False
+    """Export also where the comparison fails, and where the run's log cannot be read (rows drawn at random are compared then);
+    report.json says what failed."""
+    triton: bool = False
+    """Write a model repository for Triton as well, in folder triton."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.parity_rows < 2:
+            raise InputError(f"parity_rows: {self.parity_rows} must be at least 2")
+        if self.max_auroc_loss is not None and not 0 <= self.max_auroc_loss <= 1:
+            raise InputError(f"max_auroc_loss: {self.max_auroc_loss} must lie between 0 and 1")
+
+    @property
+    def quantization(self) -> Quantization:
+        return self.quantize or "fp32"
+
+    @property
+    def auroc_limit(self) -> float:
+        return LARGEST_AUROC_LOSS[self.quantization] if self.max_auroc_loss is None else self.max_auroc_loss

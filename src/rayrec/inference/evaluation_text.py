@@ -1,0 +1,93 @@
+"""The result of an evaluation as a table for people; programs read the JSON that it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+_TEXT = ("checkpoint", "preprocessor")
+_COLUMNS = ("rows", "label_rate", "auroc", "logloss", "normalized_entropy", "calibration")
+"""Of slices."""
+
+
+def readable(found: dict[str, Any]) -> str:
+    """The result of `evaluate` as lines of text: a metric each, with what is told of it, then a table for each way to slice."""
+    return "\n".join(line for block in _blocks(found) for line in block)
+
+
+def _blocks(found: dict[str, Any]) -> Iterator[list[str]]:
+    compared, intervals = found.get("compared"), found.get("intervals", {})
+    rows = [["", "value", *(["interval"] if intervals else []), *(_COMPARED if compared else [])]]
+    for name, value in found.items():
+        if isinstance(value, dict | list | str):
+            continue
+        row = [name, _number(value)]
+        if intervals:
+            row.append(_interval(intervals.get(name)))
+        if compared:
+            row += _difference(compared, name)
+        rows.append(row)
+    yield _table(rows if len(rows[0]) > 2 else rows[1:])
+    resampling = found.get("resampling")
+    if resampling:
+        yield [f"intervals of {resampling['confidence']:.0%}, {resampling['resamples']:,} resamples"]
+    yield [f"{name}: {found[name]}" for name in _TEXT if name in found]
+    if compared:
+        yield [f"other checkpoint: {compared['checkpoint']}"]
+    for by, slices in found.get("slices", {}).items():
+        yield ["", f"by {by}:", *_slices(slices)]
+
+
+_COMPARED = ("other", "difference", "its interval", "p")
+
+
+def _slices(slices: Sequence[dict[str, Any]]) -> list[str]:
+    with_intervals, compared = "intervals" in slices[0], "compared" in slices[0]
+    header = ["", *_COLUMNS]
+    if with_intervals:
+        header.insert(header.index("auroc") + 1, "its interval")
+    rows = [header + (["auroc less the other's", "p"] if compared else [])]
+    for found in slices:
+        row = [found["value"], *(_number(found[name]) for name in _COLUMNS)]
+        if with_intervals:
+            row.insert(header.index("its interval"), _interval(found["intervals"]["auroc"]))
+        if compared:
+            difference = found["compared"]["differences"]["auroc"]
+            row += [_number(difference["difference"], signed=True), _number(difference["p_value"])]
+        rows.append(row)
+    return _table(rows)
+
+
+def _difference(compared: dict[str, Any], name: str) -> list[str]:
+    found = compared["differences"].get(name)
+    other = _number(compared.get(name)) if name in compared else ""
+    if found is None:
+        return [other, "", "", ""]
+    ends = _interval([found["low"], found["high"]], signed=True)
+    return [other, _number(found["difference"], signed=True), ends, _number(found["p_value"])]
+
+
+def _interval(ends: Sequence[float | None] | None, *, signed: bool = False) -> str:
+    if ends is None or None in ends:
+        return ""
+    return " to ".join(_number(end, signed=signed) for end in ends)
+
+
+def _number(value: float | None, *, signed: bool = False) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:+.5f}" if signed else f"{value:.5f}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Aligned: names to the left, all else to the right."""
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if not place else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,274 @@
+"""Exports a trained model as a folder that other tools read; a click model's export needs neither TorchRec nor Ray to score."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rayrec import storage
+from rayrec.checkpoint import MANIFEST, Checkpoint, full_tensors, open_checkpoint
+from rayrec.checkpoint.folders import refuse_pickles
+from rayrec.checkpoint.format import sha256_of
+from rayrec.checkpoint.safetensors_header import header
+from rayrec.config import InputError
+from rayrec.data.encoded import EncodedRows
+from rayrec.data.preprocessor import PREPROCESSOR_FOLDER
+from rayrec.extras import require_onnx
+from rayrec.inference import encoder_source
+from rayrec.inference.config import ExportConfig
+from rayrec.inference.export_format import (
+    DENSE,
+    ENCODER,
+    PROGRAM,
+    README,
+    REPORT,
+    TABLES,
+    ExportedModel,
+    OpenedExport,
+    manifest_of,
+    open_export,
+)
+from rayrec.inference.export_readme import readme
+from rayrec.inference.model import open_served, version_of
+from rayrec.inference.onnx import id_widths, write_repository
+from rayrec.inference.parity import BATCH_ROWS, Comparison, ParityRows, compare, parity_rows
+from rayrec.models.tables import Quantization, RowFormat
+from rayrec.workloads.recsys import ClickWorkload
+from rayrec.workloads.recsys_scorer import (
+    PREFIX,
+    PlainModel,
+    click_settings,
+    empty_model,
+    load_preprocessor,
+    table_weight,
+)
+from rayrec.workloads.weight_files import write_weights
+
+if TYPE_CHECKING:
+    from rayrec.data.preprocessor import Preprocessor
+    from rayrec.workloads.base import TrainConfig
+
+
+def export(checkpoint: str, out: str, *, config: TrainConfig, settings: ExportConfig | None = None) -> dict[str, Any]:
+    """Writes the model of a checkpoint (or of a run: the one to use) into folder `out`, which appears complete or not at all;
+    what it holds is the workload's affair. Returns what there is to tell of it, out and checkpoint.
+
+    Raises InputError for an unusable checkpoint, a model that cannot be exported so, a click model whose export would score
+    otherwise, and where `out` exists.
+    """
+    settings = settings or ExportConfig()
+    opened = open_checkpoint(checkpoint)
+    refuse_pickles(opened.path, opened.manifest()["files"])
+    is_click_model = isinstance(config.workload, ClickWorkload)
+    if not is_click_model and settings != ExportConfig():
+        raise InputError(
+            f"export: recipe {config.recipe} trains no click model; --quantize, --triton and the comparison are for those only"
+        )
+    with storage.writing_folder(out) as folder:
+        if is_click_model:
+            from rayrec.workloads.recsys_scoring import cache_folder
+
+            cache = cache_folder(opened.path)
+            told = export_clicks(opened, folder, config=config, settings=settings, cache=cache)
+        else:
+            told = config.workload.export(config, checkpoint=opened.path, out=folder)
+    return {**told, "out": storage.absolute(out), "checkpoint": opened.path}
+
+
+_CHUNK_ROWS = 1 << 18
+"""Rows of a table that are quantised and written at once."""
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """What the checkpoint makes of the rows to compare on."""
+
+    logits: np.ndarray
+    rows_per_s: float
+    weight_bytes: int
+
+
+def export_clicks(
+    checkpoint: Checkpoint, out: str, *, config: TrainConfig, settings: ExportConfig, cache: str
+) -> dict[str, Any]:
+    """Writes a checkpoint's model into the empty local folder `out`; returns what report.json says. Indices of logs are kept in
+    folder `cache`.
+
+    Memory: the checkpoint's weights once, then one table of them, then the export's. Raises InputError for damaged weights,
+    values that the quantisation cannot hold, no rows to compare on, and an export that scores otherwise than its checkpoint.
+    """
+    model, precision = click_settings(checkpoint, config)
+    preprocessor = load_preprocessor(checkpoint.path)
+    _check_exportable(preprocessor, checkpoint.path)
+    exported = ExportedModel(
+        model=model,
+        precision=precision,
+        quantization=settings.quantization,
+        checkpoint_version=version_of(checkpoint),
+        preprocessor_hash=preprocessor.hash(),
+        features=tuple(preprocessor.inputs.sparse),
+        num_dense=len(preprocessor.inputs.dense),
+        num_embeddings=tuple(preprocessor.num_embeddings),
+        tables=()
+        if preprocessor.inputs.vocabularies == preprocessor.inputs.sparse
+        else preprocessor.inputs.vocabularies,
+    )
+    exported.row_format.check()
+    if settings.triton:  # refused before there is much done
+        require_onnx()
+        id_widths(preprocessor)
+    # The weights, which take long to read and verify, come behind the rows, which may not be there.
+    rows = parity_rows(config, preprocessor, settings=settings, cache=cache)
+    served = open_served(checkpoint.path, config=config)
+    reference = _Reference(rows.score(served.score), rows.rows_per_s(served.score), served.weight_bytes)
+    del served  # its weights; the export's are to take their place
+    plain = _write_weights(checkpoint, out, exported, preprocessor)
+    _write_program(plain, storage.join(out, PROGRAM), exported)
+    preprocessor.save(storage.join(out, PREPROCESSOR_FOLDER))
+    source = inspect.getsource(encoder_source)
+    storage.write_bytes(storage.join(out, ENCODER), source.encode())
+    storage.write_bytes(storage.join(out, README), readme(exported).encode())
+    files = _seal(out, exported, {})
+    report = _compare(out, exported, rows, reference, settings)
+    if settings.triton:
+        opened = open_export(out, own=type(model))
+        report["triton"] = write_repository(opened, storage.join(out, "triton"), rows=rows)
+    storage.write_json(storage.join(out, REPORT), report)
+    _seal(out, exported, files)
+    return report
+
+
+def _check_exportable(preprocessor: Preprocessor, path: str) -> None:
+    """Raises InputError for what the programs of an export cannot score."""
+    weights = preprocessor.schema.list_weights
+    if weights:
+        raise InputError(
+            f"{path}: its lists have weights ({', '.join(weights)}), which exports do not apply; serve the checkpoint itself"
+        )
+
+
+def _write_weights(checkpoint: Checkpoint, out: str, exported: ExportedModel, preprocessor: Preprocessor) -> PlainModel:
+    """Tables as they are read, one at a time, and the network's weights; returns the model that holds the latter."""
+    row_format, dense = exported.row_format, {}
+    vocabularies = preprocessor.inputs.vocabularies
+    vocabulary_of = {PREFIX + table_weight(name): name for name in vocabularies}
+    order = [vocabulary_of[name] for name in sorted(vocabulary_of)]  # as full_tensors gives them
+    rows_of = dict(zip(vocabularies, exported.num_embeddings, strict=True))
+
+    def pieces() -> Iterator[memoryview]:
+        for name, tensor in full_tensors(checkpoint, PREFIX):
+            if name not in vocabulary_of:
+                dense[name.removeprefix(PREFIX)] = tensor
+                continue
+            values = tensor.numpy()
+            for start in range(0, len(values), _CHUNK_ROWS):
+                packed = row_format.pack(values[start : start + _CHUNK_ROWS], table=vocabulary_of[name])
+                yield np.ascontiguousarray(packed).data
+
+    storage.write_stream(
+        storage.join(out, TABLES), itertools.chain([_tables_header(order, rows_of, row_format)], pieces())
+    )
+    write_weights(storage.join(out, DENSE), dense)
+    model = empty_model(exported.model, preprocessor=preprocessor, precision=exported.precision)
+    model.network.load_state_dict(dense, assign=True)
+    return model
+
+
+def _tables_header(order: list[str], rows_of: dict[str, int], row_format: RowFormat) -> bytes:
+    dtype = torch.from_numpy(np.empty(0, row_format.dtype)).dtype
+    entries, start = [], 0
+    for vocabulary in order:
+        shape = (rows_of[vocabulary], row_format.width)
+        size_bytes = shape[0] * shape[1] * row_format.dtype.itemsize
+        entries.append((vocabulary, dtype, shape, start, size_bytes))
+        start += size_bytes
+    return header(entries)
+
+
+def _write_program(model: PlainModel, path: str, exported: ExportedModel) -> None:
+    width = len(exported.features) * exported.model.embedding_dim
+    examples = torch.zeros(BATCH_ROWS, exported.num_dense), torch.zeros(BATCH_ROWS, width)
+    rows = torch.export.Dim("rows", min=1)
+    program = torch.export.export(model, examples, dynamic_shapes=({0: rows}, {0: rows}))
+    torch.export.save(program, path)
+
+
+def _seal(out: str, exported: ExportedModel, known: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Writes the manifest over all that is in the folder; returns size and checksum of every file, those `known` unread."""
+    files = dict(known)
+    for inside, _, names in os.walk(out):
+        for name in names:
+            path = os.path.join(inside, name)
+            relative = os.path.relpath(path, out).replace(os.sep, "/")
+            if relative not in known and relative != MANIFEST:
+                files[relative] = {"bytes": os.path.getsize(path), "sha256": sha256_of(path)}
+    storage.write_json(storage.join(out, MANIFEST), manifest_of(exported, dict(sorted(files.items()))))
+    return files
+
+
+def _compare(
+    out: str, exported: ExportedModel, rows: ParityRows, reference: _Reference, settings: ExportConfig
+) -> dict[str, Any]:
+    """What there is to report of an export. Raises InputError where it differs from its checkpoint by more than allowed."""
+    opened = open_export(out, own=type(exported.model))
+    labels, score = rows.labels(), opened.scorer.score
+    comparisons = {
+        "export": compare(rows.origin, labels, reference.logits, rows.score(score)),
+        "program": compare(rows.origin, labels, reference.logits, _score_by_program(out, opened, rows)),
+    }
+    failure = _failure(comparisons, exported, settings) or rows.fault
+    if failure and not settings.ignore_parity:
+        raise InputError(
+            f"export: gives {failure}, on {rows.rows} {rows.origin}; choose another --quantize or --parity-path, raise "
+            "--max-auroc-loss, or pass --ignore-parity"
+        )
+    rows_per_s = rows.rows_per_s(score)
+    return {
+        "version": exported.version,
+        "quantization": exported.quantization,
+        "parity": {**comparisons["export"].to_dict(), "auroc_limit": settings.auroc_limit, "failure": failure},
+        "program_parity": comparisons["program"].to_dict(),
+        "size": {
+            "table_bytes": os.path.getsize(storage.join(out, TABLES)),
+            "dense_bytes": os.path.getsize(storage.join(out, DENSE)),
+            "weight_bytes": opened.scorer.weight_bytes,
+            "checkpoint_weight_bytes": reference.weight_bytes,
+            "ratio": opened.scorer.weight_bytes / reference.weight_bytes,
+        },
+        "speed": {
+            "batch_rows": BATCH_ROWS,
+            "rows_per_s": rows_per_s,
+            "checkpoint_rows_per_s": reference.rows_per_s,
+            "ratio": rows_per_s / reference.rows_per_s,
+        },
+    }
+
+
+def _failure(comparisons: dict[str, Comparison], exported: ExportedModel, settings: ExportConfig) -> str | None:
+    """Of the folder as rayrec reads it, then of the program in it. In bf16 the latter rounds in other places than the fused
+    layers do, so there its AUROC alone counts."""
+    failure = comparisons["export"].failure(exported.quantization, auroc_limit=settings.auroc_limit)
+    if failure:
+        return failure
+    exact = exported.quantization == "fp32" and exported.precision == "fp32"
+    told: Quantization = "fp32" if exact else "fp16"
+    failure = comparisons["program"].failure(told, auroc_limit=settings.auroc_limit, relative=True)
+    return failure and f"{failure} by {PROGRAM}"
+
+
+def _score_by_program(out: str, opened: OpenedExport, rows: ParityRows) -> np.ndarray:
+    """Logits of the exported program, on what the exported tables give."""
+    program = torch.export.load(storage.join(out, PROGRAM)).module()
+
+    def score(batch: EncodedRows) -> np.ndarray:
+        with torch.inference_mode():
+            return program(torch.from_numpy(batch.dense), opened.scorer.pool(batch)).numpy()
+
+    return rows.score(score)

@@ -1,0 +1,113 @@
+"""README.md of an export: its files, and how to score with them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from rayrec.inference.export_format import ExportedModel
+
+LOADER: Final = '''\
+import json
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file
+
+FOLDER = "."
+model = json.load(open(f"{FOLDER}/manifest.json"))["model"]
+dim = model["model"]["embedding_dim"]
+tables = load_file(f"{FOLDER}/tables.safetensors")
+program = torch.export.load(f"{FOLDER}/dense.pt2").module()
+
+
+def unpack(rows):  # rows of a table as they are stored -> float32 (n, dim)
+    if model["quantization"] in ("fp32", "fp16"):
+        return rows.astype(np.float32)
+    if model["quantization"] == "int8":  # dim bytes, then scale and offset, float32 each
+        scale, offset = np.ascontiguousarray(rows[:, dim:]).view(np.float32).T
+        values = rows[:, :dim]
+    else:  # int4: half bytes, the even values in the low bits, then scale and offset, float16 each
+        scale, offset = np.ascontiguousarray(rows[:, dim // 2 :]).view(np.float16).astype(np.float32).T
+        values = np.stack([rows[:, : dim // 2] & 15, rows[:, : dim // 2] >> 4], axis=2).reshape(len(rows), dim)
+    return values.astype(np.float32) * scale[:, None] + offset[:, None]
+
+
+def score(dense, ids):
+    """Logits (rows,) of dense float32 (rows, num_dense) and, for each of the features, integers (rows,) or (rows, ids a row), or
+    the ids of row after row and how many each row has, one at least."""
+    pooled = []
+    for name, column in zip(model.get("tables", model["features"]), ids):
+        if isinstance(column, tuple):
+            starts = np.cumsum(column[1]) - column[1]
+            pooled.append(np.add.reduceat(unpack(tables[name][column[0]]), starts))
+            continue
+        column = column.reshape(len(dense), -1)
+        pooled.append(unpack(tables[name][column.reshape(-1)]).reshape(*column.shape, dim).sum(axis=1))
+    with torch.inference_mode():
+        return program(torch.from_numpy(dense), torch.from_numpy(np.concatenate(pooled, axis=1))).numpy()
+'''
+"""Scores with what an export holds by means of PyTorch, NumPy and safetensors alone."""
+
+
+FROM_RAW: Final = """\
+import sys
+
+sys.path.insert(0, FOLDER)
+from encode import Encoder
+
+encoder = Encoder(f"{FOLDER}/preprocessor")
+rows = [{}, {}]  # a column that is absent is missing; encoder.parse(lines) gives such rows of a tab-separated log
+print(score(*encoder.encode(rows)))
+"""
+"""Behind LOADER: scores raw rows, with NumPy in the place of rayrec."""
+
+
+def readme(exported: ExportedModel) -> str:
+    """The text of an export's README.md."""
+    return f"""# {exported.version}
+
+A click model trained with rayrec: network {_network_name(exported)}, {exported.num_dense} dense features,
+{len(exported.features)} embedding tables of {exported.model.embedding_dim} values a row (stored as {exported.quantization}),
+arithmetic in {exported.precision}. It gives a logit; the probability of a click is 1 / (1 + exp(-logit)).
+
+| file | holds |
+| --- | --- |
+| `manifest.json` | the architecture, the names and sizes of the tables, size and SHA-256 of every other file |
+| `tables.safetensors` | a tensor for each sparse column, a row for each id |
+| `dense.safetensors` | the weights of everything else, float32 |
+| `dense.pt2` | everything but the tables as a `torch.export` program, for any number of rows |
+| `preprocessor/` | how raw columns become dense features and ids: constants and vocabularies |
+| `encode.py` | does that with NumPy alone; rayrec does not run it |
+| `report.json` | how this folder's scores compare with the checkpoint's, sizes, speed |
+
+No file runs or is unpickled when rayrec uses this folder: it builds the network from `manifest.json` and the two
+safetensors files. `dense.pt2` is for other runtimes.
+
+With rayrec, from raw lines:
+
+```bash
+rayrec serve .
+```
+
+```python
+from rayrec.inference.model import open_served
+
+served = open_served(".")
+logits = served.score(served.preprocessor.encode(raw_rows))
+```
+
+Without rayrec, with PyTorch, NumPy and safetensors, from encoded rows:
+
+```python
+{LOADER}```
+
+and from raw rows:
+
+```python
+{FROM_RAW}```
+"""
+
+
+def _network_name(exported: ExportedModel) -> str:
+    return type(exported.model).__name__.removesuffix("Config")

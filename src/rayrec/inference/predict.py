@@ -1,0 +1,100 @@
+"""Scores rows of any workload with a checkpoint: as a Dataset, or as Parquet files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import astuple
+from typing import TYPE_CHECKING, Any
+
+from rayrec import storage
+from rayrec.inference.resumable_output import GROUP_ROWS, PART_ROWS, Parts, unfinished
+from rayrec.inference.scoring import Opened, Request
+from rayrec.launch.versions import versions
+from rayrec.observe.console import Console
+from rayrec.workloads.scoring import Device
+
+if TYPE_CHECKING:
+    import ray.data
+
+    from rayrec.workloads.base import TrainConfig
+
+
+def predict(
+    checkpoint: str,
+    path: str,
+    *,
+    config: TrainConfig,
+    batch_rows: int | None = None,
+    device: Device = "cpu",
+    console: Console | None = None,
+) -> ray.data.Dataset:
+    """The predictions for an input, in its order: `row` int64 and the workload's own columns; a click model's are `score` and
+    `logit` float32 and, where there is one, `label`.
+
+    `row` is the 0-based position in the input, its files one after the other; a faulty line has a position but no
+    prediction. The input is opened now (a log is indexed); it is scored when the Dataset is read, each time anew. `config` is
+    that of the checkpoint's config.yaml; `batch_rows` None leaves it to the workload. Raises InputError for an unusable
+    checkpoint or input; what is damaged later fails the read.
+    """
+    request = Request(checkpoint, path, config, batch_rows, device, console or Console())
+    return request.open(evaluating=False, spare_cpus=1, as_dataset=True).dataset()
+
+
+def predict_to(
+    checkpoint: str,
+    path: str,
+    out: str,
+    *,
+    config: TrainConfig,
+    batch_rows: int | None = None,
+    device: Device = "cpu",
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Writes what `predict` gives as part-00000.parquet, part-00001.parquet, ... into folder `out`, which appears
+    complete or not at all. A killed call made again goes on where it stopped, and the files' bytes do not show it.
+
+    Returns rows, what the workload tells of them, out, checkpoint, and rows_per_s of this call, from the start of scoring to
+    the last file. Raises InputError for an unusable checkpoint or input, damaged weights, where `out` exists, and where an
+    unfinished call had other inputs.
+    """
+    request = Request(checkpoint, path, config, batch_rows, device, console or Console())
+    opened = request.open(evaluating=False, spare_cpus=0)
+    start = time.monotonic()
+    with unfinished(out, _made_of(opened, request)) as work, Parts(work.folder) as parts:
+        before = parts.rows
+        if before:
+            request.console.note(f"{work.folder}: going on, {before:,} of {opened.scoring.rows:,} rows were done")
+        if before < opened.scoring.rows:
+            for table in opened.tables(request.console, first_row=before):
+                parts.write(table)
+        assert parts.rows == opened.scoring.rows, f"{parts.rows} of {opened.scoring.rows} rows were written"
+        work.files = parts.finish()
+    return {
+        "rows": parts.rows,
+        **opened.scoring.described,
+        "out": storage.absolute(out),
+        "rows_per_s": (parts.rows - before) / (time.monotonic() - start),
+        "checkpoint": opened.checkpoint.path,
+    }
+
+
+def _made_of(opened: Opened, request: Request) -> dict[str, Any]:
+    """All that the files' bytes depend on."""
+    weights = json.dumps(opened.checkpoint.manifest(), sort_keys=True)
+    return {
+        "checkpoint": hashlib.sha256(weights.encode()).hexdigest()[:16],
+        "input": [storage.absolute(request.path), *map(list, map(astuple, _files(request.path)))],
+        "rows": {**opened.scoring.described, "blocks": list(opened.scoring.block_rows)},
+        "batch_rows": request.batch_rows,
+        "device": request.device,
+        "files": [PART_ROWS, GROUP_ROWS],
+        "versions": versions(),
+    }
+
+
+def _files(path: str) -> list[storage.File]:
+    """With size and time, so that an input that was changed is noticed."""
+    is_folder = storage.exists(path) and storage.size_of(path) is None
+    return storage.files_in(path) if is_folder else storage.list_files(path)

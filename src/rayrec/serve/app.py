@@ -1,0 +1,372 @@
+"""The HTTP application, on Starlette: an ASGI callable that does not depend on Ray or on the server that runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Final, final
+
+import orjson
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rayrec.serve import page
+from rayrec.serve.batcher import Batcher
+from rayrec.serve.config import ServeConfig
+from rayrec.serve.counters import CONTENT_TYPE, Counters, Snapshot
+from rayrec.serve.openapi import document
+from rayrec.serve.replica_models import Hosting
+from rayrec.serve.requests import FORMATS, Body, Format, RequestError, open_body
+
+if TYPE_CHECKING:
+    from rayrec.inference.model import ServedModel
+    from rayrec.schema import Schema
+
+_log = logging.getLogger(__name__)
+
+SCORE: Final = "/v1/score"
+
+
+class _Response(Response):
+    media_type = "application/json"
+
+    def __init__(
+        self,
+        content: bytes,
+        status: int = 200,
+        *,
+        media_type: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(content, status, {"x-content-type-options": "nosniff", **(headers or {})}, media_type)
+
+
+@final
+class ScoringApp:
+    """Scores rows by the model that `hosting` holds; see docs/serve.md for its paths."""
+
+    def __init__(
+        self,
+        hosting: Hosting,
+        counters: Counters,
+        *,
+        config: ServeConfig,
+        token_digest: bytes | None = None,
+        collect: Callable[[], Awaitable[Snapshot]] | None = None,
+    ) -> None:
+        """`token_digest`: SHA-256 of the token that requests must bear. `collect` gives what all replicas have counted; None:
+        this one is all there is."""
+        self._hosting, self._counters, self._config = hosting, counters, config
+        self._token_digest, self._collect = token_digest, collect
+        self.held_bytes = 0
+        """Of memory that requests hold which are being read, wait, or are scored."""
+        self.max_held_bytes = config.max_held_bytes
+        self._document: tuple[ServedModel | None, bytes] = (None, b"")
+        self._batcher = Batcher(
+            hosting.answer,
+            max_batch_rows=config.max_batch_rows,
+            max_batch_bytes=config.max_batch_bytes,
+            max_waiting_rows=config.max_waiting_rows,
+            max_waiting_requests=config.max_waiting_requests,
+        )
+        token = [Middleware(_BearerToken, token_digest)] if token_digest is not None else []
+        self._routes = (
+            Route(SCORE, self._score, methods=["POST"], middleware=token),
+            # Without a token: these show the version of the model, but no rows.
+            Route("/", self._page),
+            Route("/healthz", self._health),
+            Route("/readyz", self._ready),
+            Route("/metrics", self._metrics, middleware=token),
+            Route("/openapi.json", self._openapi, middleware=token),
+        )
+        self._app = ExceptionMiddleware(
+            Router(self._routes, redirect_slashes=False),
+            handlers={
+                RequestError: _refused,
+                HTTPException: self._unrouted,
+                ClientDisconnect: _disconnected,
+                Exception: _failed,
+            },
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if given := scope.get(
+            "root_path"
+        ):  # Starlette takes neither a slash at its end nor a path that is the root alone
+            root, path = given.rstrip("/"), scope["path"]
+            scope = {**scope, "root_path": root, "path": root + "/" if path == root else path}
+        scope["app"] = self  # Starlette then raises HTTPException if no route matches
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = scope.get("route")
+                self._counters.requests.labels(route.path if route else "other", message["status"]).inc()
+            await send(message)
+
+        await self._app(scope, receive, counted)
+
+    async def _unrouted(self, request: Request, error: Exception) -> Response:
+        """No such path, or another method."""
+        assert isinstance(error, HTTPException)
+        if error.status_code == 405:
+            route = request.scope["route"]
+            allowed = sorted(route.methods)
+            error = RequestError(
+                405, f"{route.path} takes {' and '.join(allowed)}", headers={"allow": ", ".join(allowed)}
+            )
+        else:
+            error = RequestError(404, f"nothing is here; there are {', '.join(route.path for route in self._routes)}")
+        return await _refused(request, error)
+
+    # -- paths
+
+    async def _score(self, request: Request) -> Response:
+        deadline_s = time.monotonic() + self._config.time_limit_s
+        with_columns = _with_columns(request)
+        format, header = _format(request)
+        if not self._hosting.ready:
+            raise _NOT_READY
+        schema = self._hosting.model.preprocessor.schema
+        weigh = partial(held_by_json if format == "json" else held_by_text, schema=schema)
+        with _HeldMemory(self) as held:
+            content = await self._read(request, deadline_s, weigh=weigh, held=held)
+            start = time.perf_counter()
+            try:
+                body = await self._open(content, format, header)
+                async with asyncio.timeout_at(_loop_time(deadline_s)):
+                    answer = await self._batcher.submit(body)
+                return _Response(answer.to_json(columns=with_columns))
+            except TimeoutError:
+                raise RequestError(504, f"not scored within {self._config.time_limit_s:g} s; send fewer rows") from None
+            finally:
+                self._counters.request_seconds.observe(time.perf_counter() - start)
+
+    async def _open(self, content: bytes, format: Format, header: bool | None) -> Body:
+        """A large body is not parsed in the event loop, which others wait for."""
+        schema = self._hosting.model.preprocessor.schema
+        single = len(schema.dense) + len(schema.sparse) == 1
+        opened = partial(
+            open_body, content, format, max_rows=self._config.max_rows, header=header, single_column=single
+        )
+        if len(content) <= _INLINE_BYTES:
+            return opened()
+        return await asyncio.get_running_loop().run_in_executor(None, opened)
+
+    async def _read(
+        self, request: Request, deadline_s: float, *, weigh: Callable[[bytes], int], held: _HeldMemory
+    ) -> bytes:
+        """The body of the request, with limits on what arrives, whatever length was announced. A piece of it takes
+        `weigh(piece)` bytes of memory."""
+        most = self._config.max_body_bytes
+        too_large = RequestError(413, f"more than {most} bytes; send the rows in several requests", headers=_CLOSE)
+        announced = request.headers.get("content-length", "")
+        pieces = request.stream()
+        if announced.isdecimal() and int(announced[:20]) > most:
+            await _drain(pieces, most)
+            raise too_large
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout_at(_loop_time(deadline_s)):
+                async for piece in pieces:
+                    parts.append(piece)
+                    size += len(piece)
+                    if size > most:
+                        parts.clear()
+                        await _drain(pieces, most)
+                        raise too_large
+                    held.take(weigh(piece))
+            return b"".join(parts)
+        except TimeoutError:
+            raise RequestError(408, "the request did not end in time", headers=_CLOSE) from None
+
+    async def _health(self, request: Request) -> Response:
+        return _Response(b'{"status":"alive"}')
+
+    async def _ready(self, request: Request) -> Response:
+        if not self._hosting.ready:
+            raise _NOT_READY
+        model = self._hosting.model
+        return _Response(
+            orjson.dumps({"status": "ready", "model": model.version, "preprocessor": model.preprocessor_hash})
+        )
+
+    async def _metrics(self, request: Request) -> Response:
+        snapshot = await self._collect() if self._collect else self.snapshot()
+        return _Response(snapshot.to_text(), media_type=CONTENT_TYPE)
+
+    async def _openapi(self, request: Request) -> Response:
+        model = self._hosting.model
+        if self._document[0] is not model:
+            content = orjson.dumps(document(model, config=self._config, with_token=self._token_digest is not None))
+            self._document = (model, content)
+        return _Response(self._document[1])
+
+    async def _page(self, request: Request) -> Response:
+        return _Response(page.HTML, media_type="text/html", headers=page.HEADERS)
+
+    # --
+
+    def snapshot(self) -> Snapshot:
+        """What this replica has counted."""
+        self._counters.waiting_rows.set(self._batcher.waiting_rows)
+        self._counters.waiting_requests.set(self._batcher.waiting_requests)
+        return self._counters.snapshot()
+
+    def close(self) -> None:
+        self._batcher.close()
+        self._hosting.close()
+
+
+_CLOSE: Final = {"connection": "close"}  # the rest of the request is not read
+_INLINE_BYTES: Final = 1 << 20
+_DRAIN_S: Final = 1.0
+
+
+_NOT_READY: Final = RequestError(503, "no model is loaded yet", headers={"retry-after": "1"})
+
+
+def held_by_json(text: bytes, *, schema: Schema) -> int:
+    """Bytes of memory that JSON takes at most, about, until it is answered.
+
+    Parsed by CPython an object of one member takes 232, a list of one 80, a string or number of few characters up to 16 for each
+    byte of it; a category in a list up to 64 more when it becomes a token and an id. What any row takes besides is bounded by
+    the number of rows."""
+    held = 16 * len(text) + 232 * text.count(b"{") + 80 * text.count(b"[")
+    return held + 64 * text.count(b",") if schema.lists else held
+
+
+def held_by_text(text: bytes, *, schema: Schema) -> int:
+    """The same of TSV and CSV, whose lists are joined by the schema's delimiter: up to 8 for each byte, 40 more for each category
+    in a list."""
+    held = 8 * len(text)
+    return held + 40 * text.count(schema.list_delimiter.encode()) if schema.lists else held
+
+
+@final
+class _HeldMemory:
+    """The memory that one request holds, from its first byte to its answer, as part of what all of them may hold."""
+
+    def __init__(self, app: ScoringApp) -> None:
+        self._app = app
+        self._num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises RequestError if there is no room now, or never would be."""
+        app = self._app
+        if self._num_bytes + num_bytes > app.max_held_bytes:
+            message = f"the rows take more than {app.max_held_bytes} bytes of memory; send them in several requests"
+            raise RequestError(413, message, headers=_CLOSE)
+        if app.held_bytes + num_bytes > app.max_held_bytes:
+            raise RequestError(503, "too many bytes are held already; send them again a little later", headers=_LATER)
+        self._num_bytes += num_bytes
+        app.held_bytes += num_bytes
+
+    def __enter__(self) -> _HeldMemory:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._app.held_bytes -= self._num_bytes
+
+
+_LATER: Final = {**_CLOSE, "retry-after": "1"}
+
+
+async def _drain(pieces: AsyncIterator[bytes], most: int) -> None:
+    """Reads a little more and drops it: if a connection is closed with bytes unread, its answer is lost."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DRAIN_S):
+            async for piece in pieces:
+                most -= len(piece)
+                if most <= 0:
+                    return
+
+
+def _loop_time(deadline_s: float) -> float:
+    return asyncio.get_running_loop().time() + deadline_s - time.monotonic()
+
+
+def _format(request: Request) -> tuple[Format, bool | None]:
+    """The format of a body, and whether CSV has a header (RFC 4180's parameter), None if the client does not say."""
+    media_type, *parameters = request.headers.get("content-type", "").lower().split(";")
+    taken = ", ".join(FORMATS)
+    if media_type.strip() not in FORMATS:
+        raise RequestError(415, f"the content type must be one of {taken}")
+    format, header = FORMATS[media_type.strip()], None
+    for parameter in parameters:
+        name, _, value = parameter.strip().partition("=")
+        if name == "header" and format == "csv":
+            if value.strip('"') not in ("present", "absent"):
+                raise RequestError(415, "the parameter header of text/csv must be present or absent")
+            header = value.strip('"') == "present"
+        if name == "charset" and value.strip('"') not in ("utf-8", "utf8", "us-ascii"):
+            raise RequestError(415, "the charset must be utf-8")
+    if request.headers.get("content-encoding", "").lower() not in ("", "identity"):
+        raise RequestError(415, "the body must not be compressed")
+    return format, header
+
+
+def _with_columns(request: Request) -> bool:
+    """The query's only parameter, columns=true or false."""
+    with_columns = False
+    for name, value in request.query_params.multi_items():
+        if name != "columns":
+            raise RequestError(400, "the query's only parameter is columns", field=name[:64])
+        if value not in ("true", "false"):
+            raise RequestError(400, "columns must be true or false", field="columns")
+        with_columns = value == "true"
+    return with_columns
+
+
+@final
+class _BearerToken:
+    """Middleware that refuses requests without the token."""
+
+    def __init__(self, app: ASGIApp, digest: bytes) -> None:
+        """`digest`: SHA-256 of the token."""
+        self._app, self._digest = app, digest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scheme, _, token = Request(scope).headers.get("authorization", "").partition(" ")
+        # Digests are compared, so that neither time nor memory shows anything of the token.
+        given = hashlib.sha256(token.strip().encode("latin-1")).digest()
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given, self._digest):
+            challenge = {"www-authenticate": "Bearer"}
+            raise RequestError(401, "a bearer token is needed: Authorization: Bearer TOKEN", headers=challenge)
+        await self._app(scope, receive, send)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return _Response(error.body(), error.status, headers=error.headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """The server continues; the cause is in its log, not in the answer."""
+    _log.error("a request failed", exc_info=error)
+    return await _refused(request, RequestError(500, "the server failed at this request; its log says why"))
+
+
+class _NoResponse(Response):
+    """Sends nothing: the client is gone."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pass
+
+
+async def _disconnected(request: Request, error: Exception) -> Response:
+    return _NoResponse()

@@ -1,0 +1,134 @@
+"""Requests that come while the model is at work go to it together, next; none waits for others to come.
+
+Few rows are scored in the event loop itself: to hand them to a thread and back takes longer than to score them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, final
+
+from rayrec.serve.requests import Body, RequestError
+
+if TYPE_CHECKING:
+    from rayrec.serve.responses import Answer
+
+_RETRY: Final = {"retry-after": "1"}
+INLINE_ROWS: Final = 64
+"""Up to so many are scored in the event loop, which that holds up by less than a millisecond."""
+INLINE_BYTES: Final = 64 << 10
+"""Unless they are longer than this together: some columns take any number of values."""
+
+Done = Future[Sequence["Answer | RequestError"]] | asyncio.Future[Sequence["Answer | RequestError"]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    body: Body
+    answer: asyncio.Future[Answer]
+
+
+@final
+class Batcher:
+    """Feeds the model in the order of the requests; to be used from one event loop."""
+
+    def __init__(
+        self,
+        score: Callable[[Sequence[Body]], Sequence[Answer | RequestError]],
+        *,
+        max_batch_rows: int,
+        max_batch_bytes: int,
+        max_waiting_rows: int,
+        max_waiting_requests: int,
+    ) -> None:
+        """`score` answers some bodies, one each, and is called by one thread at a time. It gets at most `max_batch_rows` and
+        `max_batch_bytes` at once, except for a single body that has more."""
+        self._score, self._max_batch_rows, self._max_batch_bytes = score, max_batch_rows, max_batch_bytes
+        self._max_waiting_rows, self._max_waiting_requests = max_waiting_rows, max_waiting_requests
+        self._waiting: deque[_Job] = deque()
+        self._at_work = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="score")
+        self.waiting_rows = 0
+
+    @property
+    def waiting_requests(self) -> int:
+        return len(self._waiting)
+
+    async def submit(self, body: Body) -> Answer:
+        """Raises RequestError for what `score` refuses, and where too much waits already. Who gives up waiting cancels."""
+        too_many = len(self._waiting) >= self._max_waiting_requests
+        # A body larger than the whole queue is taken where nothing waits, or it would be refused for ever.
+        if too_many or (self._waiting and self.waiting_rows + body.num_rows > self._max_waiting_rows):
+            raise RequestError(503, "too many rows wait already; send them again a little later", headers=_RETRY)
+        job = _Job(body, asyncio.get_running_loop().create_future())
+        self._waiting.append(job)
+        self.waiting_rows += body.num_rows
+        if not self._at_work:
+            self._at_work = True
+            # Behind all that is ready in the event loop now, and joins in.
+            asyncio.get_running_loop().call_soon(self._begin)
+        try:
+            return await job.answer
+        except asyncio.CancelledError:
+            if job in self._waiting:  # its place is free for another
+                self._waiting.remove(job)
+                self.waiting_rows -= body.num_rows
+            raise
+
+    def _begin(self) -> None:
+        """Goes on with what waits."""
+        while jobs := self._next():
+            bodies = [job.body for job in jobs]
+            num_rows, num_bytes = sum(body.num_rows for body in bodies), sum(body.num_bytes for body in bodies)
+            if num_rows > INLINE_ROWS or num_bytes > INLINE_BYTES:
+                work = asyncio.get_running_loop().run_in_executor(self._thread, self._score, bodies)
+                work.add_done_callback(functools.partial(self._finish, jobs))
+                return
+            done: Future[Sequence[Answer | RequestError]] = Future()
+            try:
+                done.set_result(self._score(bodies))
+            except Exception as error:  # told to those whom it concerns, as from the thread
+                done.set_exception(error)
+            _tell(jobs, done)
+        self._at_work = False
+
+    def _next(self) -> list[_Job]:
+        """The first jobs that wait and may go together."""
+        jobs: list[_Job] = []
+        rows = num_bytes = 0
+        while self._waiting:
+            body = self._waiting[0].body
+            rows, num_bytes = rows + body.num_rows, num_bytes + body.num_bytes
+            if jobs and (rows > self._max_batch_rows or num_bytes > self._max_batch_bytes):
+                break
+            self.waiting_rows -= body.num_rows
+            jobs.append(self._waiting.popleft())
+        return jobs
+
+    def _finish(self, jobs: list[_Job], done: asyncio.Future[Sequence[Answer | RequestError]]) -> None:
+        self._begin()  # first, so that the thread has work while answers are written
+        _tell(jobs, done)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _tell(jobs: list[_Job], done: Done) -> None:
+    """Gives each job its own of what was scored together."""
+    error = RequestError(503, "the server ends", headers=_RETRY) if done.cancelled() else done.exception()
+    for number, job in enumerate(jobs):
+        if job.answer.done():  # whoever asked has gone
+            continue
+        if error is not None:
+            job.answer.set_exception(error)
+            continue
+        outcome = done.result()[number]
+        if isinstance(outcome, RequestError):
+            job.answer.set_exception(outcome)
+        else:
+            job.answer.set_result(outcome)

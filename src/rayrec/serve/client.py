@@ -1,0 +1,102 @@
+"""Sends requests to a running server: change its model, or stop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from rayrec.config import InputError
+from rayrec.inference.model import source_of
+from rayrec.launch import cluster
+from rayrec.serve.coordinator import Change
+from rayrec.serve.deployment import APPLICATION, BoardHandle, end_board, end_serve, find_board, quieten
+
+_CHANGE_S: Final = 600.0
+"""How long a change of the model may take, the loading of it included."""
+
+
+def swap(path: str, *, address: str | None) -> dict[str, Any]:
+    """Gives the server of a cluster another model, a checkpoint, run or export; returns what it serves once all replicas do.
+
+    Raises InputError where no server runs there, and where the model cannot be loaded or takes other columns: the one before
+    then goes on.
+    """
+    return _changed(address, lambda board: board.swap.remote(source_of(path)))
+
+
+def roll_back(*, address: str | None) -> dict[str, Any]:
+    """Gives the server of a cluster back the model before. Raises InputError where there is none."""
+    return _changed(address, lambda board: board.roll_back.remote())
+
+
+def set_shadow(path: str | None, *, address: str | None) -> dict[str, Any]:
+    """Has the server of a cluster score every row with another model too, or, with None, no longer."""
+    return _changed(address, lambda board: board.shadow.remote(source_of(path) if path else None))
+
+
+def stop(*, address: str | None) -> dict[str, Any]:
+    """Ends the server of a cluster, also one whose own process was killed: requests in flight are answered first. Returns what
+    it served."""
+    from ray import serve
+
+    with _reached(address) as board:
+        import ray
+
+        found: dict[str, Any] = ray.get(board.describe.remote())
+        serve.delete(APPLICATION)
+        end_serve(board)
+        end_board(board)
+        return found
+
+
+def _changed(address: str | None, ask: Callable[[BoardHandle], Any]) -> dict[str, Any]:
+    with _reached(address) as board:
+        import ray
+
+        serial: int | str | None = ray.get(ask(board))
+        if isinstance(serial, str):
+            raise InputError(serial)
+        change = wait_for_change(board, serial) if serial is not None else Change("done")
+        if change.state == "failed":
+            raise InputError(f"{change.cause} (the model before goes on)")
+        if change.state == "pending":
+            raise InputError(f"not all replicas have changed over within {_CHANGE_S:g} s; see the server's /metrics")
+        found: dict[str, Any] = ray.get(board.describe.remote())
+        return {"version": change.version, **found}
+
+
+@contextlib.contextmanager
+def _reached(address: str | None) -> Iterator[BoardHandle]:
+    """The board of the server that runs on a cluster."""
+    import ray
+
+    joined = ray.is_initialized()
+    address = address or os.environ.get("RAY_ADDRESS")
+    if address in (None, "", "local") and not joined:
+        raise InputError("which server? give --cluster.address, which `rayrec serve` printed when it started")
+    if not joined:
+        quieten()
+    cluster.connect(address, num_cpus=None, object_store_bytes=None, log_to_driver=False)
+    try:
+        board = find_board()
+        if board is None:
+            raise InputError(f"{address}: no `rayrec serve` runs on this Ray cluster")
+        yield board
+    finally:
+        if not joined:
+            ray.shutdown()
+
+
+def wait_for_change(board: BoardHandle, serial: int, *, timeout_s: float = _CHANGE_S) -> Change:
+    """Waits until all replicas have changed over, or one cannot. Pending where that takes longer."""
+    import ray
+
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        change: Change = ray.get(board.change.remote(serial))
+        if change.state != "pending" or time.monotonic() > deadline_s:
+            return change
+        time.sleep(0.1)

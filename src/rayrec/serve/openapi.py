@@ -1,0 +1,222 @@
+"""The OpenAPI document of a server, which says of each column what it takes (https://spec.openapis.org/oas/v3.1.0)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rayrec.launch.versions import versions
+from rayrec.serve.row_readers import MAX_INTEGER, MAX_NUMBER
+
+if TYPE_CHECKING:
+    from rayrec.data.preprocessor import Preprocessor
+    from rayrec.inference.model import ServedModel
+    from rayrec.schema import Schema
+    from rayrec.serve.config import ServeConfig
+
+_MISSING = "Absent or null: missing."
+_STATUSES = {
+    400: "Not a request, or a row that is not one: which, and the column at fault.",
+    401: "No bearer token, or another one.",
+    408: "The request did not end in time.",
+    413: "Too many bytes or rows.",
+    415: "Another content type, charset or encoding.",
+    422: "Numbers too large for a finite score.",
+    503: "Too much waits already, or no model is loaded; Retry-After says when to try again.",
+    504: "Not scored in time.",
+}
+
+
+def document(model: ServedModel, *, config: ServeConfig, with_token: bool) -> dict[str, Any]:
+    """As plain JSON values; `with_token`: whether requests must bear one."""
+    schema = model.preprocessor.schema
+    columns = _columns(schema)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "rayrec",
+            "version": versions()["rayrec"],
+            "description": "Scores rows of a click log. The model and the Preprocessor are named in every answer.",
+        },
+        "paths": {
+            "/v1/score": {"post": _score(schema, example_row(model.preprocessor), config, with_token)},
+            "/healthz": {"get": _get("Whether the process lives.", {"200": _json("Alive.", "Alive")})},
+            "/readyz": {
+                "get": _get(
+                    "Whether a model is loaded.",
+                    {"200": _json("Ready.", "Ready"), "503": _error(503)},
+                )
+            },
+            "/metrics": {
+                "get": _get(
+                    "Counts of all replicas, for Prometheus.",
+                    {"200": _text("Metrics in Prometheus' text format.", "text/plain"), **_unauthorized(with_token)},
+                    with_token=with_token,
+                )
+            },
+        },
+        "components": {
+            "schemas": {
+                "Row": {"type": "object", "properties": columns, "additionalProperties": False},
+                **_answers(schema),
+            },
+            **({"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}} if with_token else {}),
+        },
+    }
+
+
+def example_row(preprocessor: Preprocessor) -> dict[str, Any]:
+    """A row of known categories, as far as they can be told from their tokens, and of numbers."""
+    schema, inputs = preprocessor.schema, preprocessor.inputs
+    row: dict[str, Any] = dict.fromkeys(schema.dense, 1)
+    if schema.tokens != "hexadecimal":  # of texts only hashes are known
+        return row
+    for number, name in enumerate(inputs.sparse):
+        vocabulary = preprocessor.vocabulary(number)
+        if len(vocabulary) and name in schema.sparse:
+            row[name] = f"{int(np.uint32(vocabulary[0])):08x}"
+    return row
+
+
+def _columns(schema: Schema) -> dict[str, Any]:
+    dense: dict[str, Any]
+    token: dict[str, Any]
+    if schema.tokens == "hexadecimal":
+        dense = {"type": ["integer", "null"], "minimum": -MAX_INTEGER, "maximum": MAX_INTEGER, "description": _MISSING}
+        # With the lengths, since to some readers of a pattern $ also stands before a last line end.
+        token = {"type": ["string", "null"], "pattern": "^([0-9a-fA-F]{8})?$", "maxLength": 8}
+        token["description"] = f"A category: 8 hexadecimal digits. {_MISSING}"
+    else:
+        dense = {"type": ["number", "boolean", "null"], "minimum": -MAX_NUMBER, "maximum": MAX_NUMBER}
+        dense["description"] = _MISSING
+        token = {"type": ["string", "integer", "boolean", "null"], **_INT64, "description": f"A category. {_MISSING}"}
+    ignored = {"description": "Ignored."}
+    scored = schema.unlabelled().columns
+    columns: dict[str, Any] = {name: ignored for name in schema.columns if name not in scored}
+    columns.update(dict.fromkeys(schema.dense, dense))
+    for name in schema.sparse:
+        of_list = {"type": ["array", "null"], "items": token, "description": f"Any number of categories. {_MISSING}"}
+        columns[name] = of_list if name in schema.lists else token
+    weights = {"type": ["array", "null"], "items": dense, "description": "A weight for each category of a list."}
+    columns.update(dict.fromkeys(schema.list_weights, weights))
+    return columns
+
+
+_INT64 = {"minimum": -(2**63), "maximum": 2**64 - 1}
+
+
+def _score(schema: Schema, example: dict[str, Any], config: ServeConfig, with_token: bool) -> dict[str, Any]:
+    rows = {
+        "type": "object",
+        "required": ["rows"],
+        "additionalProperties": False,
+        "properties": {
+            "rows": {
+                "type": "array",
+                "minItems": 1,
+                "maxItems": config.max_rows,
+                "items": {"$ref": "#/components/schemas/Row"},
+            }
+        },
+    }
+    content: dict[str, Any] = {"application/json": {"schema": rows, "example": {"rows": [example]}}}
+    texts = {"text/tab-separated-values": "\t"}
+    if schema.tokens != "hexadecimal":
+        texts["text/csv"] = schema.delimiter
+    for media_type, delimiter in texts.items():
+        if delimiter != schema.list_delimiter:
+            names = delimiter.join(schema.unlabelled().columns)
+            header = "without a header" if delimiter == "\t" else "behind a header or none (header=present or absent)"
+            described = f"A line a row, its columns in this order, {header}: {names}. A label before them is ignored."
+            if schema.lists:
+                described += f" Categories of a list are joined by {schema.list_delimiter}."
+            content[media_type] = {"schema": {"type": "string", "pattern": "[^\\r\\n]", "description": described}}
+    responses = {"200": _json("Scores, in the order of the rows.", "Scores")}
+    responses.update({str(status): _error(status) for status in _STATUSES if status != 401 or with_token})
+    return {
+        "summary": "Score rows.",
+        "operationId": "score",
+        "parameters": [
+            {
+                "name": "columns",
+                "in": "query",
+                "description": "Whether to name the columns of unknown categories, too.",
+                "schema": {"type": "boolean", "default": False},
+            }
+        ],
+        "requestBody": {"required": True, "content": content},
+        "responses": responses,
+        **_security(with_token),
+    }
+
+
+def _answers(schema: Schema) -> dict[str, Any]:
+    def fields(described: dict[str, Any], *, optional: tuple[str, ...] = ()) -> dict[str, Any]:
+        required = [name for name in described if name not in optional]
+        return {"type": "object", "required": required, "properties": described}
+
+    def many(of: dict[str, Any], description: str) -> dict[str, Any]:
+        return {"type": "array", "items": of, "description": description}
+
+    text = {"type": "string"}
+    probability = {"type": "number", "minimum": 0, "maximum": 1}
+    return {
+        "Scores": fields(
+            {
+                "scores": many(probability, "Probability of a click."),
+                "logits": many({"type": "number"}, "Logit of the score."),
+                **{
+                    f"score_{label.name}": many(probability, f"Probability that {label.name} is 1.")
+                    if label.kind == "binary"
+                    else many({"type": "number"}, f"Predicted {label.name}.")
+                    for label in schema.labels
+                },
+                "unknown": many({"type": "integer", "minimum": 0}, "Categories the vocabulary does not hold."),
+                "model": text,
+                "preprocessor": text,
+                "unknown_columns": many(many(text, "Names."), "Where these are, with columns=true."),
+            },
+            optional=("unknown_columns",),
+        ),
+        "Error": fields(
+            {
+                "error": fields(
+                    {
+                        "message": text,
+                        "row": {"type": ["integer", "null"], "description": "Number of the row at fault, from 0."},
+                        "field": {"type": ["string", "null"], "description": "Column or field at fault."},
+                    }
+                )
+            }
+        ),
+        "Alive": fields({"status": text}),
+        "Ready": fields({"status": text, "model": text, "preprocessor": text}),
+    }
+
+
+def _get(summary: str, responses: dict[str, Any], *, with_token: bool = False) -> dict[str, Any]:
+    return {"summary": summary, "responses": responses, **_security(with_token)}
+
+
+def _security(with_token: bool) -> dict[str, Any]:
+    return {"security": [{"token": []}]} if with_token else {}
+
+
+def _unauthorized(with_token: bool) -> dict[str, Any]:
+    return {"401": _error(401)} if with_token else {}
+
+
+def _json(description: str, name: str) -> dict[str, Any]:
+    return {
+        "description": description,
+        "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}},
+    }
+
+
+def _error(status: int) -> dict[str, Any]:
+    return _json(_STATUSES[status], "Error")
+
+
+def _text(description: str, media_type: str) -> dict[str, Any]:
+    return {"description": description, "content": {media_type: {"schema": {"type": "string"}}}}

@@ -1,0 +1,123 @@
+"""Scores several requests with one pass of the model, and splits the result into a response for each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+import orjson
+
+from rayrec.data.unknown import UnknownTokens
+from rayrec.metrics.binary import sigmoid
+from rayrec.serve.counters import Counters
+from rayrec.serve.requests import Body, RequestError
+from rayrec.serve.row_readers import Outcome, Raw, make_reader, take
+
+if TYPE_CHECKING:
+    from rayrec.inference.model import ServedModel
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What becomes of the rows of one request."""
+
+    logits: np.ndarray
+    """float32 (rows)"""
+    more_scores: Mapping[str, np.ndarray]
+    """float32 (rows), by `score_L` for each label L other than the main one: a probability, or the number that is predicted"""
+    unknown: np.ndarray
+    """int32 (rows, num_sparse), see UnknownTokens"""
+    columns: tuple[str, ...]
+    """Names of the sparse columns."""
+    model: str
+    preprocessor: str
+
+    def to_json(self, *, columns: bool) -> bytes:
+        """`columns`: with the names of the columns whose categories were unknown, row by row."""
+        fields: dict[str, Any] = {
+            "scores": sigmoid(self.logits),
+            "logits": self.logits,
+            **self.more_scores,
+            "unknown": self.unknown.sum(axis=1, dtype=np.int32),
+            "model": self.model,
+            "preprocessor": self.preprocessor,
+        }
+        if columns:
+            fields["unknown_columns"] = [
+                [self.columns[column] for column in np.flatnonzero(row).tolist()] for row in self.unknown
+            ]
+        return orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+@final
+class Answerer:
+    """One model and what is needed around it. `answer` is called by one thread at a time."""
+
+    def __init__(self, model: ServedModel, counters: Counters) -> None:
+        self.model = model
+        self._reader = make_reader(model.preprocessor.schema)
+        self._unknown = UnknownTokens(model.preprocessor)
+        self._columns = model.preprocessor.inputs.sparse
+        self._more_labels = model.preprocessor.inputs.labels
+        self._counters = counters
+
+    def answer(self, bodies: Sequence[Body]) -> tuple[list[Answer | RequestError], Raw, np.ndarray]:
+        """The answers, one a body; then the rows of all good bodies and their logits."""
+        start = time.perf_counter()
+        raw, outcomes = self._reader.read(bodies)
+        if not raw.rows:
+            return [_refused(outcome) for outcome in outcomes], raw, np.empty(0, np.float32)
+        encoded = self.model.preprocessor.encode(raw)
+        logits, *others = self.model.scorer.score_labels(encoded).values()
+        more_scores = {
+            f"score_{label.name}": sigmoid(found) if label.kind == "binary" else found
+            for label, found in zip(self._more_labels, others, strict=True)
+        }
+        unknown = self._unknown.count(raw, encoded)
+        answers = [self._answer(outcome, logits, more_scores, unknown) for outcome in outcomes]
+        self._count(raw.rows, unknown, time.perf_counter() - start)
+        return answers, raw, logits
+
+    def score(self, raw: Raw) -> np.ndarray:
+        """float32 (rows): the logits of rows read already."""
+        return self.model.score(self.model.preprocessor.encode(raw))
+
+    def warm(self) -> None:
+        """Scores rows without a value, so that the first request does not pay for what is made once."""
+        for num_rows in (1, 64):
+            raw, _ = self._reader.read([Body("json", num_rows, 0, rows=[{}] * num_rows)])
+            encoded = self.model.preprocessor.encode(raw)
+            self.model.score(encoded)
+            self._unknown.count(raw, encoded)
+
+    def _answer(
+        self, outcome: Outcome, logits: np.ndarray, more_scores: Mapping[str, np.ndarray], unknown: np.ndarray
+    ) -> Answer | RequestError:
+        if isinstance(outcome, RequestError):
+            return outcome
+        own, others = take(logits, outcome), {name: take(found, outcome) for name, found in more_scores.items()}
+        for found in (own, *others.values()):
+            bad = np.flatnonzero(~np.isfinite(found))
+            if len(bad):
+                return RequestError(
+                    422, f"row {bad[0]} has no finite score; its numbers are too large", row=int(bad[0])
+                )
+        return Answer(
+            own, others, take(unknown, outcome), self._columns, self.model.version, self.model.preprocessor_hash
+        )
+
+    def _count(self, rows: int, unknown: np.ndarray, seconds: float) -> None:
+        self._counters.rows.labels(self.model.version).inc(rows)
+        self._counters.batch_rows.observe(rows)
+        self._counters.forward_seconds.observe(seconds)
+        of_columns = unknown.sum(axis=0)
+        for column in np.flatnonzero(of_columns).tolist():
+            self._counters.unknown.labels(self._columns[column]).inc(int(of_columns[column]))
+
+
+def _refused(outcome: Outcome) -> RequestError:
+    assert isinstance(outcome, RequestError)
+    return outcome

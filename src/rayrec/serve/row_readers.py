@@ -1,0 +1,388 @@
+"""The rows of requests, read by the parsers that read the training log, and what is wrong with them."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import io
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import numpy as np
+import pyarrow as pa
+
+from rayrec.config import InputError
+from rayrec.data.arrow_columns import parse_table
+from rayrec.data.columns import RawColumns
+from rayrec.data.csv_text import read_csv_text
+from rayrec.data.parsing import Fault, RawRows, padded, parse_into
+from rayrec.schema import Schema
+from rayrec.serve.requests import Body, RequestError, shown
+
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+_EMPTY_LINE = re.compile(rb"(?:^|\n|\r(?!\n))(?:\n|\r)")
+_QUOTED_ROW_BYTES = 1 << 20
+_MOST_FIELDS = 10_000
+_SIMILAR = 0.75
+"""Share of common characters above which a field is taken for a misspelt column name."""
+MAX_INTEGER = 10**18 - 1
+MAX_NUMBER = 10**18
+"""As in text, where 18 digits are taken."""
+_LINE_START = re.compile(rb"(?m)^")
+_A_LABEL = "label of rows without one"
+_LABEL_FAULT = "label is not 0 or 1"
+
+
+Raw = RawRows | RawColumns
+Outcome = slice | RequestError
+"""Of one body: which of the rows read together are its own, or what is wrong with it."""
+
+
+class RowReader(ABC):
+    """Reads bodies of one schema, many at once."""
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema.unlabelled()
+        self._with_label = schema
+        self._ignored = tuple(name for name in schema.columns if name not in self.schema.columns)
+        self._known = {*self.schema.columns, *self._ignored}
+
+    @abstractmethod
+    def read(self, bodies: Sequence[Body]) -> tuple[Raw, list[Outcome]]:
+        """The good bodies' rows one after the other, without labels, and what became of each body."""
+
+    def _check_names(self, row: Any, number: int) -> None:
+        if type(row) is not dict:
+            raise RequestError(400, f"row {number} is {_kind(row)}, not an object", row=number)
+        if row.keys() <= self._known:
+            return
+        unknown = next(name for name in row if name not in self._known)
+        raise RequestError(
+            400, f"row {number} has an unknown column {shown(unknown)}", row=number, field=shown(unknown)
+        )
+
+    def _is_labelled(self, text: bytes, delimiter: str) -> bool:
+        """Whether the first line has the columns of a labelled row, else those of an unlabelled one. Raises RequestError where
+        it has neither's."""
+        found = len(_first_fields(text, delimiter))
+        bare, full = len(self.schema.columns), len(self._with_label.columns)
+        if found not in (bare, full):
+            also = f", or {full} with {' and '.join(self._ignored)}" if full > bare else ""
+            raise RequestError(400, f"row 0 has {found} columns; {bare} are needed{also}", row=0)
+        return found != bare
+
+
+def _first_fields(text: bytes, delimiter: str) -> list[str]:
+    """The fields of the first row; a quoted one may contain the delimiter and line ends."""
+    line = _first_line(text).decode("utf-8", "replace")
+    if '"' not in line:
+        return line.split(delimiter, _MOST_FIELDS)
+    rows = csv.reader(io.StringIO(text[:_QUOTED_ROW_BYTES].decode("utf-8", "replace"), newline=""), delimiter=delimiter)
+    try:
+        return next(rows, [])
+    except csv.Error:  # the parser says what is wrong with it
+        return line.split(delimiter, _MOST_FIELDS)
+
+
+def _first_line(text: bytes) -> bytes:
+    """Without its end."""
+    return _LINE_END.split(text, 1)[0]
+
+
+def _is_number(field: str) -> bool:
+    try:
+        float(field)
+    except ValueError:
+        return False
+    return True
+
+
+@final
+class HexadecimalReader(RowReader):
+    """Rows of a log of hexadecimal tokens. All bodies are parsed into one place by the native parser."""
+
+    def __init__(self, schema: Schema) -> None:
+        super().__init__(schema)
+        self._labelled = schema if schema.label else schema.replace(label=_A_LABEL)
+
+    def read(self, bodies: Sequence[Body]) -> tuple[RawRows, list[Outcome]]:
+        raw = RawRows(self.schema, sum(body.num_rows for body in bodies))
+        outcomes: list[Outcome] = []
+        for body in bodies:
+            start = raw.rows
+            try:
+                if body.format == "csv":
+                    raise RequestError(415, "rows of this model come as application/json or text/tab-separated-values")
+                if body.rows is not None:
+                    # Of one column a missing value is an empty line, which is no row; behind a label it is one.
+                    single = len(self.schema.columns) == 1
+                    text = self._as_text(body.rows)
+                    self._parse(raw, _LINE_START.sub(b"0\t", text) if single else text, labelled=single)
+                else:
+                    self._parse(raw, body.text, labelled=self._is_labelled(body.text, "\t"))
+                outcomes.append(slice(start, raw.rows))
+            except RequestError as error:
+                raw.rows = start
+                outcomes.append(error)
+        return raw, outcomes
+
+    def _parse(self, raw: RawRows, text: bytes, *, labelled: bool) -> None:
+        start = raw.rows
+        raw.schema = self._labelled if labelled else self.schema  # says only whether a line begins with a label
+        try:
+            faults = parse_into(raw, padded(text), len(text))
+        finally:
+            raw.schema = self.schema
+        if labelled and _LABEL_FAULT in faults.counts:  # it is ignored, whatever it is
+            raw.rows = start
+            self._parse(raw, re.sub(rb"(?m)^[^\t\n]*\t", b"", text), labelled=False)
+        elif faults.total:
+            fault = faults.first[0]
+            raise _refusal(fault, text.count(b"\n", 0, fault.byte or 0))
+
+    def _as_text(self, rows: list[Any]) -> bytes:
+        """Lines as the log has them. Raises RequestError for what no line can say; the rest is for the parser to judge."""
+        text = self._plainly_as_text(rows)
+        if text is None:  # something is unusual
+            lines = []
+            for number, row in enumerate(rows):
+                self._check_names(row, number)
+                fields = [_integer_text(row.get(name), name, number) for name in self.schema.dense]
+                fields += [_hexadecimal_text(row.get(name), name, number) for name in self.schema.sparse]
+                lines.append("\t".join(fields))
+            text = "\n".join(lines).encode()
+        return text
+
+    def _plainly_as_text(self, rows: list[Any]) -> bytes | None:
+        """The same for rows that hold nothing but known columns, integers and strings without tabs and line ends, four times as
+        fast; None for others."""
+        dense, sparse, known = self.schema.dense, self.schema.sparse, self._known
+        lines = []
+        try:
+            for row in rows:
+                if not row.keys() <= known:
+                    return None
+                value_of = row.get
+                fields = ["" if value is None else _TEXT_OF[type(value)](value) for value in map(value_of, dense)]
+                fields += ["" if value is None else value for value in map(value_of, sparse)]
+                lines.append("\t".join(fields))
+        except (AttributeError, KeyError, TypeError):
+            return None
+        text = "\n".join(lines)
+        tabs = len(rows) * (len(dense) + len(sparse) - 1)
+        if text.count("\t") != tabs or text.count("\n") != len(rows) - 1 or "\r" in text:
+            return None
+        return text.encode()
+
+
+_TEXT_OF: dict[type, Callable[[Any], str]] = {int: str}
+"""How a number is written; others than integers, also true and false, are not in it."""
+
+
+def _integer_text(value: Any, name: str, number: int) -> str:
+    if value is None:
+        return ""
+    if type(value) is float and value.is_integer():  # 3.0 is an integer to JSON
+        value = int(value)
+    if type(value) is not int:
+        raise RequestError(400, f"row {number}: {name} is {_kind(value)}, not an integer", row=number, field=name)
+    if not -MAX_INTEGER <= value <= MAX_INTEGER:
+        raise RequestError(400, f"row {number}: {name} has more than 18 digits", row=number, field=name)
+    return str(value)
+
+
+def _hexadecimal_text(value: Any, name: str, number: int) -> str:
+    if value is None:
+        return ""
+    # The parser judges the digits; a tab or a line end would not reach it as part of a value.
+    if type(value) is not str or (value and not (len(value) == 8 and value.isalnum() and value.isascii())):
+        raise RequestError(400, f"row {number}: {name} is not 8 hexadecimal digits as a string", row=number, field=name)
+    return value
+
+
+@final
+class AnyReader(RowReader):
+    """Rows of a log of any tokens: JSON and text become Arrow columns, as files of such a log do."""
+
+    def read(self, bodies: Sequence[Body]) -> tuple[RawColumns, list[Outcome]]:
+        parts: list[RawColumns] = []
+        outcomes: list[Outcome] = []
+        rows = 0
+        for body in bodies:
+            try:
+                table = self._table(body.rows) if body.rows is not None else self._split(body)
+                raw, faults = parse_table(table, self.schema)
+            except RequestError as error:
+                outcomes.append(error)
+                continue
+            except InputError as error:
+                outcomes.append(RequestError(400, " ".join(str(error).split())))
+                continue
+            if faults.total:
+                outcomes.append(_refusal(faults.first[0], faults.first[0].row or 0))
+                continue
+            assert isinstance(raw, RawColumns)
+            outcomes.append(slice(rows, rows + raw.rows))
+            rows += raw.rows
+            parts.append(raw)
+        return RawColumns.concatenated(parts or [self._nothing()]), outcomes
+
+    def _nothing(self) -> RawColumns:
+        raw, _ = parse_table(self._table([]), self.schema)
+        assert isinstance(raw, RawColumns)
+        return raw
+
+    def _table(self, rows: list[Any]) -> pa.Table:
+        for number, row in enumerate(rows):
+            self._check_names(row, number)
+        arrays: dict[str, pa.Array] = {}
+        for name in self.schema.columns:
+            values = [row.get(name) for row in rows]
+            if name in self.schema.dense:
+                arrays[name] = pa.array(_numbers(values, name), pa.float64())
+            elif name in self.schema.lists:
+                arrays[name] = pa.array(_lists(values, name, _token_text), pa.large_list(pa.large_string()))
+            elif name in self.schema.list_weights:
+                arrays[name] = pa.array(_lists(values, name, _number), pa.large_list(pa.float64()))
+            else:
+                texts = [_token_text(value, name, number) for number, value in enumerate(values)]
+                arrays[name] = pa.array(texts, pa.large_string())
+        return pa.table(arrays)
+
+    def _split(self, body: Body) -> pa.Table:
+        """The columns of text: tsv without a header, csv with one where its first line names columns."""
+        delimiter = "\t" if body.format == "tsv" else self.schema.delimiter
+        if delimiter == self.schema.list_delimiter:
+            raise RequestError(415, "the columns' delimiter of this format is that of lists; send application/json")
+        if body.text.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise RequestError(400, "the request is UTF-16; send UTF-8", row=0)
+        names = _first_fields(body.text, delimiter)
+        if self._has_header(body, names):
+            columns, text = tuple(names), (*_LINE_END.split(body.text, 1), b"")[1]
+        else:
+            labelled = self._is_labelled(body.text, delimiter)
+            columns, text = (self._with_label if labelled else self.schema).columns, body.text
+        if not text:
+            raise RequestError(400, "the request holds no row")
+        _refuse_empty_lines(text, delimiter)
+        return read_csv_text(text, self.schema, delimiter=delimiter, columns=columns, path="the request")
+
+    def _has_header(self, body: Body, names: list[str]) -> bool:
+        """Whether the first line names columns. Raises RequestError if it does so wrongly, or the format has no header.
+
+        Unless the client says, a line without numbers is a header if one of its fields is a column's name, whatever its case, or
+        at least half of them are nearly the names of the columns at their places."""
+        if body.header is False or (body.header is None and not self._resembles_header(names)):
+            return False
+        if body.format == "tsv":
+            raise RequestError(
+                400, "row 0 names columns; text/tab-separated-values has no header, text/csv may have one", row=0
+            )
+        hint = "" if body.header else "; if row 0 is data, send text/csv; header=absent"
+        for name in names:
+            if name not in self._known:
+                near = {known.casefold(): known for known in self._known}
+                found = difflib.get_close_matches(name.strip().casefold()[:64], near, 1)
+                meant = f", did you mean {near[found[0]]}?" if found else ""
+                told = shown(name)
+                raise RequestError(400, f"the header has an unknown column {told}{meant}{hint}", field=told)
+            if names.count(name) > 1:
+                raise RequestError(400, f"the header names {name} {names.count(name)} times{hint}", field=name)
+        for name in self.schema.columns:
+            if name not in names:
+                raise RequestError(400, f"the header does not name {name}{hint}", field=name)
+        return True
+
+    def _resembles_header(self, names: list[str]) -> bool:
+        folded = [name.strip().casefold() for name in names]
+        known = {name.casefold() for name in self._known}
+        if any(map(_is_number, folded)):
+            return False
+        if not known.isdisjoint(folded):
+            return True
+        columns = (self.schema if len(names) == len(self.schema.columns) else self._with_label).columns
+        similar = sum(
+            difflib.SequenceMatcher(None, name[:64], column.casefold()).ratio() >= _SIMILAR
+            for name, column in zip(folded, columns, strict=False)
+            if name
+        )
+        return similar * 2 >= len(names)
+
+
+def _refuse_empty_lines(text: bytes, delimiter: str) -> None:
+    """Raises RequestError for an empty line, which would be passed over: the rows behind it would not have their numbers."""
+    found = _EMPTY_LINE.search(text)
+    if found is None:
+        return
+    if b'"' not in text:
+        row = sum(1 for _ in _LINE_END.finditer(text, 0, found.end())) - 1
+        raise RequestError(400, f"row {row}: empty line", row=row)
+    rows = csv.reader(io.StringIO(text.decode("utf-8", "replace"), newline=""), delimiter=delimiter)
+    try:
+        for row, fields in enumerate(rows):
+            if not fields:
+                raise RequestError(400, f"row {row}: empty line", row=row)
+    except csv.Error:  # the parser says what is wrong with it
+        return
+
+
+def _numbers(values: list[Any], name: str) -> list[float | None]:
+    return [_number(value, name, number) for number, value in enumerate(values)]
+
+
+def _number(value: Any, name: str, row: int) -> float | None:
+    if value is None:
+        return None
+    if type(value) not in (int, float, bool):
+        raise RequestError(400, f"row {row}: {name} is {_kind(value)}, not a number", row=row, field=name)
+    if not -MAX_NUMBER <= value <= MAX_NUMBER:
+        raise RequestError(400, f"row {row}: {name} lies beyond 10^18", row=row, field=name)
+    return float(value)
+
+
+def _token_text(value: Any, name: str, number: int) -> str | None:
+    """An integer's token is that of its digits, and true and false are 1 and 0, as in files."""
+    if value is None or type(value) is str:
+        return value
+    if type(value) in (int, bool) or (type(value) is float and value.is_integer()):
+        integer = int(value)
+        # A whole number beyond 64 bits comes as a float, and one just below the least is rounded to it.
+        lowest = -(2**63) + (type(value) is float)
+        if lowest <= integer < 2**64:
+            return str(integer)
+        raise RequestError(400, f"row {number}: {name} is beyond 64 bits", row=number, field=name)
+    raise RequestError(
+        400, f"row {number}: {name} is {_kind(value)}, not a string or an integer", row=number, field=name
+    )
+
+
+def _lists(values: list[Any], name: str, item_of: Callable[[Any, str, int], Any]) -> list[list[Any] | None]:
+    """The lists, each of their items as `item_of` (item, name, row) gives it."""
+    found: list[list[Any] | None] = []
+    for number, value in enumerate(values):
+        if value is not None and type(value) is not list:
+            raise RequestError(400, f"row {number}: {name} is {_kind(value)}, not a list", row=number, field=name)
+        found.append(None if value is None else [item_of(item, name, number) for item in value])
+    return found
+
+
+def _refusal(fault: Fault, row: int) -> RequestError:
+    where = f" in column {fault.column}" if fault.column else ""
+    return RequestError(400, f"row {row}: {fault.kind}{where}", row=row, field=fault.column or None)
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number that is no integer" if type(value) is float else "a number")
+
+
+def make_reader(schema: Schema) -> RowReader:
+    """For rows of a schema, labelled or not; labels, weights of rows and times are ignored."""
+    return HexadecimalReader(schema) if schema.tokens == "hexadecimal" else AnyReader(schema)
+
+
+def take(values: np.ndarray, outcome: slice) -> np.ndarray:
+    """A body's own of what was computed for all together, as one piece of memory."""
+    return np.ascontiguousarray(values[outcome])

@@ -1,0 +1,100 @@
+"""The served model gives what the network that was trained gives, whatever its make, and needs nothing of training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from saved_clicks import (
+    SMALL,
+    bucketed_preprocessor,
+    criteo_preprocessor,
+    lists_preprocessor,
+    multi_hot_preprocessor,
+    save_clicks,
+)
+
+from rayrec import recipes
+from rayrec.config import InputError
+from rayrec.data.preprocessor import Preprocessor
+from rayrec.inference.model import open_served
+
+
+def _wide_ids() -> Preprocessor:
+    """Ids of 64 bits: a table too long for 32 would need 8 GiB, so the type is asked for."""
+    schema = recipes.criteo_demo().workload.schema  # type: ignore[attr-defined]
+    preprocessor = criteo_preprocessor(schema, [40] * 26)
+    preprocessor.__dict__["id_dtype"] = np.dtype(np.int64)
+    return preprocessor
+
+
+MAKES: dict[str, dict[str, Any]] = {
+    "dot": {},
+    "cross": {"model": SMALL.replace(interaction="cross")},
+    "projection": {"model": SMALL.replace(interaction="projection")},
+    "bf16": {"model": SMALL.replace(interaction="cross"), "precision": "bf16"},
+    "multi-hot": {"preprocessor": multi_hot_preprocessor},
+    "bags": {"preprocessor": lists_preprocessor},
+    "no dense columns": {"preprocessor": bucketed_preprocessor},
+    "64-bit ids": {"preprocessor": _wide_ids},
+}
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_logits_are_the_networks(make: str, tmp_path: Path) -> None:
+    arguments = dict(MAKES[make])
+    if "preprocessor" in arguments:
+        make_preprocessor: Callable[[], Preprocessor] = arguments["preprocessor"]
+        arguments["preprocessor"] = make_preprocessor()
+    saved = save_clicks(tmp_path, **arguments)
+    served = open_served(str(tmp_path))
+    assert (served.kind, served.quantization) == ("checkpoint", "fp32")
+    assert served.source == str(saved.checkpoint)
+    assert served.preprocessor_hash == saved.preprocessor.hash()
+    assert served.weight_bytes == sum(parameter.nbytes for parameter in saved.model.parameters())
+    for count in (200, 1, 0):
+        rows = saved.rows(count)
+        logits = served.score(rows)
+        assert logits.dtype == np.float32
+        assert logits.shape == (count,)
+        np.testing.assert_allclose(logits, saved.logits(rows), rtol=0, atol=1e-6)
+
+
+def test_the_version_follows_the_weights(tmp_path: Path) -> None:
+    versions = []
+    for place, seed in (("a", 1), ("b", 1), ("c", 2)):
+        save_clicks(tmp_path / place, seed=seed)
+        versions.append(open_served(str(tmp_path / place)).version)
+    assert versions[0] == versions[1] != versions[2]
+    assert versions[0].startswith("step_00000007-")
+    assert versions[0].endswith("-fp32")
+    assert len(versions[0]) == len("step_00000007-1a2b3c4d5e6f-fp32")
+
+
+def test_many_threads_at_once(tmp_path: Path) -> None:
+    saved = save_clicks(tmp_path)
+    served = open_served(str(tmp_path))
+    batches = [saved.rows(64, seed=seed) for seed in range(20)]
+    alone = [served.score(batch) for batch in batches]
+    with ThreadPoolExecutor(4) as pool:
+        for mine, theirs in zip(alone, pool.map(served.score, batches), strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
+
+
+def test_other_folders_are_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no complete checkpoint"):
+        open_served(str(tmp_path))
+    saved = save_clicks(tmp_path)
+    (saved.checkpoint / "config.yaml").write_text("recipe: mnist_resnet18\n")
+    with pytest.raises(InputError, match=r"config.yaml: damaged"):
+        open_served(str(tmp_path))
+    saved.preprocessor.save(str(tmp_path / "aside"))
+    for file in (saved.checkpoint / "preprocessor").iterdir():
+        file.unlink()
+    (saved.checkpoint / "preprocessor").rmdir()
+    with pytest.raises(InputError, match=r"holds no preprocessor/.*only those are served"):
+        open_served(str(tmp_path))

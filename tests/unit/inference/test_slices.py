@@ -1,0 +1,129 @@
+"""Metrics by slices: each row in one slice, named as the log names it; and what is told of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from rayrec.config import InputError
+from rayrec.inference.config import EvaluationConfig
+from rayrec.inference.evaluate import KeptRows
+from rayrec.inference.evaluation_text import readable
+from rayrec.inference.slices import slices_of
+
+HEXADECIMAL = pa.chunked_array([pa.array([0xA, 0xB, 0xA, None], pa.uint32()), pa.array([0xC, 0xA, 0xB], pa.uint32())])
+TEXT = pa.chunked_array(
+    [pa.array(part, pa.large_string()).dictionary_encode() for part in (["x", "y", "x", None], ["z", "x", "y"])]
+)
+
+
+def _found(by: str, values: pa.ChunkedArray, most: int = 10) -> dict[str, list[int]]:
+    found = slices_of(by, values, most=most)
+    assert sorted(np.concatenate([piece.rows for piece in found]).tolist()) == list(range(len(values)))
+    return {piece.name: piece.rows.tolist() for piece in found}
+
+
+def test_by_value() -> None:
+    assert list(_found("c", HEXADECIMAL).items()) == [
+        ("0000000a", [0, 2, 5]),
+        ("0000000b", [1, 6]),
+        ("0000000c", [4]),
+        ("(missing)", [3]),
+    ]
+    assert _found("c", HEXADECIMAL, most=1) == {"0000000a": [0, 2, 5], "(others)": [1, 4, 6], "(missing)": [3]}
+    assert _found("c", TEXT, most=2) == {"x": [0, 2, 5], "y": [1, 6], "(others)": [4], "(missing)": [3]}
+    numbers = pa.chunked_array([pa.array([-3, 10**17, -3, None])])
+    assert _found("i", numbers) == {"-3": [0, 2], str(10**17): [1], "(missing)": [3]}
+
+
+def test_buckets_of_frequency_stay_in_order() -> None:
+    names = pa.array(["1", "2-9", "(not in the vocabulary)"], pa.large_string())
+    blocks = [[2, None, 1], [0, 2]]
+    values = pa.chunked_array([pa.DictionaryArray.from_arrays(pa.array(block, pa.int32()), names) for block in blocks])
+    assert list(_found("frequency:c", values).items()) == [
+        ("1", [3]),
+        ("2-9", [2]),
+        ("(not in the vocabulary)", [0, 4]),
+        ("(missing)", [1]),
+    ]
+
+
+def test_days_stay_in_order() -> None:
+    def days(codes: list[int]) -> pa.Array:
+        names = pa.array(["day_9", "day_10", "day_11"], pa.large_string())
+        return pa.DictionaryArray.from_arrays(pa.array(codes, pa.int32()), names)
+
+    assert list(_found("day", pa.chunked_array([days([0, 0, 1]), days([2])]))) == ["day_9", "day_10", "day_11"]
+    assert list(_found("day", pa.chunked_array([days([1, 1])]))) == ["day_10"]
+
+
+def _table(rows: slice) -> pa.Table:
+    """Of a log of 7 rows."""
+    return pa.table(
+        {
+            "row": np.arange(7)[rows],
+            "logit": np.linspace(-1, 1, 7, dtype=np.float32)[rows],
+            "label": np.array([0, 1, 0, 1, 1, 0, 1], np.float32)[rows],
+            "key:c": HEXADECIMAL.combine_chunks()[rows],
+            "key:t": TEXT.unify_dictionaries().combine_chunks()[rows],
+        }
+    )
+
+
+def test_rows_are_kept_whatever_way_they_come() -> None:
+    whole, pieces, other = KeptRows(["c", "t"]), KeptRows(["c", "t"]), KeptRows()
+    whole.update(_table(slice(0, 7)))
+    for start, stop in [(0, 3), (3, 4), (4, 7)]:
+        pieces.update(_table(slice(start, stop)))
+    other.update(_table(slice(1, 7)))
+    assert (whole.rows, whole.checksums) == (pieces.rows, pieces.checksums)
+    assert other.checksums != whole.checksums
+    np.testing.assert_array_equal(whole.logits, pieces.logits)
+    np.testing.assert_array_equal(whole.labels, pieces.labels)
+    assert whole.key("c").to_pylist() == pieces.key("c").to_pylist() == HEXADECIMAL.to_pylist()
+    assert whole.key("t").to_pylist() == pieces.key("t").to_pylist() == TEXT.to_pylist()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slice_top": 0}, "slice_top: 0"),
+        ({"slice_by": ("day", "day")}, "names one twice"),
+        ({"confidence": 1.5}, "confidence: 1.5 must lie between 0 and 1"),
+        ({"resamples": 1}, "resamples: 1"),
+    ],
+)
+def test_options_are_checked(options: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        EvaluationConfig().updated(options)
+
+
+METRICS = {"auroc": 0.75, "logloss": 0.5, "normalized_entropy": None, "calibration": 1.01, "rows": 20_000}
+DIFFERENCES = {
+    "auroc": {"difference": 0.01, "low": 0.005, "high": 0.015, "p_value": 0.001, "method": "delong"},
+    "normalized_entropy": {"difference": None, "low": None, "high": None, "p_value": None, "method": "bootstrap"},
+}
+
+
+def test_readable() -> None:
+    plain = readable({**METRICS, "checkpoint": "runs/a"})
+    assert plain.splitlines()[0].split() == ["auroc", "0.75000"]
+    assert "runs/a" in plain
+    found = {
+        **METRICS,
+        "label_rate": 0.25,
+        "intervals": {"auroc": [0.74, 0.76], "normalized_entropy": [None, None]},
+        "resampling": {"confidence": 0.9, "resamples": 1000, "seed": 0},
+        "checkpoint": "runs/a",
+        "compared": {**METRICS, "auroc": 0.74, "differences": DIFFERENCES, "checkpoint": "runs/b"},
+        "slices": {"cat_5": [{"value": "0000000a", **METRICS, "label_rate": 0.1}]},
+    }
+    for piece in found["slices"]["cat_5"]:  # type: ignore[index]
+        piece.update(intervals=found["intervals"], compared=found["compared"])
+    lines = readable(found).splitlines()
+    assert "0.75000  0.74000 to 0.76000  0.74000    +0.01000  +0.00500 to +0.01500  0.00100" in lines[1]
+    assert any("intervals of 90%" in line for line in lines)
+    assert any("runs/b" in line for line in lines)
+    assert lines[-1].split()[:7] == ["0000000a", "20,000", "0.10000", "0.75000", "0.74000", "to", "0.76000"]
+    assert readable({"accuracy": 0.9, "rows": 3}).split() == ["accuracy", "0.90000", "rows", "3"]

@@ -1,0 +1,721 @@
+"""What the HTTP application answers: scores, what is wrong with a request, counts; never a failure of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import hashlib
+import io
+import json
+import threading
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pytest
+from asgi_client import Reply, ask, post, post_async, request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+from served_click_model import (
+    ANY,
+    NUM_TOKENS,
+    logits_of,
+    make_app,
+    make_model,
+    make_preprocessor,
+    row_object,
+    row_text,
+    token,
+)
+
+from rayrec.data.columns import RawColumns
+from rayrec.data.multi_hot import MultiHot
+from rayrec.data.preprocessor import SparseColumn
+from rayrec.datasets.criteo import SCHEMA
+from rayrec.schema import Schema
+from rayrec.serve.app import ScoringApp, held_by_json
+from rayrec.serve.requests import Body, RequestError, open_body
+from rayrec.serve.row_readers import make_reader
+
+TEXT = b"".join(row_text(number, known=False) for number in range(50))
+ROWS = [row_object(line) for line in TEXT.splitlines()]
+MODEL = make_model()
+
+
+@pytest.fixture(scope="module")
+def app() -> ScoringApp:
+    return make_app(MODEL)
+
+
+def error_of(reply: Reply, status: int) -> dict[str, Any]:
+    assert reply.status == status, reply.body
+    assert reply.headers["content-type"] == "application/json"
+    found = reply.json()
+    assert set(found) == {"error"}
+    assert set(found["error"]) == {"message", "row", "field"}
+    return found["error"]
+
+
+# -- scores
+
+
+def test_text_and_json_and_labelled_text_are_one(app: ScoringApp) -> None:
+    found = post(app, TEXT).json()
+    assert found["model"] == MODEL.version
+    assert found["preprocessor"] == MODEL.preprocessor.hash()
+    np.testing.assert_array_equal(np.array(found["logits"], np.float32), logits_of(MODEL, TEXT))
+    scores = 1 / (1 + np.exp(-np.array(found["logits"], np.float64)))
+    np.testing.assert_allclose(found["scores"], scores, rtol=1e-6)
+    labelled = b"".join(b"%d\t%s\n" % (number % 2, line) for number, line in enumerate(TEXT.splitlines()))
+    assert post(app, labelled).json() == found
+    assert post(app, labelled.replace(b"\n", b"\r\n")).json() == found
+    assert post(app, b"".join(b"no label\t%s\n" % line for line in TEXT.splitlines())).json() == found
+    assert post(app, {"rows": ROWS}).json() == found
+    with_nulls = [{**dict.fromkeys(SCHEMA.dense + SCHEMA.sparse), "label": "whatever", **row} for row in ROWS]
+    assert post(app, {"rows": with_nulls}).json() == found
+    one_by_one = [post(app, {"rows": [row]}).json() for row in ROWS[:5]]
+    np.testing.assert_allclose([one["logits"][0] for one in one_by_one], found["logits"][:5], atol=1e-6)
+    assert [one["unknown"][0] for one in one_by_one] == found["unknown"][:5]
+
+
+def test_unknown_categories_are_counted_and_named(app: ScoringApp) -> None:
+    expected = [
+        [name for column, name in enumerate(SCHEMA.sparse) if row.get(name) == f"{token(column, NUM_TOKENS):08x}"]
+        for row in ROWS
+    ]
+    assert sum(map(len, expected)) > 50
+    before = _samples(app)
+    found = post(app, TEXT, query="columns=true").json()
+    assert found["unknown_columns"] == expected
+    assert found["unknown"] == [len(names) for names in expected]
+    assert "unknown_columns" not in post(app, {"rows": ROWS}, query="columns=false").json()
+    after = _samples(app)
+    of_column = 'rayrec_serve_unknown_total{column="cat_3"}'
+    assert after[of_column] - before.get(of_column, 0) == 2 * sum("cat_3" in names for names in expected)
+
+
+def test_a_missing_category_is_not_unknown() -> None:
+    """Also where both have one id, and where known tokens have it, too."""
+    columns = tuple(SparseColumn(NUM_TOKENS, NUM_TOKENS, first_id=0, unknown_id=2, missing_id=2) for _ in SCHEMA.sparse)
+    shared = make_model(make_preprocessor(sparse=columns))
+    assert post(make_app(shared), TEXT).json()["unknown"] == post(make_app(MODEL), TEXT).json()["unknown"]
+
+
+def test_unknown_categories_of_hashed_columns_and_bags() -> None:
+    hashed = tuple(
+        SparseColumn(50, None) if number else SparseColumn(NUM_TOKENS + 2, NUM_TOKENS)
+        for number in range(len(SCHEMA.sparse))
+    )
+    known = np.array([token(0, number) for number in range(NUM_TOKENS)], np.uint32)
+    model = make_model(make_preprocessor(sparse=hashed, tokens=known))
+    found = post(make_app(model), TEXT, query="columns=true").json()
+    assert {name for names in found["unknown_columns"] for name in names} == {"cat_0"}
+    bags = make_model(make_preprocessor(multi_hot=MultiHot(sizes=(3,) * len(SCHEMA.sparse))))
+    found = post(make_app(bags), TEXT).json()
+    assert found["unknown"] == post(make_app(MODEL), TEXT).json()["unknown"]
+    np.testing.assert_array_equal(np.array(found["logits"], np.float32), logits_of(bags, TEXT))
+
+
+def test_integers_as_categories() -> None:
+    columns = tuple(SparseColumn(NUM_TOKENS + 2, NUM_TOKENS) for _ in SCHEMA.dense + SCHEMA.sparse)
+    buckets = [np.arange(1, NUM_TOKENS + 1, dtype=np.uint32) + np.uint32(2**31) for _ in SCHEMA.dense]
+    tokens = [token(column, number) for column in range(len(SCHEMA.sparse)) for number in range(NUM_TOKENS)]
+    known = np.concatenate([*buckets, np.array(tokens, np.uint32)])
+    app = make_app(make_model(make_preprocessor(dense=(), sparse=columns, tokens=known, integer_buckets=True)))
+    rows = [{"int_0": 1}, {"int_0": 0}, {}, {"int_0": 1000, "int_3": -5}]
+    found = post(app, {"rows": rows}, query="columns=true").json()
+    assert found["unknown_columns"] == [[], [], [], ["int_0", "int_3"]]
+
+
+# -- a log of one's own
+
+
+def test_own_schema() -> None:
+    model = make_model(make_preprocessor(ANY))
+    app = make_app(model)
+    rows = [
+        {
+            "age": 3,
+            "price": 1.5,
+            "user": token(0, 1),
+            "item": str(token(1, 0)),
+            "tags": [token(2, 0), token(2, 1), None],
+        },
+        {"age": None, "price": -2e5, "user": "someone", "tags": ["a", str(token(2, 2)), "b"]},
+        {"item": True, "click": 1, "importance": 0.5},
+    ]
+    found = post(app, {"rows": rows}, query="columns=true").json()
+    assert found["unknown"] == [0, 3, 1]
+    assert found["unknown_columns"] == [[], ["user", "tags"], ["item"]]
+    lines = [
+        f"3,1.5,{token(0, 1)},{token(1, 0)},{token(2, 0)}|{token(2, 1)}",
+        f',-2e5,"someone",,a|{token(2, 2)}|b',
+        ",,,1,",
+    ]
+    bare = "\n".join(lines).encode()
+    labelled = "\n".join("1,0.5," + line for line in lines).encode()
+    header = b'"age",price,user,item,tags\n' + bare
+    lines[0], lines[1] = lines[1].replace("someone", "some,one"), lines[0]
+    quoted = "\n".join(lines).encode()
+    turned = "\n".join(
+        ["tags,click,user,item,age,price", f"{token(2, 0)}|{token(2, 1)},0,{token(0, 1)},{token(1, 0)},3,1.5"]
+    )
+    for text in (bare, bare + b"\r\n", labelled, header):
+        answer = post(app, text, media_type="text/csv").json()
+        assert answer["logits"] == found["logits"]
+        assert answer["unknown"] == found["unknown"]
+    assert post(app, quoted, media_type="text/csv").json()["unknown"] == [3, 0, 1]
+    assert post(app, turned.encode(), media_type="text/csv").json()["unknown"] == [0]
+    assert post(app, bare.replace(b",", b"\t")).json()["logits"] == found["logits"]
+
+
+@pytest.mark.parametrize(
+    ("content", "row", "field"),
+    [
+        ({"rows": [{}, {"age": "3"}]}, 1, "age"),
+        ({"rows": [{"user": 1.5}]}, 0, "user"),
+        ({"rows": [{"user": 2.0**64}]}, 0, "user"),
+        ({"rows": [{"user": -(2**63) - 1}]}, 0, "user"),
+        ({"rows": [{"tags": "a|b"}]}, 0, "tags"),
+        ({"rows": [{"tags": [[1]]}]}, 0, "tags"),
+        ({"rows": [{"price": 1e19}]}, 0, "price"),
+        ({"rows": [{"owner": 1}]}, 0, "owner"),
+        (b"1,2,3\n", 0, None),
+        (b"1,2,3,4,5\n1,2,3,4\n", 1, None),
+        (b"1,2,3,4,5\nx,2,3,4,5\n", 1, "age"),
+        (b"1,2,3,4,\xff\n", 0, "tags"),
+        (b'1,2,3,4,"open\n', 0, None),
+    ],
+)
+def test_own_schema_refuses(content: Any, row: int | None, field: str | None) -> None:
+    app = make_app(make_model(make_preprocessor(ANY)))
+    media_type = "text/csv" if isinstance(content, bytes) else None
+    error = error_of(post(app, content, media_type=media_type), 400)
+    assert (error["row"], error["field"]) == (row, field)
+
+
+TEXTS = ANY.replace(dense=(), weight=None)
+"""Every column is a category, so that any line could be a row."""
+ONE = Schema(label="click", dense=(), sparse=("shop",), tokens="any", delimiter=",")
+ONE_HEXADECIMAL = Schema(label="click", dense=(), sparse=("shop",), tokens="hexadecimal")
+SCHEMAS = {"criteo": SCHEMA, "own": ANY, "texts": TEXTS, "one": ONE, "one hexadecimal": ONE_HEXADECIMAL}
+APPS = {name: make_app(make_model(make_preprocessor(schema))) for name, schema in SCHEMAS.items()}
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        (b"USER,item,tags\na,b,c\n", "USER"),
+        (b"User,Item,Tags\na,b,c\n", "User"),
+        (b"usr,itm,tags\na,b,c\n", "usr"),
+        (b"usr,item_,tag\na,b,c\n", "usr"),
+        (b"user,item\na,b\n", "tags"),
+        (b"user,item,tags,tags\na,b,c,d\n", "tags"),
+        (b"user,user,tags\na,b,c\n", "user"),
+        (b"user,item,tags,price\na,b,c,d\n", "price"),
+        (b" user,item,tags\na,b,c\n", " user"),
+    ],
+)
+def test_a_wrong_header_is_no_row(text: bytes, field: str) -> None:
+    error = error_of(post(APPS["texts"], text, media_type="text/csv"), 400)
+    assert error["field"] == field
+    assert field in error["message"]
+    assert "header=absent" in error["message"]
+    told = error_of(post(APPS["texts"], text, media_type="text/csv; header=present"), 400)
+    assert told["field"] == field
+    if text.count(b",") == 4:
+        assert post(APPS["texts"], text, media_type="text/csv; header=absent").json()["unknown"] == [3, 3]
+
+
+def test_a_header_or_none() -> None:
+    app, rows = APPS["texts"], b"a,b,c\nuser,b,c\n"
+    header = b"tags,user,item\n"
+    expected = post(
+        app, {"rows": [{"user": "a", "item": "b", "tags": ["c"]}, {"user": "user", "item": "b", "tags": ["c"]}]}
+    )
+    turned = b"c,a,b\r\nc,user,b\r\n"
+    for text, media_type in (
+        (rows, "text/csv"),
+        (rows, 'text/csv; header="absent"'),
+        (header + turned, "text/csv; header=present"),
+        (b"\xef\xbb\xbf" + header + turned, "text/csv"),
+        (b"\xef\xbb\xbf" + rows.replace(b",", b"\t"), "text/tab-separated-values"),
+    ):
+        assert post(app, text, media_type=media_type).json() == expected.json(), (text, media_type)
+    assert error_of(post(app, rows, media_type="text/csv; header=present"), 400)["field"] == "a"
+    error_of(post(app, rows, media_type="text/csv; header=maybe"), 415)
+    error_of(post(app, header.replace(b",", b"\t") + rows, media_type="text/tab-separated-values"), 400)
+    error_of(post(app, header, media_type="text/csv"), 400)
+    assert error_of(post(app, b"\xff\xfe" + rows, media_type="text/csv"), 400)["row"] == 0
+    assert (
+        post(make_app(make_model(make_preprocessor(TEXTS)), max_rows=2), header + turned, media_type="text/csv").status
+        == 200
+    )
+
+
+def test_lists_in_text_are_joined_by_the_delimiter_of_lists() -> None:
+    rows = [{"user": "a", "item": "b", "tags": ["c", "d"]}]
+    as_json = post(APPS["texts"], {"rows": rows}, query="columns=true").json()
+    assert as_json["unknown"] == [4]
+    assert post(APPS["texts"], b"a,b,c|d\n", media_type="text/csv", query="columns=true").json() == as_json
+
+
+@pytest.mark.parametrize("text", [b"a\n\nb\n", b"a\n\n", b"\na\n", b"\n", b"a\r\n\r\nb"])
+def test_an_empty_line_is_no_row(text: bytes) -> None:
+    """Else fewer scores than lines would come, or others."""
+    for name, line in (("one", b"a"), ("one hexadecimal", b"0000000a")):
+        error = error_of(post(APPS[name], text.replace(b"a", line).replace(b"b", line)), 400)
+        assert error["row"] == (0 if text.startswith(b"\n") else 1)
+        assert "empty line" in error["message"]
+    three = b"a,b,c\n\na,b,c\n"
+    assert error_of(post(APPS["texts"], three, media_type="text/csv"), 400)["row"] == 1
+    quoted = b'"a\n\nb",b,c\n\na,b,c\n'
+    assert error_of(post(APPS["texts"], quoted, media_type="text/csv"), 400)["row"] == 1
+    assert post(APPS["texts"], quoted.replace(b"\n\na", b"\na"), media_type="text/csv").json()["unknown"] == [3, 3]
+
+
+def _categories(schema: Schema) -> st.SearchStrategy[str | None]:
+    if schema.tokens == "hexadecimal":
+        return st.none() | st.integers(0, 2**32 - 1).map("{:08x}".format)
+    strange = st.text(st.characters(codec="utf-8", exclude_characters="\0|"), min_size=1, max_size=6)
+    return st.none() | strange | st.sampled_from(["user", "Item", "a,b", 'q"q', "a\nb", "\r", "é", "1.5"])
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> tuple[str, list[dict[str, Any]], list[int]]:
+    """Rows of a schema, and another order of them."""
+    name = draw(st.sampled_from(sorted(SCHEMAS)))
+    schema = SCHEMAS[name]
+    dense = st.none() | st.integers(-1000, 1000)
+    row = st.fixed_dictionaries(
+        dict.fromkeys(schema.dense, dense)
+        | {
+            column: st.lists(_categories(schema).filter(bool), max_size=3)
+            if column in schema.lists
+            else _categories(schema)
+            for column in schema.sparse
+        }
+    )
+    rows = draw(st.lists(row, min_size=1, max_size=6))
+    return name, rows, draw(st.permutations(range(len(rows))))
+
+
+def _as_text(rows: list[dict[str, Any]], schema: Schema, *, header: bool) -> bytes:
+    out = io.StringIO(newline="")
+    hexadecimal = schema.tokens == "hexadecimal"
+    settings: dict[str, Any] = {
+        "delimiter": "\t" if hexadecimal else ",",
+        "lineterminator": "\n" if hexadecimal else "\r\n",
+    }
+    writer = csv.writer(out, **settings, quoting=csv.QUOTE_NONE if hexadecimal else csv.QUOTE_MINIMAL)
+    columns = schema.unlabelled().columns
+    if header:
+        writer.writerow(columns)
+    for row in rows:
+        values = [row[name] for name in columns]
+        fields = ["|".join(value) if isinstance(value, list) else value for value in values]
+        # Behind a label, since an empty line of a log is no row.
+        writer.writerow(["0", *fields] if len(columns) == 1 and hexadecimal else fields)
+    return out.getvalue().encode()
+
+
+@settings(max_examples=60, deadline=None)
+@given(bodies())
+def test_every_row_gets_its_own_score(body: tuple[str, list[dict[str, Any]], list[int]]) -> None:
+    """As many scores as rows, in their order, whatever the format."""
+    name, rows, order = body
+    schema, app = SCHEMAS[name], APPS[name]
+    alone = [post(app, {"rows": [row]}).json() for row in rows]
+    expected = np.array([one["logits"][0] for one in alone])
+    unknown = [one["unknown"][0] for one in alone]
+    permuted = [rows[number] for number in order]
+    replies = [post(app, {"rows": permuted})]
+    if schema.tokens == "hexadecimal":
+        replies.append(post(app, _as_text(permuted, schema, header=False)))
+    else:
+        for header, parameter in ((True, "present"), (False, "absent")):
+            text = _as_text(permuted, schema, header=header)
+            replies.append(post(app, text, media_type=f"text/csv; header={parameter}"))
+        replies.append(post(app, _as_text(permuted, schema, header=True), media_type="text/csv"))
+    for reply in replies:
+        assert reply.status == 200, reply.body
+        found = reply.json()
+        np.testing.assert_allclose(found["logits"], expected[order], atol=1e-5)
+        assert found["unknown"] == [unknown[number] for number in order]
+        assert len(found["scores"]) == len(rows)
+
+
+# -- refusals
+
+
+@pytest.mark.parametrize(
+    ("content", "row", "field"),
+    [
+        ({"rows": [{}, {"int_99": 3}]}, 1, "int_99"),
+        ({"rows": [{"int_0": "3"}]}, 0, "int_0"),
+        ({"rows": [{"int_0": 3.5}]}, 0, "int_0"),
+        ({"rows": [{"int_0": True}]}, 0, "int_0"),
+        ({"rows": [{"int_0": 10**18}]}, 0, "int_0"),
+        ({"rows": [{"int_0": 1e300}]}, 0, "int_0"),
+        ({"rows": [{"cat_5": 7}]}, 0, "cat_5"),
+        ({"rows": [{"cat_5": "7e0cccc"}]}, 0, "cat_5"),
+        ({"rows": [{"cat_5": "7e0cccc\t"}]}, 0, "cat_5"),
+        ({"rows": [{"cat_5": "7e0ccccg"}]}, 0, "cat_5"),
+        ({"rows": [{"cat_25": "\n7e0cccc"}]}, 0, "cat_25"),
+        ({"rows": [{"cat_5": ["7e0ccccf"]}]}, 0, "cat_5"),
+        ({"rows": [[1, 2]]}, 0, None),
+        ({"rows": {}}, None, "rows"),
+        ({"rows": []}, None, "rows"),
+        ({}, None, "rows"),
+        ({"row": []}, None, "row"),
+        ({"x" * 100: 1}, None, "x" * 64 + "..."),
+        ([], None, None),
+        (b"", None, None),
+        (b"\n\n", None, None),
+        (b"1\t2\n", 0, None),
+        (TEXT + b"1\t2\n" + TEXT, 50, None),
+        (row_text(1) + b"\n" + row_text(2), 1, None),
+        (row_text(1) + row_text(3).replace(b"000", b"x00", 1), 1, "cat_0"),
+        (b"x" * 10_000, 0, None),
+        (b"\x00" * 100, 0, None),
+        (b"\xff\xfe" + TEXT, 0, "int_0"),
+        (TEXT.decode().encode("utf-16"), 0, "int_0"),
+    ],
+    ids=range(29),
+)
+def test_what_is_wrong_is_named(app: ScoringApp, content: Any, row: int | None, field: str | None) -> None:
+    error = error_of(post(app, content), 400)
+    assert (error["row"], error["field"]) == (row, field), error
+    assert error["message"]
+    assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b'{"rows": [{"int_0": NaN}]}',
+        b'{"rows": [{"int_0": Infinity}]}',
+        b'{"rows": [{"int_0": 1e999}]}',
+        b'{"rows": [{"int_0": ' + b"9" * 5000 + b"}]}",
+        b'{"rows": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"rows": ' + b'[{"int_0":' * 50_000,
+        b'{"rows": [{"cat_5": "\\ud800"}]}',
+        b'{"rows": [{"cat_5": "\xff"}]}',
+        b"\xef\xbb\xbf{}",
+        '{"rows": [{}]}'.encode("utf-16"),
+        b"\x1f\x8b\x08\x00",
+        b'{"rows": [{}]} trailing',
+        b"null",
+        b'"rows"',
+    ],
+    ids=range(16),
+)
+def test_no_json(app: ScoringApp, content: bytes) -> None:
+    error_of(post(app, content, media_type="application/json"), 400)
+
+
+def test_one_bad_request_among_many_harms_no_other(app: ScoringApp) -> None:
+    async def together() -> list[Reply]:
+        good, bad = row_text(1), row_text(2).replace(b"\t", b"", 1)
+        return await asyncio.gather(*(post_async(app, bad if number % 3 else good) for number in range(30)))
+
+    replies = asyncio.run(together())
+    assert [reply.status for reply in replies] == [400 if number % 3 else 200 for number in range(30)]
+    # Alone or with others, a row's score differs in the last bits only.
+    np.testing.assert_allclose(
+        [reply.json()["logits"][0] for reply in replies[::3]], logits_of(MODEL, row_text(1))[0], atol=1e-5
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.binary(max_size=200) | st.lists(st.sampled_from([b"\t", b"\n", b"7e0ccccf", b"-", b"3", b"\r"])).map(b"".join)
+)
+def test_any_bytes_as_text(content: bytes) -> None:
+    assert post(SHARED, content).status in (200, 400)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=9) | st.just("7e0ccccf"),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["int_0", "cat_5", "label", "x"]), inner)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(JSON | st.builds(lambda rows: {"rows": rows}, JSON))
+def test_any_json(content: Any) -> None:
+    assert post(SHARED, content).status in (200, 400)
+
+
+SHARED = make_app(MODEL)
+
+
+def test_numbers_too_large_for_a_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = np.array([0.5, np.nan, np.inf], np.float32)
+    monkeypatch.setattr(
+        "rayrec.workloads.recsys_scorer.ClickScorer.score_labels",
+        lambda self, rows: {self.labels[0]: np.resize(logits, len(rows))},
+    )
+    app = make_app(MODEL)
+    assert error_of(post(app, {"rows": [{}, {}, {}]}), 422)["row"] == 1
+    assert post(app, {"rows": [{}]}).json()["logits"] == [0.5]
+
+
+# -- limits
+
+
+def test_content_types(app: ScoringApp) -> None:
+    for media_type in ("text/plain", "", "application/json; charset=latin-1", "multipart/form-data"):
+        error_of(post(app, TEXT, media_type=media_type), 415)
+    error_of(post(app, TEXT, headers={"content-encoding": "gzip"}), 415)
+    error_of(post(app, TEXT, media_type="text/csv"), 415)
+    assert post(app, TEXT, media_type="Text/Tab-Separated-Values; charset=UTF-8").status == 200
+    for query, field in (("columns=maybe", "columns"), ("column=true", "column")):
+        assert error_of(post(app, TEXT, query=query), 400)["field"] == field
+
+
+def test_sizes() -> None:
+    app = make_app(MODEL, max_body_bytes=2000, max_rows=3)
+    assert post(app, b"".join(row_text(number) for number in range(3))).status == 200
+    error_of(post(app, b"".join(row_text(number) for number in range(4))), 413)
+    error_of(post(app, {"rows": [{}] * 4}), 413)
+    error_of(post(app, b"x" * 2001), 413)
+    headers = {"content-type": "application/json", "content-length": "9" * 30}
+    error_of(ask(app, "POST", "/v1/score", headers=headers), 413)  # refused before a byte of it is read
+    headers = {"content-type": "application/json", "content-length": "-1"}
+    error_of(ask(app, "POST", "/v1/score", headers=headers, parts=[b"x" * 500] * 5), 413)
+
+
+def test_what_all_requests_hold_is_bounded() -> None:
+    app = make_app(MODEL, max_held_bytes=3 * 8 * len(TEXT))
+    headers = {"content-type": "text/tab-separated-values"}
+
+    async def scenario() -> list[int]:
+        slow = {"headers": headers, "parts": [TEXT[:-1], 0.5, TEXT[-1:]]}
+        many = [asyncio.create_task(request(app, "POST", "/v1/score", **slow)) for _ in range(5)]
+        replies = [await task for task in many]
+        assert all(reply is not None and (reply.status == 200 or "retry-after" in reply.headers) for reply in replies)
+        return sorted(reply.status for reply in replies if reply is not None)
+
+    assert asyncio.run(scenario()) == [200, 200, 200, 503, 503]
+    assert app.held_bytes == 0
+    large = b'{"rows": [' + b" " * 2 * len(TEXT) + b"{}]}"  # of JSON each byte counts for several
+    reply = ask(app, "POST", "/v1/score", headers={"content-type": "application/json"}, parts=[large])
+    assert "send them in several requests" in error_of(reply, 413)["message"]
+    assert app.held_bytes == 0
+
+
+def _peak_bytes(run: Callable[[], object]) -> int:
+    """Memory of Python, NumPy and Arrow at most, while something runs."""
+    before = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(before)
+    pa.set_memory_pool(pool)
+    tracemalloc.start()
+    try:
+        run()
+        return tracemalloc.get_traced_memory()[1] + pool.max_memory()
+    finally:
+        tracemalloc.stop()
+        pa.set_memory_pool(before)
+
+
+LISTS = {
+    "text/csv": (b"1,2,u,i," + b"|" * 1000 + b"\n") * 250,
+    "text/tab-separated-values": (b"1\t2\tu\ti\t" + b"|".join([b"a"] * 500) + b"\n") * 250,
+    "application/json": b'{"rows":[' + b",".join([b'{"tags":[' + b",".join([b"1"] * 500) + b"]}"] * 250) + b"]}",
+}
+
+
+@pytest.mark.parametrize("media_type", LISTS)
+def test_what_becomes_of_large_requests_is_bounded(media_type: str) -> None:
+    """Six at once, lists of short categories, which grow most: what is taken stays within the limit, the rest hears why."""
+    content = LISTS[media_type]
+    limit = 3 * 48 * len(content)
+    app = make_app(make_model(make_preprocessor(ANY)), max_held_bytes=limit, max_batch_bytes=len(content))
+    post(app, {"rows": [{}]})
+
+    async def together() -> list[Reply]:
+        return await asyncio.gather(*(post_async(app, content, media_type=media_type) for _ in range(6)))
+
+    replies: list[Reply] = []
+    peak = _peak_bytes(lambda: replies.extend(asyncio.run(together())))
+    assert peak < limit + 8 * len(content)  # the requests themselves, and what is refused
+    assert {reply.status for reply in replies} == {200, 503}
+    assert app.held_bytes == 0
+    tight = make_app(make_model(make_preprocessor(ANY)), max_held_bytes=limit // 20)
+    error_of(post(tight, content, media_type=media_type), 413)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "{}",
+        "[]",
+        '{"":0}',
+        "300",
+        '"ab"',
+        "1.5",
+        '"é€"',
+        '{"a":"bc","d":300}',
+        "[" * 900 + "]" * 900,
+        '{"":' * 900 + "0" + "}" * 900,
+    ],
+)
+def test_parsed_json_holds_no_more_than_it_counts_for(row: str) -> None:
+    content = f'{{"rows": [{",".join([row] * (200_000 // len(row)))}]}}'.encode()
+    tracemalloc.start()
+    try:
+        found = orjson.loads(content)
+        held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found
+    assert held_bytes <= held_by_json(content, schema=SCHEMA)
+
+
+def test_a_large_body_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayrec.serve.app._INLINE_BYTES", 1)
+    opened_by: list[str] = []
+
+    def noted(*arguments: Any, **named: Any) -> Body:
+        opened_by.append(threading.current_thread().name)
+        return open_body(*arguments, **named)
+
+    monkeypatch.setattr("rayrec.serve.app.open_body", noted)
+    app = make_app(MODEL)
+    assert post(app, TEXT).status == 200
+    error_of(post(app, b"\n\n"), 400)
+    assert len(opened_by) == 2
+    assert threading.main_thread().name not in opened_by
+
+
+def test_rows_are_counted_by_every_kind_of_end() -> None:
+    for content in (b"1\r2\r3", b"1\n2\n3\n", b"1\r\n2\r\n3\r\n", b"1\n2\r3\r\n"):
+        assert open_body(content, "csv", max_rows=3, header=False).num_rows == 3
+        with pytest.raises(RequestError, match="3 rows in one request"):
+            open_body(content, "csv", max_rows=2, header=False)
+        assert open_body(content, "csv", max_rows=2).num_rows == 3  # one may be a header
+
+
+def test_a_body_in_pieces_and_one_that_does_not_come() -> None:
+    app = make_app(MODEL)
+    headers = {"content-type": "text/tab-separated-values"}
+    pieces = [TEXT[start : start + 100] for start in range(0, len(TEXT), 100)]
+    assert ask(app, "POST", "/v1/score", headers=headers, parts=pieces).json() == post(app, TEXT).json()
+    gone = asyncio.run(request(app, "POST", "/v1/score", headers=headers, parts=[b"1"], disconnect=True))
+    assert gone is None
+    hasty = make_app(MODEL, time_limit_s=0.2)
+    error_of(ask(hasty, "POST", "/v1/score", headers=headers, parts=[b"1", 5.0, b"2"]), 408)
+
+
+def test_token() -> None:
+    app = make_app(MODEL, token_digest=hashlib.sha256(b"open sesame").digest())
+    bearer = {"authorization": "Bearer open sesame"}
+    assert post(app, TEXT, headers=bearer).status == 200
+    assert ask(app, "GET", "/metrics", headers=bearer).status == 200
+    for wrong in ({}, {"authorization": "Bearer open"}, {"authorization": "Basic open sesame"}, {"authorization": "é"}):
+        reply = post(app, TEXT, headers=wrong)
+        error_of(reply, 401)
+        assert reply.headers["www-authenticate"] == "Bearer"
+        assert b"sesame" not in reply.body
+    for path in ("/metrics", "/openapi.json"):
+        assert ask(app, "GET", path).status == 401
+    for path in ("/", "/healthz", "/readyz"):
+        assert ask(app, "GET", path).status == 200
+
+
+# -- other paths
+
+
+def test_paths(app: ScoringApp) -> None:
+    assert ask(app, "GET", "/healthz").json() == {"status": "alive"}
+    ready = ask(app, "GET", "/readyz").json()
+    assert ready == {"status": "ready", "model": MODEL.version, "preprocessor": MODEL.preprocessor_hash}
+    assert ask(app, "HEAD", "/readyz").status == 200  # the HTTP server drops the body
+    error_of(ask(app, "GET", "/nowhere"), 404)
+    reply = ask(app, "GET", "/v1/score")
+    error_of(reply, 405)
+    assert reply.headers["allow"] == "POST"
+    assert ask(app, "DELETE", "/").headers["allow"] == "GET, HEAD"
+    page = ask(app, "GET", "/")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert b"http" not in page.body.replace(b"http://www.w3.org", b"")  # nothing from outside
+
+
+@pytest.mark.parametrize("root", ["/clicks", "/clicks/", "/"])
+def test_paths_under_a_prefix(app: ScoringApp, root: str) -> None:
+    for path in ("", "/", "/healthz"):
+        scope = {"type": "http", "method": "GET", "root_path": root, "headers": [], "query_string": b""}
+        scope["path"] = root.rstrip("/") + path or "/"
+        sent: list[Any] = []
+
+        async def send(message: Any, sent: list[Any] = sent) -> None:
+            sent.append(message)
+
+        asyncio.run(app(scope, None, send))
+        assert sent[0]["status"] == 200
+
+
+def test_openapi_names_columns_and_a_row_that_scores(app: ScoringApp) -> None:
+    found = ask(app, "GET", "/openapi.json").json()
+    row = found["components"]["schemas"]["Row"]
+    assert set(row["properties"]) == {"label", *SCHEMA.dense, *SCHEMA.sparse}
+    example = found["paths"]["/v1/score"]["post"]["requestBody"]["content"]["application/json"]["example"]
+    assert set(example["rows"][0]) == {*SCHEMA.dense, *SCHEMA.sparse}
+    assert post(app, example).json()["unknown"] == [0]
+
+
+def _samples(app: ScoringApp) -> dict[str, float]:
+    text = ask(app, "GET", "/metrics").body.decode()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        assert family.documentation
+        for sample in family.samples:
+            labels = ",".join(f'{name}="{value}"' for name, value in sample.labels.items())
+            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return found
+
+
+def test_metrics() -> None:
+    app = make_app(MODEL)
+    post(app, TEXT)
+    post(app, TEXT)
+    post(app, b"x")
+    found = _samples(app)
+    assert found['rayrec_serve_requests_total{path="/v1/score",status="200"}'] == 2
+    assert found['rayrec_serve_requests_total{path="/v1/score",status="400"}'] == 1
+    assert found[f'rayrec_serve_rows_total{{model="{MODEL.version}"}}'] == 100
+    assert found['rayrec_serve_batch_rows_bucket{le="16.0"}'] == 0
+    assert found['rayrec_serve_batch_rows_bucket{le="64.0"}'] == 2
+    assert found['rayrec_serve_batch_rows_bucket{le="+Inf"}'] == found["rayrec_serve_batch_rows_count"] == 2
+    assert found["rayrec_serve_batch_rows_sum"] == 100
+    assert found["rayrec_serve_request_seconds_count"] == 3
+    assert found["rayrec_serve_waiting_rows"] == 0
+    hash_ = MODEL.preprocessor_hash
+    assert found[f'rayrec_serve_replicas{{model="{MODEL.version}",preprocessor="{hash_}"}}'] == 1
+
+
+def test_a_failure_is_a_failure_of_that_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = make_app(MODEL)
+    with monkeypatch.context() as patch:
+        patch.setattr("rayrec.serve.responses.UnknownTokens.count", lambda *_: 1 / 0)
+        error = error_of(post(app, TEXT), 500)
+        assert "division" not in json.dumps(error)
+    assert post(app, TEXT).status == 200
+
+
+def test_reading_nothing_good() -> None:
+    raw, outcomes = make_reader(ANY).read([Body("csv", 1, 1, text=b"1")])
+    assert isinstance(raw, RawColumns)
+    assert raw.rows == 0
+    assert len(outcomes) == 1

@@ -1,0 +1,184 @@
+"""Requests gather while the model is at work, go in order, and are refused where too many wait."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from asgi_client import post_async
+from served_click_model import make_app, make_model, row_text
+
+from rayrec.serve.batcher import INLINE_BYTES, INLINE_ROWS, Batcher
+from rayrec.serve.requests import Body, RequestError
+
+
+class Model:
+    """Answers each body with its rows, when it may."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+        self.may = threading.Semaphore(0)
+
+    def __call__(self, bodies: Sequence[Body]) -> list[Any]:
+        self.batches.append([body.num_rows for body in bodies])
+        assert self.may.acquire(timeout=60)
+        return [RequestError(400, "bad") if body.num_rows == 13 else body.num_rows for body in bodies]
+
+
+@pytest.fixture(autouse=True)
+def _in_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a test can hold it up."""
+    monkeypatch.setattr("rayrec.serve.batcher.INLINE_ROWS", 0)
+
+
+def _batcher(model: Model, **limits: int) -> Batcher:
+    return Batcher(
+        model,
+        **{
+            "max_batch_rows": 100,
+            "max_batch_bytes": 1000,
+            "max_waiting_rows": 1000,
+            "max_waiting_requests": 100,
+            **limits,
+        },
+    )
+
+
+def _run(scenario: Callable[[Model], Any]) -> Model:
+    model = Model()
+    asyncio.run(asyncio.wait_for(scenario(model), 120))
+    return model
+
+
+async def _submit(batcher: Batcher, *rows: int) -> list[asyncio.Task[Any]]:
+    tasks = [asyncio.ensure_future(batcher.submit(Body("tsv", count, count))) for count in rows]
+    await asyncio.sleep(0.02)
+    return tasks
+
+
+def test_what_comes_meanwhile_goes_together() -> None:
+    async def scenario(model: Model) -> None:
+        batcher = _batcher(model)
+        tasks = await _submit(batcher, 1)
+        tasks += await _submit(batcher, 2, 30, 60, 20, 300, 5)
+        assert batcher.waiting_requests == 6
+        assert batcher.waiting_rows == 417
+        model.may.release(9)
+        assert await asyncio.gather(*tasks) == [1, 2, 30, 60, 20, 300, 5]
+        assert batcher.waiting_rows == 0
+
+    assert _run(scenario).batches == [[1], [2, 30, 60], [20], [300], [5]]
+
+
+def test_a_batch_has_few_bytes() -> None:
+    async def scenario(model: Model) -> None:
+        batcher = _batcher(model, max_batch_bytes=50)
+        tasks = await _submit(batcher, 1)
+        tasks += await _submit(batcher, 20, 30, 1, 51, 2, 3)
+        model.may.release(9)
+        assert await asyncio.gather(*tasks) == [1, 20, 30, 1, 51, 2, 3]
+
+    assert _run(scenario).batches == [[1], [20, 30], [1], [51], [2, 3]]
+
+
+def test_few_rows_need_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is ready at once goes together, in order, before and behind what goes to the thread."""
+    monkeypatch.setattr("rayrec.serve.batcher.INLINE_ROWS", INLINE_ROWS)
+    threads: list[str] = []
+
+    async def scenario(model: Model) -> None:
+        def score(bodies: Sequence[Body]) -> list[Any]:
+            threads.append(threading.current_thread().name.partition("_")[0])
+            return model(bodies)
+
+        batcher = Batcher(
+            score, max_batch_rows=100, max_batch_bytes=1 << 20, max_waiting_rows=1000, max_waiting_requests=100
+        )
+        model.may.release(9)
+        tasks = await _submit(batcher, 1, 13, 2, 3, 99, 4)
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [found[0], *found[2:]] == [1, 2, 3, 99, 4]
+        assert isinstance(found[1], RequestError)
+        assert await batcher.submit(Body("json", 5, INLINE_BYTES + 1)) == 5
+        assert await batcher.submit(Body("json", 6, INLINE_BYTES)) == 6
+
+    assert _run(scenario).batches == [[1, 13, 2, 3], [99], [4], [5], [6]]
+    assert threads == ["MainThread", "score", "MainThread", "score", "MainThread"]
+
+
+def test_a_refused_body_and_one_whose_client_has_gone() -> None:
+    async def scenario(model: Model) -> None:
+        batcher = _batcher(model)
+        tasks = await _submit(batcher, 1)
+        tasks += await _submit(batcher, 13, 7, 8)
+        tasks[2].cancel()
+        await asyncio.sleep(0.02)
+        model.may.release(9)
+        with pytest.raises(RequestError, match="bad"):
+            await tasks[1]
+        assert await tasks[3] == 8
+
+    assert _run(scenario).batches == [[1], [13, 8]]
+
+
+def test_a_full_queue() -> None:
+    async def scenario(model: Model) -> None:
+        batcher = _batcher(model, max_waiting_rows=50, max_waiting_requests=3)
+        tasks = [*await _submit(batcher, 1), *await _submit(batcher, 40)]
+        with pytest.raises(RequestError) as error:
+            await batcher.submit(Body("tsv", 11, 11))
+        assert error.value.status == 503
+        assert error.value.headers == {"retry-after": "1"}
+        tasks += await _submit(batcher, 5, 5)
+        with pytest.raises(RequestError):
+            await batcher.submit(Body("tsv", 0, 0))
+        model.may.release(9)
+        await asyncio.gather(*tasks)
+        (alone,) = await _submit(batcher, 51)  # more than may wait, but nothing does
+        assert await alone == 51
+
+    _run(scenario)
+
+
+def test_a_failure_reaches_all_it_concerns_and_no_other() -> None:
+    async def scenario(model: Model) -> None:
+        def fail(bodies: Sequence[Body]) -> list[Any]:
+            if bodies[0].num_rows == 2:
+                raise ZeroDivisionError
+            return model(bodies)
+
+        batcher = Batcher(fail, max_batch_rows=2, max_batch_bytes=99, max_waiting_rows=99, max_waiting_requests=9)
+        tasks = await _submit(batcher, 1, 2, 1)
+        model.may.release(9)
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [found[0], found[2]] == [1, 1]
+        assert isinstance(found[1], ZeroDivisionError)
+
+    _run(scenario)
+
+
+def test_limits_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers beyond the queue's end and beyond the time limit; then all is well again."""
+    go_on = threading.Event()
+    app = make_app(make_model(), time_limit_s=1.0, max_waiting_requests=2)
+    answer = app._batcher._score
+
+    def held_up(bodies: Sequence[Body]) -> Any:
+        go_on.wait(60)
+        return answer(bodies)
+
+    monkeypatch.setattr(app._batcher, "_score", held_up)
+
+    async def scenario() -> list[int]:
+        replies = await asyncio.gather(*(post_async(app, row_text(1)) for _ in range(5)))
+        refused = next(reply for reply in replies if reply.status == 503)
+        assert refused.headers["retry-after"] == "1"
+        app._config = app._config.replace(time_limit_s=60.0)
+        go_on.set()
+        later = await post_async(app, row_text(1))
+        return [*sorted(reply.status for reply in replies), later.status]
+
+    assert asyncio.run(scenario()) == [503, 503, 503, 504, 504, 200]

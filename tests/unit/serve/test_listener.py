@@ -1,0 +1,264 @@
+"""A process that listens itself: real connections, several at one port, and an end that answers what is in flight."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from ports import free_ports
+from served_click_model import make_app, make_model, row_text
+
+from rayrec.config import InputError
+from rayrec.serve.listener import Limits, Listener
+
+
+def _post(port: int, text: bytes) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    try:
+        connection.request("POST", "/v1/score", body=text, headers={"content-type": "text/tab-separated-values"})
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def _wait_until_refused(port: int) -> None:
+    deadline_s = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=10).close()
+        except ConnectionRefusedError:
+            return
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def test_two_share_a_port_and_the_last_answers_before_it_ends() -> None:
+    port = free_ports(1)
+    apps = [make_app(make_model()) for _ in range(2)]
+    one, other = (Listener(app, host="127.0.0.1", port=port, max_body_bytes=1 << 20, end_s=60) for app in apps)
+    assert {_post(port, row_text(1)) for _ in range(20)} == {200}
+    one.close()
+    assert not one.alive
+    assert _post(port, row_text(1)) == 200
+
+    go_on, taken = threading.Event(), threading.Event()
+    score = apps[1]._batcher._score
+
+    def slowly(bodies: Sequence[Any]) -> Any:
+        taken.set()
+        assert go_on.wait(60)
+        return score(bodies)
+
+    apps[1]._batcher._score = slowly
+    statuses: list[int] = []
+    asking = threading.Thread(target=lambda: statuses.append(_post(port, b"".join(map(row_text, range(100))))))
+    asking.start()
+    assert taken.wait(60)
+    ending = threading.Thread(target=other.close)
+    ending.start()
+    _wait_until_refused(port)
+    go_on.set()
+    asking.join()
+    ending.join()
+    assert statuses == [200]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-length: nonsense\r\n\r\n",
+        b"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\nabc",
+        b"POST /v1/score HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET " + b"/" * 100_000 + b" HTTP/1.1\r\n\r\n",
+        b"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\ncut short",
+    ],
+    ids=range(6),
+)
+def test_no_http(sent: bytes) -> None:
+    """Whatever comes, the next request is answered."""
+    port = free_ports(1)
+    listener = Listener(make_app(make_model()), host="127.0.0.1", port=port, max_body_bytes=1 << 20, end_s=1)
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+        answer = connection.recv(65536)
+    assert not answer.startswith(b"HTTP/1.1 5")
+    assert _post(port, row_text(1)) == 200
+    listener.close()
+
+
+def _sent_until_closed(port: int, pieces: Iterable[bytes]) -> int:
+    """Bytes sent before the server closed the connection."""
+    sent = 0
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        try:
+            for piece in pieces:
+                connection.sendall(piece)
+                sent += len(piece)
+            while connection.recv(65536):  # until it is closed
+                pass
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+    return sent
+
+
+def _listen(**limits: float) -> tuple[int, Listener]:
+    port = free_ports(1)
+    app = make_app(make_model())
+    return port, Listener(
+        app, host="127.0.0.1", port=port, max_body_bytes=10_000, end_s=5, limits=Limits(ending_s=0.05, **limits)
+    )
+
+
+def test_nothing_is_taken_without_end() -> None:
+    """What comes before the application sees a request, or behind its body, has limits of its own."""
+    port, listener = _listen(head_s=0.5)
+    line = b"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-type: text/tab-separated-values\r\n"
+    endless = itertools.chain([line], itertools.repeat(b"a: " + b"b" * 1000 + b"\r\n", 100_000))
+    assert _sent_until_closed(port, endless) < 20_000_000
+    body = itertools.chain(
+        [line + b"transfer-encoding: chunked\r\n\r\n0\r\n"], itertools.repeat(b"a: b\r\n" * 1000, 10_000)
+    )
+    assert _sent_until_closed(port, body) < 20_000_000
+    _sent_until_closed(port, [])  # says nothing
+    _sent_until_closed(port, [b"POST /v1/score HTTP"])  # and not enough
+    with contextlib.closing(
+        http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    ) as connection:  # time between requests is another matter
+        for wait_s in (0.0, 1.0):
+            time.sleep(wait_s)
+            connection.request("POST", "/v1/score", row_text(1), {"content-type": "text/tab-separated-values"})
+            answer = connection.getresponse()
+            assert answer.status == 200
+            answer.read()
+    listener.close()
+
+
+LINE = row_text(1)
+HEAD = b"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-type: text/tab-separated-values\r\n"
+REQUEST = HEAD + b"content-length: %d\r\n\r\n" % len(LINE) + LINE
+REFUSED = b"PUT /v1/score HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n"
+"""Answered before its body is read."""
+
+
+def _closed_after(connection: socket.socket, trickle: bytes, *, every_s: float = 0.05, give_up_s: float = 5.0) -> float:
+    """Seconds until the server closes a connection that sends `trickle` again and again."""
+    start = time.monotonic()
+    connection.settimeout(every_s)
+    while (spent_s := time.monotonic() - start) < give_up_s:
+        try:
+            connection.sendall(trickle)
+            if not connection.recv(65536):
+                return spent_s
+        except TimeoutError:
+            continue
+        except (BrokenPipeError, ConnectionResetError):
+            return spent_s
+    pytest.fail("the connection is still open")
+
+
+def test_a_connection_without_a_request_ends() -> None:
+    """Also one that sends line ends, which are no request, and one that never ends the body of a refused request."""
+    port, listener = _listen(head_s=0.4, keep_alive_s=0.6)
+
+    def run(case: tuple[bytes, bytes]) -> None:
+        before, trickle = case
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            connection.sendall(before)
+            _closed_after(connection, trickle)
+
+    cases = list(itertools.product([b"", REQUEST, REQUEST * 3, REFUSED], [b"", b"\r\n", b"\n", b"P"]))
+    with ThreadPoolExecutor(len(cases)) as clients:
+        list(clients.map(run, cases))
+    listener.close()
+
+
+def test_line_ends_between_requests_harm_none() -> None:
+    port, listener = _listen()
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        for _ in range(3):
+            connection.sendall(b"\r\n" + REQUEST)
+            answer = http.client.HTTPResponse(connection)
+            answer.begin()
+            assert answer.status == 200
+            assert answer.read()
+            connection.sendall(b"\r\n")
+    listener.close()
+
+
+def test_requests_that_wait_on_one_connection_are_few() -> None:
+    port, listener = _listen()
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(REQUEST * 50)
+        answers = b""
+        while answers.count(b"HTTP/1.1 200 ") < 50:
+            answers += connection.recv(65536)
+    assert _sent_until_closed(port, [REQUEST * 1000]) == 1000 * len(REQUEST)
+    assert _post(port, LINE) == 200
+    listener.close()
+
+
+def test_a_client_that_reads_no_answers_is_left() -> None:
+    port, listener = _listen(answer_s=0.3, keep_alive_s=0.3)
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", port))
+        connection.settimeout(0.5)
+        page = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+        with contextlib.suppress(TimeoutError, BrokenPipeError, ConnectionResetError):
+            while True:
+                connection.sendall(page * 50)
+                time.sleep(0.01)
+        deadline_s = time.monotonic() + 20
+        while listener._server.server_state.connections and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        assert not listener._server.server_state.connections
+    listener.close()
+
+
+def test_ending_resets_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one listener ends, a new connection goes to the other, and an open one is answered once more."""
+    monkeypatch.setattr("rayrec.serve.listener._SETTLE_S", 0.4)
+    port = free_ports(1)
+    ending = Listener(
+        make_app(make_model()),
+        host="127.0.0.1",
+        port=port,
+        max_body_bytes=10_000,
+        end_s=5,
+        limits=Limits(ending_s=5),
+    )
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        closing = threading.Thread(target=ending.close)
+        closing.start()
+        time.sleep(0.1)
+        with pytest.raises(TimeoutError):  # not accepted, to be reset later
+            socket.create_connection(("127.0.0.1", port), timeout=0.1)
+        other = Listener(make_app(make_model()), host="127.0.0.1", port=port, max_body_bytes=10_000, end_s=1)
+        time.sleep(0.6)
+        connection.sendall(REQUEST)  # the listener has seen that it shall end
+        answer = connection.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b"connection: close" in answer
+        closing.join()
+        assert _post(port, LINE) == 200
+    other.close()
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(InputError, match="cannot listen there"):
+            Listener(
+                make_app(make_model()), host="127.0.0.1", port=taken.getsockname()[1], max_body_bytes=1 << 20, end_s=1
+            )
