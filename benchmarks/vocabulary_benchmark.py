@@ -35,7 +35,7 @@ from rayrec.datasets.criteo import SCHEMA
 from rayrec.launch import cluster
 from rayrec.native import keep_freed_memory, library
 from rayrec.prepare.config import cache_folder
-from rayrec.prepare.environments import environment
+from rayrec.prepare.spark import environment
 from rayrec.schema import Schema
 
 SEGMENT_BYTES = 2 << 20

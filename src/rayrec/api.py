@@ -65,7 +65,7 @@ def vocabulary(path: str, *, out: str, console: Console | None = None, **options
     the rows counted, and the rows each embedding table needs. Without `split` all rows are counted: keep what you evaluate
     on out of the log then. Raises InputError for an unusable log or where `out` exists.
     """
-    from rayrec.prepare.vocabulary import vocabulary as run
+    from rayrec.prepare.preprocess import vocabulary as run
 
     return run(path, out=out, config=_preparation(options), console=_console(console))
 
@@ -133,7 +133,7 @@ def fetch(
 ) -> list[dict[str, Any]]:
     """Downloads a published data set into folder `out`, resuming and checking each file; see rayrec.datasets.fetch."""
     from rayrec.datasets.fetch import fetch as run
-    from rayrec.datasets.published import files_of
+    from rayrec.datasets.fetch import files_of
 
     console = _console(console)
     with console.preparing():
@@ -200,13 +200,14 @@ def require_files(config: TrainConfig, *, note: Callable[[str], None]) -> None:
     and where they are published. Files of an unlikely size are noted."""
     from rayrec import recipes
     from rayrec.data.ready import is_ready
-    from rayrec.datasets import published, remote
+    from rayrec.datasets import fetch as fetching
+    from rayrec.datasets import remote
 
     name, path = recipes.PUBLISHED.get(config.recipe), config.train_data.path
     if name is None or path is None or not os.path.isdir(path) or is_ready(path):
         return
     named = config.train_data.files
-    wanted = [file for file in published.files_of(name) if re.sub(r"(\.txt)?(\.gz)?$", "", file.name) in named]
+    wanted = [file for file in fetching.files_of(name) if re.sub(r"(\.txt)?(\.gz)?$", "", file.name) in named]
     remote.require_files(path, wanted, fetch_name=name, note=note)
 
 
@@ -409,7 +410,7 @@ def report(
     nodes, in `currency`, it tells what the run cost. `out` may be a file (.html) or a folder.
     Returns the file's path. Raises InputError where there is no run."""
     from rayrec.observe import report, report_comparison
-    from rayrec.observe.cost import Price
+    from rayrec.observe.history import Price
 
     price = None if price_per_node_hour is None else Price(price_per_node_hour, nodes, currency)
     if len(runs) == 1:

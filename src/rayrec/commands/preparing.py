@@ -12,10 +12,10 @@ from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig
 from rayrec.prepare.preprocess import Format
 from rayrec.prepare.preprocess import preprocess as prepare_preprocess
+from rayrec.prepare.preprocess import vocabulary as prepare_vocabulary
 from rayrec.prepare.text import TextConfig
 from rayrec.prepare.validate import Gates, Report
 from rayrec.prepare.validate import validate as prepare_validate
-from rayrec.prepare.vocabulary import vocabulary as prepare_vocabulary
 
 
 def _generate(

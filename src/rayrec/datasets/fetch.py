@@ -1,8 +1,9 @@
-"""Fetches the files of a published data set into a folder, whole and checked."""
+"""Fetches the files of a published data set into a folder, complete and checked."""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import fcntl
 import os
 import threading
@@ -12,11 +13,39 @@ from typing import Any
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.datasets.checking import UNCHECKED, check_bytes, check_offer, check_present, result_of
+from rayrec.datasets import criteo, mnist
 from rayrec.datasets.download import Failed, Partial, RetryConfig, Stopped, Version, download, writing_to
-from rayrec.datasets.extract import extract, require_space
 from rayrec.datasets.remote import RemoteFile
+from rayrec.datasets.verification import (
+    UNCHECKED,
+    check_bytes,
+    check_offer,
+    check_present,
+    extract,
+    require_space,
+    result_of,
+)
 from rayrec.quantities import size_text
+
+PUBLISHED: dict[str, tuple[RemoteFile, ...]] = {
+    "criteo_kaggle": criteo.KAGGLE_FILES,
+    "criteo_small": criteo.SMALL_DAYS,
+    "criteo_full": criteo.FULL_DAYS,
+    "mnist": mnist.FILES,
+}
+"""The files of every data set that can be fetched."""
+
+
+def files_of(name: str) -> tuple[RemoteFile, ...]:
+    """The files of a data set. Raises InputError for an unknown name, with the nearest one."""
+    if name not in PUBLISHED:
+        near = difflib.get_close_matches(name, PUBLISHED, n=1)
+        raise InputError(
+            f"no data set '{name}' to fetch; "
+            + (f"did you mean '{near[0]}'?" if near else f"there are {', '.join(PUBLISHED)}")
+        )
+    return PUBLISHED[name]
+
 
 RECORD = "fetched.json"
 """In the folder: bytes, sha256, url and what was checked of each file; data readers leave .json files out."""

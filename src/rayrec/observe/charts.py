@@ -1,16 +1,19 @@
-"""Line charts as inline SVG: axes with round numbers, up to eight lines, marks where something happened. Pure."""
+"""Charts of the HTML report as SVG: lines, bars, timelines; and pictures as PNG in a data: URL."""
 
 from __future__ import annotations
 
+import base64
 import math
-from collections.abc import Iterable, Sequence
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from markupsafe import Markup
 
 from rayrec.observe.page import draw, folded, table
-from rayrec.quantities import number_text
+from rayrec.quantities import clock_text, number_text
 
 NUM_SERIES = 8
 """Most lines of a chart, each with a color and a dash; the colors differ for color-blind readers too."""
@@ -185,3 +188,129 @@ def _thinned(points: list[Point], *, keep: int) -> list[Point]:
         lowest, highest = min(group, key=lambda point: point[1]), max(group, key=lambda point: point[1])
         kept += sorted({lowest, highest})
     return kept
+
+
+NUM_PARTS = 9
+"""Most parts of a bar, each with a color; the last one is gray."""
+
+
+class _BarView(NamedTuple):
+    """Places in the SVG, in pixels."""
+
+    width: float
+    left: float
+    right: float
+    bar: float
+    row: float
+
+    @property
+    def inner(self) -> float:
+        return self.width - self.left - self.right
+
+
+_BAR_VIEW: Final = _BarView(width=960.0, left=120.0, right=70.0, bar=20.0, row=28.0)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A whole, in parts."""
+
+    name: str
+    parts: Sequence[float]
+    """One for each part that the chart names; at least 0."""
+
+    def share(self, value: float) -> float:
+        return value / max(sum(self.parts), 1e-12)
+
+
+def stacked_bars(title: str, parts: Sequence[str], bars: Sequence[Bar], *, text: Callable[[float], str]) -> Markup:
+    """A `<figure>` with one bar below the other on a common scale, or nothing where all are empty. `text` writes a value."""
+    longest = max((sum(bar.parts) for bar in bars), default=0.0)
+    if not longest:
+        return Markup()
+    assert len(parts) <= NUM_PARTS
+    rows = [[bar.name, *(text(value) for value in bar.parts), text(sum(bar.parts))] for bar in bars]
+    return draw(
+        "charts.html",
+        "stacked_bars",
+        title=title,
+        view=_BAR_VIEW,
+        parts=parts,
+        bars=bars,
+        scale=_BAR_VIEW.inner / longest,
+        text=text,
+        numbers=_bar_numbers(title, ["", *parts, "together"], rows),
+    )
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of time."""
+
+    start_s: float
+    stop_s: float
+    text: str
+    lost: bool = False
+    """Whether nothing was gained in it."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Something that happened at a time."""
+
+    at_s: float
+    text: str
+
+
+def timeline(
+    title: str, lanes: Sequence[tuple[str, Sequence[Span]]], moments: Sequence[tuple[str, Sequence[Moment]]]
+) -> Markup:
+    """A `<figure>` with a lane for each kind of stretch and of moment, by seconds since the run began; nothing where it has no
+    length. Lanes in which nothing happened are left out."""
+    lanes, moments = [lane for lane in lanes if lane[1]], [lane for lane in moments if lane[1]]
+    end_s = max([span.stop_s for _, spans in lanes for span in spans], default=0.0)
+    if end_s <= 0:
+        return Markup()
+    return draw(
+        "charts.html",
+        "timeline",
+        title=title,
+        view=_BAR_VIEW,
+        lanes=lanes,
+        moments=moments,
+        scale=_BAR_VIEW.inner / end_s,
+        end_s=end_s,
+        numbers=_places(title, lanes, moments),
+    )
+
+
+def _places(
+    title: str, lanes: Sequence[tuple[str, Sequence[Span]]], moments: Sequence[tuple[str, Sequence[Moment]]]
+) -> Markup:
+    """All of a timeline as a table."""
+    rows = [
+        [name, clock_text(span.start_s), clock_text(span.stop_s), span.text] for name, spans in lanes for span in spans
+    ]
+    rows += [[name, clock_text(tick.at_s), "", tick.text] for name, ticks in moments for tick in ticks]
+    return _bar_numbers(title, ["", "from", "to", "what"], rows)
+
+
+def _bar_numbers(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
+    return folded(f"Numbers: {title}", table(heads, rows, name=title, unfolded=True))
+
+
+def data_url(pixels: Sequence[Sequence[int | Sequence[int]]]) -> str:
+    """`data:image/png;base64,...` of rows of pixels, each 0 to 255 or (red, green, blue)."""
+    height, width = len(pixels), len(pixels[0])
+    in_color = not isinstance(pixels[0][0], int)
+    lines = []
+    for row in pixels:
+        values = [value for pixel in row for value in pixel] if in_color else row  # type: ignore[union-attr]
+        lines.append(b"\0" + bytes(values))  # type: ignore[arg-type]  # 0: no filter
+    header = struct.pack(">IIBBBBB", width, height, 8, 2 if in_color else 0, 0, 0, 0)
+    parts = (_chunk(b"IHDR", header), _chunk(b"IDAT", zlib.compress(b"".join(lines), 9)), _chunk(b"IEND", b""))
+    return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(parts)).decode()
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -16,8 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 
 from rayrec.config import InputError
-from rayrec.observe.panel import panel
-from rayrec.observe.run_view import RunView, note_of
+from rayrec.observe.run_view import RunView, note_of, panel
 from rayrec.quantities import number_text
 
 _PLAIN_INTERVAL_S = 10.0

@@ -1,12 +1,78 @@
-"""What the events of a run add up to: its curves, its attempts, and how it stands. Pure."""
+"""Sums over the events of a run: curves, attempts, restarts, status, and cost in time and money. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any
 
-from rayrec.observe.accounting import Restart, restarts
+from rayrec.config import InputError
+
+_SIGNS_OF_LIFE = {"start", "step", "evaluate", "checkpoint", "stop"}
+
+
+@dataclass(frozen=True)
+class Restart:
+    """One time that training began again."""
+
+    cause: str
+    lost_s: float
+    """From the last sign of training before to the first step logged after it."""
+    steps_redone: int
+    """Steps logged before that had to be trained again."""
+
+
+def restarts(events: Iterable[Mapping[str, Any]]) -> list[Restart]:
+    """Every restart that the events of a run (in order of time) tell of. Pure."""
+    found: list[Restart] = []
+    alive_s: float | None = None
+    step, cause = 0, None
+    pending: tuple[str, float, int] | None = None
+    for event in events:
+        kind = event["kind"]
+        if kind == "failure":
+            # What ends a driver is told last, and what ended the training before it counts.
+            cause = (event.get("last") and cause) or event["cause"]
+        elif kind == "stop":
+            cause = cause or f"stopped: {event['cause']}"
+        elif kind == "run" and alive_s is not None:
+            cause = cause or "the driver was lost"
+        if kind == "start":
+            if alive_s is not None:
+                if pending is not None:  # it failed again before it trained
+                    found.append(Restart(pending[0], event["time"] - pending[1], pending[2]))
+                pending = cause or "the workers were lost", alive_s, max(0, step - event["step"])
+            step, cause = event["step"], None
+        elif kind == "step":
+            step = event["step"]
+        if kind in ("step", "finish", "summary") and pending is not None:
+            found.append(Restart(pending[0], event["time"] - pending[1], pending[2]))
+            pending = None
+        if kind in _SIGNS_OF_LIFE:
+            alive_s = event["time"]
+        elif kind == "summary":  # a finished run that is trained for longer was not held up
+            alive_s = cause = None
+    if pending is not None:
+        assert alive_s is not None
+        found.append(Restart(pending[0], alive_s - pending[1], pending[2]))
+    return found
+
+
+def costs(events: Iterable[Mapping[str, Any]], *, train_s: float) -> dict[str, Any]:
+    """The part of a run's summary that tells of restarts and saves. Pure."""
+    events = list(events)
+    again = restarts(events)
+    stall_s = sum(event["stall_s"] for event in events if event["kind"] == "checkpoint")
+    return {
+        "restarts": len(again),
+        "restart_causes": [asdict(restart) for restart in again],
+        "lost_s": sum(restart.lost_s for restart in again),
+        "steps_redone": sum(restart.steps_redone for restart in again),
+        "checkpoint_stall_s": stall_s,
+        "checkpoint_stall_fraction": stall_s / (train_s + stall_s) if train_s + stall_s else 0.0,
+    }
+
 
 Event = Mapping[str, Any]
 VALIDATION = "validation_"
@@ -124,3 +190,80 @@ def standing(events: Sequence[Event]) -> str:
         if event["kind"] in ("start", "run", "attempt"):
             break
     return f"not finished{reached}"
+
+
+_POINT = 0.01
+"""Of AUROC."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """What the machines cost."""
+
+    per_node_hour: float
+    """In `currency`."""
+    nodes: int = 1
+    currency: str = "USD"
+
+    def __post_init__(self) -> None:
+        if self.per_node_hour < 0 or self.nodes < 1:
+            raise InputError(
+                f"price_per_node_hour {self.per_node_hour}, nodes {self.nodes}: at least 0, and at least 1 node"
+            )
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a run so far; None where it cannot be told."""
+
+    node_hours: float
+    total: float
+    per_epoch: float | None
+    """Over the epochs trained, whole or not."""
+    per_auroc_point: float | None
+    """For each 0.01 of AUROC above 0.5, which guessing has."""
+    currency: str = "USD"
+
+
+def cost(events: Sequence[Event], price: Price) -> Cost:
+    """Counts the time from each start of the driver to the last that is heard of it; machines that stand idle between are not the
+    run's."""
+    hours = working_s(events) / 3600 * price.nodes
+    total = hours * price.per_node_hour
+    epochs, auroc = _epochs(events), _auroc(events)
+    return Cost(
+        node_hours=hours,
+        total=total,
+        per_epoch=total / epochs if epochs else None,
+        per_auroc_point=total / ((auroc - 0.5) / _POINT) if auroc is not None and auroc > 0.5 else None,
+        currency=price.currency,
+    )
+
+
+def working_s(events: Sequence[Event]) -> float:
+    """Seconds for which the drivers of a run were at work; the time between them is left out. Pure."""
+    total = 0.0
+    for before, event in pairwise(events):
+        if event["kind"] != "run":
+            total += event["time"] - before["time"]
+    return total
+
+
+def epochs_trained(rows: int | None, rows_of_sets: Mapping[str, int]) -> float | None:
+    """Passes over the training rows that so many rows trained are, whole or not; None where that is not known. Pure."""
+    return rows / rows_of_sets["train"] if rows is not None and rows_of_sets.get("train") else None
+
+
+def _epochs(events: Sequence[Event]) -> float | None:
+    sets: Mapping[str, Any] = next((event["rows_of_sets"] for event in reversed(events) if "rows_of_sets" in event), {})
+    rows = next((event["rows"] for event in reversed(events) if event["kind"] == "step"), None)
+    return epochs_trained(rows, sets)
+
+
+def _auroc(events: Sequence[Event]) -> float | None:
+    for event in reversed(events):
+        if event["kind"] == "finish" and "metrics" in event:
+            return event["metrics"].get("auroc")
+        if event["kind"] == "evaluate" and "auroc" in event:
+            return event["auroc"]
+    return None

@@ -10,12 +10,11 @@ from markupsafe import Markup
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.observe import report_course, report_model
-from rayrec.observe.cost import Price, cost
+from rayrec.observe import report_model, report_training
+from rayrec.observe.bottleneck import verdict
 from rayrec.observe.events import read_events
-from rayrec.observe.history import Attempt, Event, attempts, logged, standing
+from rayrec.observe.history import Attempt, Event, Price, attempts, cost, logged, standing
 from rayrec.observe.page import Section, document, draw, facts, folded, joined, tiles
-from rayrec.observe.verdict import verdict
 from rayrec.quantities import date_text, duration_text, number_text
 
 
@@ -88,19 +87,19 @@ def render(run: Run, *, price: Price | None = None) -> str:
     return document(
         run.title,
         (
-            report_course.costs(cost(events, price) if price is not None else None),
+            report_training.costs(cost(events, price) if price is not None else None),
             report_model.metrics(events, summary),
-            report_course.curves(rows, events, tried, summary),
-            report_course.time_split(events),
-            report_course.stages(events),
+            report_training.curves(rows, events, tried, summary),
+            report_training.time_split(events),
+            report_training.stages(events),
             report_model.calibration(events),
             report_model.categories(events),
             report_model.sharding(events),
             report_model.samples(events),
-            report_course.start_up(events),
-            report_course.course(events, tried),
-            report_course.checkpoints(events),
-            report_course.profiles(events),
+            report_training.start_up(events),
+            report_training.course(events, tried),
+            report_training.checkpoints(events),
+            report_training.profiles(events),
             Section("Configuration", folded("config.yaml", draw("parts.html", "preformatted", text=run.config))),
         ),
         intro=joined((_facts(run), figures(run, rows, tried), _verdict(run))),

@@ -12,11 +12,10 @@ from markupsafe import Markup
 
 from rayrec.config import InputError
 from rayrec.observe.charts import NUM_SERIES, Line, line_chart
-from rayrec.observe.cost import Cost, Price, cost
-from rayrec.observe.history import VALIDATION, attempts, logged, standing
+from rayrec.observe.history import VALIDATION, Cost, Price, attempts, cost, logged, standing
 from rayrec.observe.page import BEST, Section, charts, document, draw, joined, paragraph, table
 from rayrec.observe.report import Run, read, save
-from rayrec.observe.report_course import drawn_metrics, points
+from rayrec.observe.report_training import drawn_metrics, points
 from rayrec.quantities import durations_text, number_text, value_text
 
 _BETTER: dict[str, Callable[[Iterable[float]], float]] = {

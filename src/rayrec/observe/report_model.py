@@ -7,11 +7,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from rayrec.observe.bars import Bar, stacked_bars
-from rayrec.observe.charts import Line, line_chart
+from rayrec.observe.charts import Bar, Line, data_url, line_chart, stacked_bars
 from rayrec.observe.history import Event, metrics_of
 from rayrec.observe.page import Section, charts, draw, joined, paragraph, table
-from rayrec.observe.pictures import data_url
 from rayrec.quantities import number_text, size_text, value_text
 
 

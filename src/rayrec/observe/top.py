@@ -13,8 +13,7 @@ from rich.live import Live
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.observe.events import follow, read_events
-from rayrec.observe.panel import panel
-from rayrec.observe.run_view import RunView, note_of
+from rayrec.observe.run_view import RunView, note_of, panel
 
 _REFRESH_S: Final = 0.5
 

@@ -1,18 +1,175 @@
-"""A finished data report, for programs and for people."""
+"""A data report, for programs and for people: the gates that a log must pass, and warnings."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.table import Table
 
+from rayrec.config import Config, InputError
 from rayrec.data.parsing import Fault
 from rayrec.observe.console import Console
-from rayrec.prepare.gates import Failure
+
+SUSPICIOUS_AUROC = 0.85
+"""What no single honest column reaches: the best of Criteo's are near 0.7."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gates(Config):
+    """What a log must fulfil. Each file is held to the rates too, not only the whole log."""
+
+    max_bad_fraction: float | None = None
+    """Share of faulty rows; None: as max_bad_fraction of the preparation says."""
+    min_rows: int = 1
+    """Good rows."""
+    min_label_rate: float = 0.0
+    """Least share of clicks."""
+    max_label_rate: float = 1.0
+    """Greatest share of clicks."""
+    max_missing_rate: float = 1.0
+    """Share of rows that lack a value, of any column."""
+    max_unknown_rate: float = 1.0
+    """Share of values that the vocabulary does not know, of any column."""
+    max_drift: float = 1.0
+    """Distance in total variation of a file from the first one, of any column or the label: 0 equal, 1 nothing in common."""
+    max_duplicate_rate: float = 1.0
+    """Share of rows that repeat an earlier one in every column."""
+    allow_constant_columns: bool = False
+    """Whether columns, the label too, may hold one and the same value in all rows, or none at all."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in vars(self).items():
+            if isinstance(value, float) and not 0 <= value <= 1:
+                raise InputError(f"gates.{name}: {value} must lie between 0 and 1")
+        if self.min_label_rate > self.max_label_rate:
+            raise InputError(
+                f"gates: min_label_rate {self.min_label_rate} is above max_label_rate {self.max_label_rate}"
+            )
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A gate that the log does not pass."""
+
+    gate: str
+    where: str
+    """The log, or the file of it that is worst."""
+    column: str | None
+    """The worst column, where the gate is about columns."""
+    value: float
+    limit: float
+    message: str
+    """One line: where, what, the limit, the remedy."""
+
+
+@dataclass(frozen=True)
+class _Value:
+    """Something that a gate limits."""
+
+    value: float | None
+    where: str
+    column: str | None = None
+
+
+def constant_columns(content: dict[str, Any]) -> list[str]:
+    """Columns that hold one value in all rows, the label too, or none."""
+    label = content["label"]
+    found = [label["name"]] if label and label["rate"] in (0.0, 1.0) else []
+    for name, column in _columns(content).items():
+        one = column["distinct"] == 1 if "distinct" in column else column["min"] == column["max"]
+        if column["missing_rate"] == 1 or (column["missing_rate"] == 0 and one):
+            found.append(name)
+    return found
+
+
+def _columns(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {**content["dense"], **content["sparse"]}
+
+
+def warnings_of(content: dict[str, Any]) -> Iterator[str]:
+    """What looks wrong though no gate forbids it, a line each. `content` as in Report."""
+    for name in constant_columns(content):
+        yield f"column {name} is empty or always the same: check the source, or leave it out of the schema"
+    for name, column in _columns(content).items():
+        if (column["auroc"] or 0) > SUSPICIOUS_AUROC:
+            yield (
+                f"column {name} alone predicts the label with AUROC {column['auroc']:.3f} on held-out rows: leakage is "
+                "likely; see whether it is known before the click, or leave it out of the schema"
+            )
+    sampled = content["duplicates"]["sampled"]
+    if sampled < 1:
+        yield (
+            f"duplicate rows were looked for among {sampled:.3%} of the different rows, for want of memory; raise "
+            "--memory-bytes to look at more"
+        )
+
+
+def failures_of(content: dict[str, Any], gates: Gates) -> list[Failure]:
+    """A failure a gate that `content`, as in Report, does not pass: the worst value of all."""
+    path, label = content["path"], content["label"]
+    files = [] if content["slices_by"] == "seventh" else content["slices"]
+    rates = [_Value(label["rate"], path), *(_Value(row["label_rate"], row["name"]) for row in files)] if label else []
+    missing = [_Value(column["missing_rate"], path, name) for name, column in _columns(content).items()]
+    missing += [_Value(rate, row["name"], name) for row in files for name, rate in row["missing_rate"].items()]
+    unknown = [_Value(column.get("unknown_rate"), path, name) for name, column in _columns(content).items()]
+    drift = [_Value(rate, row["name"], name) for row in content["slices"] for name, rate in row["drift"].items()]
+    first = content["faults"]["first"]
+    example = f" (first: {Fault(**first[0])})" if first else ""
+    checks: list[tuple[str, list[_Value], str, str]] = [
+        (
+            "max_bad_fraction",
+            [_Value(content["bad_fraction"], path)],
+            f"{{:.3%}} of the rows are faulty{example}",
+            "mend the log",
+        ),
+        ("min_rows", [_Value(content["rows"], path)], "{:,} good rows", "give more data"),
+        ("min_label_rate", rates, "{:.3%} of the labels are clicks", "see how the log was sampled"),
+        ("max_label_rate", rates, "{:.3%} of the labels are clicks", "see how the log was sampled"),
+        ("max_missing_rate", missing, "{:.3%} of the rows lack a value", "mend the source, leave the column out"),
+        ("max_unknown_rate", unknown, "{:.3%} of the values are unknown", "make the vocabulary from newer rows"),
+        ("max_drift", drift, "{:.4f} in total variation from the first slice", "see what changed, train on newer rows"),
+        (
+            "max_duplicate_rate",
+            [_Value(content["duplicates"]["rate"], path)],
+            "{:.3%} of the rows repeat an earlier one",
+            "drop them",
+        ),
+    ]
+    failures = [
+        failure
+        for gate, values, what, remedy in checks
+        if (failure := _check(gate, getattr(gates, gate), values, what, remedy))
+    ]
+    constant = constant_columns(content)
+    if constant and not gates.allow_constant_columns:
+        names = ", ".join(constant)
+        message = f"{path}: empty or always the same: {names}; leave them out, or give --gates.allow-constant-columns"
+        failures.append(Failure("allow_constant_columns", path, constant[0], len(constant), 0, message))
+    return failures
+
+
+def _check(gate: str, limit: float, values: Sequence[_Value], what: str, remedy: str) -> Failure | None:
+    """The gate's failure at its worst value, where it does not pass."""
+    sign = -1 if gate.startswith("min_") else 1
+    failing = [item for item in values if item.value is not None and sign * item.value > sign * limit]
+    if not failing:
+        return None
+    worst = max(failing, key=lambda item: sign * (item.value or 0.0))
+    assert worst.value is not None
+    others = len({item.column for item in failing}) - 1
+    column = f", column {worst.column}" + (f" (and {others} more columns)" if others else "") if worst.column else ""
+    side, change = ("below", "lower") if sign < 0 else ("above", "raise")
+    shown = f"{limit:,}" if isinstance(limit, int) else f"{limit:g}"
+    message = (
+        f"{worst.where}{column}: {what.format(worst.value)}, {side} {gate} {shown}; {remedy}, or {change} "
+        f"--gates.{gate.replace('_', '-')}"
+    )
+    return Failure(gate, worst.where, worst.column, worst.value, limit, message)
 
 
 @dataclass(frozen=True)

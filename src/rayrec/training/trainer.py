@@ -15,13 +15,12 @@ from rayrec.config import InputError
 from rayrec.launch.origin import origin
 from rayrec.launch.versions import versions
 from rayrec.observe import report, start_up
-from rayrec.observe.accounting import costs
+from rayrec.observe.bottleneck import verdict
 from rayrec.observe.console import Console
-from rayrec.observe.cost import epochs_trained, working_s
 from rayrec.observe.events import EventWriter, follow, merge_events, read_events, readable_events
+from rayrec.observe.history import costs, epochs_trained, working_s
 from rayrec.observe.tracking.config import Makers, TrackersConfig
 from rayrec.observe.tracking.tracker import tracking
-from rayrec.observe.verdict import verdict
 from rayrec.training import materialized
 from rayrec.training.launcher import Launcher, launcher_of
 from rayrec.training.preflight import check_settings, preflight

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from rayrec.config import InputError
-from rayrec.datasets import criteo, mnist, published
+from rayrec.datasets import criteo, mnist
+from rayrec.datasets.fetch import PUBLISHED, files_of
 from rayrec.datasets.remote import RemoteFile, check_folder, names_text, require_files
 from rayrec.quantities import size_text
 from rayrec.storage import File
@@ -27,7 +28,7 @@ def test_rows_add_up_to_what_the_benchmarks_count() -> None:
 
 
 def test_descriptions_can_be_fetched() -> None:
-    for files in published.ALL.values():
+    for files in PUBLISHED.values():
         names = [file.name for file in files]
         assert len(set(names)) == len(names)
         for file in files:
@@ -37,13 +38,13 @@ def test_descriptions_can_be_fetched() -> None:
             assert all(url.startswith("https://") for url in source.urls)
             for checksum in (file.md5, file.unpacked_md5, source.md5):
                 assert checksum is None or (len(checksum) == 32 and int(checksum, 16))
-    checksums = [file.md5 for files in published.ALL.values() for file in dict.fromkeys(files)]
+    checksums = [file.md5 for files in PUBLISHED.values() for file in dict.fromkeys(files)]
     assert len(set(checksums)) == 2 + 24 + 4
     assert all(len(file.urls) >= 2 for file in mnist.FILES)
     with pytest.raises(InputError, match="did you mean 'criteo_small'"):
-        published.files_of("criteo_smal")
+        files_of("criteo_smal")
     with pytest.raises(InputError, match="there are criteo_kaggle, criteo_small, criteo_full, mnist"):
-        published.files_of("zzz")
+        files_of("zzz")
 
 
 def _files(*names: str, size_bytes: int = 15_000_000_000) -> list[File]:
@@ -72,7 +73,7 @@ def test_a_folder_is_asked_for_all_files_of_a_set(tmp_path: Path) -> None:
     (tmp_path / "day_7").write_bytes(b"1\n")  # not wanted
     notes: list[str] = []
     expected = [str(tmp_path / f"day_{day}") for day in (0, 1, 2, 3, 23)]
-    wanted = published.files_of("criteo_small")
+    wanted = files_of("criteo_small")
     assert require_files(str(tmp_path), wanted, fetch_name="criteo_small", note=notes.append) == expected
     assert notes[0] == f"{tmp_path}/day_0: 2 B, but 49.8 GB are published"
     assert len(notes) == 5
@@ -97,13 +98,13 @@ def test_an_empty_folder_and_none_at_all(tmp_path: Path) -> None:
             InputError,
             match=r"missing day_0 to day_23 \(24 files, 4,373,472,329 rows, about 367 GB as \.gz, 1\.11 TB unpacked\)",
         ):
-            require_files(str(path), published.files_of("criteo_full"), fetch_name="criteo_full")
+            require_files(str(path), files_of("criteo_full"), fetch_name="criteo_full")
         with pytest.raises(InputError, match=r"missing train\.txt \(45,840,617 rows, about 11\.1 GB\)"):
-            require_files(str(path), published.files_of("criteo_kaggle"), fetch_name="criteo_kaggle")
+            require_files(str(path), files_of("criteo_kaggle"), fetch_name="criteo_kaggle")
         with pytest.raises(
             InputError, match=r"train-images-idx3-ubyte \(60,000 rows, 9,912,422 bytes, 47 MB unpacked\)"
         ):
-            require_files(str(path), published.files_of("mnist"), fetch_name="mnist")
+            require_files(str(path), files_of("mnist"), fetch_name="mnist")
     unknown = RemoteFile(name="x")
     with pytest.raises(
         InputError, match=r"missing x \(number of rows not published, size not published\); rayrec fetch y"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rayrec.observe.accounting import Restart, costs, restarts
+from rayrec.observe.history import Restart, costs, restarts
 
 
 def events(*described: tuple[float, str, dict[str, Any]]) -> list[dict[str, Any]]:

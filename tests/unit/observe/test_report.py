@@ -17,13 +17,11 @@ import pytest
 import rayrec
 from rayrec.config import InputError
 from rayrec.observe import report, report_comparison
-from rayrec.observe.bars import Span, timeline
-from rayrec.observe.charts import NUM_SERIES, Line, Mark, line_chart, tick_step
-from rayrec.observe.cost import Price, cost
+from rayrec.observe.bottleneck import verdict
+from rayrec.observe.charts import NUM_SERIES, Line, Mark, Span, data_url, line_chart, tick_step, timeline
 from rayrec.observe.events import EventWriter
+from rayrec.observe.history import Price, cost
 from rayrec.observe.page import table
-from rayrec.observe.pictures import data_url
-from rayrec.observe.verdict import verdict
 from rayrec.quantities import clock_text, duration_text, durations_text, number_text, size_text, value_text
 
 VOID = {"meta", "img"}

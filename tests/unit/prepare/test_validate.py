@@ -25,8 +25,7 @@ from rayrec.data.synthetic import generate
 from rayrec.observe.console import Console
 from rayrec.prepare import validate as module
 from rayrec.prepare.config import PreparationConfig
-from rayrec.prepare.data_report import Report
-from rayrec.prepare.gates import Gates
+from rayrec.prepare.data_report import Gates, Report
 from rayrec.schema import Schema
 
 SCHEMA = Schema(label="click", dense=("a", "b"), sparse=("s", "t"))

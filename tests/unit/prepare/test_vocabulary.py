@@ -20,8 +20,7 @@ from rayrec.data.profiles import make_preprocessor
 from rayrec.data.threads import ThreadEngine
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, raw_index
-from rayrec.prepare.preprocess import preprocess
-from rayrec.prepare.vocabulary import vocabulary
+from rayrec.prepare.preprocess import preprocess, vocabulary
 from rayrec.schema import Schema
 
 CONSOLE = Console(quiet=True)

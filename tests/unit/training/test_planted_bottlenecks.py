@@ -31,7 +31,7 @@ from rayrec.data.rows import ArrayRows
 from rayrec.data.stages import StageAccount, times_of
 from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA
-from rayrec.observe.verdict import Verdict, verdict
+from rayrec.observe.bottleneck import Verdict, verdict
 from rayrec.training import data_report, loop
 from rayrec.training.device_peak import multiply_adds_per_s
 from rayrec.training.loop import Progress

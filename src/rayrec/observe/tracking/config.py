@@ -119,12 +119,12 @@ def _wandb(trackers: TrackersConfig, folder: str, config: dict[str, Any]) -> Tra
 
 
 def _mllog(folder: str, config: dict[str, Any]) -> Tracker:
-    from rayrec.observe.tracking.mllog import MlLogTracker
+    from rayrec.observe.tracking.log_files import MlLogTracker
 
     return MlLogTracker(folder, config=config)
 
 
 def _iteration_lines(folder: str) -> Tracker:
-    from rayrec.observe.tracking.iteration_lines import IterationTracker
+    from rayrec.observe.tracking.log_files import IterationTracker
 
     return IterationTracker(folder)

@@ -10,8 +10,7 @@ from mlflow.entities import Metric, Param, RunStatus, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from rayrec.observe.tracking.run_identity import run_identity
-from rayrec.observe.tracking.scalars import Firsts, scalars, series
+from rayrec.observe.tracking.scalars import Firsts, run_identity, scalars, series
 
 IDENTITY: Final = "rayrec.run"
 """Tag by which a driver that goes on finds the run of the one before."""

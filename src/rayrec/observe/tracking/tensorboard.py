@@ -14,7 +14,7 @@ from tensorboardX.summary import text
 
 from rayrec import storage
 from rayrec.observe.tracking.scalars import scalars
-from rayrec.observe.tracking.view_file import ViewFile
+from rayrec.observe.tracking.tracker import ViewFile
 
 _SUFFIX: Final = ".rayrec"
 """Tells the files made here from others in the folder."""

@@ -12,8 +12,7 @@ import psutil
 import wandb
 
 from rayrec import storage
-from rayrec.observe.tracking.run_identity import run_identity
-from rayrec.observe.tracking.scalars import Firsts, scalars, series
+from rayrec.observe.tracking.scalars import Firsts, run_identity, scalars, series
 
 _STEP: Final = "step"
 """The axis of all curves. W&B's own counts what was sent and only goes up, so a save that is through late would be lost."""

@@ -11,9 +11,8 @@ import made_up_run
 import pytest
 
 from rayrec import recipes
-from rayrec.observe.tracking.epochs import Epochs
-from rayrec.observe.tracking.iteration_lines import IterationTracker
-from rayrec.observe.tracking.mllog import MlLogTracker, optimizer_lines
+from rayrec.observe.tracking.log_files import IterationTracker, MlLogTracker, optimizer_lines
+from rayrec.observe.tracking.scalars import Epochs
 
 EXACTLY_ONE = [
     "submission_benchmark",

@@ -14,10 +14,8 @@ import pytest
 from rayrec import storage
 from rayrec.observe.events import EventWriter, read_events
 from rayrec.observe.tracking import tracker as tracking_module
-from rayrec.observe.tracking import view_file
 from rayrec.observe.tracking.scalars import Firsts, Intervals, scalars
-from rayrec.observe.tracking.tracker import tracking
-from rayrec.observe.tracking.view_file import ViewFile
+from rayrec.observe.tracking.tracker import ViewFile, tracking
 
 
 class Recorder:
@@ -207,7 +205,7 @@ def test_a_store_gets_the_whole_file_now_and_then(monkeypatch: pytest.MonkeyPatc
     file.write(b"b")
     file.flush()  # too soon
     assert sent == [b"a"]
-    monkeypatch.setattr(view_file, "UPLOAD_S", 0.0)
+    monkeypatch.setattr(tracking_module, "UPLOAD_S", 0.0)
     file.close()
     file.close()  # nothing new
     assert sent == [b"a", b"ab"]

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from rayrec.observe.data_stages import data_side
+from rayrec.observe.bottleneck import data_side, verdict
 from rayrec.observe.time_split import PHASES, time_split
-from rayrec.observe.verdict import verdict
 
 INTERVAL_S, ROWS = 10.0, 10_000
 

@@ -8,11 +8,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from rayrec.observe.bars import Bar, Moment, Span, stacked_bars, timeline
-from rayrec.observe.charts import Line, Mark, line_chart
-from rayrec.observe.cost import Cost
-from rayrec.observe.data_stages import data_side
-from rayrec.observe.history import VALIDATION, Attempt, Event
+from rayrec.observe.bottleneck import data_side
+from rayrec.observe.charts import Bar, Line, Mark, Moment, Span, line_chart, stacked_bars, timeline
+from rayrec.observe.history import VALIDATION, Attempt, Cost, Event
 from rayrec.observe.page import Section, charts, facts, table
 from rayrec.observe.start_up import STAGES, in_order, starts
 from rayrec.observe.time_split import WORDS
