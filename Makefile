@@ -46,7 +46,7 @@ $(VENV)/.locked-installed: requirements.lock $(SHIM)/pyproject.toml
 	@$(PIP) -r requirements.lock
 	@$(PIP) --no-build-isolation ./$(SHIM)
 	@$(RUN)/python -c 'import torch' || { \
-	  echo "make setup: the torch that pip found does not import (above); on Linux pip must be told of PyTorch's CPU wheels," \
+	  echo "make setup: the torch that pip found does not import (above); on Linux pip needs the location of PyTorch's CPU wheels," \
 	       "in PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS: see docs/install.md" >&2; \
 	  $(RUN)/python -m pip uninstall --quiet --yes torch; exit 2; }
 	@touch $@

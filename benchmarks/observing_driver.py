@@ -66,7 +66,7 @@ class Driver:
         self._process.stdin.flush()
 
     def end(self) -> float:
-        """Its CPU seconds since `begin`; it must not be stopped, and whoever writes events must have closed."""
+        """Its CPU seconds since `begin`; it must not be stopped, and the writer of events must be closed."""
         told, _ = self._process.communicate()
         return json.loads(told.strip().splitlines()[-1])["cpu_s"]
 

@@ -13,7 +13,7 @@ from typing import Final
 from rows import say
 
 LOOK_EVERY: Final = 50
-"""Quartets between two looks at the interval: whoever looks after each, and stops when it suits, finds more than there is."""
+"""Quartets between two checks of the interval: checking after each, and stopping at a convenient one, finds false effects."""
 _NULL_EVERY: Final = 4
 """Of so many quartets one is of the same against the same."""
 _Z: Final = 1.96

@@ -1,6 +1,6 @@
 """Raw TSV rows in, scores out, over HTTP with criteo_kaggle's network: latency and requests/s at 1, 16 and 64 connections, of
-single rows and of 256 and 2048, the load from a process of its own. Against bare Ray Serve handlers (the same forward over
-ready-made rows; a small MLP), which are all that Ray Serve's proxy leaves to be had, and our server without that proxy (--ingress
+single rows and of 256 and 2048, with the load from a separate process. Peers: bare Ray Serve handlers (the same forward
+over preprocessed rows; a small MLP), the limit of Ray Serve's proxy, and our server without that proxy (--ingress
 direct); within one process against the bare forward and ONNX Runtime. `--soak MINUTES` instead: 70 % of
 the peak with another model every 20 s, the checkpoint and its export in turn, by either ingress; failures and memory."""
 
@@ -28,7 +28,7 @@ SIZES = (1, 256, 2048)
 CONNECTIONS = (1, 16, 64)
 TARGETS = {
     "ours": "/v1/score",
-    "bare handler, same forward over ready-made rows": "/forward",
+    "bare handler, same forward over preprocessed rows": "/forward",
     "bare handler, small MLP": "/mlp",
 }
 SWAP_EVERY_S = 20.0
@@ -110,7 +110,7 @@ def host_direct(*, path: str, checkpoint: str, port: int) -> None:
 
 
 def host_swapping(*, path: str, checkpoint: str, export: str, ingress: Any, port: int) -> None:
-    """Our server, which goes from the checkpoint to the export and back, each time loading it anew, every SWAP_EVERY_S; prints
+    """Our server, which goes from the checkpoint to the export and back, each time loading it again, every SWAP_EVERY_S; prints
     swaps and memory as JSON at the end."""
     import ray
 
@@ -272,8 +272,8 @@ def compare_http(
 def compare_in_process(*, size: int, repeats: int, **common: Any) -> None:
     rates = child(__file__, "in_process", size=size, repeats=repeats, **common)
     for peer, name in (
-        ("bare forward over ready-made rows", "forward"),
-        ("ONNX Runtime over ready-made arrays", "onnx"),
+        ("bare forward over preprocessed rows", "forward"),
+        ("ONNX Runtime over preprocessed arrays", "onnx"),
     ):
         emit(
             "serve",

@@ -1,4 +1,4 @@
-"""Runs that something happens to every few seconds, by chance: all must end with the weights of one left in peace."""
+"""Runs with a random fault every few seconds: all must end with the weights of a run without faults."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class Trial:
             return False
         self.say(f"the command ended with {status}")
         if status == 2:
-            self.refused.append(self._run.session.err.strip().splitlines()[-1])  # no misfortune is the user's to mend
+            self.refused.append(self._run.session.err.strip().splitlines()[-1])  # no misfortune is the user's to fix
         self._run.start()
         return True
 

@@ -160,7 +160,7 @@ def restore(folder: str, rank: int) -> None:
 
 
 def read_some(folder: str, rank: int) -> None:
-    """Each rank reads the blocks its rows lie in, and no more."""
+    """Each rank reads the blocks of its rows, and no more."""
     read: list[tuple[int, int]] = []
     read_into = storage.read_into
 

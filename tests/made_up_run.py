@@ -65,7 +65,7 @@ def samples() -> list[dict[str, Any]]:
 
 
 def run(*, finished: bool = True) -> list[dict[str, Any]]:
-    """Trains to step 120, dies, goes on from step 100 with one worker, and ends at 200 if it is to finish, else at 150."""
+    """Trains to step 120, dies, resumes from step 100 with one worker, and ends at 200 if it is to finish, else at 150."""
     events = Events()
     begin(events)
     events.steps(10, 120, loss=9.0)

@@ -139,7 +139,7 @@ class Session:
             time.sleep(0.5)
 
     def kill_data_task(self, *, timeout_s: float = 180) -> int:
-        """SIGKILLs a process in the midst of a data task, and returns its pid. Tasks are short, hence it is stopped first."""
+        """SIGKILLs a process in the midst of a data task, and returns its pid. Tasks are short, so it is stopped first."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             for process in self.find("data task"):
@@ -189,7 +189,7 @@ def environment_for(cache: Path, **more: str) -> dict[str, str]:
 
 
 class RayCluster(Session):
-    """A Ray of several nodes on this machine; the head has no CPUs, so that whoever has work needs another."""
+    """A Ray of several nodes on this machine; the head has no CPUs, so that any task needs another."""
 
     def __init__(self, folder: Path, *, cache: Path) -> None:
         # A node that is gone is noticed in 2 s rather than 15.
@@ -345,7 +345,7 @@ class Run:
 
 
 def small_run(log: Path, storage_path: str, **changes: Any) -> TrainConfig:
-    """A run of a small log in 2 workers, saved every 40 steps. One thread each, wherever they are, so that sums are the same."""
+    """A run of a small log in 2 workers, saved every 40 steps. One thread each, on any node, so that sums are the same."""
     fields: dict[str, Any] = {
         "storage_path": storage_path,
         "name": "run",

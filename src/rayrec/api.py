@@ -81,8 +81,8 @@ def preprocess(
     console: Console | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """The log in a ready-made format in folder `out`, which appears complete or not at all; an interrupted call made again
-    goes on where it stopped. `options` are the fields of `rayrec.PreparationConfig`.
+    """The log in a preprocessed format in folder `out`, which appears complete or not at all; an interrupted call made again
+    resumes where it stopped. `options` are the fields of `rayrec.PreparationConfig`.
 
     Without a `preprocessor` folder the categories are counted first. shuffle "full" puts the training rows into an order
     that is random over the whole log. With format "mds" plain text becomes rows of tokens; `options` are then the fields
@@ -169,7 +169,7 @@ def supervise(
     often as it takes. See rayrec.launch.supervisor.supervise.
 
     `config` is what `arguments` (a recipe's name or FILE.py:FUNCTION, or --config FILE, then flags) come to; without a name
-    in it, one is chosen and added to them. `show` takes what the job prints. Raises InputError for what the user can mend.
+    in it, one is chosen and added to them. `show` takes what the job prints. Raises InputError for what the user can fix.
     """
     from rayrec.launch.supervision import SuperviseConfig
     from rayrec.launch.supervisor import supervise as run
@@ -296,7 +296,7 @@ def predict_to(
     **options: Any,
 ) -> dict[str, Any]:
     """Writes what `predict` gives as Parquet files into folder `out`, which appears complete or not at all; an interrupted call
-    made again goes on where it stopped."""
+    made again resumes where it stopped."""
     from rayrec.inference import predict as prediction
 
     return prediction.predict_to(
@@ -435,7 +435,7 @@ def profile(run: str, *, steps: int = 10, timeout_s: float = 300.0, console: Con
 
 
 def doctor() -> Report:
-    """What is installed, what fits together, what does not and how to mend it."""
+    """What is installed, what fits together, what does not and how to fix it."""
     from rayrec.launch.doctor import doctor as examine
 
     return examine()

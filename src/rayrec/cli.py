@@ -13,7 +13,7 @@ from rayrec.verbs import VERBS
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs one command. Exit status: 0 done, 2 the user can mend it, 130 interrupted, 143 terminated, 1 anything else."""
+    """Runs one command. Exit status: 0 done, 2 the user can fix it, 130 interrupted, 143 terminated, 1 anything else."""
     _keep_stdout_for_results()
     sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
 
@@ -60,7 +60,7 @@ def run(arguments: list[str]) -> int:
         )  # a store that is out, a disk that is full
     except ModuleNotFoundError as error:
         if error.name in ("torchrec", "fbgemm_gpu", "torch", "ray", "tyro"):
-            return _fail(f"rayrec {verb}: {error.name} is not installed; `rayrec doctor` says how to mend it")
+            return _fail(f"rayrec {verb}: {error.name} is not installed; `rayrec doctor` says how to fix it")
         raise
     except KeyboardInterrupt:
         print(f"rayrec {verb}: interrupted", file=sys.stderr)
@@ -88,5 +88,5 @@ def _fail(message: str, *, status: int = 2) -> int:
 def help_text() -> str:
     lines = ["usage: rayrec COMMAND ...", "", "From raw logs to a served model on Ray.", ""]
     lines += [f"  {f'{verb} {arguments}':35} {text}" for verb, (arguments, text) in VERBS.items()]
-    lines += ["", "rayrec COMMAND --help shows each flag; --config FILE.yaml may stand wherever a RECIPE does."]
+    lines += ["", "rayrec COMMAND --help shows each flag; --config FILE.yaml may take the place of a RECIPE."]
     return "\n".join(lines)

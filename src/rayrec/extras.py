@@ -12,20 +12,20 @@ LANGUAGE: Final = ("streaming", "tokenizers", "transformers", "accelerate")
 
 
 def require_language(*modules: str) -> None:
-    """Raises InputError, with what mends it, where modules of the extra `language` (default: any) are not installed."""
+    """Raises InputError, with what fixes it, where modules of the extra `language` (default: any) are not installed."""
     for module in modules or LANGUAGE:
         if importlib.util.find_spec(module) is None:
             raise InputError(f"{module} is not installed; pip install 'rayrec[language]'")
 
 
 def require(module: str, *, extra: str) -> None:
-    """Raises InputError, with what mends it, where a module of an extra is not installed."""
+    """Raises InputError, with what fixes it, where a module of an extra is not installed."""
     if importlib.util.find_spec(module) is None:
         raise InputError(f"{module} is not installed; pip install 'rayrec[{extra}]'")
 
 
 def require_onnx() -> None:
-    """Raises InputError, with what mends it, where a module of the extra `onnx` is not installed."""
+    """Raises InputError, with what fixes it, where a module of the extra `onnx` is not installed."""
     for module in ("onnx", "onnxscript", "onnxruntime"):
         if importlib.util.find_spec(module) is None:
             raise InputError(f"{module} is not installed; pip install 'rayrec[onnx]'")

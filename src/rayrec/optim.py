@@ -23,7 +23,7 @@ class LearningRateSchedule(Config):
     """Linear warm-up, hold, decay to a floor; all zero is a constant learning rate.
 
     The policy of MLPerf's DLRM (Mattson et al. 2020; `LRPolicyScheduler` in facebookresearch/dlrm), with its off-by-one
-    mended: there the hold keeps (W-1)/W of the base and warm-up 0 with decay fails.
+    fixed: there the hold keeps (W-1)/W of the base and warm-up 0 with decay fails.
     """
 
     warmup_steps: int = 0

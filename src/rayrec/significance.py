@@ -39,7 +39,7 @@ class Resampling:
     confidence: float = 0.95
     """Share of all logs like this one whose interval holds the true value."""
     resamples: int = 1000
-    """Times the rows are drawn anew."""
+    """Number of bootstrap resamples."""
     seed: int = 0
     """The same seed gives the same intervals, whatever the number of cores."""
 
@@ -86,7 +86,7 @@ def compare(logits: Any, other_logits: Any, labels: Any, resampling: Resampling)
     `intervals` have neither interval nor p-value.
 
     AUROC by DeLong, DeLong & Clarke-Pearson 1988 ("Comparing the Areas under Two or More Correlated Receiver Operating
-    Characteristic Curves"), reckoned by ranks as in Sun & Xu 2014; the others by the bootstrap of `intervals` with the same
+    Characteristic Curves"), computed by ranks as in Sun & Xu 2014; the others by the bootstrap of `intervals` with the same
     weights for both models, so that what both find hard cancels. Cost and memory: those of `intervals`, twice.
     """
     flat_logits, flat_labels = checked(logits, labels)

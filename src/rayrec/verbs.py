@@ -5,14 +5,17 @@ VERBS = {
     "config": ("RECIPE [--flags]", "prints the resolved configuration as YAML"),
     "generate": ("OUT --rows N", "writes a synthetic click log with a planted truth, and truth.json beside it"),
     "vocabulary": ("PATH --out DIR", "one pass over a click log -> the Preprocessor (schema, constants, vocabularies)"),
-    "preprocess": ("PATH --out DIR --format F", "writes a log as parquet, npy, binary or npz, ready-made; text as mds"),
+    "preprocess": (
+        "PATH --out DIR --format F",
+        "writes a log as parquet, npy, binary or npz, preprocessed; text as mds",
+    ),
     "validate": ("PATH", "reports on a log: faults, missing values, categories, drift; exit 2 where a gate fails"),
     "fetch": ("NAME --out DIR", "downloads a published data set, resuming and checking each file"),
     "plan": (
         "RECIPE [--cluster cpus=N,..]",
         "how a recipe's tables are spread over workers, and their memory; rows/s and bottleneck there",
     ),
-    "train": ("RECIPE [--flags] [-v|-q]", "trains; the same storage and name again goes on where the run stopped"),
+    "train": ("RECIPE [--flags] [-v|-q]", "trains; the same storage and name again resumes where the run stopped"),
     "supervise": ("-- train RECIPE [--flags]", "trains as a job of a cluster, and goes on when its head was lost"),
     "evaluate": ("CHECKPOINT PATH", "scores every labelled row exactly once -> metrics as JSON"),
     "predict": ("CHECKPOINT PATH --out DIR", "writes predictions as Parquet, in input order, with the row's number"),
@@ -28,5 +31,5 @@ VERBS = {
     ),
     "profile": ("RUN [--steps N]", "records steps of a run in progress with torch.profiler, into RUN/profile"),
     "benchmark": ("NAME", "measures, as ratios against a peer or a ceiling in the same run"),
-    "doctor": ("[--json]", "what is installed, what fits together, what does not and how to mend it"),
+    "doctor": ("[--json]", "what is installed, what fits together, what does not and how to fix it"),
 }

@@ -91,7 +91,7 @@ import pyarrow as pa
 from rayrec.config import InputError
 
 def refuse(_):
-    raise InputError("day_3 at byte 7: no such thing; mend it")
+    raise InputError("day_3 at byte 7: no such thing; fix it")
 
 def wait(number, *, folder, seconds):
     open(os.path.join(folder, f"{number}.{os.getpid()}"), "w").close()
@@ -121,7 +121,7 @@ def spark(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
 
 def test_an_input_error_of_a_task_is_the_users_line(spark: Callable[..., Any], tasks: Any) -> None:
-    with spark() as running, pytest.raises(InputError, match=r"^day_3 at byte 7: no such thing; mend it$"):
+    with spark() as running, pytest.raises(InputError, match=r"^day_3 at byte 7: no such thing; fix it$"):
         list(running.run("refuse", tasks.refuse, [1, 2]))
 
 

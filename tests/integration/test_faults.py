@@ -69,7 +69,7 @@ def assert_as_expected(summary: dict[str, Any], expected: dict[str, Any]) -> Non
 
 
 def assert_accounted(run: Run, summary: dict[str, Any], *, restarts: int) -> None:
-    """What the summary tells of restarts is what the events tell."""
+    """The summary and the events report the same restarts."""
     causes = summary["restart_causes"]
     assert summary["restarts"] == len(causes) == restarts
     starts = run.events("start")
@@ -324,7 +324,7 @@ def test_a_disk_that_is_full_for_a_while(expected: dict[str, Any], begin: Begin,
     run.wait_for("checkpoint", lambda event: event["step"] >= 40)
     filling = fill(small_disk)
     late = run.wait_for("checkpoint_late")
-    run.wait_for_step(late["step"] + 20)  # training goes on
+    run.wait_for_step(late["step"] + 20)  # training continues
     assert_still_training(run)
     filling.unlink()
     summary = run.summary()
@@ -408,7 +408,7 @@ def test_workers_that_become_fewer_and_more_again(begin: Begin, cluster: RayClus
     assert summary["rows"] == 12 * summary["rows_of_sets"]["train"]
     assert_accounted(run, summary, restarts=3)
     announced, grown, _ = summary["restart_causes"]
-    assert announced["cause"] == "a node was taken away, as announced"
+    assert announced["cause"] == "a node was preempted, as announced"
     assert "more workers" in grown["cause"]
     assert grown["steps_redone"] == 0
 

@@ -1,5 +1,4 @@
-"""Text through the whole of it: prepared, trained by either loop with one worker and two, DDP and FSDP, killed and gone on
-with, and put to use."""
+"""Text from end to end: prepared, trained by either loop with one worker and two, DDP and FSDP, killed and resumed, and used."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_what_is_missing_is_said_before_anything_starts(
 @pytest.mark.extended
 def test_a_run_in_progress_is_asked_for_a_profile(click_log: Path, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"steps": 100_000, "evaluate_every": 50_000, "checkpoint": {"every": 50_000}}
-    # The first step to record is reckoned from the speed between two logs, which are not to be a blink apart.
+    # The first step to record is computed from the speed between two logs, which are not to be a blink apart.
     config = small_run(click_log, str(tmp_path), log_every=50, **fields)
     with Run(config, tmp_path / "asked", cache=tmp_path, KINETO_USE_DAEMON="1") as run:
         run.start()

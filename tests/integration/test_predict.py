@@ -154,7 +154,7 @@ def test_faulty_lines_keep_their_place(
 def scores(
     result: Result, config: TrainConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Any]]:
-    """The log's predictions as files of 7000 rows, and what was told of them."""
+    """The log's predictions as files of 7000 rows, and what was reported of them."""
     out = tmp_path_factory.mktemp("scores") / "scores"
     with pytest.MonkeyPatch.context() as patch:
         _small_parts(patch)

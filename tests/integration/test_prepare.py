@@ -369,7 +369,7 @@ def test_a_log_of_ones_own_in_csv_and_parquet(tmp_path: Path) -> None:
 
 
 def test_rows_are_numbered_as_they_stand_in_the_table(tmp_path: Path) -> None:
-    """Faulty rows have a number but no score, whether the file is read where it is or was written anew."""
+    """Faulty rows have a number but no score, whether the file is read where it is or was written again."""
     rows = ratings(600)
     rows[7]["liked"], rows[300]["importance"] = 5, -1.0
     write_csv(tmp_path / "a.csv", rows)

@@ -124,7 +124,7 @@ for number, stage in enumerate(stages):
 
 
 def run_stages(folder: Path, stages: list[dict[str, Any]]) -> Saved:
-    """Every stage's checkpoint, whole. A stage begins anew or from a checkpoint, may train, and saves."""
+    """Every stage's checkpoint, whole. A stage begins again or from a checkpoint, may train, and saves."""
     logs = [folder / f"rank_{rank}.log" for rank in range(WORLD)]
     processes = [
         subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Text prepared through Ray: the bytes of one process alone, whoever did the work and whatever was killed meanwhile."""
+"""Text prepared through Ray: the bytes of one process alone, on any worker and after any kill."""
 
 from __future__ import annotations
 

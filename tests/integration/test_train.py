@@ -157,7 +157,7 @@ def test_a_finished_run_is_not_trained_again(finished: tuple[TrainConfig, Result
 @pytest.mark.extended
 @pytest.mark.exhaustive
 def test_a_finished_run_can_be_trained_for_longer(click_log: Path, tmp_path: Path) -> None:
-    """It goes on at the very row, and ends as a run that was as long from the start."""
+    """It resumes at the next row, and ends like a run that had this length from the start."""
     # A learning rate that decays towards the end would tell the two apart.
     changes = {"evaluate_every": 4, "log_every": 1, "workload": {"schedule": {"decay_fraction": 0.0}}}
     config = small(click_log, tmp_path, name="grown", steps=4, **changes)

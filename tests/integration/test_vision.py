@@ -1,4 +1,4 @@
-"""Images through the whole of it: training with one worker and two, DDP and FSDP, killed and gone on with, and put to use."""
+"""Images through the whole of it: training with one worker and two, DDP and FSDP, killed and resumed, and put to use."""
 
 from __future__ import annotations
 

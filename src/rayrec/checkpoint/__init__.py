@@ -3,8 +3,8 @@
 A checkpoint folder holds a `data_*.safetensors` of each rank (its shards, written in parallel), what belongs with the
 weights (`config.yaml`, the workload's own files), and `manifest.json`, which says where every part of every tensor
 lies, with checksums, and holds the run's plain state. A folder without a manifest is not a checkpoint. Nothing in it is
-ever unpickled. torch.distributed.checkpoint plans who writes and who reads what; its own storage is not used, since it pickles.
-For who uses it anyhow, `CheckpointReader` and `CheckpointWriter` are such storage in this format.
+ever unpickled. torch.distributed.checkpoint plans which rank writes and reads what; its own storage pickles and is not used.
+For programs that use it, `CheckpointReader` and `CheckpointWriter` are such storage in this format.
 
 Names are imported when first used: a command that only looks for a checkpoint loads no torch.
 """

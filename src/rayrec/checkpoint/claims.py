@@ -1,4 +1,4 @@
-"""Who owns a run: each attempt claims it anew, so that a process left over from an earlier one can commit nothing more."""
+"""Who owns a run: each attempt claims it again, so that a process left over from an earlier one can commit nothing more."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Claim:
     """NNNNNN-UUID."""
 
     def valid(self) -> bool:
-        """Whether no later attempt has claimed the run; lists a folder. Raises OSError where storage is away."""
+        """Whether no later attempt has claimed the run; lists a folder. Raises OSError where storage is unavailable."""
         return max(_claims(self.run_folder), key=_order, default="") == self.name
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Where a run's checkpoints lie, which of them are complete, and which one to go on from."""
+"""Where a run's checkpoints lie, which of them are complete, and which one to resume from."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def newest_good(
     Others are passed over and told by `log`. `exclude` holds paths of those that a `restore` found damaged. `repair` is called
     on rank 0 with one that lacks files, and returns whether it wrote some of them again. Raises
     InputError for a checkpoint of another version, and where one cannot be read and there is no other: to pass over it would
-    be to train anew behind the user's back.
+    be to train again behind the user's back.
     """
     from rayrec.checkpoint.ranks import Ranks  # loads torch: other functions here are for commands without it
 

@@ -31,16 +31,16 @@ class UnreadableError(DamagedError):
     """A file of a checkpoint cannot be read; what it holds may be whole all the same."""
 
     def without_another(self) -> InputError:
-        """What to raise where there is no other checkpoint: to train anew would give up this one behind the user's back."""
+        """What to raise where there is no other checkpoint: to train again would give up this one behind the user's back."""
         what = str(self).partition(";")[0]
         return InputError(
-            f"{what}, and there is no other checkpoint to go on from; mend the storage or choose another --name"
+            f"{what}, and there is no other checkpoint to resume from; fix the storage or choose another --name"
         )
 
 
 @contextmanager
 def told_unreadable(path: str) -> Iterator[None]:
-    """Tells of a file's own trouble, against which an earlier checkpoint helps, by UnreadableError; other OSErrors pass."""
+    """Turns an error of the file itself, against which an earlier checkpoint helps, into UnreadableError; other OSErrors pass."""
     try:
         yield
     except OSError as error:
@@ -62,7 +62,7 @@ def is_data_file(name: str) -> bool:
 
 
 def sha256_of(path: str) -> str:
-    """Of a whole file, read piece by piece. Raises InputError where it is missing, OSError where storage is away."""
+    """Of a whole file, read piece by piece. Raises InputError where it is missing, OSError where storage is unavailable."""
     digest = hashlib.sha256()
     with told_unreadable(path):
         for piece in storage.read_stream(path):
@@ -82,7 +82,7 @@ def _checksum(plain: dict[str, Any]) -> str:
 
 def read_manifest(folder: str) -> dict[str, Any]:
     """The manifest of a checkpoint's folder. Raises DamagedError where it is missing or not as it was written, InputError
-    where another version of the format wrote it, OSError where storage is away."""
+    where another version of the format wrote it, OSError where storage is unavailable."""
     path = storage.join(folder, MANIFEST)
     if not storage.exists(path):
         raise DamagedError(f"{path}: missing; use an earlier checkpoint")

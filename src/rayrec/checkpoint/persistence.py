@@ -17,7 +17,7 @@ T = TypeVar("T")
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 15.0
 PATIENCE_S = 15.0
-"""For which a single attempt waits for a store that is out, before it is told that the save is late."""
+"""For which a single attempt waits for a store that is out, before it reports that the save is late."""
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 

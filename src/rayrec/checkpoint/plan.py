@@ -1,4 +1,4 @@
-"""Who writes which part of which tensor, and a copy of it in host memory laid out as the file will be."""
+"""Which rank writes which part of which tensor, and a copy of it in host memory laid out as the file will be."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from rayrec.checkpoint.ranks import Ranks
 from rayrec.checkpoint.safetensors_header import DTYPES
 from rayrec.config import InputError
 
-if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import, which whoever saves nothing does without
+if (
+    TYPE_CHECKING
+):  # torch.distributed.checkpoint takes a second to import, which a process that saves nothing need not do
     from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 

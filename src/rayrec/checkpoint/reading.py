@@ -24,7 +24,7 @@ from rayrec.checkpoint.safetensors_header import TORCH_DTYPES
 from rayrec.checkpoint.sharing import pass_on, share_out
 from rayrec.config import InputError
 
-if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import, which whoever scores does without
+if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import, which a process that scores need not do
     from torch.distributed.checkpoint import Metadata
     from torch.distributed.checkpoint.planner import ReadItem
 
@@ -213,7 +213,7 @@ class _Reader:
     def _verify(self, rows: _Rows, block: int, data: np.ndarray) -> None:
         chunk = rows.chunk
         place = (chunk["file"], chunk["start"], block)
-        # Read anew from a disk it comes from memory, as a rule; from far away it travels again.
+        # Read again from a disk it comes from memory, as a rule; from far away it travels again.
         path = storage.join(self._folder, chunk["file"])
         if place in self._verified and not storage.is_url(path):
             return

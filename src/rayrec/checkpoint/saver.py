@@ -1,4 +1,4 @@
-"""Saves while training goes on: the caller waits for a copy in host memory, a thread brings it to storage."""
+"""Saves while training continues: the caller waits for a copy in host memory, a thread brings it to storage."""
 
 from __future__ import annotations
 

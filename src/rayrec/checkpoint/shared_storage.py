@@ -14,7 +14,7 @@ from rayrec.checkpoint.cleaning import tolerated
 from rayrec.checkpoint.persistence import Persistence
 from rayrec.config import InputError
 
-if TYPE_CHECKING:  # it loads torch, which the driver, who writes the token, does without
+if TYPE_CHECKING:  # it loads torch, which the driver, which writes the token, need not do
     from rayrec.checkpoint.ranks import Ranks
 
 _logger = logging.getLogger(__name__)

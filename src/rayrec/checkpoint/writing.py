@@ -41,7 +41,7 @@ def write_rank(
 
     `wrote` is called with the bytes of each block that was handed to storage.
 
-    Raises OSError where storage is away or full; no part of the file is left then.
+    Raises OSError where storage is unavailable or full; no part of the file is left then.
     """
     parts = copy.plan.parts
     if not parts:

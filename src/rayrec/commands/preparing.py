@@ -86,12 +86,12 @@ def preprocess(arguments: list[str]) -> None:
             config: Preparation = default,
             text: Annotated[TextConfig, tyro.conf.arg(name="")] = DEFAULT_TEXT,
         ) -> dict[str, Any]:
-            """Write a click log in a ready-made format, or plain text as rows of tokens (mds). --schema FILE names the
+            """Write a click log in a preprocessed format, or plain text as rows of tokens (mds). --schema FILE names the
             columns of a log that is not Criteo's.
 
             Args:
                 path: File, glob or folder.
-                out: Folder to write to; an interrupted call made again goes on where it stopped.
+                out: Folder to write to; an interrupted call made again resumes where it stopped.
                 format: parquet; npy (TorchRec's three arrays a file); binary (int32 rows); npz (multi-hot bags); mds (text).
                 preprocessor: Folder of a Preprocessor; else the categories are counted first.
                 shuffle: full puts the training rows into an order that is random over the whole log.
@@ -158,7 +158,7 @@ def _fetch(
     Args:
         name: criteo_kaggle, criteo_small, criteo_full or mnist.
         out: Folder to write to.
-        base_url: Another place the files lie at, such as a mirror of your own.
+        base_url: Another URL of the files, such as your own mirror.
         verify: Check the checksums of files that are there already, too.
     """
     return api.fetch(name, out=out, base_url=base_url, verify=verify, console=Console())

@@ -51,7 +51,7 @@ def default_memory_bytes() -> int:
 TASK_BYTES = 128 << 20
 """Text one task counts at most: the more, the fewer tables are left to be merged."""
 _TASK_TABLE_BYTES = 128 << 20
-"""Tables of a task that grow beyond this are packed and begun anew."""
+"""Tables of a task that grow beyond this are packed and started again."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def check_columns(
             shown = ", ".join(plain[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
             what = "no column" if not found else f"{found} columns"
             raise InputError(
-                f"{path}: has {what} named {name}; it has {shown or 'none'}{hint}; mend the schema or the file"
+                f"{path}: has {what} named {name}; it has {shown or 'none'}{hint}; fix the schema or the file"
             )
 
 

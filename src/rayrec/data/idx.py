@@ -94,7 +94,7 @@ def read_labels(path: str, *, num_classes: int) -> np.ndarray:
         row = int(np.argmax(labels >= num_classes))
         raise InputError(
             f"{path}: row {row} has label {labels[row]}, not 0 to {num_classes - 1}; set num_classes to {most + 1} or more, "
-            f"or mend the file"
+            f"or fix the file"
         )
     return labels
 

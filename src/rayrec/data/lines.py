@@ -19,7 +19,7 @@ from rayrec.schema import Schema
 
 def first_lines(index: LogIndex, *, segments_per_task: int, engine: Engine) -> dict[Segment, int]:
     """The position of each segment's first line (or row of a table) in the whole log, faulty ones counted too; that of
-    ready-made rows is their own. Reads a text log once more, if it has faulty lines."""
+    preprocessed rows is unchanged. Reads a text log once more, if it has faulty lines."""
     if not index.faults.total or index.format in ready.FORMATS:
         return {segment: segment.first_row for segment in index.segments}
     if index.format == "table":

@@ -56,7 +56,7 @@ class ClickLoader:
         targets: Targets | None = None,
         ahead: int = 0,
     ) -> None:
-        """`schema` is that of the model's inputs. `mapped`: the rows are ready-made files of this machine, which the worker
+        """`schema` is that of the model's inputs. `mapped`: the rows are preprocessed files of this machine, which the worker
         reads itself, with `in_memory` all of them first; else data tasks of `engine` make the rows. `targets`: what rows are to
         be scored as; None: their labels. `ahead`: so many batches are cut by a thread and copied to pinned memory, from which
         they travel to a GPU while it computes; 0: `next` cuts them, in pageable memory. Raises InputError where `position` is one

@@ -243,8 +243,8 @@ class Position:
     def for_workers(self, blocks: Sequence[Block], *, world_size: int, batch_size: int) -> Position:
         """The same place in the data for (another) number of workers or batch size.
 
-        With the same ones the hands stay as they were dealt, so every worker goes on with the very row that was next;
-        otherwise what is left of all hands is dealt anew.
+        With the same ones every worker keeps its rows and goes on with the very row that was next;
+        otherwise what is left of all hands is dealt again.
         """
         if self.world_size == world_size and self.batch_size == batch_size:
             return self

@@ -1,7 +1,7 @@
-"""Writes a click log in a ready-made format: tasks encode some segments each and write their rows where they belong.
+"""Writes a click log in a preprocessed format: tasks encode some segments each and write their rows where they belong.
 
-Everything is made in OUT.partial (for a URL, below OUT itself) and marked task by task, so that what was interrupted goes on
-where it stopped; dataset.json comes last, then the folder gets its name.
+Everything is made in OUT.partial (for a URL, below OUT itself) and marked task by task, so that an interrupted job resumes
+where it stopped; dataset.json is written last, then the folder gets its name.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def preprocess(
 
 def _check_target(index: LogIndex, out: str, format: str, shuffle: str) -> None:
     if index.format in FORMATS:
-        raise InputError(f"the log is ready-made already, in format {index.format}; give the raw log")
+        raise InputError(f"the log is preprocessed already, in format {index.format}; give the raw log")
     if not index.rows:
         raise InputError("the log has no rows to write; give one that has")
     if storage.is_url(out):

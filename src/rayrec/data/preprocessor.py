@@ -180,7 +180,7 @@ class Preprocessor:
 
     def __post_init__(self) -> None:
         if (len(self.dense), len(self.sparse)) != (len(self.inputs.dense), len(self.inputs.sparse)):
-            raise InputError("preprocessor: its columns are not those of its schema; build it anew")
+            raise InputError("preprocessor: its columns are not those of its schema; build it again")
         dtype = np.dtype(np.uint32 if self.schema.tokens == "hexadecimal" else np.uint64)
         if self.tokens.dtype != dtype or self.tokens.ndim != 1:
             raise InputError(
@@ -188,7 +188,7 @@ class Preprocessor:
             )
         known = sum(self._stored_tokens)
         if known != len(self.tokens):
-            raise InputError(f"preprocessor: {len(self.tokens)} tokens where its columns have {known}; build it anew")
+            raise InputError(f"preprocessor: {len(self.tokens)} tokens where its columns have {known}; build it again")
 
     def check(self) -> None:
         """Raises InputError for values that `rayrec vocabulary` never writes and from which a kernel would compute nonsense."""
@@ -338,7 +338,7 @@ class Preprocessor:
         stored = storage.read_json(path)
         if stored.get("version") != VERSION:
             raise InputError(
-                f"{path}: version {stored.get('version')}, this rayrec reads version {VERSION}; build it anew"
+                f"{path}: version {stored.get('version')}, this rayrec reads version {VERSION}; build it again"
             )
         packed = storage.read_bytes(storage.join(folder, "tokens.npy"))
         try:
@@ -357,12 +357,12 @@ class Preprocessor:
         except InputError as error:
             raise InputError(f"{folder}: {error}") from None
         except (KeyError, TypeError, ValueError, EOFError) as error:
-            raise InputError(f"{folder}: the preprocessor's files are damaged ({error}); build it anew") from None
+            raise InputError(f"{folder}: the preprocessor's files are damaged ({error}); build it again") from None
         if self.hash() != stored.get("hash"):
             raise InputError(
                 f"{folder}: its hash is {self.hash()}, not {stored.get('hash')} as written; the files are damaged"
             )
-        _ = self.slots  # built here, so that whoever is given this object finds them there
+        _ = self.slots  # built here, so that every user of this object has them
         return self
 
     @cached_property
@@ -436,7 +436,7 @@ def murmur3(token: int) -> int:
 
 
 def file_key(path: str) -> str:
-    """The name by which constants of a file are kept, wherever the file lies and whether or not it is packed."""
+    """The name by which constants of a file are kept, in any folder, packed or not."""
     return source_of(path)[1].removesuffix(".gz").removesuffix(".parquet")
 
 

@@ -32,11 +32,11 @@ class OpenedBlock:
     encode: Callable[[int, int], EncodedRows]
     """Of start and stop: rows [start, stop) of the block, permuted and encoded."""
     raw: RawRows | RawColumns | None
-    """All rows of the block's segments, in their own order; None where they are ready-made."""
+    """All rows of the block's segments, in their own order; None where they are preprocessed."""
 
 
 def open_block(block: Block, preprocessor: Preprocessor, *, labelled: bool = True) -> OpenedBlock:
-    """A raw log is read and parsed here, ready-made rows when they are asked for."""
+    """A raw log is read and parsed here, preprocessed rows when they are asked for."""
     segments, order = [part.segment for part in block.parts], block.order()
     if segments[0].format in ready.FORMATS:
         read = stage("read")(lambda start, stop: ready.read(segments, order[start:stop], preprocessor))

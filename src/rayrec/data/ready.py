@@ -1,4 +1,4 @@
-"""A click log in a ready-made format: written once by `preprocess`, read in place of the raw log with the same batches.
+"""A click log in a preprocessed format: written once by `preprocess`, read in place of the raw log with the same batches.
 
 Its index has the raw log's segments: the same rows in each, grouped into files in the same way and sorted alike. So blocks,
 orders and positions are the same, and rows are a matter of looking them up.
@@ -77,7 +77,7 @@ class ReadyDataset:
         if preprocessor.hash() != self.manifest["preprocessor"]:
             raise InputError(
                 f"{self.path}: made with Preprocessor {self.manifest['preprocessor']}, not with {preprocessor.hash()}; use "
-                f"the one in {self.preprocessor}, or make the dataset anew with `rayrec preprocess`"
+                f"the one in {self.preprocessor}, or make the dataset again with `rayrec preprocess`"
             )
         self._checked[:] = [preprocessor]
 
@@ -91,7 +91,7 @@ def is_ready(path: str) -> bool:
 
 
 def open_ready(path: str, *, verify: bool = False) -> ReadyDataset:
-    """Opens a ready-made dataset and checks that its files are there with their sizes, with `verify` their bytes too.
+    """Opens a preprocessed dataset and checks that its files are there with their sizes, with `verify` their bytes too.
 
     Raises InputError where it is none, of another version, incomplete or damaged.
     """
@@ -118,13 +118,13 @@ def open_verified(
 def _load(path: str) -> ReadyDataset:
     if not is_ready(path):
         raise InputError(
-            f"{path}: holds no {MANIFEST}; make a ready-made dataset with `rayrec preprocess LOG --out {path}`"
+            f"{path}: holds no {MANIFEST}; make a preprocessed dataset with `rayrec preprocess LOG --out {path}`"
         )
     manifest = storage.read_json(storage.join(path, MANIFEST))
     if manifest.get("version") != VERSION:
         raise InputError(
-            f"{path}: a ready-made dataset of version {manifest.get('version')}, this rayrec reads version {VERSION}; make it "
-            "anew with `rayrec preprocess`"
+            f"{path}: a preprocessed dataset of version {manifest.get('version')}, this rayrec reads version {VERSION}; make it "
+            "again with `rayrec preprocess`"
         )
     if manifest["format"] in MAPPED and storage.is_url(path):
         raise InputError(
@@ -297,7 +297,7 @@ def stream_ready(
 ) -> Iterator[EncodedRows]:
     """Rows of the pieces, in order, read in this process by one thread that stays `prefetch_blocks` pieces ahead (the
     kernels release the GIL). With `in_memory`, the files the pieces are of are read wholly first, and stay in memory as
-    long as the process. `account` is told what each took. For formats in MAPPED; ingest.stream reads the others."""
+    long as the process. `account` receives the time of each. For formats in MAPPED; ingest.stream reads the others."""
     if not pieces:
         return
     if in_memory:

@@ -25,7 +25,7 @@ _READ_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Matrix:
-    """The rows of one raw file in (a part of) a ready-made one: row-major, little-endian."""
+    """The rows of one raw file in (a part of) a preprocessed one: row-major, little-endian."""
 
     name: str
     """rows: int32 label, integers, ids (binary); dense, labels, sparse, or the number of a sparse column"""
@@ -93,7 +93,7 @@ def _plan_npy(name: str, file: str, dtype: str, rows: int, columns: int) -> File
 
 
 def _plan_npz(file: str, rows: int, hotness: Sequence[int]) -> FilePlan:
-    """An archive as np.savez lays it out, so that readers who reckon where the data starts find it there too."""
+    """An archive as np.savez lays it out, so that readers who compute where the data starts find it there too."""
     matrices, archive, at = [], [], 0
     for number, size in enumerate(hotness):
         local = len(_member(f"{number}.npy", at, 0, 0).FileHeader(zip64=True))

@@ -1,4 +1,4 @@
-"""What rows of the model's inputs look like in each ready-made format: matrices of fixed width, or named columns."""
+"""What rows of the model's inputs look like in each preprocessed format: matrices of fixed width, or named columns."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Run:
 
 def damaged(path: str, name: str, what: str) -> InputError:
     return InputError(
-        f"{storage.join(path, name)}: {what}: the dataset is damaged; copy it again, or make it anew with `rayrec preprocess`"
+        f"{storage.join(path, name)}: {what}: the dataset is damaged; copy it again, or make it again with `rayrec preprocess`"
     )
 
 
@@ -52,7 +52,7 @@ def free_memory() -> int:
 
 @dataclass(frozen=True)
 class ReadyMaps:
-    """The files of one ready-made dataset. They stay mapped, or in memory, as long as this object."""
+    """The files of one preprocessed dataset. They stay mapped, or in memory, as long as this object."""
 
     path: str
     manifest: dict[str, Any]

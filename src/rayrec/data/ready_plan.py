@@ -1,4 +1,4 @@
-"""How a log is laid out ready-made: the names of files, the place of every row and who writes it, before any is written."""
+"""The layout of a preprocessed log: the names of files, the place of every row and the task that writes it, before any is written."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def lay_out(
 
 
 def _stems(paths: Sequence[str]) -> list[str]:
-    """What the names of a raw file's ready-made files begin with: day_0, train; with a number where two are alike."""
+    """What the names of a raw file's preprocessed files begin with: day_0, train; with a number where two are alike."""
     stems: dict[str, None] = {}
     numbers: dict[str, int] = {}
     for path in paths:

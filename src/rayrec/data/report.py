@@ -153,7 +153,7 @@ def duplicate_rate(hashes: np.ndarray) -> float | None:
 # What a tally says ---------------------------------------------------------------------------------------------------
 
 Drift = list[dict[str, tuple[float, float] | None]]
-"""A slice each: column, the label too -> distance from the first slice with rows, and what to expect of it by chance."""
+"""A slice each: column, the label too -> distance from the first slice with rows, and its expectation for equal distributions."""
 
 
 def drift_of(tally: Tally, schema: Schema) -> Drift:

@@ -1,4 +1,4 @@
-"""Parquet files whose row groups are small enough to be read one by one: the user's own, or written anew from them or CSV."""
+"""Parquet files whose row groups are small enough to be read one by one: the user's own, or rewritten from them or CSV."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from rayrec.data.log import changed, checksum, partition_names, version_key
 from rayrec.schema import Schema
 
 VERSION = 2
-"""Of the files written here; another one makes them be written anew."""
+"""Version of the files written here; with another one they are written again."""
 _FOOTERS = 64
 """Descriptions of files that a process keeps."""
 _GAP_BYTES = 64 << 10
 """Bytes between two column chunks that are read with them, rather than by another request."""
 PART_GROUPS = 64
-"""Row groups a file written here has at most: whoever reads one of them reads the description of all."""
+"""Most row groups of a file written here: a reader of one of them reads the description of all."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from rayrec.data.stages import BlockTimes, StageAccount, measured, stage
 from rayrec.row_tally import RowNumbers, RowTally
 
 _CLOSE_S = 10.0
-"""For which `stop` waits for a read under way, which may hang where storage is away."""
+"""For which `stop` waits for a read under way, which may hang where storage is unavailable."""
 
 
 @final

@@ -1,4 +1,4 @@
-"""A shuffle of a whole log outside the trainer, the same for a seed whoever does it, and how well an order mixes days."""
+"""A shuffle of a whole log outside the trainer, the same for a seed in any number of tasks, and how well an order mixes days."""
 
 from __future__ import annotations
 

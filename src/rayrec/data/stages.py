@@ -14,7 +14,7 @@ from typing import Final, TypeVar, final
 import pyarrow as pa
 
 STAGES: Final = ("read", "parse", "encode")
-"""Bytes from storage; text or columns to raw rows; raw rows to model inputs, permuted. Ready-made rows are only read."""
+"""Bytes from storage; text or columns to raw rows; raw rows to model inputs, permuted. Preprocessed rows are only read."""
 _METADATA: Final = b"rayrec.stages"
 _local = threading.local()
 _Result = TypeVar("_Result")

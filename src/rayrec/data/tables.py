@@ -1,7 +1,7 @@
 """Click logs in Parquet and CSV: cut into segments of whole row groups, and read into raw columns.
 
 A row group is the least that can be read alone. So Parquet files are read where they are if their row groups are small
-enough to be shuffled, and otherwise, as CSV files always, written anew once, with row groups of the size of a segment.
+enough to be shuffled, and otherwise, as CSV files always, written again once, with row groups of the size of a segment.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def index_tables(
     progress: Callable[[str, int, int | None], None],
 ) -> LogIndex:
     """Reads the whole log once to number its rows and count its faults. Into `cache_folder` go the index, from which it
-    comes back for the very same files, and those files that must be written anew. Raises InputError for a file that lacks
+    comes back for the very same files, and those files that must be written again. Raises InputError for a file that lacks
     a column or has one of an unusable type."""
     cache = CachedIndex.at(cache_folder, files=files, schema=schema, segment_bytes=segment_bytes, suffix=f"-{VERSION}")
     if cached := cache.read():
@@ -83,7 +83,7 @@ def index_tables(
     if again:
         note(
             f"{len(again)} Parquet files have row groups of more than {2 * segment_bytes >> 10:,} KiB, too large to be shuffled: "
-            f"they were written anew to {folder} (once)"
+            f"they were written again to {folder} (once)"
         )
     if written:
         remove_older(folder, {part.path.removeprefix(folder).lstrip("/")[:16] for part in written})

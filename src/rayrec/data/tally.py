@@ -205,7 +205,7 @@ def as_columns(raw: RawRows | RawColumns) -> RawColumns:
 
 
 def row_hashes(columns: RawColumns) -> np.ndarray:
-    """uint64 (rows): a hash of all that a row holds, label and weight too; rows that differ share one by chance, in 2^64."""
+    """uint64 (rows): a hash of all that a row holds, label and weight too; different rows share one with probability 2^-64."""
     hashes = np.zeros(columns.rows, np.uint64)
     salt = 0
 

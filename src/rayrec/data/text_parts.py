@@ -1,4 +1,4 @@
-"""Plain text cut into parts that can be read and tokenised apart: at ends of lines, wherever the reader stands."""
+"""Plain text cut into parts that can be read and tokenised apart: at ends of lines, independent of the reader's position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which categories of some rows a Preprocessor does not know: what a server tells of each row it scores."""
+"""Which categories of some rows a Preprocessor does not know: what a server reports for each row that it scores."""
 
 from __future__ import annotations
 

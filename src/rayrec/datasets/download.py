@@ -1,7 +1,7 @@
-"""Downloads a file over HTTP: goes on where it stopped, tries again, and never joins two versions of a file.
+"""Downloads a file over HTTP: resumes where it stopped, tries again, and never joins two versions of a file.
 
 The bytes go to NAME.partial. NAME.partial.json beside it says which version of the file they are of (RFC 9110: `Range`
-with `If-Range`), so that a later process can go on, and a file that changed meanwhile starts anew.
+with `If-Range`), so that a later process can go on, and a file that changed meanwhile starts again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHUNK_BYTES = 1 << 20
 _TRY_AGAIN = {408, 425, 429, 500, 502, 503, 504}
 """HTTP statuses that pass."""
 _PROGRESS_BYTES = 64 << 20
-"""An attempt that brought this much starts the count of failures anew: a long download may be cut off many times."""
+"""An attempt that brought this much starts the count of failures again: a long download may be cut off many times."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ class Partial:
 
 @contextlib.contextmanager
 def writing_to(path: str) -> Iterator[None]:
-    """Errors of the disk become the user's to mend."""
+    """Errors of the disk become the user's to fix."""
     try:
         yield
     except OSError as error:
@@ -161,7 +161,7 @@ def download(
 ) -> str:
     """Brings the partial file to its end, from the first mirror that can, and returns that mirror's URL.
 
-    `same_everywhere`: `verify` would notice bytes of two versions, so that a mirror may go on where another stopped.
+    `same_everywhere`: `verify` would notice bytes of two versions, so that a mirror may resume where another stopped.
     `accept` looks at what a server is about to send and `verify` at all that came; either raises Failed to refuse it.
     `advance` is told the bytes there are. Raises Failed with what each mirror said, and Stopped soon after `stop` is set.
     """

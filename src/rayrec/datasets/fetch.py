@@ -243,7 +243,7 @@ class _Progress:
 
 
 class _Records:
-    """fetched.json, written anew after each file."""
+    """fetched.json, written again after each file."""
 
     def __init__(self, folder: str) -> None:
         self._path = os.path.join(folder, RECORD)

@@ -30,7 +30,7 @@ class RemoteFile(Config):
     sha256: str | None = None
     md5: str | None = None
     unpacked_md5: str | None = None
-    """Of what a .gz file holds: a file compressed anew has another checksum, and the same rows."""
+    """Of what a .gz file holds: a file compressed again has another checksum, and the same rows."""
     unpacked_about_bytes: int | None = None
     rows: int | None = None
     archive: RemoteFile | None = None

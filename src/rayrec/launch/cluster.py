@@ -218,7 +218,7 @@ def own_modules(config: Config) -> set[str]:
 
 def alive_nodes(*, probe: bool = False, free: bool = False) -> list[Node]:
     """The nodes that Ray believes alive, less those that it was told will go; with `probe` those that also take a connection.
-    Ray needs some 15 s to see that one is gone, and whoever reserves workers on it waits for them in vain. With `free` their
+    Ray needs some 15 s to see that one is gone, and a reservation of workers on it waits in vain. With `free` their
     resources are those that nobody holds now."""
     import ray
     from ray._private import state  # of nodes that are to go, and of what is free on each, Ray tells nowhere else

@@ -1,4 +1,4 @@
-"""Judges an installation: what fits together, what does not, and the command that mends it."""
+"""Judges an installation: what fits together, what does not, and the command that fixes it."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def diagnose(
 
 
 def closure(roots: Iterable[Requirement], installed: Mapping[str, Installed]) -> Iterator[tuple[str, Requirement]]:
-    """Every requirement reached from `roots`, with the name of who asks for it ("" for the roots). Pure.
+    """Every requirement reached from `roots`, with the name of the distribution that requires it ("" for the roots). Pure.
 
     What is not installed is named, but not followed; what is UNNEEDED is left out. Markers are judged for this interpreter.
     """
@@ -197,21 +197,21 @@ def _fbgemm_findings(
     has_cuda = bool(machine.cuda_devices)
     holders = [name for name in FBGEMM if name in installed and installed[name].holds_fbgemm]
     is_cuda_build = holders == ["fbgemm-gpu"] and not installed["fbgemm-gpu"].version.endswith("+cpu")
-    anew = (f"{pip} uninstall -y {' '.join(FBGEMM)}", f"{pip} install --no-deps {cuda if has_cuda else cpu}")
+    reinstall = (f"{pip} uninstall -y {' '.join(FBGEMM)}", f"{pip} install --no-deps {cuda if has_cuda else cpu}")
     missing = [] if "torchrec" in installed else [torchrec]
     if not holders:
         missing.append(cuda if has_cuda else cpu)
     fails = _imports(probes, "torch") and not _imports(probes, "fbgemm_gpu")
     if len(holders) > 1:
         both = "fbgemm-gpu and fbgemm-gpu-cpu are both installed and have overwritten each other's module fbgemm_gpu"
-        yield Finding("problem", both, anew)
+        yield Finding("problem", both, reinstall)
     elif is_cuda_build and not has_cuda:
-        yield Finding("problem", "fbgemm-gpu is the CUDA build, which does not import without a CUDA device", anew)
+        yield Finding("problem", "fbgemm-gpu is the CUDA build, which does not import without a CUDA device", reinstall)
     elif holders and fails:
-        yield Finding("problem", f"fbgemm_gpu does not import: {probes['fbgemm_gpu'].error}", anew)
+        yield Finding("problem", f"fbgemm_gpu does not import: {probes['fbgemm_gpu'].error}", reinstall)
     elif holders and has_cuda and not is_cuda_build:
         cpu_only = f"{holders[0]} is the CPU build: training works, but tables cannot be on this machine's CUDA devices"
-        yield Finding("note", cpu_only, anew)
+        yield Finding("note", cpu_only, reinstall)
     if missing:
         names = " and ".join(text.split("==")[0] for text in missing)
         in_name_only = [name for name in FBGEMM if name in installed and not holders]

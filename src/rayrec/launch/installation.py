@@ -31,8 +31,8 @@ UNNEEDED = {
         }
     )
 }  # fmt: skip
-"""What a distribution's metadata asks for and what of it we import does without, by who asks: left out of the lock, and no
-finding of the doctor's."""
+"""Requirements in a distribution's metadata that rayrec's imports of it do not need, by distribution: left out of the lock,
+and ignored by the doctor."""
 _PROBE_TIMEOUT_S = 120.0
 """For one process; a cold import of TorchRec takes 15 s."""
 
@@ -58,7 +58,7 @@ class Installed:
     requires: tuple[str, ...] = ()
     requires_python: str = ""
     holds_fbgemm: bool = False
-    """Whether it brings the module fbgemm_gpu; packaging/fbgemm-gpu-cpu, which only bears the name, does not."""
+    """Whether it brings the module fbgemm_gpu; packaging/fbgemm-gpu-cpu, which only has the name, does not."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a supervisor is told, and what it remembers and writes down, so that a new one goes on where it stopped."""
+"""What a supervisor is told, and what it remembers and writes down, so that a new one resumes where it stopped."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Outcome:
 
     name: str
     status: int
-    """0: finished; 2: the user can mend it; 130: someone stopped it; 1: given up."""
+    """0: finished; 2: the user can fix it; 130: someone stopped it; 1: given up."""
     cause: str
     attempts: int
     """Jobs it took, earlier supervisors' included."""
@@ -73,7 +73,7 @@ def supervise(
 
     `name` is the run's, which `arguments` must name too. A job that is told to stop gets `stop_wait_s` seconds. `note`
     takes an event, a line; `show` what the job prints. SIGTERM and Ctrl-C (in the main thread) stop the job, unless
-    `config` says otherwise, before SystemExit(143) or KeyboardInterrupt. Raises InputError for what the user can mend.
+    `config` says otherwise, before SystemExit(143) or KeyboardInterrupt. Raises InputError for what the user can fix.
     """
     jobs = Jobs(dashboard_url(config.address))
     notebook = Notebook(config.state or state_path(name), name=name, config_hash=config_hash, note=note)
@@ -91,7 +91,7 @@ def supervise(
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """SIGTERM and SIGINT raise SystemExit(143) and KeyboardInterrupt, whoever had other plans for them."""
+    """SIGTERM and SIGINT raise SystemExit(143) and KeyboardInterrupt, even if other handlers were installed."""
 
     def handle(number: int, frame: FrameType | None) -> NoReturn:
         if number == signal.SIGTERM:
@@ -146,7 +146,7 @@ class _Supervisor:
                 cause = self._outage.wait(str(error))
                 if cause is None:
                     continue
-                self._say(f"gave up: {cause}")  # the job is not forgotten: it may well go on, out of reach
+                self._say(f"gave up: {cause}")  # the job is not forgotten: it may still run on an unreachable cluster
                 return Outcome(self._state.name, 1, cause, self._state.tally.attempts)
             ending = _ending(job, self._state)
             tally, decision = judge(self._config.policy, self._state.tally, ending, jitter=random.random())
@@ -259,11 +259,11 @@ class _Supervisor:
         users_error = job is not None and job.exit_status == 2
         cause = last_said(job.message) if job is not None and users_error else decision.cause
         self._say(f"gave up: {decision.cause}" + (f": {cause}" if users_error else ""))
-        self._notebook.write(tally=Tally(attempts), **_NO_JOB)  # the same command once more starts afresh
+        self._notebook.write(tally=Tally(attempts), **_NO_JOB)  # the same command, run again, starts a new count
         return Outcome(self._state.name, decision.status, cause, attempts)
 
     def leave(self, why: str) -> None:
-        """After a signal: stops the job, or lets it go on where that is what the user wants."""
+        """After a signal: stops the job, or lets it resume where that is what the user wants."""
         submission_id = self._state.submission_id
         if submission_id is None:
             self._say(f"{why}: ending, while no job is there")
@@ -285,7 +285,7 @@ class _Supervisor:
             self._say(f"{submission_id} may go on, for its head gives no good answer ({error})")
             return
         self._end_log(job)
-        self._say(f"{submission_id} has ended; the same command goes on from its last checkpoint")
+        self._say(f"{submission_id} has ended; the same command resumes from its last checkpoint")
         self._notebook.write(tally=Tally(self._state.tally.attempts), **_NO_JOB)
 
     # The log -------------------------------------------------------------------------------------------------------

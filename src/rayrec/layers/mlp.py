@@ -48,7 +48,7 @@ def _weight_gradient(gradient: torch.Tensor, inputs: torch.Tensor, *, fused: boo
     if gradient.shape[1] < _NARROW_OUTPUT:
         return gradient.t() @ inputs
     if input_major and fused and gradient.dtype == torch.float32 and inputs.shape[1] < gradient.shape[1]:
-        # oneDNN copies the transposed first factor, here the smaller of the two; and nothing is left to lay out anew.
+        # oneDNN copies the transposed first factor, here the smaller of the two; and nothing is left to lay out again.
         return torch.ops.mkldnn._linear_pointwise(inputs.t(), gradient.t(), None, "none", [], "").t()
     if inputs.shape[1] < _NARROW_INPUT:  # few inputs: the transposed product is up to three times faster
         if fused and gradient.dtype == torch.float32:

@@ -42,8 +42,8 @@ def fill_table_part(
 ) -> None:
     """Write the start values of one part of a table into `part`, in place.
 
-    Row r, column c gets the same value from U(-sqrt(1/n), sqrt(1/n)), n = `num_embeddings`, whichever part it lies
-    in: it depends on (seed, table, r, c, shape of the table) alone.
+    Row r, column c gets the same value from U(-sqrt(1/n), sqrt(1/n)), n = `num_embeddings`, in any
+    shard: it depends on (seed, table, r, c, shape of the table) alone.
     """
     bound = num_embeddings**-0.5
     rows, columns = part.shape

@@ -70,7 +70,7 @@ static void add(const uint64_t *tokens, const int64_t *amounts, const int64_t *r
 /* Counts the present tokens of `columns` columns that stand side by side in rows of `stride` tokens; column c is absent
  * where bit first_bit + c of `missing` is set, and absences[2 c] and [2 c + 1] hold how often that is and the first such
  * row. Row r has number first_row + r. Returns the rows done: fewer than `rows` where a table lacks room for TILE more
- * tokens; grow every such table and go on from there. */
+ * tokens; grow every such table and resume from there. */
 int64_t rayrec_count_rows(const void *tokens, int32_t token_bytes, const uint64_t *missing, int64_t rows, int64_t stride,
                           int32_t first_bit, int32_t columns, int64_t first_row, rayrec_counter *const *counters,
                           int64_t *absences) {

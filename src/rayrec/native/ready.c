@@ -1,4 +1,4 @@
-/* Rows of ready-made files: packs encoded columns into them and gathers them back in any order. */
+/* Rows of preprocessed files: packs encoded columns into them and gathers them back in any order. */
 #include "kernels.h"
 
 #include <string.h>

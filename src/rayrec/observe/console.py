@@ -72,7 +72,7 @@ def _discard(stream: Any) -> None:
 
 class Console:
     """Writes to standard error: live lines on a terminal, now and then a plain line elsewhere. Nothing of it fails: what cannot
-    be written is lost, and a run goes on without being seen."""
+    be written is lost, and a run continues without being seen."""
 
     def __init__(self, *, verbose: bool = False, quiet: bool = False) -> None:
         self.verbose = verbose

@@ -19,7 +19,7 @@ from rayrec.observe.event_lines import lines_and_events
 PART_BYTES: Final = 256 << 10
 """A part that has grown beyond this is not written again; the next event begins another."""
 _INTERVAL_S: Final = 2.0
-"""Between two uploads of a part that grows, unless an event is urgent: each sends the part anew."""
+"""Between two uploads of a part that grows, unless an event is urgent: each sends the part again."""
 _FIRST_WAIT_S: Final = 0.5
 _LONGEST_WAIT_S: Final = 10.0
 """Between two attempts on a store that is out."""
@@ -47,7 +47,7 @@ class _Part:
 class EventParts:
     """Objects FOLDER/WRITER-000001.jsonl, FOLDER/WRITER-000002.jsonl, ... with the lines of one writer, in order.
 
-    `append` never waits for the store. `on_loss(count, cause)` is told of lines that closing gave up, `on_outage(cause)`
+    `append` never waits for the store. `on_loss(count, cause)` is called with lines that closing gave up, `on_outage(cause)`
     of every upload that failed and will be tried again.
     """
 

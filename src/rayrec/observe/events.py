@@ -30,7 +30,7 @@ class EventWriter:
 
     To a local file every event is one `write` to a descriptor opened with O_APPEND, so that lines never interleave (POSIX
     local file systems; NFS does not promise it). If the file ends in an incomplete line, which a crash or a full disk
-    leaves, whoever writes next ends that line and says so, so that `read_events` can skip it.
+    leaves, the next writer ends that line and reports it, so that `read_events` can skip it.
 
     To a URL RUN/events.jsonl events are uploaded in the background, as parts in RUN/events/: those of kind step within
     about two seconds, others at once. What is not uploaded is lost where the process is killed. `merge_events` makes one
@@ -99,7 +99,7 @@ class EventWriter:
 
 @final
 class _LocalFile:
-    """The end of a local file, mended where it was torn."""
+    """The end of a local file, fixed where it was torn."""
 
     def __init__(self, path: Path) -> None:
         self._path: Final = path
@@ -135,7 +135,7 @@ class _LocalFile:
 
 def _tail_is_torn(descriptor: int) -> bool:
     """Whether the file ends within a line. Asked before every line, as any writer may have been cut off meanwhile, or have
-    mended it. One that is at work this very moment may look torn: what mends it then is an empty line more, and skipped."""
+    fixed it. One that is at work this very moment may look torn: what fixes it then is an empty line more, and skipped."""
     size_bytes = os.fstat(descriptor).st_size
     return size_bytes > 0 and os.pread(descriptor, 1, size_bytes - 1) != b"\n"
 
@@ -160,8 +160,8 @@ def read_events(path: str | Path, *, kinds: Collection[str] | None = None) -> li
 
 
 def readable_events(path: str | Path) -> list[dict[str, Any]]:
-    """What can be read of a file that `read_events` refuses: without lines that are no events, and, at a URL, parts that are out
-    of reach; nothing of a file that is. For what is better told in part than not at all."""
+    """What can be read of a file that `read_events` refuses: without lines that are no events, and, at a URL, parts that are
+    unavailable; nothing of an unavailable file. For output that is better incomplete than absent."""
     url = _url(path)
     files = [str(path)]
     if url:

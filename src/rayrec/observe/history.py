@@ -93,7 +93,7 @@ def logged(events: Iterable[Event]) -> list[dict[str, Any]]:
         begin_s = event["time"] if begin_s is None else begin_s
         if event["kind"] == "prepared":
             rows_per_epoch = event.get("rows_of_sets", {}).get("train", 0)
-        if event["kind"] == "start":  # what lies behind its step is done anew
+        if event["kind"] == "start":  # what lies behind its step is done again
             rows = {step: row for step, row in rows.items() if step <= event["step"]}
         elif event["kind"] == "step":
             new = {name: event[name] for name in _FIELDS}
@@ -143,7 +143,7 @@ def attempts(events: Sequence[Event]) -> list[Attempt]:
             found = [*_lost(found, driver_begun), Attempt(_since(events, event), event["num_workers"])]
             driver_begun = False
         elif kind == "start":
-            if not found or found[-1].first_step is not None:  # not told of by an event of its own
+            if not found or found[-1].first_step is not None:  # without an event of its own
                 found = [*_lost(found, driver_begun), Attempt(_since(events, event))]
             found[-1] = replace(
                 found[-1],

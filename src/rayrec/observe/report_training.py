@@ -18,7 +18,7 @@ from rayrec.observe.time_split import time_split as split_of
 from rayrec.quantities import TIME_UNITS, clock_text, duration_text, number_text, size_text
 
 UNDRAWN = {"rows", "label_rate"}
-"""Validation metrics that tell of the data, not of the model."""
+"""Validation metrics that describe the data, not the model."""
 _STARTS = 4
 """Starts that the stages are shown of, besides the first: the last ones."""
 _PARTS_OF_RUN = 5

@@ -40,7 +40,7 @@ def note_of(event: Event, *, verbose: bool = False) -> str | None:
     if kind == "evaluate":
         return f"step {event['step']:,}  {event['set']}  {metrics_text(event)}"
     if kind == "start" and event["step"]:
-        return f"goes on from step {event['step']:,} with {event['world_size']} workers"
+        return f"resumes from step {event['step']:,} with {event['world_size']} workers"
     if kind == "start" and event.get("damaged"):
         return f"no undamaged checkpoint is left (damaged: {len(event['damaged'])}): training starts again from step 0"
     if kind == "failure":
@@ -77,7 +77,7 @@ class RunView:
     """Fed with a run's events in order; what nothing has told yet is None."""
 
     keep: bool = False
-    """Keep the events that a verdict is reckoned from, about 500 bytes for each logged step."""
+    """Keep the events that a verdict is computed from, about 500 bytes for each logged step."""
     recipe: str = ""
     name: str = ""
     status: str = "preparing"
@@ -111,7 +111,7 @@ class RunView:
     _trained: bool = False
     _verdict: Verdict | None = None
     _verdict_on: int = 0
-    """Events that it is reckoned from."""
+    """Events that it is computed from."""
     _next_verdict_s: float = 0.0
     """When there may be another, by the monotonic clock."""
 
@@ -175,7 +175,7 @@ class RunView:
         self.shares = {name: (times_s.get(name) or 0.0) / total_s for name in PHASES} if total_s else {}
 
     def verdict(self) -> Verdict | None:
-        """On the events that are kept, of a run in progress anew at most every five seconds; None: nothing to go by."""
+        """On the events that are kept, of a run in progress again at most every five seconds; None: nothing to go by."""
         due = self.ended or time.monotonic() >= self._next_verdict_s
         if due and len(self.events) != self._verdict_on:
             self._verdict, self._verdict_on = verdict(self.events), len(self.events)

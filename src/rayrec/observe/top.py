@@ -45,7 +45,7 @@ def _watch(place: str, view: RunView, console: Console) -> None:
     try:
         with Live(get_renderable=lambda: panel(view, full=True), console=console, auto_refresh=False) as live:
             waiting: list[Any] = [None]
-            while waiting or not view.ended:  # behind an end of long ago another driver may be told of
+            while waiting or not view.ended:  # behind an end of long ago there may be another driver
                 waiting, caught_up_now = _take(arrived, view), caught_up
                 for event in waiting:
                     note = note_of(event) if caught_up_now else None

@@ -1,1 +1,1 @@
-"""From a raw log to what training starts with: Preprocessor, ready-made data, data report."""
+"""From a raw log to what training starts with: Preprocessor, preprocessed data, data report."""

@@ -66,7 +66,7 @@ class PreparationConfig(Config):
     memory_bytes: int | None = None
     """Memory for counts of categories; counts beyond it are spilled to the disk; None: a quarter of the available memory."""
     block_bytes: int = 32 << 20
-    """As in training; the same value gives the same batches from ready-made data as from the raw log."""
+    """As in training; the same value gives the same batches from preprocessed data as from the raw log."""
     segments_per_block: int = 16
     """As in training."""
     max_bad_fraction: float = 0.001
@@ -146,7 +146,7 @@ def raw_index(
     """The index of a raw log; `index_text` makes that of text if it is not in the cache. Raises InputError for a log that cannot
     be used."""
     if ready.is_ready(path):
-        raise InputError(f"{path}: is ready-made data; give the raw log it was made from")
+        raise InputError(f"{path}: is preprocessed data; give the raw log it was made from")
     index = open_log(
         path,
         config.schema if labelled else config.schema.unlabelled(),

@@ -1,8 +1,8 @@
-"""Plain text as rows of tokens in MDS shards, with the tokenizer beside them: what language models are trained on.
+"""Plain text as rows of tokens in MDS shards, with the tokenizer next to them: the training data of language models.
 
-Everything is made in OUT.partial (for a URL, below OUT itself) and marked task by task, so that what was interrupted goes on
-where it stopped; manifest.json comes last, then the folder gets its name. The bytes depend on the text and the options
-only, not on who ran the tasks.
+Everything is made in OUT.partial (for a URL, below OUT itself) and marked task by task, so that an interrupted job resumes
+where it stopped; manifest.json is written last, then the folder gets its name. The bytes depend on the text and the options
+only, not on the engine.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def preprocess_text(
     path: str, *, out: str, text: TextConfig, config: PreparationConfig, console: Console
 ) -> dict[str, Any]:
     """Writes the text (UTF-8; file, glob or folder, gzip too, local or at a URL) as rows of tokens into folder `out`, which
-    appears complete or not at all; called again after it was interrupted, it goes on where it stopped.
+    appears complete or not at all; called again after it was interrupted, it resumes where it stopped.
 
     Of `config` only files and address matter. Returns what the manifest says of the sets, and bytes and seconds. Raises
     InputError for text that is not UTF-8 or fills no row, an unusable tokenizer, or where `out` exists.

@@ -275,7 +275,7 @@ def validate(
     """
     gates = gates or Gates()
     if ready.is_ready(path):
-        raise InputError(f"{path}: is ready-made data; give the raw log it was made from")
+        raise InputError(f"{path}: is preprocessed data; give the raw log it was made from")
     given = Preprocessor.load(preprocessor) if preprocessor else None
     if given is not None and given.schema != config.schema:
         raise InputError(

@@ -58,7 +58,7 @@ def missing(path: str, what: str = "no such file") -> InputError:
         body, options = split_options(path)
         bucket = "/".join(body.split("/")[:3])
         if not exists(bucket + options):
-            return InputError(f"{bucket}: no such bucket; create it or mend its name ({remedy(path)})")
+            return InputError(f"{bucket}: no such bucket; create it or fix its name ({remedy(path)})")
     return InputError(f"{path}: {what}")
 
 
@@ -142,7 +142,7 @@ def write_stream(path: str, pieces: Iterable[bytes | memoryview]) -> int:
     about 100 MiB are in memory; S3 takes 10,000 parts of 10 MiB, which is 97 GiB. After an error, as after a crash, parts
     that were sent stay in the store, unseen, until its rule for incomplete uploads removes them.
     Raises what `pieces` raises, OSError with its errno where a disk fails, OSError where a store is out for too long
-    (from `OUTAGE_S` to twice that), and InputError where a store refuses what the user can mend.
+    (from `OUTAGE_S` to twice that), and InputError where a store refuses what the user can fix.
     """
     local = local_path(path)
     if local is not None:

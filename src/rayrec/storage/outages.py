@@ -1,4 +1,4 @@
-"""Tells trouble of a store that passes from trouble that the user must mend, and waits for the former to pass."""
+"""Tells trouble of a store that passes from trouble that the user must fix, and waits for the former to pass."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ def cause_of(error: OSError) -> str:
 
 
 def explained(path: str, error: OSError, *, waited_s: float, remedy: str) -> Exception:
-    """What to raise for an error of the store of `path`, a line: InputError for what the user can mend, else OSError.
+    """What to raise for an error of the store of `path`, a line: InputError for what the user can fix, else OSError.
 
-    `remedy` tells of endpoint and credentials as the store was opened with them.
+    `remedy` describes the endpoint and credentials of the store.
     """
     bucket = "/".join(path.split("/")[:3])
     cause = cause_of(error)
@@ -116,7 +116,7 @@ def explained(path: str, error: OSError, *, waited_s: float, remedy: str) -> Exc
                 f"credentials that may use it ({remedy})"
             )
         case "no bucket":
-            return InputError(f"{bucket}: no such bucket; create it or mend its name ({remedy})")
+            return InputError(f"{bucket}: no such bucket; create it or fix its name ({remedy})")
         case "region":
             return InputError(f"{bucket}: is in another region; set AWS_REGION to it ({remedy})")
         case "certificate":

@@ -172,7 +172,7 @@ def _profile() -> dict[str, str]:
     try:
         parser.read(file)
     except (configparser.Error, UnicodeDecodeError):
-        raise InputError(f"{file}: not a configuration of AWS; mend it or name another in AWS_CONFIG_FILE") from None
+        raise InputError(f"{file}: not a configuration of AWS; fix it or name another in AWS_CONFIG_FILE") from None
     section = "default" if name == "default" else f"profile {name}"
     return dict(parser[section]) if parser.has_section(section) else {}
 

@@ -89,7 +89,7 @@ def run_attempts(
 ) -> dict[str, Any] | None:
     """What a finished run's worker 0 returned; None where a signal ended the run before.
 
-    Raises InputError for what the user can mend (never tried again), and what the last attempt failed with where
+    Raises InputError for what the user can fix (never tried again), and what the last attempt failed with where
     failure.max_failures are used up, which writes no event here. `since_s`: end of the driver's last stage of the start.
     """
     number, crowded = 0, False
@@ -109,7 +109,7 @@ def run_attempts(
                 events.write("failure", cause=f"{cause_of(error)}, before a last checkpoint was made", last=True)
                 return None
             progressed = _newest_step(config, folder) > before
-            # Raises what ends the run, which the caller tells: here are those behind which it goes on.
+            # Raises an error that ends the run; after others, the run continues with the next attempt.
             pause_s = tolerance.pause_s(error, attempt_s=attempt_s, progressed=progressed)
             if not crowded:
                 events.write("failure", cause=cause_of(error))
@@ -239,7 +239,7 @@ def process_group(config: TrainConfig) -> ProcessGroup:
 def _fit(config: TrainConfig, assignment: Assignment, shares: cluster.Layout) -> dict[str, Any]:
     # By reference: the controller, which has no use for it, would import torch to unpickle it before it starts a worker.
     reference = ray.put(assignment)
-    with tempfile.TemporaryDirectory(prefix="rayrec-attempt-") as scratch:  # Ray Train is told of no checkpoint
+    with tempfile.TemporaryDirectory(prefix="rayrec-attempt-") as scratch:  # Ray Train gets no checkpoint
         trainer = data_parallel_trainer.DataParallelTrainer(
             train_worker,  # type: ignore[arg-type]  # its value is handed on
             train_loop_config={"assignment": reference},

@@ -72,7 +72,7 @@ def errors_in_code(error: BaseException) -> frozenset[str] | None:
 
 
 def is_preemption(error: BaseException) -> bool:
-    """Whether the attempt ended because a node was taken away as announced, whoever noticed it first."""
+    """Whether the attempt ended because a node was preempted with notice, in whichever process noticed it first."""
     return isinstance(error, PreemptionError) or any(
         getattr(failure, "preempted", False) for failure in worker_failures(error).values()
     )
@@ -99,9 +99,9 @@ def cause_of(error: BaseException) -> str:
     if isinstance(error, InputError):
         return line_of(error)
     if is_preemption(error):
-        return "a node was taken away, as announced"
+        return "a node was preempted, as announced"
     failures = worker_failures(error)
-    # Where a worker died the others fail too, for want of it.
+    # If a worker fails, the others fail too, because it is missing.
     dead = sorted(rank for rank, failure in failures.items() if isinstance(failure, ray.exceptions.RayActorError))
     if dead:
         return f"worker {', '.join(map(str, dead))} died"

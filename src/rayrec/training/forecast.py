@@ -64,7 +64,7 @@ class ClusterShape:
         return cls(values["cpus"], gpus, nodes, cpu_nodes, **given)
 
     def target(self, num_workers: int) -> Target:
-        """What whoever measures has to know of it."""
+        """What the measurement needs to know of the cluster."""
         workers_per_node = -(-num_workers // self.nodes)
         host_gb = self.memory_gb and self.memory_gb / workers_per_node
         memory_gb = self.gpu_memory_gb if self.gpus else host_gb
@@ -162,7 +162,7 @@ def _rounded(value: float) -> float:
 
 
 def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
-    """Measures a slice of the recipe's stages on this machine (some twenty seconds) and reckons from it. Raises InputError where
+    """Measures a slice of the recipe's stages on this machine (some twenty seconds) and computes from it. Raises InputError where
     the recipe does not fit the cluster, has no log, or is to train on GPUs whose speed is not given and this machine has none to
     measure."""
     config.workload.check(config)
@@ -176,7 +176,7 @@ def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
     calibration = config.workload.calibrate(
         config, target=shape.target(shares.num_workers), local_workers=local_workers, cuda=config.scaling.use_gpu
     )
-    return reckoned(calibration, shape, shares, threads_per_worker=config.scaling.threads_per_worker)
+    return extrapolate(calibration, shape, shares, threads_per_worker=config.scaling.threads_per_worker)
 
 
 def plan_for(config: TrainConfig, shape: ClusterShape, *, tables: Sequence[int] | None) -> str:
@@ -211,7 +211,7 @@ def _require_gpu() -> None:
         )
 
 
-def reckoned(
+def extrapolate(
     calibration: Calibration, shape: ClusterShape, shares: Layout, *, threads_per_worker: int | None
 ) -> Forecast:
     """What was measured here, carried over to a cluster: as fast a CPU or GPU, and a network that is no limit. Pure."""

@@ -2,7 +2,7 @@
 
 Trainer cannot sit on rayrec's loop, because it is one: `train()` returns when training is over, and what happens between steps
 it lets others do in callbacks only. So control is turned inside out: `loop.steer`, which decides where to evaluate, save and
-stop, is told by a callback at the end of each step, as it is told by the own loop at the end of each segment.
+stop, is reported by a callback at the end of each step, as rayrec's loop reports it at the end of each segment.
 
 Shared are those decisions, the order of rows and their exact position, the model as it was wrapped for its workers (DDP or
 FSDP2), the arithmetic of the loss, the optimizer, learning rates, seeds, evaluation, checkpoints and events. Trainer's own are
@@ -197,7 +197,7 @@ class _Trainer(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        # With it accelerate loads the optimizer's state anew, in the place of the tensors that checkpoints are made of.
+        # With it accelerate loads the optimizer's state again, in the place of the tensors that checkpoints are made of.
         self.accelerator.device_placement = False
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:

@@ -164,7 +164,7 @@ class Interruption(Protocol):
 
     def seen(self) -> tuple[bool, int]:
         """(this worker was asked to stop; 1: this worker finds it time to look for preemption notices, 2: and to save before a
-        node is taken away, 0: neither); cheap and local."""
+        node is preempted, 0: neither); cheap and local."""
         ...
 
     def preempted(self, *, due: bool) -> bool:
@@ -239,7 +239,7 @@ def steer(
     save: Save,
     interruption: Interruption,
 ) -> Generator[int, Cut, bool]:
-    """What happens between segments, whoever trains these: evaluation, saving, early stopping.
+    """What happens between segments, for any loop: evaluation, saving, early stopping.
 
     Yields the step to train up to, before which a segment may end where a save cannot wait; is sent what came up meanwhile;
     returns what `run` does. A stop ends an evaluation between two batches; the next attempt repeats the evaluation.

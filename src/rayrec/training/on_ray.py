@@ -70,7 +70,7 @@ class RayLauncher:
         cluster.ship_code(config)
 
     def share_out(self, *, goes_on: bool, note: Callable[[str], None]) -> cluster.Layout:
-        # A run that goes on may do so on a cluster whose nodes are still joining; a new one is refused at once.
+        # A resumed run may do so on a cluster whose nodes are still joining; a new one is refused at once.
         shares = wait_for_room(self._config, note) if goes_on else share_out(self._config)
         if shares.num_nodes > 1:
             note(shares.text())

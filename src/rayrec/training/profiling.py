@@ -110,7 +110,7 @@ def _poll_s(folder: str) -> float:
     return _URL_POLL_S if storage.is_url(folder) else _POLL_S
 
 
-# Who asks ------------------------------------------------------------------------------------------------------------
+# Requests ------------------------------------------------------------------------------------------------------------
 
 
 def request_profile(
@@ -163,7 +163,7 @@ def _lies_there(request: str, window: Window) -> bool:
 
 def _watch_failures(folder: str, name: str, since_s: float, failures: list[str], ended: threading.Event) -> None:
     """Adds to `failures` what workers say of this profile, as they say it, and that their attempt ended behind `since_s`."""
-    with contextlib.suppress(InputError, OSError):  # damaged events, or none to be reached: who waits has a time limit
+    with contextlib.suppress(InputError, OSError):  # damaged events, or none to be reached: the caller has a time limit
         for event in follow(storage.join(folder, "events.jsonl"), stop=ended):
             if event["kind"] == "profile_failed" and event["name"] == name:
                 failures.append(f"worker {event['rank']}: {event['cause']}")

@@ -4,7 +4,7 @@ A tensor's name says which values it holds, and its shape follows from the table
 what any other has saved. One state needs thought: row-wise Adagrad has a number per row and *column part*, and only column_wise
 and table_column_wise plans have more than one part. A part's state lies under its columns,
 `optimizer.PARAMETER.momentum1.columns_0_32`, that of whole rows under `optimizer.PARAMETER.momentum1`; both are of shape (rows,).
-Whoever holds other columns than were saved takes the mean over its columns: the sum of squares per row, divided by the
+A rank with other columns than were saved takes the mean over its columns: the sum of squares per row, divided by the
 columns, is what the rule keeps, and within a saved part nothing finer is known. Equal numbers have themselves as their mean,
 to the last bit, so splitting columns and joining them again changes nothing unless there was training between.
 A tensor (rows, columns) would have one name in every plan, but be as large as the weights.

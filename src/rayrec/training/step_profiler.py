@@ -43,7 +43,7 @@ class StepProfiler:
 
     What is recorded appears in FOLDER/NAME/rank_N, complete or not at all: `trace.json.gz` (Chrome's trace format, for
     Perfetto or chrome://tracing, with a track of memory), `operations.txt` (a table of those that took longest),
-    `operations.json` (the same for programs) and `memory.json`. A thread writes it, so that training goes on; it shares
+    `operations.json` (the same for programs) and `memory.json`. A thread writes it, so that training continues; it shares
     Python's interpreter lock with it. `written(window)` and `failed(window, cause)` are called from that thread, `failed` also
     from the one that trains. Whatever goes wrong is told so, and nothing of it reaches training.
     """
@@ -68,7 +68,7 @@ class StepProfiler:
 
     def ask(self, window: Window) -> None:
         """Records these steps, 200 at most, or, where they are past, as many from the next one on. Any thread may call it; one
-        wish at a time waits, the last; of the one before it is told that it failed."""
+        wish at a time waits, the last; the one before it is reported as failed."""
         before, self._asked = self._asked, window
         if before is not None:
             self._failed(before, "another profile was asked for before this one began")

@@ -24,7 +24,7 @@ PREEMPTION_POLL_S = 5.0
 
 
 class PreemptionInfo(Protocol):
-    """Nodes that are about to be taken away, as Ray Train describes them."""
+    """Nodes that are about to be preempted, as Ray Train describes them."""
 
     preempted_node_ids: Collection[str]
     deadline_ms: int | None
@@ -37,7 +37,7 @@ class StopWatch:
     def __init__(
         self, mailbox: Mailbox | None, *, rank: int, preemption: Callable[[], PreemptionInfo | None] = lambda: None
     ) -> None:
-        """`preemption` says which nodes are about to be taken away; without a mailbox nobody asks for a stop."""
+        """`preemption` says which nodes are about to be preempted; without a mailbox nobody asks for a stop."""
         self.cause: str | None = None
         self._preemption = preemption
         self.write_s: Callable[[], float] = lambda: 0.0
@@ -46,7 +46,7 @@ class StopWatch:
         self._looked_s = self._seen_s = time.monotonic()
         self._between_s = 0.0
         self._deadline_s: float | None = None
-        """When a machine is taken away, in Unix time, as long as a save is due before that."""
+        """When a machine is preempted, in Unix time, as long as a save is due before that."""
         self._known: set[str] = set()
         self._closed = threading.Event()
         STOP_ASKED.clear()

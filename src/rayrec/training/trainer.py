@@ -92,9 +92,9 @@ def train(
     In this process the worker and the data tasks are threads, and an error of the workload is raised unchanged. On Ray failed
     workers are restarted, up to `config.failure.max_failures` times in a row.
 
-    A second call with the same storage_path and name goes on from the newest good checkpoint; a finished run is not
+    A second call with the same storage_path and name resumes from the newest good checkpoint; a finished run is not
     trained again, unless for more steps or epochs. The first SIGTERM or Ctrl-C (in the main thread) saves a checkpoint
-    before it raises SystemExit(143) or KeyboardInterrupt. Raises InputError for what the user can mend. `stopwatch` runs
+    before it raises SystemExit(143) or KeyboardInterrupt. Raises InputError for what the user can fix. `stopwatch` runs
     since the command began; None: since this call.
 
     A click model may be given `data` and `eval_data`, each a pandas DataFrame or a `ray.data.Dataset` with the columns of its
@@ -177,7 +177,7 @@ def train(
                 result = finish and summarize(config, folder, prepared, finish, events=events, note=console.note)
         if result:
             return result
-        console.note(f"{folder}: stopped; the same command goes on from {_newest(folder)}")
+        console.note(f"{folder}: stopped; the same command resumes from {_newest(folder)}")
         signals.throw()
     raise AssertionError("a run ends without a result only where a signal came")
 
@@ -248,7 +248,7 @@ def _newest(folder: str) -> str:
     from rayrec.checkpoint import latest
 
     checkpoint = latest(folder)
-    return f"step {checkpoint.step:,}" if checkpoint else "its start, for want of a checkpoint"
+    return f"step {checkpoint.step:,}" if checkpoint else "its start, because there is no checkpoint"
 
 
 def run_hash(config: TrainConfig) -> str:
@@ -329,7 +329,7 @@ def _finished(folder: str, config: TrainConfig, changes: Changes, note: Callable
             f"{folder}: finished with another configuration (see its config.yaml), of which steps and epochs alone can be "
             f"raised{told}; choose another --name"
         )
-    note(f"{folder} was finished at step {summary['steps']:,}; it goes on from there")
+    note(f"{folder} was finished at step {summary['steps']:,}; it resumes from there")
     return None
 
 
@@ -358,11 +358,11 @@ def is_longer(config: TrainConfig, summary: Mapping[str, Any]) -> bool:
 
 
 def _events(place: str, *, note: Callable[[str], None]) -> list[dict[str, Any]]:
-    """What is told of the run. A finished run is worth its summary, also where some of that is damaged: this is noted."""
+    """The run's result. A finished run is worth its summary, also where some of that is damaged: this is noted."""
     try:
         return read_events(place)
     except (InputError, OSError) as error:
-        note(f"the summary is reckoned from the events that can be read ({error})")
+        note(f"the summary is computed from the events that can be read ({error})")
         return readable_events(place)
 
 

@@ -69,7 +69,7 @@ class Seat:
     """Memory of its machine that Ray's object store may still take."""
     on_ray: bool = False
     preemption: Callable[[], PreemptionInfo | None] = lambda: None
-    """Which machines are about to be taken away."""
+    """Which machines are about to be preempted."""
     stopwatch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
     """Times the stages of the start since the driver began the attempt."""
 
@@ -375,7 +375,7 @@ def _raise_unreadable(errors: Iterable[DamagedError]) -> None:
 
 
 def _state_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """As one worker reads it: all go on from the same, or all pass over it."""
+    """As one worker reads it: all resume from the same, or all pass over it."""
     return Ranks.all().from_first(lambda: checkpoint.manifest()["state"])
 
 
@@ -427,7 +427,7 @@ def finish(
             _restore_chosen(chosen, model_tensors(setup.model), assignment, log)
         except DamagedError as error:
             raise InputError(
-                f"{error}; these were the best weights of the run: train it anew under another --name"
+                f"{error}; these were the best weights of the run: train it again under another --name"
             ) from None
     names = [name for name in setup.eval_batches if name != "validation"]
     if "test" not in names and evaluated_step != step:

@@ -38,7 +38,7 @@ class DataConfig(Config):
     """none: order of the log; files: order of files by seed; window: segments by seed, and the rows of every block; full: as
     window, on data that `rayrec preprocess --shuffle full` has mixed as a whole, and refused on other data."""
     in_memory: bool = False
-    """Ready-made data of this machine is read into memory whole, instead of mapped."""
+    """Preprocessed data of this machine is read into memory whole, instead of mapped."""
     cache_bytes: int | None = None
     """Blocks of tokens at a URL: disk that a node keeps shards of a set on, those longest unused going first; None: keeps all."""
     block_bytes: int = 32 << 20
@@ -121,8 +121,8 @@ class FailureConfig(Config):
     max_failures: int = 3
     """Restarts of the workers after failures in a row without a new checkpoint between; -1: without limit."""
     max_outage_s: float = 600.0
-    """Seconds for which a save may fail (storage away, disk full) before the run ends; until then saves are late, and training
-    goes on."""
+    """Seconds for which a save may fail (storage unavailable, disk full) before the run ends; until then saves are late, and
+    training continues."""
     node_wait_s: float = 600.0
     """Seconds to wait where there is no room for the (least) workers: nodes were lost, or others hold what they need."""
     collective_timeout_s: float = 1800.0
@@ -525,8 +525,8 @@ class Workload(Config, abc.ABC):
         raise InputError(f"{context.checkpoint}: recipe {context.config.recipe} has nothing to score rows with")
 
     def export(self, config: TrainConfig, *, checkpoint: str, out: str) -> dict[str, Any]:
-        """Writes the model of a checkpoint's folder into the empty folder `out` as other tools read it -> what there is to
-        tell of it, plain JSON values. Raises InputError where that cannot be done."""
+        """Writes the model of a checkpoint's folder into the empty folder `out` as other tools read it -> what to
+        report of it, plain JSON values. Raises InputError where that cannot be done."""
         raise InputError(
             f"{checkpoint}: recipe {config.recipe} has a model that cannot be exported yet; `rayrec predict` scores with it"
         )

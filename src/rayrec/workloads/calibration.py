@@ -1,4 +1,4 @@
-"""What a small slice of the real stages takes on this machine: what a forecast of a run is reckoned from."""
+"""The time of a small slice of the real stages on this machine: the measurements of a forecast."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Target:
-    """The cluster that a forecast is made for, as far as whoever measures has to know it."""
+    """The cluster that a forecast is made for, as far as the measurement needs it."""
 
     num_workers: int
     workers_per_node: int
@@ -42,7 +42,7 @@ class Calibration:
     worker_bytes: tuple[int, ...]
     """Tables with their optimizer state that each worker of the run would hold."""
     sampled_vocabulary: bool
-    """Whether the tables' sizes are those of the slice, for want of a Preprocessor: real ones are larger."""
+    """The tables' sizes are those of the slice, because there is no Preprocessor: real ones are larger."""
     plan: str
     """Which worker holds which table, readable."""
     given: bool = False

@@ -1,4 +1,4 @@
-"""What a step draws by chance: dropout and augmentation are the same when a step is done again after a crash."""
+"""What a step draws at random: dropout and augmentation are the same when a step is done again after a crash."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from rayrec.data.preprocessor import Preprocessor
 from rayrec.metrics.binary import sigmoid
 
 RECORD = "teacher.json"
-"""In a run's folder: whom it learns from, so that it goes on with the same."""
+"""File in a run's folder that names its teacher, so that a resumed run has the same one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Teacher:
 
 
 def open_teacher(config: TeacherConfig, *, run: str) -> Teacher | None:
-    """On the driver: the teacher, or None where there is none; a run that goes on has the one it began with.
+    """On the driver: the teacher, or None where there is none; a resumed run has the one it began with.
 
     Raises InputError where there is no such checkpoint, or its weights are not those the run began with.
     """

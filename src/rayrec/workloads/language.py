@@ -200,7 +200,7 @@ class LanguageWorkload(ReplicatedWorkload):
     def samples(
         self, model: torch.nn.Module, *, prepared: Prepared, sets: Mapping[str, RowSource], device: torch.device
     ) -> list[dict[str, Any]]:
-        """Texts that go on from the beginnings of three validation blocks; the same in every run with these weights."""
+        """Texts that continue the beginnings of three validation blocks; the same in every run with these weights."""
         import numpy as np
 
         from rayrec.workloads.language_model import continued
@@ -267,7 +267,7 @@ class LanguageWorkload(ReplicatedWorkload):
         )
 
     def predict(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-        """Columns `prompt`, as the model was given it, and `text`, which goes on from it. The same prompt and settings give the
+        """Columns `prompt`, as the model was given it, and `text`, which continues it. The same prompt and settings give the
         same text, whatever else there is to predict."""
         from rayrec.workloads.language_model import TextModel
 

@@ -1,4 +1,4 @@
-"""What language models compute: the loss of rows, text that goes on from prompts, weights that others trained."""
+"""What language models compute: the loss of rows, text that continues prompts, weights that others trained."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def continued(
     temperature: float,
     device: torch.device,
 ) -> list[str]:
-    """The text that goes on from each prompt (see PROMPTS), up to the end-of-text token or so many tokens.
+    """The text that continues each prompt (see PROMPTS), up to the end-of-text token or so many tokens.
 
     Chance comes of the prompt alone. A wrapped model is called equally often on every worker that has the same prompts.
     """
@@ -124,8 +124,8 @@ def generate(
 ) -> torch.Tensor:
     """int64 (rows, new): the tokens after each prompt; after `end_token` only more of it.
 
-    `chances`: float (rows, most new tokens), from 0 to below 1. The model sees at most `window` tokens: where a text outgrows it,
-    it goes on from the latter half. All positions but the last are kept from call to call, so a token costs one position.
+    `chances`: float (rows, most new tokens), from 0 to below 1. The model sees at most `window` tokens: if a text outgrows it,
+    it continues from the latter half. All positions but the last are kept from call to call, so a token costs one position.
     """
     tokens = prompts[:, -window:]
     mask = torch.arange(tokens.shape[1], 0, -1, device=tokens.device) <= lengths[:, None]

@@ -1,4 +1,4 @@
-"""Where a worker's training time goes: a clock that is always in exactly one phase, told of every change as it happens."""
+"""Accounts for a worker's training time: a clock that is always in exactly one phase, and changes with every event."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def _at_the_end(clock: StepClock, gradient: torch.Tensor) -> None:
 
 
 def _computed(clock: StepClock) -> None:
-    if clock.now == "backward":  # whoever entered that leaves it when the pass is through
+    if clock.now == "backward":  # the code that entered it leaves it after the pass
         clock.enter("collectives")
 
 

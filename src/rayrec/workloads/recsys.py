@@ -71,7 +71,7 @@ class ClickWorkload(Workload):
     profile: Profile = field(default_factory=Profile)
     """How raw columns become model inputs, where no Preprocessor is given, and how the log is split."""
     preprocessor: str | None = None
-    """Folder of a Preprocessor made by `rayrec vocabulary`; None: that of ready-made data, else made from the rows that
+    """Folder of a Preprocessor made by `rayrec vocabulary`; None: that of preprocessed data, else made from the rows that
     the profile counts."""
     vocabulary_memory_bytes: int | None = None
     """Memory for counts of categories; counts beyond it are spilled to the disk; None: a quarter of the available memory."""
@@ -123,7 +123,7 @@ class ClickWorkload(Workload):
         from rayrec.data.counting_indexer import CountingIndexer
 
         if importlib.util.find_spec("torchrec") is None:
-            raise InputError("torchrec is not installed, which click models need; `rayrec doctor` says how to mend it")
+            raise InputError("torchrec is not installed, which click models need; `rayrec doctor` says how to fix it")
         config = context.config
         assert config.train_data.path is not None
         self.profile.check(self.schema)
@@ -211,7 +211,7 @@ class ClickWorkload(Workload):
         return index
 
     def split_rows(self, path: str, index: LogIndex) -> dict[str, tuple[int, int]]:
-        """Row ranges [start, stop) of the sets of a training log; ready-made data knows them already."""
+        """Row ranges [start, stop) of the sets of a training log; preprocessed data knows them already."""
         sets = ready.open_ready(path).sets if ready.is_ready(path) else None
         return sets or self.profile.split.rows(index)
 
@@ -242,7 +242,7 @@ class ClickWorkload(Workload):
         return preprocessor
 
     def _given_preprocessors(self, path: str, teacher: Teacher | None) -> dict[str, Preprocessor]:
-        """By what brings them: ready-made data, a teacher, the configuration."""
+        """By what brings them: preprocessed data, a teacher, the configuration."""
         places = {}
         if ready.is_ready(path):
             places[path] = ready.open_ready(path).preprocessor

@@ -131,7 +131,7 @@ def _read_slice(workload: ClickWorkload, config: TrainConfig) -> _Slice:
     data = config.train_data
     assert data.path is not None
     if ready.is_ready(data.path):
-        raise InputError(f"{data.path}: is ready-made data; a forecast is made from the raw log")
+        raise InputError(f"{data.path}: is preprocessed data; a forecast is made from the raw log")
     files = storage.list_files(data.path, names=data.files)
     if is_table(files, workload.schema) or is_gzip(files[0].path):
         raise InputError(f"{files[0].path}: a forecast measures plain text in Criteo's format, which this is not")

@@ -258,7 +258,7 @@ def _loader(
 
 
 def is_mapped(order: EpochOrder) -> bool:
-    """Whether the rows lie ready-made on a file system of this machine, so that a worker reads them itself."""
+    """Whether the rows are preprocessed files on this machine, which a worker reads itself."""
     first = order.parts[0].segment if order.parts else None
     return first is not None and first.format in ready.MAPPED and not storage.is_url(first.path)
 

@@ -75,7 +75,7 @@ class ReplicatedWorkload(Workload, abc.ABC):
     # -- may be supplied
 
     def data_hash(self, prepared: Any) -> str | None:
-        """A hash of all rows, by which a run goes on with those it began with alone; None: only their number is compared."""
+        """A hash of all rows, so that a run resumes with the same rows only; None: only their number is compared."""
         return None
 
     def augment(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

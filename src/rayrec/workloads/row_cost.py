@@ -78,7 +78,7 @@ def multiply_adds_per_row(
 def counted(model: torch.nn.Module, forward: Callable[[], Any]) -> float | None:
     """Multiply-adds of `forward()`, which calls `model`; None, with a warning, where torch cannot count."""
     training = model.training
-    model.eval()  # which draws nothing by chance and leaves no statistics behind
+    model.eval()  # without random numbers and changes of statistics
     try:
         with CountProducts() as counter:
             forward()

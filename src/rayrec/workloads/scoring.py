@@ -24,7 +24,7 @@ class ScoringContext:
     """What a workload is told when rows are to be scored with a checkpoint."""
 
     config: TrainConfig
-    """Of the checkpoint's config.yaml, but for what the caller has set anew."""
+    """The checkpoint's config.yaml, with the caller's changes."""
     checkpoint: str
     """The checkpoint's folder, its weights verified, reachable from every node."""
     path: str
@@ -41,7 +41,7 @@ class ScoringContext:
 
 
 KEY = "key:"
-"""What the column begins with that holds, for each row, the value its slice is told by: key:day, key:COLUMN."""
+"""Prefix of the columns with each row's slice: key:day, key:COLUMN."""
 
 
 GROUP = "group:"

@@ -31,7 +31,7 @@ NUM_SAMPLES = 9
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentationConfig(Config):
-    """How far each training image is moved at random, anew in every epoch; all zero leaves it as it is."""
+    """How far each training image is moved at random, differently in every epoch; all zero leaves it as it is."""
 
     max_shift: float = 0.0
     """Pixels, in either direction of both axes."""

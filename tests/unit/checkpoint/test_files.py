@@ -231,7 +231,7 @@ def test_every_bit_of_the_manifest_counts(tmp_path: Path) -> None:
 
 
 def test_damage_is_told_once(tmp_path: Path) -> None:
-    """A second look, after a restore has found damage that the first did not see, does not tell of the first's again."""
+    """A second look, after a restore has found damage that the first did not see, does not report the first's again."""
     for step in (1, 2, 3, 4):
         save(tmp_path, step, tensors={"a": torch.zeros(1)})
     folder = str(tmp_path)

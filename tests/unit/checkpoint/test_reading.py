@@ -148,7 +148,7 @@ def test_where_nothing_else_is_left_what_cannot_be_read_is_no_reason_to_begin_an
 
     monkeypatch.setattr(storage, "read_bytes", fails)
     with pytest.raises(
-        InputError, match=r"cannot be read .* there is no other checkpoint to go on from; mend the storage"
+        InputError, match=r"cannot be read .* there is no other checkpoint to resume from; fix the storage"
     ):
         checkpoint.newest_good(folder, log=lambda *_: None)
 

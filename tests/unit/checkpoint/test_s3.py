@@ -1,4 +1,4 @@
-"""Checkpoints in an S3 store: written as streams, found, read in part, pruned; late while the store is away."""
+"""Checkpoints in an S3 store: written as streams, found, read in part, pruned; late while the store is unavailable."""
 
 from __future__ import annotations
 

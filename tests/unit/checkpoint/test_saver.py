@@ -1,4 +1,4 @@
-"""Saving while training goes on, by one process: what is saved, what is late, what is removed, what is refused."""
+"""Saving while training continues, by one process: what is saved, what is late, what is removed, what is refused."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_what_retention_does_not_keep_goes(make_saver: MakeSaver, tmp_path: Path
     for step, score in ((1, 0.5), (2, 0.9), (3, None), (4, 0.8), (5, None), (6, 0.9), (7, None), (8, 0.1)):
         assert saver.begin(step, values(step), state={}, score=score)
         saver.wait()
-        saver.close()  # so that the cleaning is over; and the next attempt learns the scores anew
+        saver.close()  # so that the cleaning is over; and the next attempt learns the scores again
         saver = make_saver(folder=run, retention=Retention(num_to_keep=2, keep_best=1, keep_every=4))
         kept.append(steps(tmp_path))
     assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5], [4, 5, 6], [4, 6, 7], [4, 6, 7, 8]]

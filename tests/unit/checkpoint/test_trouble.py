@@ -1,4 +1,4 @@
-"""Storage that fails while a checkpoint is written: it is tried again, told of, and in the end given up in one line."""
+"""Storage that fails while a checkpoint is written: it is retried, reported, and in the end given up in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Positions of good rows among all lines, wherever the faulty ones are."""
+"""Positions of good rows among all lines, for any positions of faulty ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preprocessing goes on where it stopped, with the same bytes, and says what stands in its way."""
+"""Preprocessing resumes where it stopped, with the same bytes, and says what stands in its way."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_out_exists(log: Path, tmp_path: Path) -> None:
 def test_what_is_no_raw_log(log: Path, tmp_path: Path) -> None:
     run(log, tmp_path / "out")
     made = ready.open_ready(str(tmp_path / "out"))
-    with pytest.raises(InputError, match="ready-made already, in format binary; give the raw log"):
+    with pytest.raises(InputError, match="preprocessed already, in format binary; give the raw log"):
         preprocess(made.index, preprocessor=make(), out=str(tmp_path / "b"), format="npy", engine=HereEngine())
     with pytest.raises(InputError, match="no rows to write"):
         preprocess(

@@ -376,7 +376,7 @@ def test_how_often_a_category_was_counted_is_told_by_its_id(tmp_path: Path, miss
     found = [names[bucket] for bucket in buckets_of(preprocessor, "D", np.asarray(rows.ids[1]))]
     amounts = np.bincount(drawn)[drawn]
     for value, amount, name in zip(drawn.tolist(), amounts.tolist(), found, strict=True):
-        if value == 7:  # whoever asks knows which rows have none
+        if value == 7:  # the caller knows which rows have none
             continue
         expected = (
             "(not in the vocabulary)" if amount < 2 else "2-9" if amount < 10 else f"{10 ** (len(str(amount)) - 1)}-"

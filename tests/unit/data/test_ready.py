@@ -1,4 +1,4 @@
-"""Ready-made rows are the encoded raw rows, bit for bit, in every order; damaged folders are refused."""
+"""Preprocessed rows are the encoded raw rows, bit for bit, in every order; damaged folders are refused."""
 
 from __future__ import annotations
 
@@ -498,7 +498,7 @@ def test_damage_is_told(days: LogIndex, preprocessor: Preprocessor, tmp_path: Pa
     (out / name).write_bytes(whole_file[:-5])
     size = len(whole_file)
     with pytest.raises(
-        InputError, match=rf"{name}: has {size - 5} bytes, not {size}: .* anew with `rayrec preprocess`"
+        InputError, match=rf"{name}: has {size - 5} bytes, not {size}: .* again with `rayrec preprocess`"
     ):
         ready.open_ready(str(out))
     (out / name).unlink()
@@ -521,14 +521,14 @@ def test_what_is_no_dataset(days: LogIndex, preprocessor: Preprocessor, tmp_path
     assert not ready.is_ready(str(tmp_path))
     assert not ready.is_ready(str(tmp_path / "nowhere"))
     with pytest.raises(
-        InputError, match=r"holds no dataset\.json; make a ready-made dataset with `rayrec preprocess LOG"
+        InputError, match=r"holds no dataset\.json; make a preprocessed dataset with `rayrec preprocess LOG"
     ):
         ready.open_ready(str(tmp_path))
     out = tmp_path / "out"
     write(days, preprocessor, out, "npy")
     manifest = json.loads((out / "dataset.json").read_text())
     (out / "dataset.json").write_text(json.dumps({**manifest, "version": 99}))
-    with pytest.raises(InputError, match=r"of version 99, this rayrec reads version 1; make it anew"):
+    with pytest.raises(InputError, match=r"of version 99, this rayrec reads version 1; make it again"):
         ready.open_ready(str(out))
     (out / "dataset.json").write_text("{")
     with pytest.raises(InputError, match=r"dataset\.json: damaged, not JSON"):

@@ -1,4 +1,4 @@
-"""A full shuffle is one permutation of the training rows, whoever does it in whatever portions; how well orders mix days."""
+"""A full shuffle is one permutation of the training rows, in any portions and tasks; how well orders mix days."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_stages_are_measured_in_their_own_thread_and_waiting_is_not_computing() 
 
 
 def test_queueing_is_that_of_the_own_thread_and_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight threads, of which each is told by the kernel that it queued 1 ms longer at every look."""
+    """Eight threads, for each of which the kernel reports 1 ms more of queueing at every poll."""
     threads: dict[int, int] = {}
     looks = dict.fromkeys(range(8), 0)
     open_file, close_file = stages.os.open, stages.os.close
@@ -86,7 +86,7 @@ def test_queueing_is_that_of_the_own_thread_and_leaves_nothing_open(monkeypatch:
     assert not threads
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/thread-self/schedstat"), reason="the kernel does not tell of queueing")
+@pytest.mark.skipif(not os.path.exists("/proc/thread-self/schedstat"), reason="the kernel does not report queueing")
 def test_the_kernels_numbers_go_up() -> None:
     clock = stages._Clock()
     before = clock.now()

@@ -880,7 +880,7 @@ def test_optional_columns_may_be_absent(tmp_path: Path) -> None:
 def test_missing_and_repeated_columns(tmp_path: Path) -> None:
     schema = Schema(label="y", sparse=("s",), tokens="any", delimiter=",")
     (tmp_path / "a.csv").write_bytes(b"y,t\n1,2\n")
-    with pytest.raises(InputError, match=r"a\.csv: has no column named s; it has y, t \(split at ','\); mend"):
+    with pytest.raises(InputError, match=r"a\.csv: has no column named s; it has y, t \(split at ','\); fix"):
         index_of([tmp_path / "a.csv"], schema, tmp_path)
     (tmp_path / "a.csv").write_bytes(b"y,s,s\n1,2,3\n")
     with pytest.raises(InputError, match="2 columns named s"):
@@ -1058,7 +1058,7 @@ def test_csv_is_split_by_the_rule_and_as_python_splits_it(
 def test_two_stray_quotes_lose_two_rows(tmp_path: Path, read_bytes: int) -> None:
     lines = [f"1,{row}" for row in range(50_000)]
     lines[1000], lines[41_000] = '1,"1000', '1,41"'
-    lines[41_001] = '1,"41001'  # closes nothing: the first quote is out of reach
+    lines[41_001] = '1,"41001'  # closes nothing: the first quote is too far away
     (tmp_path / "a.csv").write_text("\n".join(["y,s", *lines, ""]))
     schema = Schema(label="y", sparse=("s",), tokens="any", delimiter=",")
     tables = pa.concat_tables(read_csv(str(tmp_path / "a.csv"), schema, read_bytes=read_bytes))

@@ -1,4 +1,4 @@
-"""The doctor names what does not fit and the command that mends it, and survives imports that end the process."""
+"""The doctor names what does not fit and the command that fixes it, and survives imports that end the process."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_pytorch_s_own_cpu_build_of_fbgemm_gpu_fits() -> None:
             GPU_MACHINE,
             ("pip install --no-deps torchrec==1.8.0 fbgemm-gpu==1.8.0",),
         ),
-        # The distribution that only bears the name would satisfy pip, so it goes first.
+        # The distribution that only has the name would satisfy pip, so it goes first.
         (
             ("fbgemm-gpu-cpu",),
             GPU_MACHINE,

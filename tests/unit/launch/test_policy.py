@@ -92,7 +92,7 @@ def test_flags_that_were_good_once_are_tried_again() -> None:
 
 
 def test_an_attempt_that_lived_long_had_good_flags_but_not_for_ever() -> None:
-    """Whatever is to be mended then, a full disk say, either passes or ends every attempt after hours of training."""
+    """Whatever is to be fixed then, a full disk say, either passes or ends every attempt after hours of training."""
     late = ended(2, lived_s=500.0)
     tally, decision = judge(POLICY, Tally(attempts=1), late, jitter=0.5)
     assert (tally, decision) == (Tally(1, short_lived=1, accepted=True), Resubmit(5.0))

@@ -1,4 +1,4 @@
-"""GPT-2's sizes: what is built is HuggingFace's model, with the parameters reckoned and the layers asked for."""
+"""GPT-2's sizes: what is built is HuggingFace's model, with the parameters computed and the layers asked for."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_reading_that_waits_for_a_cpu_does_not_wait_for_storage() -> None:
 
 
 def spilling(spilled_bytes: list[float], *, filled: int) -> list[dict[str, Any]]:
-    """A run held back by data, whose events tell of so much spilled since its start and of a store filled to so many percent."""
+    """A run held back by data, whose events report so much spilled since its start and of a store filled to so many percent."""
     store = {"object_store_bytes": filled, "object_store_limit_bytes": 100}
     events = run({"data": 0.3}, stages=CPU_BOUND, intervals=len(spilled_bytes), **store)
     data = [event for event in events if event["kind"] == "data"]

@@ -207,7 +207,7 @@ def test_torn_line_elsewhere_is_named(path: Path, line: bytes) -> None:
     with pytest.raises(InputError, match=r"events\.jsonl, line 2: not an event"):
         read_events(path)
     with EventWriter(path) as writer:
-        writer.write("step", step=2)  # not the writer's to mend: the line is ended
+        writer.write("step", step=2)  # not the writer's to fix: the line is ended
     with pytest.raises(InputError, match=r"events\.jsonl, line 2: not an event"):
         read_events(path)
 
@@ -249,7 +249,7 @@ def test_short_writes_are_mended(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     write = os.write
     with EventWriter(path) as writer:
         writer.write("step", step=1)
-        for length in (10, 25):  # the second cuts the mending itself
+        for length in (10, 25):  # the second cuts the fixing itself
             with monkeypatch.context() as patched:
                 patched.setattr(os, "write", lambda descriptor, line, length=length: write(descriptor, line[:length]))
                 writer.write("step", step=2)

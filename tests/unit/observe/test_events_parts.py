@@ -205,7 +205,7 @@ def test_writers_are_merged_by_time(url: str, folder: Path) -> None:
     assert not folder.exists()
     assert _steps(url) == list(range(20))
     merge_events(url)
-    with EventWriter(url) as writer:  # the run goes on
+    with EventWriter(url) as writer:  # the run continues
         writer.write("step", step=20)
     assert _steps(url) == list(range(21))
     merge_events(url)

@@ -133,11 +133,11 @@ def test_events_are_kept_for_a_verdict_only() -> None:
 
 
 def test_a_verdict_is_not_reckoned_at_every_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    reckoned: list[int] = []
+    computed: list[int] = []
     now = [100.0]
 
     def verdict(events: list[Any]) -> None:
-        reckoned.append(len(events))
+        computed.append(len(events))
 
     monkeypatch.setattr(run_view, "verdict", verdict)
     monkeypatch.setattr(run_view.time, "monotonic", lambda: now[0])
@@ -147,20 +147,20 @@ def test_a_verdict_is_not_reckoned_at_every_look(monkeypatch: pytest.MonkeyPatch
     view.update(step)
     for _ in range(3):
         view.verdict()
-    assert reckoned == [1]
+    assert computed == [1]
     view.update(step)
     now[0] += 4.0
     view.verdict()
-    assert reckoned == [1]
+    assert computed == [1]
     now[0] += 2.0
     view.verdict()
     view.verdict()
-    assert reckoned == [1, 2]
+    assert computed == [1, 2]
     view.update(step)
     view.update(events[-1])
     assert view.finished
     view.verdict()
-    assert reckoned == [1, 2, 3]  # of a finished run at once
+    assert computed == [1, 2, 3]  # of a finished run at once
 
 
 def test_a_run_that_evaluates_its_test_rows_is_training_still() -> None:
@@ -178,7 +178,7 @@ def test_names_are_text_and_no_markup() -> None:
 @pytest.mark.parametrize(
     ("event", "told"),
     [
-        ({"kind": "start", "step": 8, "world_size": 2}, "goes on from step 8 with 2 workers"),
+        ({"kind": "start", "step": 8, "world_size": 2}, "resumes from step 8 with 2 workers"),
         (
             {"kind": "checkpoint_slow", "step": 8, "write_s": 95.4, "grace_s": 60.0},
             "step 8  saving took 95 s, longer than failure.grace_s (60 s): raise --failure.grace-s, and give the machines' own "
@@ -226,7 +226,7 @@ def test_plain_lines_where_there_is_no_terminal(
     text = console_lines(now(measured()), capsys)
     assert text.count("train: step") == 1  # the next is due in ten seconds
     assert "worker 1 died" in text
-    assert "goes on from step 100 with 1 workers" in text
+    assert "resumes from step 100 with 1 workers" in text
     assert "\x1b" not in text
     monkeypatch.setattr(console_module, "_PLAIN_INTERVAL_S", 0.0)
     text = console_lines(now(measured()), capsys)

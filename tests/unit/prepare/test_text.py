@@ -223,7 +223,7 @@ def test_whatever_interrupts_the_bytes_are_the_same(
     calls = 0
     while not (tmp_path / "parts").exists():
         calls += 1
-        here.left = tasks_a_call  # enough to find all characters, which is begun anew
+        here.left = tasks_a_call  # enough to find all characters, which is started again
         try:
             prepared(beer, tmp_path / "parts", **options)
         except Died:

@@ -211,8 +211,8 @@ def test_files_keep_their_names_when_unpacked(tmp_path: Path) -> None:
 
 
 def test_a_file_written_anew_in_parts_is_one_slice() -> None:
-    anew = "/c/tables/0123456789abcdef"
-    paths = [f"{anew}/00000/d.csv.parquet", f"{anew}/00001/d.csv.parquet", "/log/e.parquet"]
+    folder = "/c/tables/0123456789abcdef"
+    paths = [f"{folder}/00000/d.csv.parquet", f"{folder}/00001/d.csv.parquet", "/log/e.parquet"]
     index = LogIndex(numbered(((path, 0, 5, 5) for path in paths), "table"), Faults())
     assert [(piece.name, piece.start, piece.stop) for piece in slices_of(index)[1]] == [
         ("d.csv", 0, 10),
@@ -253,7 +253,7 @@ def test_ready_made_data_and_other_schemas_are_refused(tmp_path: Path, monkeypat
     with pytest.raises(InputError, match="made for columns"):
         validate(path, config=other, preprocessor=tmp_path / "prepared")
     monkeypatch.setattr(module.ready, "is_ready", lambda path: True)
-    with pytest.raises(InputError, match="ready-made"):
+    with pytest.raises(InputError, match="preprocessed"):
         validate(path)
 
 
@@ -403,7 +403,7 @@ def test_a_failure_names_file_column_value_and_limit(tmp_path: Path) -> None:
     log = {**DAYS, "day_1": [(y, None if i % 4 else a, b, s, t) for i, (y, a, b, s, t) in enumerate(DAYS["day_1"])]}
     (line,) = validate(log_of(tmp_path, **log), ALLOWED.replace(max_missing_rate=0.5)).failures
     assert line == (
-        "day_1, column a: 75.000% of the rows lack a value, above max_missing_rate 0.5; mend the source, leave the column "
+        "day_1, column a: 75.000% of the rows lack a value, above max_missing_rate 0.5; fix the source, leave the column "
         "out, or raise --gates.max-missing-rate"
     )
 

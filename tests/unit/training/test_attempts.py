@@ -38,7 +38,7 @@ class Events:
 
 
 class Cluster:
-    """What `alive_nodes` tells of: of each node, its slots in all, and those that nobody holds."""
+    """The nodes of `alive_nodes`: for each its slots, and the free ones."""
 
     def __init__(self, *slots: tuple[int, int]) -> None:
         self.slots = list(slots)

@@ -49,8 +49,8 @@ NOT_STARTED = ControllerError(WorkerGroupStartupFailedError("a worker's node die
     ("error", "preemption", "without_room", "cause"),
     [
         (DIED, False, False, "worker 1 died"),
-        (GONE_WITH_ITS_NODE, True, False, "a node was taken away, as announced"),
-        (ANNOUNCED, True, False, "a node was taken away, as announced"),
+        (GONE_WITH_ITS_NODE, True, False, "a node was preempted, as announced"),
+        (ANNOUNCED, True, False, "a node was preempted, as announced"),
         (NO_ROOM, False, True, "WorkerGroupStartupTimeoutError: The worker group startup timed out"),
         (NOT_STARTED, False, False, "WorkerGroupStartupFailedError: a worker's node died"),
         (WorkerGroupError("x", {1: ValueError("a\nb\n")}), False, False, "worker 1: ValueError: b"),

@@ -1,4 +1,4 @@
-"""A forecast, reckoned from made-up measurements."""
+"""A forecast, computed from made-up measurements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.launch.cluster import Layout, layout
-from rayrec.training.forecast import ClusterShape, Forecast, forecast, reckoned
+from rayrec.training.forecast import ClusterShape, Forecast, forecast, extrapolate
 from rayrec.workloads.calibration import Calibration, Target
 
 MEASURED = Calibration(
@@ -41,7 +41,7 @@ def shares_of(shape: ClusterShape, *, workers: int, use_gpu: bool = False) -> La
 def of(measured: Calibration, text: str, *, workers: int = 2) -> Forecast:
     shape = ClusterShape.parse(text)
     shares = shares_of(shape, workers=workers, use_gpu=bool(shape.gpus))
-    return reckoned(measured, shape, shares, threads_per_worker=None)
+    return extrapolate(measured, shape, shares, threads_per_worker=None)
 
 
 def test_a_model_that_is_the_limit() -> None:

@@ -43,7 +43,7 @@ def config(**changes: Any) -> TrainConfig:
 
 @dataclass
 class Interruption:
-    """Asks to stop, or tells of a preemption, once so many steps were trained."""
+    """Requests a stop, or reports a preemption, once so many steps were trained."""
 
     progress: Progress
     stop_at: float = math.inf
@@ -188,7 +188,7 @@ def test_asked_to_stop_it_saves_the_very_step_and_goes_on_from_it(whole: Attempt
     assert not first.finished
     assert first.progress.step == 6
     assert list(first.saves) == [4, 6]
-    rest = Attempt(loop.run, config(), start=first.saves[6])  # either loop may go on where the other stopped
+    rest = Attempt(loop.run, config(), start=first.saves[6])  # either loop may resume where the other stopped
     assert_same(rest.tensors(), whole.tensors())
 
 

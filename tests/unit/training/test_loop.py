@@ -102,7 +102,7 @@ class Numbered:
 
 @dataclasses.dataclass
 class Interruption:
-    """Asked to stop, or told of a preemption, once so many batches are trained."""
+    """Asked to stop, or notified of a preemption, once so many batches are trained."""
 
     pipeline: Pipeline
     stop_at: int | None = None
@@ -387,7 +387,7 @@ def test_looks_change_neither_logs_nor_saves(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_a_preemption_notice_at_the_end_of_a_segment_saves(config: dict[str, Any], expected: list[Any]) -> None:
-    """Segments as short as the interval of logs have no other place to be told of it."""
+    """Segments as short as the interval of logs have no other place to receive it."""
     run = Run(ahead=1, **config)
     run.interruption.preempt_at = 12
     assert run.run()

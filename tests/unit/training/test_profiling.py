@@ -1,4 +1,4 @@
-"""How a run in progress is asked for a profile: the request's way to the workers, and what whoever asks is told."""
+"""How a run in progress is asked for a profile: the request's way to the workers, and the answer to the caller."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def worker(rank: int, **changes: Any) -> WorkerContext:
 
 
 def test_a_worker_that_cannot_write_its_profile_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1's disk is full: whoever asked is told of it at once, as the events are."""
+    """Rank 1's disk is full: the caller and the events get it at once."""
     writing = step_profiler.storage.writing_folder
 
     def full(path: str) -> Any:

@@ -1,4 +1,4 @@
-"""Where a worker goes on from: the newest checkpoint that can be read, whenever its damage shows."""
+"""Where a worker resumes from: the newest checkpoint that can be read, whenever its damage shows."""
 
 from __future__ import annotations
 
@@ -210,5 +210,7 @@ def test_it_does_not_begin_anew_because_of_a_bad_disk(
     monkeypatch.setattr(storage.files, "enduring", fails)
     if name != "manifest.json":  # which is streamed
         monkeypatch.setattr(os, "preadv", preadv)
-    with pytest.raises(InputError, match=rf"{name}: cannot be read .*, and there is no other checkpoint to go on from"):
+    with pytest.raises(
+        InputError, match=rf"{name}: cannot be read .*, and there is no other checkpoint to resume from"
+    ):
         resumed.start()

@@ -130,7 +130,7 @@ def test_the_best_weights_damaged_is_for_the_user(tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(InputError, match="best weights of the run: train it anew"):
+    with pytest.raises(InputError, match="best weights of the run: train it again"):
         run.finish(STOPPED_EARLY, evaluated_step=7)
 
 

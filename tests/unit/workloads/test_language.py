@@ -1,4 +1,4 @@
-"""Language models: the loss of a row, text that goes on from prompts, weights that travel, and what is refused."""
+"""Language models: the loss of a row, text that continues prompts, weights that travel, and what is refused."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_the_likeliest_text_is_that_of_transformers() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_prompt_goes_on_alike_alone_and_among_longer_ones(temperature: float) -> None:
-    """Past the window too, where it goes on from the latter half."""
+    """Past the window too, where it continues from the latter half."""
     model = model_of()
     chances = torch.rand(3, 40, generator=torch.Generator().manual_seed(1))
     rows = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [2]]

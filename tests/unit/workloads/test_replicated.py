@@ -1,4 +1,4 @@
-"""Replicated models learn the same whatever spreads them over workers, and go on from each other's checkpoints."""
+"""Replicated models learn the same whatever spreads them over workers, and resume from each other's checkpoints."""
 
 from __future__ import annotations
 

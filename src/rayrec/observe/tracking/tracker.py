@@ -170,7 +170,7 @@ class Feed:
             tracker.close()
         except Exception as error:  # of a tracker anything may come, and none of it is a reason to end a run
             self.num_failures += 1
-            self._tell(f"{_line(error)}; the run goes on without it")
+            self._tell(f"{_line(error)}; the run continues without it")
 
     def _take(self, tracker: Tracker, event: dict[str, Any]) -> None:
         try:
@@ -193,7 +193,7 @@ class Feed:
                 return tracker.flush()
             except Exception as error:  # as above
                 self.num_failures += 1
-                self._tell(f"{_line(error)}; it is tried again, and the run goes on")
+                self._tell(f"{_line(error)}; it is tried again, and the run continues")
             if self._stop.wait(pause_s):
                 return None
             pause_s = min(2 * pause_s, _LONGEST_WAIT_S)

@@ -23,7 +23,7 @@ class WandbTracker:
     """Sends each measure once, under the step it belongs to; steps done again are left out.
 
     A driver that goes on continues the online run, each series from the step that the run's summary names. Offline there is
-    nobody to ask: the run is written anew from its events, and takes the place of what an earlier driver left in RUN/wandb.
+    nobody to ask: the run is rewritten from its events, and takes the place of what an earlier driver left in RUN/wandb.
     """
 
     def __init__(self, folder: str, *, project: str, offline: bool, config: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A run in MLflow: what it is told, that drivers share one run of it, and that a server out of reach costs nothing."""
+"""A run in MLflow: what it receives, that drivers share one run of it, and that an unreachable server costs nothing."""
 
 from __future__ import annotations
 

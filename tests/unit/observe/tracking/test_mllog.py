@@ -97,7 +97,7 @@ def check(records: list[dict[str, Any]]) -> None:
 
 
 def run(*, finished: bool = True) -> list[dict[str, Any]]:
-    """A made-up run of a click model: 200 steps of 64 rows, two epochs; it goes on from step 100 after a failure."""
+    """A made-up run of a click model: 200 steps of 64 rows, two epochs; it resumes from step 100 after a failure."""
     events = []
     for event in made_up_run.run(finished=finished):
         event = dict(event)
@@ -123,7 +123,7 @@ def write(folder: Path, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_a_run_that_failed_once_and_ended(tmp_path: Path) -> None:
-    write(tmp_path, run()[:20])  # by a driver that was lost; the next begins anew
+    write(tmp_path, run()[:20])  # by a driver that was lost; the next begins again
     records = write(tmp_path, run())
     check(records)
     values = {record["key"]: record["value"] for record in records}

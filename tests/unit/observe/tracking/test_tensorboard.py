@@ -1,4 +1,4 @@
-"""What TensorBoard reads of a run, by its own format: the curves of the event file, once each, whoever wrote them."""
+"""What TensorBoard reads of a run, by its own format: the curves of the event file, once each, from any driver."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_every_event_arrives_once_and_in_order(tmp_path: Path) -> None:
 def test_a_tracker_that_fails_for_a_while_gets_everything_later(tmp_path: Path) -> None:
     flaky, steady = Recorder(failures=4), Recorder()
     notes = follow(tmp_path / "events.jsonl", {"flaky": flaky, "steady": steady}, pause_s=0.05)
-    assert notes == ["flaky: connection refused; it is tried again, and the run goes on"]  # once
+    assert notes == ["flaky: connection refused; it is tried again, and the run continues"]  # once
     assert [event["step"] for event in flaky.delivered] == list(range(5))
     assert steady.delivered == flaky.delivered
 
@@ -93,7 +93,7 @@ def test_what_comes_right_behind_a_delivery_does_not_wait_for_the_next_event(
         deadline_s = time.monotonic() + 60
         while len(tracker.delivered) < 3 and time.monotonic() < deadline_s:
             time.sleep(0.01)
-        assert [event["step"] for event in tracker.delivered] == [0, 1, 2]  # the run goes on and tells nothing
+        assert [event["step"] for event in tracker.delivered] == [0, 1, 2]  # the run continues and tells nothing
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_errors_name_no_password(tmp_path: Path, message: str, told: str) -> Non
     path = tmp_path / "events.jsonl"
     with tracking({"MLflow": make}, str(path), note=notes.append), EventWriter(path) as writer:
         writer.write("failure", cause=message, causes=[ConnectionError(message)])
-    assert notes == [f"MLflow: {told}; the run goes on without it"]
+    assert notes == [f"MLflow: {told}; the run continues without it"]
     (event,) = read_events(path)
     assert (event["cause"], event["causes"]) == (told, [told])
 
@@ -155,7 +155,7 @@ def test_a_tracker_that_cannot_be_made_is_noted(tmp_path: Path) -> None:
     notes: list[str] = []
     with tracking({"MLflow": make}, str(tmp_path / "events.jsonl"), note=notes.append):
         pass
-    assert notes == ["MLflow: No module named 'mlflow'; the run goes on without it"]
+    assert notes == ["MLflow: No module named 'mlflow'; the run continues without it"]
 
 
 def test_no_thread_is_left(tmp_path: Path) -> None:
@@ -190,9 +190,9 @@ def test_what_a_full_disk_refuses_is_written_later(tmp_path: Path, monkeypatch: 
     file.close()
     assert Path(file.path).read_bytes() == b"abcdefghi"
     again = ViewFile(file.path)
-    again.write(b"anew")
+    again.write(b"again")
     again.close()
-    assert Path(file.path).read_bytes() == b"anew"
+    assert Path(file.path).read_bytes() == b"again"
     assert os.listdir(tmp_path / "new") == ["file"]
 
 
