@@ -9,7 +9,7 @@ import pytest
 from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.launch.cluster import Layout, layout
-from rayrec.training.forecast import ClusterShape, Forecast, forecast, extrapolate
+from rayrec.training.forecast import ClusterShape, Forecast, extrapolate, forecast
 from rayrec.workloads.calibration import Calibration, Target
 
 MEASURED = Calibration(
