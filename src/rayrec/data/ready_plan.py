@@ -1,4 +1,4 @@
-"""The layout of a preprocessed log: the names of files, the place of every row and the task that writes it, planned before the write."""
+"""The layout of a preprocessed log: the names of files, the place of every row, and the task that writes it."""
 
 from __future__ import annotations
 
