@@ -27,7 +27,7 @@ class ScoringConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig(ScoringConfig):
-    """How rows are scored, and what is told of a click model beside its metrics over all rows."""
+    """How rows are scored, and what is reported of a click model in addition to its metrics over all rows."""
 
     group: str | None = None
     """Column such as the user: also tell how well rows are ordered within its values (gauc); None: the schema's, if any."""
@@ -39,7 +39,7 @@ class EvaluationConfig(ScoringConfig):
     confidence: float | None = None
     """Tell intervals that hold the true metric with this probability, such as 0.95; None: none."""
     resamples: int = 1000
-    """Times the rows are drawn anew for intervals and comparisons."""
+    """Number of bootstrap resamples for intervals and comparisons."""
     seed: int = 0
     """Of these draws."""
     compare: str | None = None

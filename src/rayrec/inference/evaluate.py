@@ -100,12 +100,12 @@ def _scored(opened: Opened, console: Console, *, keys: Sequence[str]) -> KeptRow
     return kept
 
 
-# -- reckoning
+# -- computation
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """What is told of some rows; the same for all and for a slice."""
+    """The metrics of some rows; the same for all and for a slice."""
 
     logits: np.ndarray
     others: np.ndarray | None

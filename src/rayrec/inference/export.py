@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 def export(checkpoint: str, out: str, *, config: TrainConfig, settings: ExportConfig | None = None) -> dict[str, Any]:
     """Writes the model of a checkpoint (or of a run: the one to use) into folder `out`, which appears complete or not at all;
-    what it holds is the workload's affair. Returns what there is to tell of it, out and checkpoint.
+    its content depends on the workload. Returns the workload's report, out and checkpoint.
 
     Raises InputError for an unusable checkpoint, a model that cannot be exported so, a click model whose export would score
     otherwise, and where `out` exists.

@@ -110,7 +110,7 @@ def write_onnx(opened: OpenedExport, path: str) -> None:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without what PyTorch's exporter tells of itself: operators of packages that are not here, uses it deprecates."""
+    """Without what PyTorch's exporter logs: operators of packages that are not here, uses it deprecates."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -85,7 +85,7 @@ def parity_rows(config: TrainConfig, preprocessor: Preprocessor, *, settings: Ex
         return _read(index, (0, index.rows), preprocessor, settings, origin=f"rows of {path}")
     try:
         return _of_the_run(config, preprocessor, settings, cache)
-    except (InputError, OSError) as error:  # moved, removed, out of reach: the checkpoint alone is what must be there
+    except (InputError, OSError) as error:  # moved, removed or unavailable: only the checkpoint must be there
         path = config.eval_data.path or config.train_data.path or "none"
         fault = f"no rows of the run's log, {path}, which cannot be read ({' '.join(str(error).split())})"
         if not settings.ignore_parity:

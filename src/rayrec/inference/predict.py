@@ -34,7 +34,7 @@ def predict(
     `logit` float32 and, where there is one, `label`.
 
     `row` is the 0-based position in the input, its files one after the other; a faulty line has a position but no
-    prediction. The input is opened now (a log is indexed); it is scored when the Dataset is read, each time anew. `config` is
+    prediction. The input is opened now (a log is indexed); it is scored when the Dataset is read, each time again. `config` is
     that of the checkpoint's config.yaml; `batch_rows` None leaves it to the workload. Raises InputError for an unusable
     checkpoint or input; what is damaged later fails the read.
     """
@@ -53,9 +53,9 @@ def predict_to(
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Writes what `predict` gives as part-00000.parquet, part-00001.parquet, ... into folder `out`, which appears
-    complete or not at all. A killed call made again goes on where it stopped, and the files' bytes do not show it.
+    complete or not at all. After a kill, the same call resumes where it stopped, and the files' bytes do not show it.
 
-    Returns rows, what the workload tells of them, out, checkpoint, and rows_per_s of this call, from the start of scoring to
+    Returns rows, what the workload reports of them, out, checkpoint, and rows_per_s of this call, from the start of scoring to
     the last file. Raises InputError for an unusable checkpoint or input, damaged weights, where `out` exists, and where an
     unfinished call had other inputs.
     """

@@ -37,16 +37,16 @@ class Unfinished:
     folder: str
     """To write to: OUT.partial, local or a URL."""
     files: list[str] = field(default_factory=list)
-    """Names of the files that OUT shall have; set by who makes it, once they are there."""
+    """Names of the files that OUT shall have; set by the writer, once they are there."""
 
 
 @contextmanager
 def unfinished(out: str, made_of: dict[str, Any]) -> Iterator[Unfinished]:
     """On leaving it without an error, the folder is at `out` with the files that were named. After an error it stays at
-    OUT.partial, to be gone on with by whoever asks for the same, unless it holds nothing yet.
+    OUT.partial, so that the same call resumes it, unless it holds nothing yet.
 
     At a URL, where no folder can be renamed, its files are copied one after the other, and COMPLETE comes last; a process killed
-    meanwhile leaves some, and whoever asks for the same adds the rest. Raises InputError where `out` exists, is being made right
+    meanwhile leaves some, and the same call adds the rest. Raises InputError where `out` exists, is being made right
     now, or was begun of something else than `made_of` (plain JSON values), or nobody knows of what.
     """
     out = storage.absolute(out).rstrip("/")
@@ -119,7 +119,7 @@ def _finish(work: Unfinished, out: str) -> None:
         os.remove(os.path.join(work.folder, name))
     os.rename(work.folder, out)
     storage.sync(os.path.dirname(out))
-    for name in (JOB, _LOCK):  # last: until the folder appeared, whoever is killed can go on
+    for name in (JOB, _LOCK):  # last: until the folder appeared, a killed call can resume
         os.remove(os.path.join(out, name))
 
 
@@ -134,8 +134,8 @@ _HEADER = struct.Struct("<QI")
 class Parts:
     """Writes part-00000.parquet, part-00001.parquet, ... into a folder; a context, behind which the journal is closed.
 
-    In a folder that holds some already it goes on: of a folder at a URL with the last file that is complete, of a local one
-    with the last table.
+    In a folder with some files it resumes: at a URL after the last complete file, in a local folder after the
+    last table.
     """
 
     def __init__(self, folder: str) -> None:
@@ -146,7 +146,7 @@ class Parts:
         place = self._exit.enter_context(tempfile.TemporaryDirectory()) if storage.is_url(folder) else folder
         self._journal = _Journal(os.path.join(place, f"_journal-{self._number:05d}"))
         self.rows = self._rows_of_files() + self._journal.rows
-        """Written so far, by whoever began too."""
+        """Written so far, including earlier calls."""
 
     def __enter__(self) -> Parts:
         return self

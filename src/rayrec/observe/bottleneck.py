@@ -53,7 +53,7 @@ class DataSide:
     store_fill: float | None
     """Share of the object store in use, half of the time at least; None where it was not watched."""
     spilled_bytes: int
-    """From the object store to disk, by whoever uses it, in the time looked at."""
+    """Bytes that went from the object store to disk, of all its users, in this time."""
     spilling_share: float
     """Of the events, those in which more was spilled than in the one before."""
 
@@ -64,7 +64,7 @@ class DataSide:
 
 
 def data_side(events: Iterable[Event]) -> DataSide | None:
-    """Of all data events but the first behind each start (where others tell of rows): its time is that of the start. Those in
+    """Of all data events but the first behind each start (if others contain rows): its time is that of the start. Those in
     which no block was taken in use count with their time: the next block was made in it. None without any."""
     attempts = list(_attempts(events))
     # What was spilled is told since the attempt began, so each event has to be held against the one before.

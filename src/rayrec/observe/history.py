@@ -24,7 +24,7 @@ class Restart:
 
 
 def restarts(events: Iterable[Mapping[str, Any]]) -> list[Restart]:
-    """Every restart that the events of a run (in order of time) tell of. Pure."""
+    """Every restart in the events of a run (in order of time). Pure."""
     found: list[Restart] = []
     alive_s: float | None = None
     step, cause = 0, None
@@ -60,7 +60,7 @@ def restarts(events: Iterable[Mapping[str, Any]]) -> list[Restart]:
 
 
 def costs(events: Iterable[Mapping[str, Any]], *, train_s: float) -> dict[str, Any]:
-    """The part of a run's summary that tells of restarts and saves. Pure."""
+    """The part of a run's summary about restarts and saves. Pure."""
     events = list(events)
     again = restarts(events)
     stall_s = sum(event["stall_s"] for event in events if event["kind"] == "checkpoint")

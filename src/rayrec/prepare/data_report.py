@@ -20,7 +20,7 @@ SUSPICIOUS_AUROC = 0.85
 
 @dataclass(frozen=True, kw_only=True)
 class Gates(Config):
-    """What a log must fulfil. Each file is held to the rates too, not only the whole log."""
+    """Limits that a log must meet. Those of rates apply to each file too, not only to the whole log."""
 
     max_bad_fraction: float | None = None
     """Share of faulty rows; None: as max_bad_fraction of the preparation says."""
@@ -104,7 +104,7 @@ def warnings_of(content: dict[str, Any]) -> Iterator[str]:
     sampled = content["duplicates"]["sampled"]
     if sampled < 1:
         yield (
-            f"duplicate rows were looked for among {sampled:.3%} of the different rows, for want of memory; raise "
+            f"duplicate rows were looked for among {sampled:.3%} of the different rows, to limit memory; raise "
             "--memory-bytes to look at more"
         )
 
@@ -125,12 +125,12 @@ def failures_of(content: dict[str, Any], gates: Gates) -> list[Failure]:
             "max_bad_fraction",
             [_Value(content["bad_fraction"], path)],
             f"{{:.3%}} of the rows are faulty{example}",
-            "mend the log",
+            "fix the log",
         ),
         ("min_rows", [_Value(content["rows"], path)], "{:,} good rows", "give more data"),
         ("min_label_rate", rates, "{:.3%} of the labels are clicks", "see how the log was sampled"),
         ("max_label_rate", rates, "{:.3%} of the labels are clicks", "see how the log was sampled"),
-        ("max_missing_rate", missing, "{:.3%} of the rows lack a value", "mend the source, leave the column out"),
+        ("max_missing_rate", missing, "{:.3%} of the rows lack a value", "fix the source, leave the column out"),
         ("max_unknown_rate", unknown, "{:.3%} of the values are unknown", "make the vocabulary from newer rows"),
         ("max_drift", drift, "{:.4f} in total variation from the first slice", "see what changed, train on newer rows"),
         (

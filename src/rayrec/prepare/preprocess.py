@@ -93,8 +93,8 @@ def preprocess(
     console: Console,
 ) -> dict[str, Any]:
     """Writes the log's rows as model inputs into folder `out`, which appears complete or not at all; called again after
-    it was interrupted, it goes on where it stopped. The Preprocessor is that of a folder, or counted from the log. With
-    format `mds`, what lies at `path` is plain text instead, see rayrec.prepare.text.preprocess_text.
+    it was interrupted, it resumes where it stopped. The Preprocessor is that of a folder, or counted from the log. With
+    format `mds`, `path` is plain text instead, see rayrec.prepare.text.preprocess_text.
 
     Raises InputError for an unusable log, a Preprocessor of another schema, a format that cannot hold the rows, an option
     that means nothing for the format, or where `out` exists.

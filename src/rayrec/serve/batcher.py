@@ -122,7 +122,7 @@ def _tell(jobs: list[_Job], done: Done) -> None:
     """Gives each job its own of what was scored together."""
     error = RequestError(503, "the server ends", headers=_RETRY) if done.cancelled() else done.exception()
     for number, job in enumerate(jobs):
-        if job.answer.done():  # whoever asked has gone
+        if job.answer.done():  # the caller has gone
             continue
         if error is not None:
             job.answer.set_exception(error)

@@ -72,7 +72,7 @@ class Ledger:
 
     def _judge(self, told: Status) -> None:
         for serial, cause in told.failures.items():
-            # Who serves another model fails at going back, and does not try again; who serves none yet has been started anew.
+            # A replica with another model fails to roll back, and does not retry; one without a model was restarted.
             if serial not in self._settled or told.model:
                 self._failures.setdefault(serial, cause)
         model = self.wanted.model
@@ -93,7 +93,7 @@ class Ledger:
         self._change(configured=configured)
 
     def swap(self, path: str) -> int:
-        """Wants another model, or the same path's anew; returns its serial."""
+        """Wants another model, or the same path's again; returns its serial."""
         source = Source(self.wanted.generation + 1, path)
         self._earlier = self.wanted.previous
         self._change(model=source, previous=self.wanted.model)

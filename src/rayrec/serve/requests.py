@@ -21,7 +21,7 @@ _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
 
 class RequestError(Exception):
-    """A request that is not answered with scores: its status, and what to tell whoever sent it."""
+    """A request that is not answered with scores: its status, and the message to its sender."""
 
     def __init__(
         self,

@@ -91,7 +91,7 @@ def _serving(
 
     joined = ray.is_initialized()
     reached = cluster.connect(address, num_cpus=None, object_store_bytes=None, log_to_driver=console.verbose)
-    quieten()  # Ray sets its loggers up anew
+    quieten()  # Ray sets its loggers up again
     own_ray = not joined and not (address or os.environ.get("RAY_ADDRESS"))
     if own_ray:
         _require_free_port(config)
@@ -148,7 +148,7 @@ def _deploy(config: ServeConfig, digest: bytes | None, board: BoardHandle, path:
 
 @contextlib.contextmanager
 def _hushed() -> Iterator[None]:
-    """Without what Ray Serve tells of its start, for which it sets its logger up itself."""
+    """Without Ray Serve's logs of its start, for which it sets its logger up itself."""
     logging.disable(logging.INFO)
     try:
         yield
@@ -266,7 +266,7 @@ class _Watch:
         except ray.exceptions.ActorDiedError:
             return False
         except ray.exceptions.RayError:
-            return True  # the board is started anew; the next look finds it
+            return True  # the board is started again; the next look finds it
         for serial, cause in found["failures"].items():
             if self._failures.get(serial) != cause:
                 self._console.note(f"not served: {cause}; what was served goes on")
@@ -331,7 +331,7 @@ def choose(run: str, which: Literal["newest", "best"]) -> str | None:
             return checkpoint.path
         if found[0] is not None:
             scored.append((found[0], checkpoint.path))
-    return max(scored, key=lambda entry: entry[0])[1] if scored else None  # the first, hence the newest, of equal ones
+    return max(scored, key=lambda entry: entry[0])[1] if scored else None  # the first, and so the newest, of equal ones
 
 
 def _score(checkpoint: Checkpoint) -> tuple[float | None] | None:

@@ -197,7 +197,7 @@ def test_what_nobody_knows_the_origin_of_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("killed_at", ["rename", "remove"])
 def test_killed_while_the_folder_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str) -> None:
-    """Whoever asks again finds either all that it takes to go on or the folder."""
+    """The same call finds either everything that it needs to resume, or the folder."""
     out, killed = tmp_path / "out", unfinished(str(tmp_path / "out"), MADE_OF)
     work = killed.__enter__()
     Path(work.folder, "a").write_text("1")

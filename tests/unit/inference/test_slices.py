@@ -1,4 +1,4 @@
-"""Metrics by slices: each row in one slice, named as the log names it; and what is told of them."""
+"""Metrics by slices: each row in one slice, named as the log names it; and what is reported of them."""
 
 from __future__ import annotations
 

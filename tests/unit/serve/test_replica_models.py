@@ -111,7 +111,7 @@ def test_going_back_needs_no_loading() -> None:
     hosting.apply(Wanted(3, Source(1, "b"), previous=Source(0, "a")))
     assert hosting.model is MODELS["b"]
     assert opened == ["a", "b"]
-    hosting.apply(Wanted(4, Source(4, "b")))  # wished for anew: the folder may hold something else now
+    hosting.apply(Wanted(4, Source(4, "b")))  # wished for again: the folder may hold something else now
     assert opened == ["a", "b", "b"]
 
 
@@ -254,7 +254,7 @@ def test_what_all_have_served_is_not_given_up_for_one_that_comes_later() -> None
     failed = Status(failures={first.serial: "the store was out"})
     _tell(ledger, "one", failed, 0)
     assert ledger.change(first.serial).state == "failed"
-    _tell(ledger, "one", _serves(first), 1)  # Ray Serve started it anew
+    _tell(ledger, "one", _serves(first), 1)  # Ray Serve started it again
     assert ledger.describe()["failures"] == {}
     second = Source(ledger.swap("b"), "b")
     _tell(ledger, "one", _serves(second), 2)
@@ -468,7 +468,7 @@ def test_a_run_is_followed(board: _Board, tmp_path: Path) -> None:
     assert board.ledger.wanted == Wanted(1, Source(1, newest), previous=Source(0, board.ledger.wanted.previous.path))
     board.ledger.roll_back()
     assert watch.look()
-    watch.follow(run, "newest")  # whoever went back wanted that
+    watch.follow(run, "newest")  # after a rollback that is what the user wants
     assert board.ledger.wanted.model.serial == 0
 
 
@@ -498,7 +498,7 @@ def test_following_outlives_its_store_and_its_board(
             watch.follow(str(tmp_path), "newest")
             assert watch.look()
     _save(tmp_path, 20, None)
-    board.trouble = ray.exceptions.ActorUnavailableError("it starts anew", b"\0" * 16)
+    board.trouble = ray.exceptions.ActorUnavailableError("it starts again", b"\0" * 16)
     watch.follow(str(tmp_path), "newest")
     assert watch.look()
     board.trouble = None
