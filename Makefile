@@ -93,7 +93,7 @@ fuzz: $(FUZZER) ## random inputs for the C kernels under AddressSanitizer and UB
 chaos: setup ## SEEDS=10 runs, something killed every few seconds for CHAOS_S=120 seconds; all must end with the same weights
 	@$(RUN)/python tests/chaos.py --seeds $(SEEDS) --seconds $(CHAOS_S)
 
-check: lint format types layers spelling ## lint, types, layers, spelling (make -k check: all of them, failed or not)
+check: lint format types layers spelling words ## lint, types, layers, spelling, words (make -k check: all of them, failed or not)
 
 lint: setup
 	@echo "check: ruff check"; $(RUN)/ruff check --quiet .
