@@ -11,7 +11,7 @@ _COLUMNS = ("rows", "label_rate", "auroc", "logloss", "normalized_entropy", "cal
 
 
 def readable(found: dict[str, Any]) -> str:
-    """The result of `evaluate` as text: a line for each metric with its interval and comparison, then a table for each slicing."""
+    """The result of `evaluate` as text: a line per metric with its interval and comparison, then a table for each slice."""
     return "\n".join(line for block in _blocks(found) for line in block)
 
 
