@@ -63,6 +63,63 @@ def test_files_are_named_for_what_they_hold(path: Path) -> None:
     assert not re.search(r"util|helper|manager|misc|common", path.stem)
 
 
+INTERNALS = (
+    re.compile(r"(ray|torch|torchrec)(\.\w+)*\._\w+"),
+    re.compile(r"ray\.(core\.generated|dashboard\.modules|serve\.context|train\.v2)(\.|$)"),
+)
+NOT_OF_RAY_OR_TORCH = {
+    "os._exit",
+    "ctypes._NamedFuncPointer",
+    "self._dataset._cache_filelock",  # MosaicML Streaming
+    "self._dataset._shard_states",
+    "importlib.import_module('streaming.base.dataset')._ShardState",
+}
+
+
+def _private_names(tree: ast.AST) -> Iterator[str]:
+    """Imports of private names, and private attributes of objects that the module does not define itself."""
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    own |= {
+        node.target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    of_self = {id(node) for node in attributes if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")}
+    own |= {node.attr for node in attributes if id(node) in of_self}
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        yield from (name for name in names if any(pattern.match(name) for pattern in INTERNALS))
+    for node in attributes:
+        private = node.attr.startswith("_") and not node.attr.startswith("__")
+        if private and id(node) not in of_self and node.attr not in own:
+            yield ast.unparse(node)
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if path.parent.name != "compat"], ids=_relative)
+def test_private_names_of_ray_and_torch_are_in_compat_only(path: Path) -> None:
+    assert set(_private_names(ast.parse(path.read_text()))) <= NOT_OF_RAY_OR_TORCH
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from ray._private import state",
+        "from torch.distributed.remote_device import _remote_device",
+        "import ray.train.v2._internal.constants",
+        "from ray.train.v2.api import data_parallel_trainer",
+        "node = ray._private.worker._global_node",
+        "group = tensor._process_group",
+    ],
+)
+def test_a_private_name_is_found(line: str) -> None:
+    assert list(_private_names(ast.parse(line)))
+
+
 def _own_files() -> Iterator[Path]:
     """What git tracks or would track; in an unpacked archive, what a checkout holds."""
     command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]

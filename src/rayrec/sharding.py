@@ -250,13 +250,13 @@ def _allowed_types(config: ShardingConfig, *, device: str, per_node: list[int]) 
 
 def _place_on(plan: ShardingPlan, devices: Sequence[str]) -> None:
     """Names the ranks' own devices in a plan; TorchRec names them by the rank's number within a node of equal size."""
-    from torch.distributed.remote_device import _remote_device
+    from rayrec.compat.torch_compat import remote_device
 
     for module_plan in plan.plan.values():
         for sharding in module_plan.values():
             for shard in sharding.sharding_spec.shards if sharding.sharding_spec is not None else ():
                 rank = shard.placement.rank()
-                shard.placement = _remote_device(f"rank:{rank}/{devices[rank]}")
+                shard.placement = remote_device(f"rank:{rank}/{devices[rank]}")
 
 
 def placements(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes) -> list[TablePlacement]:

@@ -58,8 +58,9 @@ class LocalTensors:
     """The tensors a rank holds as torch's planner sees them. Raises TypeError for what a checkpoint cannot hold."""
 
     def __init__(self, tensors: dict[str, Any]) -> None:
-        from torch.distributed._shard.sharded_tensor import ShardedTensor
         from torch.distributed.checkpoint import DefaultSavePlanner
+
+        from rayrec.compat.torch_compat import ShardedTensor
 
         self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._planner.set_up_planner(tensors)

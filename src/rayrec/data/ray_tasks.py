@@ -23,12 +23,10 @@ import pyarrow as pa
 import ray
 import ray.data
 from ray.data import Datasource, ExecutionOptions, ExecutionResources, ReadTask
-from ray.data._internal.execution.backpressure_policy import ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY
-from ray.data._internal.execution.backpressure_policy.backpressure_policy import BackpressurePolicy
-from ray.data._internal.execution.interfaces import PhysicalOperator
 from ray.data.block import BlockMetadata
 
 from rayrec import storage
+from rayrec.compat.ray_compat import ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, BackpressurePolicy, PhysicalOperator
 from rayrec.config import InputError
 from rayrec.data.engine import STOP_ASKED, Shared
 from rayrec.data.placement import TaskPlacement
@@ -112,12 +110,13 @@ class _Bounded(BackpressurePolicy):
     def __init__(self, data_context: Any, topology: Any, resource_manager: Any, *, bounds: Bounds) -> None:
         super().__init__(data_context, topology, resource_manager)
         self._bounds = bounds
+        self._operators = topology
 
     def can_add_input(self, op: PhysicalOperator) -> bool:
         active = op.num_active_tasks()
         return (
             active < self._bounds.tasks
-            and active + self._topology[op].total_enqueued_output_blocks() < self._bounds.blocks
+            and active + self._operators[op].total_enqueued_output_blocks() < self._bounds.blocks
         )
 
 

@@ -221,7 +221,8 @@ def alive_nodes(*, probe: bool = False, free: bool = False) -> list[Node]:
     Ray needs some 15 s to see that one is gone, and a reservation of workers on it waits in vain. With `free` their
     resources are those that nobody holds now."""
     import ray
-    from ray._private import state  # of nodes that are to go, and of what is free on each, Ray tells nowhere else
+
+    from rayrec.compat.ray_compat import state
 
     leaving = state.state.get_draining_nodes()
     left = state.available_resources_per_node() if free else {}

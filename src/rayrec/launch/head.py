@@ -34,7 +34,7 @@ def require_head(address: str, *, source: str) -> None:
     _require_listener(host, port, source)
     if address.startswith(_CLIENT):
         return
-    from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+    from rayrec.compat.ray_compat import maybe_enable_token_auth_if_token_available
 
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     mode = os.environ.get("RAY_AUTH_MODE")
@@ -61,7 +61,7 @@ def require_head(address: str, *, source: str) -> None:
 
 
 def _host_and_port(address: str, source: str) -> tuple[str, int]:
-    from ray._private import services
+    from rayrec.compat.ray_compat import services
 
     try:
         found = services.canonicalize_bootstrap_address(address.removeprefix(_CLIENT))
@@ -92,9 +92,9 @@ def _ask(target: str, source: str) -> _Answer:
     """Asks a head whether it is alive, with a token if this process presents one."""
     import grpc
     import ray
-    from ray._private.grpc_utils import init_grpc_channel
-    from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
     from ray.exceptions import AuthenticationError
+
+    from rayrec.compat.ray_compat import gcs_service_pb2, gcs_service_pb2_grpc, init_grpc_channel
 
     try:
         with init_grpc_channel(target) as channel:

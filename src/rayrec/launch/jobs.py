@@ -13,11 +13,10 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 import requests
-from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
-from ray.dashboard.modules.dashboard_sdk import SubmissionClient
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobSubmissionClient
 
+from rayrec.compat.ray_compat import SubmissionClient, maybe_enable_token_auth_if_token_available
 from rayrec.config import InputError
 from rayrec.launch.policy import shell_status
 

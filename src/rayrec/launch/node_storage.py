@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from rayrec import storage
+from rayrec.compat import ray_compat
 from rayrec.config import InputError
 from rayrec.storage.stores import SENT_SETTINGS, is_s3
 
@@ -53,10 +54,9 @@ def require_reachable(paths: Iterable[str | None]) -> None:
     Raises InputError, within some seconds, which names the first node that does not, if this process itself reaches the store.
     A store that this process does not reach either is left to the command, and so is a node that starts no task in 60 s.
     """
-    import ray
 
     urls = sorted({_folder(path) for path in paths if path is not None and is_s3(path)})
-    node = ray._private.worker._global_node  # type: ignore[attr-defined]
+    node = ray_compat.local_node()
     if not urls or node is None or node.is_head():
         return
     urls = [url for url in urls if trouble_with([url], patience_s=0.0) is None]

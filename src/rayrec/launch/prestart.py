@@ -14,10 +14,9 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from rayrec.compat.ray_compat import SETUP_HOOK_VARIABLE as HOOK
 from rayrec.launch.cluster import local_environment
 
-HOOK: Final = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
-"""The variable in which Ray passes a process the `worker_process_setup_hook` of its runtime environment."""
 _IMPORT_MODULES: Final = f"{__name__}.import_modules"
 _MODULES: Final = "RAYREC_WORKER_MODULES"
 _TIMEOUT_S: Final = 10.0
@@ -61,7 +60,7 @@ def is_possible() -> bool:
 def of_train_workers(variables: Mapping[str, str]) -> str:
     """The runtime environment of Ray Train's workers that were given `variables`, as Ray writes it for a job that has none: they
     inherit what Ray Train gives its controller."""
-    from ray.train.v2._internal.constants import get_env_vars_to_propagate
+    from rayrec.compat.ray_compat import get_env_vars_to_propagate
 
     of_controller = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **local_environment(), **get_env_vars_to_propagate()}
     return json.dumps({"env_vars": {**of_controller, **variables}}, sort_keys=True, separators=(",", ":"))
@@ -70,8 +69,7 @@ def of_train_workers(variables: Mapping[str, str]) -> str:
 def start_actors_of_data() -> None:
     """Starts the actors that Ray Data has one of in a cluster. If the first Dataset were that of a worker, they would inherit its
     environment, and import what they do not need."""
-    from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator
-    from ray.data._internal.stats import get_or_create_stats_actor
+    from rayrec.compat.ray_compat import default_autoscaling_coordinator, get_or_create_stats_actor
 
     get_or_create_stats_actor()
     default_autoscaling_coordinator.get_or_create_autoscaling_coordinator()
@@ -83,8 +81,13 @@ def prestart(node: Mapping[str, Any], runtime_env: str, *, num_processes: int, k
     the workers' processes are started when they are needed, which only takes longer."""
     import grpc
     import ray
-    from ray._private.grpc_utils import init_grpc_channel
-    from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_grpc
+
+    from rayrec.compat.ray_compat import (
+        common_pb2,
+        init_grpc_channel,
+        node_manager_pb2,
+        node_manager_pb2_grpc,
+    )
 
     request = node_manager_pb2.PrestartWorkersRequest(  # type: ignore[attr-defined]  # protobuf makes it at run time
         language=common_pb2.PYTHON,  # type: ignore[attr-defined]

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from rayrec.compat.torch_compat import linear_pointwise, onednn_has_bfloat16
+
 Precision = Literal["fp32", "bf16"]
 
 # Below these widths oneDNN's set-up costs more than its product (measured at 1,024 to 8,192 rows).
@@ -32,14 +34,14 @@ def _linear(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, relu: bool, fused: bool
 ) -> torch.Tensor:
     if fused and weight.shape[0] >= _NARROW_OUTPUT:
-        return torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "relu" if relu else "none", [], "")
+        return linear_pointwise(inputs, weight, bias, "relu" if relu else "none")
     output = functional.linear(inputs, weight, bias)
     return output.relu_() if relu else output
 
 
 def _input_gradient(gradient: torch.Tensor, weight: torch.Tensor, *, fused: bool) -> torch.Tensor:
     if fused and weight.shape[0] >= _NARROW_OUTPUT:
-        return torch.ops.mkldnn._linear_pointwise(gradient, weight.t(), None, "none", [], "")
+        return linear_pointwise(gradient, weight.t(), None, "none")
     return gradient @ weight
 
 
@@ -49,13 +51,13 @@ def _weight_gradient(gradient: torch.Tensor, inputs: torch.Tensor, *, fused: boo
         return gradient.t() @ inputs
     if input_major and fused and gradient.dtype == torch.float32 and inputs.shape[1] < gradient.shape[1]:
         # oneDNN copies the transposed first factor, here the smaller of the two; and nothing is left to lay out again.
-        return torch.ops.mkldnn._linear_pointwise(inputs.t(), gradient.t(), None, "none", [], "").t()
+        return linear_pointwise(inputs.t(), gradient.t(), None, "none").t()
     if inputs.shape[1] < _NARROW_INPUT:  # few inputs: the transposed product is up to three times faster
         if fused and gradient.dtype == torch.float32:
-            return torch.ops.mkldnn._linear_pointwise(inputs.t(), gradient.t(), None, "none", [], "").t().contiguous()
+            return linear_pointwise(inputs.t(), gradient.t(), None, "none").t().contiguous()
         return (inputs.t() @ gradient).t().contiguous()
     if fused and gradient.dtype == torch.float32:
-        return torch.ops.mkldnn._linear_pointwise(gradient.t(), inputs.t(), None, "none", [], "")
+        return linear_pointwise(gradient.t(), inputs.t(), None, "none")
     return gradient.t() @ inputs
 
 
@@ -125,7 +127,7 @@ def onednn_multiplies(dtype: torch.dtype) -> bool:
     """Whether oneDNN has matrix products of a type on this CPU: it has bfloat16 only with AVX-512 or AMX."""
     if not torch.backends.mkldnn.is_available():
         return False
-    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype != torch.bfloat16 or onednn_has_bfloat16()
 
 
 def _has_onednn(inputs: torch.Tensor) -> bool:

@@ -37,11 +37,12 @@ class ServeInstance:
 
 def find_instance(application: str) -> ServeInstance | None:
     """Ray Serve on the cluster this process is connected to; None if it does not run there."""
-    from ray.serve.context import _get_global_client
     from ray.serve.exceptions import RayServeException
 
+    from rayrec.compat.ray_compat import get_global_client
+
     try:
-        client: Any = _get_global_client()
+        client: Any = get_global_client()
     except RayServeException:
         return None
     found: dict[str, Any] = client.get_serve_details()

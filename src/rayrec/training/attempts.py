@@ -14,13 +14,11 @@ from typing import Any, Final
 
 import ray
 import ray.train
-from ray._raylet import PlacementGroupID
-from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
-from ray.train.v2.api import data_parallel_trainer
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from rayrec import storage
 from rayrec.checkpoint import latest, write_token
+from rayrec.compat.ray_compat import ControllerCallback, PlacementGroupID, WorkerGroupCallback, data_parallel_trainer
 from rayrec.config import InputError
 from rayrec.data.ray_tasks import RayEngine
 from rayrec.launch import cluster, prestart

@@ -9,6 +9,8 @@ from typing import Final
 
 import torch
 
+from rayrec.compat.torch_compat import linear_pointwise
+
 _WINDOW_S: Final = 0.04
 """Of measuring on a CPU. The clock of its cores is up by then; a worker's start is not the place for more."""
 
@@ -36,7 +38,7 @@ def multiply_adds_per_s(device: torch.device, *, precision: str) -> float:
     right = torch.randn(columns, inner, generator=generator).to(dtype)
     products: list[Callable[[], torch.Tensor]] = [lambda: torch.nn.functional.linear(left, right)]
     if torch.backends.mkldnn.is_available():
-        products.append(lambda: torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], ""))
+        products.append(lambda: linear_pointwise(left, right, None, "none"))
     with torch.no_grad():
         return rows * inner * columns / _shortest_of(products)
 

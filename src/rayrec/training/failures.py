@@ -6,9 +6,9 @@ from typing import final
 
 import ray
 import ray.train
-from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
-from ray.train.v2.api.exceptions import ControllerError, PreemptionError
+from ray.train import ControllerError, PreemptionError
 
+from rayrec.compat.ray_compat import WorkerGroupStartupTimeoutError
 from rayrec.config import InputError
 from rayrec.training.error_lines import line_of
 from rayrec.workloads.base import FailureConfig

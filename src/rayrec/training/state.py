@@ -18,11 +18,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
 
 from rayrec.checkpoint import Checkpoint, restore, untied
 from rayrec.checkpoint.ranks import Ranks
+from rayrec.compat.torch_compat import (
+    Shard,
+    ShardedTensor,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+    sharded_tensor,
+)
 from rayrec.config import InputError
 
 Columns = tuple[int, int]
@@ -144,14 +150,14 @@ class _Part:
         everywhere = {_rows(metadata): metadata.placement for metadata in self.table.metadata().shards_metadata}
         placements = everywhere | _placements(self.table.local_shards())
         shards = {rows: ShardMetadata([rows[0]], [rows[1]], placements[rows]) for rows in sorted(placements)}
-        return ShardedTensor._init_from_local_shards_and_global_metadata(
+        return sharded_tensor(
             [Shard(state, shards[rows]) for rows, state in states.items()],
             ShardedTensorMetadata(
                 shards_metadata=list(shards.values()),
                 size=torch.Size(self.table.size()[:1]),
                 tensor_properties=TensorProperties(dtype=next(iter(states.values())).dtype),
             ),
-            process_group=self.table._process_group,
+            like=self.table,
         )
 
     def covering(self, stored: list[Columns]) -> list[Columns]:

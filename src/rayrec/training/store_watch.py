@@ -59,6 +59,6 @@ class StoreWatch:
 
 def _store_stats() -> Any:
     """Of all nodes, as `ray memory --stats-only` has them. Ray 2.60 has no public function for it."""
-    from ray._private import internal_api, state
+    from rayrec.compat.ray_compat import internal_api, state
 
     return internal_api.get_memory_info_reply(state.state, timeout_seconds=_TIMEOUT_S).store_stats

@@ -13,6 +13,7 @@ from typing import Any, final
 import torch
 from torch import distributed
 
+from rayrec.compat.torch_compat import call_at_end_of_backward
 from rayrec.observe.time_split import PHASES
 
 OTHER = "other"
@@ -218,7 +219,7 @@ def notice_exchange(clock: StepClock, loss: torch.Tensor) -> None:
 
 def _at_the_end(clock: StepClock, gradient: torch.Tensor) -> None:
     # Callbacks are called in the order they are queued in, and theirs follow.
-    torch.autograd.Variable._execution_engine.queue_callback(partial(_computed, clock))
+    call_at_end_of_backward(partial(_computed, clock))
 
 
 def _computed(clock: StepClock) -> None:

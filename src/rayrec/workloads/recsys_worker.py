@@ -21,6 +21,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from rayrec import machine, storage
 from rayrec.checkpoint.ranks import Ranks
+from rayrec.compat.torch_compat import move_wrapped_module
 from rayrec.config import InputError
 from rayrec.data import ready
 from rayrec.data.loader import ClickLoader
@@ -267,7 +268,7 @@ class Unwrapped(DataParallelWrapper):
     """Moves the replicated part to the device, and no more: one worker has nobody to average gradients with."""
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        dmp._dmp_wrapped_module = dmp._dmp_wrapped_module.to(device)  # as TorchRec's own wrappers do
+        move_wrapped_module(dmp, device)
 
 
 def make_pipeline(

@@ -9,10 +9,10 @@ from typing import Any, final
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from rayrec.batch import Batch
+from rayrec.compat.torch_compat import TorchDispatchMode, operator_of, uncounted_operators
 from rayrec.data.rows import RowSource
 from rayrec.workloads.base import WorkerContext
 from rayrec.workloads.replicated import ReplicatedWorkload
@@ -28,10 +28,7 @@ def _linear_flop(inputs: Any, weight: Any, *arguments: Any, out_val: Any = None,
     return 2 * math.prod(inputs.shape) * weight.shape[0]
 
 
-_UNCOUNTED: dict[Any, Callable[..., int]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flop,
-    **({torch.ops.mkldnn._linear_pointwise: _linear_flop} if torch.backends.mkldnn.is_available() else {}),
-}
+_UNCOUNTED = uncounted_operators(_attention_flop, _linear_flop)
 """Products that torch 2.13 does not count on its own."""
 
 
@@ -53,7 +50,7 @@ class CountProducts(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        packet = function._overloadpacket
+        packet = operator_of(function)
         count = _UNCOUNTED.get(packet) or flop_registry.get(packet)
         if count is not None:
             self.operations += count(*args, **(kwargs or {}), out_val=result)

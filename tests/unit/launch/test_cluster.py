@@ -136,7 +136,7 @@ def test_nodes_that_are_to_go_are_no_room(monkeypatch: pytest.MonkeyPatch) -> No
         state=SimpleNamespace(get_draining_nodes=lambda: {"leaving": 0}),
         available_resources_per_node=lambda: {"one": {"CPU": 1.0}, "leaving": {"CPU": 4.0}},
     )
-    monkeypatch.setattr(ray._private, "state", state)
+    monkeypatch.setattr("rayrec.compat.ray_compat.state", state)
     assert alive_nodes() == [Node("one", {"CPU": 4.0}), Node("two", {"CPU": 4.0})]
     assert alive_nodes(free=True) == [Node("one", {"CPU": 1.0}), Node("two", {})]
 

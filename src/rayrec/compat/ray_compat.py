@@ -1,0 +1,130 @@
+"""Private names of Ray, each imported when it is first used. Loads no part of Ray itself."""
+
+# ruff: noqa: F401  # the names are for other modules
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from rayrec.compat import PrivateName, resolve
+
+if TYPE_CHECKING:
+    from ray._private import internal_api, services, state
+    from ray._private.authentication.authentication_token_setup import (
+        maybe_enable_token_auth_if_token_available,
+    )
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray._raylet import PlacementGroupID
+    from ray.core.generated import (
+        common_pb2,
+        gcs_service_pb2,
+        gcs_service_pb2_grpc,
+        node_manager_pb2,
+        node_manager_pb2_grpc,
+    )
+    from ray.dashboard.modules.dashboard_sdk import SubmissionClient
+    from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator
+    from ray.data._internal.execution.backpressure_policy import (
+        ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY,
+    )
+    from ray.data._internal.execution.backpressure_policy.backpressure_policy import (
+        BackpressurePolicy,
+    )
+    from ray.data._internal.execution.interfaces import PhysicalOperator
+    from ray.data._internal.stats import get_or_create_stats_actor
+    from ray.serve.context import _get_global_client as get_global_client
+    from ray.train.v2._internal.constants import get_env_vars_to_propagate
+    from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+    from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
+    from ray.train.v2.api import data_parallel_trainer
+
+SETUP_HOOK_VARIABLE: Final = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
+"""The variable in which Ray passes a process the `worker_process_setup_hook` of its runtime environment. Ray's constant is in
+a module that takes long to import."""
+
+_POLICIES: Final = "ray.data._internal.execution.backpressure_policy"
+
+NAMES: Final = {
+    "internal_api": PrivateName(
+        "ray._private.internal_api", None, "Fill level of the object store; Ray has no public function for it."
+    ),
+    "services": PrivateName("ray._private.services", None, "Resolves an address of a cluster as ray.init does."),
+    "state": PrivateName("ray._private.state", None, "Nodes that Ray drains, and the free resources of each node."),
+    "maybe_enable_token_auth_if_token_available": PrivateName(
+        "ray._private.authentication.authentication_token_setup",
+        "maybe_enable_token_auth_if_token_available",
+        "Presents the user's token to a cluster at an explicit address; Ray does so for its own addresses only.",
+    ),
+    "init_grpc_channel": PrivateName(
+        "ray._private.grpc_utils", "init_grpc_channel", "Opens a gRPC channel with Ray's TLS settings and token."
+    ),
+    "PlacementGroupID": PrivateName(
+        "ray._raylet", "PlacementGroupID", "Removes a placement group of which only the id in text is known."
+    ),
+    "common_pb2": PrivateName("ray.core.generated.common_pb2", None, "Language of a PrestartWorkers request."),
+    "gcs_service_pb2": PrivateName("ray.core.generated.gcs_service_pb2", None, "CheckAlive request to a head."),
+    "gcs_service_pb2_grpc": PrivateName(
+        "ray.core.generated.gcs_service_pb2_grpc", None, "Asks a head whether it is alive, with a deadline."
+    ),
+    "node_manager_pb2": PrivateName("ray.core.generated.node_manager_pb2", None, "PrestartWorkers request."),
+    "node_manager_pb2_grpc": PrivateName(
+        "ray.core.generated.node_manager_pb2_grpc", None, "Asks a node manager to start idle worker processes."
+    ),
+    "SubmissionClient": PrivateName(
+        "ray.dashboard.modules.dashboard_sdk", "SubmissionClient", "Base class of Ray's job client, for timeouts."
+    ),
+    "default_autoscaling_coordinator": PrivateName(
+        "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator",
+        None,
+        "Starts Ray Data's coordinator with the driver's environment, before a worker does.",
+    ),
+    "get_or_create_stats_actor": PrivateName(
+        "ray.data._internal.stats",
+        "get_or_create_stats_actor",
+        "Starts Ray Data's statistics actor with the driver's environment, before a worker does.",
+    ),
+    "ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY": PrivateName(
+        _POLICIES, "ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY", "Selects the policies of a Dataset."
+    ),
+    "BackpressurePolicy": PrivateName(
+        f"{_POLICIES}.backpressure_policy", "BackpressurePolicy", "Base class of the limit on tasks and blocks."
+    ),
+    "PhysicalOperator": PrivateName(
+        "ray.data._internal.execution.interfaces", "PhysicalOperator", "Argument type of a backpressure policy."
+    ),
+    "get_global_client": PrivateName(
+        "ray.serve.context", "_get_global_client", "Details of a running Ray Serve without starting one."
+    ),
+    "get_env_vars_to_propagate": PrivateName(
+        "ray.train.v2._internal.constants",
+        "get_env_vars_to_propagate",
+        "Variables that Ray Train adds to its controller, so that prestarted processes match its workers.",
+    ),
+    "WorkerGroupStartupTimeoutError": PrivateName(
+        "ray.train.v2._internal.exceptions",
+        "WorkerGroupStartupTimeoutError",
+        "Recognizes an attempt that had no room for its workers.",
+    ),
+    "ControllerCallback": PrivateName(
+        "ray.train.v2._internal.execution.callback", "ControllerCallback", "Base class of a replaced callback."
+    ),
+    "WorkerGroupCallback": PrivateName(
+        "ray.train.v2._internal.execution.callback", "WorkerGroupCallback", "Base class of a replaced callback."
+    ),
+    "data_parallel_trainer": PrivateName(
+        "ray.train.v2.api.data_parallel_trainer",
+        None,
+        "Runs one attempt without two callbacks of Ray Train, which have no setting.",
+    ),
+}
+"""Every private name of Ray that rayrec uses, by the name that this module gives it."""
+
+
+def __getattr__(name: str) -> Any:
+    return resolve(NAMES, name, __name__)
+
+
+def local_node() -> Any:
+    """The node that this process started or joined; None if it is not connected. Tells a Ray of its own from a cluster's."""
+    from ray._private import worker
+
+    return worker._global_node

@@ -1,0 +1,95 @@
+"""Private names of torch and TorchRec, each imported when it is first used, and functions for private attributes."""
+
+# ruff: noqa: F401  # the names are for other modules
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from rayrec.compat import PrivateName, resolve
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
+    from torch.distributed.remote_device import _remote_device as remote_device
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torchrec.distributed import DistributedModelParallel
+
+_SHARDED: Final = "torch.distributed._shard.sharded_tensor"
+
+NAMES: Final = {
+    "ShardMetadata": PrivateName(
+        "torch.distributed._shard.metadata", "ShardMetadata", "Place of a shard in a state of a column-sharded table."
+    ),
+    "Shard": PrivateName(_SHARDED, "Shard", "Shard of a state of a column-sharded table."),
+    "ShardedTensor": PrivateName(_SHARDED, "ShardedTensor", "Type of TorchRec's sharded tables and their states."),
+    "ShardedTensorMetadata": PrivateName(_SHARDED, "ShardedTensorMetadata", "Shape of a state that checkpoints store."),
+    "TensorProperties": PrivateName(_SHARDED, "TensorProperties", "Dtype of a state that checkpoints store."),
+    "remote_device": PrivateName(
+        "torch.distributed.remote_device", "_remote_device", "Device of a shard in a plan for nodes of unequal size."
+    ),
+    "TorchDispatchMode": PrivateName(
+        "torch.utils._python_dispatch", "TorchDispatchMode", "Counts operations without torch's compiler."
+    ),
+}
+"""Every private name of torch that rayrec imports, by the name that this module gives it."""
+
+
+def __getattr__(name: str) -> Any:
+    return resolve(NAMES, name, __name__)
+
+
+def linear_pointwise(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+) -> torch.Tensor:
+    """`inputs` (rows, in) times `weight` (out, in) transposed, plus `bias` (out,), by oneDNN in one step; `activation`: "none"
+    or "relu". torch has it for inductor only."""
+    import torch
+
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, activation, [], "")
+    return product
+
+
+def onednn_has_bfloat16() -> bool:
+    """Whether oneDNN multiplies bfloat16 on this CPU; torch has no public function for it."""
+    import torch
+
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def uncounted_operators(attention: Callable[..., int], linear: Callable[..., int]) -> dict[Any, Callable[..., int]]:
+    """Formulas by operator, for the operators of attention and of products on CPU that torch's own table of formulas lacks."""
+    import torch
+
+    found: dict[Any, Callable[..., int]] = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention}
+    if torch.backends.mkldnn.is_available():
+        found[torch.ops.mkldnn._linear_pointwise] = linear
+    return found
+
+
+def operator_of(overload: Any) -> Any:
+    """The operator of an overload that a dispatch mode receives; torch's table of formulas has operators as its keys."""
+    return overload._overloadpacket
+
+
+def call_at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Queues `callback` for the end of the backward pass that is running; DDP and FSDP queue theirs in the same way."""
+    import torch
+
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def sharded_tensor(shards: list[Shard], metadata: ShardedTensorMetadata, like: ShardedTensor) -> ShardedTensor:
+    """A ShardedTensor of this rank's `shards`, in the process group of `like`, without a collective. The public constructors
+    exchange metadata first."""
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+    group: ProcessGroup | None = like._process_group
+    return ShardedTensor._init_from_local_shards_and_global_metadata(shards, metadata, process_group=group)
+
+
+def move_wrapped_module(model: DistributedModelParallel, device: torch.device) -> None:
+    """Moves the module that DistributedModelParallel wraps to `device`, as TorchRec's own wrappers do."""
+    model._dmp_wrapped_module = model._dmp_wrapped_module.to(device)

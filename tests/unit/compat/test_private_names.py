@@ -1,0 +1,134 @@
+"""The private names of Ray, torch and TorchRec exist in the installed versions and take the arguments that rayrec gives them."""
+
+from __future__ import annotations
+
+import inspect
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from rayrec.compat import PrivateName, ray_compat, resolve, torch_compat
+
+ALL = {**{("ray", name): entry for name, entry in ray_compat.NAMES.items()}}
+ALL |= {("torch", name): entry for name, entry in torch_compat.NAMES.items()}
+
+
+def _get(library: str, name: str) -> Any:
+    return getattr(ray_compat if library == "ray" else torch_compat, name)
+
+
+@pytest.mark.parametrize(("library", "name"), ALL)
+def test_a_private_name_exists_and_says_why(library: str, name: str) -> None:
+    entry = ALL[library, name]
+    found = _get(library, name)
+    assert isinstance(found, ModuleType) == (entry.attribute is None)
+    assert entry.reason.endswith(".")
+    assert "\n" not in entry.reason
+
+
+CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
+    "get_memory_info_reply": (lambda: ray_compat.internal_api.get_memory_info_reply, (0,), {"timeout_seconds": 5.0}),
+    "canonicalize": (lambda: ray_compat.services.canonicalize_bootstrap_address, ("auto",), {}),
+    "draining": (lambda: ray_compat.state.state.get_draining_nodes, (), {}),
+    "available": (lambda: ray_compat.state.available_resources_per_node, (), {}),
+    "token": (lambda: ray_compat.maybe_enable_token_auth_if_token_available, (), {"warn_if_disabled": False}),
+    "channel": (lambda: ray_compat.init_grpc_channel, ("host:1",), {}),
+    "client": (lambda: ray_compat.SubmissionClient, (), {"address": "http://host"}),
+    "coordinator": (
+        lambda: ray_compat.default_autoscaling_coordinator.get_or_create_autoscaling_coordinator,
+        (),
+        {},
+    ),
+    "stats": (lambda: ray_compat.get_or_create_stats_actor, (), {}),
+    "policy": (lambda: ray_compat.BackpressurePolicy, (0, 0, 0), {}),
+    "active": (lambda: ray_compat.PhysicalOperator.num_active_tasks, (0,), {}),
+    "serve": (lambda: ray_compat.get_global_client, (), {}),
+    "variables": (lambda: ray_compat.get_env_vars_to_propagate, (), {}),
+    "timeout": (lambda: ray_compat.WorkerGroupStartupTimeoutError, (2,), {}),
+    "device": (lambda: torch_compat.remote_device, ("rank:0/cpu",), {}),
+    "shard": (lambda: torch_compat.Shard, (0, 0), {}),
+    "shard metadata": (lambda: torch_compat.ShardMetadata, ([0], [1], "rank:0/cpu"), {}),
+    "metadata": (
+        lambda: torch_compat.ShardedTensorMetadata,
+        (),
+        {"shards_metadata": [], "size": 0, "tensor_properties": 0},
+    ),
+    "properties": (lambda: torch_compat.TensorProperties, (), {"dtype": torch.float32}),
+    "sharded": (
+        lambda: torch_compat.ShardedTensor._init_from_local_shards_and_global_metadata,
+        ([], 0),
+        {"process_group": None},
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_private_function_takes_the_arguments(call: str) -> None:
+    function, arguments, named = CALLS[call]
+    inspect.signature(function()).bind(*arguments, **named)
+
+
+def test_requests_that_ray_answers_without_a_public_function() -> None:
+    request = ray_compat.node_manager_pb2.PrestartWorkersRequest(  # type: ignore[attr-defined]
+        language=ray_compat.common_pb2.PYTHON,  # type: ignore[attr-defined]
+        job_id=b"1",
+        keep_alive_duration_secs=1,
+        num_workers=2,
+    )
+    request.runtime_env_info.serialized_runtime_env = "{}"
+    request.runtime_env_info.runtime_env_config.setup_timeout_seconds = 600
+    assert ray_compat.gcs_service_pb2.CheckAliveRequest() is not None  # type: ignore[attr-defined]
+    assert hasattr(ray_compat.node_manager_pb2_grpc, "NodeManagerServiceStub")
+    assert hasattr(ray_compat.gcs_service_pb2_grpc, "NodeInfoGcsServiceStub")
+
+
+def test_callbacks_of_ray_train_that_an_attempt_replaces() -> None:
+    for name in ("DataParallelTrainer", "PlacementGroupCleanerCallback", "DatasetsCallback"):
+        assert hasattr(ray_compat.data_parallel_trainer, name)
+    assert ray_compat.WorkerGroupCallback is not ray_compat.ControllerCallback
+
+
+def test_constants_of_ray() -> None:
+    from ray._private import ray_constants, worker
+
+    assert ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR == ray_compat.SETUP_HOOK_VARIABLE
+    assert ray_compat.local_node() is worker._global_node
+    assert isinstance(ray_compat.ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, str)
+
+
+def test_private_attributes_of_torch() -> None:
+    found = torch_compat.uncounted_operators(lambda: 0, lambda: 0)
+    overload = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert torch_compat.operator_of(overload) in found
+    assert torch_compat.onednn_has_bfloat16() in (False, True)
+    called = []
+    value = torch.ones(1, requires_grad=True)
+    loss = (value * 2).sum()
+    loss.register_hook(
+        lambda gradient: torch_compat.call_at_end_of_backward(lambda: called.append(value.grad is not None))
+    )
+    loss.backward()
+    assert called == [True]
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
+def test_one_product_by_onednn() -> None:
+    inputs, weight, bias = torch.randn(8, 16), torch.randn(4, 16), torch.randn(4)
+    expected = torch.nn.functional.linear(inputs, weight, bias).relu()
+    torch.testing.assert_close(torch_compat.linear_pointwise(inputs, weight, bias, "relu"), expected)
+
+
+def test_private_attributes_of_torchrec() -> None:
+    from torchrec.distributed import DistributedModelParallel
+
+    assert "_dmp_wrapped_module" in inspect.getsource(DistributedModelParallel)
+    assert "_process_group" in inspect.getsource(torch_compat.ShardedTensor)
+
+
+def test_a_name_that_a_version_lacks() -> None:
+    with pytest.raises(ImportError, match="cannot import name 'no_such_name' from 'torch'"):
+        resolve({"gone": PrivateName("torch", "no_such_name", "For this test.")}, "gone", "rayrec.compat.torch_compat")
+    with pytest.raises(AttributeError, match="has no attribute 'never_listed'"):
+        torch_compat.__getattr__("never_listed")
