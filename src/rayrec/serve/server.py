@@ -269,7 +269,7 @@ class _Watch:
             return True  # the board is started again; the next look finds it
         for serial, cause in found["failures"].items():
             if self._failures.get(serial) != cause:
-                self._console.note(f"not served: {cause}; what was served goes on")
+                self._console.note(f"not served: {cause}; the server keeps its model")
         versions = _versions(found)
         if versions != self._versions:
             lost = f"nothing; where {found['model']} is gone, --swap gives another model"
@@ -291,7 +291,7 @@ class _Watch:
             self._trouble = ""
         except (ray.exceptions.RayError, OSError, InputError) as error:
             if str(error) != self._trouble:
-                self._console.note(f"follow: {' '.join(str(error).split())}; what is served goes on")
+                self._console.note(f"follow: {' '.join(str(error).split())}; the server keeps its model")
             self._trouble = str(error)
 
     def _is_due(self, path: str) -> bool:

@@ -506,7 +506,7 @@ def test_following_outlives_its_store_and_its_board(
     assert board.ledger.wanted.generation == 1
     told = capsys.readouterr().err
     for cause in ("the store was out for 5 s", "access denied"):
-        assert told.count(f"follow: {cause}; what is served goes on") == 1
+        assert told.count(f"follow: {cause}; the server keeps its model") == 1
     board.trouble = ray.exceptions.ActorDiedError()
     assert not watch.look()
 
