@@ -24,7 +24,7 @@ from rayrec.data.opening import open_log
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import EpochOrder, Part, Position
 from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.profiles import ALL, RAYREC, Profile, make_preprocessor
+from rayrec.data.presets import ALL, RAYREC, Preset, make_preprocessor
 from rayrec.data.ray_tasks import Bounds, RayEngine, tables, tasks_dataset
 from rayrec.data.reading import encode_block
 from rayrec.data.threads import ThreadEngine
@@ -73,7 +73,7 @@ class Peak:
         self._thread.join()
 
 
-def prepare(rows: int, profile: Profile = RAYREC) -> tuple[EpochOrder, Shared[Preprocessor], Preprocessor]:
+def prepare(rows: int, preset: Preset = RAYREC) -> tuple[EpochOrder, Shared[Preprocessor], Preprocessor]:
     path = synthetic_log(rows)
     engine = RayEngine(TaskPlacement())
     index = open_log(
@@ -86,13 +86,13 @@ def prepare(rows: int, profile: Profile = RAYREC) -> tuple[EpochOrder, Shared[Pr
         progress=lambda *_: None,
     )
     parts = tuple(Part(segment, start, stop) for segment, start, stop in select(index, 0, index.rows))
-    with count_log(profile.counting(SCHEMA), parts, engine=engine) as counts:
-        preprocessor = make_preprocessor(profile, SCHEMA, counts)
+    with count_log(preset.counting(SCHEMA), parts, engine=engine) as counts:
+        preprocessor = make_preprocessor(preset, SCHEMA, counts)
     return EpochOrder(parts, "window", 0, 16), share_preprocessor(preprocessor, engine), preprocessor
 
 
 def through(
-    engine: StreamEngine, order: EpochOrder, preprocessor: Shared[Preprocessor], profile: Profile = RAYREC
+    engine: StreamEngine, order: EpochOrder, preprocessor: Shared[Preprocessor], preset: Preset = RAYREC
 ) -> float:
     """Rows/s of one worker's loader that has all cores for its data tasks."""
 
@@ -100,7 +100,7 @@ def through(
         loader = ClickLoader(
             order,
             preprocessor,
-            schema=profile.inputs(SCHEMA),
+            schema=preset.inputs(SCHEMA),
             epochs=1,
             batch_size=BATCH_SIZE,
             rank=0,
@@ -215,7 +215,7 @@ def main(*, quick: bool) -> None:
         repeats=repeats,
         peer_rows_per_s=round(rates["any_order"]),
     )
-    prepared = {name: prepare(rows, profile) for name, profile in ALL.items()}
+    prepared = {name: prepare(rows, preset) for name, preset in ALL.items()}
     by_profile = interleaved(
         2 if quick else 3,
         **{name: lambda name=name: through(on_ray, prepared[name][0], prepared[name][1], ALL[name]) for name in ALL},
@@ -223,8 +223,8 @@ def main(*, quick: bool) -> None:
     for name, rate in by_profile.items():
         emit(
             "ingest",
-            peer="profile rayrec",
-            workload=f"{workload}, profile {name}",
+            peer="preset rayrec",
+            workload=f"{workload}, preset {name}",
             value=rate,
             ratio=rate / by_profile["rayrec"],
             repeats=2 if quick else 3,

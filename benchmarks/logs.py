@@ -19,7 +19,7 @@ def synthetic_log(rows: int) -> str:
 def preprocessor_of(path: str) -> str:
     """Folder of a Kaggle-format log's Preprocessor, made once: all candidates have the same tables and the same ids."""
     from rayrec.data.parsing import RawRows, max_rows_in, padded, parse_into
-    from rayrec.data.profiles import RAYREC, make_preprocessor
+    from rayrec.data.presets import RAYREC, make_preprocessor
     from rayrec.datasets.criteo import SCHEMA
 
     folder = os.path.join(os.path.dirname(path), "preprocessor")
@@ -28,8 +28,8 @@ def preprocessor_of(path: str) -> str:
             text = file.read()
         raw = RawRows(SCHEMA, max_rows_in(SCHEMA, len(text)))
         parse_into(raw, padded(text), len(text))
-        profile = RAYREC.replace(min_count=10)
-        counts = profile.counting(SCHEMA).empty()
+        preset = RAYREC.replace(min_count=10)
+        counts = preset.counting(SCHEMA).empty()
         counts.add_rows(raw, 0)
-        make_preprocessor(profile, SCHEMA, counts).save(folder)
+        make_preprocessor(preset, SCHEMA, counts).save(folder)
     return folder

@@ -28,7 +28,7 @@ from rayrec.data.counting import count_log
 from rayrec.data.log import LogIndex
 from rayrec.data.opening import open_log
 from rayrec.data.position import Part
-from rayrec.data.profiles import ALL
+from rayrec.data.presets import ALL
 from rayrec.data.reading import read_raw
 from rayrec.schema import Schema
 

@@ -129,7 +129,7 @@ def lookup_ns(entries: int) -> float:
     tokens = (random.permutation(entries).astype(np.uint64) * 2654435761 % (1 << 32)).astype(np.uint32)
     tokens = np.unique(tokens)
     preprocessor = Preprocessor(
-        profile="benchmark",
+        preset="benchmark",
         schema=Schema(label=None, dense=(), sparse=("token",)),
         dense=(),
         sparse=(SparseColumn(len(tokens) + 2, len(tokens), 2, 0, 1),),

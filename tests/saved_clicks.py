@@ -68,7 +68,7 @@ def criteo_preprocessor(schema: Schema, num_embeddings: list[int], **settings: A
     """Of hashed categories."""
     num_dense = 0 if settings.get("integer_buckets") else len(schema.dense)
     return Preprocessor(
-        profile="rayrec",
+        preset="rayrec",
         schema=schema,
         dense=(DenseColumn(mean=1.0, scale=0.5),) * num_dense,
         sparse=tuple(SparseColumn(num_embeddings=rows, num_tokens=None) for rows in num_embeddings),

@@ -51,7 +51,7 @@ def make_preprocessor(schema: Schema = CRITEO, **changes: Any) -> Preprocessor:
     dtype = np.uint32 if schema.tokens == "hexadecimal" else np.uint64
     tokens = np.array([token(column, n) for column in range(columns) for n in range(NUM_TOKENS)], dtype)
     made = {
-        "profile": "test",
+        "preset": "test",
         "schema": schema,
         "dense": tuple(DenseColumn(mean=0.5, scale=0.3) for _ in schema.dense),
         "sparse": tuple(SparseColumn(NUM_TOKENS + 2, NUM_TOKENS) for _ in range(columns)),

@@ -61,7 +61,7 @@ def generate(
 def vocabulary(path: str, *, out: str, console: Console | None = None, **options: Any) -> dict[str, Any]:
     """One pass over a click log -> the Preprocessor (schema, constants, vocabularies) in folder `out`.
 
-    `options` are the fields of `rayrec.PreparationConfig`: profile, min_count, engine, split, and so on. Returns the hash,
+    `options` are the fields of `rayrec.PreparationConfig`: preset, min_count, engine, split, and so on. Returns the hash,
     the rows counted, and the rows each embedding table needs. Without `split` all rows are counted: keep what you evaluate
     on out of the log then. Raises InputError for an unusable log or where `out` exists.
     """
@@ -214,7 +214,7 @@ def require_files(config: TrainConfig, *, note: Callable[[str], None]) -> None:
 def plan(config: TrainConfig, *, cluster: str | None = None, tables: Sequence[int] | None = None) -> str:
     """The sharding of a recipe's tables over its workers and the memory that a worker needs, without starting anything.
 
-    The tables' sizes come from `tables` (rows of each), a Preprocessor (`--workload.preprocessor DIR`), or a profile that fixes
+    The tables' sizes come from `tables` (rows of each), a Preprocessor (`--workload.preprocessor DIR`), or a preset that fixes
     them. With a `cluster`, such as "cpus=16,gpus=1,nodes=2,gpu_memory_gb=80", the plan is for its workers; if a log is given
     and no `tables`, the text also has rows/s of each stage there, the bottleneck and the CPUs that keep a GPU busy, from a slice
     of the log that is read and trained on here (some twenty seconds); without a Preprocessor the tables are then the slice's.

@@ -7,9 +7,10 @@ import difflib
 import hashlib
 import json
 import typing
+import warnings
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 
 class InputError(ValueError):
@@ -63,9 +64,17 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
+def renamed(old: str, new: str) -> str:
+    """The notice about an old name of a field or a flag."""
+    return f"{old} is now {new}; the old name will be removed in the next release"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """Base of all configurations: frozen dataclasses whose field types are checked when they are built."""
+
+    RENAMED: ClassVar[Mapping[str, str]] = {}
+    """New names of fields by their old ones, which are accepted for one release."""
 
     def __post_init__(self) -> None:
         import pydantic
@@ -90,7 +99,9 @@ class Config:
         return None if cls.__module__.partition(".")[0] == "rayrec" else f"{cls.__module__}.{cls.__qualname__}"
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with the given fields changed; a dict changes fields of a nested configuration."""
+        """A copy with the given fields changed; a dict changes fields of a nested configuration. Warns of an old field name."""
+        for old in self.RENAMED.keys() & changes.keys():
+            warnings.warn(renamed(f"{type(self).__name__}.{old}", self.RENAMED[old]), FutureWarning, stacklevel=2)
         return self.updated(changes)
 
     def updated(self, changes: Mapping[str, Any], *, where: str = "") -> Self:
@@ -108,6 +119,8 @@ class Config:
                     "the configuration was made by"
                 )
             changes = {name: value for name, value in changes.items() if name != CLASS}
+        if changes.keys() & self.RENAMED.keys():
+            changes = self._with_new_names(changes, where)
         types = _field_types(type(self))  # type: ignore[arg-type]
         new: dict[str, Any] = {}
         for name, value in changes.items():
@@ -142,6 +155,12 @@ class Config:
         if missing:
             raise InputError(f"{where}{missing[0]}: {cls.__name__} needs a value here")
         return cls(**{name: _tuples(value) for name, value in values.items()})
+
+    def _with_new_names(self, changes: Mapping[str, Any], where: str) -> dict[str, Any]:
+        for old, new in self.RENAMED.items():
+            if old in changes and new in changes:
+                raise InputError(f"{where}{old}: is the old name of {new}, which is given too; leave {old} out")
+        return {self.RENAMED.get(name, name): value for name, value in changes.items()}
 
     @classmethod
     def _check_field(cls, name: str, where: str) -> None:

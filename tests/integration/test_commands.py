@@ -39,9 +39,9 @@ def rayrec(cache: str, *arguments: str, status: int = 0) -> subprocess.Completed
 def test_from_log_to_ready_made_data(cache: str, click_log: Path, tmp_path: Path) -> None:
     log, vocabulary, ready = str(click_log / "train.txt"), str(tmp_path / "vocabulary"), str(tmp_path / "ready")
     made = json.loads(
-        rayrec(cache, "vocabulary", log, "--out", vocabulary, "--profile", "torchrec", "--min-count", "2").stdout
+        rayrec(cache, "vocabulary", log, "--out", vocabulary, "--preset", "torchrec", "--min-count", "2").stdout
     )
-    assert (made["profile"], made["rows"]) == ("torchrec", 20_000)
+    assert (made["preset"], made["rows"]) == ("torchrec", 20_000)
     done = json.loads(
         rayrec(
             cache,
@@ -78,7 +78,7 @@ def test_a_gate_that_fails_ends_with_2_and_says_which(cache: str, click_log: Pat
         (["fetch", "criteo_kagle", "--out", "x"], "did you mean 'criteo_kaggle'"),
         (["fetch", "mnist", "--out", "x", "--base-url", "ftp://here"], "http"),
         (["vocabulary", "nothing.txt", "--out", "x"], "nothing.txt: no such file"),
-        (["vocabulary", "nothing.txt", "--out", "x", "--profile", "torchrek"], "did you mean 'torchrec'"),
+        (["vocabulary", "nothing.txt", "--out", "x", "--preset", "torchrek"], "did you mean 'torchrec'"),
         (["vocabulary", "nothing.txt", "--out", "x", "--schema", "nowhere.yaml"], "nowhere.yaml"),
     ],
 )

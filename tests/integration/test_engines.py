@@ -43,14 +43,14 @@ def files_in(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("profile", ["rayrec", "mlperf-v1"])
-def test_all_engines_make_the_same_vocabulary(click_log: Path, tmp_path: Path, profile: str) -> None:
+@pytest.mark.parametrize("preset", ["rayrec", "mlperf-v1"])
+def test_all_engines_make_the_same_vocabulary(click_log: Path, tmp_path: Path, preset: str) -> None:
     made = {}
     for name in ENGINES:
         result = rayrec.vocabulary(
             str(click_log / "train.txt"),
             out=str(tmp_path / name),
-            profile=profile,
+            preset=preset,
             split="sevenths",
             engine=name,
             spark=SPARK,

@@ -74,7 +74,7 @@ def _config(path: str, folder: Path, schema: Schema = SCHEMA) -> rayrec.TrainCon
     workload = {
         "model": model,
         "schema": schema,
-        "profile": {"min_count": 1},
+        "preset": {"min_count": 1},
         "schedule": {"decay_fraction": 0.0},
         "sparse_optimizer": {"learning_rate": 0.1},
         "dense_optimizer": {"learning_rate": 0.02},

@@ -29,7 +29,7 @@ from rayrec.data.parsing import parse
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import EpochOrder, Part, Piece, Position
 from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.profiles import RAYREC, make_preprocessor
+from rayrec.data.presets import RAYREC, make_preprocessor
 from rayrec.data.ray_tasks import RayEngine
 from rayrec.datasets.criteo import SCHEMA
 

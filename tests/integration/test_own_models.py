@@ -37,7 +37,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def _finalnet(path: str) -> rayrec.TrainConfig:
     model = FinalNetConfig(embedding_dim=4, first_tower=(16, 8), second_tower=(12,), first_dropout=0.2)
-    workload = {"model": model, "profile": {"num_embeddings": None}}
+    workload = {"model": model, "preset": {"num_embeddings": None}}
     return recipes.criteo_finalnet(path).replace(workload=workload, train_data={"files": ()}, batch_size=64)
 
 
@@ -58,7 +58,7 @@ def test_the_whole_road(name: str, log: str, tmp_path: Path, monkeypatch: pytest
     parts = rayrec.train(config.replace(name="parts"), **quiet)
     assert parts.summary["weights_sha256"] == whole.summary["weights_sha256"]
     assert parts.summary["rows_lost"] == parts.summary["rows_repeated"] == 0
-    num_tables = len(config.workload.profile.inputs(config.workload.schema).sparse)  # type: ignore[attr-defined]
+    num_tables = len(config.workload.preset.inputs(config.workload.schema).sparse)  # type: ignore[attr-defined]
     assert "multiply-adds a row" in rayrec.plan(config, tables=[100] * num_tables)
 
     # Evaluated and predicted with: the same scores.

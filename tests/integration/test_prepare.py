@@ -228,7 +228,7 @@ def test_criteo_small_takes_its_days_and_says_what_is_missing(tmp_path: Path) ->
     small = {
         **SMALL,
         "scaling": {"num_workers": 1, "cpus_per_worker": 0.5, "use_gpu": False},
-        "workload": {"model": {"embedding_dim": 8, "bottom_mlp": (8,), "top_mlp": (8, 1)}, "profile": {"min_count": 2}},
+        "workload": {"model": {"embedding_dim": 8, "bottom_mlp": (8,), "top_mlp": (8, 1)}, "preset": {"min_count": 2}},
         "storage_path": str(tmp_path / "runs"),
     }
     config = recipes.criteo_small(str(folder)).replace(**small, name="run")
@@ -249,7 +249,7 @@ def test_criteo_small_takes_its_days_and_says_what_is_missing(tmp_path: Path) ->
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", ["criteo_full", "mlperf_dlrm", "mlperf_dcnv2"])
 def test_recipes_of_all_days(tmp_path: Path, recipe: str) -> None:
-    """Small models, but their own profile: ids modulo a limit, and for DCNv2 bags of many ids."""
+    """Small models, but their own preset: ids modulo a limit, and for DCNv2 bags of many ids."""
     generate(str(tmp_path / "days"), rows=2_400, dialect="terabyte", days=24, seed=5, parallelism=1)
     config = recipes.ALL[recipe]().replace(
         **{**SMALL, "train_data": {**BLOCKS, "path": str(tmp_path / "days")}, "steps": 3, "evaluate_every": 3},
@@ -272,8 +272,8 @@ def test_recipes_of_all_days(tmp_path: Path, recipe: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.extended
 def test_multi_hot_npz_trains_the_same_weights(log: Path, tmp_path: Path) -> None:
-    profile = {"multi_hot": recipes.mlperf_dcnv2().workload.profile.multi_hot, "min_count": 2}
-    raw = trained(log, tmp_path, name="raw", workload={"profile": profile})
+    preset = {"multi_hot": recipes.mlperf_dcnv2().workload.preset.multi_hot, "min_count": 2}
+    raw = trained(log, tmp_path, name="raw", workload={"preset": preset})
     rayrec.preprocess(
         str(log),
         out=str(tmp_path / "npz"),
@@ -407,7 +407,7 @@ def test_schema_files(tmp_path: Path) -> None:
     assert "genres" in column_names(_file(tmp_path / "a.csv"), MOVIES)
     with pytest.raises(InputError, match="hexadecimal"):
         rayrec.vocabulary(
-            str(tmp_path / "a.csv"), out=str(tmp_path / "v"), schema=MOVIES, profile="torchrec", console=QUIET
+            str(tmp_path / "a.csv"), out=str(tmp_path / "v"), schema=MOVIES, preset="torchrec", console=QUIET
         )
 
 

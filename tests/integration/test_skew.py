@@ -20,7 +20,7 @@ from rayrec.data.log import LogIndex, read_segments, select
 from rayrec.data.opening import open_log
 from rayrec.data.position import Part, blocks_of_epoch
 from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.profiles import RAYREC, make_preprocessor
+from rayrec.data.presets import RAYREC, make_preprocessor
 from rayrec.data.reading import encode_block
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.inference.config import ExportConfig
@@ -61,10 +61,10 @@ def index(log: Path) -> LogIndex:
 @pytest.fixture(scope="module")
 def preprocessor(index: LogIndex) -> Preprocessor:
     """Of the first segment's rows alone, so that many categories of the others are unknown."""
-    profile = RAYREC.replace(min_count=2)
-    counts = profile.counting(SCHEMA).empty()
+    preset = RAYREC.replace(min_count=2)
+    counts = preset.counting(SCHEMA).empty()
     counts.add_rows(read_segments(index.segments[:1], SCHEMA), 0)
-    return make_preprocessor(profile, SCHEMA, counts)
+    return make_preprocessor(preset, SCHEMA, counts)
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,10 @@ import yaml
 
 from rayrec import cli, recipes
 from rayrec.commands import MODULES, command
-from rayrec.commands.arguments import print_json
+from rayrec.commands.arguments import parse_config, print_json, with_new_name
 from rayrec.config import InputError
 from rayrec.verbs import VERBS
+from rayrec.workloads.recsys import ClickWorkload
 
 
 def test_every_verb_has_one_command() -> None:
@@ -271,3 +272,28 @@ def test_the_summary_of_a_click_model_ends_with_the_report_and_what_can_be_done_
     assert rows["report"] == "runs/a/report.html"
     assert rows["next"].startswith("rayrec evaluate")
     assert "next" not in dict(summary_rows({**summary, "metrics": {"accuracy": 0.9}}, folder="runs/a"))
+
+
+@pytest.mark.parametrize(
+    ("given", "meant", "notice"),
+    [
+        ("--profile", "--preset", "--profile is now --preset; the old name will be removed in the next release"),
+        ("--profile=nvt", "--preset=nvt", "--profile is now --preset"),
+        ("--workload.profile.min-count", "--workload.preset.min-count", "--workload.profile.min-count is now"),
+        ("--profile.steps", "--profile.steps", ""),
+        ("profile", "profile", ""),
+    ],
+)
+def test_an_old_flag_works_with_a_notice(
+    capsys: pytest.CaptureFixture[str], given: str, meant: str, notice: str
+) -> None:
+    assert with_new_name(given) == meant
+    printed = capsys.readouterr()
+    assert printed.err.startswith(notice)
+    assert (printed.err.count("\n"), printed.out) == (int(bool(notice)), "")
+
+
+def test_an_old_flag_reaches_its_field(tmp_path: Path) -> None:
+    config, _ = parse_config("train", ["criteo_kaggle", "--workload.profile.min-count", "7"])
+    assert isinstance(config.workload, ClickWorkload)
+    assert config.workload.preset.min_count == 7

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
-from typing import Any, Literal
+import warnings
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import pytest
 import yaml
@@ -139,3 +141,33 @@ def test_a_class_of_the_users_leaves_its_name_and_is_needed_again() -> None:
         InputError, match=r"^workload\.schedule\.class: .*OwnSchedule, and this recipe has LearningRateSchedule"
     ):
         plain.updated(stored)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Moved(Config):
+    RENAMED: ClassVar[Mapping[str, str]] = {"before": "now"}
+
+    now: int = 1
+
+
+def test_an_old_field_name_is_accepted_with_a_notice() -> None:
+    with pytest.warns(
+        FutureWarning, match=r"Moved\.before is now now; the old name will be removed in the next release"
+    ):
+        assert Moved().replace(before=2) == Moved(now=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # what a file of an earlier version says needs no notice
+        assert Moved().updated({"before": 3}) == Moved(now=3)
+    with pytest.raises(InputError, match="before: is the old name of now, which is given too"):
+        Moved().updated({"before": 2, "now": 3})
+
+
+def test_items_of_a_tuple_of_configurations_are_checked() -> None:
+    assert Several().updated({"items": [{"now": 2}]}) == Several(items=(Moved(now=2),))
+    with pytest.raises(InputError, match=r"items\[0\]\.later: Moved has no such field"):
+        Several().updated({"items": [{"later": 2}]})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Several(Config):
+    items: tuple[Moved, ...] = ()

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 import tyro
 
 from rayrec import recipes, storage
-from rayrec.config import InputError
+from rayrec.config import InputError, renamed
 from rayrec.schema import Schema, load_schema
 from rayrec.verbs import VERBS
 from rayrec.workloads.base import TrainConfig
@@ -54,6 +54,7 @@ def flags(verb: str, function: Callable[..., Any], arguments: list[str]) -> Any:
 def parsed(prog: str, kind: Any, arguments: list[str], **options: Any) -> Any:
     """What tyro makes of the arguments. Its own messages, boxes of many lines, become one InputError each."""
     said = io.StringIO()
+    arguments = [with_new_name(argument) for argument in arguments]
     try:
         with contextlib.redirect_stderr(said):
             value, unknown = tyro.cli(kind, args=arguments, prog=prog, return_unknown_args=True, **options)
@@ -72,6 +73,22 @@ def parsed(prog: str, kind: Any, arguments: list[str], **options: Any) -> Any:
     if unknown:
         _refuse_unknown(prog, kind, unknown[0], options)
     return value
+
+
+_RENAMED_FLAGS = {"--profile": "--preset", "--workload.profile": "--workload.preset"}
+"""New names of flags by their old ones, which are accepted for one release. A flag of a field within follows its field's."""
+
+
+def with_new_name(argument: str) -> str:
+    """A command line's argument; an old flag by its new name, with a notice on standard error."""
+    flag, equals, value = argument.partition("=")
+    for old, new in _RENAMED_FLAGS.items():
+        nested = flag.startswith(f"{old}.") and "." in old  # --profile.steps is another flag
+        if flag == old or nested:
+            flag_now = new + flag.removeprefix(old)
+            print(renamed(flag, flag_now), file=sys.stderr)
+            return flag_now + equals + value
+    return argument
 
 
 def _input_error(error: BaseException) -> InputError | None:

@@ -8,7 +8,7 @@ import tyro
 from rayrec import api
 from rayrec.commands.arguments import flags, no_arguments, parse_config, print_json, results_alone, take_option
 from rayrec.config import InputError
-from rayrec.data.profiles import MLPERF_NUM_EMBEDDINGS
+from rayrec.data.presets import MLPERF_NUM_EMBEDDINGS
 from rayrec.launch.policy import Policy
 from rayrec.launch.supervision import SuperviseConfig
 from rayrec.observe.console import Console

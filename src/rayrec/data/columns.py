@@ -131,7 +131,7 @@ def _concatenated_or_none(arrays: Sequence[np.ndarray | None]) -> np.ndarray | N
 def encode_columns(preprocessor: Preprocessor, raw: RawColumns, order: np.ndarray | None = None) -> EncodedRows:
     """Encodes rows `order` (int64, default all in order) of `raw`: a one-hot column to (rows) ids, a list to Bags, in which
     a row without a category has the one id missing_id, of weight 1."""
-    assert not preprocessor.integer_buckets, "the profile is checked when the preprocessor is built"
+    assert not preprocessor.integer_buckets, "the preset is checked when the preprocessor is built"
     assert preprocessor.file_minimum is None
     if order is not None:
         raw = raw.take(np.asarray(order, np.int64))
@@ -144,7 +144,7 @@ def encode_columns(preprocessor: Preprocessor, raw: RawColumns, order: np.ndarra
     ]
     if preprocessor.multi_hot is not None:
         one_hot = [column for column in ids if isinstance(column, np.ndarray)]
-        assert len(one_hot) == len(ids), "the profile is checked when the preprocessor is built"
+        assert len(one_hot) == len(ids), "the preset is checked when the preprocessor is built"
         ids = preprocessor.multi_hot.expand(one_hot, preprocessor.num_embeddings)
     return EncodedRows(
         dense,

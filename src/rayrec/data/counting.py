@@ -21,7 +21,7 @@ from rayrec.data.log import Segment
 from rayrec.data.parsing import RawRows
 from rayrec.data.position import Part
 from rayrec.data.preprocessor import file_key
-from rayrec.data.profiles import DENSE_LOW_BITS, DENSE_UNITS
+from rayrec.data.presets import DENSE_LOW_BITS, DENSE_UNITS
 from rayrec.data.reading import read_raw
 from rayrec.data.token_counter import (
     NO_ROW,
@@ -75,7 +75,7 @@ class CountingJob:
     def prepared(self, raw: RawRows | RawColumns) -> RawRows | RawColumns:
         if self.prepare is None:
             return raw
-        assert isinstance(raw, RawRows), "the profile is checked when it is chosen"
+        assert isinstance(raw, RawRows), "the preset is checked when it is chosen"
         return self.prepare(raw)
 
     def total(self, memory_bytes: int | None, spill_folder: str | None) -> Counts:

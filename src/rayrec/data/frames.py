@@ -53,7 +53,7 @@ def transform(
     `preprocessor` is a Preprocessor, its folder, or the folder of a run or a checkpoint. Columns of the result, under the
     names of `preprocessor.inputs`: the label (int8) and the weight (float32) if `data` has them, dense columns (float32), ids of
     sparse columns (int32, or int64 for tables of more than 2^31 rows), a list a row for lists and several hashes. Other columns
-    are left out. NaN and None in a DataFrame are missing values. For a profile with constants by file, the rows are of no
+    are left out. NaN and None in a DataFrame are missing values. For a preset with constants by file, the rows are of no
     known file.
 
     The rows have the order of `data`; Ray Data keeps the order of blocks if `DataContext.execution_options.preserve_order` is

@@ -100,7 +100,7 @@ def preprocess(
         progress(done)
     description = {
         **settings,
-        "profile": preprocessor.profile,
+        "preset": preprocessor.preset,
         "schema": preprocessor.schema.to_dict(),
         "rows": index.rows,
         "source": [{"path": file.path, "bytes": file.size_bytes} for file in sources],

@@ -159,7 +159,7 @@ def num_slots(num_tokens: int) -> int:
 class Preprocessor:
     """Turns raw rows of a click log into model inputs. Build it with `rayrec vocabulary`; never changed afterwards."""
 
-    profile: str
+    preset: str
     schema: Schema
     """Of the labelled raw log."""
     dense: tuple[DenseColumn, ...]
@@ -176,7 +176,7 @@ class Preprocessor:
     multi_hot: MultiHot | None = None
     """Where each id becomes a bag of several."""
     constants: dict[str, Any] = field(default_factory=dict)
-    """What the profile used: its rules, the rows counted, and the like."""
+    """What the preset used: its rules, the rows counted, and the like."""
 
     def __post_init__(self) -> None:
         if (len(self.dense), len(self.sparse)) != (len(self.inputs.dense), len(self.inputs.sparse)):
@@ -301,7 +301,7 @@ class Preprocessor:
         """Everything but the tokens, as plain JSON values."""
         return {
             "version": VERSION,
-            "profile": self.profile,
+            "profile": self.preset,  # the key of earlier versions
             "schema": self.schema.describe(),
             "dense": [vars(column) for column in self.dense],
             # `mixed` was added later: without it, descriptions and hashes of earlier Preprocessors stay the same.
@@ -343,7 +343,7 @@ class Preprocessor:
         packed = storage.read_bytes(storage.join(folder, "tokens.npy"))
         try:
             self = cls(
-                profile=stored["profile"],
+                preset=stored["profile"],
                 schema=Schema.described(stored["schema"]),
                 dense=tuple(DenseColumn(**column) for column in stored["dense"]),
                 sparse=tuple(SparseColumn(**column) for column in stored["sparse"]),

@@ -12,7 +12,7 @@ import numpy as np
 from rayrec.data.columns import RawColumns, RawSparse
 from rayrec.data.parsing import RawRows
 from rayrec.data.preprocessor import Preprocessor, SparseColumn
-from rayrec.data.profiles import DENSE_LOW_BITS, DENSE_UNITS
+from rayrec.data.presets import DENSE_LOW_BITS, DENSE_UNITS
 from rayrec.data.tally import TOP, Tally
 from rayrec.schema import Schema
 

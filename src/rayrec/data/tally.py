@@ -13,7 +13,7 @@ from rayrec.data.arrow_arrays import arrow_bytes
 from rayrec.data.columns import RawColumns, RawSparse
 from rayrec.data.parsing import RawRows, max_rows_in, parse_into
 from rayrec.data.preprocessor import num_slots
-from rayrec.data.profiles import DENSE_LOW_BITS, DENSE_UNITS
+from rayrec.data.presets import DENSE_LOW_BITS, DENSE_UNITS
 from rayrec.data.wide_tokens import build_slots, look_up
 from rayrec.schema import Schema
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from rayrec import machine, storage
 from rayrec.config import Config, InputError
@@ -14,7 +14,7 @@ from rayrec.data import ready
 from rayrec.data.engine import Engine
 from rayrec.data.log import LogIndex
 from rayrec.data.opening import TextIndexer, index_log, open_log
-from rayrec.data.profiles import Profile, by_name
+from rayrec.data.presets import Preset, by_name
 from rayrec.data.split import Split
 from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA
@@ -44,20 +44,22 @@ class SparkConfig(Config):
 class PreparationConfig(Config):
     """How a log is read and prepared."""
 
-    profile: str = "rayrec"
-    """Rules for missing values, numbers, categories and the split: a profile's name."""
+    RENAMED: ClassVar[Mapping[str, str]] = {"profile": "preset"}
+
+    preset: str = "rayrec"
+    """Rules for missing values, numbers, categories and the split: a preset's name."""
     min_count: int | None = None
-    """Categories seen less often share an id; None: as the profile says."""
+    """Categories seen less often share an id; None: as the preset says."""
     max_num_embeddings: int | None = None
-    """Most rows a table may have; None: as the profile says."""
+    """Most rows a table may have; None: as the preset says."""
     token_modulo: int | None = None
-    """Categories are taken modulo this first; None: as the profile says."""
+    """Categories are taken modulo this first; None: as the preset says."""
     schema: Schema = SCHEMA
     """Columns of the log; Criteo's, unless a schema file is given."""
     files: tuple[str, ...] = ()
     """Names of the folder's files to read, in this order, each plain, .gz or .parquet; empty: all of them."""
     split: Literal["none", "sevenths", "last_file", "last_partition", "named_files"] = "none"
-    """Which rows are held out, and so are not counted (by profiles that count training rows only); none: no rows are."""
+    """Which rows are held out, and so are not counted (by presets that count training rows only); none: no rows are."""
     engine: Literal["auto", "threads", "ray", "spark", "spark-on-ray"] = "auto"
     """What does the work; the result is the same. auto: threads of this process, or ray if an address, RAY_ADDRESS or a
     connection of this process names a Ray."""
@@ -84,17 +86,17 @@ class PreparationConfig(Config):
             raise InputError("segments_per_block must be at least 1 and block_bytes at least 65536")
 
     @property
-    def rules(self) -> Profile:
-        """The profile with what was set beside it."""
-        profile = by_name(self.profile)
+    def rules(self) -> Preset:
+        """The preset with what was set beside it."""
+        preset = by_name(self.preset)
         changes = {
             name: value
             for name in ("min_count", "max_num_embeddings", "token_modulo")
             if (value := getattr(self, name)) is not None
         }
         if self.split != "none":
-            changes["split"] = Split(kind=self.split, test_first=profile.split.test_first)
-        return profile.replace(**changes)
+            changes["split"] = Split(kind=self.split, test_first=preset.split.test_first)
+        return preset.replace(**changes)
 
     @property
     def segment_bytes(self) -> int:

@@ -14,7 +14,7 @@ from rayrec.data.labels import has_labels
 from rayrec.data.log import LogIndex
 from rayrec.data.opening import index_log
 from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.profiles import make_preprocessor
+from rayrec.data.presets import make_preprocessor
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, engine, raw_index
 from rayrec.prepare.text import TextConfig, preprocess_text
@@ -37,7 +37,8 @@ def vocabulary(path: str, *, out: str, config: PreparationConfig, console: Conso
     return {
         "out": storage.absolute(out),
         "hash": preprocessor.hash(),
-        "profile": preprocessor.profile,
+        "preset": preprocessor.preset,
+        "profile": preprocessor.preset,  # the old name
         "rows": preprocessor.constants["rows"],
         "bad_rows": index.faults.total,
         "num_embeddings": dict(zip(preprocessor.inputs.sparse, preprocessor.num_embeddings, strict=True)),
@@ -45,7 +46,7 @@ def vocabulary(path: str, *, out: str, config: PreparationConfig, console: Conso
 
 
 def counting_indexer(config: PreparationConfig) -> CountingIndexer:
-    """Indexes a log of text, and counts its training rows (or all rows, if the profile counts them all) on the way, for
+    """Indexes a log of text, and counts its training rows (or all rows, if the preset counts them all) on the way, for
     `count`."""
     return CountingIndexer(
         config.rules.counting(config.schema),

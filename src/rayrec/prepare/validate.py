@@ -23,7 +23,7 @@ from rayrec.data.opening import open_log
 from rayrec.data.parsing import PADDING_BYTES
 from rayrec.data.position import Part
 from rayrec.data.preprocessor import Preprocessor, bucket_integers
-from rayrec.data.profiles import RAYREC, Profile
+from rayrec.data.presets import RAYREC, Preset
 from rayrec.data.reading import read_raw
 from rayrec.data.stretches import Slice, parts_of, slices_of
 from rayrec.data.tally import Tally, TallyJob, as_columns, faults_by_column, quantile_edges
@@ -108,7 +108,7 @@ def _column(counts: Counts, number: int) -> tuple[dict[str, Any], np.ndarray]:
     return column, report.most_frequent(tokens, amounts)
 
 
-def _unknown_to_the_past(counts: Counts, latest: Counts, number: int, rules: Profile) -> float | None:
+def _unknown_to_the_past(counts: Counts, latest: Counts, number: int, rules: Preset) -> float | None:
     """Share of the latest values whose category came fewer than min_count times before."""
     tokens, amounts = report.merged(*latest.kept(number)[:2], rules.token_modulo)
     # Only what came min_count times before and once since matters, unless categories fall together.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rayrec.data.profiles import RAYREC
+from rayrec.data.presets import RAYREC
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.schema import Schema
@@ -19,7 +19,7 @@ def clicks(path: str | None = None, schema: Schema = PLACEHOLDER) -> TrainConfig
         recipe="clicks",
         workload=ClickWorkload(
             schema=schema,
-            profile=RAYREC,
+            preset=RAYREC,
             model=DLRMConfig(
                 interaction="cross",
                 embedding_dim=16,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rayrec.data.multi_hot import MultiHot
-from rayrec.data.profiles import MLPERF_V1, RAYREC, TORCHREC_2024
+from rayrec.data.presets import MLPERF_V1, RAYREC, TORCHREC_2024
 from rayrec.datasets.criteo import FULL_DAYS, KAGGLE_SPLIT, SCHEMA, SMALL_DAYS, TERABYTE_SPLIT
 from rayrec.datasets.remote import RemoteFile
 from rayrec.models.ranking.dlrm import DLRMConfig
@@ -19,7 +19,7 @@ def criteo_demo(path: str | None = None) -> TrainConfig:
         recipe="criteo_demo",
         workload=ClickWorkload(
             schema=SCHEMA,
-            profile=RAYREC.replace(split=KAGGLE_SPLIT, min_count=2),
+            preset=RAYREC.replace(split=KAGGLE_SPLIT, min_count=2),
             model=DLRMConfig(
                 interaction="dot",
                 embedding_dim=16,
@@ -48,7 +48,7 @@ def criteo_kaggle(path: str | None = None) -> TrainConfig:
         recipe="criteo_kaggle",
         workload=ClickWorkload(
             schema=SCHEMA,
-            profile=RAYREC.replace(split=KAGGLE_SPLIT, min_count=10),
+            preset=RAYREC.replace(split=KAGGLE_SPLIT, min_count=10),
             model=DLRMConfig(interaction="dot", embedding_dim=16, bottom_mlp=(512, 256, 64, 16), top_mlp=(512, 256, 1)),
             sparse_optimizer=SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.02),
             dense_optimizer=DenseOptimizerConfig(kind="adam", learning_rate=0.001),
@@ -92,7 +92,7 @@ def _terabyte(recipe: str, path: str | None, *, days: tuple[RemoteFile, ...], nu
         recipe=recipe,
         workload=ClickWorkload(
             schema=SCHEMA,
-            profile=RAYREC.replace(split=TERABYTE_SPLIT, min_count=10, max_num_embeddings=40_000_000),
+            preset=RAYREC.replace(split=TERABYTE_SPLIT, min_count=10, max_num_embeddings=40_000_000),
             model=DLRMConfig(
                 interaction="dot", embedding_dim=64, bottom_mlp=(512, 256, 64), top_mlp=(512, 512, 256, 1)
             ),
@@ -109,12 +109,12 @@ def _terabyte(recipe: str, path: str | None, *, days: tuple[RemoteFile, ...], nu
 
 
 def mlperf_dlrm(path: str | None = None) -> TrainConfig:
-    """MLPerf's first DLRM: mlperf-v1 profile with ids modulo 40 million, dimension 128, dot, SGD 1.0, global batch 2048."""
+    """MLPerf's first DLRM: mlperf-v1 preset with ids modulo 40 million, dimension 128, dot, SGD 1.0, global batch 2048."""
     return TrainConfig(
         recipe="mlperf_dlrm",
         workload=ClickWorkload(
             schema=SCHEMA,
-            profile=MLPERF_V1.replace(split=TERABYTE_SPLIT.replace(test_first=True), token_modulo=40_000_000),
+            preset=MLPERF_V1.replace(split=TERABYTE_SPLIT.replace(test_first=True), token_modulo=40_000_000),
             model=DLRMConfig(
                 interaction="dot", embedding_dim=128, bottom_mlp=(512, 256, 128), top_mlp=(1024, 1024, 512, 256, 1)
             ),
@@ -135,7 +135,7 @@ def mlperf_dcnv2(path: str | None = None) -> TrainConfig:
         recipe="mlperf_dcnv2",
         workload=ClickWorkload(
             schema=SCHEMA,
-            profile=TORCHREC_2024.replace(
+            preset=TORCHREC_2024.replace(
                 split=TERABYTE_SPLIT, min_count=1, max_num_embeddings=40_000_000, multi_hot=MultiHot()
             ),
             model=DLRMConfig(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rayrec.data.profiles import FUXICTR_X4
+from rayrec.data.presets import FUXICTR_X4
 from rayrec.datasets.criteo import KAGGLE_SPLIT, SCHEMA
 from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.workloads.base import DataConfig, EarlyStoppingConfig, TrainConfig
@@ -17,7 +17,7 @@ def criteo_finalnet(path: str | None = None) -> TrainConfig:
         recipe="criteo_finalnet",
         workload=ClickWorkload(
             schema=SCHEMA,
-            profile=FUXICTR_X4.replace(split=KAGGLE_SPLIT),
+            preset=FUXICTR_X4.replace(split=KAGGLE_SPLIT),
             model=FinalNetConfig(embedding_dim=16),
             sparse_optimizer=SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.05, eps=0.005),
             dense_optimizer=DenseOptimizerConfig(kind="adam", learning_rate=0.001),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,7 +15,7 @@ from rayrec.data.engine import Shared
 from rayrec.data.log import LogIndex, select
 from rayrec.data.position import EpochOrder, Part
 from rayrec.data.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
-from rayrec.data.profiles import Profile
+from rayrec.data.presets import Preset
 from rayrec.models.base import ClickModelConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
@@ -66,13 +66,15 @@ class ClickWorkload(Workload):
         "sharding.optimizer_floats_per_row", "schema.group",
     )  # fmt: skip
 
+    RENAMED: ClassVar[Mapping[str, str]] = {"profile": "preset"}
+
     schema: Schema
     """Columns of the log."""
-    profile: Profile = field(default_factory=Profile)
+    preset: Preset = field(default_factory=Preset)
     """How raw columns become model inputs, where no Preprocessor is given, and how the log is split."""
     preprocessor: str | None = None
     """Folder of a Preprocessor made by `rayrec vocabulary`; None: that of preprocessed data, else made from the rows that
-    the profile counts."""
+    the preset counts."""
     vocabulary_memory_bytes: int | None = None
     """Memory for counts of categories; counts beyond it are spilled to the disk; None: a quarter of the available memory."""
     model: ClickModelConfig = field(default_factory=DLRMConfig)
@@ -100,7 +102,7 @@ class ClickWorkload(Workload):
                 "train_data.path: no training log given; pass --train-data.path PATH (rayrec generate makes one)"
             )
         if self.preprocessor is None and not ready.is_ready(config.train_data.path):
-            _check_sparse(self.profile.inputs(self.schema))
+            _check_sparse(self.preset.inputs(self.schema))
         self.teacher.check()
         if self.schema.labels and not self.model.SEVERAL_LABELS:
             raise InputError(
@@ -126,12 +128,12 @@ class ClickWorkload(Workload):
             raise InputError("torchrec is not installed, which click models need; `rayrec doctor` says how to fix it")
         config = context.config
         assert config.train_data.path is not None
-        self.profile.check(self.schema)
+        self.preset.check(self.schema)
         if config.train_data.shuffle == "full":
             _check_mixed(config.train_data.path)
         folder = storage.join(context.folder, PREPROCESSOR_FOLDER)
         with CountingIndexer(
-            self.profile.counting(self.schema),
+            self.preset.counting(self.schema),
             lambda index: self._counted_rows(index, config),
             memory_bytes=self.vocabulary_memory_bytes,
         ) as counting:
@@ -213,12 +215,12 @@ class ClickWorkload(Workload):
     def split_rows(self, path: str, index: LogIndex) -> dict[str, tuple[int, int]]:
         """Row ranges [start, stop) of the sets of a training log; preprocessed data knows them already."""
         sets = ready.open_ready(path).sets if ready.is_ready(path) else None
-        return sets or self.profile.split.rows(index)
+        return sets or self.preset.split.rows(index)
 
     def _counted_rows(self, index: LogIndex, config: TrainConfig) -> tuple[int, int]:
         """Rows [start, stop) of the training log that the vocabulary is made from."""
         assert config.train_data.path is not None
-        if self.profile.counted == "all" or config.eval_data.path is not None:
+        if self.preset.counted == "all" or config.eval_data.path is not None:
             return 0, index.rows
         return self.split_rows(config.train_data.path, index)["train"]
 
@@ -254,17 +256,17 @@ class ClickWorkload(Workload):
 
     def _counted_preprocessor(self, index: LogIndex, context: RunContext, counting: CountingIndexer) -> Preprocessor:
         from rayrec.data.counting import problems_of
-        from rayrec.data.profiles import make_preprocessor
+        from rayrec.data.presets import make_preprocessor
 
         start, stop = self._counted_rows(index, context.config)
         with counting.counts(
             index, engine=context.engine, progress=lambda rows: context.progress("vocabulary", rows, stop - start)
         ) as counts:
-            for problem in problems_of(counts, self.profile.inputs(self.schema)):
+            for problem in problems_of(counts, self.preset.inputs(self.schema)):
                 context.note(f"{context.config.train_data.path}: {problem}")
             if spilled := counts.spilled():
                 context.note(f"{spilled}; --workload.vocabulary-memory-bytes sets the limit")
-            return make_preprocessor(self.profile, self.schema, counts)
+            return make_preprocessor(self.preset, self.schema, counts)
 
     def summarize(self, prepared: Prepared, metrics: dict[str, float]) -> dict[str, Any]:
         summary: dict[str, Any] = {
@@ -285,9 +287,9 @@ class ClickWorkload(Workload):
         from rayrec.workloads.recsys_plan import plan
 
         if tables is None and self.preprocessor is None:
-            tables = self.profile.num_embeddings
+            tables = self.preset.num_embeddings
         if tables is not None:
-            inputs = self.profile.inputs(self.schema)
+            inputs = self.preset.inputs(self.schema)
             if len(tables) != len(inputs.sparse):
                 raise InputError(
                     f"plan: {len(tables)} table sizes for {len(inputs.sparse)} sparse columns; give one for each"

@@ -24,7 +24,7 @@ from rayrec.data.engine import InProcess
 from rayrec.data.log import LogIndex, cut, index_chunk, is_gzip, numbered
 from rayrec.data.position import Block, EpochOrder, Part
 from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.profiles import make_preprocessor
+from rayrec.data.presets import make_preprocessor
 from rayrec.data.stages import BlockTimes, measured
 from rayrec.data.tables import is_table
 from rayrec.data.threads import ThreadEngine
@@ -143,10 +143,10 @@ def _read_slice(workload: ClickWorkload, config: TrainConfig) -> _Slice:
     rows = round(index.rows * sum(file.size_bytes for file in files) / (chunk.stop - chunk.start))
     if workload.preprocessor is not None:
         return _Slice(index, rows, Preprocessor.load(workload.preprocessor), False)
-    counting = workload.profile.counting(workload.schema)
+    counting = workload.preset.counting(workload.schema)
     counts = counting.empty()
     counts.add(count_parts([Part(segment, 0, segment.rows) for segment in index.segments], counting=counting))
-    return _Slice(index, rows, make_preprocessor(workload.profile, workload.schema, counts), True)
+    return _Slice(index, rows, make_preprocessor(workload.preset, workload.schema, counts), True)
 
 
 def _time_stages(piece: _Slice, config: TrainConfig) -> BlockTimes:

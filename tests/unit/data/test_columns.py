@@ -27,7 +27,7 @@ Row = tuple[int, float, list[float | None], list[int | list[int] | None]]
 
 def make(num_embeddings: int = LARGE) -> Preprocessor:
     return Preprocessor(
-        profile="test",
+        preset="test",
         schema=SCHEMA,
         dense=(DenseColumn("signed_log", mean=0.5, scale=2.0, missing_value=-7.5), DenseColumn("identity", scale=0.5)),
         sparse=(
@@ -150,7 +150,7 @@ def test_unlabelled_rows_have_neither_labels_nor_weights() -> None:
 def test_tokens_may_be_taken_modulo() -> None:
     schema = Schema(label=None, sparse=("s",), tokens="any")
     preprocessor = Preprocessor(
-        profile="",
+        preset="",
         schema=schema,
         dense=(),
         sparse=(SparseColumn(4, 2, token_modulo=10),),

@@ -38,7 +38,7 @@ from rayrec.data.log import LogIndex, cut, index_chunk, numbered, read_segments,
 from rayrec.data.opening import index_log
 from rayrec.data.parsing import Faults, RawRows, parse
 from rayrec.data.position import Part
-from rayrec.data.profiles import DENSE_LOW_BITS, DENSE_UNITS, RAYREC, make_preprocessor
+from rayrec.data.presets import DENSE_LOW_BITS, DENSE_UNITS, RAYREC, make_preprocessor
 from rayrec.data.token_counter import Spill, TokenCounter
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.machine import Memory
@@ -542,14 +542,14 @@ def test_problems_of_counted_rows() -> None:
 def test_memory_is_bounded_whatever_the_profile(changes: dict[str, Any], tmp_path: Path) -> None:
     """Tokens that are too seldom are not gathered, and an empty field still counts as token 0."""
     schema = Schema(label=None, sparse=("s",))
-    profile = RAYREC.replace(min_count=3, **changes)
+    preset = RAYREC.replace(min_count=3, **changes)
     raw = RawRows(schema, 300_000)
     raw.rows = raw.capacity
     raw.tokens[:, 0] = np.arange(raw.rows)  # 0 and all others once
     raw.tokens[-4:, 0] = 7
     raw.missing[:] = 0
     raw.missing[-6:-4] = 1
-    job = profile.counting(schema)
+    job = preset.counting(schema)
     task = job.empty()
     task.add_rows(job.prepared(raw), 0)
     preprocessors = []
@@ -558,7 +558,7 @@ def test_memory_is_bounded_whatever_the_profile(changes: dict[str, Any], tmp_pat
             counts.add(task.to_table())
             gc.collect()
             tracemalloc.start()
-            preprocessors.append(make_preprocessor(profile, schema, counts))
+            preprocessors.append(make_preprocessor(preset, schema, counts))
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
             assert bool(counts.spilled()) == (memory_bytes is not None)

@@ -21,7 +21,7 @@ from rayrec.data.encoded import Bags, EncodedRows, from_arrow, to_arrow
 from rayrec.data.frames import transform
 from rayrec.data.loader import Slicer
 from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.profiles import Profile, make_preprocessor
+from rayrec.data.presets import Preset, make_preprocessor
 from rayrec.data.ready_formats import check, from_named_columns, named_columns
 from rayrec.schema import Feature, Label, Schema, load_schema
 
@@ -61,10 +61,10 @@ def parsed(table: pa.Table = ROWS, schema: Schema = SCHEMA) -> RawColumns:
 
 
 def preprocessor_of(raw: RawColumns, schema: Schema = SCHEMA) -> Preprocessor:
-    profile = Profile(min_count=1)
-    counts = profile.counting(schema).empty()
+    preset = Preset(min_count=1)
+    counts = preset.counting(schema).empty()
     counts.add_rows(raw, 0)
-    return make_preprocessor(profile, schema, counts)
+    return make_preprocessor(preset, schema, counts)
 
 
 @pytest.fixture(scope="module")
@@ -266,15 +266,15 @@ def test_columns_of_one_vocabulary_give_a_category_the_same_id(encoded: tuple[Pr
 
 def test_a_category_is_counted_over_all_columns_of_its_vocabulary() -> None:
     """20 comes once as an item and twice in a history: only the sum reaches three."""
-    profile = Profile(min_count=3)
-    counts = profile.counting(SCHEMA).empty()
+    preset = Preset(min_count=3)
+    counts = preset.counting(SCHEMA).empty()
     counts.add_rows(parsed(), 0)
-    merged = profile.counting(SCHEMA).empty()
+    merged = preset.counting(SCHEMA).empty()
     merged.add(counts.to_table())
-    assert make_preprocessor(profile, SCHEMA, merged).vocabulary(2).tolist() == [20]
+    assert make_preprocessor(preset, SCHEMA, merged).vocabulary(2).tolist() == [20]
     alone = CountingJob(SCHEMA.unshared(), dtype="uint64").empty()
     alone.add_rows(parsed(schema=SCHEMA.unshared()), 0)
-    assert make_preprocessor(profile, SCHEMA.unshared(), alone).vocabulary(2).tolist() == []
+    assert make_preprocessor(preset, SCHEMA.unshared(), alone).vocabulary(2).tolist() == []
 
 
 def test_an_empty_list_has_the_missing_id_with_weight_one(encoded: tuple[Preprocessor, EncodedRows]) -> None:

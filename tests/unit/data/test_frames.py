@@ -44,7 +44,7 @@ FRAME = pd.DataFrame(
 
 def criteo(**changes: object) -> Preprocessor:
     return Preprocessor(
-        profile="test",
+        preset="test",
         schema=CRITEO,
         dense=(DenseColumn(mean=0.5, scale=2.0, missing_value=-7.5), DenseColumn(mean=-0.25, scale=0.3)),
         sparse=(SparseColumn(4, 2), SparseColumn(1000, None)),
@@ -55,7 +55,7 @@ def criteo(**changes: object) -> Preprocessor:
 
 def clicks() -> Preprocessor:
     return Preprocessor(
-        profile="test",
+        preset="test",
         schema=CLICKS,
         dense=(DenseColumn(),),
         sparse=(SparseColumn(50, None), SparseColumn(60, None)),

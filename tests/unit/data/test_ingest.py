@@ -20,7 +20,7 @@ from rayrec.data.ingest import STOP_ASKED, encoded_block, stream
 from rayrec.data.log import cut, index_chunk, numbered
 from rayrec.data.position import Block, Part, Piece
 from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.profiles import RAYREC, make_preprocessor
+from rayrec.data.presets import RAYREC, make_preprocessor
 from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.training import stopping

@@ -29,7 +29,7 @@ from rayrec.data.log import LogIndex, cut, index_chunk, numbered, read_segments,
 from rayrec.data.parsing import Faults, parse
 from rayrec.data.position import Block, EpochOrder, Part, Piece, Position
 from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.profiles import RAYREC, make_preprocessor
+from rayrec.data.presets import RAYREC, make_preprocessor
 from rayrec.data.reading import encode_block
 from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA

@@ -37,7 +37,7 @@ ROWS = 2_000
 
 def make(multi_hot: MultiHot | None = None) -> Preprocessor:
     return Preprocessor(
-        profile="hashed",
+        preset="hashed",
         schema=SCHEMA,
         dense=(DenseColumn(),) * 13,
         sparse=(SparseColumn(2**28, None),) * 26,

@@ -27,7 +27,7 @@ from rayrec.data.preprocessor import (
     SparseColumn,
     num_slots,
 )
-from rayrec.data.profiles import RAYREC, make_preprocessor
+from rayrec.data.presets import RAYREC, make_preprocessor
 from rayrec.native import library
 from rayrec.schema import Schema
 
@@ -39,7 +39,7 @@ UNKNOWN_ID, MISSING_ID, FIRST_ID = 0, 1, 2
 
 def make(schema: Schema = SCHEMA) -> Preprocessor:
     return Preprocessor(
-        profile="test",
+        preset="test",
         schema=schema,
         dense=(DenseColumn(mean=0.5, scale=2.0, missing_value=-7.5), DenseColumn(mean=-0.25, scale=0.3)),
         sparse=(SparseColumn(6, 4), SparseColumn(5002, 5000), SparseColumn(LARGE, None)),
@@ -175,13 +175,13 @@ def test_unlabelled_rows_have_no_labels() -> None:
 def test_columns_of_one_kind_only() -> None:
     schema = Schema(label=None, dense=(), sparse=("s",))
     preprocessor = Preprocessor(
-        profile="", schema=schema, dense=[], sparse=[SparseColumn(3, 1)], tokens=np.array([9], np.uint32), constants={}
+        preset="", schema=schema, dense=[], sparse=[SparseColumn(3, 1)], tokens=np.array([9], np.uint32), constants={}
     )
     encoded = preprocessor.encode(parse(schema, b"00000009\n00000008\n")[0])
     assert (encoded.dense.shape, encoded.ids.tolist()) == ((2, 0), [[2, 0]])
     schema = Schema(label=None, dense=("d",), sparse=())
     preprocessor = Preprocessor(
-        profile="", schema=schema, dense=[DenseColumn()], sparse=[], tokens=np.zeros(0, np.uint32), constants={}
+        preset="", schema=schema, dense=[DenseColumn()], sparse=[], tokens=np.zeros(0, np.uint32), constants={}
     )
     encoded = preprocessor.encode(parse(schema, b"0\n-0\n")[0])
     assert (encoded.dense.tolist(), encoded.ids.shape) == ([[0.0], [0.0]], (0, 2))
@@ -190,7 +190,7 @@ def test_columns_of_one_kind_only() -> None:
 def test_a_vocabulary_that_knows_nothing() -> None:
     schema = Schema(label=None, dense=(), sparse=("s", "t"))
     preprocessor = Preprocessor(
-        profile="",
+        preset="",
         schema=schema,
         dense=[],
         sparse=[SparseColumn(2, 0)] * 2,
@@ -223,7 +223,7 @@ def test_the_hash_follows_everything() -> None:
     other = base["tokens"].copy()
     other[-1] += 1
     for change in (
-        {"profile": "other"},
+        {"preset": "other"},
         {"constants": {"min_count": 3}},
         {"dense": (base["dense"][0], DenseColumn(mean=-0.25, scale=float(np.nextafter(0.3, 1))))},
         {"tokens": other},
@@ -342,11 +342,11 @@ def test_multiples_spread_over_a_hashed_column_and_earlier_preprocessors_keep_th
     schema = Schema(label=None, sparse=("s",), tokens="any")
     ids = np.arange(0, 50_000_000, 1000)
     raw, _ = parse_table(pa.table({"s": ids}), schema)
-    profile = RAYREC.replace(max_num_embeddings=100_002)
-    counts = profile.counting(schema).empty()
+    preset = RAYREC.replace(max_num_embeddings=100_002)
+    counts = preset.counting(schema).empty()
     counts.add_rows(raw, 0)
     counts.tokens[0].count_values(np.arange(1, 200_001, dtype=np.uint64).repeat(2))
-    mixed = make_preprocessor(profile, schema, counts)
+    mixed = make_preprocessor(preset, schema, counts)
     assert mixed.sparse[0].mixed
     assert len(set(mixed.encode(raw).ids[0].tolist())) > 35_000
     before = dataclasses.replace(mixed, sparse=(dataclasses.replace(mixed.sparse[0], mixed=False),))

@@ -30,7 +30,7 @@ from rayrec.data.parsing import Faults
 from rayrec.data.position import EpochOrder, Part, whole
 from rayrec.data.preprocess import preprocess
 from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
-from rayrec.data.profiles import ALL, make_preprocessor
+from rayrec.data.presets import ALL, make_preprocessor
 from rayrec.data.reading import encode_block, read_raw
 from rayrec.data.split import Split
 from rayrec.data.tables import index_tables
@@ -77,10 +77,10 @@ def days(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> LogIndex:
 
 
 def counted(index: LogIndex, name: str = "rayrec", **changes: Any) -> Preprocessor:
-    profile = ALL[name].replace(**changes)
+    preset = ALL[name].replace(**changes)
     parts = [Part(segment, 0, segment.rows) for segment in index.segments]
-    with count_log(profile.counting(SCHEMA), parts, engine=HERE) as counts:
-        return make_preprocessor(profile, SCHEMA, counts)
+    with count_log(preset.counting(SCHEMA), parts, engine=HERE) as counts:
+        return make_preprocessor(preset, SCHEMA, counts)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def hashed(schema: Schema, num_embeddings: int, multi_hot: MultiHot | None = Non
     """Ids up to num_embeddings, or to the 32 bits of tokens."""
     wide = schema.tokens == "any"
     return Preprocessor(
-        profile="hashed",
+        preset="hashed",
         schema=schema,
         dense=tuple(DenseColumn(mean=0.5, scale=2.0, missing_value=-1.0) for _ in schema.dense),
         sparse=tuple(SparseColumn(num_embeddings, None) for _ in schema.sparse),

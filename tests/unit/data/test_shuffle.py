@@ -37,7 +37,7 @@ class HereEngine:
 
 
 PREPROCESSOR = Preprocessor(
-    profile="hashed",
+    preset="hashed",
     schema=SCHEMA,
     dense=(DenseColumn(),) * 13,
     sparse=(SparseColumn(2**28, None),) * 26,

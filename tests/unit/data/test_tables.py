@@ -37,7 +37,7 @@ from rayrec.data.log import LogIndex, select
 from rayrec.data.parsing import Faults, RawRows, parse
 from rayrec.data.position import Part
 from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.profiles import Profile, make_preprocessor
+from rayrec.data.presets import Preset, make_preprocessor
 from rayrec.data.tables import column_names, good_rows, index_tables, is_table, read_tables
 from rayrec.data.wide_tokens import text_tokens
 from rayrec.datasets.criteo import SCHEMA as CRITEO
@@ -238,7 +238,7 @@ def test_a_log_is_counted_and_encoded(tmp_path: Path) -> None:
         assert first_rows is not None
         assert dict(zip(found.tolist(), first_rows.tolist(), strict=True)) == first
         assert counts.missing[number, 0] == sum(not cell for cell in cells)
-    preprocessor = make_preprocessor(Profile(), MOVIES, counts)
+    preprocessor = make_preprocessor(Preset(), MOVIES, counts)
     raw = read_tables(index.segments, MOVIES)
     encoded = preprocessor.encode(raw, np.arange(300)[::-1])
     assert preprocessor.hotness == [1, 1, None, None]

@@ -19,7 +19,7 @@ from rayrec.data.counting import count_log
 from rayrec.data.log import LogIndex, numbered
 from rayrec.data.parsing import Faults
 from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.profiles import make_preprocessor
+from rayrec.data.presets import make_preprocessor
 from rayrec.data.stretches import MAX_SLICES, parts_of, slices_of
 from rayrec.data.synthetic import generate
 from rayrec.observe.console import Console
@@ -318,7 +318,7 @@ def test_unknown_and_collisions_are_what_encoding_makes(tmp_path: Path) -> None:
 
 def test_integers_that_a_preprocessor_makes_categories_of(tmp_path: Path) -> None:
     path = log_of(tmp_path, day_0=[(0, 1, 1, 1, 1)] * 10, day_1=[(1, 2, 1, 1, 1)] * 30)
-    preprocessor_of(path / "day_0", tmp_path / "prepared", CONFIG.replace(profile="fuxictr-x4"))
+    preprocessor_of(path / "day_0", tmp_path / "prepared", CONFIG.replace(preset="fuxictr-x4"))
     report = validate(path, preprocessor=tmp_path / "prepared").to_dict()
     assert [report["dense"][name]["unknown_rate"] for name in "ab"] == [0.75, 0]
     assert report["sparse"]["s"]["unknown_rate"] == 0

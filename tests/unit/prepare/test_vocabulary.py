@@ -16,7 +16,7 @@ from rayrec.data.log import LogIndex, select
 from rayrec.data.parsing import Faults, RawRows
 from rayrec.data.position import Part
 from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.profiles import make_preprocessor
+from rayrec.data.presets import make_preprocessor
 from rayrec.data.threads import ThreadEngine
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, raw_index
@@ -69,7 +69,7 @@ def separately(path: Path, config: PreparationConfig, rows: tuple[int, int] | No
             (0, 20_000 - 20_000 // 7),
             0.06,
         ),  # what is close to the border, since sizes are a guess
-        ({"split": "sevenths", "profile": "mlperf-v1"}, None, 0.0),  # counts all rows
+        ({"split": "sevenths", "preset": "mlperf-v1"}, None, 0.0),  # counts all rows
     ],
 )
 def test_text_is_parsed_once(
@@ -118,7 +118,7 @@ def test_preprocessing_parses_text_once_for_the_vocabulary_and_once_to_write_it(
 def test_rules_that_a_log_cannot_follow_are_refused_before_it_is_read(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("label,a,b\n1,2,3\n")
     config = PreparationConfig(
-        profile="fuxictr-x4", schema=Schema(label="label", dense=("a",), sparse=("b",), tokens="any")
+        preset="fuxictr-x4", schema=Schema(label="label", dense=("a",), sparse=("b",), tokens="any")
     )
     with pytest.raises(InputError, match="need a log of hexadecimal tokens"):
         preprocess(str(tmp_path / "log.csv"), out=str(tmp_path / "out"), format="npy", config=config, console=CONSOLE)

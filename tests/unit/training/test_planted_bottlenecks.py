@@ -26,7 +26,7 @@ from rayrec.data.loader import ClickLoader
 from rayrec.data.log import LogIndex, cut, index_chunk, numbered
 from rayrec.data.position import Block, EpochOrder, Part, Piece, Position
 from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.profiles import RAYREC, make_preprocessor
+from rayrec.data.presets import RAYREC, make_preprocessor
 from rayrec.data.rows import ArrayRows
 from rayrec.data.stages import StageAccount, times_of
 from rayrec.data.threads import ThreadEngine

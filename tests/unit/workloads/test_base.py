@@ -74,5 +74,5 @@ def test_a_click_model_without_sparse_columns_is_refused(tmp_path: Path) -> None
         InputError, match="no sparse column, and a click model needs at least one; name a column of categ"
     ):
         config.workload.check(config)
-    buckets = config.replace(workload={"profile": {"dense": "buckets"}})
+    buckets = config.replace(workload={"preset": {"dense": "buckets"}})
     buckets.workload.check(buckets)

@@ -27,7 +27,7 @@ NUM_EMBEDDINGS = [5 + column for column in range(26)]
 @pytest.fixture(scope="module")
 def preprocessor() -> Preprocessor:
     return Preprocessor(
-        profile="rayrec",
+        preset="rayrec",
         schema=SCHEMA,
         dense=(DenseColumn(),) * 13,
         sparse=tuple(SparseColumn(num_embeddings=rows, num_tokens=None) for rows in NUM_EMBEDDINGS),

@@ -28,7 +28,7 @@ def config(tmp_path: Path) -> TrainConfig:
     values = np.random.default_rng(0).integers(0, 2**32, (ROWS, 26))
     lines = ("\t".join(["1", *map(str, range(13)), *(f"{value:08x}" for value in row)]) for row in values)
     (tmp_path / "log.txt").write_text("\n".join(lines) + "\n")
-    return recipes.criteo_demo(str(tmp_path / "log.txt")).replace(batch_size=8, workload={"profile": {"min_count": 1}})
+    return recipes.criteo_demo(str(tmp_path / "log.txt")).replace(batch_size=8, workload={"preset": {"min_count": 1}})
 
 
 class Trained:

@@ -12,7 +12,7 @@ import torch
 from rayrec import api, recipes
 from rayrec.commands import training
 from rayrec.config import InputError
-from rayrec.data.profiles import FUXICTR_X4, MLPERF_NUM_EMBEDDINGS
+from rayrec.data.presets import FUXICTR_X4, MLPERF_NUM_EMBEDDINGS
 from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig
 from rayrec.sharding import TablePlacement
 from rayrec.workloads import recsys_plan, recsys_worker
@@ -58,7 +58,7 @@ def test_adagrad_doubles_the_tables() -> None:
 
 
 def test_a_profile_that_makes_integers_categories_is_planned_with_all_its_columns() -> None:
-    config = recipes.criteo_demo().replace(workload={"profile": FUXICTR_X4.to_dict()})
+    config = recipes.criteo_demo().replace(workload={"preset": FUXICTR_X4.to_dict()})
     text = api.plan(config, tables=[10] * 39)
     assert "int_12" in text
     with pytest.raises(InputError, match="26 table sizes for 39 sparse columns"):
@@ -140,14 +140,14 @@ def test_memory_of_a_node_is_shared_by_its_workers(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_preprocessors_columns_are_planned(tmp_path: Path) -> None:
-    """Those that the model gets, which are not the log's with a profile that makes integers categories."""
+    """Those that the model gets, which are not the log's with a preset that makes integers categories."""
     import numpy as np
 
     from rayrec import storage
     from rayrec.data.counting import count_parts
     from rayrec.data.log import cut, index_chunk, numbered
     from rayrec.data.position import Part
-    from rayrec.data.profiles import make_preprocessor
+    from rayrec.data.presets import make_preprocessor
 
     values = np.random.default_rng(0).integers(0, 9, (200, 26))
     lines = ("\t".join(["1", *map(str, range(13)), *(f"{value:08x}" for value in row)]) for row in values)

@@ -40,7 +40,7 @@ def config() -> TrainConfig:
 @pytest.fixture(scope="module")
 def preprocessor(config: TrainConfig) -> Preprocessor:
     return Preprocessor(
-        profile="rayrec",
+        preset="rayrec",
         schema=config.workload.schema,  # type: ignore[attr-defined]
         dense=(DenseColumn(mean=1.0, scale=0.5),) * 13,
         sparse=tuple(SparseColumn(num_embeddings=rows, num_tokens=None) for rows in NUM_EMBEDDINGS),

@@ -1,4 +1,4 @@
-"""Every profile against rows computed by hand from the published pipelines' rules, and against TorchRec's own code."""
+"""Every preset against rows computed by hand from the published pipelines' rules, and against TorchRec's own code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rayrec.data.multi_hot import MLPERF_SIZES, MultiHot
 from rayrec.data.parsing import Faults, RawRows
 from rayrec.data.position import Part
 from rayrec.data.preprocessor import Preprocessor, bucket_integers, murmur3
-from rayrec.data.profiles import (
+from rayrec.data.presets import (
     ALL,
     FUXICTR_X1,
     FUXICTR_X4,
@@ -30,7 +30,7 @@ from rayrec.data.profiles import (
     RAYREC,
     TORCHREC,
     TORCHREC_2024,
-    Profile,
+    Preset,
     by_name,
     make_preprocessor,
 )
@@ -57,17 +57,17 @@ def index_of(folder: Path, *texts: bytes, schema: Schema = SCHEMA, segment_bytes
     return LogIndex(numbered(entries), faults)
 
 
-def made(profile: Profile, index: LogIndex, schema: Schema = SCHEMA) -> Preprocessor:
-    counting = profile.counting(schema)
+def made(preset: Preset, index: LogIndex, schema: Schema = SCHEMA) -> Preprocessor:
+    counting = preset.counting(schema)
     counts = counting.empty()
     for segment in index.segments:
         counts.add(count_parts([Part(segment, 0, segment.rows)], counting=counting))
-    return make_preprocessor(profile, schema, counts)
+    return make_preprocessor(preset, schema, counts)
 
 
-def encoded(profile: Profile, folder: Path, *texts: bytes) -> tuple[Preprocessor, np.ndarray, list[list[int]]]:
+def encoded(preset: Preset, folder: Path, *texts: bytes) -> tuple[Preprocessor, np.ndarray, list[list[int]]]:
     index = index_of(folder, *(texts or (TOY,)))
-    preprocessor = made(profile, index)
+    preprocessor = made(preset, index)
     rows = preprocessor.encode(read_segments(index.segments, SCHEMA))
     return preprocessor, rows.dense.T, [column.tolist() for column in rows.ids]
 
@@ -223,10 +223,10 @@ def test_a_table_has_no_more_rows_than_allowed(tmp_path: Path) -> None:
 def test_every_profile_comes_back_from_its_files_and_says_what_it_did(tmp_path: Path) -> None:
     index = index_of(tmp_path, TOY)
     hashes = set()
-    for name, profile in ALL.items():
-        changed = profile.replace(num_embeddings=(7, 8)) if profile.ids == "murmur3" else profile
+    for name, preset in ALL.items():
+        changed = preset.replace(num_embeddings=(7, 8)) if preset.ids == "murmur3" else preset
         preprocessor = made(changed, index)
-        assert preprocessor.profile == name
+        assert preprocessor.preset == name
         folder = str(tmp_path / "preprocessors" / name)
         preprocessor.save(folder)
         again = Preprocessor.load(folder)
@@ -242,16 +242,16 @@ def test_every_profile_comes_back_from_its_files_and_says_what_it_did(tmp_path: 
 def test_ids_do_not_depend_on_how_the_log_is_divided(click_log: Path, tmp_path: Path) -> None:
     text = b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:3000])
     (tmp_path / "day_0").write_bytes(text)
-    for profile in ALL.values():
+    for preset in ALL.values():
         hashes = (
             {
-                made(profile, index_of(tmp_path, text, schema=CRITEO, segment_bytes=size), CRITEO).hash()
+                made(preset, index_of(tmp_path, text, schema=CRITEO, segment_bytes=size), CRITEO).hash()
                 for size in (7_000, 100_000, 1 << 24)
             }
-            if profile.dense != "buckets"
+            if preset.dense != "buckets"
             else {""}
         )
-        assert len(hashes) == 1, profile.name
+        assert len(hashes) == 1, preset.name
 
 
 def test_names() -> None:
@@ -261,7 +261,7 @@ def test_names() -> None:
     with pytest.raises(InputError, match="min_count"):
         RAYREC.replace(min_count=0)
     with pytest.raises(InputError, match="num_embeddings"):
-        Profile(ids="murmur3")
+        Preset(ids="murmur3")
     with pytest.raises(InputError, match="first_id"):
         RAYREC.replace(first_id=1)
 
@@ -350,9 +350,9 @@ def test_bags_have_the_published_distributions() -> None:
 
 
 def test_a_multi_hot_profile(tmp_path: Path) -> None:
-    profile = TORCHREC_2024.replace(min_count=1, multi_hot=MultiHot(sizes=(2, 3)))
+    preset = TORCHREC_2024.replace(min_count=1, multi_hot=MultiHot(sizes=(2, 3)))
     index = index_of(tmp_path, TOY)
-    preprocessor = made(profile, index)
+    preprocessor = made(preset, index)
     rows = preprocessor.encode(read_segments(index.segments, SCHEMA))
     assert [column.shape for column in rows.ids] == [(6, 2), (6, 3)]
     assert rows.ids[0][:, 0].tolist() == [2, 2, 3, 4, 5, 2]

@@ -41,7 +41,7 @@ DENSE_LOW_BITS = 26
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile(Config):
+class Preset(Config):
     """How raw columns become model inputs. A missing number counts as 0 throughout, as in every Criteo pipeline."""
 
     name: str = "rayrec"
@@ -93,10 +93,10 @@ class Profile(Config):
         if self.token_modulo is not None and not 1 <= self.token_modulo < 2**32:
             raise InputError(f"token_modulo: {self.token_modulo} must lie between 1 and 2^32 - 1")
         if self.ids == "murmur3" and self.num_embeddings is None:
-            raise InputError("profile: ids murmur3 need num_embeddings, the rows of each table")
+            raise InputError("preset: ids murmur3 need num_embeddings, the rows of each table")
         reserved = {self.unknown_id, self.missing if isinstance(self.missing, int) else None} - {None}
         if self.first_id < 0 or any(not 0 <= name < self.first_id for name in reserved if name is not None):
-            raise InputError(f"profile: unknown_id and missing must lie below first_id {self.first_id}")
+            raise InputError(f"preset: unknown_id and missing must lie below first_id {self.first_id}")
 
     @property
     def first_rows(self) -> bool:
@@ -131,7 +131,7 @@ class Profile(Config):
         unfit = [name for name, used in rules.items() if used]
         if unfit:
             raise InputError(
-                f"profile {self.name}: {' and '.join(unfit)} need a log of hexadecimal tokens, such as Criteo's"
+                f"preset {self.name}: {' and '.join(unfit)} need a log of hexadecimal tokens, such as Criteo's"
             )
 
     def inputs(self, schema: Schema) -> Schema:
@@ -147,14 +147,14 @@ def _counted_rows(raw: RawRows, *, buckets: bool, modulo: int) -> RawRows:
     return rows.with_columns(rows.schema, tokens=rows.tokens[: rows.rows] % np.uint32(modulo))
 
 
-def make_preprocessor(profile: Profile, schema: Schema, counts: Counts) -> Preprocessor:
+def make_preprocessor(preset: Preset, schema: Schema, counts: Counts) -> Preprocessor:
     """Turns counts of a log of `schema` into a Preprocessor. It depends on the rows counted alone, not on how they were
-    divided among tasks. Raises InputError for a log that the profile does not fit."""
-    profile.check(schema)
-    inputs = profile.inputs(schema)
-    if profile.num_embeddings is not None and len(profile.num_embeddings) != len(inputs.sparse):
+    divided among tasks. Raises InputError for a log that the preset does not fit."""
+    preset.check(schema)
+    inputs = preset.inputs(schema)
+    if preset.num_embeddings is not None and len(preset.num_embeddings) != len(inputs.sparse):
         raise InputError(
-            f"profile.num_embeddings: {len(profile.num_embeddings)} tables for {len(inputs.sparse)} sparse columns"
+            f"preset.num_embeddings: {len(preset.num_embeddings)} tables for {len(inputs.sparse)} sparse columns"
         )
     sparse: list[SparseColumn] = []
     kept: list[np.ndarray] = []
@@ -165,21 +165,21 @@ def make_preprocessor(profile: Profile, schema: Schema, counts: Counts) -> Prepr
             if inputs.sparse[owner] in ends:
                 ends[name] = ends[inputs.sparse[owner]]
             continue
-        column, known = _sparse_column(profile, counts, number)
+        column, known = _sparse_column(preset, counts, number)
         sparse.append(column)
         kept.append(known.tokens)
         if known.amounts is not None and column.has_own_ids:
             ends[name] = frequency_ends(known.amounts)
     return Preprocessor(
-        profile=profile.name,
+        preset=preset.name,
         schema=schema,
-        dense=tuple(_dense_column(profile, moments) for moments in counts.dense_moments.tolist()),
+        dense=tuple(_dense_column(preset, moments) for moments in counts.dense_moments.tolist()),
         sparse=tuple(sparse),
         tokens=np.concatenate(kept) if kept else np.zeros(0, np.uint32),
-        integer_buckets=profile.dense == "buckets",
-        file_minimum=_file_minimum(counts) if profile.dense_from_file_minimum else None,
-        multi_hot=profile.multi_hot,
-        constants={"rules": profile.to_dict(), "rows": counts.rows, ENDS: ends},
+        integer_buckets=preset.dense == "buckets",
+        file_minimum=_file_minimum(counts) if preset.dense_from_file_minimum else None,
+        multi_hot=preset.multi_hot,
+        constants={"rules": preset.to_dict(), "rows": counts.rows, ENDS: ends},
     )
 
 
@@ -187,22 +187,22 @@ def _file_minimum(counts: Counts) -> dict[str, int]:
     return {"": min(counts.file_minimum.values(), default=0), **dict(sorted(counts.file_minimum.items()))}
 
 
-def _dense_column(profile: Profile, moments: list[int]) -> DenseColumn:
+def _dense_column(preset: Preset, moments: list[int]) -> DenseColumn:
     """`moments`: present values, sum, and upper and lower part of the sum of squares, of sign(x) ln(1 + |x|)."""
-    assert profile.dense != "buckets"
-    lowest = LOWEST_INTEGER if profile.dense_lowest is None else profile.dense_lowest
+    assert preset.dense != "buckets"
+    lowest = LOWEST_INTEGER if preset.dense_lowest is None else preset.dense_lowest
     mean, scale = 0.0, 1.0
     present, total, high, low = moments
-    if profile.dense_standardized and present:
+    if preset.dense_standardized and present:
         mean = total / (present * DENSE_UNITS)
         squares = (high << DENSE_LOW_BITS) + low
         variance = (present * squares - total * total) / (present * DENSE_UNITS) ** 2  # exact up to the division
         scale = 1.0 / math.sqrt(variance) if variance > 1e-12 else 1.0
-    plain = DenseColumn(profile.dense, profile.dense_shift, lowest, mean, scale)
+    plain = DenseColumn(preset.dense, preset.dense_shift, lowest, mean, scale)
     missing_value = float(plain.apply(np.zeros(1))[0])
     if not math.isfinite(missing_value):
         raise InputError(
-            f"profile {profile.name}: a missing number counts as 0 and its logarithm is {missing_value}; raise dense_shift"
+            f"preset {preset.name}: a missing number counts as 0 and its logarithm is {missing_value}; raise dense_shift"
         )
     return DenseColumn(**{**vars(plain), "missing_value": missing_value})
 
@@ -218,18 +218,18 @@ class _Known:
     """Rows of each; None where they do not fall."""
 
 
-def _known(profile: Profile, counts: Counts, number: int) -> _Known:
+def _known(preset: Preset, counts: Counts, number: int) -> _Known:
     # An empty field may make token 0 frequent that is not without it.
-    always = 0 if profile.missing == "zero" else None
-    tokens, amounts, first_rows = counts.kept(number, profile.min_count, always=always)
+    always = 0 if preset.missing == "zero" else None
+    tokens, amounts, first_rows = counts.kept(number, preset.min_count, always=always)
     missing_count, missing_row = (int(value) for value in counts.missing[number])
-    if profile.missing == "zero" and missing_count:
+    if preset.missing == "zero" and missing_count:
         tokens, amounts, first_rows = _merged(
             np.append(tokens, tokens.dtype.type(0)),
             np.append(amounts, missing_count),
             None if first_rows is None else np.append(first_rows, missing_row),
         )
-    frequent = amounts >= profile.min_count
+    frequent = amounts >= preset.min_count
     tokens, amounts = tokens[frequent], amounts[frequent]
     if first_rows is not None:
         first_rows = first_rows[frequent]
@@ -237,51 +237,51 @@ def _known(profile: Profile, counts: Counts, number: int) -> _Known:
     else:
         order = np.lexsort((tokens, -amounts))
     gap = None
-    if profile.missing == "token" and missing_count >= profile.min_count:
+    if preset.missing == "token" and missing_count >= preset.min_count:
         # By frequency, it comes before tokens that are as frequent.
         keys, key = (-amounts, -missing_count) if first_rows is None else (first_rows, missing_row)
         gap = int(np.searchsorted(keys[order], key))
     return _Known(tokens[order], gap, amounts[order] if first_rows is None else None)
 
 
-def _sparse_column(profile: Profile, counts: Counts, number: int) -> tuple[SparseColumn, _Known]:
+def _sparse_column(preset: Preset, counts: Counts, number: int) -> tuple[SparseColumn, _Known]:
     """The column's rule, and its vocabulary (empty where it is hashed)."""
-    fixed = profile.num_embeddings[number] if profile.num_embeddings else None
-    if profile.ids == "murmur3":
+    fixed = preset.num_embeddings[number] if preset.num_embeddings else None
+    if preset.ids == "murmur3":
         assert fixed is not None
         column = SparseColumn(fixed, None, first_id=0, unknown_id=0, missing_id=murmur3(0) % fixed, murmur3=True)
         return column, _Known(np.zeros(0, np.uint32))
-    known = _known(profile, counts, number)
-    first_id, limit = profile.first_id, fixed or profile.max_num_embeddings
+    known = _known(preset, counts, number)
+    first_id, limit = preset.first_id, fixed or preset.max_num_embeddings
     gap = None if known.gap is None else first_id + known.gap
     num_ids = first_id + len(known.tokens) + (gap is not None)
-    num_embeddings = num_ids + (profile.unknown_id is None)
-    unknown_id = num_ids if profile.unknown_id is None else profile.unknown_id
-    missing_id = _missing_id(profile, known, unknown_id)
+    num_embeddings = num_ids + (preset.unknown_id is None)
+    unknown_id = num_ids if preset.unknown_id is None else preset.unknown_id
+    missing_id = _missing_id(preset, known, unknown_id)
     if fixed is None and (limit is None or num_embeddings <= limit):
         column = SparseColumn(
-            num_embeddings, len(known.tokens), first_id, unknown_id, missing_id, gap, profile.token_modulo
+            num_embeddings, len(known.tokens), first_id, unknown_id, missing_id, gap, preset.token_modulo
         )
         return column, known
     assert limit is not None
-    if fixed is None and profile.beyond_limit == "hash":
-        missing_id = missing_id if isinstance(profile.missing, int) else first_id  # that of token 0
+    if fixed is None and preset.beyond_limit == "hash":
+        missing_id = missing_id if isinstance(preset.missing, int) else first_id  # that of token 0
         wide = known.tokens.dtype == np.uint64  # tokens that may be numbers with a pattern; Criteo's are hashes
         column = SparseColumn(limit, None, first_id, unknown_id % limit, missing_id, mixed=wide)
         return column, _Known(known.tokens[:0])
     column = SparseColumn(
-        limit, len(known.tokens), first_id, unknown_id % limit, missing_id % limit, gap, profile.token_modulo
+        limit, len(known.tokens), first_id, unknown_id % limit, missing_id % limit, gap, preset.token_modulo
     )
     return column, known
 
 
-def _missing_id(profile: Profile, known: _Known, unknown_id: int) -> int:
-    if isinstance(profile.missing, int):
-        return profile.missing
-    if profile.missing == "token" and known.gap is not None:
-        return profile.first_id + known.gap
-    if profile.missing == "zero" and len(zero := np.flatnonzero(known.tokens == 0)):
-        return profile.first_id + int(zero[0])
+def _missing_id(preset: Preset, known: _Known, unknown_id: int) -> int:
+    if isinstance(preset.missing, int):
+        return preset.missing
+    if preset.missing == "token" and known.gap is not None:
+        return preset.first_id + known.gap
+    if preset.missing == "zero" and len(zero := np.flatnonzero(known.tokens == 0)):
+        return preset.first_id + int(zero[0])
     return unknown_id
 
 
@@ -301,10 +301,10 @@ def _merged(
     )
 
 
-RAYREC = Profile()
+RAYREC = Preset()
 """Our own default: nothing is lost below zero, ids depend on no order of rows, unseen and missing are told apart."""
 
-MLPERF_V1 = Profile(
+MLPERF_V1 = Preset(
     name="mlperf-v1",
     dense="log",
     dense_lowest=0,
@@ -321,7 +321,7 @@ MLPERF_V1 = Profile(
 from 0. `token_modulo` is its --max-ind-range. It has no id for unseen categories, since its dictionary holds the test's
 too; here each table has one more row for them."""
 
-TORCHREC = Profile(
+TORCHREC = Preset(
     name="torchrec",
     dense="log",
     dense_shift=2.0,
@@ -340,7 +340,7 @@ ids from 2 in order of first appearance over all files, rarer ones 1, then modul
 TORCHREC_2024 = TORCHREC.replace(name="torchrec-2024", dense_shift=3.0, dense_from_file_minimum=False)
 """torchrec.datasets.criteo before: ln(x + 3), which is -inf at -3 (Kaggle holds such values) and not a number below."""
 
-RAY_TEMPLATE = Profile(
+RAY_TEMPLATE = Preset(
     name="ray-template",
     dense="log",
     dense_shift=3.0,
@@ -353,7 +353,7 @@ RAY_TEMPLATE = Profile(
 """The Ray Train and Ray Data template: ln(x + 3); categories counted 3 times or more get ids from 2 in the order of its files
 of value counts, here by falling count (those files are not published); others 1; the empty field counts as a category."""
 
-NVT = Profile(
+NVT = Preset(
     name="nvt",
     dense="log",
     dense_shift=3.0,
@@ -369,7 +369,7 @@ NVT = Profile(
 """TorchRec's NVTabular scripts from August 2022 to May 2023: ln(x + 3), and cuDF's murmur3 hash of the category modulo the
 table's rows. The hash is that of the GPU library as documented; it was not run on a GPU."""
 
-FUXICTR_X4 = Profile(
+FUXICTR_X4 = Preset(
     name="fuxictr-x4",
     dense="buckets",
     first_id=1,
@@ -382,7 +382,7 @@ FUXICTR_X4 = Profile(
 produced, ids from 1 by falling count, then category; rarer ones and empty fields share the last row. The published split
 comes as files train, valid and test."""
 
-FUXICTR_X1 = Profile(
+FUXICTR_X1 = Preset(
     name="fuxictr-x1",
     dense="identity",
     dense_standardized=False,
@@ -395,18 +395,18 @@ FUXICTR_X1 = Profile(
 """FuxiCTR 2.1 to 2.3.6 on Criteo_x1, whose published files hold numbers scaled already and categories numbered already (the
 code that made them is not published): numbers as they are, ids from 1 by falling count, then category."""
 
-ALL: dict[str, Profile] = {
-    profile.name: profile
-    for profile in (RAYREC, MLPERF_V1, TORCHREC, TORCHREC_2024, RAY_TEMPLATE, NVT, FUXICTR_X1, FUXICTR_X4)
+ALL: dict[str, Preset] = {
+    preset.name: preset
+    for preset in (RAYREC, MLPERF_V1, TORCHREC, TORCHREC_2024, RAY_TEMPLATE, NVT, FUXICTR_X1, FUXICTR_X4)
 }
-"""Every profile by its name."""
+"""Every preset by its name."""
 
 
-def by_name(name: str) -> Profile:
+def by_name(name: str) -> Preset:
     """Raises InputError for a name that is none, with the nearest one."""
     if name not in ALL:
         near = difflib.get_close_matches(name, ALL, n=1)
         raise InputError(
-            f"no profile '{name}'; " + (f"did you mean '{near[0]}'?" if near else f"there are {', '.join(ALL)}")
+            f"no preset '{name}'; " + (f"did you mean '{near[0]}'?" if near else f"there are {', '.join(ALL)}")
         )
     return ALL[name]
