@@ -103,7 +103,7 @@ def make_setup(config: Any, folder: str) -> tuple[Any, list[Any], float, Any]:
     from rayrec.data.threads import ThreadEngine
     from rayrec.native import keep_freed_memory
     from rayrec.workloads.base import WorkerContext
-    from rayrec.workloads.recsys_calibration import _batches, _read_slice, prepared_for_rows
+    from rayrec.workloads.recsys_speed_probe import _batches, _read_slice, prepared_for_rows
 
     keep_freed_memory()
     torch.set_num_threads(os.cpu_count() or 1)

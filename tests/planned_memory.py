@@ -52,9 +52,9 @@ def _run(rows: int, folder: str) -> dict[str, int]:
     from rayrec.training.loop import drain
     from rayrec.training.state import all_tensors
     from rayrec.workloads.base import ScalingConfig, TrainConfig
-    from rayrec.workloads.calibration import Target
     from rayrec.workloads.recsys import ClickWorkload
     from rayrec.workloads.recsys_plan import tables_of
+    from rayrec.workloads.speed_probe import Target
 
     keep_freed_memory()
     torch.set_num_threads(2)

@@ -27,9 +27,9 @@ from rayrec.data.preprocessor import Preprocessor
 from rayrec.observe.events import read_events
 from rayrec.training.trainer import Result, train
 from rayrec.workloads.base import TrainConfig, WorkerContext
-from rayrec.workloads.calibration import Target
 from rayrec.workloads.recsys import ClickWorkload
 from rayrec.workloads.recsys_plan import memory_here, tables_of
+from rayrec.workloads.speed_probe import Target
 
 pytestmark = pytest.mark.slow
 

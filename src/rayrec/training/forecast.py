@@ -12,7 +12,7 @@ from rayrec.config import InputError
 from rayrec.launch.cluster import Layout, Node, layout
 from rayrec.quantities import duration_text, number_text, size_text
 from rayrec.workloads.base import TrainConfig
-from rayrec.workloads.calibration import Calibration, Target
+from rayrec.workloads.speed_probe import Calibration, Target
 
 Limit = Literal["model", "data", "cpus"]
 _KEPT_IN_RESERVE: Final = 0.5

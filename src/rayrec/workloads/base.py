@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from rayrec.row_tally import RowTally
     from rayrec.schema import Schema
-    from rayrec.workloads.calibration import Calibration, Target
     from rayrec.workloads.phases import StepClock
     from rayrec.workloads.scoring import Scoring, ScoringContext
+    from rayrec.workloads.speed_probe import Calibration, Target
 
 
 @dataclass(frozen=True, kw_only=True)

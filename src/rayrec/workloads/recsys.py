@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from rayrec.data.counting_indexer import CountingIndexer
     from rayrec.data.loader import ClickLoader
     from rayrec.data.opening import TextIndexer
-    from rayrec.workloads.calibration import Calibration, Target
     from rayrec.workloads.recsys_scorer import ClickScorer
     from rayrec.workloads.scoring import Scoring, ScoringContext
+    from rayrec.workloads.speed_probe import Calibration, Target
 
 
 @dataclass(frozen=True)
@@ -304,7 +304,7 @@ class ClickWorkload(Workload):
         return plan(self, config, preprocessor.num_embeddings, inputs=preprocessor.inputs, target=target)
 
     def calibrate(self, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool) -> Calibration:
-        from rayrec.workloads.recsys_calibration import calibrate
+        from rayrec.workloads.recsys_speed_probe import calibrate
 
         return calibrate(self, config, target=target, local_workers=local_workers, cuda=cuda)
 

@@ -10,8 +10,8 @@ from rayrec.config import InputError
 from rayrec.models.base import ModelInputs
 from rayrec.schema import Schema
 from rayrec.sharding import describe, placements, plan_sharding
-from rayrec.workloads.calibration import Target
 from rayrec.workloads.recsys_memory import PROCESS_BYTES, WorkerMemory, worker_memories
+from rayrec.workloads.speed_probe import Target
 
 if TYPE_CHECKING:
     from rayrec.models.click_model import ClickModel

@@ -10,7 +10,7 @@ from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.launch.cluster import Layout, layout
 from rayrec.training.forecast import ClusterShape, Forecast, extrapolate, forecast
-from rayrec.workloads.calibration import Calibration, Target
+from rayrec.workloads.speed_probe import Calibration, Target
 
 MEASURED = Calibration(
     num_workers=2,

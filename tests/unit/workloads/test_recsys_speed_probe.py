@@ -13,11 +13,11 @@ from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows
 from rayrec.training.forecast import ClusterShape, forecast
-from rayrec.workloads import recsys_calibration, recsys_plan
+from rayrec.workloads import recsys_plan, recsys_speed_probe
 from rayrec.workloads.base import TrainConfig
-from rayrec.workloads.calibration import Calibration, Target
-from rayrec.workloads.recsys_calibration import folded
 from rayrec.workloads.recsys_memory import PROCESS_BYTES
+from rayrec.workloads.recsys_speed_probe import folded
+from rayrec.workloads.speed_probe import Calibration, Target
 
 ROWS = 2000
 GB = 10**9
@@ -36,7 +36,7 @@ class Trained:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_embeddings: list[list[int]] = []
-        monkeypatch.setattr(recsys_calibration, "_train_here", self._train)
+        monkeypatch.setattr(recsys_speed_probe, "_train_here", self._train)
 
     def _train(self, config: TrainConfig, piece: Any, num_embeddings: list[int], **_: Any) -> list[Any]:
         self.num_embeddings.append(num_embeddings)

@@ -29,8 +29,8 @@ from rayrec.data.stages import BlockTimes, measured
 from rayrec.data.tables import is_table
 from rayrec.data.threads import ThreadEngine
 from rayrec.workloads.base import TrainConfig, WorkerContext
-from rayrec.workloads.calibration import Calibration, Target
 from rayrec.workloads.recsys_plan import Tables, cut_to_fit, memory_here, memory_of_target, tables_of
+from rayrec.workloads.speed_probe import Calibration, Target
 
 if TYPE_CHECKING:
     from rayrec.batch import Batch
