@@ -70,12 +70,12 @@ class WithoutModel:
 def predicted(*, path: str, checkpoint: str, with_model: bool, memory: bool = False) -> dict[str, float]:
     """`rows_per_s` once all processes have scored a first block, `whole_rows_per_s` with their start, and `peak_bytes`."""
     import rayrec
-    from rayrec.inference.scoring import Opened
+    from rayrec.inference.scoring import ScoringJob
     from rayrec.observe.console import Console
 
-    tables, seen = Opened.tables, []
+    tables, seen = ScoringJob.tables, []
 
-    def noted(self: Opened, console: Console, *, first_row: int = 0) -> Any:
+    def noted(self: ScoringJob, console: Console, *, first_row: int = 0) -> Any:
         if not with_model:
             load = WithoutModel(self.scoring.load.__self__).load  # type: ignore[attr-defined]
             self = dataclasses.replace(self, scoring=dataclasses.replace(self.scoring, load=load))
@@ -83,7 +83,7 @@ def predicted(*, path: str, checkpoint: str, with_model: bool, memory: bool = Fa
             seen.append((time.perf_counter(), len(table)))
             yield table
 
-    Opened.tables = noted  # type: ignore[method-assign, assignment]
+    ScoringJob.tables = noted  # type: ignore[method-assign, assignment]
     out = tempfile.mkdtemp()
     with watched(every_s=0.5 if memory else 3600) as peak:
         told = rayrec.predict_to(checkpoint, path, out=f"{out}/scores", console=Console(quiet=True))

@@ -124,8 +124,8 @@ def host_swapping(*, path: str, checkpoint: str, export: str, ingress: Any, port
         def swap() -> None:
             while not stop.wait(SWAP_EVERY_S):
                 other = (export, checkpoint)[len(swaps) % 2]
-                serial: Any = ray.get(server.board.swap.remote(other))
-                swaps.append(wait_for_change(server.board, serial).state)
+                serial: Any = ray.get(server.coordinator.swap.remote(other))
+                swaps.append(wait_for_change(server.coordinator, serial).state)
                 memory.append(memory_bytes(os.getpid()))
 
         thread = threading.Thread(target=swap)
@@ -145,11 +145,11 @@ def in_process(*, path: str, checkpoint: str, export: str, size: int, repeats: i
 
     from rayrec.serve.counters import Counters
     from rayrec.serve.requests import open_body
-    from rayrec.serve.responses import Answerer
+    from rayrec.serve.responses import BatchScorer
 
     torch.set_num_threads(1)
     model, text, rows = load_rows(path, checkpoint, size)
-    answerer, onnx = Answerer(model, Counters()), load(export, num_threads=1)
+    answerer, onnx = BatchScorer(model, Counters()), load(export, num_threads=1)
     ids = np.stack(rows.ids, axis=1).astype(np.int64)
     np.testing.assert_allclose(onnx(rows.dense, ids), model.score(rows), atol=1e-4)
 

@@ -20,8 +20,8 @@ from rayrec.schema import Schema
 from rayrec.serve.app import ScoringApp
 from rayrec.serve.config import ServeConfig
 from rayrec.serve.counters import Counters
-from rayrec.serve.replica_models import Hosting, Source, Wanted
-from rayrec.serve.responses import Answerer
+from rayrec.serve.replica_models import ReplicaModels, Source, Wanted
+from rayrec.serve.responses import BatchScorer
 from rayrec.workloads.recsys_scorer import PREFIX, empty_model, make_scorer, table_weight
 
 NUM_TOKENS = 5
@@ -108,10 +108,10 @@ def row_object(line: bytes, schema: Schema = CRITEO) -> dict[str, Any]:
 def make_app(model: ServedModel, *, token_digest: bytes | None = None, **config: Any) -> ScoringApp:
     """An application that serves the model, and none else."""
     counters = Counters()
-    hosting = Hosting({model.source: model}.__getitem__, counters)
-    hosting.apply(Wanted(0, Source(0, model.source)))
-    assert hosting.ready, hosting.status()
-    return ScoringApp(hosting, counters, config=ServeConfig(**config), token_digest=token_digest)
+    models = ReplicaModels({model.source: model}.__getitem__, counters)
+    models.apply(Wanted(0, Source(0, model.source)))
+    assert models.ready, models.status()
+    return ScoringApp(models, counters, config=ServeConfig(**config), token_digest=token_digest)
 
 
 def logits_of(model: ServedModel, text: bytes) -> np.ndarray:
@@ -120,7 +120,7 @@ def logits_of(model: ServedModel, text: bytes) -> np.ndarray:
 
     raw, faults = parse(model.preprocessor.schema.unlabelled(), text)
     assert not faults.total, faults.describe()
-    return Answerer(model, Counters()).score(raw)
+    return BatchScorer(model, Counters()).score(raw)
 
 
 def save_checkpoint(run: Path, step: int, model: ServedModel, *, network: ClickModelConfig = DLRM) -> str:

@@ -22,8 +22,8 @@ from rayrec.inference import predict as prediction
 from rayrec.inference import resumable_output
 from rayrec.inference.config import EvaluationConfig
 from rayrec.inference.evaluate import evaluate
-from rayrec.inference.evaluation_text import readable
-from rayrec.inference.scoring import Opened
+from rayrec.inference.evaluation_text import evaluation_text
+from rayrec.inference.scoring import ScoringJob
 from rayrec.metrics.binary import binary_metrics
 from rayrec.observe.console import Console
 from rayrec.significance import METRICS
@@ -198,16 +198,16 @@ def test_a_killed_call_goes_on(
 ) -> None:
     """With the same bytes; what was done is not scored again."""
     _small_parts(monkeypatch)
-    out, tables, begun = tmp_path / "out", Opened.tables, []
+    out, tables, begun = tmp_path / "out", ScoringJob.tables, []
 
-    def watched(self: Opened, console: Console, *, first_row: int = 0) -> Iterator[pa.Table]:
+    def watched(self: ScoringJob, console: Console, *, first_row: int = 0) -> Iterator[pa.Table]:
         begun.append(first_row)
         for table in tables(self, console, first_row=first_row):
             if len(begun) == 1 and table.column("row")[0].as_py() > 9000:
                 raise KeyboardInterrupt
             yield table
 
-    monkeypatch.setattr(Opened, "tables", watched)
+    monkeypatch.setattr(ScoringJob, "tables", watched)
     with pytest.raises(KeyboardInterrupt):
         _predict_to(result.checkpoint, config, out)
     assert not out.exists()
@@ -265,7 +265,7 @@ def test_slices_intervals_and_another_checkpoint(
     known = ["1", "2-9", "10-99", "100-999", "1,000-9,999", "10,000-99,999", "(not in the vocabulary)", "(missing)"]
     assert frequencies == [name for name in known if name in frequencies]
     assert len(frequencies) > 3
-    assert "by int_1:\n" in readable(found)
+    assert "by int_1:\n" in evaluation_text(found)
 
 
 def test_what_cannot_be_told(result: Result, config: TrainConfig, click_log: Path) -> None:

@@ -150,7 +150,7 @@ def test_a_server(tmp_path: Path, ingress: str) -> None:
         assert "holds no complete checkpoint" in refused.stderr
 
         with Load(port) as load:
-            # So many that the share of one replica is more than what the board has not heard of the other yet.
+            # So many that the share of one replica is more than what the coordinator has not heard of the other yet.
             _wait(lambda: len(load.answers) > 200)
             counted = _rows(port, version)
             died = _replicas(server)[0]

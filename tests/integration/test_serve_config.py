@@ -29,8 +29,8 @@ from rayrec.config import InputError
 from rayrec.metrics.binary import sigmoid
 from rayrec.observe.console import Console
 from rayrec.serve.config import ServeConfig
-from rayrec.serve.coordinator import Board
-from rayrec.serve.deployment import APPLICATION, BOARD, NAMESPACE
+from rayrec.serve.coordinator import Coordinator
+from rayrec.serve.deployment import APPLICATION, COORDINATOR, NAMESPACE
 from rayrec.serve.ingress import find_instance, settle
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended, pytest.mark.usefixtures("local_ray")]
@@ -120,8 +120,8 @@ def test_the_documented_file_and_another_model(tmp_path: Path, places: list[str]
     asking.join()
     assert not failures
     assert _replicas() == replicas
-    board: Any = ray.get_actor(f"{BOARD}-{config['applications'][0]['name']}", namespace=NAMESPACE)
-    ray.kill(board)
+    coordinator: Any = ray.get_actor(f"{COORDINATOR}-{config['applications'][0]['name']}", namespace=NAMESPACE)
+    ray.kill(coordinator)
 
 
 def _application() -> dict[str, Any]:
@@ -170,9 +170,9 @@ def test_how_a_server_is_reached(tmp_path: Path) -> None:
 
 
 def test_a_board_that_nobody_calls_ends() -> None:
-    actor: Any = ray.remote(Board)
-    board = actor.options(num_cpus=0, max_restarts=-1).remote("a", alone_s=0.5)
-    assert ray.get(board.describe.remote())["model"] == "a"
+    actor: Any = ray.remote(Coordinator)
+    coordinator = actor.options(num_cpus=0, max_restarts=-1).remote("a", alone_s=0.5)
+    assert ray.get(coordinator.describe.remote())["model"] == "a"
     time.sleep(2)
     with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(board.describe.remote(), timeout=60)
+        ray.get(coordinator.describe.remote(), timeout=60)

@@ -7,7 +7,7 @@ import tyro
 from rayrec import api, recipes
 from rayrec.commands.arguments import Address, Checkpoint, OwnRecipe, Path_, flags, print_json, results_alone
 from rayrec.inference.config import EvaluationConfig, ExportConfig, ScoringConfig
-from rayrec.inference.evaluation_text import readable
+from rayrec.inference.evaluation_text import evaluation_text
 from rayrec.observe.console import Console
 from rayrec.serve.config import Follow, ServeConfig
 
@@ -44,7 +44,7 @@ def _own(recipe: str | None) -> recipes.Recipe | None:
 
 def evaluate(arguments: list[str]) -> None:
     found = flags("evaluate", _evaluate, arguments)
-    Console().note(readable(found))
+    Console().note(evaluation_text(found))
     print_json(found)
 
 

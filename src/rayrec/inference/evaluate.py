@@ -14,7 +14,7 @@ import pyarrow as pa
 from rayrec.config import InputError
 from rayrec.data.arrow_arrays import numpy_of
 from rayrec.inference.config import EvaluationConfig
-from rayrec.inference.scoring import Opened, Request
+from rayrec.inference.scoring import ScoringJob, ScoringRequest
 from rayrec.inference.slices import slices_of
 from rayrec.metrics.binary import binary_metrics
 from rayrec.metrics.ranking import gauc
@@ -49,16 +49,16 @@ def evaluate(
     input without labels, a slice that it does not have, and where more is asked for of another model than one of clicks.
     """
     options, console = options or EvaluationConfig(), console or Console()
-    request = Request(checkpoint, path, config, options.batch_rows, options.device, console)
+    request = ScoringRequest(checkpoint, path, config, options.batch_rows, options.device, console)
     opened = request.open(evaluating=True, spare_cpus=0, slice_by=options.slice_by)
     if not options.asks_for_more:
-        return _told({**_metrics(opened, console), **_described(opened)})
+        return _json_values({**_metrics(opened, console), **_described(opened)})
     _check_clicks(opened, config, options)
-    compared: Opened | None = None
-    others: KeptRows | None = None
+    compared: ScoringJob | None = None
+    others: ScoredRows | None = None
     if options.compare is not None:  # what is wrong with it is told before all rows are scored
         assert other is not None
-        asked = Request(options.compare, path, other, options.batch_rows, options.device, console)
+        asked = ScoringRequest(options.compare, path, other, options.batch_rows, options.device, console)
         compared = asked.open(evaluating=True, spare_cpus=0)
         _check_clicks(compared, other, options)
     kept = _scored(opened, console, keys=options.slice_by)
@@ -68,10 +68,10 @@ def evaluate(
             raise InputError(
                 f"compare: {options.compare} reads other rows of {path} than {checkpoint}; compare checkpoints of one schema"
             )
-    return _told(_reckoned(opened, kept, compared, others, options, console))
+    return _json_values(_evaluation(opened, kept, compared, others, options, console))
 
 
-def _metrics(opened: Opened, console: Console) -> dict[str, Any]:
+def _metrics(opened: ScoringJob, console: Console) -> dict[str, Any]:
     totals = opened.scoring.make_totals()
     for table in opened.tables(console):
         totals.update(table)
@@ -79,11 +79,11 @@ def _metrics(opened: Opened, console: Console) -> dict[str, Any]:
     return {**totals.compute(), "rows": totals.rows}
 
 
-def _described(opened: Opened) -> dict[str, Any]:
+def _described(opened: ScoringJob) -> dict[str, Any]:
     return {**opened.scoring.described, "checkpoint": opened.checkpoint.path}
 
 
-def _check_clicks(opened: Opened, config: TrainConfig, options: EvaluationConfig) -> None:
+def _check_clicks(opened: ScoringJob, config: TrainConfig, options: EvaluationConfig) -> None:
     if not opened.scoring.is_clicks:
         asked = [name for name in ("slice_by", "confidence", "compare") if getattr(options, name) not in ((), None)]
         raise InputError(
@@ -92,8 +92,8 @@ def _check_clicks(opened: Opened, config: TrainConfig, options: EvaluationConfig
         )
 
 
-def _scored(opened: Opened, console: Console, *, keys: Sequence[str]) -> KeptRows:
-    kept = KeptRows(keys)
+def _scored(opened: ScoringJob, console: Console, *, keys: Sequence[str]) -> ScoredRows:
+    kept = ScoredRows(keys)
     for table in opened.tables(console, what=f"score step {opened.checkpoint.step:,} (rows)"):
         kept.update(table)
     assert kept.rows == opened.scoring.rows, f"{kept.rows} of {opened.scoring.rows} rows were scored"
@@ -138,11 +138,11 @@ class _Measured:
         return found
 
 
-def _reckoned(
-    opened: Opened,
-    kept: KeptRows,
-    compared: Opened | None,
-    others: KeptRows | None,
+def _evaluation(
+    opened: ScoringJob,
+    kept: ScoredRows,
+    compared: ScoringJob | None,
+    others: ScoredRows | None,
     options: EvaluationConfig,
     console: Console,
 ) -> dict[str, Any]:
@@ -164,17 +164,17 @@ def _reckoned(
     return found
 
 
-def _told(value: Any) -> Any:
+def _json_values(value: Any) -> Any:
     """The same, None for what is not a number, which JSON does not know."""
     if isinstance(value, dict):
-        return {name: _told(item) for name, item in value.items()}
+        return {name: _json_values(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_told(item) for item in value]
+        return [_json_values(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @final
-class KeptRows:
+class ScoredRows:
     """The scores of a click model over a labelled log: 5 bytes a row, 13 where rows have groups; for each key 4 bytes a row
     (8 for numbers), and its different texts once a block."""
 

@@ -10,7 +10,7 @@ _COLUMNS = ("rows", "label_rate", "auroc", "logloss", "normalized_entropy", "cal
 """Of slices."""
 
 
-def readable(found: dict[str, Any]) -> str:
+def evaluation_text(found: dict[str, Any]) -> str:
     """The result of `evaluate` as text: a line per metric with its interval and comparison, then a table for each slice."""
     return "\n".join(line for block in _blocks(found) for line in block)
 

@@ -9,8 +9,8 @@ from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 from rayrec import storage
-from rayrec.inference.resumable_output import GROUP_ROWS, PART_ROWS, Parts, unfinished
-from rayrec.inference.scoring import Opened, Request
+from rayrec.inference.resumable_output import GROUP_ROWS, PART_ROWS, Parts, resumable_folder
+from rayrec.inference.scoring import ScoringJob, ScoringRequest
 from rayrec.launch.versions import versions
 from rayrec.observe.console import Console
 from rayrec.workloads.scoring import Device
@@ -38,7 +38,7 @@ def predict(
     that of the checkpoint's config.yaml; `batch_rows` None leaves it to the workload. Raises InputError for an unusable
     checkpoint or input; what is damaged later fails the read.
     """
-    request = Request(checkpoint, path, config, batch_rows, device, console or Console())
+    request = ScoringRequest(checkpoint, path, config, batch_rows, device, console or Console())
     return request.open(evaluating=False, spare_cpus=1, as_dataset=True).dataset()
 
 
@@ -59,10 +59,10 @@ def predict_to(
     the last file. Raises InputError for an unusable checkpoint or input, damaged weights, where `out` exists, and where an
     unfinished call had other inputs.
     """
-    request = Request(checkpoint, path, config, batch_rows, device, console or Console())
+    request = ScoringRequest(checkpoint, path, config, batch_rows, device, console or Console())
     opened = request.open(evaluating=False, spare_cpus=0)
     start = time.monotonic()
-    with unfinished(out, _made_of(opened, request)) as work, Parts(work.folder) as parts:
+    with resumable_folder(out, _made_of(opened, request)) as work, Parts(work.folder) as parts:
         before = parts.rows
         if before:
             request.console.note(f"{work.folder}: going on, {before:,} of {opened.scoring.rows:,} rows were done")
@@ -80,7 +80,7 @@ def predict_to(
     }
 
 
-def _made_of(opened: Opened, request: Request) -> dict[str, Any]:
+def _made_of(opened: ScoringJob, request: ScoringRequest) -> dict[str, Any]:
     """All that the files' bytes depend on."""
     weights = json.dumps(opened.checkpoint.manifest(), sort_keys=True)
     return {

@@ -31,7 +31,7 @@ _LOCK = "_lock"
 
 
 @dataclass
-class Unfinished:
+class ResumableFolder:
     """The folder while it is made."""
 
     folder: str
@@ -41,7 +41,7 @@ class Unfinished:
 
 
 @contextmanager
-def unfinished(out: str, made_of: dict[str, Any]) -> Iterator[Unfinished]:
+def resumable_folder(out: str, made_of: dict[str, Any]) -> Iterator[ResumableFolder]:
     """On leaving it without an error, the folder is at `out` with the files that were named. After an error it stays at
     OUT.partial, so that the same call resumes it, unless it holds nothing yet.
 
@@ -50,7 +50,7 @@ def unfinished(out: str, made_of: dict[str, Any]) -> Iterator[Unfinished]:
     now, or was begun of something else than `made_of` (plain JSON values), or nobody knows of what.
     """
     out = storage.absolute(out).rstrip("/")
-    work = Unfinished(f"{out}.partial")
+    work = ResumableFolder(f"{out}.partial")
     job = storage.join(work.folder, JOB)
     if storage.exists(out) and not (storage.is_url(out) and storage.exists(job)):
         raise InputError(f"{out}: exists already; remove it or choose another place")
@@ -107,7 +107,7 @@ def _begun(folder: str) -> bool:
     return any(os.path.getsize(os.path.join(folder, name)) for name in names)
 
 
-def _finish(work: Unfinished, out: str) -> None:
+def _finish(work: ResumableFolder, out: str) -> None:
     if storage.is_url(out):
         for name in work.files:
             storage.copy_file(storage.join(work.folder, name), storage.join(out, name))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Opened:
+class ScoringJob:
     """Rows that are scored once they are read."""
 
     scoring: Scoring
@@ -74,7 +74,7 @@ class Opened:
 
 
 @dataclass(frozen=True)
-class Request:
+class ScoringRequest:
     """What a caller wants scored, and how."""
 
     checkpoint: str
@@ -86,7 +86,7 @@ class Request:
 
     def open(
         self, *, evaluating: bool, spare_cpus: int, slice_by: tuple[str, ...] = (), as_dataset: bool = False
-    ) -> Opened:
+    ) -> ScoringJob:
         """`spare_cpus` stay free for whatever the caller does with the scores meanwhile; `as_dataset`: the caller wants a
         Dataset, which only Ray has. Raises InputError for an unusable checkpoint or input, and damaged weights."""
         if self.batch_rows is not None and self.batch_rows < 1:
@@ -121,7 +121,7 @@ class Request:
             device=self.device,
             shared_weights=not on_ray and scoring.thread_safe,
         )
-        return Opened(scoring, checkpoint, pool, self.device, on_ray)
+        return ScoringJob(scoring, checkpoint, pool, self.device, on_ray)
 
     def _engine_here(self) -> StreamEngine:
         return ThreadEngine(self._cpus_here())

@@ -26,7 +26,7 @@ from rayrec.serve.batcher import Batcher
 from rayrec.serve.config import ServeConfig
 from rayrec.serve.counters import CONTENT_TYPE, Counters, Snapshot
 from rayrec.serve.openapi import document
-from rayrec.serve.replica_models import Hosting
+from rayrec.serve.replica_models import ReplicaModels
 from rayrec.serve.requests import FORMATS, Body, Format, RequestError, open_body
 
 if TYPE_CHECKING:
@@ -54,11 +54,11 @@ class _Response(Response):
 
 @final
 class ScoringApp:
-    """Scores rows by the model that `hosting` holds; see docs/serve.md for its paths."""
+    """Scores rows by the model that `models` holds; see docs/serve.md for its paths."""
 
     def __init__(
         self,
-        hosting: Hosting,
+        models: ReplicaModels,
         counters: Counters,
         *,
         config: ServeConfig,
@@ -67,14 +67,14 @@ class ScoringApp:
     ) -> None:
         """`token_digest`: SHA-256 of the token that requests must bear. `collect` gives what all replicas have counted; None:
         this one is all there is."""
-        self._hosting, self._counters, self._config = hosting, counters, config
+        self._models, self._counters, self._config = models, counters, config
         self._token_digest, self._collect = token_digest, collect
         self.held_bytes = 0
         """Of memory that requests hold which are being read, wait, or are scored."""
         self.max_held_bytes = config.max_held_bytes
         self._document: tuple[ServedModel | None, bytes] = (None, b"")
         self._batcher = Batcher(
-            hosting.answer,
+            models.answer,
             max_batch_rows=config.max_batch_rows,
             max_batch_bytes=config.max_batch_bytes,
             max_waiting_rows=config.max_waiting_rows,
@@ -138,9 +138,9 @@ class ScoringApp:
         deadline_s = time.monotonic() + self._config.time_limit_s
         with_columns = _with_columns(request)
         format, header = _format(request)
-        if not self._hosting.ready:
+        if not self._models.ready:
             raise _NOT_READY
-        schema = self._hosting.model.preprocessor.schema
+        schema = self._models.model.preprocessor.schema
         weigh = partial(held_by_json if format == "json" else held_by_text, schema=schema)
         with _HeldMemory(self) as held:
             content = await self._read(request, deadline_s, weigh=weigh, held=held)
@@ -157,7 +157,7 @@ class ScoringApp:
 
     async def _open(self, content: bytes, format: Format, header: bool | None) -> Body:
         """A large body is not parsed in the event loop, which others wait for."""
-        schema = self._hosting.model.preprocessor.schema
+        schema = self._models.model.preprocessor.schema
         single = len(schema.dense) + len(schema.sparse) == 1
         opened = partial(
             open_body, content, format, max_rows=self._config.max_rows, header=header, single_column=single
@@ -198,9 +198,9 @@ class ScoringApp:
         return _Response(b'{"status":"alive"}')
 
     async def _ready(self, request: Request) -> Response:
-        if not self._hosting.ready:
+        if not self._models.ready:
             raise _NOT_READY
-        model = self._hosting.model
+        model = self._models.model
         return _Response(
             orjson.dumps({"status": "ready", "model": model.version, "preprocessor": model.preprocessor_hash})
         )
@@ -210,7 +210,7 @@ class ScoringApp:
         return _Response(snapshot.to_text(), media_type=CONTENT_TYPE)
 
     async def _openapi(self, request: Request) -> Response:
-        model = self._hosting.model
+        model = self._models.model
         if self._document[0] is not model:
             content = orjson.dumps(document(model, config=self._config, with_token=self._token_digest is not None))
             self._document = (model, content)
@@ -229,7 +229,7 @@ class ScoringApp:
 
     def close(self) -> None:
         self._batcher.close()
-        self._hosting.close()
+        self._models.close()
 
 
 _CLOSE: Final = {"connection": "close"}  # the rest of the request is not read

@@ -12,7 +12,14 @@ from rayrec.config import InputError
 from rayrec.inference.model import source_of
 from rayrec.launch import cluster
 from rayrec.serve.coordinator import Change
-from rayrec.serve.deployment import APPLICATION, BoardHandle, end_board, end_serve, find_board, quieten
+from rayrec.serve.deployment import (
+    APPLICATION,
+    CoordinatorHandle,
+    end_coordinator,
+    end_serve,
+    find_coordinator,
+    quieten,
+)
 
 _CHANGE_S: Final = 600.0
 """How long a change of the model may take, the loading of it included."""
@@ -24,17 +31,17 @@ def swap(path: str, *, address: str | None) -> dict[str, Any]:
     Raises InputError where no server runs there, and where the model cannot be loaded or takes other columns: the one before
     then goes on.
     """
-    return _changed(address, lambda board: board.swap.remote(source_of(path)))
+    return _changed(address, lambda coordinator: coordinator.swap.remote(source_of(path)))
 
 
 def roll_back(*, address: str | None) -> dict[str, Any]:
     """Gives the server of a cluster back the model before. Raises InputError where there is none."""
-    return _changed(address, lambda board: board.roll_back.remote())
+    return _changed(address, lambda coordinator: coordinator.roll_back.remote())
 
 
 def set_shadow(path: str | None, *, address: str | None) -> dict[str, Any]:
     """Has the server of a cluster score every row with another model too, or, with None, no longer."""
-    return _changed(address, lambda board: board.shadow.remote(source_of(path) if path else None))
+    return _changed(address, lambda coordinator: coordinator.shadow.remote(source_of(path) if path else None))
 
 
 def stop(*, address: str | None) -> dict[str, Any]:
@@ -42,35 +49,35 @@ def stop(*, address: str | None) -> dict[str, Any]:
     it served."""
     from ray import serve
 
-    with _reached(address) as board:
+    with _reached(address) as coordinator:
         import ray
 
-        found: dict[str, Any] = ray.get(board.describe.remote())
+        found: dict[str, Any] = ray.get(coordinator.describe.remote())
         serve.delete(APPLICATION)
-        end_serve(board)
-        end_board(board)
+        end_serve(coordinator)
+        end_coordinator(coordinator)
         return found
 
 
-def _changed(address: str | None, ask: Callable[[BoardHandle], Any]) -> dict[str, Any]:
-    with _reached(address) as board:
+def _changed(address: str | None, ask: Callable[[CoordinatorHandle], Any]) -> dict[str, Any]:
+    with _reached(address) as coordinator:
         import ray
 
-        serial: int | str | None = ray.get(ask(board))
+        serial: int | str | None = ray.get(ask(coordinator))
         if isinstance(serial, str):
             raise InputError(serial)
-        change = wait_for_change(board, serial) if serial is not None else Change("done")
+        change = wait_for_change(coordinator, serial) if serial is not None else Change("done")
         if change.state == "failed":
             raise InputError(f"{change.cause} (the model before goes on)")
         if change.state == "pending":
             raise InputError(f"not all replicas have changed over within {_CHANGE_S:g} s; see the server's /metrics")
-        found: dict[str, Any] = ray.get(board.describe.remote())
+        found: dict[str, Any] = ray.get(coordinator.describe.remote())
         return {"version": change.version, **found}
 
 
 @contextlib.contextmanager
-def _reached(address: str | None) -> Iterator[BoardHandle]:
-    """The board of the server that runs on a cluster."""
+def _reached(address: str | None) -> Iterator[CoordinatorHandle]:
+    """The coordinator of the server that runs on a cluster."""
     import ray
 
     joined = ray.is_initialized()
@@ -81,22 +88,22 @@ def _reached(address: str | None) -> Iterator[BoardHandle]:
         quieten()
     cluster.connect(address, num_cpus=None, object_store_bytes=None, log_to_driver=False)
     try:
-        board = find_board()
-        if board is None:
+        coordinator = find_coordinator()
+        if coordinator is None:
             raise InputError(f"{address}: no `rayrec serve` runs on this Ray cluster")
-        yield board
+        yield coordinator
     finally:
         if not joined:
             ray.shutdown()
 
 
-def wait_for_change(board: BoardHandle, serial: int, *, timeout_s: float = _CHANGE_S) -> Change:
+def wait_for_change(coordinator: CoordinatorHandle, serial: int, *, timeout_s: float = _CHANGE_S) -> Change:
     """Waits until all replicas have changed over, or one cannot. Pending where that takes longer."""
     import ray
 
     deadline_s = time.monotonic() + timeout_s
     while True:
-        change: Change = ray.get(board.change.remote(serial))
+        change: Change = ray.get(coordinator.change.remote(serial))
         if change.state != "pending" or time.monotonic() > deadline_s:
             return change
         time.sleep(0.1)

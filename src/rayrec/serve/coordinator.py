@@ -14,7 +14,7 @@ from rayrec.serve.replica_models import Configured, Source, Status, Wanted
 GONE_S: Final = 15.0
 """A replica that has not been heard of for so long is gone."""
 ALONE_S: Final = 120.0
-"""A board that nobody has called for so long ends: its server was removed. A replica that needs one starts another."""
+"""A coordinator that nobody has called for so long ends: its server was removed. A replica that needs one starts another."""
 
 
 @dataclass
@@ -36,8 +36,8 @@ class Change:
 
 
 @final
-class Ledger:
-    """What the board knows, and what it decides; times are passed in. A model that any replica cannot change over to is not
+class CoordinatorState:
+    """What the coordinator knows, and what it decides; times are passed in. A model that any replica cannot change over to is not
     wanted any longer: all go back to the one before, so that all answer alike. One that all have served is not given up where
     a replica started later, which serves none yet, fails at it."""
 
@@ -55,7 +55,7 @@ class Ledger:
     def exchange(
         self, replica: str, known: Wanted | None, status: Status, snapshot: Snapshot, *, now_s: float
     ) -> Wanted:
-        """One replica tells, and hears what is wanted. `known`: what it heard last; after a restart of the board, which
+        """One replica tells, and hears what is wanted. `known`: what it heard last; after a restart of the coordinator, which
         remembers nothing, the newest of these is what is wanted."""
         if known and known.generation > self.wanted.generation:
             self.wanted = known
@@ -158,12 +158,12 @@ class Ledger:
 
 
 @final
-class Board:
-    """The ledger as a Ray actor."""
+class Coordinator:
+    """The coordinator_state as a Ray actor."""
 
     def __init__(self, path: str, *, started_serve: bool = False, alone_s: float = ALONE_S) -> None:
         """`started_serve`: whether Ray Serve was started for this server, and ends with it."""
-        self._ledger, self._started_serve, self._alone_s = Ledger(path), started_serve, alone_s
+        self._state, self._started_serve, self._alone_s = CoordinatorState(path), started_serve, alone_s
         self._heard_s = time.monotonic()
         threading.Thread(target=self._end_alone, name="alone", daemon=True).start()
 
@@ -176,36 +176,36 @@ class Board:
 
     def configure(self, configured: Configured, model: str, shadow: str | None) -> None:
         self._heard_s = time.monotonic()
-        self._ledger.configure(configured, model=model, shadow=shadow)
+        self._state.configure(configured, model=model, shadow=shadow)
 
     def started_serve(self) -> bool:
         return self._started_serve
 
     def exchange(self, replica: str, known: Wanted | None, status: Status, snapshot: Snapshot) -> Wanted:
         self._heard_s = time.monotonic()
-        return self._ledger.exchange(replica, known, status, snapshot, now_s=self._heard_s)
+        return self._state.exchange(replica, known, status, snapshot, now_s=self._heard_s)
 
     def collect(self, replica: str, known: Wanted | None, status: Status, snapshot: Snapshot) -> Snapshot:
         """What all have counted; first takes in what is newer of the replica that asks."""
         self.exchange(replica, known, status, snapshot)
-        return self._ledger.collect()
+        return self._state.collect()
 
     def swap(self, path: str) -> int:
-        return self._ledger.swap(path)
+        return self._state.swap(path)
 
     def roll_back(self) -> int | str:
         """The serial, or why not."""
         try:
-            return self._ledger.roll_back()
+            return self._state.roll_back()
         except InputError as error:
             return str(error)
 
     def shadow(self, path: str | None) -> int | None:
-        return self._ledger.shadow(path)
+        return self._state.shadow(path)
 
     def change(self, serial: int) -> Change:
-        return self._ledger.change(serial)
+        return self._state.change(serial)
 
     def describe(self) -> dict[str, Any]:
         self._heard_s = time.monotonic()
-        return self._ledger.describe()
+        return self._state.describe()

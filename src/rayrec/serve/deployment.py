@@ -18,9 +18,9 @@ from rayrec.inference.model import source_of
 from rayrec.launch import cluster
 from rayrec.serve.app import ScoringApp
 from rayrec.serve.config import ServeConfig
-from rayrec.serve.coordinator import Board
+from rayrec.serve.coordinator import Coordinator
 from rayrec.serve.counters import Counters, Snapshot
-from rayrec.serve.replica_models import Configured, Hosting, Wanted
+from rayrec.serve.replica_models import Configured, ReplicaModels, Wanted
 from rayrec.user_code import function_in_file
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys import ClickWorkload
@@ -35,47 +35,47 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-BoardHandle = Any
-"""Of the Ray actor `Board`; Ray's own type knows nothing of its methods."""
+CoordinatorHandle = Any
+"""Of the Ray actor `Coordinator`; Ray's own type knows nothing of its methods."""
 
 APPLICATION: Final = "rayrec"
-BOARD: Final = "rayrec-serve-board"
+COORDINATOR: Final = "rayrec-serve-coordinator"
 NAMESPACE: Final = "rayrec"
 EXCHANGE_EVERY_S: Final = 0.5
 _START_S: Final = 120.0
-"""How long the board may take to start."""
+"""How long the coordinator may take to start."""
 _ANSWER_S: Final = 5.0
-"""How long the board may take to answer."""
+"""How long the coordinator may take to answer."""
 _SPARE_REQUESTS: Final = 64
 """Requests of other paths beside those that wait and those that are scored."""
 
 
-def start_board(path: str, *, started_serve: bool = False) -> BoardHandle:
-    """The board of a new server. `started_serve`: whether Ray Serve ends with it. Raises InputError if the cluster has a server
-    already."""
+def start_coordinator(path: str, *, started_serve: bool = False) -> CoordinatorHandle:
+    """Starts the coordinator of a new server. `started_serve`: whether Ray Serve ends with it. Raises InputError if the cluster
+    already has a server."""
     import ray
     from ray import serve
 
-    left = find_board()
+    left = find_coordinator()
     if left is not None:
         if APPLICATION in serve.status().applications:
             raise InputError(
                 "this Ray cluster runs a `rayrec serve` already; --swap gives it another model, --stop ends it (both with "
                 "--cluster.address)"
             )
-        end_board(left)  # of a server that was killed, and whose replicas somebody removed
-    board = make_board(APPLICATION, path, started_serve=started_serve)
-    ray.get(board.describe.remote(), timeout=_START_S)  # replicas do not wait long for it
-    return board
+        end_coordinator(left)  # of a server that was killed, and whose replicas somebody removed
+    coordinator = make_coordinator(APPLICATION, path, started_serve=started_serve)
+    ray.get(coordinator.describe.remote(), timeout=_START_S)  # replicas do not wait long for it
+    return coordinator
 
 
-def make_board(application: str, path: str, *, started_serve: bool = False) -> BoardHandle:
-    """The board of an application of Ray Serve, started for a model at `path` if it has none."""
+def make_coordinator(application: str, path: str, *, started_serve: bool = False) -> CoordinatorHandle:
+    """The coordinator of an application of Ray Serve, started for a model at `path` if it has none."""
     import ray
 
-    actor: Any = ray.remote(Board)
+    actor: Any = ray.remote(Coordinator)
     actor = actor.options(
-        name=f"{BOARD}-{application}",
+        name=f"{COORDINATOR}-{application}",
         namespace=NAMESPACE,
         num_cpus=0,
         max_restarts=-1,
@@ -85,32 +85,32 @@ def make_board(application: str, path: str, *, started_serve: bool = False) -> B
     return actor.remote(path, started_serve=started_serve)
 
 
-def find_board() -> BoardHandle | None:
-    """The board of the `rayrec serve` that runs on the cluster; None if there is none."""
+def find_coordinator() -> CoordinatorHandle | None:
+    """The coordinator of the `rayrec serve` that runs on the cluster; None if there is none."""
     import ray
 
     try:
-        return ray.get_actor(f"{BOARD}-{APPLICATION}", namespace=NAMESPACE)
+        return ray.get_actor(f"{COORDINATOR}-{APPLICATION}", namespace=NAMESPACE)
     except ValueError:
         return None
 
 
-def end_board(board: BoardHandle) -> None:
+def end_coordinator(coordinator: CoordinatorHandle) -> None:
     """Returns once its name is free."""
     import ray
 
-    ray.kill(board)
+    ray.kill(coordinator)
     deadline_s = time.monotonic() + _START_S
-    while find_board() is not None and time.monotonic() < deadline_s:
+    while find_coordinator() is not None and time.monotonic() < deadline_s:
         time.sleep(0.05)
 
 
-def end_serve(board: BoardHandle | None) -> None:
-    """Ends Ray Serve if it was started for this board's server and runs nothing else."""
+def end_serve(coordinator: CoordinatorHandle | None) -> None:
+    """Ends Ray Serve if it was started for this coordinator's server and runs nothing else."""
     import ray
     from ray import serve
 
-    if board is not None and ray.get(board.started_serve.remote()) and not serve.status().applications:
+    if coordinator is not None and ray.get(coordinator.started_serve.remote()) and not serve.status().applications:
         serve.shutdown()
 
 
@@ -164,12 +164,12 @@ def own_network(recipe: str | None) -> type[ClickModelConfig] | None:
 
 
 class _Replica:
-    """One process that answers. A thread asks the board what is wanted, and changes over."""
+    """A process that answers requests. A thread asks the coordinator which model to load, and changes to it."""
 
     def __init__(
         self, config: ServeConfig, token_digest: bytes | None, network: type[ClickModelConfig] | None = None
     ) -> None:
-        self._held = _Held(config, token_digest, network)
+        self._held = _ReplicaProcess(config, token_digest, network)
 
     def __serve_build_asgi_app__(self) -> ScoringApp:
         return self._held.app
@@ -191,7 +191,7 @@ class _ListeningReplica:
         self, config: ServeConfig, token_digest: bytes | None, network: type[ClickModelConfig] | None = None
     ) -> None:
         self._listener: Listener | None = None  # first, for __del__
-        self._config, self._held = config, _Held(config, token_digest, network)
+        self._config, self._held = config, _ReplicaProcess(config, token_digest, network)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """As above; the replica listens once it has a model."""
@@ -235,7 +235,7 @@ def read_user_config(user_config: Mapping[str, Any]) -> Configured:
 
 
 @final
-class _Held:
+class _ReplicaProcess:
     """The model and the application of a replica."""
 
     def __init__(self, config: ServeConfig, token_digest: bytes | None, network: type[ClickModelConfig] | None) -> None:
@@ -247,39 +247,39 @@ class _Held:
         torch.set_num_threads(max(1, int(config.cpus_per_replica)))
         context = serve.get_replica_context()
         self._name, self._application = context.replica_id.unique_id, context.app_name
-        self._board: BoardHandle = None
+        self._coordinator: CoordinatorHandle = None
         counters = Counters()
 
         def load(path: str) -> ServedModel:
             return open_served(path, device=config.device, own=network)
 
-        self._hosting = Hosting(load, counters)
+        self._models = ReplicaModels(load, counters)
         self._wanted: Wanted | None = None
         self._path = ""
-        self.app = ScoringApp(self._hosting, counters, config=config, token_digest=token_digest, collect=self._collect)
+        self.app = ScoringApp(self._models, counters, config=config, token_digest=token_digest, collect=self._collect)
 
     def configure(self, user_config: dict[str, Any]) -> None:
-        """Registers at the board what the configuration names. At first it loads the model too, and raises if it cannot; later
-        the replica changes over while it answers, and what cannot be loaded changes nothing."""
+        """Registers the configured models at the coordinator. The first call also loads the model, and raises if it cannot.
+        Later the replica changes its model while it answers, and keeps its model if the new one cannot be loaded."""
         configured = read_user_config(user_config)
-        if self._board is not None:
+        if self._coordinator is not None:
             try:
                 self._register(configured)
             except InputError as error:
                 _log.error("user_config: %s; this replica continues with its model", error)
             return
         self._path = source_of(configured.model)
-        self._board = make_board(self._application, self._path)
+        self._coordinator = make_coordinator(self._application, self._path)
         self._register(configured)
         self._start()
-        threading.Thread(target=self._follow, name="board", daemon=True).start()
+        threading.Thread(target=self._follow, name="coordinator", daemon=True).start()
 
     def _register(self, configured: Configured) -> None:
         shadow = source_of(configured.shadow) if configured.shadow else None
         self._ask("configure", configured, source_of(configured.model), shadow)
 
     def check_health(self) -> None:
-        if not self._hosting.ready:
+        if not self._models.ready:
             raise RuntimeError("no model is loaded")
 
     def _start(self) -> None:
@@ -287,28 +287,28 @@ class _Held:
         for _ in range(2):
             self._exchange()
             assert self._wanted is not None
-            self._hosting.apply(self._wanted)
-            if self._hosting.ready:
-                self._exchange()  # once the replica is ready, the process that started the server asks the board for its model
+            self._models.apply(self._wanted)
+            if self._models.ready:
+                self._exchange()  # the process that started the server asks the coordinator for this status
                 return
-        self._exchange()  # so that the process that started the server hears why
-        raise RuntimeError("; ".join(self._hosting.status().failures.values()))
+        self._exchange()  # reports the cause to the process that started the server
+        raise RuntimeError("; ".join(self._models.status().failures.values()))
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        """Calls the board; one that has ended is started again, and learns from the replicas what is wanted."""
+        """Calls the coordinator; one that has ended is started again, and learns from the replicas what is wanted."""
         import ray
 
         try:
-            return ray.get(getattr(self._board, method).remote(*arguments), timeout=_ANSWER_S)
+            return ray.get(getattr(self._coordinator, method).remote(*arguments), timeout=_ANSWER_S)
         except ray.exceptions.ActorDiedError:
-            self._board = make_board(self._application, self._path)
-            return ray.get(getattr(self._board, method).remote(*arguments), timeout=_ANSWER_S)
+            self._coordinator = make_coordinator(self._application, self._path)
+            return ray.get(getattr(self._coordinator, method).remote(*arguments), timeout=_ANSWER_S)
 
     def _exchange(self) -> None:
-        self._wanted = self._ask("exchange", self._name, self._wanted, self._hosting.status(), self.app.snapshot())
+        self._wanted = self._ask("exchange", self._name, self._wanted, self._models.status(), self.app.snapshot())
 
     def _follow(self) -> None:
-        """Tells and hears, also while a model is loaded."""
+        """Exchanges status and wanted models with the coordinator, also while a model is loaded."""
         import ray
 
         silent = False
@@ -322,17 +322,19 @@ class _Held:
                 silent = False
             except (ray.exceptions.RayError, TimeoutError) as error:
                 if not silent:  # Ray restarts it; what is served stays
-                    _log.warning("the board does not answer (%s); this replica continues with its model", error)
+                    _log.warning("the coordinator does not answer (%s); this replica continues with its model", error)
                 silent = True
                 continue
             assert self._wanted is not None
             if self._wanted != applied and change.done():
                 applied = self._wanted
-                change = changing.submit(self._hosting.apply, applied)
+                change = changing.submit(self._models.apply, applied)
                 change.add_done_callback(_log_failure)
 
     async def _collect(self) -> Snapshot:
-        return await self._board.collect.remote(self._name, self._wanted, self._hosting.status(), self.app.snapshot())
+        return await self._coordinator.collect.remote(
+            self._name, self._wanted, self._models.status(), self.app.snapshot()
+        )
 
 
 def _log_failure(change: Future[None]) -> None:

@@ -19,7 +19,7 @@ from rayrec.data.parsing import RawRows
 from rayrec.metrics.binary import sigmoid
 from rayrec.serve.counters import Counters
 from rayrec.serve.requests import Body, RequestError
-from rayrec.serve.responses import Answer, Answerer
+from rayrec.serve.responses import BatchScorer, ScoreResponse
 from rayrec.serve.row_readers import Raw
 
 if TYPE_CHECKING:
@@ -79,15 +79,15 @@ class Status:
 
 
 @final
-class Hosting:
+class ReplicaModels:
     """Answers with one model; the one before it is kept in memory, so that going back takes no time. Never more than these two
     are there, and a shadow model; while the next one is loaded, the one before is let go."""
 
     def __init__(self, load: Callable[[str], ServedModel], counters: Counters) -> None:
         """`load` opens a checkpoint or an export, see `open_served`."""
         self._load, self._counters = load, counters
-        self._model: tuple[Source, Answerer] | None = None
-        self._previous: tuple[Source, Answerer] | None = None
+        self._model: tuple[Source, BatchScorer] | None = None
+        self._previous: tuple[Source, BatchScorer] | None = None
         self._shadow: tuple[Source, Shadow] | None = None
         self._failures: dict[int, str] = {}
 
@@ -100,7 +100,7 @@ class Hosting:
         assert self._model is not None, "a model is applied before anything is asked"
         return self._model[1].model
 
-    def answer(self, bodies: Sequence[Body]) -> list[Answer | RequestError]:
+    def answer(self, bodies: Sequence[Body]) -> list[ScoreResponse | RequestError]:
         """In the order of the bodies, all by the same model."""
         assert self._model is not None, "a model is applied before anything is asked"
         answers, raw, logits = self._model[1].answer(bodies)
@@ -158,10 +158,10 @@ class Hosting:
         if source and (answerer := self._open(source)):
             self._shadow = (source, Shadow(answerer, self._counters))
 
-    def _open(self, source: Source) -> Answerer | None:
+    def _open(self, source: Source) -> BatchScorer | None:
         try:
             # Of its own counts none are of requests.
-            answerer = Answerer(self._load(source.path), self._counters)
+            answerer = BatchScorer(self._load(source.path), self._counters)
             if self._model:
                 _require_same_columns(answerer.model, self._model[1].model)
             answerer.warm()
@@ -188,7 +188,7 @@ def _require_same_columns(model: ServedModel, before: ServedModel) -> None:
 class Shadow:
     """Scores rows that were answered with another model, as far as it keeps up, and notes how far the scores differ."""
 
-    def __init__(self, answerer: Answerer, counters: Counters) -> None:
+    def __init__(self, answerer: BatchScorer, counters: Counters) -> None:
         self._answerer, self._counters = answerer, counters
         self._batches: queue.Queue[tuple[Raw, np.ndarray] | None] = queue.Queue(_SHADOW_BATCHES)
         self._lock = threading.Lock()

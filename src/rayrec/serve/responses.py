@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ScoreResponse:
     """What becomes of the rows of one request."""
 
     logits: np.ndarray
@@ -53,7 +53,7 @@ class Answer:
 
 
 @final
-class Answerer:
+class BatchScorer:
     """One model and what is needed around it. `answer` is called by one thread at a time."""
 
     def __init__(self, model: ServedModel, counters: Counters) -> None:
@@ -64,7 +64,7 @@ class Answerer:
         self._more_labels = model.preprocessor.inputs.labels
         self._counters = counters
 
-    def answer(self, bodies: Sequence[Body]) -> tuple[list[Answer | RequestError], Raw, np.ndarray]:
+    def answer(self, bodies: Sequence[Body]) -> tuple[list[ScoreResponse | RequestError], Raw, np.ndarray]:
         """The answers, one a body; then the rows of all good bodies and their logits."""
         start = time.perf_counter()
         raw, outcomes = self._reader.read(bodies)
@@ -95,7 +95,7 @@ class Answerer:
 
     def _answer(
         self, outcome: Outcome, logits: np.ndarray, more_scores: Mapping[str, np.ndarray], unknown: np.ndarray
-    ) -> Answer | RequestError:
+    ) -> ScoreResponse | RequestError:
         if isinstance(outcome, RequestError):
             return outcome
         own, others = take(logits, outcome), {name: take(found, outcome) for name, found in more_scores.items()}
@@ -105,7 +105,7 @@ class Answerer:
                 return RequestError(
                     422, f"row {bad[0]} has no finite score; its numbers are too large", row=int(bad[0])
                 )
-        return Answer(
+        return ScoreResponse(
             own, others, take(unknown, outcome), self._columns, self.model.version, self.model.preprocessor_hash
         )
 

@@ -24,17 +24,17 @@ from rayrec.serve.config import Follow, ServeConfig
 from rayrec.serve.coordinator import Change
 from rayrec.serve.deployment import (
     APPLICATION,
-    BoardHandle,
+    CoordinatorHandle,
     end_serve,
     http_options,
     make_application,
     own_network,
     quieten,
-    start_board,
+    start_coordinator,
 )
 from rayrec.serve.ingress import LOOPBACK, find_instance, first_answering, settle, urls
 
-_LOOK_EVERY_S: Final = 1.0
+_POLL_EVERY_S: Final = 1.0
 _FOLLOW_EVERY_S: Final = 5.0
 _STORE_S: Final = 5.0
 """How long following waits for a store that is out."""
@@ -48,7 +48,7 @@ class Server:
     """A server that takes requests."""
 
     url: str
-    board: BoardHandle
+    coordinator: CoordinatorHandle
     address: str
     """Of its Ray cluster, by which `swap` and the like reach it."""
 
@@ -56,7 +56,7 @@ class Server:
         """Plain JSON values: url, address, and what it serves."""
         import ray
 
-        found: dict[str, Any] = ray.get(self.board.describe.remote())
+        found: dict[str, Any] = ray.get(self.coordinator.describe.remote())
         return {"url": self.url, "cluster_address": self.address, **found}
 
 
@@ -67,7 +67,7 @@ def serving(
     """A server of a checkpoint, run or export, while it is entered, on the Ray cluster at `address` (None: RAY_ADDRESS, else a
     local Ray). On leaving, requests in flight are answered first.
 
-    Raises InputError for an unusable model or address, and where the cluster has a server already.
+    Raises InputError for an unusable model or address, and if the cluster already has a server.
     """
     digest = config.token_digest()
     with _serving(path, config=config, digest=digest, address=address, shadow=shadow, console=console) as server:
@@ -91,29 +91,29 @@ def _serving(
 
     joined = ray.is_initialized()
     reached = cluster.connect(address, num_cpus=None, object_store_bytes=None, log_to_driver=console.verbose)
-    quieten()  # Ray sets its loggers up again
+    quieten()  # Ray sets up its loggers again
     own_ray = not joined and not (address or os.environ.get("RAY_ADDRESS"))
     if own_ray:
         _require_free_port(config)
     instance = find_instance(APPLICATION)
     # One without applications and proxies was left by a server, and its proxies cannot be enabled later.
     fresh = instance is None or not (instance.applications or instance.with_proxies)
-    board = start_board(path, started_serve=fresh)
+    coordinator = start_coordinator(path, started_serve=fresh)
     try:
         asked, config = config, settle(config, instance, own_ray=own_ray)
         if (asked.host, asked.port) != (config.host, config.port):
             console.note(f"Ray Serve runs on this cluster already and listens at {config.host}:{config.port}")
         if fresh and instance is not None:
             serve.shutdown()
-        server = Server(_deploy(config, digest, board, path), board, reached)
+        server = Server(_deploy(config, digest, coordinator, path), coordinator, reached)
         if shadow:
-            ray.get(board.shadow.remote(shadow))
+            ray.get(coordinator.shadow.remote(shadow))
         yield server
     finally:
-        _end(board, own_ray=own_ray, leave_ray=not joined)
+        _end(coordinator, own_ray=own_ray, leave_ray=not joined)
 
 
-def _deploy(config: ServeConfig, digest: bytes | None, board: BoardHandle, path: str) -> str:
+def _deploy(config: ServeConfig, digest: bytes | None, coordinator: CoordinatorHandle, path: str) -> str:
     """The URL at which the server answers. Raises InputError if no replica can load the model, or nothing answers."""
     import ray
     from ray import serve
@@ -133,7 +133,7 @@ def _deploy(config: ServeConfig, digest: bytes | None, board: BoardHandle, path:
         application = make_application(config, token_digest=digest, model=path)
         serve.run(application, name=APPLICATION, route_prefix=None if direct else "/")
     except RuntimeError as error:
-        change: Change = ray.get(board.change.remote(0))
+        change: Change = ray.get(coordinator.change.remote(0))
         if change.state == "failed":
             raise InputError(change.cause) from None
         raise InputError(
@@ -142,7 +142,7 @@ def _deploy(config: ServeConfig, digest: bytes | None, board: BoardHandle, path:
         ) from None
     instance = find_instance(APPLICATION)
     assert instance is not None
-    versions = _versions(ray.get(board.describe.remote()))
+    versions = _versions(ray.get(coordinator.describe.remote()))
     return first_answering(urls(config, instance), versions=versions)
 
 
@@ -156,7 +156,7 @@ def _hushed() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def _end(board: BoardHandle, *, own_ray: bool, leave_ray: bool) -> None:
+def _end(coordinator: CoordinatorHandle, *, own_ray: bool, leave_ray: bool) -> None:
     import ray
     from ray import serve
 
@@ -164,9 +164,9 @@ def _end(board: BoardHandle, *, own_ray: bool, leave_ray: bool) -> None:
         serve.delete(APPLICATION)
     with contextlib.suppress(Exception):
         if not own_ray:
-            end_serve(board)
+            end_serve(coordinator)
     with contextlib.suppress(Exception):
-        ray.kill(board)
+        ray.kill(coordinator)
     if leave_ray:
         ray.shutdown()
 
@@ -183,8 +183,8 @@ def serve_forever(
 ) -> None:
     """Serves until Ctrl-C or SIGTERM; then requests in flight are answered. A second signal ends at once.
 
-    `follow`: `path` is a run, to whose newest or best checkpoint the server changes over as they appear. `started` is told
-    once requests are taken. The variable that `config.token_env` names is taken out of the environment.
+    `follow`: `path` is a run, to whose newest or best checkpoint the server changes over as they appear. `started` is called
+    when the server takes requests. The variable that `config.token_env` names is taken out of the environment.
     """
     first = _first_of_run(path, follow)
     digest = config.token_digest()
@@ -196,13 +196,13 @@ def serve_forever(
     ):
         started(server.describe())
         watch = _Watch(server, console)
-        look_s = 0.0
-        while not asked.wait(_LOOK_EVERY_S):
-            if not watch.look():
+        last_follow_s = 0.0
+        while not asked.wait(_POLL_EVERY_S):
+            if not watch.poll():
                 console.note("the server was stopped")
                 return
-            if follow != "no" and time.monotonic() - look_s > _FOLLOW_EVERY_S:
-                look_s = time.monotonic()
+            if follow != "no" and time.monotonic() - last_follow_s > _FOLLOW_EVERY_S:
+                last_follow_s = time.monotonic()
                 watch.follow(path, follow)
         console.note("the server ends: requests in flight are answered")
 
@@ -217,8 +217,8 @@ def _first_of_run(path: str, follow: Follow) -> str:
 
 @contextlib.contextmanager
 def _until_signal() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C or SIGTERM sets; the second raises KeyboardInterrupt. Of the main thread; in others the
-    event stays as it is."""
+    """An event that the first Ctrl-C or SIGTERM sets; the second raises KeyboardInterrupt. Signals are handled in the main thread
+    only; in other threads the event is never set."""
     asked = threading.Event()
 
     def note(number: int, frame: Any) -> None:
@@ -247,7 +247,7 @@ class _Attempt:
 
 
 class _Watch:
-    """Tells what changes while a server runs. Whatever of the store or of the board is away meanwhile, what is served goes on."""
+    """Reports changes while a server runs. If the store or the coordinator is unavailable, the server keeps its models."""
 
     def __init__(self, server: Server, console: Console) -> None:
         self._server, self._console = server, console
@@ -257,8 +257,8 @@ class _Watch:
         self._attempts = {self._served: _Attempt(0, 1, time.monotonic())}
         self._trouble = ""
 
-    def look(self) -> bool:
-        """False where somebody has stopped the server."""
+    def poll(self) -> bool:
+        """Prints changes of the served models. Returns False if the server was stopped."""
         import ray
 
         try:
@@ -266,19 +266,19 @@ class _Watch:
         except ray.exceptions.ActorDiedError:
             return False
         except ray.exceptions.RayError:
-            return True  # the board is started again; the next look finds it
+            return True  # Ray restarts the coordinator; the next poll finds it
         for serial, cause in found["failures"].items():
             if self._failures.get(serial) != cause:
                 self._console.note(f"not served: {cause}; the server keeps its model")
         versions = _versions(found)
         if versions != self._versions:
-            lost = f"nothing; where {found['model']} is gone, --swap gives another model"
+            lost = f"nothing; if {found['model']} is gone, give another model with --swap"
             self._console.note(f"serving {', '.join(versions) or lost}")
         self._versions, self._failures, self._served = versions, dict(found["failures"]), found["model"]
         return True
 
     def follow(self, run: str, which: Literal["newest", "best"]) -> None:
-        """Changes over to the run's checkpoint; where that fails, again a few times later."""
+        """Changes to the run's checkpoint; if that fails, tries again a few times later."""
         import ray
 
         try:
@@ -286,7 +286,7 @@ class _Watch:
                 found = choose(run, which)
             if found is not None and found != self._served and self._is_due(found):
                 number = self._attempts[found].number + 1 if found in self._attempts else 1
-                serial = ray.get(self._server.board.swap.remote(found))
+                serial = ray.get(self._server.coordinator.swap.remote(found))
                 self._attempts[found] = _Attempt(serial, number, time.monotonic())
             self._trouble = ""
         except (ray.exceptions.RayError, OSError, InputError) as error:
@@ -321,7 +321,7 @@ def _require_free_port(config: ServeConfig) -> None:
 
 def choose(run: str, which: Literal["newest", "best"]) -> str | None:
     """The folder, absolute, of a run's newest complete checkpoint, or of the one with the best score of an evaluation (of equal
-    ones the later); None where there is none (yet). One that lacks files, as while it is removed, is passed over."""
+    ones the later); None if there is none (yet). A checkpoint that lacks files, for example while it is removed, is skipped."""
     scored: list[tuple[float, str]] = []
     for checkpoint in reversed(committed(storage.absolute(run))):
         found = _score(checkpoint)

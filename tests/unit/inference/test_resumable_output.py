@@ -15,7 +15,7 @@ import pytest
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.inference import resumable_output as module
-from rayrec.inference.resumable_output import COMPLETE, JOB, Parts, unfinished
+from rayrec.inference.resumable_output import COMPLETE, JOB, Parts, resumable_folder
 
 ROWS = 2300
 MADE_OF: dict[str, Any] = {"checkpoint": "a", "input": ["log", 3]}
@@ -142,7 +142,7 @@ def test_killed_after_the_last_file(tmp_path: Path, expected: dict[str, bytes]) 
 
 def test_the_folder_appears_complete(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with unfinished(str(out), MADE_OF) as work:
+    with resumable_folder(str(out), MADE_OF) as work:
         assert work.folder == f"{out}.partial"
         Path(work.folder, "a").write_text("1")
         Path(work.folder, "journal").write_text("2")
@@ -150,24 +150,24 @@ def test_the_folder_appears_complete(tmp_path: Path) -> None:
         work.files = ["a"]
     assert [(path.name, path.read_text()) for path in out.iterdir()] == [("a", "1")]
     assert os.listdir(tmp_path) == ["out"]
-    with pytest.raises(InputError, match="exists already"), unfinished(str(out), MADE_OF):
+    with pytest.raises(InputError, match="exists already"), resumable_folder(str(out), MADE_OF):
         pass
 
 
 def test_what_was_begun_stays_and_nothing_else(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
-    with pytest.raises(KeyboardInterrupt), unfinished(out, MADE_OF):
+    with pytest.raises(KeyboardInterrupt), resumable_folder(out, MADE_OF):
         raise KeyboardInterrupt
     assert not os.listdir(tmp_path)
-    killed = unfinished(out, MADE_OF)
+    killed = resumable_folder(out, MADE_OF)
     Path(killed.__enter__().folder, "journal").write_text("2")
     assert not killed.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     with (
         pytest.raises(InputError, match="left by an unfinished call with another input; give the same"),
-        unfinished(out, {**MADE_OF, "input": ["log", 4]}),
+        resumable_folder(out, {**MADE_OF, "input": ["log", 4]}),
     ):
         raise AssertionError
-    with unfinished(out, MADE_OF) as work:
+    with resumable_folder(out, MADE_OF) as work:
         assert Path(work.folder, "journal").read_text() == "2"
         work.files = ["journal"]
     assert os.listdir(tmp_path) == ["out"]
@@ -179,7 +179,7 @@ def test_what_holds_nothing_is_begun_anew(tmp_path: Path) -> None:
     work.mkdir()
     (work / JOB).write_text("{}")
     (work / "_journal-00000").touch()
-    with unfinished(str(tmp_path / "out"), MADE_OF):
+    with resumable_folder(str(tmp_path / "out"), MADE_OF):
         pass
     assert not os.listdir(tmp_path / "out")
 
@@ -189,16 +189,16 @@ def test_what_nobody_knows_the_origin_of_is_refused(tmp_path: Path) -> None:
     work.mkdir()
     (work / "part-00000.parquet").write_text("1")
     with pytest.raises(InputError, match=r"out\.partial: holds files, but no _job\.json"):
-        unfinished(str(tmp_path / "out"), MADE_OF).__enter__()
+        resumable_folder(str(tmp_path / "out"), MADE_OF).__enter__()
     (work / "part-00000.parquet").rename(work / f"{JOB}.1234.partial")  # of a process killed while it wrote that
-    with unfinished(str(tmp_path / "out"), MADE_OF):
+    with resumable_folder(str(tmp_path / "out"), MADE_OF):
         pass
 
 
 @pytest.mark.parametrize("killed_at", ["rename", "remove"])
 def test_killed_while_the_folder_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str) -> None:
     """The same call finds either everything that it needs to resume, or the folder."""
-    out, killed = tmp_path / "out", unfinished(str(tmp_path / "out"), MADE_OF)
+    out, killed = tmp_path / "out", resumable_folder(str(tmp_path / "out"), MADE_OF)
     work = killed.__enter__()
     Path(work.folder, "a").write_text("1")
     work.files = ["a"]
@@ -209,7 +209,7 @@ def test_killed_while_the_folder_appears(tmp_path: Path, monkeypatch: pytest.Mon
     if killed_at == "remove":
         assert (out / "a").read_text() == "1"
         return
-    with unfinished(str(out), MADE_OF) as work:
+    with resumable_folder(str(out), MADE_OF) as work:
         assert Path(work.folder, "a").read_text() == "1"
         work.files = ["a"]
     assert os.listdir(out) == ["a"]
@@ -225,7 +225,7 @@ def test_killed_while_it_is_copied_to_a_url(tmp_path: Path, monkeypatch: pytest.
             raise KeyboardInterrupt
         done.append(copy(source, target))
 
-    killed = unfinished(url, MADE_OF)
+    killed = resumable_folder(url, MADE_OF)
     work = killed.__enter__()
     work.files = ["a", "b"]
     for name in work.files:
@@ -238,18 +238,18 @@ def test_killed_while_it_is_copied_to_a_url(tmp_path: Path, monkeypatch: pytest.
             killed.__exit__(None, None, None)
     assert (COMPLETE in storage.list_folder(url)) == (copies == 2)
 
-    with unfinished(url, MADE_OF) as work:
+    with resumable_folder(url, MADE_OF) as work:
         work.files = ["a", "b"]
     assert storage.list_folder(url) == [COMPLETE, "a", "b"]
     assert storage.read_json(storage.join(url, COMPLETE)) == {"files": ["a", "b"]}
     assert os.listdir(tmp_path) == ["out"]
     with pytest.raises(InputError, match="exists already"):
-        unfinished(url, MADE_OF).__enter__()
+        resumable_folder(url, MADE_OF).__enter__()
 
 
 def test_killed_while_what_is_copied_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"file://{tmp_path}/out"
-    killed = unfinished(url, MADE_OF)
+    killed = resumable_folder(url, MADE_OF)
     work = killed.__enter__()
     storage.write_bytes(storage.join(work.folder, "a"), b"1")
     work.files = ["a"]
@@ -258,17 +258,17 @@ def test_killed_while_what_is_copied_is_removed(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(KeyboardInterrupt):
             killed.__exit__(None, None, None)
     with pytest.raises(InputError, match="exists already"):
-        unfinished(url, MADE_OF).__enter__()
+        resumable_folder(url, MADE_OF).__enter__()
     storage.remove_folder(url)
     with pytest.raises(InputError, match=r"out\.partial: holds files, but no _job\.json"):
-        unfinished(url, {**MADE_OF, "checkpoint": "b"}).__enter__()
+        resumable_folder(url, {**MADE_OF, "checkpoint": "b"}).__enter__()
 
 
 def test_one_writer_at_a_time(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     with (
-        unfinished(out, MADE_OF),
+        resumable_folder(out, MADE_OF),
         pytest.raises(InputError, match="another process is writing there"),
-        unfinished(out, MADE_OF),
+        resumable_folder(out, MADE_OF),
     ):
         raise AssertionError

@@ -8,8 +8,8 @@ import pytest
 
 from rayrec.config import InputError
 from rayrec.inference.config import EvaluationConfig
-from rayrec.inference.evaluate import KeptRows
-from rayrec.inference.evaluation_text import readable
+from rayrec.inference.evaluate import ScoredRows
+from rayrec.inference.evaluation_text import evaluation_text
 from rayrec.inference.slices import slices_of
 
 HEXADECIMAL = pa.chunked_array([pa.array([0xA, 0xB, 0xA, None], pa.uint32()), pa.array([0xC, 0xA, 0xB], pa.uint32())])
@@ -72,7 +72,7 @@ def _table(rows: slice) -> pa.Table:
 
 
 def test_rows_are_kept_whatever_way_they_come() -> None:
-    whole, pieces, other = KeptRows(["c", "t"]), KeptRows(["c", "t"]), KeptRows()
+    whole, pieces, other = ScoredRows(["c", "t"]), ScoredRows(["c", "t"]), ScoredRows()
     whole.update(_table(slice(0, 7)))
     for start, stop in [(0, 3), (3, 4), (4, 7)]:
         pieces.update(_table(slice(start, stop)))
@@ -107,7 +107,7 @@ DIFFERENCES = {
 
 
 def test_readable() -> None:
-    plain = readable({**METRICS, "checkpoint": "runs/a"})
+    plain = evaluation_text({**METRICS, "checkpoint": "runs/a"})
     assert plain.splitlines()[0].split() == ["auroc", "0.75000"]
     assert "runs/a" in plain
     found = {
@@ -121,9 +121,9 @@ def test_readable() -> None:
     }
     for piece in found["slices"]["cat_5"]:  # type: ignore[index]
         piece.update(intervals=found["intervals"], compared=found["compared"])
-    lines = readable(found).splitlines()
+    lines = evaluation_text(found).splitlines()
     assert "0.75000  0.74000 to 0.76000  0.74000    +0.01000  +0.00500 to +0.01500  0.00100" in lines[1]
     assert any("intervals of 90%" in line for line in lines)
     assert any("runs/b" in line for line in lines)
     assert lines[-1].split()[:7] == ["0000000a", "20,000", "0.10000", "0.75000", "0.74000", "to", "0.76000"]
-    assert readable({"accuracy": 0.9, "rows": 3}).split() == ["accuracy", "0.90000", "rows", "3"]
+    assert evaluation_text({"accuracy": 0.9, "rows": 3}).split() == ["accuracy", "0.90000", "rows", "3"]

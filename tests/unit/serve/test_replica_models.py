@@ -1,4 +1,4 @@
-"""Models come and go while requests are answered: the swap, the way back, the shadow, and what the board decides."""
+"""Models come and go while requests are answered: the swap, the way back, the shadow, and what the coordinator decides."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from rayrec.observe.console import Console
 from rayrec.serve import client, deployment, server
 from rayrec.serve.app import ScoringApp
 from rayrec.serve.config import ServeConfig
-from rayrec.serve.coordinator import GONE_S, Change, Ledger
+from rayrec.serve.coordinator import GONE_S, Change, CoordinatorState
 from rayrec.serve.counters import Counters
-from rayrec.serve.replica_models import Configured, Hosting, Source, Status, Wanted
+from rayrec.serve.replica_models import Configured, ReplicaModels, Source, Status, Wanted
 from rayrec.serve.server import choose
 
 MODELS = {name: make_model(seed=number) for number, name in enumerate("abc")}
@@ -44,11 +44,11 @@ def load(path: str) -> ServedModel:
     return MODELS[path]
 
 
-def _host(*, load: object = load) -> tuple[Hosting, Counters]:
+def _host(*, load: object = load) -> tuple[ReplicaModels, Counters]:
     counters = Counters()
-    hosting = Hosting(load, counters)  # type: ignore[arg-type]
-    hosting.apply(Wanted(0, Source(0, "a")))
-    return hosting, counters
+    models = ReplicaModels(load, counters)  # type: ignore[arg-type]
+    models.apply(Wanted(0, Source(0, "a")))
+    return models, counters
 
 
 def test_a_swap_under_load_loses_no_request_and_mixes_no_models() -> None:
@@ -56,14 +56,14 @@ def test_a_swap_under_load_loses_no_request_and_mixes_no_models() -> None:
         time.sleep(0.2)
         return load(path)
 
-    hosting, counters = _host(load=slowly)
-    app = ScoringApp(hosting, counters, config=ServeConfig())
+    models, counters = _host(load=slowly)
+    app = ScoringApp(models, counters, config=ServeConfig())
     expected = {model.version: logits_of(model, TEXT) for model in MODELS.values()}
     done = threading.Event()
 
     def swap() -> None:
         for serial, name in enumerate("bcabc", start=1):
-            hosting.apply(Wanted(serial, Source(serial, name)))
+            models.apply(Wanted(serial, Source(serial, name)))
         done.set()
 
     async def load_it() -> list[dict[str, object]]:
@@ -87,10 +87,10 @@ def test_a_swap_under_load_loses_no_request_and_mixes_no_models() -> None:
 
 
 def test_what_cannot_be_loaded_changes_nothing() -> None:
-    hosting, _ = _host()
-    hosting.apply(Wanted(1, Source(1, "gone"), previous=Source(0, "a")))
-    assert hosting.model is MODELS["a"]
-    assert hosting.status().failures == {1: "gone: damaged"}
+    models, _ = _host()
+    models.apply(Wanted(1, Source(1, "gone"), previous=Source(0, "a")))
+    assert models.model is MODELS["a"]
+    assert models.status().failures == {1: "gone: damaged"}
     other = make_model(make_preprocessor(ANY))
     others, _ = _host(load=lambda path: other if path == "other" else MODELS[path])
     others.apply(Wanted(1, Source(1, "other")))
@@ -105,21 +105,21 @@ def test_going_back_needs_no_loading() -> None:
         opened.append(path)
         return load(path)
 
-    hosting, _ = _host(load=noted)
-    hosting.apply(Wanted(1, Source(1, "b"), previous=Source(0, "a")))
-    hosting.apply(Wanted(2, Source(0, "a"), previous=Source(1, "b")))
-    hosting.apply(Wanted(3, Source(1, "b"), previous=Source(0, "a")))
-    assert hosting.model is MODELS["b"]
+    models, _ = _host(load=noted)
+    models.apply(Wanted(1, Source(1, "b"), previous=Source(0, "a")))
+    models.apply(Wanted(2, Source(0, "a"), previous=Source(1, "b")))
+    models.apply(Wanted(3, Source(1, "b"), previous=Source(0, "a")))
+    assert models.model is MODELS["b"]
     assert opened == ["a", "b"]
-    hosting.apply(Wanted(4, Source(4, "b")))  # wished for again: the folder may hold something else now
+    models.apply(Wanted(4, Source(4, "b")))  # wished for again: the folder may hold something else now
     assert opened == ["a", "b", "b"]
 
 
 def test_shadow() -> None:
-    hosting, counters = _host()
-    app = ScoringApp(hosting, counters, config=ServeConfig())
+    models, counters = _host()
+    app = ScoringApp(models, counters, config=ServeConfig())
     plain = post(app, TEXT).json()
-    hosting.apply(Wanted(1, Source(0, "a"), shadow=Source(1, "b")))
+    models.apply(Wanted(1, Source(0, "a"), shadow=Source(1, "b")))
     assert post(app, TEXT).json() == plain
     for _ in range(3):
         post(app, TEXT)
@@ -136,17 +136,17 @@ def test_shadow() -> None:
     assert counted[f"{name}_count", ()] == 80
     assert counted[f"{name}_bucket", (("le", "0.01"),)] == np.count_nonzero(differences <= 0.01)
     assert f'rayrec_serve_shadow_rows_total{{model="{version}"}} 80' in ask(app, "GET", "/metrics").body.decode()
-    hosting.apply(Wanted(2, Source(0, "a")))
-    assert hosting.status().shadow is None
+    models.apply(Wanted(2, Source(0, "a")))
+    assert models.status().shadow is None
     app.close()
 
 
 def test_a_slow_shadow_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    hosting, counters = _host()
+    models, counters = _host()
     go_on = threading.Event()
-    monkeypatch.setattr("rayrec.serve.responses.Answerer.score", lambda *_: go_on.wait(30))
-    hosting.apply(Wanted(1, Source(0, "a"), shadow=Source(1, "b")))
-    app = ScoringApp(hosting, counters, config=ServeConfig())
+    monkeypatch.setattr("rayrec.serve.responses.BatchScorer.score", lambda *_: go_on.wait(30))
+    models.apply(Wanted(1, Source(0, "a"), shadow=Source(1, "b")))
+    app = ScoringApp(models, counters, config=ServeConfig())
     for _ in range(20):
         assert post(app, TEXT).status == 200
     dropped = counters.snapshot().values()["rayrec_serve_shadow_dropped_rows_total", ()]
@@ -155,27 +155,31 @@ def test_a_slow_shadow_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     app.close()
 
 
-# -- the board
+# -- the coordinator
 
 
 def test_the_board_knows_the_model_of_a_replica_that_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that started the server asks it once, as soon as Ray Serve calls the replica ready."""
-    ledger = Ledger("a")
+    decisions = CoordinatorState("a")
 
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="first"), app_name="rayrec")
     monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
     monkeypatch.setattr("rayrec.inference.model.open_served", lambda path, device, own: load(path))
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    held = deployment._Held(ServeConfig(), None, None)
-    monkeypatch.setattr(deployment._Held, "_ask", lambda held, method, *told: ledger.exchange(*told, now_s=0.0))
+    held = deployment._ReplicaProcess(ServeConfig(), None, None)
+    monkeypatch.setattr(
+        deployment._ReplicaProcess, "_ask", lambda held, method, *told: decisions.exchange(*told, now_s=0.0)
+    )
     held._start()
-    assert ledger.describe()["replicas"]["first"]["model"] == MODELS["a"].version
+    assert decisions.describe()["replicas"]["first"]["model"] == MODELS["a"].version
 
 
-def _tell(ledger: Ledger, replica: str, status: Status, now_s: float, known: Wanted | None = None) -> Wanted:
+def _tell(
+    decisions: CoordinatorState, replica: str, status: Status, now_s: float, known: Wanted | None = None
+) -> Wanted:
     counters = Counters()
     counters.rows.labels("v").inc(10)
-    return ledger.exchange(replica, known, status, counters.snapshot(), now_s=now_s)
+    return decisions.exchange(replica, known, status, counters.snapshot(), now_s=now_s)
 
 
 def _serves(source: Source) -> Status:
@@ -183,124 +187,128 @@ def _serves(source: Source) -> Status:
 
 
 def test_a_swap_is_done_once_all_replicas_say_so() -> None:
-    ledger = Ledger("a")
-    first = ledger.wanted.model
-    _tell(ledger, "one", _serves(first), 0)
-    _tell(ledger, "two", _serves(first), 0)
-    serial = ledger.swap("b")
-    assert ledger.change(serial).state == "pending"
-    second = _tell(ledger, "one", _serves(first), 1).model
+    decisions = CoordinatorState("a")
+    first = decisions.wanted.model
+    _tell(decisions, "one", _serves(first), 0)
+    _tell(decisions, "two", _serves(first), 0)
+    serial = decisions.swap("b")
+    assert decisions.change(serial).state == "pending"
+    second = _tell(decisions, "one", _serves(first), 1).model
     assert second == Source(serial, "b")
-    _tell(ledger, "one", _serves(second), 2)
-    assert ledger.change(serial).state == "pending"
-    _tell(ledger, "two", _serves(second), 2)
-    change = ledger.change(serial)
+    _tell(decisions, "one", _serves(second), 2)
+    assert decisions.change(serial).state == "pending"
+    _tell(decisions, "two", _serves(second), 2)
+    change = decisions.change(serial)
     assert (change.state, change.version) == ("done", "version of b")
-    assert ledger.roll_back() == first.serial
-    assert ledger.change(first.serial).state == "pending"
-    assert _tell(ledger, "one", _serves(second), 3).model == first
-    _tell(ledger, "one", _serves(first), 4)
-    _tell(ledger, "two", _serves(first), 4)
-    assert ledger.change(first.serial).state == "done"
-    assert ledger.roll_back() == serial
+    assert decisions.roll_back() == first.serial
+    assert decisions.change(first.serial).state == "pending"
+    assert _tell(decisions, "one", _serves(second), 3).model == first
+    _tell(decisions, "one", _serves(first), 4)
+    _tell(decisions, "two", _serves(first), 4)
+    assert decisions.change(first.serial).state == "done"
+    assert decisions.roll_back() == serial
 
 
 def test_one_replica_that_cannot_load_a_model_brings_all_back() -> None:
-    ledger = Ledger("a")
-    first = ledger.wanted.model
-    second = Source(ledger.swap("b"), "b")
+    decisions = CoordinatorState("a")
+    first = decisions.wanted.model
+    second = Source(decisions.swap("b"), "b")
     for replica in ("one", "two"):
-        _tell(ledger, replica, _serves(second), 0)
-    serial = ledger.swap("broken")
-    third = _tell(ledger, "one", _serves(second), 1).model
-    _tell(ledger, "one", _serves(third), 2)
-    wanted = _tell(ledger, "two", Status(model=second, failures={serial: "damaged"}), 2)
+        _tell(decisions, replica, _serves(second), 0)
+    serial = decisions.swap("broken")
+    third = _tell(decisions, "one", _serves(second), 1).model
+    _tell(decisions, "one", _serves(third), 2)
+    wanted = _tell(decisions, "two", Status(model=second, failures={serial: "damaged"}), 2)
     assert (wanted.model, wanted.previous) == (second, first)
-    assert ledger.change(serial).cause == "damaged"
-    assert _tell(ledger, "one", _serves(third), 3) == wanted
-    assert ledger.roll_back() == first.serial
+    assert decisions.change(serial).cause == "damaged"
+    assert _tell(decisions, "one", _serves(third), 3) == wanted
+    assert decisions.roll_back() == first.serial
 
 
 def test_a_model_to_go_back_to_that_cannot_be_loaded_any_longer() -> None:
     """The replica has let go of it meanwhile, or was started after it."""
-    ledger = Ledger("a")
-    first = ledger.wanted.model
-    _tell(ledger, "one", _serves(first), 0)
-    second = Source(ledger.swap("b"), "b")
+    decisions = CoordinatorState("a")
+    first = decisions.wanted.model
+    _tell(decisions, "one", _serves(first), 0)
+    second = Source(decisions.swap("b"), "b")
     for replica in ("one", "two"):
-        _tell(ledger, replica, _serves(second), 1)
-    assert ledger.roll_back() == first.serial
-    _tell(ledger, "one", _serves(first), 2)
-    wanted = _tell(ledger, "two", Status(model=second, failures={first.serial: "removed"}), 2)
+        _tell(decisions, replica, _serves(second), 1)
+    assert decisions.roll_back() == first.serial
+    _tell(decisions, "one", _serves(first), 2)
+    wanted = _tell(decisions, "two", Status(model=second, failures={first.serial: "removed"}), 2)
     assert wanted.model == second
-    assert ledger.change(first.serial) == Change("failed", cause="removed")
-    assert _tell(ledger, "one", _serves(second), 3).model == second
+    assert decisions.change(first.serial) == Change("failed", cause="removed")
+    assert _tell(decisions, "one", _serves(second), 3).model == second
 
 
 def test_a_shadow_that_cannot_be_loaded() -> None:
-    ledger = Ledger("a")
-    serial = ledger.shadow("broken")
+    decisions = CoordinatorState("a")
+    serial = decisions.shadow("broken")
     assert serial is not None
-    wanted = _tell(ledger, "one", Status(model=ledger.wanted.model, failures={serial: "damaged"}), 0)
+    wanted = _tell(decisions, "one", Status(model=decisions.wanted.model, failures={serial: "damaged"}), 0)
     assert wanted.shadow is None
-    assert ledger.change(serial).state == "failed"
-    assert ledger.shadow("b") != serial
-    assert ledger.shadow(None) is None
+    assert decisions.change(serial).state == "failed"
+    assert decisions.shadow("b") != serial
+    assert decisions.shadow(None) is None
 
 
 def test_what_all_have_served_is_not_given_up_for_one_that_comes_later() -> None:
-    ledger = Ledger("a")
-    first = ledger.wanted.model
+    decisions = CoordinatorState("a")
+    first = decisions.wanted.model
     failed = Status(failures={first.serial: "the store was out"})
-    _tell(ledger, "one", failed, 0)
-    assert ledger.change(first.serial).state == "failed"
-    _tell(ledger, "one", _serves(first), 1)  # Ray Serve started it again
-    assert ledger.describe()["failures"] == {}
-    second = Source(ledger.swap("b"), "b")
-    _tell(ledger, "one", _serves(second), 2)
-    assert _tell(ledger, "two", Status(failures={second.serial: "the store was out"}), 3).model == second
-    assert ledger.roll_back() == first.serial
-    assert _tell(ledger, "one", _serves(first), 4).model == first
+    _tell(decisions, "one", failed, 0)
+    assert decisions.change(first.serial).state == "failed"
+    _tell(decisions, "one", _serves(first), 1)  # Ray Serve started it again
+    assert decisions.describe()["failures"] == {}
+    second = Source(decisions.swap("b"), "b")
+    _tell(decisions, "one", _serves(second), 2)
+    assert _tell(decisions, "two", Status(failures={second.serial: "the store was out"}), 3).model == second
+    assert decisions.roll_back() == first.serial
+    assert _tell(decisions, "one", _serves(first), 4).model == first
 
 
 def test_nothing_to_go_back_to() -> None:
     with pytest.raises(InputError, match="no other model"):
-        Ledger("a").roll_back()
+        CoordinatorState("a").roll_back()
 
 
 def test_a_board_that_was_started_anew_learns_from_the_replicas() -> None:
-    before = Ledger("a")
+    before = CoordinatorState("a")
     before.swap("b")
     known = before.wanted
-    after = Ledger("a")
+    after = CoordinatorState("a")
     assert _tell(after, "one", _serves(known.model), 0, known) == known
     assert _tell(after, "two", Status(), 0) == known
 
 
 def test_a_configuration_counts_once() -> None:
     """A replica that starts later names what was configured before, and changes nothing."""
-    ledger = Ledger("a")
-    ledger.configure(Configured("run"), model="a", shadow=None)
-    assert ledger.wanted.model == Source(0, "a")
-    swapped = ledger.swap("b")
-    ledger.configure(Configured("run"), model="a2", shadow=None)
-    assert ledger.wanted.model == Source(swapped, "b")
-    ledger.configure(Configured("c", "d"), model="c", shadow="d")
-    assert (ledger.wanted.model.path, ledger.wanted.previous, ledger.wanted.shadow) == (
+    decisions = CoordinatorState("a")
+    decisions.configure(Configured("run"), model="a", shadow=None)
+    assert decisions.wanted.model == Source(0, "a")
+    swapped = decisions.swap("b")
+    decisions.configure(Configured("run"), model="a2", shadow=None)
+    assert decisions.wanted.model == Source(swapped, "b")
+    decisions.configure(Configured("c", "d"), model="c", shadow="d")
+    assert (
+        decisions.wanted.model.path,
+        decisions.wanted.previous,
+        decisions.wanted.shadow,
+    ) == (
         "c",
         Source(swapped, "b"),
-        Source(ledger.wanted.generation - 1, "d"),
+        Source(decisions.wanted.generation - 1, "d"),
     )
-    ledger.configure(Configured("c"), model="c", shadow=None)
-    assert (ledger.wanted.model.path, ledger.wanted.shadow) == ("c", None)
-    after = Ledger("a")  # the board was restarted
-    _tell(after, "one", Status(), 0, ledger.wanted)
+    decisions.configure(Configured("c"), model="c", shadow=None)
+    assert (decisions.wanted.model.path, decisions.wanted.shadow) == ("c", None)
+    after = CoordinatorState("a")  # the coordinator was restarted
+    _tell(after, "one", Status(), 0, decisions.wanted)
     after.configure(Configured("c"), model="c", shadow=None)
-    assert after.wanted == ledger.wanted
+    assert after.wanted == decisions.wanted
 
 
 def test_counts_outlive_a_replica() -> None:
-    ledger = Ledger("a")
+    decisions = CoordinatorState("a")
     counters = Counters()
     counters.waiting_rows.set(3)
     counters.rows.labels("v").inc(5)
@@ -308,18 +316,18 @@ def test_counts_outlive_a_replica() -> None:
     rows, waiting = ("rayrec_serve_rows_total", (("model", "v"),)), ("rayrec_serve_waiting_rows", ())
     batches = [("rayrec_serve_batch_rows_bucket", (("le", bound),)) for bound in ("4.0", "16.0", "+Inf")]
 
-    ledger.exchange("one", None, Status(), pickle.loads(pickle.dumps(counters.snapshot())), now_s=0)
-    ledger.exchange("three", None, Status(), counters.snapshot(), now_s=1)
-    _tell(ledger, "two", Status(), 1)
-    found = ledger.collect().values()
+    decisions.exchange("one", None, Status(), pickle.loads(pickle.dumps(counters.snapshot())), now_s=0)
+    decisions.exchange("three", None, Status(), counters.snapshot(), now_s=1)
+    _tell(decisions, "two", Status(), 1)
+    found = decisions.collect().values()
     assert (found[rows], found[waiting]) == (20, 6)
     assert [found[key] for key in batches] == [0, 2, 2]
-    _tell(ledger, "two", Status(), 2 + GONE_S)
-    found = ledger.collect().values()
+    _tell(decisions, "two", Status(), 2 + GONE_S)
+    found = decisions.collect().values()
     assert (found[rows], found[waiting]) == (20, 0)  # the gauge of "two"
-    assert set(ledger.describe()["replicas"]) == {"two"}
-    _tell(ledger, "one", Status(), 3 + GONE_S)  # it was busy, and counts on from where it was
-    assert ledger.collect().values()[rows] == 25
+    assert set(decisions.describe()["replicas"]) == {"two"}
+    _tell(decisions, "one", Status(), 3 + GONE_S)  # it was busy, and counts on from where it was
+    assert decisions.collect().values()[rows] == 25
 
 
 # -- starting
@@ -431,11 +439,11 @@ def test_the_checkpoint_to_follow(tmp_path: Path) -> None:
     assert choose(os.path.relpath(tmp_path), "best") == best
 
 
-class _Board:
-    """Stands for the board's actor."""
+class _Coordinator:
+    """Stands for the coordinator's actor."""
 
     def __init__(self, path: str) -> None:
-        self.ledger, self.trouble = Ledger(path), None
+        self.decisions, self.trouble = CoordinatorState(path), None
 
     def __getattr__(self, name: str) -> SimpleNamespace:
         return SimpleNamespace(remote=partial(self._call, name))
@@ -443,72 +451,79 @@ class _Board:
     def _call(self, name: str, *arguments: Any) -> Any:
         if self.trouble is not None:
             raise self.trouble
-        return getattr(self.ledger, name)(*arguments)
+        return getattr(self.decisions, name)(*arguments)
 
 
 @pytest.fixture
-def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Board:
+def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Coordinator:
     monkeypatch.setattr("ray.get", lambda told: told)
     monkeypatch.setattr(server, "_RETRY_S", 0.0)
-    return _Board(_save(tmp_path, 10, None))
+    return _Coordinator(_save(tmp_path, 10, None))
 
 
-def _watch(board: _Board) -> server._Watch:
-    return server._Watch(server.Server("http://x", board, "x:1"), Console())
+def _watch(coordinator: _Coordinator) -> server._Watch:
+    return server._Watch(server.Server("http://x", coordinator, "x:1"), Console())
 
 
-def test_a_run_is_followed(board: _Board, tmp_path: Path) -> None:
-    watch = _watch(board)
+def test_a_run_is_followed(coordinator: _Coordinator, tmp_path: Path) -> None:
+    watch = _watch(coordinator)
     run = os.path.relpath(tmp_path)
     watch.follow(run, "newest")
-    assert board.ledger.wanted.generation == 0  # it serves that already, by whatever name
+    assert coordinator.decisions.wanted.generation == 0  # it serves that already, by whatever name
     newest = _save(tmp_path, 20, None)
     watch.follow(run, "newest")
     watch.follow(run, "newest")
-    assert board.ledger.wanted == Wanted(1, Source(1, newest), previous=Source(0, board.ledger.wanted.previous.path))
-    board.ledger.roll_back()
-    assert watch.look()
+    assert coordinator.decisions.wanted == Wanted(
+        1, Source(1, newest), previous=Source(0, coordinator.decisions.wanted.previous.path)
+    )
+    coordinator.decisions.roll_back()
+    assert watch.poll()
     watch.follow(run, "newest")  # after a rollback that is what the user wants
-    assert board.ledger.wanted.model.serial == 0
+    assert coordinator.decisions.wanted.model.serial == 0
 
 
 def test_a_checkpoint_that_was_not_loaded_is_tried_again(
-    board: _Board, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    coordinator: _Coordinator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    watch = _watch(board)
+    watch = _watch(coordinator)
     newest = _save(tmp_path, 20, None)
-    first = board.ledger.wanted.model
+    first = coordinator.decisions.wanted.model
     for _ in range(10):
         watch.follow(str(tmp_path), "newest")
-        wanted = board.ledger.wanted.model
+        wanted = coordinator.decisions.wanted.model
         if wanted.path == newest:
-            _tell(board.ledger, "one", Status(model=first, failures={wanted.serial: "the store was out"}), 0)
-        watch.look()
-    assert len(board.ledger.describe()["failures"]) == 4
+            _tell(
+                coordinator.decisions,
+                "one",
+                Status(model=first, failures={wanted.serial: "the store was out"}),
+                0,
+            )
+        watch.poll()
+    assert len(coordinator.decisions.describe()["failures"]) == 4
     assert capsys.readouterr().err.count("not served: the store was out") == 4
 
 
 def test_following_outlives_its_store_and_its_board(
-    board: _Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    coordinator: _Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    watch = _watch(board)
+    watch = _watch(coordinator)
     for error in (OSError("the store was out for 5 s"), InputError("access denied"), None):
         monkeypatch.setattr(server, "choose", _raises(error) if error else choose)
         for _ in range(3):
             watch.follow(str(tmp_path), "newest")
-            assert watch.look()
+            assert watch.poll()
     _save(tmp_path, 20, None)
-    board.trouble = ray.exceptions.ActorUnavailableError("it starts again", b"\0" * 16)
+    coordinator.trouble = ray.exceptions.ActorUnavailableError("it starts again", b"\0" * 16)
     watch.follow(str(tmp_path), "newest")
-    assert watch.look()
-    board.trouble = None
+    assert watch.poll()
+    coordinator.trouble = None
     watch.follow(str(tmp_path), "newest")
-    assert board.ledger.wanted.generation == 1
+    assert coordinator.decisions.wanted.generation == 1
     told = capsys.readouterr().err
     for cause in ("the store was out for 5 s", "access denied"):
         assert told.count(f"follow: {cause}; the server keeps its model") == 1
-    board.trouble = ray.exceptions.ActorDiedError()
-    assert not watch.look()
+    coordinator.trouble = ray.exceptions.ActorDiedError()
+    assert not watch.poll()
 
 
 def _raises(error: Exception) -> Callable[..., Any]:

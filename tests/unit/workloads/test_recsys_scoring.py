@@ -21,7 +21,7 @@ from rayrec.data.parsing import parse
 from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
 from rayrec.inference.model import open_served
 from rayrec.inference.pool import weight_bytes
-from rayrec.inference.scoring import Request
+from rayrec.inference.scoring import ScoringRequest
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.observe.console import Console
 from rayrec.workloads.base import TrainConfig
@@ -200,7 +200,9 @@ def test_nothing_is_unpickled(copied: Path, config: TrainConfig, monkeypatch: py
         (copied / name).write_bytes(trap)
         for open_it in (
             lambda: open_served(str(copied), config=config),
-            lambda: Request(str(copied), "x.tsv", config, None, "cpu", QUIET).open(evaluating=True, spare_cpus=0),
+            lambda: ScoringRequest(str(copied), "x.tsv", config, None, "cpu", QUIET).open(
+                evaluating=True, spare_cpus=0
+            ),
         ):
             with pytest.raises(InputError, match=f"{name}: is a pickle, .*; remove it"):
                 open_it()
