@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, final
 from rayrec.serve.requests import Body, RequestError
 
 if TYPE_CHECKING:
-    from rayrec.serve.responses import Answer
+    from rayrec.serve.responses import ScoreResponse
 
 _RETRY: Final = {"retry-after": "1"}
 INLINE_ROWS: Final = 64
@@ -24,13 +24,13 @@ INLINE_ROWS: Final = 64
 INLINE_BYTES: Final = 64 << 10
 """Unless they are longer than this together: some columns take any number of values."""
 
-Done = Future[Sequence["Answer | RequestError"]] | asyncio.Future[Sequence["Answer | RequestError"]]
+Done = Future[Sequence["ScoreResponse | RequestError"]] | asyncio.Future[Sequence["ScoreResponse | RequestError"]]
 
 
 @dataclass(frozen=True, eq=False)
 class _Job:
     body: Body
-    answer: asyncio.Future[Answer]
+    answer: asyncio.Future[ScoreResponse]
 
 
 @final
@@ -39,7 +39,7 @@ class Batcher:
 
     def __init__(
         self,
-        score: Callable[[Sequence[Body]], Sequence[Answer | RequestError]],
+        score: Callable[[Sequence[Body]], Sequence[ScoreResponse | RequestError]],
         *,
         max_batch_rows: int,
         max_batch_bytes: int,
@@ -59,7 +59,7 @@ class Batcher:
     def waiting_requests(self) -> int:
         return len(self._waiting)
 
-    async def submit(self, body: Body) -> Answer:
+    async def submit(self, body: Body) -> ScoreResponse:
         """Raises RequestError for what `score` refuses, and where too much waits already. Who gives up waiting cancels."""
         too_many = len(self._waiting) >= self._max_waiting_requests
         # A body larger than the whole queue is taken where nothing waits, or it would be refused for ever.
@@ -89,7 +89,7 @@ class Batcher:
                 work = asyncio.get_running_loop().run_in_executor(self._thread, self._score, bodies)
                 work.add_done_callback(functools.partial(self._finish, jobs))
                 return
-            done: Future[Sequence[Answer | RequestError]] = Future()
+            done: Future[Sequence[ScoreResponse | RequestError]] = Future()
             try:
                 done.set_result(self._score(bodies))
             except Exception as error:  # told to those whom it concerns, as from the thread
@@ -110,7 +110,7 @@ class Batcher:
             jobs.append(self._waiting.popleft())
         return jobs
 
-    def _finish(self, jobs: list[_Job], done: asyncio.Future[Sequence[Answer | RequestError]]) -> None:
+    def _finish(self, jobs: list[_Job], done: asyncio.Future[Sequence[ScoreResponse | RequestError]]) -> None:
         self._begin()  # first, so that the thread has work while answers are written
         _tell(jobs, done)
 
