@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
 from rayrec.compat import PrivateName, resolve
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import ProcessGroup
     from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
@@ -46,23 +47,17 @@ def linear_pointwise(
 ) -> torch.Tensor:
     """`inputs` (rows, in) times `weight` (out, in) transposed, plus `bias` (out,), by oneDNN in one step; `activation`: "none"
     or "relu". torch has it for inductor only."""
-    import torch
-
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, activation, [], "")
     return product
 
 
 def onednn_has_bfloat16() -> bool:
     """Whether oneDNN multiplies bfloat16 on this CPU; torch has no public function for it."""
-    import torch
-
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def uncounted_operators(attention: Callable[..., int], linear: Callable[..., int]) -> dict[Any, Callable[..., int]]:
     """Formulas by operator, for the operators of attention and of products on CPU that torch's own table of formulas lacks."""
-    import torch
-
     found: dict[Any, Callable[..., int]] = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention}
     if torch.backends.mkldnn.is_available():
         found[torch.ops.mkldnn._linear_pointwise] = linear
@@ -76,8 +71,6 @@ def operator_of(overload: Any) -> Any:
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     """Queues `callback` for the end of the backward pass that is running; DDP and FSDP queue theirs in the same way."""
-    import torch
-
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
