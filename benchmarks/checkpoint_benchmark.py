@@ -14,7 +14,7 @@ import torch
 from logs import synthetic_log
 from rows import emit, interleaved, say, timed
 
-from rayrec.checkpoint import Checkpoint, Retention, Saver, claim, restore
+from rayrec.checkpoint import Checkpoint, Retention, Saver, acquire_lease, restore
 from rayrec.observe.console import Console
 from rayrec.observe.events import read_events
 
@@ -45,7 +45,7 @@ class LargeState:
         self._buffer = bytearray(total_bytes + (1 << 20))
         self._saver = Saver(
             os.path.join(folder, "run"),
-            claim=claim(os.path.join(folder, "run")),
+            lease=acquire_lease(os.path.join(folder, "run")),
             retention=Retention(num_to_keep=1, keep_best=0),
             extra_files={},
             max_outage_s=600,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rayrec.launch.versions import versions
+from rayrec.launch.provenance import versions
 
 
 def hardware() -> str:

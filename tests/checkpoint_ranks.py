@@ -28,8 +28,8 @@ from rayrec.checkpoint import (
     DamagedError,
     Retention,
     Saver,
+    acquire_lease,
     check_shared,
-    claim,
     folder_of,
     newest_good,
     shared_storage,
@@ -224,10 +224,10 @@ def _offsets_of(rank: int) -> Callable[..., tuple[tuple[int, int], tuple[int, in
 def save_in_background(folder: str, rank: int) -> None:
     """Late saves, trouble of one rank, and a run that is taken over: all ranks see the same."""
     events: list[tuple[str, dict[str, Any]]] = []
-    mine = claim(folder) if rank == 0 else None
+    mine = acquire_lease(folder) if rank == 0 else None
     saver = Saver(
         folder,
-        claim=mine,
+        lease=mine,
         retention=Retention(),
         extra_files={"config.yaml": b"a: 1"},
         max_outage_s=0.3,
@@ -260,7 +260,7 @@ def save_in_background(folder: str, rank: int) -> None:
         lambda: saver.begin(4, values, state={"a": object()} if rank == 0 else {}, score=None)
     )
     if rank == 0:
-        claim(folder)
+        acquire_lease(folder)
     distributed.barrier()
     assert saver.begin(4, values, state={}, score=None)
     distributed.barrier()
@@ -291,7 +291,7 @@ def save_apart(folder: str, rank: int) -> None:
 
     saver = Saver(
         own,
-        claim=claim(own) if rank == 0 else None,
+        lease=acquire_lease(own) if rank == 0 else None,
         retention=Retention(),
         extra_files={},
         max_outage_s=0.3,
@@ -331,7 +331,7 @@ def die_saving(folder: str, rank: int) -> None:
     """Rank 1 is killed in the midst of its second save; rank 0 notices, and leaves."""
     saver = Saver(
         folder,
-        claim=claim(folder) if rank == 0 else None,
+        lease=acquire_lease(folder) if rank == 0 else None,
         retention=Retention(),
         extra_files={},
         max_outage_s=60,

@@ -45,7 +45,7 @@ def _run(rows: int, folder: str) -> dict[str, int]:
     from torch import distributed
 
     import rayrec.training.worker  # noqa: F401  # what a worker has loaded, Ray among it
-    from rayrec.checkpoint import Retention, Saver, claim
+    from rayrec.checkpoint import Retention, Saver, acquire_lease
     from rayrec.models.ranking.dlrm import DLRMConfig
     from rayrec.native import keep_freed_memory
     from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig
@@ -81,7 +81,7 @@ def _run(rows: int, folder: str) -> dict[str, int]:
     setup = workload.set_up(click_ranks.context(config, 0, 1), prepared)
     saver = Saver(
         f"{folder}/run",
-        claim=claim(f"{folder}/run"),
+        lease=acquire_lease(f"{folder}/run"),
         retention=Retention(),
         extra_files={},
         max_outage_s=60.0,

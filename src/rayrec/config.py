@@ -186,3 +186,11 @@ class Config:
         """The first 16 hex digits of the SHA-256 over the canonical JSON of the configuration."""
         canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def line_of(error: BaseException) -> str:
+    """An error as one line, for events and the terminal: an InputError's text, else the class and the text's last line."""
+    if isinstance(error, InputError):
+        return " ".join(str(error).split())
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__

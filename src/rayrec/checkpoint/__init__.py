@@ -15,7 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rayrec.checkpoint.claims import Claim, claim
+    from rayrec.checkpoint.cleaning import Retention, to_remove
     from rayrec.checkpoint.dcp import CheckpointReader, CheckpointWriter
     from rayrec.checkpoint.folders import (
         SUMMARY,
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
         step_of,
     )
     from rayrec.checkpoint.format import MANIFEST, VERSION, DamagedError
+    from rayrec.checkpoint.lease import Lease, acquire_lease
+    from rayrec.checkpoint.plan import untied
     from rayrec.checkpoint.reading import full_tensors, restore, verify, weights_sha256
-    from rayrec.checkpoint.retention import Retention, to_remove
     from rayrec.checkpoint.saver import Saver
     from rayrec.checkpoint.shared_storage import check_shared, write_token
-    from rayrec.checkpoint.tied import untied
     from rayrec.checkpoint.writing import save
 
 __all__ = [
@@ -42,12 +42,12 @@ __all__ = [
     "Checkpoint",
     "CheckpointReader",
     "CheckpointWriter",
-    "Claim",
     "DamagedError",
+    "Lease",
     "Retention",
     "Saver",
+    "acquire_lease",
     "check_shared",
-    "claim",
     "committed",
     "folder_of",
     "full_tensors",
@@ -71,12 +71,12 @@ _HOMES = {
     "Checkpoint": "folders",
     "CheckpointReader": "dcp",
     "CheckpointWriter": "dcp",
-    "Claim": "claims",
+    "Lease": "lease",
     "DamagedError": "format",
-    "Retention": "retention",
+    "Retention": "cleaning",
     "Saver": "saver",
     "check_shared": "shared_storage",
-    "claim": "claims",
+    "acquire_lease": "lease",
     "committed": "folders",
     "folder_of": "folders",
     "full_tensors": "reading",
@@ -86,8 +86,8 @@ _HOMES = {
     "restore": "reading",
     "save": "writing",
     "step_of": "folders",
-    "to_remove": "retention",
-    "untied": "tied",
+    "to_remove": "cleaning",
+    "untied": "plan",
     "verify": "reading",
     "weights_sha256": "reading",
     "write_token": "shared_storage",

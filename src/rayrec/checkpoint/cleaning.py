@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterable, Iterator
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from rayrec import storage
-from rayrec.checkpoint.claims import Claim
 from rayrec.checkpoint.folders import Checkpoint, committed, file_sizes, torn
 from rayrec.checkpoint.format import MANIFEST, DamagedError, UnreadableError, is_data_file
+from rayrec.checkpoint.lease import Lease
 from rayrec.checkpoint.persistence import PATIENCE_S
-from rayrec.checkpoint.retention import Retention, to_remove
 from rayrec.config import InputError
 
 _logger = logging.getLogger(__name__)
 
 
-def sweep(run_folder: str, claim: Claim) -> None:
+def sweep(run_folder: str, lease: Lease) -> None:
     """Removes the folders of saves that were never committed, as long as the run is ours."""
     for folder in torn(run_folder):
-        if claim.valid():
+        if lease.valid():
             storage.remove_folder(folder)
 
 
@@ -88,3 +89,31 @@ def tolerated(what: str) -> Iterator[None]:
             yield
     except (OSError, InputError) as error:
         _logger.warning("%s: %s", what, error)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What is kept of a run's checkpoints, beside those in use."""
+
+    num_to_keep: int = 2
+    """Newest ones."""
+    keep_best: int = 1
+    """Those with the best scores."""
+    keep_every: int | None = None
+    """Steps whose multiples are kept for good; None: none."""
+
+
+def to_remove(saved: Sequence[tuple[int, float | None]], retention: Retention, *, in_use: Collection[int]) -> list[int]:
+    """The steps to remove, lowest first, of (step, score) of the checkpoints there are.
+
+    Higher scores are better, of equal ones the later is; None (or NaN) was not evaluated and is never among the best.
+    """
+    newest = sorted(step for step, _ in saved)[-retention.num_to_keep :] if retention.num_to_keep else []
+    scored = sorted((score, step) for step, score in saved if score is not None and not math.isnan(score))
+    best = [step for _, step in scored[-retention.keep_best :]] if retention.keep_best else []
+    kept = {*newest, *best, *in_use}
+    return sorted(
+        step
+        for step, _ in saved
+        if step not in kept and (retention.keep_every is None or step % retention.keep_every != 0)
+    )

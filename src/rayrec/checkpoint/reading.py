@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
+from torch import distributed
 
 from rayrec import storage
 from rayrec.checkpoint.folders import Checkpoint
 from rayrec.checkpoint.format import DamagedError, sha256_of, told_unreadable
 from rayrec.checkpoint.ranks import Ranks
 from rayrec.checkpoint.safetensors_header import TORCH_DTYPES
-from rayrec.checkpoint.sharing import pass_on, share_out
 from rayrec.config import InputError
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import, which a process that scores need not do
     from torch.distributed.checkpoint import Metadata
     from torch.distributed.checkpoint.planner import ReadItem
+
 
 NUM_THREADS = 8
 _RANGE_BYTES = 64 * 2**20
@@ -343,3 +344,39 @@ def _rows_of(reader: _Reader, name: str, entry: dict[str, Any], first: int, stop
 def _as_bytes(tensor: torch.Tensor) -> memoryview:
     flat = tensor.reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+Shared = dict[str, int]
+"""Names of tensors that all ranks hold whole -> the rank that reads them, in an order that all agree on."""
+
+
+def share_out(tensors: dict[str, Any], ranks: Ranks) -> Shared:
+    """Deals those tensors out so that each rank reads as many bytes; collective. Empty for a rank alone.
+
+    Only what the default process group can pass on is dealt out: with NCCL nothing that lies in host memory.
+    """
+    if ranks.size == 1:
+        return {}
+    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+    mine = {
+        name: (tuple(tensor.shape), tensor.dtype, tensor.nbytes)
+        for name, tensor in tensors.items()
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.device.type == device
+        and tensor.is_contiguous()
+    }
+    everyone = ranks.gather_all(mine)
+    held = [name for name, kind in everyone[0].items() if all(other.get(name) == kind for other in everyone)]
+    shared: Shared = {}
+    load = [0] * ranks.size
+    for name in sorted(held, key=lambda name: (-mine[name][2], name)):
+        reader = load.index(min(load))
+        load[reader] += mine[name][2]
+        shared[name] = reader
+    return shared
+
+
+def pass_on(tensors: dict[str, Any], shared: Shared) -> None:
+    """Brings what each rank has read to the others; collective."""
+    for name, reader in shared.items():
+        distributed.broadcast(tensors[name].detach(), src=reader)

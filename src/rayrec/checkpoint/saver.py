@@ -12,15 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from rayrec import storage
-from rayrec.checkpoint.claims import Claim
-from rayrec.checkpoint.cleaning import prune, remove_unreferenced, sweep, tolerated
+from rayrec.checkpoint.cleaning import Retention, prune, remove_unreferenced, sweep, tolerated
 from rayrec.checkpoint.extra_files import ExtraFiles, Source
 from rayrec.checkpoint.folders import Checkpoint, folder_of
 from rayrec.checkpoint.format import data_file
+from rayrec.checkpoint.lease import Lease
 from rayrec.checkpoint.persistence import Persistence
 from rayrec.checkpoint.plan import HostCopy, LocalTensors, make_plan
 from rayrec.checkpoint.ranks import Ranks, attempt, raise_worst
-from rayrec.checkpoint.retention import Retention
 from rayrec.checkpoint.writing import Written, commit, write_rank
 from rayrec.config import InputError
 
@@ -58,7 +57,7 @@ class Saver:
         self,
         run_folder: str,
         *,
-        claim: Claim | None,
+        lease: Lease | None,
         retention: Retention,
         extra_files: Mapping[str, Source],
         max_outage_s: float,
@@ -66,7 +65,7 @@ class Saver:
         sweep: bool = True,
         damaged: Collection[int] = (),
     ) -> None:
-        """`claim`: rank 0's, None on others. `extra_files`: what belongs with the weights, by name in a checkpoint's folder: the
+        """`lease`: rank 0's, None on others. `extra_files`: what belongs with the weights, by name in a checkpoint's folder: the
         content, or the path of a file that stays as it is; rank 0 copies them. `max_outage_s`: how long a save may fail for
         before the run ends. `log` is called in the thread too. `sweep`: remove torn saves of earlier attempts, in the thread.
         `damaged`: on rank 0, steps of checkpoints that a start has passed over; they go with the first later save."""
@@ -76,14 +75,14 @@ class Saver:
         """By all saves of this rank so far; grows while one is under way."""
         self.write_s = 0.0
         """Seconds that the last save took, from the copy to the manifest."""
-        self._folder, self._claim, self._retention = run_folder, claim, retention
+        self._folder, self._lease, self._retention = run_folder, lease, retention
         self._extra_files = ExtraFiles(extra_files)
         self._max_outage_s, self._log, self._sweep = max_outage_s, log, sweep
         timeout_s = max_outage_s + _PATIENCE_S
         self._caller = Ranks.in_group_of_their_own(timeout_s=timeout_s)
         self._thread_ranks = Ranks.in_group_of_their_own(timeout_s=timeout_s)
-        assert (claim is not None) == self._caller.first
-        self._tag = self._caller.share(claim.name[:15] if claim else "")
+        assert (lease is not None) == self._caller.first
+        self._tag = self._caller.share(lease.name[:15] if lease else "")
         self._num_saves = 0
         self._scores: dict[int, float | None] = {}
         self._damaged = set(damaged)
@@ -179,9 +178,9 @@ class Saver:
     # In the thread ----------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        if self._sweep and self._claim is not None:
+        if self._sweep and self._lease is not None:
             with tolerated(f"{self._folder}: torn saves are left"):
-                sweep(self._folder, self._claim)
+                sweep(self._folder, self._lease)
         while (job := self._jobs.get()) is not None:
             try:
                 self._save(job)
@@ -250,7 +249,7 @@ class Saver:
                 state=job.state,
                 score=job.score,
                 extra_files=self._extra_files.write,
-                claim=self._claim,
+                lease=self._lease,
             )
         )
         stalled_s = self.stalled_s
@@ -273,7 +272,7 @@ class Saver:
         self._scores[job.step] = job.score
         self._damaged.discard(job.step)  # written again
         with tolerated(f"{self._folder}: checkpoints that could go are left"):
-            assert self._claim is not None
-            if self._claim.valid():
+            assert self._lease is not None
+            if self._lease.valid():
                 remove_unreferenced(job.folder, referenced, tag=job.tag)
                 prune(self._folder, self._retention, newest=job.step, scores=self._scores, damaged=self._damaged)

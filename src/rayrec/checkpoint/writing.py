@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayrec import storage
-from rayrec.checkpoint.claims import Claim
 from rayrec.checkpoint.extra_files import Described, written_by
 from rayrec.checkpoint.folders import wrong_file
 from rayrec.checkpoint.format import (
@@ -19,6 +18,7 @@ from rayrec.checkpoint.format import (
     data_file,
     seal,
 )
+from rayrec.checkpoint.lease import Lease
 from rayrec.checkpoint.plan import HostCopy, LocalTensors, Shapes, check_covered, make_plan
 from rayrec.checkpoint.ranks import Ranks
 from rayrec.checkpoint.safetensors_header import DTYPES, header
@@ -103,16 +103,16 @@ def commit(
     state: dict[str, Any],
     score: float | None,
     extra_files: Callable[[str], Described] | None,
-    claim: Claim | None = None,
+    lease: Lease | None = None,
 ) -> int:
     """Makes a checkpoint of what the ranks have written; on rank 0. Returns its size in bytes. `shapes`: all tensors of the
     model; `extra_files` writes what belongs with the weights into the folder.
 
-    Raises InputError if the claim is not valid any more or the ranks have not written all of the model; OSError if storage is
+    Raises InputError if the lease is not valid any more or the ranks have not written all of the model; OSError if storage is
     unavailable or full, and if a file that was written is missing or has another size.
     """
-    if claim is not None:
-        claim.check()
+    if lease is not None:
+        lease.check()
     storage.make_folder(folder)  # where no rank had anything to write
     files: Described = {part.file: {"bytes": part.size_bytes} for part in written}
     if extra_files is not None:
@@ -139,8 +139,8 @@ def commit(
         "files": files,
         "tensors": tensors,
     }
-    if claim is not None:
-        claim.check()  # as late as can be: writing and summing up may have taken long
+    if lease is not None:
+        lease.check()  # as late as can be: writing and summing up may have taken long
     storage.write_json(storage.join(folder, MANIFEST), seal(manifest))
     return sum(file["bytes"] for file in files.values())
 

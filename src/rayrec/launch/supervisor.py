@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -16,10 +17,8 @@ from types import FrameType
 from typing import Any, Literal, NoReturn
 
 from rayrec.config import InputError
-from rayrec.launch.job_output import last_said, summary_of
 from rayrec.launch.jobs import Job, Jobs, LogFollower, Unreachable, dashboard_url
-from rayrec.launch.outage import Outage, span
-from rayrec.launch.policy import Ending, Quit, Tally, describe, judge
+from rayrec.launch.policy import Ending, Policy, Quit, Tally, describe, judge, pause_s
 from rayrec.launch.supervision import Notebook, State, SuperviseConfig, state_path
 
 RUN_KEY, CONFIG_KEY = "rayrec_run", "rayrec_config"
@@ -331,3 +330,76 @@ def _number(submission_id: str, name: str) -> int:
     """Of an attempt; 0 for a job of another kind."""
     found = re.fullmatch(re.escape(name) + r"-(\d{4,})", submission_id)
     return int(found[1]) if found else 0
+
+
+def summary_of(log: str) -> dict[str, Any] | None:
+    """The summary that `rayrec train` prints last; what others printed after it does not matter."""
+    start = f"\n{log}".rfind("\n{\n")
+    if start < 0:
+        return None
+    try:
+        found, _ = json.JSONDecoder().raw_decode(log, start)
+    except ValueError:
+        return None
+    return found if "weights_sha256" in found else None
+
+
+def last_said(message: str) -> str:
+    """What rayrec said last in a failed job's log, else the last line of it."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    ours = [line for line in lines if line.startswith("rayrec train: ")]
+    return (ours or lines or ["no more is known"])[-1].removeprefix("rayrec train: ")
+
+
+_FIRST_PROBE_S, _LONGEST_PROBE_S = 1.0, 30.0
+_FIRST_REPORT_S = 15.0
+"""Of an outage that goes on; the next reports come when it has lasted twice as long."""
+
+
+class Outage:
+    """From the first request that the head did not answer well until `over`, which answers in between do not end: a head
+    may answer and take no job."""
+
+    def __init__(self, jobs: Jobs, policy: Policy, *, say: Callable[[str], None]) -> None:
+        self._jobs, self._limit_s, self._say = jobs, policy.max_wait_s, say
+        self._since_s: float | None = None
+        self._num_probes = 0
+        self._report_s = 0.0
+
+    def wait(self, why: str) -> str | None:
+        """Returns when the head answers; with a cause where it has not for longer than the policy allows."""
+        if self._since_s is None:
+            self._since_s, self._num_probes, self._report_s = time.monotonic(), 0, _FIRST_REPORT_S
+            limit = span(self._limit_s)
+            self._say(f"head lost: {self._jobs.url} gives no good answer ({why}); waiting for it, {limit} at most")
+        silent_s = time.monotonic() - self._since_s
+        while True:
+            self._num_probes += 1
+            wait_s = pause_s(
+                self._num_probes, first_s=_FIRST_PROBE_S, longest_s=_LONGEST_PROBE_S, jitter=random.random()
+            )
+            time.sleep(min(wait_s, max(0.0, self._limit_s - silent_s)))
+            silent_s = time.monotonic() - self._since_s
+            if silent_s >= self._limit_s:
+                return f"no head at {self._jobs.url} for {span(silent_s)} ({why})"
+            if silent_s >= self._report_s:
+                self._say(f"head still lost ({why}), for {span(silent_s)} now")
+                self._report_s = 2 * silent_s
+            try:
+                self._jobs.probe()
+                return None
+            except Unreachable as error:
+                why = str(error)
+
+    def over(self) -> None:
+        if self._since_s is not None:
+            self._say(f"head is back after {span(time.monotonic() - self._since_s)}")
+            self._since_s = None
+
+
+def span(seconds: float) -> str:
+    """A time, readable."""
+    for size, unit in ((3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.0f} s"

@@ -25,11 +25,10 @@ from rayrec.launch import cluster, prestart
 from rayrec.observe.events import EventWriter
 from rayrec.training.assignment import Assignment
 from rayrec.training.failures import Tolerance, cause_of, is_without_room, worker_failures
-from rayrec.training.grace import Grace, unsaved_cause
 from rayrec.training.profiling import watched_requests, worker_variables
 from rayrec.training.ray_backend import WORKER_MODULE, ProcessGroup, train_worker
 from rayrec.training.ray_mailbox import StopRequest
-from rayrec.training.signals import Signals
+from rayrec.training.signals import Grace, Signals, unsaved_cause
 from rayrec.training.stopping import MORE_WORKERS, NO_DATA_NODES
 from rayrec.workloads.base import TrainConfig
 

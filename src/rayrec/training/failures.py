@@ -9,8 +9,7 @@ import ray.train
 from ray.train import ControllerError, PreemptionError
 
 from rayrec.compat.ray_compat import WorkerGroupStartupTimeoutError
-from rayrec.config import InputError
-from rayrec.training.error_lines import line_of
+from rayrec.config import InputError, line_of
 from rayrec.workloads.base import FailureConfig
 
 _QUICK_S = 60.0

@@ -10,16 +10,14 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from rayrec import machine
-from rayrec.config import InputError
+from rayrec.config import InputError, line_of
 from rayrec.data.engine import StreamEngine
 from rayrec.data.threads import ThreadEngine
 from rayrec.launch import cluster
 from rayrec.observe.console import Console
 from rayrec.observe.events import EventWriter
-from rayrec.training.error_lines import line_of
-from rayrec.training.grace import unsaved_cause
 from rayrec.training.preflight import layout_here
-from rayrec.training.signals import Signals
+from rayrec.training.signals import Signals, unsaved_cause
 from rayrec.workloads.base import TrainConfig
 
 _WORKER_MODULE: Final = "rayrec.training.in_process_worker"

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 
 from rayrec.data.engine import STOP_ASKED
-from rayrec.training.grace import last_save_s
 from rayrec.training.mailbox import Mailbox
+from rayrec.training.signals import last_save_s
 
 MORE_WORKERS = "there is room for more workers"
 NO_DATA_NODES = "the nodes that ran data tasks are gone, and others can run them"

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.launch.origin import origin
-from rayrec.launch.versions import versions
+from rayrec.launch.provenance import origin, versions
 from rayrec.observe import report, start_up
 from rayrec.observe.bottleneck import verdict
 from rayrec.observe.console import Console

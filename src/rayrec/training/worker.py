@@ -16,12 +16,12 @@ from rayrec import storage
 from rayrec.checkpoint import (
     SUMMARY,
     Checkpoint,
-    Claim,
     DamagedError,
+    Lease,
     Retention,
     Saver,
+    acquire_lease,
     check_shared,
-    claim,
     folder_of,
     newest_good,
     restore,
@@ -129,7 +129,7 @@ def _train(
     damaged: set[int] = set()
     with storage.patience(config.failure.max_outage_s):  # a start is worth as much waiting as a save
         check_shared(assignment.storage_token, Ranks.all())
-        mine = _claimed(folder, max_outage_s=config.failure.max_outage_s) if worker.rank == 0 else None
+        mine = _acquired(folder, max_outage_s=config.failure.max_outage_s) if worker.rank == 0 else None
         checkpoint, setup, loader, progress = _resume(worker, assignment, log, damaged, stopwatch)
     if config.observe.times:
         setup.peak_multiply_adds_per_s = peak_of_all(peak, world_size=worker.world_size)
@@ -138,7 +138,7 @@ def _train(
     setup.begin_step = profiled(setup.begin_step, profiler)
     saver = Saver(
         folder,
-        claim=mine,
+        lease=mine,
         retention=Retention(
             num_to_keep=config.checkpoint.num_to_keep,
             keep_best=config.checkpoint.keep_best,
@@ -272,16 +272,16 @@ def saver_log(folder: str, log: Log, *, grace_s: float) -> Log:
     return log_save
 
 
-def _claimed(folder: str, *, max_outage_s: float) -> Claim:
-    """The claim to a run, made as persistently as saves are: a full disk may have room again."""
+def _acquired(folder: str, *, max_outage_s: float) -> Lease:
+    """The lease to a run, made as persistently as saves are: a full disk may have room again."""
     persistence = Persistence(
         place=folder,
         max_outage_s=max_outage_s,
         seed=folder,
         ended=threading.Event(),
-        late=lambda cause: _logger.warning("%s: cannot be claimed yet (%s)", folder, cause),
+        late=lambda cause: _logger.warning("%s: its lease cannot be written yet (%s)", folder, cause),
     )
-    return persistence.run(lambda: claim(folder))
+    return persistence.run(lambda: acquire_lease(folder))
 
 
 def peak_of_all(peak: float, *, world_size: int) -> float | None:

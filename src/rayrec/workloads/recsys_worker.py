@@ -33,13 +33,13 @@ from rayrec.models.replicated import replicated_optimizer
 from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig, learning_rates, set_learning_rates
 from rayrec.sharding import describe, embedding_sharders, placements, plan_sharding, replicated_tables, workers_per_node
 from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_size, learning_rate_factor
-from rayrec.workloads.chance import seed_chance, step_seed
 from rayrec.workloads.distillation import load_targets
 from rayrec.workloads.phases import NoClock, StepClock, step_clock
 from rayrec.workloads.recsys_cost import network_multiply_adds
 from rayrec.workloads.recsys_evaluation import EvaluationCounts, counted_columns
 from rayrec.workloads.recsys_pipeline import TimedBase, TimedSparseDist
 from rayrec.workloads.recsys_plan import build_model
+from rayrec.workloads.seeding import seed_generators, step_seed
 
 if TYPE_CHECKING:
     from rayrec.workloads.recsys import ClickWorkload, Prepared
@@ -174,7 +174,7 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
         return counts.counted(name, loader)
 
     def begin_step(step: int, total: int) -> None:
-        seed_chance(step_seed(config.seed, step, context.rank), context.device)
+        seed_generators(step_seed(config.seed, step, context.rank), context.device)
         set_learning_rates(optimizer, base_rates=base_rates, schedule=schedule_for(total), step=step)
 
     clock = step_clock(context.device, measure=config.observe.times)

@@ -19,10 +19,10 @@ from rayrec.data.row_order import RowOrder
 from rayrec.data.rows import RowSource
 from rayrec.optim import NamedOptimizer, learning_rates, set_learning_rates
 from rayrec.workloads.base import DataConfig, WorkerContext, WorkerSetup, effective_batch_size, learning_rate_factor
-from rayrec.workloads.chance import seed_chance, step_seed
 from rayrec.workloads.phases import NoClock, StepClock, notice_exchange, step_clock
 from rayrec.workloads.replicated import ReplicatedWorkload
 from rayrec.workloads.row_cost import multiply_adds_per_row
+from rayrec.workloads.seeding import seed_generators, step_seed
 
 
 def train_loader(
@@ -72,7 +72,7 @@ def set_up(workload: ReplicatedWorkload, context: WorkerContext, prepared: Any) 
 
     def begin_step(step: int, total: int) -> None:
         set_learning_rates(optimizer, base_rates=base_rates, schedule=schedule_for(total), step=step)
-        seed_chance(step_seed(config.seed, step, context.rank), context.device)
+        seed_generators(step_seed(config.seed, step, context.rank), context.device)
 
     return WorkerSetup(
         model=model,

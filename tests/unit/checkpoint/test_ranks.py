@@ -11,7 +11,7 @@ import torch
 from checkpoint_ranks import run_ranks, same, whole
 
 from rayrec import checkpoint
-from rayrec.checkpoint import Checkpoint, Retention, Saver, claim, folder_of, newest_good, reading
+from rayrec.checkpoint import Checkpoint, Retention, Saver, acquire_lease, folder_of, newest_good, reading
 
 
 def test_from_two_ranks_to_one_to_three_to_two(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_rank_killed_while_it_saves(tmp_path: Path) -> None:
     assert same(target, whole())
     # The next attempt sweeps, and saves.
     saver = Saver(
-        folder, claim=claim(folder), retention=Retention(), extra_files={}, max_outage_s=5, log=lambda *_: None
+        folder, lease=acquire_lease(folder), retention=Retention(), extra_files={}, max_outage_s=5, log=lambda *_: None
     )
     assert saver.begin(3, target, state={}, score=None)
     saver.wait()

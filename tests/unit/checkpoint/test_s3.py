@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rayrec import checkpoint, storage
-from rayrec.checkpoint import Checkpoint, DamagedError, Retention, Saver, claim, folder_of, newest_good
+from rayrec.checkpoint import Checkpoint, DamagedError, Retention, Saver, acquire_lease, folder_of, newest_good
 from rayrec.config import InputError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def values(factor: float) -> dict[str, torch.Tensor]:
 def make_saver(run: str, events: list[tuple[str, dict[str, Any]]], **arguments: Any) -> Saver:
     return Saver(
         run,
-        claim=claim(run),
+        lease=acquire_lease(run),
         retention=Retention(num_to_keep=1),
         extra_files={"more/words.txt": b"abc"},
         log=lambda kind, fields: events.append((kind, fields)),
@@ -62,7 +62,7 @@ def test_saves_restores_and_removes(bucket: str) -> None:
         checkpoint.restore(found, target)
     assert newest_good(run, log=lambda *_: None) == Checkpoint(folder_of(run, 1))
     successor = make_saver(run, events, max_outage_s=60)
-    assert not saver._claim.valid()  # type: ignore[union-attr]
+    assert not saver._lease.valid()  # type: ignore[union-attr]
     successor.close()
 
 

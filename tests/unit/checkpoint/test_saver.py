@@ -17,7 +17,17 @@ from checkpoint_ranks import raised, same, writes
 from slow_store import SlowStore
 
 from rayrec import checkpoint, storage
-from rayrec.checkpoint import Checkpoint, Claim, DamagedError, Retention, Saver, claim, folder_of, newest_good, saver
+from rayrec.checkpoint import (
+    Checkpoint,
+    DamagedError,
+    Lease,
+    Retention,
+    Saver,
+    acquire_lease,
+    folder_of,
+    newest_good,
+    saver,
+)
 from rayrec.config import InputError
 
 MakeSaver = Callable[..., Saver]
@@ -35,7 +45,7 @@ def make_saver(tmp_path: Path, events: list[tuple[str, dict[str, Any]]]) -> Iter
     def make(**arguments: Any) -> Saver:
         folder = arguments.pop("folder", str(tmp_path))
         given = {
-            "claim": arguments.pop("claim", None) or claim(folder),
+            "lease": arguments.pop("lease", None) or acquire_lease(folder),
             "retention": Retention(),
             "extra_files": {},
             "max_outage_s": 20.0,
@@ -228,12 +238,12 @@ def test_a_run_that_was_taken_over_commits_nothing_more(make_saver: MakeSaver, t
     zombie.wait()
     with writes(gate.wait):
         assert zombie.begin(2, values(2), state={}, score=None)
-        heir = claim(str(tmp_path))
+        heir = acquire_lease(str(tmp_path))
         gate.set()
         with pytest.raises(InputError, match=r"another process has taken over this run"):
             zombie.wait()
     assert steps(tmp_path) == [1]
-    successor = make_saver(claim=heir)
+    successor = make_saver(lease=heir)
     with writes(gate.wait):  # both at once, at the same step
         gate.clear()
         assert successor.begin(2, values(20), state={}, score=None)
@@ -255,7 +265,7 @@ def test_the_claim_is_looked_at_last_of_all(
 
     def write_and_lose(path: str, data: bytes) -> None:
         write_bytes(path, data)
-        claim(str(tmp_path))
+        acquire_lease(str(tmp_path))
 
     monkeypatch.setattr(storage, "write_bytes", write_and_lose)
     saver = make_saver(extra_files={"config.yaml": b"a: 1"})
@@ -276,9 +286,9 @@ def test_torn_saves_are_swept(make_saver: MakeSaver, tmp_path: Path) -> None:
         (tmp_path / "checkpoints" / f"step_{step:08d}" / "data_00000.safetensors").touch()
     names = sorted(os.listdir(tmp_path / "checkpoints"))
     make_saver(sweep=False).close()
-    lost = claim(str(tmp_path))
-    claim(str(tmp_path))
-    make_saver(claim=lost).close()
+    lost = acquire_lease(str(tmp_path))
+    acquire_lease(str(tmp_path))
+    make_saver(lease=lost).close()
     assert sorted(os.listdir(tmp_path / "checkpoints")) == names
     make_saver().close()
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step_00000001", "step_00000003"]
@@ -353,7 +363,7 @@ def test_closing(make_saver: MakeSaver, tmp_path: Path) -> None:
 
 
 def test_a_claim_is_a_plain_value(tmp_path: Path) -> None:
-    assert claim(str(tmp_path)) == Claim(str(tmp_path), os.listdir(tmp_path / "claims")[0])
+    assert acquire_lease(str(tmp_path)) == Lease(str(tmp_path), os.listdir(tmp_path / "claims")[0])
 
 
 def test_what_a_start_passed_over_goes_first_and_stands_in_for_no_good_one(

@@ -15,7 +15,7 @@ import torch
 from checkpoint_ranks import full, writes
 
 from rayrec import checkpoint, storage
-from rayrec.checkpoint import Checkpoint, Retention, Saver, claim, folder_of, newest_good, persistence
+from rayrec.checkpoint import Checkpoint, Retention, Saver, acquire_lease, folder_of, newest_good, persistence
 from rayrec.checkpoint.persistence import delay
 from rayrec.checkpoint.ranks import Ranks
 from rayrec.config import InputError
@@ -37,7 +37,7 @@ def saver_in(events: Events, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     def make(folder: Path, *, max_outage_s: float = 20.0, extra_files: dict[str, bytes] | None = None) -> Saver:
         saver = Saver(
             str(folder),
-            claim=claim(str(folder)),
+            lease=acquire_lease(str(folder)),
             retention=Retention(),
             extra_files=extra_files or {},
             max_outage_s=max_outage_s,

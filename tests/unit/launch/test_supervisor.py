@@ -14,11 +14,10 @@ import pytest
 
 from rayrec.config import InputError
 from rayrec.launch import supervisor
-from rayrec.launch.job_output import summary_of
 from rayrec.launch.jobs import dashboard_url
 from rayrec.launch.policy import Policy
 from rayrec.launch.supervision import Notebook, SuperviseConfig, state_path
-from rayrec.launch.supervisor import CONFIG_KEY, RUN_KEY, Outcome
+from rayrec.launch.supervisor import CONFIG_KEY, RUN_KEY, Outcome, summary_of
 
 SUMMARY = {"name": "run", "steps": 20, "weights_sha256": "00ff", "metrics": {"auroc": 0.75}}
 
@@ -125,7 +124,7 @@ def failure(status: int, message: str = "") -> dict[str, Any]:
 def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHead]:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setattr(supervisor, "_POLL_S", 0.01)
-    monkeypatch.setattr("rayrec.launch.outage._FIRST_PROBE_S", 0.01)
+    monkeypatch.setattr("rayrec.launch.supervisor._FIRST_PROBE_S", 0.01)
     monkeypatch.setattr("rayrec.launch.policy.FIRST_PAUSE_S", 0.01)
     fake = FakeHead()
     yield fake

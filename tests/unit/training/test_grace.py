@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ray.train import PreemptionInfo
 
-from rayrec.training.grace import Grace, last_save_s
+from rayrec.training.signals import Grace, last_save_s
 from rayrec.training.stopping import StopWatch
 from rayrec.workloads.base import FailureConfig
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rayrec import recipes
-from rayrec.checkpoint import Checkpoint, Retention, Saver, claim, folder_of, weights_sha256
+from rayrec.checkpoint import Checkpoint, Retention, Saver, acquire_lease, folder_of, weights_sha256
 from rayrec.config import InputError
 from rayrec.row_tally import RowNumbers, RowTally
 from rayrec.training import device_peak, worker
@@ -42,7 +42,7 @@ class Evaluated:
         self.assignment = Assignment(config, prepared, str(folder), None, None, "", 0.0)  # type: ignore[arg-type]
         saver = Saver(
             str(folder),
-            claim=claim(str(folder)),
+            lease=acquire_lease(str(folder)),
             retention=Retention(num_to_keep=9),
             extra_files={},
             max_outage_s=5.0,

@@ -19,9 +19,9 @@ from rayrec.batch import RowOutput
 from rayrec.checkpoint import Checkpoint, full_tensors, untied, weights_sha256
 from rayrec.config import InputError
 from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, NamedOptimizer
-from rayrec.workloads.chance import seed_chance, step_seed
 from rayrec.workloads.replicated_worker import RowMetrics
 from rayrec.workloads.row_cost import multiply_adds_per_row
+from rayrec.workloads.seeding import seed_generators, step_seed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,7 +209,7 @@ def test_seeds_of_steps_differ() -> None:
 def test_chance_is_torchs_own_without_its_stack_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     number = step_seed(3, 7, 1)
     draws = []
-    for seed in (torch.manual_seed, lambda number: seed_chance(number, torch.device("cpu"))):
+    for seed in (torch.manual_seed, lambda number: seed_generators(number, torch.device("cpu"))):
         seed(number)
         draws.append([torch.rand(5), torch.randperm(20), torch.nn.functional.dropout(torch.ones(50))])
         monkeypatch.setattr("traceback.format_stack", lambda *_: pytest.fail("a stack trace in every step"))

@@ -1,4 +1,4 @@
-"""Where a run comes from: the commit of its code, the machine of its driver, and the command that started it."""
+"""Where a result comes from: installed versions, the commit of the code, the machine, and the command."""
 
 from __future__ import annotations
 
@@ -7,8 +7,23 @@ import platform
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 
 from rayrec.observe.event_lines import command_line
+
+DISTRIBUTIONS = ("rayrec", "torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "ray", "numpy", "pyarrow")
+
+
+def versions() -> dict[str, str]:
+    """Installed versions by distribution, and Python's; what is not installed is left out."""
+    found = {"python": platform.python_version()}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
 
 _GIT_S = 5.0
 
