@@ -44,7 +44,7 @@ IMPORTED_ONCE = [
     "rayrec.training.in_process_worker",
     "rayrec.training.trainer",
     "rayrec.workloads.recsys_worker",
-    "rayrec.workloads.replicated_worker",
+    "rayrec.workloads.data_parallel_worker",
     "torch._dynamo",
     "torch.distributed._shard.sharded_tensor",
     "torch.distributed.fsdp",

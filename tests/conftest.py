@@ -29,7 +29,7 @@ LONGEST = (
     "test_vision.py",
     "test_ingest.py",
     "test_export.py",
-    "test_replicated.py",
+    "test_data_parallel.py",
     "test_ready.py",
     "test_commands.py",
     "test_huggingface.py",

@@ -43,7 +43,7 @@ LOADED = (
     "rayrec.training.trainer",
     "rayrec.training.in_process_worker",
     "rayrec.workloads.recsys_worker",
-    "rayrec.workloads.replicated_worker",
+    "rayrec.workloads.data_parallel_worker",
     *(f"rayrec.commands.{module.name}" for module in pkgutil.iter_modules(rayrec.commands.__path__)),
     *(f"rayrec.recipes.{module.name}" for module in pkgutil.iter_modules(rayrec.recipes.__path__)),
 )

@@ -1,4 +1,4 @@
-"""A small replicated workload whose checkpoints score rows of a .npz file, and a checkpoint of it."""
+"""A small data-parallel workload whose checkpoints score rows of a .npz file, and a checkpoint of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rayrec import checkpoint as checkpoints
 from rayrec.config import InputError
 from rayrec.data.rows import ArrayRows, RowSource
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
-from rayrec.workloads.replicated import ReplicatedWorkload
+from rayrec.workloads.data_parallel import DataParallelWorkload
 
 CLASSES = 4
 
@@ -35,7 +35,7 @@ class Net(torch.nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scored(ReplicatedWorkload):
+class Scored(DataParallelWorkload):
     """Tells classes of four numbers; knows its rows by the arrays x and label of a file."""
 
     def prepare(self, context: RunContext) -> Any:

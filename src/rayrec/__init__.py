@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,20 +36,20 @@ if TYPE_CHECKING:
     from rayrec.prepare.validate import Gates
     from rayrec.schema import Schema
     from rayrec.workloads.base import DataConfig, ScalingConfig, TrainConfig
-    from rayrec.workloads.replicated import ReplicatedWorkload
+    from rayrec.workloads.data_parallel import DataParallelWorkload
 
 __version__ = "0.1.0"
 __all__ = [
     "ArrayRows",
     "ClickModelConfig",
     "DataConfig",
+    "DataParallelWorkload",
     "DenseOptimizerConfig",
     "Gates",
     "InputError",
     "LearningRateSchedule",
     "ModelInputs",
     "PreparationConfig",
-    "ReplicatedWorkload",
     "ScalingConfig",
     "Schema",
     "SuperviseConfig",
@@ -83,7 +84,7 @@ _HOMES = {
     "LearningRateSchedule": "rayrec.optim",
     "ModelInputs": "rayrec.models.base",
     "PreparationConfig": "rayrec.prepare.config",
-    "ReplicatedWorkload": "rayrec.workloads.replicated",
+    "DataParallelWorkload": "rayrec.workloads.data_parallel",
     "ScalingConfig": "rayrec.workloads.base",
     "Schema": "rayrec.schema",
     "SuperviseConfig": "rayrec.launch.supervision",
@@ -93,7 +94,16 @@ _HOMES = {
 }
 
 
+_RENAMED = {"ReplicatedWorkload": "DataParallelWorkload"}
+"""New names by old ones, which are accepted for one release."""
+
+
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        from rayrec.config import renamed
+
+        warnings.warn(renamed(f"rayrec.{name}", f"rayrec.{_RENAMED[name]}"), FutureWarning, stacklevel=2)
+        name = _RENAMED[name]
     if name not in __all__:
         raise AttributeError(f"module 'rayrec' has no attribute {name!r}")
     if name == "recipes":

@@ -125,7 +125,7 @@ def plan_sharding(
     memory as the tables and their state: on "cpu" half of what is usable is for it, on "cuda" tables fill no more than
     `host_memory_bytes`, the worker's share of the host's (None: not known, and not checked). `batch_size` is per worker.
     `model` should have its sparse optimizer applied, from which TorchRec computes the state's size; `state_bytes` is the same
-    for ours. Tables are data_parallel only where the settings allow it; `replicated_tables` names those, which the fused
+    for ours. Tables are data_parallel only where the settings allow it; `data_parallel_tables` names those, which the fused
     optimizer leaves out. Raises InputError when the tables do not fit, or when no allowed sharding type runs on these workers.
     """
     from torchrec.distributed.embedding_types import EmbeddingComputeKernel
@@ -286,7 +286,7 @@ def placements(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes)
     return sorted(found, key=lambda placement: _natural(placement.table))
 
 
-def replicated_tables(plan: ShardingPlan) -> list[str]:
+def data_parallel_tables(plan: ShardingPlan) -> list[str]:
     """The data_parallel tables' parameters, as the sharded model names them."""
     return [
         f"{module}.embedding_bags.{table}.weight"

@@ -267,7 +267,7 @@ def test_states_of_column_parts_stay_apart_and_join_as_their_mean(saved: Saved) 
 
 
 @pytest.mark.parametrize(("sparse", "eps"), RULES)
-def test_replicated_tables_learn_by_the_rule_of_fused_ones(saved: Saved, sparse: str, eps: float) -> None:
+def test_data_parallel_tables_learn_by_the_rule_of_fused_ones(saved: Saved, sparse: str, eps: float) -> None:
     fused, replicated, alone = (saved[stage["save"]] for stage in same_rule(sparse, eps))
     for tensors in (replicated, alone):
         assert tensors.keys() == fused.keys()

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 import yaml
 
+import rayrec
 from rayrec.config import Config, InputError
 from rayrec.optim import LearningRateSchedule
 from rayrec.recipes import criteo_demo
@@ -171,3 +172,8 @@ def test_items_of_a_tuple_of_configurations_are_checked() -> None:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Several(Config):
     items: tuple[Moved, ...] = ()
+
+
+def test_an_old_public_name_is_accepted_with_a_notice() -> None:
+    with pytest.warns(FutureWarning, match=r"rayrec\.ReplicatedWorkload is now rayrec\.DataParallelWorkload"):
+        assert rayrec.ReplicatedWorkload is rayrec.DataParallelWorkload

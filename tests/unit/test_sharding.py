@@ -13,11 +13,11 @@ from rayrec.models.embeddings import build_embeddings
 from rayrec.optim import SparseOptimizerConfig
 from rayrec.sharding import (
     ShardingConfig,
+    data_parallel_tables,
     describe,
     embedding_sharders,
     placements,
     plan_sharding,
-    replicated_tables,
 )
 
 SIZES = [1460, 583, 1_000_000, 900_000, 305, 24, 12_517, 633, 3, 93_145, 5683, 800_000, 3194, 27, 14_992, 700_000]
@@ -106,7 +106,7 @@ def test_data_parallel_tables_lie_on_every_worker() -> None:
     rows = placements(made, Model(SIZES), state_bytes=STATE)
     assert {row.sharding_type for row in rows} == {"data_parallel"}
     assert all(row.bytes_of_rank == {0: row.num_embeddings * 17 * 4, 1: row.num_embeddings * 17 * 4} for row in rows)
-    assert sorted(replicated_tables(made)) == sorted(
+    assert sorted(data_parallel_tables(made)) == sorted(
         f"embeddings.embedding_bags.cat_{index}.weight" for index in range(len(SIZES))
     )
     assert "data_parallel  0-1" in describe(made, Model(SIZES), state_bytes=STATE).splitlines()[1]
@@ -116,7 +116,7 @@ def test_data_parallel_beside_others_keeps_those_fused() -> None:
     made = plan(config=ShardingConfig(sharding_types=("table_wise", "data_parallel")))
     kernels = {(sharding.sharding_type, sharding.compute_kernel) for sharding in made.plan["embeddings"].values()}
     assert kernels <= {("table_wise", "fused"), ("data_parallel", "dense")}
-    assert replicated_tables(plan()) == []
+    assert data_parallel_tables(plan()) == []
 
 
 def test_data_parallel_needs_every_table_on_each_worker() -> None:

@@ -25,9 +25,9 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerContr
 from rayrec.batch import Batch
 from rayrec.training.loop import Account, Batches, Cut, FirstStep, Interruption, Progress, Save, steer
 from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerSetup
+from rayrec.workloads.data_parallel import DataParallelWorkload
+from rayrec.workloads.data_parallel_worker import RowPipeline
 from rayrec.workloads.phases import OTHER, StepClock
-from rayrec.workloads.replicated import ReplicatedWorkload
-from rayrec.workloads.replicated_worker import RowPipeline
 
 LOSS_WEIGHT = "loss_weight"
 """Beside the tensors of a part, what `Batch` calls so."""
@@ -52,7 +52,7 @@ def run(
     except StopIteration as end:  # nothing is left to train
         return end.value
     workload = config.workload
-    assert isinstance(workload, ReplicatedWorkload)
+    assert isinstance(workload, DataParallelWorkload)
     losses: list[torch.Tensor] = []
     batches = Batches(loader, setup.clock)
     steps = _Steps(setup, progress, account, course, batches, losses, stop)
@@ -93,7 +93,7 @@ def _pipeline(setup: WorkerSetup) -> RowPipeline:
     return setup.pipeline
 
 
-def _arguments(workload: ReplicatedWorkload, device: torch.device, *, steps: int) -> TrainingArguments:
+def _arguments(workload: DataParallelWorkload, device: torch.device, *, steps: int) -> TrainingArguments:
     """All of Trainer's own off, and nothing decided twice."""
     return TrainingArguments(
         output_dir=tempfile.gettempdir(),  # wants a folder, and has nothing to write

@@ -24,7 +24,7 @@ from rayrec.data.tokens import (
 from rayrec.extras import require_language
 from rayrec.models.gpt2 import GPT2Config
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
-from rayrec.workloads.replicated import ReplicatedWorkload
+from rayrec.workloads.data_parallel import DataParallelWorkload
 
 if TYPE_CHECKING:
     import torch
@@ -59,12 +59,12 @@ class Prepared:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguageWorkload(ReplicatedWorkload):
+class LanguageWorkload(DataParallelWorkload):
     """Trains a model to tell the next token of a text."""
 
     LOOPS: ClassVar[tuple[str, ...]] = ("rayrec", "huggingface")
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
-        *ReplicatedWorkload.FREE_ON_RESUME, "weights", "max_new_tokens", "temperature",
+        *DataParallelWorkload.FREE_ON_RESUME, "weights", "max_new_tokens", "temperature",
     )  # fmt: skip
 
     model: GPT2Config = field(default_factory=GPT2Config)

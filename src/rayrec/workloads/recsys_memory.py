@@ -78,7 +78,7 @@ def worker_memories(
 ) -> list[WorkerMemory]:
     """The memory of every worker, by rank, that holds its part of the tables `rows` and a network of this cost, and takes so many
     rows a step."""
-    replicated_bytes = sum(
+    data_parallel_bytes = sum(
         row.bytes_of_rank[0] for row in rows if row.sharding_type == "data_parallel"
     )  # every rank holds them all; one rank saves each
     dense_weights = cost.weights
@@ -96,7 +96,7 @@ def worker_memories(
                 batches=_batch_bytes(
                     cost, num_sparse * workload.model.embedding_dim, max(batch_size, config.eval_batch_size // 2)
                 ),
-                checkpoint=own + (replicated_bytes + dense_saved) // world_size,
+                checkpoint=own + (data_parallel_bytes + dense_saved) // world_size,
             )
         )
     return found

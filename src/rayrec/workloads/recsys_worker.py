@@ -28,10 +28,17 @@ from rayrec.data.loader import ClickLoader
 from rayrec.data.position import EpochOrder, Position
 from rayrec.models.base import ModelInputs
 from rayrec.models.click_model import own_name
+from rayrec.models.data_parallel_tables import data_parallel_optimizer
 from rayrec.models.embeddings import initialize_shards
-from rayrec.models.replicated import replicated_optimizer
 from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig, learning_rates, set_learning_rates
-from rayrec.sharding import describe, embedding_sharders, placements, plan_sharding, replicated_tables, workers_per_node
+from rayrec.sharding import (
+    data_parallel_tables,
+    describe,
+    embedding_sharders,
+    placements,
+    plan_sharding,
+    workers_per_node,
+)
 from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_size, learning_rate_factor
 from rayrec.workloads.distillation import load_targets
 from rayrec.workloads.phases import NoClock, StepClock, step_clock
@@ -201,8 +208,8 @@ def make_optimizer(
 ) -> CombinedOptimizer:
     """Of all parameters: fused tables, tables that the plan replicates (by the same rule), and the network."""
     remaining = dict(in_backward_optimizer_filter(sharded.named_parameters()))
-    replicated = {name: remaining.pop(name) for name in replicated_tables(plan)}
-    optimizers = [replicated_optimizer(sparse, replicated)] if replicated else []
+    whole = {name: remaining.pop(name) for name in data_parallel_tables(plan)}
+    optimizers = [data_parallel_optimizer(sparse, whole)] if whole else []
     network = {own_name(name): parameter for name, parameter in remaining.items()}
     return CombinedOptimizer([sharded.fused_optimizer, *optimizers, dense.build_keyed(network)])
 

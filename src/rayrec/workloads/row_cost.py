@@ -15,7 +15,7 @@ from rayrec.batch import Batch
 from rayrec.compat.torch_compat import TorchDispatchMode, operator_of, uncounted_operators
 from rayrec.data.rows import RowSource
 from rayrec.workloads.base import WorkerContext
-from rayrec.workloads.replicated import ReplicatedWorkload
+from rayrec.workloads.data_parallel import DataParallelWorkload
 
 _logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class CountProducts(TorchDispatchMode):
 
 @torch.no_grad()
 def multiply_adds_per_row(
-    workload: ReplicatedWorkload, model: torch.nn.Module, sets: Mapping[str, RowSource], context: WorkerContext
+    workload: DataParallelWorkload, model: torch.nn.Module, sets: Mapping[str, RowSource], context: WorkerContext
 ) -> float | None:
     """Multiply-adds of one row's forward pass in matrix products, convolutions and attention, as torch counts them; None where
     no evaluation set has a row to measure with, and with a warning where torch cannot count."""

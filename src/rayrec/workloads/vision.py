@@ -16,7 +16,7 @@ from rayrec.data.engine import Shared
 from rayrec.data.rows import ArrayRows, RowSource
 from rayrec.models.resnet import ResNetConfig
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
-from rayrec.workloads.replicated import ReplicatedWorkload
+from rayrec.workloads.data_parallel import DataParallelWorkload
 
 if TYPE_CHECKING:
     import torch
@@ -75,10 +75,10 @@ class Prepared:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionWorkload(ReplicatedWorkload):
+class VisionWorkload(DataParallelWorkload):
     """Trains a ResNet to tell classes of gray images."""
 
-    FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (*ReplicatedWorkload.FREE_ON_RESUME, "weights")
+    FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (*DataParallelWorkload.FREE_ON_RESUME, "weights")
 
     model: ResNetConfig = field(default_factory=ResNetConfig)
     """The network."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import data_parallel_ranks
 import pytest
 import ray
-import replicated_ranks
 import torch
 from torch import distributed
 
@@ -33,7 +33,7 @@ WAIT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Small(replicated_ranks.Small):
+class Small(data_parallel_ranks.Small):
     """Calls `AT_STEP` in the forward pass of every training step, by its number from 1 on in this process."""
 
     def check(self, config: TrainConfig) -> None:
@@ -94,7 +94,7 @@ def workers() -> list[threading.Thread]:
 
 
 def config(folder: Path, **changes: Any) -> TrainConfig:
-    plain = replicated_ranks.config(1, steps=STEPS)
+    plain = data_parallel_ranks.config(1, steps=STEPS)
     workload = Small(optimizer=plain.workload.optimizer, schedule=plain.workload.schedule)  # type: ignore[attr-defined]
     return plain.replace(
         name="run",

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from replicated_ranks import Small, config
+from data_parallel_ranks import Small, config
 
 from rayrec import recipes, storage
 from rayrec.data import loader as loader_module

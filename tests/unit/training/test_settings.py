@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import data_parallel_ranks
 import pytest
-import replicated_ranks
 import yaml
 
 from rayrec import recipes
@@ -15,7 +15,7 @@ from rayrec.workloads.base import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Own(replicated_ranks.Small):
+class Own(data_parallel_ranks.Small):
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = ("workers_note",)
     workers_note: str = "a"
 
@@ -102,7 +102,7 @@ def test_fields_of_another_version() -> None:
 
 
 def test_a_workload_says_which_of_its_fields_are_free() -> None:
-    first = replicated_ranks.config(1).replace(workload=Own())
+    first = data_parallel_ranks.config(1).replace(workload=Own())
     found = compare_settings(stored(first), first.replace(workload={"workers_note": "b"}))
     assert (found.refused, found.accepted) == ((), (Change("workload.workers_note", "a", "b"),))
     found = compare_settings(stored(first), first.replace(workload={"optimizer": {"kind": "sgd"}}))

@@ -10,7 +10,7 @@ import torch
 
 from rayrec.checkpoint import Checkpoint, folder_of, save
 from rayrec.config import InputError
-from rayrec.models.replicated import replicated_optimizer
+from rayrec.models.data_parallel_tables import data_parallel_optimizer
 from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig
 from rayrec.training.state import Targets, all_tensors, make_state, model_tensors, optimizer_tensors, restore_all
 
@@ -20,7 +20,7 @@ NAME = "optimizer.weight.momentum1"
 def table(kind: Any = "rowwise_adagrad") -> tuple[torch.nn.Module, Any]:
     """3 rows by 8 columns."""
     model = torch.nn.Linear(8, 3, bias=False)
-    return model, replicated_optimizer(SparseOptimizerConfig(kind=kind), dict(model.named_parameters()))
+    return model, data_parallel_optimizer(SparseOptimizerConfig(kind=kind), dict(model.named_parameters()))
 
 
 def test_names_are_of_parameter_and_state() -> None:

@@ -24,6 +24,7 @@ from rayrec.data.tokens import TokenFolder, load_tokenizer, open_tokens
 from rayrec.models.gpt2 import GPT2Config
 from rayrec.recipes.gpt2 import gpt2, gpt2_tiny
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
+from rayrec.workloads.data_parallel_scoring import load_model
 from rayrec.workloads.language import LanguageWorkload, Prepared
 from rayrec.workloads.language_model import (
     LENGTHS,
@@ -35,7 +36,6 @@ from rayrec.workloads.language_model import (
     read_prompts,
     row_losses,
 )
-from rayrec.workloads.replicated_scoring import load_model
 from rayrec.workloads.row_cost import multiply_adds_per_row
 
 BLOCK = 16

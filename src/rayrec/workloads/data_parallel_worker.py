@@ -1,4 +1,4 @@
-"""A replicated workload on one worker: the model under DDP or FSDP, its optimizer, its steps and its batches."""
+"""A data-parallel workload on one worker: the model under DDP or FSDP, its optimizer, its steps and its batches."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from rayrec.data.row_order import RowOrder
 from rayrec.data.rows import RowSource
 from rayrec.optim import NamedOptimizer, learning_rates, set_learning_rates
 from rayrec.workloads.base import DataConfig, WorkerContext, WorkerSetup, effective_batch_size, learning_rate_factor
+from rayrec.workloads.data_parallel import DataParallelWorkload
 from rayrec.workloads.phases import NoClock, StepClock, notice_exchange, step_clock
-from rayrec.workloads.replicated import ReplicatedWorkload
 from rayrec.workloads.row_cost import multiply_adds_per_row
 from rayrec.workloads.seeding import seed_generators, step_seed
 
 
 def train_loader(
-    workload: ReplicatedWorkload, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int
+    workload: DataParallelWorkload, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int
 ) -> RowLoader:
     """The training batches from a stored position on."""
     config = context.config
@@ -49,12 +49,12 @@ def _order(source: RowSource, data: DataConfig, seed: int) -> RowOrder:
     return RowOrder(tuple(source.chunk_rows), data.shuffle, seed, data.segments_per_block)
 
 
-def _batch_size(workload: ReplicatedWorkload, context: WorkerContext, prepared: Any) -> int:
+def _batch_size(workload: DataParallelWorkload, context: WorkerContext, prepared: Any) -> int:
     rows = workload.set_rows(prepared)["train"]
     return effective_batch_size(context.config, rows=rows, world_size=context.world_size)
 
 
-def set_up(workload: ReplicatedWorkload, context: WorkerContext, prepared: Any) -> WorkerSetup:
+def set_up(workload: DataParallelWorkload, context: WorkerContext, prepared: Any) -> WorkerSetup:
     """Everything the loop needs."""
     config = context.config
     torch.manual_seed(config.seed)  # of the initial weights: the same on every worker
@@ -140,7 +140,7 @@ class RowPipeline:
 
     def __init__(
         self,
-        workload: ReplicatedWorkload,
+        workload: DataParallelWorkload,
         model: torch.nn.Module,
         wrapped: torch.nn.Module,
         optimizer: NamedOptimizer,

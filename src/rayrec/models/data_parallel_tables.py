@@ -13,19 +13,19 @@ from rayrec.optim import SparseOptimizerConfig
 _STATE = "momentum1"  # TorchRec's name for the first state of any fused optimizer
 
 
-def replicated_optimizer(
+def data_parallel_optimizer(
     config: SparseOptimizerConfig, named_parameters: Mapping[str, torch.nn.Parameter]
 ) -> KeyedOptimizer:
     """The optimizer of data-parallel tables, under parameter names, its state named and shaped as that of fused tables."""
     return KeyedOptimizerWrapper(
         dict(named_parameters),
-        lambda parameters: ReplicatedTableOptimizer(
+        lambda parameters: DataParallelTableOptimizer(
             parameters, kind=config.kind, learning_rate=config.learning_rate, eps=config.eps
         ),
     )
 
 
-class ReplicatedTableOptimizer(torch.optim.Optimizer):
+class DataParallelTableOptimizer(torch.optim.Optimizer):
     """SGD, Adagrad and row-wise Adagrad with the arithmetic of fbgemm's kernels, over dense gradients.
 
     torch's Adagrad and TorchRec's RowWiseAdagrad have other state (a step, another shape), and divide 0 by 0 in rows that

@@ -1,4 +1,4 @@
-"""Scores any rows with a trained replicated model: its blocks, what each scoring process does, and exact means."""
+"""Scores any rows with a trained data-parallel model: its blocks, what each scoring process does, and exact means."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rayrec.workloads.scoring import Device, Scoring, ScoringContext
 
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
-    from rayrec.workloads.replicated import ReplicatedWorkload
+    from rayrec.workloads.data_parallel import DataParallelWorkload
 
 _PREFIX = "model."
 _BLOCK_BATCHES = 8
@@ -27,7 +27,7 @@ _LEAST_BLOCKS = 16
 """Blocks that rows are cut into at least, if they fill as many batches, so that all processes have something to do."""
 
 
-def open_scoring(workload: ReplicatedWorkload, context: ScoringContext) -> Scoring:
+def open_scoring(workload: DataParallelWorkload, context: ScoringContext) -> Scoring:
     """See `Workload.open_scoring`: the columns of `predict`, or those of `measure` where labels are to be compared with."""
     process = _Process(
         workload=workload,
@@ -56,7 +56,7 @@ def open_scoring(workload: ReplicatedWorkload, context: ScoringContext) -> Scori
 class _Process:
     """What every scoring process is told."""
 
-    workload: ReplicatedWorkload
+    workload: DataParallelWorkload
     config: TrainConfig
     checkpoint: str
     path: str
@@ -134,7 +134,7 @@ class MeasureTotals:
 
 
 def load_model(
-    workload: ReplicatedWorkload, config: TrainConfig, *, checkpoint: str, device: str = "cpu"
+    workload: DataParallelWorkload, config: TrainConfig, *, checkpoint: str, device: str = "cpu"
 ) -> torch.nn.Module:
     """The trained model of a checkpoint's folder, in eval mode and without gradients. Every checksum is verified.
 

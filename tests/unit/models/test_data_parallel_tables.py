@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rayrec.models.replicated import ReplicatedTableOptimizer, replicated_optimizer
+from rayrec.models.data_parallel_tables import DataParallelTableOptimizer, data_parallel_optimizer
 from rayrec.optim import SparseOptimizerConfig
 
 
@@ -16,7 +16,7 @@ from rayrec.optim import SparseOptimizerConfig
 def test_the_rule(kind: Any, eps: float) -> None:
     table = torch.nn.Parameter(torch.ones(5, 4))
     config = SparseOptimizerConfig(kind=kind, learning_rate=0.1, eps=eps)
-    optimizer = replicated_optimizer(config, {"table": table})
+    optimizer = data_parallel_optimizer(config, {"table": table})
     gradient = torch.zeros(5, 4)
     gradient[1], gradient[3] = torch.tensor([2.0, 4.0, -6.0, 8.0]), torch.full((4,), 0.5)
     expected, squares = torch.ones(5, 4), torch.zeros(5, 4)
@@ -40,7 +40,7 @@ def test_the_rule(kind: Any, eps: float) -> None:
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad"])
 def test_the_update_for_gpus_is_the_same(kind: Any, eps: float) -> None:
     tables = [torch.nn.Parameter(torch.linspace(-1, 1, 24).reshape(6, 4)) for _ in range(2)]
-    optimizers = [ReplicatedTableOptimizer([table], kind=kind, learning_rate=0.1, eps=eps) for table in tables]
+    optimizers = [DataParallelTableOptimizer([table], kind=kind, learning_rate=0.1, eps=eps) for table in tables]
     for step in range(3):
         gradient = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
         gradient[[0, 2, 5 - step]] = 0
@@ -59,7 +59,7 @@ def test_the_update_for_gpus_is_the_same(kind: Any, eps: float) -> None:
 
 def test_the_learning_rate_is_that_of_the_group() -> None:
     table = torch.nn.Parameter(torch.ones(2, 2))
-    optimizer = replicated_optimizer(SparseOptimizerConfig(kind="sgd", learning_rate=1.0), {"table": table})
+    optimizer = data_parallel_optimizer(SparseOptimizerConfig(kind="sgd", learning_rate=1.0), {"table": table})
     (group,) = optimizer.param_groups
     assert group["lr"] == 1.0
     group["lr"] = 0.25  # type: ignore[index]

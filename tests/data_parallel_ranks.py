@@ -1,4 +1,4 @@
-"""A small replicated workload, and what ranks of a process group do with it in tests, each a process of its own."""
+"""A small data-parallel workload, and what ranks of a process group do with it in tests, each a process of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rayrec.training import loop
 from rayrec.training.loop import Progress
 from rayrec.training.state import all_tensors, restore_all
 from rayrec.workloads.base import DataConfig, RunContext, ScalingConfig, TrainConfig, WorkerContext
-from rayrec.workloads.replicated import ReplicatedWorkload
+from rayrec.workloads.data_parallel import DataParallelWorkload
 
 ROWS = {"train": 101, "validation": 37}
 
@@ -50,7 +50,7 @@ class Net(torch.nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Small(ReplicatedWorkload):
+class Small(DataParallelWorkload):
     """Tells which of six numbers is the largest."""
 
     batch_norm: bool = False
@@ -86,7 +86,7 @@ VOCABULARY, LENGTH = 13, 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class NextToken(ReplicatedWorkload):
+class NextToken(DataParallelWorkload):
     """A GPT-2 of next to no size on rows of counting."""
 
     LOOPS: ClassVar[tuple[str, ...]] = ("rayrec", "huggingface")

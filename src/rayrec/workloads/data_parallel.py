@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplicatedWorkload(Workload, abc.ABC):
+class DataParallelWorkload(Workload, abc.ABC):
     """Trains a model that every worker has the whole of (DDP), or an equal share of (FSDP2), on rows in any order.
 
     A subclass says where the rows are, what the model is and how a row is measured; the rest (order, exact position,
     gradients over workers, checkpoints, evaluation) is here.
     """
 
-    WORKER_MODULES: ClassVar[tuple[str, ...]] = ("rayrec.workloads.replicated_worker",)
+    WORKER_MODULES: ClassVar[tuple[str, ...]] = ("rayrec.workloads.data_parallel_worker",)
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = ("parallel", "accumulate")
 
     parallel: Literal["ddp", "fsdp"] = "ddp"
@@ -117,17 +117,17 @@ class ReplicatedWorkload(Workload, abc.ABC):
     def make_loader(
         self, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int
     ) -> RowLoader:
-        from rayrec.workloads.replicated_worker import train_loader
+        from rayrec.workloads.data_parallel_worker import train_loader
 
         return train_loader(self, context, prepared, state=state, step=step)
 
     def set_up(self, context: WorkerContext, prepared: Any) -> WorkerSetup:
-        from rayrec.workloads.replicated_worker import set_up
+        from rayrec.workloads.data_parallel_worker import set_up
 
         return set_up(self, context, prepared)
 
     def open_scoring(self, context: ScoringContext) -> Scoring:
-        from rayrec.workloads.replicated_scoring import open_scoring
+        from rayrec.workloads.data_parallel_scoring import open_scoring
 
         return open_scoring(self, context)
 
