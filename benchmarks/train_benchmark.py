@@ -1,4 +1,4 @@
-"""Training speed of criteo_kaggle's network: from raw TSV through Ray, from ready-made batches without Ray, TorchRec's own
+"""Training speed of criteo_kaggle's network: from raw TSV through Ray, from preprocessed batches without Ray, TorchRec's own
 DLRM, and the machine's matrix-product peak. Every candidate runs in a process of its own, all in turn."""
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def from_ready(*, path: str, precision: str, batch_size: int, steps: int) -> flo
 
 
 def torchrec_dlrm(*, path: str, precision: str, batch_size: int, steps: int) -> float:
-    """Rows/s of TorchRec's own DLRM, planned, sharded and pipelined by TorchRec, on ready-made batches, without Ray."""
+    """Rows/s of TorchRec's own DLRM, planned, sharded and pipelined by TorchRec, on preprocessed batches, without Ray."""
     import torch
     from peers.torchrec_dlrm import build
     from torchrec.datasets.utils import Batch
@@ -206,8 +206,8 @@ def main(*, quick: bool) -> None:
             limit = peak / FLOP_PER_ROW
             for peer, rate in (
                 ("our memory-mapped binary, made ready by rayrec preprocess", rates["binary"]),
-                ("ready-made batches in memory, the same code without Ray", rates["ready"]),
-                ("TorchRec's own DLRM on ready-made batches", rates["torchrec"]),
+                ("preprocessed batches in memory, the same code without Ray", rates["ready"]),
+                ("TorchRec's own DLRM on preprocessed batches", rates["torchrec"]),
                 (
                     f"matrix-product peak {peak / 1e9:.0f} GFLOP/s (torch's default engine {default_peak / 1e9:.0f})",
                     limit,

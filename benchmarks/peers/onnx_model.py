@@ -1,4 +1,4 @@
-"""Peer of serving: the exported click model under ONNX Runtime, on ready-made arrays."""
+"""Peer of serving: the exported click model under ONNX Runtime, on preprocessed arrays."""
 
 from __future__ import annotations
 

@@ -199,12 +199,12 @@ def require_files(config: TrainConfig, *, note: Callable[[str], None]) -> None:
     """Raises InputError where a recipe of published files is given a folder that lacks some: which, how large they are
     and where they are published. Files of an unlikely size are noted."""
     from rayrec import recipes
-    from rayrec.data.ready import is_ready
+    from rayrec.data.materialized import is_preprocessed
     from rayrec.datasets import fetch as fetching
     from rayrec.datasets import remote
 
     name, path = recipes.PUBLISHED.get(config.recipe), config.train_data.path
-    if name is None or path is None or not os.path.isdir(path) or is_ready(path):
+    if name is None or path is None or not os.path.isdir(path) or is_preprocessed(path):
         return
     named = config.train_data.files
     wanted = [file for file in fetching.files_of(name) if re.sub(r"(\.txt)?(\.gz)?$", "", file.name) in named]

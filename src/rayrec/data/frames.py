@@ -14,8 +14,8 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow_columns import parse_table
 from rayrec.data.csv_text import check_columns
+from rayrec.data.materialized.formats import named_columns
 from rayrec.data.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
-from rayrec.data.ready_formats import named_columns
 from rayrec.schema import Schema
 
 if TYPE_CHECKING:

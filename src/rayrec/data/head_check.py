@@ -7,7 +7,7 @@ from typing import Final
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data import ready
+from rayrec.data import materialized
 from rayrec.data.arrow_columns import check_types
 from rayrec.data.csv_text import check_columns, csv_columns
 from rayrec.data.log import Chunk, index_chunk, is_gzip
@@ -25,7 +25,7 @@ def check_head(path: str, schema: Schema, *, files: Sequence[str] = ()) -> None:
     if storage.is_url(path):
         storage.resolve(path)
         return
-    if ready.is_ready(path):
+    if materialized.is_preprocessed(path):
         return
     found = storage.list_files(path, names=files)
     first = next((file for file in found if file.size_bytes), None)

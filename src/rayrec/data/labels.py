@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Sequence
 
 from rayrec import storage
-from rayrec.data import ready
+from rayrec.data import materialized
 from rayrec.data.log import GZIP_MAGIC, head_of
 from rayrec.data.parsing import MAX_LINE_BYTES
 from rayrec.data.tables import column_names, is_table
@@ -20,8 +20,8 @@ def has_labels(path: str, schema: Schema, *, files: Sequence[str] = ()) -> bool:
     and its lines as faulty.
     """
     assert schema.label is not None
-    if ready.is_ready(path):
-        return ready.open_ready(path).labelled
+    if materialized.is_preprocessed(path):
+        return materialized.open_preprocessed(path).labelled
     found = storage.list_files(path, names=files)
     if is_table(found, schema):
         names = (column_names(file, schema) for file in found)

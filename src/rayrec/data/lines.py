@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from rayrec import storage
-from rayrec.data import ready
+from rayrec.data import materialized
 from rayrec.data.engine import Engine
 from rayrec.data.log import LogIndex, Segment
 from rayrec.data.parsing import PADDING_BYTES, Faults, RawRows, max_rows_in, parse_into
@@ -20,7 +20,7 @@ from rayrec.schema import Schema
 def first_lines(index: LogIndex, *, segments_per_task: int, engine: Engine) -> dict[Segment, int]:
     """The position of each segment's first line (or row of a table) in the whole log, faulty ones counted too; that of
     preprocessed rows is unchanged. Reads a text log once more, if it has faulty lines."""
-    if not index.faults.total or index.format in ready.FORMATS:
+    if not index.faults.total or index.format in materialized.FORMATS:
         return {segment: segment.first_row for segment in index.segments}
     if index.format == "table":
         sizes = [segment.stop - segment.start for segment in index.segments]

@@ -19,8 +19,8 @@ from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.engine import Shared, StreamEngine
 from rayrec.data.ingest import stream
 from rayrec.data.log import row_numbers
+from rayrec.data.materialized import stream_preprocessed
 from rayrec.data.position import Block, EpochOrder, Part, Piece, Position, after, steps_in
-from rayrec.data.ready import stream_ready
 from rayrec.data.stages import StageAccount
 from rayrec.row_tally import RowNumbers, RowTally, merged
 from rayrec.schema import Schema
@@ -192,7 +192,7 @@ class ClickLoader:
             kept.append((block, piece))
             total += piece.rows
         if self._mapped is not None:
-            rows = stream_ready(
+            rows = stream_preprocessed(
                 kept,
                 self._mapped,
                 in_memory=self._in_memory,

@@ -30,7 +30,7 @@ _MOST_INDICES = 64
 """Indices that one folder keeps."""
 
 Format = Literal["text", "table", "binary", "npy", "npz", "parquet"]
-"""text: lines of a raw log; table: a raw log in Parquet or CSV; the others are ready-made model inputs (data/ready.py)."""
+"""text: lines of a raw log; table: a raw log in Parquet or CSV; the others are preprocessed data (data/materialized)."""
 VERSION = 2
 """Version of stored indices; another one makes a log be indexed again."""
 

@@ -1,4 +1,4 @@
-"""From a path to the index of the log that lies there, raw or ready-made."""
+"""From a path to the index of the log that lies there, raw or preprocessed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data import ready
+from rayrec.data import materialized
 from rayrec.data.arrow_arrays import arrow_texts
 from rayrec.data.engine import Engine
 from rayrec.data.log import (
@@ -172,10 +172,10 @@ def open_log(
     progress: Callable[[str, int, int | None], None],
     index_text: TextIndexer = index_log,
 ) -> LogIndex:
-    """The index of whatever `path` names, raw or ready-made, or of the named `files` of a folder; unpacked gzip files and
+    """The index of whatever `path` names, raw or preprocessed, or of the named `files` of a folder; unpacked gzip files and
     indices are kept in `cache_folder`. `index_text` indexes text whose index is not kept there."""
-    if ready.is_ready(path):
-        return ready.open_verified(
+    if materialized.is_preprocessed(path):
+        return materialized.open_verified(
             path,
             engine=engine,
             cache_folder=cache_folder,

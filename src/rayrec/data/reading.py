@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from rayrec.data import ready
+from rayrec.data import materialized
 from rayrec.data.columns import RawColumns
 from rayrec.data.encoded import EncodedRows
 from rayrec.data.groups import group_keys
@@ -38,8 +38,8 @@ class OpenedBlock:
 def open_block(block: Block, preprocessor: Preprocessor, *, labelled: bool = True) -> OpenedBlock:
     """A raw log is read and parsed here, preprocessed rows when they are asked for."""
     segments, order = [part.segment for part in block.parts], block.order()
-    if segments[0].format in ready.FORMATS:
-        read = stage("read")(lambda start, stop: ready.read(segments, order[start:stop], preprocessor))
+    if segments[0].format in materialized.FORMATS:
+        read = stage("read")(lambda start, stop: materialized.read(segments, order[start:stop], preprocessor))
         return OpenedBlock(read, None)
     raw = read_raw(segments, preprocessor.schema if labelled else preprocessor.schema.unlabelled())
     numbers = row_numbers(segments)  # reading has checked that every segment has the rows that it was indexed with

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from rayrec import machine, storage
 from rayrec.config import Config, InputError
-from rayrec.data import ready
+from rayrec.data import materialized
 from rayrec.data.engine import Engine
 from rayrec.data.log import LogIndex
 from rayrec.data.opening import TextIndexer, index_log, open_log
@@ -147,7 +147,7 @@ def raw_index(
 ) -> LogIndex:
     """The index of a raw log; `index_text` makes that of text if it is not in the cache. Raises InputError for a log that cannot
     be used."""
-    if ready.is_ready(path):
+    if materialized.is_preprocessed(path):
         raise InputError(f"{path}: is preprocessed data; give the raw log it was made from")
     index = open_log(
         path,

@@ -23,9 +23,9 @@ from rayrec import storage
 from rayrec.config import Config, InputError
 from rayrec.data import mds_index, text_parts, tokens
 from rayrec.data.engine import Engine
+from rayrec.data.materialized.tasks import JOB, disk_errors
+from rayrec.data.materialized.writer import goes_on
 from rayrec.data.opening import plain_files
-from rayrec.data.preprocess import goes_on
-from rayrec.data.ready_tasks import JOB, disk_errors
 from rayrec.data.text_parts import PART_BYTES, Source
 from rayrec.data.tokenizer import (
     LEAST_BPE,

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.ready_tasks import JOB, disk_errors
+from rayrec.data.materialized.tasks import JOB, disk_errors
 from rayrec.data.text_parts import TextPart, read_part
 from rayrec.data.tokenizer import TextTokenizer, load_tokenizer
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data import ready, report
+from rayrec.data import materialized, report
 from rayrec.data.arrow_arrays import arrow_numbers, arrow_texts, numpy_of
 from rayrec.data.counting import Counts, count_log
 from rayrec.data.engine import Engine
@@ -274,7 +274,7 @@ def validate(
     another schema.
     """
     gates = gates or Gates()
-    if ready.is_ready(path):
+    if materialized.is_preprocessed(path):
         raise InputError(f"{path}: is preprocessed data; give the raw log it was made from")
     given = Preprocessor.load(preprocessor) if preprocessor else None
     if given is not None and given.schema != config.schema:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data import ready
+from rayrec.data import materialized
 from rayrec.data.engine import Shared
 from rayrec.data.log import LogIndex, select
 from rayrec.data.position import EpochOrder, Part
@@ -101,7 +101,7 @@ class ClickWorkload(Workload):
             raise InputError(
                 "train_data.path: no training log given; pass --train-data.path PATH (rayrec generate makes one)"
             )
-        if self.preprocessor is None and not ready.is_ready(config.train_data.path):
+        if self.preprocessor is None and not materialized.is_preprocessed(config.train_data.path):
             _check_sparse(self.preset.inputs(self.schema))
         self.teacher.check()
         if self.schema.labels and not self.model.SEVERAL_LABELS:
@@ -214,7 +214,7 @@ class ClickWorkload(Workload):
 
     def split_rows(self, path: str, index: LogIndex) -> dict[str, tuple[int, int]]:
         """Row ranges [start, stop) of the sets of a training log; preprocessed data knows them already."""
-        sets = ready.open_ready(path).sets if ready.is_ready(path) else None
+        sets = materialized.open_preprocessed(path).sets if materialized.is_preprocessed(path) else None
         return sets or self.preset.split.rows(index)
 
     def _counted_rows(self, index: LogIndex, config: TrainConfig) -> tuple[int, int]:
@@ -246,8 +246,8 @@ class ClickWorkload(Workload):
     def _given_preprocessors(self, path: str, teacher: Teacher | None) -> dict[str, Preprocessor]:
         """By what brings them: preprocessed data, a teacher, the configuration."""
         places = {}
-        if ready.is_ready(path):
-            places[path] = ready.open_ready(path).preprocessor
+        if materialized.is_preprocessed(path):
+            places[path] = materialized.open_preprocessed(path).preprocessor
         if teacher is not None:
             places[teacher.checkpoint] = storage.join(teacher.checkpoint, PREPROCESSOR_FOLDER)
         if self.preprocessor is not None:
@@ -357,7 +357,7 @@ def _check_sparse(inputs: Schema) -> None:
 def check_grouped(schema: Schema, path: str | None) -> None:
     """Raises InputError if a schema names a group and the rows to evaluate on are preprocessed: these hold ids, and all rare
     categories share one."""
-    if schema.group is not None and path is not None and ready.is_ready(path):
+    if schema.group is not None and path is not None and materialized.is_preprocessed(path):
         raise InputError(
             f"schema.group: {path} is preprocessed and holds no values of {schema.group}; evaluate on a raw log "
             "(--eval-data.path), or leave group out"
@@ -365,7 +365,7 @@ def check_grouped(schema: Schema, path: str | None) -> None:
 
 
 def _check_mixed(path: str) -> None:
-    if not ready.is_ready(path) or ready.open_ready(path).manifest["shuffle"] != "full":
+    if not materialized.is_preprocessed(path) or materialized.open_preprocessed(path).manifest["shuffle"] != "full":
         raise InputError(
             f"train_data.shuffle full: {path} is not mixed as a whole; make it so with `rayrec preprocess {path} --shuffle full "
             "--split ... --out DIR` and train on that, or choose window"

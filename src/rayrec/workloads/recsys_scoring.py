@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data import ready
+from rayrec.data import materialized
 from rayrec.data.arrow_arrays import arrow_numbers, numpy_of
 from rayrec.data.engine import Shared
 from rayrec.data.frequency import bucket_names, buckets_of
@@ -63,9 +63,9 @@ def open_scoring(workload: ClickWorkload, context: ScoringContext) -> Scoring:
     frequencies = frequency_columns(context.slice_by, preprocessor)
     index, blocks = _blocks(context, schema)
     told_by = dict.fromkeys((*columns, *frequencies))
-    if told_by and index.format in ready.FORMATS:
+    if told_by and index.format in materialized.FORMATS:
         raise InputError(
-            f"{context.path}: is ready-made and holds ids in place of categories; give the raw log to tell metrics by "
+            f"{context.path}: is preprocessed and holds ids in place of categories; give the raw log to tell metrics by "
             f"{', '.join(told_by)}"
         )
     engine = context.engine()
@@ -134,7 +134,7 @@ def _blocks(context: ScoringContext, schema: Schema) -> tuple[LogIndex, list[Sco
             console.note(f"{path}: {index.faults.describe()}; they are left out")
         lines = first_lines(index, segments_per_task=data.segments_per_block, engine=engine)
     parts = [Part(segment, start, stop) for segment, start, stop in select(index, 0, index.rows)]
-    rows_follow = not index.faults.total or index.format in ready.FORMATS
+    rows_follow = not index.faults.total or index.format in materialized.FORMATS
     return index, [
         ScoredBlock(block, tuple(lines[part.segment] for part in block.parts), rows_follow)
         for block in blocks_of_epoch(parts, shuffle="none", seed=0, epoch=0, segments_per_block=data.segments_per_block)

@@ -17,7 +17,7 @@ import numpy as np
 
 from rayrec import machine, storage
 from rayrec.config import InputError
-from rayrec.data import ready
+from rayrec.data import materialized
 from rayrec.data.counting import count_parts
 from rayrec.data.encoded import Bags, EncodedRows
 from rayrec.data.engine import InProcess
@@ -130,7 +130,7 @@ def _tables_there(
 def _read_slice(workload: ClickWorkload, config: TrainConfig) -> _Slice:
     data = config.train_data
     assert data.path is not None
-    if ready.is_ready(data.path):
+    if materialized.is_preprocessed(data.path):
         raise InputError(f"{data.path}: is preprocessed data; a forecast is made from the raw log")
     files = storage.list_files(data.path, names=data.files)
     if is_table(files, workload.schema) or is_gzip(files[0].path):

@@ -23,7 +23,7 @@ from rayrec import machine, storage
 from rayrec.checkpoint.ranks import Ranks
 from rayrec.compat.torch_compat import move_wrapped_module
 from rayrec.config import InputError
-from rayrec.data import ready
+from rayrec.data import materialized
 from rayrec.data.loader import ClickLoader
 from rayrec.data.position import EpochOrder, Position
 from rayrec.models.base import ModelInputs
@@ -268,7 +268,7 @@ def _loader(
 def is_mapped(order: EpochOrder) -> bool:
     """Whether the rows are preprocessed files on this machine, which a worker reads itself."""
     first = order.parts[0].segment if order.parts else None
-    return first is not None and first.format in ready.MAPPED and not storage.is_url(first.path)
+    return first is not None and first.format in materialized.MAPPED and not storage.is_url(first.path)
 
 
 class Unwrapped(DataParallelWrapper):

@@ -12,7 +12,7 @@ import pytest
 
 from rayrec.batch import Batch
 from rayrec.config import InputError
-from rayrec.data import ready
+from rayrec.data import materialized
 from rayrec.data.arrow_columns import parse_table
 from rayrec.data.columns import RawColumns
 from rayrec.data.counting import CountingJob
@@ -20,9 +20,9 @@ from rayrec.data.csv_text import read_csv
 from rayrec.data.encoded import Bags, EncodedRows, from_arrow, to_arrow
 from rayrec.data.frames import transform
 from rayrec.data.loader import Slicer
+from rayrec.data.materialized.formats import check, from_named_columns, named_columns
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.presets import Preset, make_preprocessor
-from rayrec.data.ready_formats import check, from_named_columns, named_columns
 from rayrec.schema import Feature, Label, Schema, load_schema
 
 YAML = """
@@ -320,7 +320,7 @@ def test_arrow_and_preprocessed_parquet_keep_everything(
     for format in ("npy", "npz"):
         with pytest.raises(InputError, match="no place for columns like, seconds, at; use --format parquet"):
             check(format, preprocessor, labelled=True)
-    assert ready.FORMATS[-1] == "parquet"
+    assert materialized.FORMATS[-1] == "parquet"
 
 
 def batches(rows: EncodedRows, *sizes: int) -> list[Batch]:

@@ -13,9 +13,9 @@ import rayrec
 from rayrec.config import InputError
 from rayrec.data.arrow_columns import parse_table
 from rayrec.data.csv_text import read_csv
+from rayrec.data.materialized.formats import named_columns
 from rayrec.data.parsing import parse
 from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
-from rayrec.data.ready_formats import named_columns
 from rayrec.schema import Schema
 
 CRITEO = Schema(label="y", dense=("a", "b"), sparse=("s", "t"))

@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data import ready
+from rayrec.data import materialized
 from rayrec.data.log import LogIndex, cut, index_chunk, numbered, unpack
+from rayrec.data.materialized.files import combine, plan_files
+from rayrec.data.materialized.writer import preprocess
 from rayrec.data.multi_hot import MultiHot
 from rayrec.data.parsing import Faults
-from rayrec.data.preprocess import preprocess
 from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
-from rayrec.data.ready_files import combine, plan_files
 from rayrec.data.split import Split
 from rayrec.datasets.criteo import SCHEMA
 
@@ -87,7 +87,7 @@ def test_combining_checksums(first: bytes, second: bytes) -> None:
     assert combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
 
 
-@pytest.mark.parametrize("format", ready.FORMATS)
+@pytest.mark.parametrize("format", materialized.FORMATS)
 @pytest.mark.parametrize("shuffle", ["none", "full"])
 def test_what_was_interrupted_goes_on(log: Path, tmp_path: Path, format: str, shuffle: str) -> None:
     settings = {"format": format, "shuffle": shuffle, "seed": 4}
@@ -127,7 +127,7 @@ def test_killed_between_the_last_task_and_the_end(log: Path, tmp_path: Path, mon
     engine = HereEngine()
     run(log, tmp_path / "out", format="npz", preprocessor=make(MultiHot(sizes=(2,) * 26)), engine=engine)
     assert engine.ran == 0
-    ready.open_ready(str(tmp_path / "out"), verify=True)
+    materialized.open_preprocessed(str(tmp_path / "out"), verify=True)
 
 
 def test_a_task_run_twice_changes_nothing(log: Path, tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_task_run_twice_changes_nothing(log: Path, tmp_path: Path) -> None:
                 function(item)
             yield from super().run(name, function, items)
 
-    for format in ready.FORMATS:
+    for format in materialized.FORMATS:
         run(log, tmp_path / format, format=format)
         run(log, tmp_path / f"{format}-twice", format=format, engine=Twice())
         assert files_of(tmp_path / format) == files_of(tmp_path / f"{format}-twice")
@@ -164,7 +164,7 @@ def test_other_inputs_are_told(log: Path, tmp_path: Path) -> None:
         run(log, out)
     shutil.rmtree(f"{out}.partial")
     run(log, out)
-    assert ready.open_ready(str(out)).index.rows == 3000
+    assert materialized.open_preprocessed(str(out)).index.rows == 3000
 
 
 def test_out_exists(log: Path, tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_out_exists(log: Path, tmp_path: Path) -> None:
 
 def test_what_is_no_raw_log(log: Path, tmp_path: Path) -> None:
     run(log, tmp_path / "out")
-    made = ready.open_ready(str(tmp_path / "out"))
+    made = materialized.open_preprocessed(str(tmp_path / "out"))
     with pytest.raises(InputError, match="preprocessed already, in format binary; give the raw log"):
         preprocess(made.index, preprocessor=make(), out=str(tmp_path / "b"), format="npy", engine=HereEngine())
     with pytest.raises(InputError, match="no rows to write"):
@@ -189,25 +189,25 @@ def test_what_is_no_raw_log(log: Path, tmp_path: Path) -> None:
 def test_rows_of_no_set(log: Path, tmp_path: Path) -> None:
     run(log, tmp_path / "out", format="parquet", sets={"train": (100, 1500), "test": (1600, 1999)})
     assert {path.name for path in (tmp_path / "out").glob("set=*")} == {"set=train", "set=test", "set=other"}
-    assert ready.open_ready(str(tmp_path / "out")).sets == {"train": (100, 1500), "test": (1600, 1999)}
+    assert materialized.open_preprocessed(str(tmp_path / "out")).sets == {"train": (100, 1500), "test": (1600, 1999)}
 
 
 def test_urls(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """file:// stands for any URL: parquet goes straight below it, dataset.json last."""
     out = f"file://{tmp_path}/remote"
-    for format in ready.MAPPED:
+    for format in materialized.MAPPED:
         with pytest.raises(InputError, match=rf"remote: format {format} is written at any row.*a folder and copy it"):
             run_to(log, out, format=format)
     with pytest.raises(InputError, match="a full shuffle needs a file system to shuffle in"):
         run_to(log, out, format="parquet", shuffle="full")
     with pytest.raises(Died):
         run_to(log, out, format="parquet", engine=HereEngine(3))
-    assert not ready.is_ready(out)
+    assert not materialized.is_preprocessed(out)
     run_to(log, out, format="parquet")
     run(log, tmp_path / "local", format="parquet")
     assert files_of(tmp_path / "remote") == files_of(tmp_path / "local")
-    made = ready.open_ready(out, verify=True)
-    rows = ready.read(made.index.segments, np.arange(ROWS), make())
+    made = materialized.open_preprocessed(out, verify=True)
+    rows = materialized.read(made.index.segments, np.arange(ROWS), make())
     assert len(rows) == ROWS
     with pytest.raises(InputError, match="remote: exists already"):
         run_to(log, out, format="parquet")

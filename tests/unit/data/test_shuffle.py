@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayrec import storage
-from rayrec.data import ready, shuffle
+from rayrec.data import materialized, shuffle
 from rayrec.data.encoded import Bags, EncodedRows
 from rayrec.data.log import LogIndex, Segment, cut, index_chunk, numbered
+from rayrec.data.materialized.shuffle import Permutation, gather_runs, mixing, write_run
+from rayrec.data.materialized.writer import preprocess
 from rayrec.data.parsing import Faults
 from rayrec.data.position import Part, blocks_of_epoch
-from rayrec.data.preprocess import preprocess
 from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
-from rayrec.data.shuffle import Permutation, gather_runs, mixing, write_run
 from rayrec.data.split import Split
 from rayrec.datasets.criteo import SCHEMA
 
@@ -58,7 +58,7 @@ def index(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> LogIndex
 
 
 def all_rows(index: LogIndex, start: int, stop: int) -> EncodedRows:
-    return ready.read(index.segments, np.arange(start, stop), PREPROCESSOR)
+    return materialized.read(index.segments, np.arange(start, stop), PREPROCESSOR)
 
 
 def keys(rows: EncodedRows) -> list[bytes]:
@@ -69,7 +69,7 @@ def keys(rows: EncodedRows) -> list[bytes]:
     return [a.tobytes() + b.tobytes() + c.tobytes() for a, b, c in zip(rows.dense, ids, rows.labels, strict=True)]
 
 
-def shuffled(index: LogIndex, out: Path, **changes: Any) -> ready.ReadyDataset:
+def shuffled(index: LogIndex, out: Path, **changes: Any) -> materialized.PreprocessedDataset:
     arguments: dict[str, Any] = {
         "format": "binary",
         "engine": HereEngine(),
@@ -79,7 +79,7 @@ def shuffled(index: LogIndex, out: Path, **changes: Any) -> ready.ReadyDataset:
         **changes,
     }
     preprocess(index, preprocessor=PREPROCESSOR, out=str(out), **arguments)
-    return ready.open_ready(str(out), verify=True)
+    return materialized.open_preprocessed(str(out), verify=True)
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**40))
@@ -145,7 +145,7 @@ def test_only_the_training_rows_move(index: LogIndex, tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("format", ready.FORMATS)
+@pytest.mark.parametrize("format", materialized.FORMATS)
 def test_the_same_whatever_the_tasks_and_the_format(
     index: LogIndex, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,7 +153,7 @@ def test_the_same_whatever_the_tasks_and_the_format(
     for segments_per_task in (1, 4, 1000):
         made = shuffled(index, tmp_path / str(segments_per_task), format=format, segments_per_task=segments_per_task)
         assert keys(all_rows(made.index, 0, 2000)) == expected
-    monkeypatch.setattr("rayrec.data.ready_plan.MOST_SHUFFLE_TASKS", 2)
+    monkeypatch.setattr("rayrec.data.materialized.plan.MOST_SHUFFLE_TASKS", 2)
     made = shuffled(index, tmp_path / "few", format=format, segments_per_task=1)
     assert keys(all_rows(made.index, 0, 2000)) == expected
     other = shuffled(index, tmp_path / "other", format=format, seed=2)

@@ -24,23 +24,31 @@ from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
 from rayrec.data.engine import Engine
 from rayrec.data.log import LogIndex, Segment, row_numbers
+from rayrec.data.materialized.checks import check_checksums, wrong_id
+from rayrec.data.materialized.files import FORMATS, MAPPED, file_checksum
+from rayrec.data.materialized.formats import from_named_columns
+from rayrec.data.materialized.maps import RowMaps, Run, damaged
 from rayrec.data.parsing import Faults
 from rayrec.data.position import Block, Piece
 from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.ready_checks import check_checksums, wrong_id
-from rayrec.data.ready_files import FORMATS, MAPPED, file_checksum
-from rayrec.data.ready_formats import from_named_columns
-from rayrec.data.ready_maps import ReadyMaps, Run, damaged
 from rayrec.data.stages import BlockTimes, StageAccount, measured, stage
 
-__all__ = ["FORMATS", "MAPPED", "ReadyDataset", "is_ready", "open_ready", "read", "stream_ready"]
+__all__ = [
+    "FORMATS",
+    "MAPPED",
+    "PreprocessedDataset",
+    "is_preprocessed",
+    "open_preprocessed",
+    "read",
+    "stream_preprocessed",
+]
 
 VERSION = 1
 MANIFEST = "dataset.json"
 
 
 @dataclass(frozen=True)
-class ReadyDataset:
+class PreprocessedDataset:
     """A folder that `preprocess` wrote."""
 
     path: str
@@ -49,7 +57,7 @@ class ReadyDataset:
     preprocessor: str
     """Folder of the Preprocessor it was made with."""
     manifest: dict[str, Any]
-    maps: ReadyMaps
+    maps: RowMaps
     """The rows, unless the format is parquet."""
     _checked: list[Preprocessor] = field(default_factory=list, repr=False, compare=False)
 
@@ -82,15 +90,15 @@ class ReadyDataset:
         self._checked[:] = [preprocessor]
 
 
-_OPENED: dict[str, ReadyDataset] = {}
+_OPENED: dict[str, PreprocessedDataset] = {}
 
 
-def is_ready(path: str) -> bool:
+def is_preprocessed(path: str) -> bool:
     """Whether `path` is a folder that `preprocess` wrote and finished."""
     return storage.exists(storage.join(path, MANIFEST))
 
 
-def open_ready(path: str, *, verify: bool = False) -> ReadyDataset:
+def open_preprocessed(path: str, *, verify: bool = False) -> PreprocessedDataset:
     """Opens a preprocessed dataset and checks that its files are there with their sizes, with `verify` their bytes too.
 
     Raises InputError where it is none, of another version, incomplete or damaged.
@@ -102,7 +110,7 @@ def open_ready(path: str, *, verify: bool = False) -> ReadyDataset:
 
 def open_verified(
     path: str, *, engine: Engine, cache_folder: str, progress: Callable[[int, int], None]
-) -> ReadyDataset:
+) -> PreprocessedDataset:
     """Opens a preprocessed dataset and compares the checksums of its files in data tasks, unless a record in
     `cache_folder` says that these files, with these sizes and times, were compared before. `progress` gets bytes.
 
@@ -115,8 +123,8 @@ def open_verified(
     return dataset
 
 
-def _load(path: str) -> ReadyDataset:
-    if not is_ready(path):
+def _load(path: str) -> PreprocessedDataset:
+    if not is_preprocessed(path):
         raise InputError(
             f"{path}: holds no {MANIFEST}; make a preprocessed dataset with `rayrec preprocess LOG --out {path}`"
         )
@@ -137,12 +145,12 @@ def _load(path: str) -> ReadyDataset:
         name = storage.join(path, f"{number:05d}", manifest["raw_files"][number])
         segments.append(Segment(name, start, stop, first_row, rows, manifest["format"]))
         first_row += rows
-    _OPENED[path] = ReadyDataset(
+    _OPENED[path] = PreprocessedDataset(
         path,
         LogIndex(tuple(segments), Faults.from_dict(manifest["faults"])),
         storage.join(path, "preprocessor"),
         manifest,
-        ReadyMaps(path, manifest),
+        RowMaps(path, manifest),
     )
     return _OPENED[path]
 
@@ -166,7 +174,7 @@ def _check_files(path: str, files: Sequence[dict[str, Any]], *, verify: bool) ->
     return found
 
 
-def _dataset_of(segment: Segment) -> tuple[ReadyDataset, int]:
+def _dataset_of(segment: Segment) -> tuple[PreprocessedDataset, int]:
     """The dataset a segment belongs to, and the number of its raw file there."""
     place = storage.folder_of(segment.path)
     folder, number = storage.folder_of(place), storage.name_of(place)
@@ -199,7 +207,7 @@ def read(segments: Sequence[Segment], order: np.ndarray, preprocessor: Preproces
     return replace(rows, row_numbers=row_numbers(segments)[order])
 
 
-def _place_of(dataset: ReadyDataset, segments: Sequence[Segment], row: int, column: int) -> tuple[str, int]:
+def _place_of(dataset: PreprocessedDataset, segments: Sequence[Segment], row: int, column: int) -> tuple[str, int]:
     """The file that holds a sparse column of row `row` of the segments' rows, and the number of the row in that file."""
     if dataset.format == "parquet":
         for segment in segments:
@@ -232,7 +240,7 @@ def _runs(segments: Sequence[Segment]) -> list[Run]:
 
 
 def _read_parquet(
-    dataset: ReadyDataset, segments: Sequence[Segment], order: np.ndarray, preprocessor: Preprocessor
+    dataset: PreprocessedDataset, segments: Sequence[Segment], order: np.ndarray, preprocessor: Preprocessor
 ) -> EncodedRows:
     """Reads the row groups that hold the wanted rows. A segment that a set's end cuts is two row groups."""
     files = dataset.manifest["parquet"]
@@ -287,7 +295,7 @@ def _schema_of(path: str) -> pa.Schema:
         return pq.read_schema(file)
 
 
-def stream_ready(
+def stream_preprocessed(
     pieces: Sequence[tuple[Block, Piece]],
     preprocessor: Preprocessor,
     *,

@@ -24,13 +24,13 @@ from rayrec.config import InputError
 from rayrec.data.engine import Engine, StreamEngine
 from rayrec.data.ingest import share_preprocessor
 from rayrec.data.log import LogIndex
+from rayrec.data.materialized import MANIFEST, VERSION
+from rayrec.data.materialized.files import FORMATS, create_files, finish_files, row_bytes
+from rayrec.data.materialized.formats import check
+from rayrec.data.materialized.plan import Layout, lay_out
+from rayrec.data.materialized.shuffle import run_path
+from rayrec.data.materialized.tasks import JOB, Job, Task, disk_errors, gather_rows, scatter_rows, write_rows
 from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.ready import MANIFEST, VERSION
-from rayrec.data.ready_files import FORMATS, create_files, finish_files, row_bytes
-from rayrec.data.ready_formats import check
-from rayrec.data.ready_plan import Layout, lay_out
-from rayrec.data.ready_tasks import JOB, Job, Task, disk_errors, gather_rows, scatter_rows, write_rows
-from rayrec.data.shuffle import run_path
 
 Marker = dict[str, Any]
 """What a task says it has written."""

@@ -14,8 +14,8 @@ import numpy as np
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows, Ids
+from rayrec.data.materialized.files import Matrix
 from rayrec.data.preprocessor import CDenseColumn, Preprocessor
-from rayrec.data.ready_files import Matrix
 from rayrec.native import library
 
 
@@ -51,7 +51,7 @@ def free_memory() -> int:
 
 
 @dataclass(frozen=True)
-class ReadyMaps:
+class RowMaps:
     """The files of one preprocessed dataset. They stay mapped, or in memory, as long as this object."""
 
     path: str

@@ -20,15 +20,15 @@ import pytest
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data import ready, ready_checks, ready_maps
+from rayrec.data import materialized, ready_checks, ready_maps
 from rayrec.data.counting import count_log
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.log import LogIndex, cut, index_chunk, numbered, select
+from rayrec.data.materialized.writer import preprocess
 from rayrec.data.multi_hot import MultiHot
 from rayrec.data.opening import open_log
 from rayrec.data.parsing import Faults
 from rayrec.data.position import EpochOrder, Part, whole
-from rayrec.data.preprocess import preprocess
 from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
 from rayrec.data.presets import ALL, make_preprocessor
 from rayrec.data.reading import encode_block, read_raw
@@ -101,10 +101,12 @@ def hashed(schema: Schema, num_embeddings: int, multi_hot: MultiHot | None = Non
     )
 
 
-def write(index: LogIndex, preprocessor: Preprocessor, out: Path, format: str, **changes: Any) -> ready.ReadyDataset:
+def write(
+    index: LogIndex, preprocessor: Preprocessor, out: Path, format: str, **changes: Any
+) -> materialized.PreprocessedDataset:
     arguments: dict[str, Any] = {"engine": HERE, "segments_per_task": 3, **changes}
     result = preprocess(index, preprocessor=preprocessor, out=str(out), format=format, **arguments)
-    dataset = ready.open_ready(str(out), verify=True)
+    dataset = materialized.open_preprocessed(str(out), verify=True)
     assert (result["rows"], result["out"], result["format"]) == (index.rows, str(out), format)
     assert result["bytes"] == dataset.size_bytes
     assert not Path(f"{out}.partial").exists()
@@ -157,7 +159,7 @@ def assert_same_epochs(
                     )
 
 
-@pytest.mark.parametrize("format", ready.FORMATS)
+@pytest.mark.parametrize("format", materialized.FORMATS)
 def test_every_order_gives_the_same_rows(
     days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str
 ) -> None:
@@ -174,7 +176,7 @@ def test_every_order_gives_the_same_rows(
 
 
 @pytest.mark.parametrize("name", sorted(ALL))
-@pytest.mark.parametrize("format", ready.FORMATS)
+@pytest.mark.parametrize("format", materialized.FORMATS)
 def test_every_profile(days: LogIndex, tmp_path: Path, format: str, name: str) -> None:
     profiled = counted(days, name)
     dataset = write(days, profiled, tmp_path / "out", format)
@@ -188,7 +190,7 @@ def test_multi_hot(days: LogIndex, tmp_path: Path, format: str) -> None:
     assert_same_epochs(days, dataset.index, bags, (0, days.rows))
 
 
-@pytest.mark.parametrize("format", ready.FORMATS)
+@pytest.mark.parametrize("format", materialized.FORMATS)
 def test_unlabelled(click_log: Path, tmp_path: Path, format: str, preprocessor: Preprocessor) -> None:
     lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)[:500]
     (tmp_path / "test.txt").write_bytes(b"".join(line.partition(b"\t")[2] for line in lines))
@@ -199,7 +201,7 @@ def test_unlabelled(click_log: Path, tmp_path: Path, format: str, preprocessor: 
     assert_same_epochs(index, dataset.index, preprocessor, (0, 500), labelled=False)
 
 
-@pytest.mark.parametrize("format", ready.FORMATS)
+@pytest.mark.parametrize("format", materialized.FORMATS)
 def test_ids_beyond_what_floats_hold(days: LogIndex, tmp_path: Path, format: str) -> None:
     large = hashed(SCHEMA, 2**31)
     assert large.id_dtype == np.int32
@@ -433,17 +435,21 @@ def test_streaming_ahead(days: LogIndex, preprocessor: Preprocessor, tmp_path: P
     expected = [encode_block(block, 0, piece.rows, preprocessor) for block, piece in pieces]
     for in_memory in (False, True):
         for prefetch_blocks in (0, 1, 9):
-            got = list(ready.stream_ready(pieces, preprocessor, in_memory=in_memory, prefetch_blocks=prefetch_blocks))
+            got = list(
+                materialized.stream_preprocessed(
+                    pieces, preprocessor, in_memory=in_memory, prefetch_blocks=prefetch_blocks
+                )
+            )
             assert len(got) == len(expected)
             for one, other in zip(got, expected, strict=True):
                 assert_same(one, other)
-    early = ready.stream_ready(pieces, preprocessor)
+    early = materialized.stream_preprocessed(pieces, preprocessor)
     next(early)
     early.close()
-    assert list(ready.stream_ready([], preprocessor)) == []
+    assert list(materialized.stream_preprocessed([], preprocessor)) == []
     for file in (tmp_path / "out").glob("*.bin"):
         file.unlink()  # what is in memory needs no files
-    assert_same(next(ready.stream_ready(pieces, preprocessor, in_memory=True)), expected[0])
+    assert_same(next(materialized.stream_preprocessed(pieces, preprocessor, in_memory=True)), expected[0])
 
 
 def test_what_does_not_fit_into_memory_says_so(
@@ -453,7 +459,7 @@ def test_what_does_not_fit_into_memory_says_so(
     monkeypatch.setattr(ready_maps, "free_memory", lambda: 1000)
     (block,) = EpochOrder((Part(made.index.segments[0], 0, 5),), "none", 0, 1).blocks(0)
     with pytest.raises(InputError, match=r"do not fit into .* free memory; leave in_memory off"):
-        next(ready.stream_ready([(block, whole([block])[0])], preprocessor, in_memory=True))
+        next(materialized.stream_preprocessed([(block, whole([block])[0])], preprocessor, in_memory=True))
 
 
 def test_another_preprocessor_is_refused(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
@@ -462,26 +468,28 @@ def test_another_preprocessor_is_refused(days: LogIndex, preprocessor: Preproces
     with pytest.raises(
         InputError, match=rf"made with Preprocessor {preprocessor.hash()}, not with {other.hash()}; use the"
     ):
-        ready.read(made.index.segments[:1], np.arange(3), other)
+        materialized.read(made.index.segments[:1], np.arange(3), other)
 
 
 def test_a_moved_folder_is_as_good(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
     for format in ("npy", "parquet"):
         write(days, preprocessor, tmp_path / format, format)
         (tmp_path / format).rename(tmp_path / f"moved-{format}")
-        assert_same_epochs(days, ready.open_ready(str(tmp_path / f"moved-{format}")).index, preprocessor, (0, 500))
+        assert_same_epochs(
+            days, materialized.open_preprocessed(str(tmp_path / f"moved-{format}")).index, preprocessor, (0, 500)
+        )
 
 
 def test_no_rows_at_all(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
     """The empty share of a worker."""
     (segment, *_) = days.segments
     expected = preprocessor.encode(read_raw([segment], SCHEMA), np.arange(0))
-    for format in ready.FORMATS:
+    for format in materialized.FORMATS:
         made = write(days, preprocessor, tmp_path / format, format)
-        assert_same(ready.read(made.index.segments[:2], np.arange(0), preprocessor), expected)
+        assert_same(materialized.read(made.index.segments[:2], np.arange(0), preprocessor), expected)
 
 
-@pytest.mark.parametrize("format", ready.FORMATS)
+@pytest.mark.parametrize("format", materialized.FORMATS)
 def test_damage_is_told(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str) -> None:
     out = tmp_path / "out"
     made = write(days, preprocessor, out, format)
@@ -490,23 +498,23 @@ def test_damage_is_told(days: LogIndex, preprocessor: Preprocessor, tmp_path: Pa
     changed = bytearray(whole_file)
     changed[len(changed) // 2] ^= 1
     (out / name).write_bytes(changed)
-    ready.open_ready(str(out))
+    materialized.open_preprocessed(str(out))
     with pytest.raises(
         InputError, match=rf"{name}: has other bytes than were written: the dataset is damaged; copy it again"
     ):
-        ready.open_ready(str(out), verify=True)
+        materialized.open_preprocessed(str(out), verify=True)
     (out / name).write_bytes(whole_file[:-5])
     size = len(whole_file)
     with pytest.raises(
         InputError, match=rf"{name}: has {size - 5} bytes, not {size}: .* again with `rayrec preprocess`"
     ):
-        ready.open_ready(str(out))
+        materialized.open_preprocessed(str(out))
     (out / name).unlink()
     with pytest.raises(InputError, match=rf"{name}: is missing"):
-        ready.open_ready(str(out))
+        materialized.open_preprocessed(str(out))
 
 
-@pytest.mark.parametrize("format", ready.FORMATS)
+@pytest.mark.parametrize("format", materialized.FORMATS)
 def test_damage_after_opening(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str) -> None:
     out = tmp_path / "out"
     made = write(days, preprocessor, out, format)
@@ -514,30 +522,30 @@ def test_damage_after_opening(days: LogIndex, preprocessor: Preprocessor, tmp_pa
         path = out / file["name"]
         path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(InputError, match="the dataset is damaged; copy it again"):
-        ready.read(made.index.segments[:1], np.arange(3), preprocessor)
+        materialized.read(made.index.segments[:1], np.arange(3), preprocessor)
 
 
 def test_what_is_no_dataset(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
-    assert not ready.is_ready(str(tmp_path))
-    assert not ready.is_ready(str(tmp_path / "nowhere"))
+    assert not materialized.is_preprocessed(str(tmp_path))
+    assert not materialized.is_preprocessed(str(tmp_path / "nowhere"))
     with pytest.raises(
         InputError, match=r"holds no dataset\.json; make a preprocessed dataset with `rayrec preprocess LOG"
     ):
-        ready.open_ready(str(tmp_path))
+        materialized.open_preprocessed(str(tmp_path))
     out = tmp_path / "out"
     write(days, preprocessor, out, "npy")
     manifest = json.loads((out / "dataset.json").read_text())
     (out / "dataset.json").write_text(json.dumps({**manifest, "version": 99}))
     with pytest.raises(InputError, match=r"of version 99, this rayrec reads version 1; make it again"):
-        ready.open_ready(str(out))
+        materialized.open_preprocessed(str(out))
     (out / "dataset.json").write_text("{")
     with pytest.raises(InputError, match=r"dataset\.json: damaged, not JSON"):
-        ready.open_ready(str(out))
+        materialized.open_preprocessed(str(out))
     shutil.rmtree(out)
-    assert not ready.is_ready(str(out))
+    assert not materialized.is_preprocessed(str(out))
 
 
-@pytest.mark.parametrize("format", ready.FORMATS)
+@pytest.mark.parametrize("format", materialized.FORMATS)
 def test_an_id_outside_its_table_is_refused(days: LogIndex, tmp_path: Path, format: str) -> None:
     """By file, row, column, id and table size, in an order of rows that is not the log's."""
     preprocessor = hashed(SCHEMA, 1 << 20)
@@ -548,9 +556,9 @@ def test_an_id_outside_its_table_is_refused(days: LogIndex, tmp_path: Path, form
     row = int(ids.argmax())
     preprocessor.__dict__["num_embeddings"] = [1 << 20] * 3 + [int(ids.max())] + [1 << 20] * 22
     order = np.arange(len(ids))[::-1]
-    assert len(ready.read(segments, order[order != row], preprocessor)) == len(ids) - 1
+    assert len(materialized.read(segments, order[order != row], preprocessor)) == len(ids) - 1
     with pytest.raises(InputError) as error:
-        ready.read(segments, order, preprocessor)
+        materialized.read(segments, order, preprocessor)
     place = re.escape(f"row {row} column cat_3: id {ids.max()} is outside its table of {ids.max():,} rows: ")
     names = {"binary": "day_9.bin", "npy": "day_9_sparse.npy", "npz": "day_9_sparse_multi_hot.npz"}
     if format == "parquet":
@@ -575,7 +583,7 @@ def test_ids_of_bags_and_negative_ids_are_checked() -> None:
     assert ready_checks.wrong_id(one, [2, 5, 9]) == ready_checks.WrongId(2, 2, 9)
 
 
-@pytest.mark.parametrize("format", ready.FORMATS)
+@pytest.mark.parametrize("format", materialized.FORMATS)
 def test_checksums_are_compared_once_for_the_same_files(
     days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,9 +12,9 @@ from rayrec.config import InputError
 from rayrec.data.arrow_arrays import arrow_numbers, numpy_of
 from rayrec.data.columns import RawColumns
 from rayrec.data.encoded import Bags, EncodedRows, Ids, ids_from_arrow, ids_to_arrow, weights_to_arrow
+from rayrec.data.materialized.files import FORMATS
 from rayrec.data.parsing import RawRows
 from rayrec.data.preprocessor import Preprocessor, adapt
-from rayrec.data.ready_files import FORMATS
 from rayrec.native import library
 from rayrec.schema import Schema
 

@@ -16,8 +16,8 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.data.encoded import Bags, EncodedRows
 from rayrec.data.engine import Engine
-from rayrec.data.ready_files import combine
-from rayrec.data.ready_maps import damaged
+from rayrec.data.materialized.files import combine
+from rayrec.data.materialized.maps import damaged
 
 _TASK_BYTES = 256 << 20
 """Bytes one task reads; a larger file is split, and small files share a task."""
