@@ -15,8 +15,16 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.diagnosis import HEAD_BYTES, likely_cause
-from rayrec.data.parsing import MAX_LINE_BYTES, PADDING_BYTES, Faults, RawRows, max_rows_in, parse_into
+from rayrec.data.parsing import (
+    HEAD_BYTES,
+    MAX_LINE_BYTES,
+    PADDING_BYTES,
+    Faults,
+    RawRows,
+    likely_cause,
+    max_rows_in,
+    parse_into,
+)
 from rayrec.data.stages import stage
 from rayrec.native import library
 from rayrec.schema import Schema

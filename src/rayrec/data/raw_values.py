@@ -13,7 +13,7 @@ from rayrec.data.columns import RawColumns
 from rayrec.data.parsing import RawRows
 from rayrec.data.position import Block, Part
 from rayrec.data.row_groups import read_rows
-from rayrec.data.stretches import Slice
+from rayrec.data.split import Slice
 from rayrec.data.tables import good_rows
 from rayrec.schema import Schema
 

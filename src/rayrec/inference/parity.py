@@ -13,8 +13,8 @@ import numpy as np
 from rayrec import machine
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows, Ids
-from rayrec.data.labels import has_labels
 from rayrec.data.log import LogIndex, Segment, select
+from rayrec.data.log_head import has_labels
 from rayrec.data.opening import open_log
 from rayrec.data.position import Block, Part
 from rayrec.data.reading import open_block

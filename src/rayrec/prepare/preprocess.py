@@ -10,8 +10,8 @@ from rayrec.config import Config, InputError
 from rayrec.data import preprocess as writing
 from rayrec.data.counting_indexer import CountingIndexer
 from rayrec.data.engine import Engine
-from rayrec.data.labels import has_labels
 from rayrec.data.log import LogIndex
+from rayrec.data.log_head import has_labels
 from rayrec.data.opening import index_log
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.presets import make_preprocessor

@@ -25,7 +25,7 @@ from rayrec.data.position import Part
 from rayrec.data.preprocessor import Preprocessor, bucket_integers
 from rayrec.data.presets import RAYREC, Preset
 from rayrec.data.reading import read_raw
-from rayrec.data.stretches import Slice, parts_of, slices_of
+from rayrec.data.split import Slice, parts_of, slices_of
 from rayrec.data.tally import Tally, TallyJob, as_columns, faults_by_column, quantile_edges
 from rayrec.native import keep_freed_memory
 from rayrec.observe.console import Console

@@ -111,7 +111,7 @@ class ClickWorkload(Workload):
             )
 
     def check_data(self, config: TrainConfig) -> None:
-        from rayrec.data.head_check import check_head
+        from rayrec.data.log_head import check_head
 
         evaluated = config.train_data.path if config.eval_data.path is None else config.eval_data.path
         check_grouped(self.schema, evaluated)

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import log
-from rayrec.data.labels import has_labels
 from rayrec.data.log import (
     CachedIndex,
     LogIndex,
@@ -32,6 +31,7 @@ from rayrec.data.log import (
     select,
     unpack,
 )
+from rayrec.data.log_head import has_labels
 from rayrec.data.parsing import MAX_LINE_BYTES, Fault, Faults, RawRows, parse
 from rayrec.schema import Schema
 

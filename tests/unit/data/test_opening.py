@@ -18,8 +18,7 @@ from rayrec.config import InputError
 from rayrec.data import opening
 from rayrec.data.log import LogIndex
 from rayrec.data.reading import read_raw
-from rayrec.data.split import Split
-from rayrec.data.stretches import slices_of
+from rayrec.data.split import Split, slices_of
 from rayrec.data.tables import column_names
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.schema import Schema

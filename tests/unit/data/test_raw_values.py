@@ -14,7 +14,7 @@ from rayrec.data.opening import open_log
 from rayrec.data.position import Block, Part
 from rayrec.data.raw_values import distinct_names, stretch_of, values_of
 from rayrec.data.reading import read_raw
-from rayrec.data.stretches import Slice, slices_of
+from rayrec.data.split import Slice, slices_of
 from rayrec.schema import Schema
 
 HEXADECIMAL = Schema(dense=("i", "j"), sparse=("c", "d"))

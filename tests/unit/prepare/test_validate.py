@@ -20,7 +20,7 @@ from rayrec.data.log import LogIndex, numbered
 from rayrec.data.parsing import Faults
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.presets import make_preprocessor
-from rayrec.data.stretches import MAX_SLICES, parts_of, slices_of
+from rayrec.data.split import MAX_SLICES, parts_of, slices_of
 from rayrec.data.synthetic import generate
 from rayrec.observe.console import Console
 from rayrec.prepare import validate as module
