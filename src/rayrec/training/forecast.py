@@ -12,7 +12,7 @@ from rayrec.config import InputError
 from rayrec.launch.cluster import Layout, Node, layout
 from rayrec.quantities import duration_text, number_text, size_text
 from rayrec.workloads.base import TrainConfig
-from rayrec.workloads.speed_probe import Calibration, Target
+from rayrec.workloads.speed_probe import MeasuredSpeed, Target
 
 Limit = Literal["model", "data", "cpus"]
 _KEPT_IN_RESERVE: Final = 0.5
@@ -100,7 +100,7 @@ class Forecast:
     """That the CPUs have time for, all work on a row counted; None where devices train."""
     cpus_per_gpu: float | None
     """That keep one GPU busy with rows; None without GPUs."""
-    calibration: Calibration
+    measured_speed: MeasuredSpeed
 
     @property
     def rows_per_s(self) -> float:
@@ -119,26 +119,26 @@ class Forecast:
 
     def text(self) -> str:
         """For a person."""
-        calibration, shape = self.calibration, self.shape
+        measured_speed, shape = self.measured_speed, self.shape
         what = f"{shape.nodes} node{'s' if shape.nodes > 1 else ''} of {shape.cpus:g} CPUs"
         what += f" and {shape.gpus:g} GPU{'s' if shape.gpus > 1 else ''}" if shape.gpus else ""
         what += f", {shape.cpu_nodes} more without" if shape.cpu_nodes else ""
         lines = [
-            calibration.plan,
+            measured_speed.plan,
             "",
             f"On {what}: {self.num_workers} workers; data tasks get {self.data_cpus:g} CPUs.",
         ]
-        for name, wall_s in calibration.stage_wall_s.items():
+        for name, wall_s in measured_speed.stage_wall_s.items():
             lines.append(f"  {name:8} {number_text(_rounded(1 / wall_s))} rows/s a CPU")
         lines.append(f"  {'data':8} {number_text(_rounded(self.data_rows_per_s))} rows/s in all")
-        given = ", by gpu_rows_per_s: given, not measured" if calibration.given else ""
+        given = ", by gpu_rows_per_s: given, not measured" if measured_speed.given else ""
         lines.append(f"  {'model':8} {number_text(_rounded(self.model_rows_per_s))} rows/s in all{given}")
         if self.cpu_rows_per_s is not None:
             lines.append(f"  {'CPUs':8} {number_text(_rounded(self.cpu_rows_per_s))} rows/s, all work on a row counted")
         why = {"model": "the model", "data": "data tasks", "cpus": "the CPUs, which workers and data tasks share"}
         lines.append(
             f"About {number_text(_rounded(self.rows_per_s))} rows/s, limited by {why[self.bottleneck]}; an epoch of about "
-            f"{number_text(_rounded(calibration.rows))} rows takes {duration_text(calibration.rows / self.rows_per_s)}."
+            f"{number_text(_rounded(measured_speed.rows))} rows takes {duration_text(measured_speed.rows / self.rows_per_s)}."
         )
         if self.cpus_per_gpu is not None:
             nodes = math.ceil(self.cpus_per_gpu / shape.cpus)
@@ -146,14 +146,14 @@ class Forecast:
                 f"{math.ceil(self.cpus_per_gpu)} CPUs for data tasks keep one GPU busy: {nodes} CPU "
                 f"node{'s' if nodes > 1 else ''} of this size a GPU."
             )
-        fullest = max(calibration.worker_bytes)
+        fullest = max(measured_speed.worker_bytes)
         lines.append(f"Tables and their optimizer state: {size_text(fullest)} on the worker with most.")
-        if calibration.sampled_vocabulary:
+        if measured_speed.sampled_vocabulary:
             lines.append(
                 "The tables are those of a slice of the log, and smaller than they will be: `rayrec vocabulary` and "
                 "--workload.preprocessor DIR give real ones."
             )
-        return "\n".join([*lines, *calibration.notes])
+        return "\n".join([*lines, *measured_speed.notes])
 
 
 def _rounded(value: float) -> float:
@@ -173,10 +173,10 @@ def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
             _require_gpu()
     else:
         local_workers = min(-(-shares.num_workers // shape.nodes), machine.usable_cpus())
-    calibration = config.workload.calibrate(
+    measured_speed = config.workload.probe_speed(
         config, target=shape.target(shares.num_workers), local_workers=local_workers, cuda=config.scaling.use_gpu
     )
-    return extrapolate(calibration, shape, shares, threads_per_worker=config.scaling.threads_per_worker)
+    return extrapolate(measured_speed, shape, shares, threads_per_worker=config.scaling.threads_per_worker)
 
 
 def plan_for(config: TrainConfig, shape: ClusterShape, *, tables: Sequence[int] | None) -> str:
@@ -212,23 +212,23 @@ def _require_gpu() -> None:
 
 
 def extrapolate(
-    calibration: Calibration, shape: ClusterShape, shares: Layout, *, threads_per_worker: int | None
+    measured_speed: MeasuredSpeed, shape: ClusterShape, shares: Layout, *, threads_per_worker: int | None
 ) -> Forecast:
     """What was measured here, carried over to a cluster: as fast a CPU or GPU, and a network that is no limit. Pure."""
     workers = shares.num_workers
-    if calibration.device == "cuda":
-        model = calibration.rows_per_s * workers / calibration.num_workers
+    if measured_speed.device == "cuda":
+        model = measured_speed.rows_per_s * workers / measured_speed.num_workers
     else:
         # Threads work as well in one process as in several; a worker of more threads than were measured scales with them.
         threads = threads_per_worker or max(1, int(shape.cpus) // max(1, -(-workers // shape.nodes)))
-        measured = calibration.num_workers * calibration.threads_per_worker
-        model = calibration.rows_per_s * workers * threads / measured
-    task_s, task_cpu_s = sum(calibration.stage_wall_s.values()), sum(calibration.stage_cpu_s.values())
+        measured = measured_speed.num_workers * measured_speed.threads_per_worker
+        model = measured_speed.rows_per_s * workers * threads / measured
+    task_s, task_cpu_s = sum(measured_speed.stage_wall_s.values()), sum(measured_speed.stage_cpu_s.values())
     placement = shares.per_worker
     share = placement.max_cpus or placement.num_cpus
     tasks = max(1, math.floor(share / placement.num_cpus + 1e-9))
     at_once = max(1, math.ceil(tasks * _KEPT_IN_RESERVE))
-    gpu_rows_per_s = model / workers if calibration.device == "cuda" else None
+    gpu_rows_per_s = model / workers if measured_speed.device == "cuda" else None
     return Forecast(
         shape=shape,
         num_workers=workers,
@@ -237,7 +237,7 @@ def extrapolate(
         data_rows_per_s=workers * at_once / task_s,
         cpu_rows_per_s=None
         if gpu_rows_per_s is not None
-        else shape.cpus * shape.nodes / (calibration.cpu_s_per_row + task_cpu_s),
+        else shape.cpus * shape.nodes / (measured_speed.cpu_s_per_row + task_cpu_s),
         cpus_per_gpu=None if gpu_rows_per_s is None else gpu_rows_per_s * task_s / _KEPT_IN_RESERVE,
-        calibration=calibration,
+        measured_speed=measured_speed,
     )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rayrec.schema import Schema
     from rayrec.workloads.phases import StepClock
     from rayrec.workloads.scoring import Scoring, ScoringContext
-    from rayrec.workloads.speed_probe import Calibration, Target
+    from rayrec.workloads.speed_probe import MeasuredSpeed, Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -507,7 +507,7 @@ class Workload(Config, abc.ABC):
         rows of each table, if they are known without the data. Raises InputError when it does not fit."""
         raise InputError(f"{type(self).__name__} is not sharded; every worker holds the whole model")
 
-    def calibrate(self, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool) -> Calibration:
+    def probe_speed(self, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool) -> MeasuredSpeed:
         """Measures a slice of the real stages on this machine, training with `local_workers` of the target's workers.
         Raises InputError where that cannot be done."""
         raise InputError(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rayrec.data.opening import TextIndexer
     from rayrec.workloads.recsys_scorer import ClickScorer
     from rayrec.workloads.scoring import Scoring, ScoringContext
-    from rayrec.workloads.speed_probe import Calibration, Target
+    from rayrec.workloads.speed_probe import MeasuredSpeed, Target
 
 
 @dataclass(frozen=True)
@@ -303,10 +303,10 @@ class ClickWorkload(Workload):
         preprocessor = Preprocessor.load(self.preprocessor)
         return plan(self, config, preprocessor.num_embeddings, inputs=preprocessor.inputs, target=target)
 
-    def calibrate(self, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool) -> Calibration:
-        from rayrec.workloads.recsys_speed_probe import calibrate
+    def probe_speed(self, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool) -> MeasuredSpeed:
+        from rayrec.workloads.recsys_speed_probe import probe_speed
 
-        return calibrate(self, config, target=target, local_workers=local_workers, cuda=cuda)
+        return probe_speed(self, config, target=target, local_workers=local_workers, cuda=cuda)
 
     # -- on each worker
 

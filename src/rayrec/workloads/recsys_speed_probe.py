@@ -30,7 +30,7 @@ from rayrec.data.tables import is_table
 from rayrec.data.threads import ThreadEngine
 from rayrec.workloads.base import TrainConfig, WorkerContext
 from rayrec.workloads.recsys_plan import Tables, cut_to_fit, memory_here, memory_of_target, tables_of
-from rayrec.workloads.speed_probe import Calibration, Target
+from rayrec.workloads.speed_probe import MeasuredSpeed, Target
 
 if TYPE_CHECKING:
     from rayrec.batch import Batch
@@ -56,9 +56,9 @@ class _Slice:
     sampled_vocabulary: bool
 
 
-def calibrate(
+def probe_speed(
     workload: ClickWorkload, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool
-) -> Calibration:
+) -> MeasuredSpeed:
     """`local_workers` train here, side by side, on the CPUs or (one) on this machine's GPU; nobody does where the target's speed
     is known. Tables that are too large for this machine are cut for that.
 
@@ -88,7 +88,7 @@ def calibrate(
         trained = _train_here(config, piece, held, workers=local_workers, threads=threads, cuda=cuda)
         rows_per_s = sum(rows / seconds for rows, seconds, _ in trained)
         cpu_s_per_row = sum(cpu_s for _, _, cpu_s in trained) / sum(rows for rows, _, _ in trained)
-    return Calibration(
+    return MeasuredSpeed(
         num_workers=local_workers,
         threads_per_worker=threads,
         device="cuda" if cuda else "cpu",
@@ -174,7 +174,7 @@ def _train_here(
     """(rows, seconds, CPU-seconds) of each worker; tables have `num_embeddings` rows."""
     processes = multiprocessing.get_context("spawn")
     results = processes.Queue()
-    with tempfile.TemporaryDirectory(prefix="rayrec-calibration-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rayrec-speed-probe-") as folder:
         piece.preprocessor.save(folder + "/preprocessor")
         arguments = (workers, threads, cuda, folder, config, piece.index, num_embeddings, piece.rows_of_log, results)
         started = [processes.Process(target=_rank, args=(rank, *arguments), daemon=True) for rank in range(workers)]

@@ -21,7 +21,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Calibration:
+class MeasuredSpeed:
     """Measured on this machine, without Ray."""
 
     num_workers: int

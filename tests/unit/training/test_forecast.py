@@ -10,9 +10,9 @@ from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.launch.cluster import Layout, layout
 from rayrec.training.forecast import ClusterShape, Forecast, extrapolate, forecast
-from rayrec.workloads.speed_probe import Calibration, Target
+from rayrec.workloads.speed_probe import MeasuredSpeed, Target
 
-MEASURED = Calibration(
+MEASURED = MeasuredSpeed(
     num_workers=2,
     threads_per_worker=1,
     device="cpu",
@@ -38,7 +38,7 @@ def shares_of(shape: ClusterShape, *, workers: int, use_gpu: bool = False) -> La
     )
 
 
-def of(measured: Calibration, text: str, *, workers: int = 2) -> Forecast:
+def of(measured: MeasuredSpeed, text: str, *, workers: int = 2) -> Forecast:
     shape = ClusterShape.parse(text)
     shares = shares_of(shape, workers=workers, use_gpu=bool(shape.gpus))
     return extrapolate(measured, shape, shares, threads_per_worker=None)
@@ -52,7 +52,7 @@ def test_a_model_that_is_the_limit() -> None:
     assert "About 40k rows/s, limited by the model; an epoch of about 1M rows takes 25 s." in found.text()
     assert "4 MB on the worker with most" in found.text()
     assert "slice" not in found.text()
-    assert "slice of the log" in replace(found, calibration=replace(MEASURED, sampled_vocabulary=True)).text()
+    assert "slice of the log" in replace(found, measured_speed=replace(MEASURED, sampled_vocabulary=True)).text()
 
 
 def test_more_cores_and_nodes_train_faster() -> None:
@@ -141,4 +141,4 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         forecast(recipes.criteo_demo("log.txt"), ClusterShape(8.0, 1.0, 2))
     other = recipes.gpt2_tiny("tokens")
     with pytest.raises(InputError, match="cannot be measured before it is trained"):
-        other.workload.calibrate(other, target=Target(1, 1), local_workers=1, cuda=False)
+        other.workload.probe_speed(other, target=Target(1, 1), local_workers=1, cuda=False)

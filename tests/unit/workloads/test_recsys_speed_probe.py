@@ -17,7 +17,7 @@ from rayrec.workloads import recsys_plan, recsys_speed_probe
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys_memory import PROCESS_BYTES
 from rayrec.workloads.recsys_speed_probe import folded
-from rayrec.workloads.speed_probe import Calibration, Target
+from rayrec.workloads.speed_probe import MeasuredSpeed, Target
 
 ROWS = 2000
 GB = 10**9
@@ -43,25 +43,25 @@ class Trained:
         return [(1000, 0.5, 0.25)]
 
 
-def calibrated(config: TrainConfig, target: Target, *, cuda: bool = False) -> Calibration:
-    return config.workload.calibrate(config, target=target, local_workers=1, cuda=cuda)
+def probed(config: TrainConfig, target: Target, *, cuda: bool = False) -> MeasuredSpeed:
+    return config.workload.probe_speed(config, target=target, local_workers=1, cuda=cuda)
 
 
 def test_tables_are_judged_by_the_clusters_memory(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = Trained(monkeypatch)
-    whole = calibrated(config, Target(2, 1, GB))
+    whole = probed(config, Target(2, 1, GB))
     (wanted,) = trained.num_embeddings
     assert not whole.notes
     assert min(wanted) >= ROWS
     assert sum(whole.worker_bytes) == sum(rows * (16 + 1) * 4 for rows in wanted)
     with pytest.raises(InputError, match="tables"):
-        calibrated(config, Target(2, 1, 1_000_000))
+        probed(config, Target(2, 1, 1_000_000))
     # This machine holds too little, and the cluster enough.
     free = int((PROCESS_BYTES + sum(whole.worker_bytes) // 2) / 0.7)  # of which Ray's object store takes 0.3
     monkeypatch.setattr(recsys_plan, "available_host_bytes", lambda: free)
     with pytest.raises(InputError, match="taken for as large as here, memory_gb=N in --cluster"):
-        calibrated(config, Target(2, 1))
-    cut = calibrated(config, Target(2, 1, GB))
+        probed(config, Target(2, 1))
+    cut = probed(config, Target(2, 1, GB))
     assert (cut.plan, cut.worker_bytes) == (whole.plan, whole.worker_bytes)
     held = trained.num_embeddings[-1]
     assert sum(rows * (16 + 1) * 4 for rows in held) < sum(whole.worker_bytes) // 4
