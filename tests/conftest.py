@@ -30,7 +30,7 @@ LONGEST = (
     "test_ingest.py",
     "test_export.py",
     "test_data_parallel.py",
-    "test_ready.py",
+    "test_materialized.py",
     "test_commands.py",
     "test_huggingface.py",
     "test_tables.py",

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from rayrec import storage
 from rayrec.config import Config, InputError
-from rayrec.data import preprocess as writing
 from rayrec.data.counting_indexer import CountingIndexer
 from rayrec.data.engine import Engine
 from rayrec.data.log import LogIndex
 from rayrec.data.log_head import has_labels
+from rayrec.data.materialized import writer as writing
 from rayrec.data.opening import index_log
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.presets import make_preprocessor

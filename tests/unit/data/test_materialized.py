@@ -20,10 +20,11 @@ import pytest
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data import materialized, ready_checks, ready_maps
+from rayrec.data import materialized
 from rayrec.data.counting import count_log
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.log import LogIndex, cut, index_chunk, numbered, select
+from rayrec.data.materialized import checks, maps
 from rayrec.data.materialized.writer import preprocess
 from rayrec.data.multi_hot import MultiHot
 from rayrec.data.opening import open_log
@@ -456,7 +457,7 @@ def test_what_does_not_fit_into_memory_says_so(
     days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = write(days, preprocessor, tmp_path / "out", "binary")
-    monkeypatch.setattr(ready_maps, "free_memory", lambda: 1000)
+    monkeypatch.setattr(maps, "free_memory", lambda: 1000)
     (block,) = EpochOrder((Part(made.index.segments[0], 0, 5),), "none", 0, 1).blocks(0)
     with pytest.raises(InputError, match=r"do not fit into .* free memory; leave in_memory off"):
         next(materialized.stream_preprocessed([(block, whole([block])[0])], preprocessor, in_memory=True))
@@ -576,18 +577,18 @@ def test_ids_of_bags_and_negative_ids_are_checked() -> None:
     dense = np.zeros((3, 0), np.float32)
     bags = Bags(np.array([1, 2, 9, 0], np.int32), np.array([2, 0, 2], np.int32))
     one = EncodedRows(dense, [np.array([0, 1, -1], np.int64), np.array([[0, 1], [2, 3], [4, 4]]), bags], None, None)
-    assert ready_checks.wrong_id(one, [2, 5, 10]) == ready_checks.WrongId(2, 0, -1)
+    assert checks.wrong_id(one, [2, 5, 10]) == checks.WrongId(2, 0, -1)
     one.ids[0][2] = 1  # type: ignore[index]
-    assert ready_checks.wrong_id(one, [2, 5, 10]) is None
-    assert ready_checks.wrong_id(one, [2, 4, 10]) == ready_checks.WrongId(2, 1, 4)
-    assert ready_checks.wrong_id(one, [2, 5, 9]) == ready_checks.WrongId(2, 2, 9)
+    assert checks.wrong_id(one, [2, 5, 10]) is None
+    assert checks.wrong_id(one, [2, 4, 10]) == checks.WrongId(2, 1, 4)
+    assert checks.wrong_id(one, [2, 5, 9]) == checks.WrongId(2, 2, 9)
 
 
 @pytest.mark.parametrize("format", materialized.FORMATS)
 def test_checksums_are_compared_once_for_the_same_files(
     days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ready_checks, "_TASK_BYTES", 50_000)  # so that files are split, and share tasks
+    monkeypatch.setattr(checks, "_TASK_BYTES", 50_000)  # so that files are split, and share tasks
     out = tmp_path / "out"
     made = write(days, preprocessor, out, format)
     done: list[tuple[int, int]] = []

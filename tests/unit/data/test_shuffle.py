@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayrec import storage
-from rayrec.data import materialized, shuffle
+from rayrec.data import materialized
 from rayrec.data.encoded import Bags, EncodedRows
 from rayrec.data.log import LogIndex, Segment, cut, index_chunk, numbered
+from rayrec.data.materialized import shuffle
 from rayrec.data.materialized.shuffle import Permutation, gather_runs, mixing, write_run
 from rayrec.data.materialized.writer import preprocess
 from rayrec.data.parsing import Faults

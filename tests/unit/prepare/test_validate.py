@@ -252,7 +252,7 @@ def test_ready_made_data_and_other_schemas_are_refused(tmp_path: Path, monkeypat
     other = CONFIG.replace(schema=SCHEMA.replace(dense=("a", "c")))
     with pytest.raises(InputError, match="made for columns"):
         validate(path, config=other, preprocessor=tmp_path / "prepared")
-    monkeypatch.setattr(module.ready, "is_preprocessed", lambda path: True)
+    monkeypatch.setattr(module.materialized, "is_preprocessed", lambda path: True)
     with pytest.raises(InputError, match="preprocessed"):
         validate(path)
 

@@ -24,7 +24,7 @@ from rayrec.config import InputError
 from rayrec.data.engine import Engine, StreamEngine
 from rayrec.data.ingest import share_preprocessor
 from rayrec.data.log import LogIndex
-from rayrec.data.materialized import MANIFEST, VERSION
+from rayrec.data.materialized.dataset import MANIFEST, VERSION
 from rayrec.data.materialized.files import FORMATS, create_files, finish_files, row_bytes
 from rayrec.data.materialized.formats import check
 from rayrec.data.materialized.plan import Layout, lay_out
