@@ -261,13 +261,13 @@ def stored_member(size: int) -> bytes:
 @pytest.mark.parametrize(
     "packed",
     [
-        gzip.compress(b"hello\n" * 1000),
-        gzip.compress(b"one\n") + gzip.compress(b"") + gzip.compress(b"two\n"),
-        gzip.compress(b"one\n") + b"\0" * 100,
-        gzip.compress(b"one\n") + b"\0" * 512 + gzip.compress(b"two\n"),
-        gzip.compress(b""),
-        stored_member(1 << 20) + gzip.compress(b"behind the first read\n"),
-        stored_member((1 << 20) - 1) + gzip.compress(b"header across two reads\n"),
+        gzip.compress(b"hello\n" * 1000, mtime=0),
+        gzip.compress(b"one\n", mtime=0) + gzip.compress(b"", mtime=0) + gzip.compress(b"two\n", mtime=0),
+        gzip.compress(b"one\n", mtime=0) + b"\0" * 100,
+        gzip.compress(b"one\n", mtime=0) + b"\0" * 512 + gzip.compress(b"two\n", mtime=0),
+        gzip.compress(b"", mtime=0),
+        stored_member(1 << 20) + gzip.compress(b"behind the first read\n", mtime=0),
+        stored_member((1 << 20) - 1) + gzip.compress(b"header across two reads\n", mtime=0),
     ],
     ids=["one", "several", "padded", "padded between", "empty", "read boundary", "across reads"],
 )
