@@ -170,7 +170,7 @@ def test_a_shared_file_is_not_repaired_from_a_source_with_other_content(tmp_path
     assert found is None
 
 
-def test_a_run_is_claimed_when_a_full_disk_has_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lease_is_written_when_a_full_disk_has_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(persistence, "FIRST_DELAY_S", 0.01)
     write_json, full = storage.write_json, [OSError(errno.ENOSPC, "No space left on device")] * 2
 
