@@ -180,10 +180,10 @@ def test_the_lease_is_written_when_a_full_disk_has_room_again(tmp_path: Path, mo
         write_json(path, value)
 
     monkeypatch.setattr(storage, "write_json", write)
-    assert worker._claimed(str(tmp_path), max_outage_s=30.0).valid()
+    assert worker._acquired(str(tmp_path), max_outage_s=30.0).valid()
     full[:] = [OSError(errno.ENOSPC, "No space left on device")] * 1000
     with pytest.raises(InputError, match="no space left; free some"):
-        worker._claimed(str(tmp_path), max_outage_s=0.1)
+        worker._acquired(str(tmp_path), max_outage_s=0.1)
 
 
 def test_the_start_of_a_run(tmp_path: Path) -> None:
