@@ -10,7 +10,7 @@ import numpy as np
 import onnxruntime
 
 from rayrec.inference.export_format import open_export
-from rayrec.inference.onnx import INPUTS, OUTPUT, write_onnx
+from rayrec.inference.onnx import DENSE, IDS, OUTPUT, write_onnx
 
 
 def load(export: str, *, num_threads: int = 0) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
@@ -24,7 +24,6 @@ def load(export: str, *, num_threads: int = 0) -> Callable[[np.ndarray, np.ndarr
         session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
     def score(dense: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        feeds = dict(zip(INPUTS, (dense, np.asarray(ids, np.int64)), strict=True))
-        return session.run([OUTPUT], feeds)[0][:, 0]
+        return session.run([OUTPUT], {DENSE: dense, IDS: np.asarray(ids, np.int64)})[0][:, 0]
 
     return score
