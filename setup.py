@@ -17,6 +17,7 @@ setup(
                 "src/rayrec/native/text_columns.c",
                 "src/rayrec/native/ready.c",
                 "src/rayrec/native/tables.c",
+                "src/rayrec/native/table_training.c",
                 "src/rayrec/native/checksum.c",
             ],
             depends=["src/rayrec/native/kernels.h", "src/rayrec/native/format.h"],

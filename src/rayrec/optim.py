@@ -100,22 +100,46 @@ class LearningRateSchedule(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class SparseOptimizerConfig(Config):
-    """Optimizer of the sharded embedding tables, applied by the fused kernel inside the backward pass."""
+    """Optimizer of the embedding tables. sgd, adagrad and rowwise_adagrad are applied by a fused kernel inside the backward pass,
+    the kinds of Adam after it."""
 
-    kind: Literal["sgd", "adagrad", "rowwise_adagrad"] = "rowwise_adagrad"
-    """Update rule; rowwise_adagrad keeps one float per row, adagrad one per weight."""
+    kind: Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "sparse_adam"] = "rowwise_adagrad"
+    """Update rule; rowwise_adagrad keeps one float per row, adagrad one per weight, the others but sgd two per weight. adam and
+    adamw update every row of a table in each step, as in torch.optim; sparse_adam only the rows of the batch."""
     learning_rate: float = 0.01
     """Base learning rate, before the schedule."""
     eps: float = 1e-8
-    """Added to the root of the accumulated squares (adagrad, rowwise_adagrad). At 1e-8 a row's first update has the full learning
+    """Added to the root of the accumulated squares (all but sgd). At 1e-8 a row's first update has the full learning
     rate, whatever the gradient; about 10 / global batch damps rows of rare categories, which overfit otherwise."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the running mean and square of the gradient (adam, adamw, sparse_adam)."""
+    weight_decay: float = 0.0
+    """L2 penalty on whole tables in each step (adam, adamw): adam adds weight_decay times the table to its gradient, adamw
+    decouples it from the gradient. `model.embedding_penalty` acts on the rows of the batch, with every kind."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_not_negative(self, "learning_rate", "eps")
+        _check_not_negative(self, "learning_rate", "eps", "weight_decay")
+        _check_betas(self.betas)
+        if self.own_rule and not self.eps:
+            raise InputError(
+                f"SparseOptimizerConfig.eps: {self.kind} divides by it in rows without a gradient; give 1e-8"
+            )
+        if self.weight_decay and self.kind not in ("adam", "adamw"):
+            raise InputError(
+                f"SparseOptimizerConfig.weight_decay: {self.kind} updates only the rows of a batch, not whole tables; "
+                "choose kind adam or adamw, or penalise the rows of the batch: model.embedding_penalty"
+            )
+
+    @property
+    def own_rule(self) -> bool:
+        """Whether rayrec updates the tables after the backward pass (`models/table_adam.py`), and no fused kernel in it."""
+        return self.kind in ("adam", "adamw", "sparse_adam")
 
     def state_bytes(self, rows: int, columns: int) -> int:
         """Bytes of state that it keeps for a table, or a part of one, of shape (rows, columns)."""
+        if self.own_rule:
+            return 2 * rows * columns * FLOAT_BYTES
         values = {"sgd": 0, "adagrad": rows * columns, "rowwise_adagrad": rows}[self.kind]
         return values * FLOAT_BYTES
 
@@ -124,12 +148,15 @@ class SparseOptimizerConfig(Config):
 
         The arguments are a new dict in each call, since TorchRec changes it. fbgemm's Adagrad rules, for the summed
         gradient g of a touched row, are h += g^2 (adagrad) or h += mean(g^2) (rowwise_adagrad),
-        w -= learning_rate * g / (sqrt(h) + eps). There is no weight decay here: fbgemm 1.8 ignores it on the CPU in
-        silence; penalise embeddings in the model (`embedding_penalty`), which acts the same everywhere.
+        w -= learning_rate * g / (sqrt(h) + eps). They have no weight decay here: fbgemm 1.8 ignores it on the CPU in
+        silence. For kinds with `own_rule` this is torch's Adam, by which TorchRec's planner knows the size of the state;
+        `leave_to_own_rule` replaces it before tables are sharded.
         """
         import torch
         from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+        if self.own_rule:
+            return torch.optim.Adam, {"lr": self.learning_rate, "eps": self.eps, "betas": self.betas}
         if self.kind == "sgd":
             return torch.optim.SGD, {"lr": self.learning_rate}
         rule = torch.optim.Adagrad if self.kind == "adagrad" else RowWiseAdagrad
@@ -166,8 +193,7 @@ class DenseOptimizerConfig(Config):
             raise InputError(
                 f"momentum {self.momentum}, nesterov {self.nesterov}: momentum is for sgd, nesterov for momentum"
             )
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise InputError(f"betas {self.betas}: both must be at least 0 and below 1")
+        _check_betas(self.betas)
         if self.max_gradient_norm is not None and not self.max_gradient_norm > 0:
             raise InputError(f"max_gradient_norm {self.max_gradient_norm} must be above 0; None never clips")
 
@@ -289,3 +315,8 @@ def _check_not_negative(config: Config, *names: str) -> None:
         value = getattr(config, name)
         if not 0 <= value < float("inf"):
             raise InputError(f"{type(config).__name__}.{name}: {value} must be 0 or more, and finite")
+
+
+def _check_betas(betas: tuple[float, float]) -> None:
+    if not all(0 <= beta < 1 for beta in betas):
+        raise InputError(f"betas {betas}: both must be at least 0 and below 1")

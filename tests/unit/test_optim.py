@@ -111,7 +111,11 @@ def test_impossible_schedules_are_refused(fields: dict[str, Any], message: str) 
 @pytest.mark.parametrize(
     ("config", "fields", "message"),
     [
-        (SparseOptimizerConfig, {"kind": "adamw"}, "does not fit"),
+        (SparseOptimizerConfig, {"kind": "lamb"}, "does not fit"),
+        (SparseOptimizerConfig, {"kind": "sparse_adam", "weight_decay": 0.1}, "choose kind adam or adamw"),
+        (SparseOptimizerConfig, {"kind": "rowwise_adagrad", "weight_decay": 0.1}, r"model\.embedding_penalty"),
+        (SparseOptimizerConfig, {"kind": "adam", "eps": 0.0}, "adam divides by it"),
+        (SparseOptimizerConfig, {"kind": "adam", "betas": (1.0, 0.9)}, "betas"),
         (SparseOptimizerConfig, {"learning_rate": -0.1}, "learning_rate: -0.1 must be 0 or more"),
         (DenseOptimizerConfig, {"eps": float("nan")}, "eps: nan must be"),
         (DenseOptimizerConfig, {"betas": (0.9, 1.0)}, "betas"),

@@ -3,7 +3,7 @@
 # ruff: noqa: F401  # the names are for other modules
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -86,3 +86,25 @@ def sharded_tensor(shards: list[Shard], metadata: ShardedTensorMetadata, like: S
 def move_wrapped_module(model: DistributedModelParallel, device: torch.device) -> None:
     """Moves the module that DistributedModelParallel wraps to `device`, as TorchRec's own wrappers do."""
     model._dmp_wrapped_module = model._dmp_wrapped_module.to(device)
+
+
+def set_optimizer_in_backward(
+    parameters: Iterable[torch.nn.Parameter], optimizer: type[torch.optim.Optimizer], arguments: dict[str, Any]
+) -> None:
+    """Replaces the optimizer that `apply_optimizer_in_backward` gave to tables, before they are sharded."""
+    for parameter in parameters:
+        parameter._optimizer_classes = [optimizer]  # type: ignore[attr-defined]
+        parameter._optimizer_kwargs = [dict(arguments)]  # type: ignore[attr-defined]
+
+
+def table_kernels(model: torch.nn.Module) -> Iterator[tuple[Any, list[tuple[str, int, int]]]]:
+    """fbgemm's kernels with a fused optimizer in a sharded model, and what each of their tables is: (name, first row, first
+    column), since a kernel may have only a part of it. TorchRec has no public way to its kernels."""
+    from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbedding, BatchedFusedEmbeddingBag
+
+    for module in model.modules():
+        for lookup in getattr(module, "_lookups", ()):
+            for kernel in getattr(lookup, "_emb_modules", ()):
+                if isinstance(kernel, BatchedFusedEmbedding | BatchedFusedEmbeddingBag):
+                    parts = [(table.name, table.local_metadata) for table in kernel.config.embedding_tables]
+                    yield kernel.emb_module, [(name, *part.shard_offsets) for name, part in parts]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torchrec.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper
 
+from rayrec.models.table_adam import TableAdam
 from rayrec.optim import SparseOptimizerConfig
 
 _STATE = "momentum1"  # TorchRec's name for the first state of any fused optimizer
@@ -16,13 +18,11 @@ _STATE = "momentum1"  # TorchRec's name for the first state of any fused optimiz
 def data_parallel_optimizer(
     config: SparseOptimizerConfig, named_parameters: Mapping[str, torch.nn.Parameter]
 ) -> KeyedOptimizer:
-    """The optimizer of data-parallel tables, under parameter names, its state named and shaped as that of fused tables."""
-    return KeyedOptimizerWrapper(
-        dict(named_parameters),
-        lambda parameters: DataParallelTableOptimizer(
-            parameters, kind=config.kind, learning_rate=config.learning_rate, eps=config.eps
-        ),
-    )
+    """The optimizer of data-parallel tables, under parameter names, its state named and shaped as that of sharded tables."""
+    if config.kind == "sgd" or config.kind == "adagrad" or config.kind == "rowwise_adagrad":  # noqa: PLR1714  # for mypy
+        rule = partial(DataParallelTableOptimizer, kind=config.kind, learning_rate=config.learning_rate, eps=config.eps)
+        return KeyedOptimizerWrapper(dict(named_parameters), rule)
+    return TableAdam.of_parameters(config, named_parameters)
 
 
 class DataParallelTableOptimizer(torch.optim.Optimizer):

@@ -104,6 +104,39 @@ typedef struct {
     const float *weights; /* one for each id: what its row is multiplied by; NULL: 1 each */
 } rayrec_lookup;
 
+/* What a batch looked up in tables: the ids of feature f's bag b are ids[offsets[f * bags + b]] to ids[offsets[f * bags + b + 1] - 1]. */
+typedef struct {
+    const int64_t *ids;
+    const int64_t *offsets;
+    const float *weights; /* one for each id: what its row was multiplied by; NULL: 1 each */
+    const float *gradient; /* a row of `stride` values for each bag (pooled) or each id */
+    int64_t bags; /* of each feature */
+    int64_t stride;
+    int64_t pooled;
+} rayrec_looked_up;
+
+/* A table, or a part of one, with Adam's moments: (rows, dim) each. */
+typedef struct {
+    float *weights;
+    float *mean;
+    float *square;
+    int64_t dim;
+} rayrec_adam_table;
+
+/* weight = keep * weight - step_size * mean / (sqrt(square) * root_scale + eps), after the moments have taken in the gradient
+ * scale * gradient + l2 * weight. */
+typedef struct {
+    float step_size;
+    float root_scale;
+    float eps;
+    float mean_rate; /* of the gradient in the mean: 1 - beta1 */
+    float square_keep; /* beta2 */
+    float square_rate; /* 1 - beta2 */
+    float l2;
+    float keep;
+    float scale;
+} rayrec_adam;
+
 int64_t rayrec_parse(const uint8_t *text, int64_t length, const rayrec_layout *layout, const rayrec_raw_rows *out,
                      int64_t *fault_counts, rayrec_fault *faults, int64_t max_faults, int64_t *num_faults);
 int64_t rayrec_last_line_start(const uint8_t *text, int64_t length);
@@ -173,5 +206,14 @@ void rayrec_text_hexadecimal(const int64_t *offsets, const uint8_t *data, const 
 
 /* checksum.c: a checksum of `length` bytes, from 0 to 2^63 - 1. */
 int64_t rayrec_checksum(const uint8_t *data, int64_t length);
+
+/* table_training.c */
+int64_t rayrec_sum_row_gradients(const rayrec_looked_up *lookup, int64_t first_feature, int64_t num_features,
+                                 int64_t column, int64_t dim, int32_t *slots, int64_t mask, int64_t *distinct,
+                                 float *sums);
+void rayrec_adam_rows(const rayrec_adam_table *table, const rayrec_adam *rule, const int64_t *ids,
+                      const float *gradients, int64_t start, int64_t stop, int32_t only_nonzero);
+void rayrec_adam_others(const rayrec_adam_table *table, const rayrec_adam *rule, const uint8_t *marks, int64_t start,
+                        int64_t stop);
 
 #endif

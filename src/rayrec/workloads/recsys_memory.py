@@ -94,7 +94,10 @@ def worker_memories(
                 gradients=sum(row.gradient_bytes for row in rows),
                 dense=2 * dense_weights * FLOAT_BYTES + dense_state,
                 batches=_batch_bytes(
-                    cost, num_sparse * workload.model.embedding_dim, max(batch_size, config.eval_batch_size // 2)
+                    cost,
+                    num_sparse * workload.model.embedding_dim,
+                    max(batch_size, config.eval_batch_size // 2),
+                    copies=_COPIES_OF_EMBEDDINGS + workload.sparse_optimizer.own_rule,  # gradients by row
                 ),
                 checkpoint=own + (data_parallel_bytes + dense_saved) // world_size,
             )
@@ -102,8 +105,8 @@ def worker_memories(
     return found
 
 
-def _batch_bytes(cost: NetworkCost, width: int, rows: int) -> int:
+def _batch_bytes(cost: NetworkCost, width: int, rows: int, *, copies: int) -> int:
     """Activations of a step; an evaluation keeps none for a backward pass, so that half of its rows count. `width`: of a row's
-    embeddings side by side."""
-    embeddings = _COPIES_OF_EMBEDDINGS * width * FLOAT_BYTES
+    embeddings side by side; `copies`: of these that exist at once."""
+    embeddings = copies * width * FLOAT_BYTES
     return int(rows * (embeddings + _COPIES_OF_ACTIVATIONS * cost.saved_bytes_per_row))

@@ -30,6 +30,7 @@ from rayrec.models.base import ModelInputs
 from rayrec.models.click_model import own_name
 from rayrec.models.data_parallel_tables import data_parallel_optimizer
 from rayrec.models.embeddings import initialize_shards
+from rayrec.models.table_adam import TableAdam, leave_to_own_rule
 from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig, learning_rates, set_learning_rates
 from rayrec.sharding import (
     data_parallel_tables,
@@ -153,6 +154,7 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
     }
     process_group = torch.distributed.group.WORLD
     assert process_group is not None
+    leave_to_own_rule(model.embeddings, workload.sparse_optimizer)
     sharded = DistributedModelParallel(
         model,
         env=ShardingEnv.from_process_group(process_group),
@@ -206,12 +208,13 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
 def make_optimizer(
     sharded: DistributedModelParallel, plan: ShardingPlan, *, sparse: SparseOptimizerConfig, dense: DenseOptimizerConfig
 ) -> CombinedOptimizer:
-    """Of all parameters: fused tables, tables that the plan replicates (by the same rule), and the network."""
+    """Of all parameters: sharded tables, tables that the plan replicates (by the same rule), and the network."""
     remaining = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     whole = {name: remaining.pop(name) for name in data_parallel_tables(plan)}
     optimizers = [data_parallel_optimizer(sparse, whole)] if whole else []
     network = {own_name(name): parameter for name, parameter in remaining.items()}
-    return CombinedOptimizer([sharded.fused_optimizer, *optimizers, dense.build_keyed(network)])
+    tables = TableAdam.of_sharded(sparse, sharded) if sparse.own_rule else sharded.fused_optimizer
+    return CombinedOptimizer([tables, *optimizers, dense.build_keyed(network)])
 
 
 def train_loader(context: WorkerContext, prepared: Prepared, *, state: dict[str, Any] | None, step: int) -> ClickLoader:

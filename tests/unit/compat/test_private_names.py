@@ -121,10 +121,14 @@ def test_one_product_by_onednn() -> None:
 
 
 def test_private_attributes_of_torchrec() -> None:
-    from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed import DistributedModelParallel, embedding, embedding_lookup, embeddingbag
 
     assert "_dmp_wrapped_module" in inspect.getsource(DistributedModelParallel)
     assert "_process_group" in inspect.getsource(torch_compat.ShardedTensor)
+    for module in (embeddingbag, embedding):
+        source = inspect.getsource(module)
+        assert all(name in source for name in ('"_optimizer_classes"', '"_optimizer_kwargs"', "self._lookups"))
+    assert "self._emb_modules" in inspect.getsource(embedding_lookup)
 
 
 def test_a_name_that_a_version_lacks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,18 @@ def test_adagrad_doubles_the_tables() -> None:
     with pytest.raises(InputError, match="host memory, 15% kept free, must hold a checkpoint's copy"):
         api.plan(adagrad, cluster=GPUS.replace("memory_gb=1000", "memory_gb=100", 1), tables=MLPERF_NUM_EMBEDDINGS)
     assert "adagrad" in adagrad.to_yaml()
+
+
+def test_adam_triples_the_tables() -> None:
+    config = recipes.criteo_demo()
+    sizes = {}
+    for kind in ("sgd", "adam", "sparse_adam"):
+        text = api.plan(config.replace(workload={"sparse_optimizer": {"kind": kind}}), tables=[40_000] * 26)
+        sizes[kind] = re.findall(r"^cat_0 .* (\S+ MiB)$", text, re.MULTILINE)
+    assert sizes == {"sgd": ["2.4 MiB"], "adam": ["7.3 MiB"], "sparse_adam": ["7.3 MiB"]}
+    large = config.replace(workload={"sparse_optimizer": {"kind": "adam"}})
+    with pytest.raises(InputError, match=r"26 tables need 46.5 GiB \(weights and optimizer state\), but 2 workers"):
+        api.plan(large, cluster="cpus=8,nodes=1,memory_gb=64", tables=[10_000_000] * 26)
 
 
 def test_a_profile_that_makes_integers_categories_is_planned_with_all_its_columns() -> None:

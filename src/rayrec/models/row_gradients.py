@@ -1,0 +1,230 @@
+"""Gradients of embedding tables by row: what an optimizer needs that updates tables after the backward pass, and not in it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, final
+
+import torch
+
+from rayrec.native import library
+
+
+@dataclass(frozen=True)
+class RowGradients:
+    """The gradient of a table (rows, columns), whose other rows have the gradient 0."""
+
+    ids: torch.Tensor
+    """int64 (n,): distinct rows."""
+    values: torch.Tensor
+    """float32 (n, columns), contiguous: their gradients."""
+
+    @classmethod
+    def nothing(cls, columns: int, device: torch.device) -> RowGradients:
+        return cls(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, columns, device=device))
+
+    @classmethod
+    def of_dense(cls, gradient: torch.Tensor) -> RowGradients:
+        """The rows of a dense gradient (rows, columns) that are not 0."""
+        ids = gradient.any(dim=1).nonzero().squeeze(1)
+        return cls(ids, gradient[ids])
+
+    @classmethod
+    def sum_of(cls, parts: Sequence[RowGradients]) -> RowGradients:
+        """Of several backward passes; at least one."""
+        if len(parts) == 1:
+            return parts[0]
+        values = torch.cat([part.values for part in parts])
+        ids, places = torch.cat([part.ids for part in parts]).unique(return_inverse=True)
+        return cls(ids, values.new_zeros(len(ids), values.shape[1]).index_add_(0, places, values))
+
+
+@dataclass(frozen=True)
+class Lookups:
+    """What one batch looked up in the tables of one kernel."""
+
+    ids: torch.Tensor
+    """int64: feature after feature, bag after bag."""
+    offsets: torch.Tensor
+    """int64 (features * bags + 1): where each bag's ids start."""
+    weights: torch.Tensor | None
+    """float32, one for each id: what its row was multiplied by."""
+    gradient: torch.Tensor
+    """float32, contiguous: pooled (bags, sum of the features' columns), else (ids, columns)."""
+    bags: int
+    """Of each feature."""
+    pooled: bool
+
+    def of_table(self, first_feature: int, num_features: int, *, column: int, columns: int) -> RowGradients:
+        """The gradients of one table, which consecutive features share; `column` is the first of theirs in `gradient`. On CPU,
+        sums are in the order of the lookups."""
+        rows = self.gradient if self.pooled else self.gradient[:, :columns]
+        if rows.is_cuda:
+            return self.by_operators(first_feature, num_features, column=column, columns=columns)
+        start, stop = self.offsets[[first_feature * self.bags, (first_feature + num_features) * self.bags]].tolist()
+        size = stop - start
+        slots = torch.zeros(1 << (2 * size).bit_length(), dtype=torch.int32)
+        ids, sums = torch.empty(size, dtype=torch.int64), torch.empty(size, columns)
+        found = _sum_row_gradients()(
+            ctypes.byref(self._structure()),
+            first_feature,
+            num_features,
+            column,
+            columns,
+            slots.data_ptr(),
+            len(slots) - 1,
+            ids.data_ptr(),
+            sums.data_ptr(),
+        )
+        return RowGradients(ids[:found], sums[:found])
+
+    def by_operators(self, first_feature: int, num_features: int, *, column: int, columns: int) -> RowGradients:
+        """`of_table` by torch's operators, for any device; on a GPU, the host waits for the number of rows."""
+        first = first_feature * self.bags
+        offsets = self.offsets[first : first + num_features * self.bags + 1]
+        start, stop = offsets[[0, -1]].tolist()
+        ids = self.ids[start:stop]
+        if self.pooled:
+            end = column + num_features * columns
+            of_bags = self.gradient[:, column:end].reshape(self.bags, num_features, columns)
+            of_bags = of_bags.transpose(0, 1).reshape(-1, columns)
+            values = of_bags.repeat_interleave(offsets.diff(), dim=0, output_size=stop - start)
+        else:
+            values = self.gradient[start:stop, :columns]
+        if self.weights is not None:
+            values = values * self.weights[start:stop].unsqueeze(1)
+        distinct, places = ids.unique(return_inverse=True)
+        return RowGradients(distinct, values.new_zeros(len(distinct), columns).index_add_(0, places, values))
+
+    def _structure(self) -> _CLookups:
+        return _CLookups(
+            self.ids.data_ptr(),
+            self.offsets.data_ptr(),
+            None if self.weights is None else self.weights.data_ptr(),
+            self.gradient.data_ptr(),
+            self.bags,
+            self.gradient.shape[1],
+            self.pooled,
+        )
+
+
+@final
+class RowGradientCollector:
+    """Keeps the row gradients of the tables of one of fbgemm's kernels, whose own update it takes the place of."""
+
+    def __init__(self, kernel: Any) -> None:
+        """`kernel`: SplitTableBatchedEmbeddingBagsCodegen with float32 tables, which its backward pass no longer updates."""
+        self._look_up: Callable[..., torch.Tensor] = kernel.forward
+        self.weights: list[torch.Tensor] = kernel.split_embedding_weights()
+        """The kernel's tables, or parts of tables, (rows, columns) each, in its order."""
+        self._features = [kernel.feature_table_map.count(table) for table in range(len(self.weights))]
+        self._columns = kernel.D_offsets.tolist()
+        self._pooled = kernel.pooling_mode.name != "NONE"
+        self._collected: list[list[RowGradients]] = [[] for _ in self.weights]
+        self._anchor = torch.zeros((), device=self.weights[0].device, requires_grad=True)
+        kernel.forward = self._forward
+
+    def _forward(
+        self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        found: torch.Tensor = _Looked.apply(self._anchor, self, indices, offsets, per_sample_weights)
+        return found
+
+    def look_up(self, *arguments: Any) -> torch.Tensor:
+        indices, offsets, weights = arguments
+        return self._look_up(indices=indices, offsets=offsets, per_sample_weights=weights)
+
+    def collect(
+        self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, gradient: torch.Tensor
+    ) -> None:
+        """Keeps the gradients of one backward pass, given that of the kernel's output."""
+        lookups = Lookups(
+            indices.long().contiguous(),
+            offsets.long().contiguous(),
+            None if weights is None else weights.float().contiguous(),
+            gradient.float().contiguous(),
+            (len(offsets) - 1) // sum(self._features),
+            self._pooled,
+        )
+        found: list[RowGradients | None] = [None] * len(self.weights)
+
+        def collect_table(table: int, first_feature: int) -> None:
+            found[table] = lookups.of_table(
+                first_feature,
+                self._features[table],
+                column=self._columns[first_feature],
+                columns=self.weights[table].shape[1],
+            )
+
+        first_features = [sum(self._features[:table]) for table in range(len(self.weights))]
+        run_parallel([partial(collect_table, table, first) for table, first in enumerate(first_features)])
+        for collected, gradients in zip(self._collected, found, strict=True):
+            assert gradients is not None
+            collected.append(gradients)
+
+    def gradients(self, table: int) -> RowGradients:
+        """Of one of `weights`, since `clear`."""
+        weights = self.weights[table]
+        none = RowGradients.nothing(weights.shape[1], weights.device)
+        return RowGradients.sum_of(self._collected[table] or [none])
+
+    def clear(self) -> None:
+        for collected in self._collected:
+            collected.clear()
+
+
+class _Looked(torch.autograd.Function):
+    """The output of a kernel, whose gradient goes to a collector."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, collector: RowGradientCollector, *arguments: Any) -> torch.Tensor:
+        ctx.collector, ctx.arguments = collector, arguments
+        return collector.look_up(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        ctx.collector.collect(*ctx.arguments, gradient)
+        return (None,) * 5
+
+
+def run_parallel(tasks: Sequence[Callable[[], None]]) -> None:
+    """Runs tasks that spend their time in kernels, in as many threads as torch has."""
+    num_threads = min(torch.get_num_threads(), len(tasks))
+    if num_threads <= 1:
+        for task in tasks:
+            task()
+        return
+    for done in [_pool(os.getpid(), torch.get_num_threads()).submit(task) for task in tasks]:
+        done.result()
+
+
+@lru_cache(maxsize=1)
+def _pool(process: int, num_threads: int) -> ThreadPoolExecutor:
+    """The threads of a process: a forked one has none of its parent's."""
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="tables")
+
+
+class _CLookups(ctypes.Structure):
+    _fields_ = [
+        ("ids", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("gradient", ctypes.c_void_p),
+        ("bags", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+        ("pooled", ctypes.c_int64),
+    ]
+
+
+@lru_cache(maxsize=1)
+def _sum_row_gradients() -> Callable[..., int]:
+    kernel = library().rayrec_sum_row_gradients
+    size, pointer = ctypes.c_int64, ctypes.c_void_p
+    kernel.argtypes = [pointer, size, size, size, size, pointer, size, pointer, pointer]
+    kernel.restype = size
+    return kernel

@@ -1,0 +1,284 @@
+"""Adam for embedding tables: for every row in each step, as torch.optim.Adam has it, or for the rows of the batch only."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, Final, final
+
+import torch
+from torchrec.optim.keyed import KeyedOptimizer
+
+from rayrec.compat.torch_compat import Shard, ShardedTensor, set_optimizer_in_backward, sharded_tensor, table_kernels
+from rayrec.models.row_gradients import RowGradientCollector, RowGradients, run_parallel
+from rayrec.native import library
+from rayrec.optim import SparseOptimizerConfig
+
+_VALUES_OF_A_TASK: Final = 1 << 20
+"""Weights that one thread updates at a time."""
+
+
+@dataclass(frozen=True)
+class AdamStep:
+    """One step of Adam."""
+
+    learning_rate: float
+    number: int
+    """From 1."""
+    betas: tuple[float, float]
+    eps: float
+    l2: float
+    """Times the weight, it is added to the gradient."""
+    decay: float
+    """Decoupled weight decay: times the learning rate, the share that each weight loses."""
+    every_row: bool
+    """Whether rows without a gradient are updated too: their moments decay, and move them."""
+    gradient_scale: float = 1.0
+    """What gradients are multiplied by first."""
+
+    @property
+    def step_size(self) -> float:
+        return self.learning_rate / (1 - self.betas[0] ** self.number)
+
+    @property
+    def root_scale(self) -> float:
+        """What the root of the mean square is multiplied by."""
+        return 1 / math.sqrt(1 - self.betas[1] ** self.number)
+
+    @property
+    def keep(self) -> float:
+        return 1 - self.learning_rate * self.decay
+
+
+@final
+class TablePart:
+    """A table, or the part of one that this worker holds, with Adam's moments."""
+
+    def __init__(self, weights: torch.Tensor, gradients: Callable[[], RowGradients]) -> None:
+        """`weights`: float32 (rows, columns), contiguous, updated in place. `gradients`: those of the last backward pass."""
+        assert weights.is_contiguous()
+        assert weights.dtype == torch.float32
+        self.weights, self.gradients = weights, gradients
+        self.exp_avg, self.exp_avg_sq = torch.zeros_like(weights), torch.zeros_like(weights)
+        self._marks: torch.Tensor | None = None
+
+    def update(self, step: AdamStep, gradients: RowGradients) -> None:
+        """Takes one step; on CPU it reads and writes the weights and moments of a row once."""
+        if self.weights.is_cuda:
+            self.update_by_operators(step, gradients)
+            return
+        run_parallel(list(self.tasks(step, gradients)))
+
+    def tasks(self, step: AdamStep, gradients: RowGradients) -> Iterator[Callable[[], None]]:
+        """What `update` does on CPU, cut into tasks for threads, whose order does not matter."""
+        rows, columns = self.weights.shape
+        table = _CTable(self.weights.data_ptr(), self.exp_avg.data_ptr(), self.exp_avg_sq.data_ptr(), columns)
+        rates = (1 - step.betas[0], step.betas[1], 1 - step.betas[1])
+        rule = _CRule(step.step_size, step.root_scale, step.eps, *rates, step.l2, step.keep, step.gradient_scale)
+        ids, values = gradients.ids.contiguous(), gradients.values.contiguous()
+        of_rows, others = _kernels()
+        at_once = max(1, _VALUES_OF_A_TASK // columns)
+        for start, stop in _ranges(len(ids), at_once):
+            pointers = (ctypes.byref(table), ctypes.byref(rule), ids.data_ptr(), values.data_ptr())
+            yield _holding((ids, values), partial(of_rows, *pointers, start, stop, not step.every_row))
+        if not step.every_row:
+            return
+        marks = self._marked(ids)
+        for start, stop in _ranges(rows, at_once):
+            of_table = (ctypes.byref(table), ctypes.byref(rule), marks.data_ptr())
+            yield _holding(marks, partial(others, *of_table, start, stop))
+
+    def update_by_operators(self, step: AdamStep, gradients: RowGradients) -> None:
+        """`update` by torch's operators, for any device."""
+        ids, values = gradients.ids, gradients.values
+        if step.every_row:
+            gradient = self.weights * step.l2
+            gradient.index_add_(0, ids, values, alpha=step.gradient_scale)
+            self._update(self.weights, self.exp_avg, self.exp_avg_sq, gradient, step)
+            return
+        touched = values.any(dim=1)
+        ids, gradient = ids[touched], values[touched] * step.gradient_scale
+        weights, mean, square = (tensor[ids] for tensor in (self.weights, self.exp_avg, self.exp_avg_sq))
+        self._update(weights, mean, square, gradient, step)
+        self.weights[ids], self.exp_avg[ids], self.exp_avg_sq[ids] = weights, mean, square
+
+    @staticmethod
+    def _update(
+        weights: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, gradient: torch.Tensor, step: AdamStep
+    ) -> None:
+        beta1, beta2 = step.betas
+        mean.lerp_(gradient, 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        weights.mul_(step.keep).addcdiv_(
+            mean, square.sqrt().mul_(step.root_scale).add_(step.eps), value=-step.step_size
+        )
+
+    def _marked(self, ids: torch.Tensor) -> torch.Tensor:
+        """A byte for each row, 1 for those of `ids`; kept, since a table may have many rows and a batch few of them."""
+        if self._marks is None:
+            self._marks = torch.empty(len(self.weights), dtype=torch.uint8)
+        self._marks.zero_()
+        self._marks[ids] = 1
+        return self._marks
+
+
+class TableAdam(KeyedOptimizer):
+    """Adam over tables, with the state that torch.optim.Adam has: exp_avg, exp_avg_sq and step."""
+
+    def __init__(self, config: SparseOptimizerConfig, tables: Mapping[str, tuple[Any, Sequence[TablePart]]]) -> None:
+        """`tables`: by the name of its parameter, the parameter, which is a ShardedTensor or has the whole table, and the parts
+        of it that this worker holds."""
+        assert config.own_rule
+        self._config = config
+        self._tables = dict(tables)
+        state = {
+            parameter: {**_moments(parameter, parts), "step": torch.zeros(())} for parameter, parts in tables.values()
+        }
+        parameters = {name: parameter for name, (parameter, _) in tables.items()}
+        super().__init__(parameters, state, [{"params": list(parameters.values()), "lr": config.learning_rate}])
+        self._steps: list[torch.Tensor] = [states["step"] for states in state.values()]
+        self._clear: list[Callable[[], None]] = []
+
+    @classmethod
+    def of_sharded(cls, config: SparseOptimizerConfig, sharded: Any) -> TableAdam:
+        """Of the tables of a DistributedModelParallel that its fused optimizer would update; these are left to this optimizer."""
+        parts: dict[tuple[str, int, int], TablePart] = {}
+        clear = []
+        for kernel, places in table_kernels(sharded):
+            collector = RowGradientCollector(kernel)
+            clear.append(collector.clear)
+            for number, (place, weights) in enumerate(zip(places, collector.weights, strict=True)):
+                parts[place] = TablePart(weights, partial(collector.gradients, number))
+        tables: dict[str, tuple[Any, list[TablePart]]] = {}
+        for name, table in sharded.fused_optimizer.params.items():
+            of_table = [(name.split(".")[-2], *shard.metadata.shard_offsets) for shard in table.local_shards()]
+            tables[name] = table, [parts[place] for place in of_table]
+        optimizer = cls(config, tables)
+        optimizer._clear = clear
+        return optimizer
+
+    @classmethod
+    def of_parameters(cls, config: SparseOptimizerConfig, parameters: Mapping[str, torch.nn.Parameter]) -> TableAdam:
+        """Of tables that every worker holds whole, which have dense gradients."""
+        tables = {
+            name: (parameter, [TablePart(parameter.data, partial(_dense_gradients, parameter))])
+            for name, parameter in parameters.items()
+        }
+        return cls(config, tables)
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        for clear in self._clear:
+            clear()
+        for parameter, _ in self._tables.values():
+            if isinstance(parameter, torch.nn.Parameter) and parameter.grad is not None:
+                if set_to_none:
+                    parameter.grad = None
+                else:
+                    parameter.grad.zero_()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        (group,) = self.param_groups
+        steps = [self._adam_step(step, float(group["lr"])) for step in self._steps]
+        tasks: list[Callable[[], None]] = []
+        for step, (_, parts) in zip(steps, self._tables.values(), strict=True):
+            for part in parts:
+                gradients = part.gradients()
+                if part.weights.is_cuda:
+                    part.update_by_operators(step, gradients)
+                else:
+                    tasks.extend(part.tasks(step, gradients))
+        run_parallel(tasks)
+
+    def _adam_step(self, step: torch.Tensor, learning_rate: float) -> AdamStep:
+        step += 1
+        config = self._config
+        return AdamStep(
+            learning_rate=learning_rate,
+            number=int(step.item()),
+            betas=config.betas,
+            eps=config.eps,
+            l2=config.weight_decay if config.kind == "adam" else 0.0,
+            decay=config.weight_decay if config.kind == "adamw" else 0.0,
+            every_row=config.kind != "sparse_adam",
+        )
+
+
+def leave_to_own_rule(tables: torch.nn.Module, config: SparseOptimizerConfig) -> None:
+    """Call before sharding `tables`, whose optimizer `SparseOptimizerConfig.build` gave: for kinds with `own_rule` the fused
+    kernels then keep no state, and update nothing."""
+    if config.own_rule:
+        set_optimizer_in_backward(tables.parameters(), torch.optim.SGD, {"lr": 0.0})
+
+
+def _moments(parameter: Any, parts: Sequence[TablePart]) -> dict[str, Any]:
+    """The moments of a table, shaped and sharded as the table is."""
+    states = {"exp_avg": [part.exp_avg for part in parts], "exp_avg_sq": [part.exp_avg_sq for part in parts]}
+    if not isinstance(parameter, ShardedTensor):
+        return {name: values[0] for name, values in states.items()}
+    shards = [shard.metadata for shard in parameter.local_shards()]
+    return {
+        name: sharded_tensor(
+            [Shard(value, metadata) for value, metadata in zip(values, shards, strict=True)],
+            parameter.metadata(),
+            like=parameter,
+        )
+        for name, values in states.items()
+    }
+
+
+def _dense_gradients(parameter: torch.nn.Parameter) -> RowGradients:
+    if parameter.grad is None:
+        return RowGradients.nothing(parameter.shape[1], parameter.device)
+    return RowGradients.of_dense(parameter.grad)
+
+
+def _ranges(count: int, at_once: int) -> Iterable[tuple[int, int]]:
+    return ((start, min(start + at_once, count)) for start in range(0, count, at_once))
+
+
+def _holding(memory: object, task: Callable[[], None]) -> Callable[[], None]:
+    """The task, and what its pointers are into."""
+
+    def run() -> None:
+        assert memory is not None
+        task()
+
+    return run
+
+
+class _CTable(ctypes.Structure):
+    _fields_ = [
+        ("weights", ctypes.c_void_p),
+        ("mean", ctypes.c_void_p),
+        ("square", ctypes.c_void_p),
+        ("dim", ctypes.c_int64),
+    ]
+
+
+class _CRule(ctypes.Structure):
+    _fields_ = [
+        ("step_size", ctypes.c_float),
+        ("root_scale", ctypes.c_float),
+        ("eps", ctypes.c_float),
+        ("mean_rate", ctypes.c_float),
+        ("square_keep", ctypes.c_float),
+        ("square_rate", ctypes.c_float),
+        ("l2", ctypes.c_float),
+        ("keep", ctypes.c_float),
+        ("scale", ctypes.c_float),
+    ]
+
+
+@lru_cache(maxsize=1)
+def _kernels() -> tuple[Callable[..., None], Callable[..., None]]:
+    size, pointer = ctypes.c_int64, ctypes.c_void_p
+    of_rows, others = library().rayrec_adam_rows, library().rayrec_adam_others
+    of_rows.argtypes = [pointer, pointer, pointer, pointer, size, size, ctypes.c_int32]
+    others.argtypes = [pointer, pointer, pointer, size, size]
+    of_rows.restype = others.restype = None
+    return of_rows, others

@@ -1,0 +1,170 @@
+"""Adam of tables against torch's own, over many steps with rows that no batch touches for long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from rayrec.models.row_gradients import Lookups, RowGradients
+from rayrec.models.table_adam import AdamStep, TableAdam, TablePart
+from rayrec.optim import SparseOptimizerConfig
+
+ROWS, COLUMNS, STEPS = 40, 6, 300
+
+
+def gradient_of(step: int) -> torch.Tensor:
+    """Of some rows; rows 30 to 34 are touched every 100 steps, 35 to 39 never."""
+    generator = torch.Generator().manual_seed(step)
+    gradient = torch.zeros(ROWS, COLUMNS)
+    touched = torch.randint(30, (8,), generator=generator)
+    gradient[touched] = torch.randn(8, COLUMNS, generator=generator) * 10.0 ** torch.randint(
+        -4, 1, (8, 1), generator=generator
+    )
+    if step % 100 == 3:
+        gradient[30:35] = 1.0
+    return gradient
+
+
+def start() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(7)) * 0.01)
+
+
+def trained(optimizer: Any, table: torch.nn.Parameter, *, sparse: bool = False) -> torch.Tensor:
+    for step in range(STEPS):
+        gradient = gradient_of(step)
+        if sparse:
+            ids = gradient.any(dim=1).nonzero().T
+            table.grad = torch.sparse_coo_tensor(ids, gradient[ids[0]], gradient.shape)
+        else:
+            table.grad = gradient
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / (1 + step / 100)
+        optimizer.step()
+    return table.detach()
+
+
+@pytest.mark.parametrize(("kind", "weight_decay"), [("adam", 0.0), ("adam", 0.05), ("adamw", 0.0), ("adamw", 0.3)])
+def test_dense_kinds_are_torchs(kind: Any, weight_decay: float) -> None:
+    settings: dict[str, Any] = {"betas": (0.8, 0.99), "eps": 1e-7, "weight_decay": weight_decay}
+    expected, found = start(), start()
+    reference = (torch.optim.Adam if kind == "adam" else torch.optim.AdamW)([expected], lr=0.01, **settings)
+    own = TableAdam.of_parameters(SparseOptimizerConfig(kind=kind, **settings), {"table": found})
+    torch.testing.assert_close(trained(own, found), trained(reference, expected), rtol=1e-6, atol=1e-6)
+    state = own.state_dict()["state"]["table"]
+    for name, value in reference.state[expected].items():
+        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-9)
+    untouched = found.detach()[35:] - start().detach()[35:]
+    assert bool(untouched.any()) == (weight_decay > 0)
+    assert torch.equal(state["exp_avg"][30:35] != 0, torch.ones(5, COLUMNS, dtype=torch.bool))
+
+
+def test_the_sparse_kind_is_torchs() -> None:
+    expected, found = start(), start()
+    # SparseAdam does not scale eps as Adam does: with none to speak of, they are one formula.
+    reference = torch.optim.SparseAdam([expected], lr=0.01, eps=1e-20)
+    own = TableAdam.of_parameters(SparseOptimizerConfig(kind="sparse_adam", eps=1e-20), {"table": found})
+    torch.testing.assert_close(trained(own, found), trained(reference, expected, sparse=True), rtol=1e-6, atol=1e-6)
+    assert torch.equal(found.detach()[35:], start().detach()[35:])
+
+
+def step_of(number: int, *, every_row: bool) -> AdamStep:
+    return AdamStep(
+        learning_rate=0.1,
+        number=number,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        l2=0.01 * every_row,
+        decay=0.1 * every_row,
+        every_row=every_row,
+        gradient_scale=0.5,
+    )
+
+
+@pytest.mark.parametrize("every_row", [True, False])
+def test_operators_for_gpus_update_as_the_kernels_do(every_row: bool) -> None:
+    parts = [TablePart(start().detach().clone(), lambda: pytest.fail("not asked for")) for _ in range(2)]
+    for number in range(1, 20):
+        gradients = RowGradients.of_dense(gradient_of(number))
+        gradients = RowGradients(
+            torch.cat([gradients.ids, torch.tensor([39])]), torch.cat([gradients.values, torch.zeros(1, 6)])
+        )
+        parts[0].update(step_of(number, every_row=every_row), gradients)
+        parts[1].update_by_operators(step_of(number, every_row=every_row), gradients)
+    for name in ("weights", "exp_avg", "exp_avg_sq"):
+        torch.testing.assert_close(getattr(parts[0], name), getattr(parts[1], name), rtol=1e-5, atol=1e-7)
+    assert bool(parts[0].exp_avg[39].any()) == every_row
+
+
+def test_moments_become_zero_and_not_subnormal() -> None:
+    part = TablePart(torch.ones(3, 4), lambda: pytest.fail("not asked for"))
+    part.update(step_of(1, every_row=True), RowGradients(torch.tensor([1]), torch.ones(1, 4)))
+    rule = AdamStep(learning_rate=0.1, number=2, betas=(0.9, 0.9), eps=1e-8, l2=0.0, decay=0.0, every_row=True)
+    for _ in range(1000):
+        part.update(rule, RowGradients.nothing(4, torch.device("cpu")))
+    assert not part.exp_avg.any()
+    assert not part.exp_avg_sq.any()
+    assert part.weights.isfinite().all()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_change_no_bit(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rayrec.models import table_adam
+
+    monkeypatch.setattr(table_adam, "_VALUES_OF_A_TASK", 5 * COLUMNS)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    table = start()
+    found = trained(TableAdam.of_parameters(SparseOptimizerConfig(kind="adam"), {"table": table}), table)
+    monkeypatch.undo()
+    table = start()
+    assert torch.equal(
+        found, trained(TableAdam.of_parameters(SparseOptimizerConfig(kind="adam"), {"table": table}), table)
+    )
+
+
+Gradients = Callable[..., RowGradients]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("function", [Lookups.of_table, Lookups.by_operators])
+def test_gradients_of_rows_are_those_of_autograd(function: Gradients, pooled: bool, weighted: bool) -> None:
+    """Three features of bags of 0 to 3 ids; the last two share a table."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(4, (3 * 10,), generator=generator)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    ids = torch.randint(9, (int(offsets[-1]),), generator=generator)
+    weights = torch.rand(len(ids), generator=generator) if weighted else None
+    tables = [torch.randn(9, 4, generator=generator).requires_grad_() for _ in range(2)]
+    outputs = []
+    for feature, table in enumerate((tables[0], tables[1], tables[1])):
+        of_feature = offsets[10 * feature : 10 * feature + 11]
+        mine = slice(int(of_feature[0]), int(of_feature[-1]))
+        scale = torch.ones(len(ids[mine])) if weights is None else weights[mine]
+        if pooled:
+            bags = torch.nn.functional.embedding_bag(
+                ids[mine], table, of_feature[:-1] - of_feature[0], mode="sum", per_sample_weights=scale
+            )
+            outputs.append(bags)
+        else:
+            outputs.append(table[ids[mine]] * scale.unsqueeze(1))
+    output = torch.cat(outputs, dim=1 if pooled else 0)
+    gradient = torch.randn(output.shape, generator=generator)
+    output.backward(gradient)
+    lookups = Lookups(ids, offsets, weights, gradient, 10, pooled)
+    for number, (first, features) in enumerate([(0, 1), (1, 2)]):
+        found = function(lookups, first, features, column=4 * first, columns=4)
+        assert len(found.ids) == len(found.ids.unique())
+        dense = torch.zeros(9, 4).index_add_(0, found.ids, found.values)
+        expected = tables[number].grad
+        assert expected is not None
+        torch.testing.assert_close(dense, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_several_backward_passes_are_added() -> None:
+    one = RowGradients(torch.tensor([4, 1]), torch.tensor([[1.0], [2.0]]))
+    two = RowGradients(torch.tensor([1, 3]), torch.tensor([[10.0], [20.0]]))
+    found = RowGradients.sum_of([one, two])
+    assert dict(zip(found.ids.tolist(), found.values[:, 0].tolist(), strict=True)) == {1: 12.0, 3: 20.0, 4: 1.0}

@@ -1,0 +1,152 @@
+"""Whole training steps by Adam for tables: under every plan as one torch.optim.Adam over all weights, and from a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click_ranks
+import pytest
+import torch
+from torch import distributed
+
+from rayrec import checkpoint
+from rayrec.checkpoint import Checkpoint, full_tensors
+from rayrec.models.base import ModelInputs
+from rayrec.models.click_model import build_click_model
+from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig
+from rayrec.sharding import ShardingConfig
+from rayrec.training.state import all_tensors, restore_all
+from rayrec.workloads.base import WorkerSetup
+
+TABLES, STEPS = click_ranks.SHARED, 6
+SPARSE: dict[str, Any] = {"learning_rate": 0.01, "eps": 1e-3}
+DENSE = DenseOptimizerConfig(kind="adam", learning_rate=0.01, eps=1e-3)
+
+
+@pytest.fixture(autouse=True)
+def single_rank(tmp_path: Path) -> Iterator[None]:
+    logging.disable(logging.WARNING)
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+    logging.disable(logging.NOTSET)
+
+
+def set_up(plan: Any, **sparse: Any) -> WorkerSetup:
+    config = click_ranks.config(
+        TABLES,
+        1,
+        sparse_optimizer=SparseOptimizerConfig(**SPARSE, **sparse),
+        dense_optimizer=DENSE,
+        sharding=ShardingConfig(sharding_types=(plan,), min_column_width=4),
+    )
+    return config.workload.set_up(click_ranks.context(config, 0, 1), click_ranks.prepared(TABLES))
+
+
+def train(setup: WorkerSetup, steps: range) -> list[float]:
+    batches = iter([click_ranks.batch(TABLES, step, 0, 1) for step in steps])
+    losses = []
+    for step in steps:
+        setup.begin_step(step, STEPS)
+        losses.append(setup.pipeline.progress(batches).loss.item())
+    return losses
+
+
+def saved(setup: WorkerSetup, folder: Path) -> dict[str, torch.Tensor]:
+    checkpoint.save(str(folder), all_tensors(setup.model, setup.optimizer), state={})
+    return dict(full_tensors(Checkpoint(str(folder))))
+
+
+def by_torch(kind: str, weight_decay: float) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of the same model with plain tables, and torch's optimizer over each of its weights."""
+    workload = click_ranks.workload(TABLES)
+    model = build_click_model(
+        workload.model, ModelInputs.of(workload.schema), num_embeddings=TABLES, embedding_device="cpu"
+    )
+    rule = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
+    decays = {True: weight_decay, False: 0.0}
+    groups = [
+        {"params": [weight for name, weight in model.named_parameters() if name.startswith("embeddings.") == tables]}
+        | {"weight_decay": decays[tables]}
+        for tables in (True, False)
+    ]
+    optimizer = rule(groups, lr=0.01, eps=1e-3)
+    losses = []
+    for step in range(STEPS):
+        loss, _ = model(click_ranks.batch(TABLES, step, 0, 1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("plan", ["table_wise", "column_wise", "data_parallel"])
+@pytest.mark.parametrize(("kind", "weight_decay"), [("adam", 0.0), ("adam", 0.3), ("adamw", 0.3)])
+def test_dense_semantics_under_every_plan(kind: Any, weight_decay: float, plan: str, tmp_path: Path) -> None:
+    setup = set_up(plan, kind=kind, weight_decay=weight_decay)
+    assert {row["sharding_type"] for row in setup.described["tables"]} == {plan}
+    losses, found = train(setup, range(STEPS)), saved(setup, tmp_path / "end")
+    expected_losses, expected = by_torch(kind, weight_decay)
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_the_sparse_kind_leaves_other_rows_alone_under_every_plan(tmp_path: Path) -> None:
+    ends = []
+    for plan in ("table_wise", "column_wise", "data_parallel"):
+        setup = set_up(plan, kind="sparse_adam")
+        start = saved(setup, tmp_path / f"{plan}_start")
+        train(setup, range(STEPS))
+        ends.append(saved(setup, tmp_path / f"{plan}_end"))
+        table = "model.embeddings.embedding_bags.cat_1.weight"
+        moved = (ends[-1][table] != start[table]).any(dim=1)
+        touched = torch.zeros(900, dtype=torch.bool)
+        for step in range(STEPS):
+            features = click_ranks.batch(TABLES, step, 0, 1).sparse_features
+            assert features is not None
+            touched[features["cat_1"].values().long()] = True
+        assert torch.equal(moved, touched)
+    for other in ends[1:]:
+        assert other.keys() == ends[0].keys()
+        for name, tensor in ends[0].items():
+            torch.testing.assert_close(other[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["adam", "sparse_adam"])
+def test_a_resumed_run_is_the_same_run(kind: Any, tmp_path: Path) -> None:
+    whole = set_up("table_wise", kind=kind)
+    losses = train(whole, range(STEPS))
+    expected = saved(whole, tmp_path / "whole")
+    first = set_up("table_wise", kind=kind)
+    train(first, range(3))
+    half = saved(first, tmp_path / "half")
+    for plan in ("data_parallel", "column_wise", "table_wise"):  # the last is the plan that it began with
+        resumed = set_up(plan, kind=kind)
+        restore_all(Checkpoint(str(tmp_path / "half")), resumed.model, resumed.optimizer)
+        back = saved(resumed, tmp_path / f"{plan}_half")
+        assert back.keys() == half.keys()
+        assert all(torch.equal(back[name], tensor) for name, tensor in half.items())
+        assert train(resumed, range(3, STEPS)) == pytest.approx(losses[3:], rel=1e-6)
+    found = saved(resumed, tmp_path / "resumed")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    states = {name.rpartition(".")[2] for name in half if "cat_1.weight" in name and name.startswith("optimizer.")}
+    assert states == {"exp_avg", "exp_avg_sq", "step"}
+
+
+def test_evaluation_collects_nothing() -> None:
+    setup = set_up("table_wise", kind="adam")
+    with torch.no_grad():
+        setup.model(click_ranks.batch(TABLES, 0, 0, 1))
+    before = {name: tensor.clone() for name, tensor in _weights(setup).items()}
+    setup.optimizer.step()  # with zero gradients and no moments, it moves nothing
+    assert all(torch.equal(before[name], tensor) for name, tensor in _weights(setup).items())
+
+
+def _weights(setup: WorkerSetup) -> dict[str, torch.Tensor]:
+    tables = setup.model.state_dict()
+    return {name: shard.tensor for name in tables if "bags" in name for shard in tables[name].local_shards()}
