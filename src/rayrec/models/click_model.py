@@ -16,6 +16,7 @@ from rayrec.config import InputError
 from rayrec.layers.embedded import Delivery, Embedded
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.embeddings import build_embeddings
+from rayrec.models.table_start import TableStart
 from rayrec.schema import Label
 
 if TYPE_CHECKING:
@@ -175,11 +176,13 @@ def build_click_model(
     precision: Precision = "fp32",
     seed: int = 0,
     embedding_device: str = "meta",
+    start: TableStart | None = None,
 ) -> ClickModel:
     """The model with its network on CPU and its tables on `embedding_device`.
 
     Tables on "meta" hold no values until they are sharded; "cpu" gives a whole model in one process. All start values depend on
-    `seed` alone. `num_embeddings`: rows of each feature's table. Raises InputError for a table without rows.
+    `seed` alone; `start` is the distribution of those of tables. `num_embeddings`: rows of each feature's table. Raises
+    InputError for a table without rows.
     """
     with torch.random.fork_rng(devices=[]):
         # Inside: constructing tables on "cpu" also draws from the global generator, before our own values go in.
@@ -190,6 +193,7 @@ def build_click_model(
             device=embedding_device,
             table_of=inputs.table_of,
             weighted=inputs.weighted,
+            start=start,
         )
         torch.manual_seed(seed)
         network = config.build(inputs, precision=precision)

@@ -13,6 +13,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from rayrec.config import InputError
+from rayrec.models.table_start import TableStart
 from rayrec.models.tables import table_name
 
 # Rows drawn from one seed. Small enough that a shard wastes little at its edges, large enough to cost nothing.
@@ -39,13 +40,21 @@ def fill_table_part(
     embedding_dim: int,
     row_offset: int = 0,
     column_offset: int = 0,
+    start: TableStart | None = None,
 ) -> None:
     """Write the start values of one part of a table into `part`, in place.
 
-    Row r, column c gets the same value from U(-sqrt(1/n), sqrt(1/n)), n = `num_embeddings`, in any
-    shard: it depends on (seed, table, r, c, shape of the table) alone.
+    Row r, column c gets the same value of the distribution `start` (None: the default) in any shard: it depends on
+    (seed, table, r, c, shape of the table) alone.
     """
+    distribution = start or TableStart()
     bound = num_embeddings**-0.5
+
+    def draw(values: torch.Tensor) -> torch.Tensor:
+        if distribution.kind == "normal":
+            return values.normal_(0.0, distribution.std, generator=generator)
+        return values.uniform_(-bound, bound, generator=generator)
+
     rows, columns = part.shape
     generator = torch.Generator()
     row = row_offset
@@ -58,19 +67,32 @@ def fill_table_part(
         generator.manual_seed(_block_seed(seed, table, block))
         whole = target.is_cpu and target.is_contiguous() and target.dtype == torch.float32
         if whole and target.shape == (block_rows, embedding_dim):
-            target.uniform_(-bound, bound, generator=generator)
+            draw(target)
         else:
-            values = torch.empty(block_rows, embedding_dim).uniform_(-bound, bound, generator=generator)
+            values = draw(torch.empty(block_rows, embedding_dim))
             target.copy_(values[row - block_start : stop - block_start, column_offset : column_offset + columns])
         row = stop
 
 
-def _fill_whole(parameter: torch.Tensor, *, seed: int, table: str, num_embeddings: int, embedding_dim: int) -> None:
+def _fill_whole(
+    parameter: torch.Tensor,
+    *,
+    seed: int,
+    table: str,
+    num_embeddings: int,
+    embedding_dim: int,
+    start: TableStart | None,
+) -> None:
     # TorchRec also calls this on row- and column-wise shards, without saying which part they are: those are left to
     # `initialize_shards`, which must follow.
     if tuple(parameter.shape) == (num_embeddings, embedding_dim):
         fill_table_part(
-            parameter.data, seed=seed, table=table, num_embeddings=num_embeddings, embedding_dim=embedding_dim
+            parameter.data,
+            seed=seed,
+            table=table,
+            num_embeddings=num_embeddings,
+            embedding_dim=embedding_dim,
+            start=start,
         )
 
 
@@ -82,12 +104,13 @@ def build_embeddings(
     device: str = "meta",
     table_of: Mapping[str, str] | None = None,
     weighted: bool = False,
+    start: TableStart | None = None,
 ) -> EmbeddingBagCollection:
     """One table per vocabulary, sum-pooled per feature, float32; on `meta` until DistributedModelParallel places the shards.
 
     `num_embeddings`: rows of each feature's table. `table_of`: the vocabulary of each feature, which names its table; None:
-    features without names, with a table each. `weighted`: ids have weights. Raises InputError for a table without rows, and for
-    two sizes of one table.
+    features without names, with a table each. `weighted`: ids have weights. `start`: distribution of the start values; None: the
+    default. Raises InputError for a table without rows, and for two sizes of one table.
     """
     names = table_of or {feature: feature for feature in feature_names(len(num_embeddings))}
     tables: dict[str, EmbeddingBagConfig] = {}
@@ -104,7 +127,7 @@ def build_embeddings(
         if rows < 1:
             raise InputError(f"table {vocabulary}: needs at least one row, not {rows}; check num_embeddings")
         init: Callable[[torch.Tensor], None] = partial(
-            _fill_whole, seed=seed, table=name, num_embeddings=rows, embedding_dim=embedding_dim
+            _fill_whole, seed=seed, table=name, num_embeddings=rows, embedding_dim=embedding_dim, start=start
         )
         tables[vocabulary] = EmbeddingBagConfig(
             name=name, feature_names=[feature], num_embeddings=rows, embedding_dim=embedding_dim, init_fn=init
@@ -112,8 +135,9 @@ def build_embeddings(
     return EmbeddingBagCollection(tables=list(tables.values()), is_weighted=weighted, device=torch.device(device))
 
 
-def initialize_shards(model: nn.Module, *, seed: int) -> None:
-    """Give this worker's row- and column-wise shards their start values; call once after sharding `model`.
+def initialize_shards(model: nn.Module, *, seed: int, start: TableStart | None = None) -> None:
+    """Give this worker's row- and column-wise shards their start values, of the distribution that `build_embeddings` got; call
+    once after sharding `model`.
 
     Whole (table-wise) tables have theirs already, from when they were placed, and are not touched.
     """
@@ -135,4 +159,5 @@ def initialize_shards(model: nn.Module, *, seed: int) -> None:
                 embedding_dim=embedding_dim,
                 row_offset=row_offset,
                 column_offset=column_offset,
+                start=start,
             )

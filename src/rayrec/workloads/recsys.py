@@ -18,6 +18,7 @@ from rayrec.data.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.data.presets import Preset
 from rayrec.models.base import ClickModelConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
+from rayrec.models.table_start import TableStart
 from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.schema import Schema
 from rayrec.sharding import ShardingConfig
@@ -79,6 +80,8 @@ class ClickWorkload(Workload):
     """Memory for counts of categories; counts beyond it are spilled to the disk; None: a quarter of the available memory."""
     model: ClickModelConfig = field(default_factory=DLRMConfig)
     """The network."""
+    table_start: TableStart = field(default_factory=TableStart)
+    """Start values of the embedding tables."""
     sparse_optimizer: SparseOptimizerConfig = field(default_factory=SparseOptimizerConfig)
     """Of the embedding tables."""
     dense_optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)

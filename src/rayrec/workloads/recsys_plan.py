@@ -84,7 +84,13 @@ def build_model(workload: ClickWorkload, num_embeddings: list[int], *, inputs: S
 
     from rayrec.models.click_model import build_click_model
 
-    model = build_click_model(workload.model, ModelInputs.of(inputs), num_embeddings=num_embeddings, **settings)
+    model = build_click_model(
+        workload.model,
+        ModelInputs.of(inputs),
+        num_embeddings=num_embeddings,
+        start=workload.table_start,
+        **settings,
+    )
     optimizer_class, optimizer_arguments = workload.sparse_optimizer.build()
     apply_optimizer_in_backward(optimizer_class, model.embeddings.parameters(), optimizer_arguments)
     return model

@@ -163,7 +163,7 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
         sharders=embedding_sharders(workload.sharding, device="cuda" if context.device.type == "cuda" else "cpu"),
         data_parallel_wrapper=None if context.world_size > 1 else Unwrapped(),
     )
-    initialize_shards(sharded, seed=config.seed)
+    initialize_shards(sharded, seed=config.seed, start=workload.table_start)
     optimizer = make_optimizer(sharded, plan, sparse=workload.sparse_optimizer, dense=workload.dense_optimizer)
     factor = learning_rate_factor(config.scaling, world_size=context.world_size)
     base_rates = [rate * factor for rate in learning_rates(optimizer)]

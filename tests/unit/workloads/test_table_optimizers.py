@@ -16,6 +16,7 @@ from rayrec import checkpoint
 from rayrec.checkpoint import Checkpoint, full_tensors
 from rayrec.models.base import ModelInputs
 from rayrec.models.click_model import build_click_model
+from rayrec.models.table_start import TableStart
 from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig
 from rayrec.sharding import ShardingConfig
 from rayrec.training.state import all_tensors, restore_all
@@ -136,6 +137,22 @@ def test_a_resumed_run_is_the_same_run(kind: Any, tmp_path: Path) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     states = {name.rpartition(".")[2] for name in half if "cat_1.weight" in name and name.startswith("optimizer.")}
     assert states == {"exp_avg", "exp_avg_sq", "step"}
+
+
+def test_normal_start_values_are_those_of_every_plan(tmp_path: Path) -> None:
+    starts = []
+    for plan in ("table_wise", "column_wise", "data_parallel"):
+        config = click_ranks.config(
+            TABLES,
+            1,
+            table_start=TableStart(kind="normal"),
+            sharding=ShardingConfig(sharding_types=(plan,), min_column_width=4),
+        )
+        setup = config.workload.set_up(click_ranks.context(config, 0, 1), click_ranks.prepared(TABLES))
+        starts.append(saved(setup, tmp_path / plan)["model.embeddings.embedding_bags.cat_1.weight"])
+    assert starts[0].std().item() == pytest.approx(1e-4, rel=0.1)
+    assert torch.equal(starts[0], starts[1])
+    assert torch.equal(starts[0], starts[2])
 
 
 def test_evaluation_collects_nothing() -> None:
