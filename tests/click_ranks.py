@@ -59,8 +59,11 @@ SHARED = [40, 900, 40]
 DIM, ROWS, STEPS = 8, 12, 3
 
 
-ADAM = SparseOptimizerConfig(kind="adam", learning_rate=0.05, eps=0.01, weight_decay=0.1)
-"""With an eps that does not make much of the last digits of small gradients."""
+ADAM = {
+    # With an eps that does not make much of the last digits of small gradients.
+    "sparse_optimizer": SparseOptimizerConfig(kind="adam", learning_rate=0.05, eps=0.01, weight_decay=0.1),
+    "max_gradient_norm": 0.5,
+}
 
 
 def workload(tables: list[int], **settings: Any) -> ClickWorkload:
@@ -163,7 +166,7 @@ def on_unequal_nodes(folder: str, rank: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2" if rank < 2 else "1"
     for name, tables in (("many", MANY), ("equal", EQUAL), ("shared", SHARED)):
         train(f"{folder}/{name}_3", tables, rank, node="a" if rank < 2 else "b")
-    train(f"{folder}/adam_3", SHARED, rank, node="a" if rank < 2 else "b", sparse_optimizer=ADAM)
+    train(f"{folder}/adam_3", SHARED, rank, node="a" if rank < 2 else "b", **ADAM)
     rounded = ShardingConfig(exchange_precision="fp16")
     train(f"{folder}/rounded_3", EQUAL, rank, node="a" if rank < 2 else "b", sharding=rounded)
 
@@ -172,7 +175,7 @@ def alone(folder: str, rank: int) -> None:
     logging.disable(logging.WARNING)
     for name, tables in (("many", MANY), ("equal", EQUAL), ("shared", SHARED)):
         train(f"{folder}/{name}_1", tables, rank)
-    train(f"{folder}/adam_1", SHARED, rank, sparse_optimizer=ADAM)
+    train(f"{folder}/adam_1", SHARED, rank, **ADAM)
 
 
 def weights(folder: str) -> str:

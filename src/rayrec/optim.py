@@ -184,7 +184,7 @@ class DenseOptimizerConfig(Config):
     decay_matrices_only: bool = False
     """Weight decay is for parameters of two or more dimensions; biases and normalisations have none."""
     max_gradient_norm: float | None = None
-    """Clip the gradients of all dense parameters to this joint 2-norm; None never clips."""
+    """Clip the gradients of all dense parameters, without embedding tables, to this joint 2-norm; None never clips."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

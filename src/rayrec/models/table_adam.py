@@ -37,7 +37,7 @@ class AdamStep:
     every_row: bool
     """Whether rows without a gradient are updated too: their moments decay, and move them."""
     gradient_scale: float = 1.0
-    """What gradients are multiplied by first."""
+    """What gradients are multiplied by first, without the part of `l2`."""
 
     @property
     def step_size(self) -> float:
@@ -116,6 +116,15 @@ class TablePart:
             mean, square.sqrt().mul_(step.root_scale).add_(step.eps), value=-step.step_size
         )
 
+    def squared_norm(self, gradients: RowGradients, *, l2: float) -> float:
+        """The sum of squares of the gradient, with `l2` times the weights added to it."""
+        values = gradients.values.double()
+        squares = values.square().sum()
+        if l2:
+            products = (values * self.weights[gradients.ids]).sum()
+            squares += 2 * l2 * products + l2**2 * torch.linalg.vector_norm(self.weights).double().square()
+        return squares.item()
+
     def _marked(self, ids: torch.Tensor) -> torch.Tensor:
         """A byte for each row, 1 for those of `ids`; kept, since a table may have many rows and a batch few of them."""
         if self._marks is None:
@@ -141,6 +150,9 @@ class TableAdam(KeyedOptimizer):
         super().__init__(parameters, state, [{"params": list(parameters.values()), "lr": config.learning_rate}])
         self._steps: list[torch.Tensor] = [states["step"] for states in state.values()]
         self._clear: list[Callable[[], None]] = []
+        self.gradient_scale = 1.0
+        """What the next step multiplies gradients by, the penalty's included."""
+        self._gradients: list[list[RowGradients]] | None = None
 
     @classmethod
     def of_sharded(cls, config: SparseOptimizerConfig, sharded: Any) -> TableAdam:
@@ -180,14 +192,33 @@ class TableAdam(KeyedOptimizer):
                     parameter.grad.zero_()
 
     @torch.no_grad()
+    def squared_norm(self) -> float:
+        """The sum of squares of the gradients of the next step, on this worker."""
+        self._gradients = self._gathered()
+        found = zip(self._tables.values(), self._gradients, strict=True)
+        return sum(
+            part.squared_norm(gradients, l2=self._l2)
+            for (_, parts), of_parts in found
+            for part, gradients in zip(parts, of_parts, strict=True)
+        )
+
+    def _gathered(self) -> list[list[RowGradients]]:
+        """The gradients of each table's parts."""
+        return [[part.gradients() for part in parts] for _, parts in self._tables.values()]
+
+    @property
+    def _l2(self) -> float:
+        return self._config.weight_decay if self._config.kind == "adam" else 0.0
+
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         assert closure is None
         (group,) = self.param_groups
         steps = [self._adam_step(step, float(group["lr"])) for step in self._steps]
         tasks: list[Callable[[], None]] = []
-        for step, (_, parts) in zip(steps, self._tables.values(), strict=True):
-            for part in parts:
-                gradients = part.gradients()
+        found, self._gradients = self._gradients or self._gathered(), None
+        for step, (_, parts), of_parts in zip(steps, self._tables.values(), found, strict=True):
+            for part, gradients in zip(parts, of_parts, strict=True):
                 if part.weights.is_cuda:
                     part.update_by_operators(step, gradients)
                 else:
@@ -202,9 +233,10 @@ class TableAdam(KeyedOptimizer):
             number=int(step.item()),
             betas=config.betas,
             eps=config.eps,
-            l2=config.weight_decay if config.kind == "adam" else 0.0,
+            l2=self._l2 * self.gradient_scale,
             decay=config.weight_decay if config.kind == "adamw" else 0.0,
             every_row=config.kind != "sparse_adam",
+            gradient_scale=self.gradient_scale,
         )
 
 

@@ -86,6 +86,9 @@ class ClickWorkload(Workload):
     """Of the embedding tables."""
     dense_optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
     """Of everything else."""
+    max_gradient_norm: float | None = None
+    """Clip the gradients of tables and network together to this joint 2-norm, with the weight_decay of adam; for sparse
+    optimizers adam, adamw and sparse_adam. None never clips. `dense_optimizer.max_gradient_norm` clips the network alone."""
     schedule: LearningRateSchedule = field(default_factory=LearningRateSchedule)
     """Learning rate over the steps, for both."""
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
@@ -107,10 +110,28 @@ class ClickWorkload(Workload):
         if self.preprocessor is None and not materialized.is_preprocessed(config.train_data.path):
             _check_sparse(self.preset.inputs(self.schema))
         self.teacher.check()
+        self._check_clipping()
         if self.schema.labels and not self.model.SEVERAL_LABELS:
             raise InputError(
                 f"schema.labels: {type(self.model).__name__} predicts one label, and the schema has "
                 f"{', '.join(self.schema.label_names)}; leave labels out, or choose a model of several"
+            )
+
+    def _check_clipping(self) -> None:
+        norm = self.max_gradient_norm
+        if norm is None:
+            return
+        if not norm > 0:
+            raise InputError(f"workload.max_gradient_norm: {norm} must be above 0; None never clips")
+        if not self.sparse_optimizer.own_rule:
+            raise InputError(
+                f"workload.max_gradient_norm: {self.sparse_optimizer.kind} updates tables within the backward pass, before the "
+                "norm of all gradients is known; choose sparse_optimizer.kind adam, adamw or sparse_adam, or clip the network "
+                "alone: dense_optimizer.max_gradient_norm"
+            )
+        if self.dense_optimizer.max_gradient_norm is not None:
+            raise InputError(
+                "workload.max_gradient_norm and dense_optimizer.max_gradient_norm: the first clips the network too; give one"
             )
 
     def check_data(self, config: TrainConfig) -> None:

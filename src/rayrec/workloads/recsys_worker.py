@@ -30,6 +30,7 @@ from rayrec.models.base import ModelInputs
 from rayrec.models.click_model import own_name
 from rayrec.models.data_parallel_tables import data_parallel_optimizer
 from rayrec.models.embeddings import initialize_shards
+from rayrec.models.joint_clipping import JointlyClippedOptimizer
 from rayrec.models.table_adam import TableAdam, leave_to_own_rule
 from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig, learning_rates, set_learning_rates
 from rayrec.sharding import (
@@ -164,7 +165,13 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
         data_parallel_wrapper=None if context.world_size > 1 else Unwrapped(),
     )
     initialize_shards(sharded, seed=config.seed, start=workload.table_start)
-    optimizer = make_optimizer(sharded, plan, sparse=workload.sparse_optimizer, dense=workload.dense_optimizer)
+    optimizer = make_optimizer(
+        sharded,
+        plan,
+        sparse=workload.sparse_optimizer,
+        dense=workload.dense_optimizer,
+        max_gradient_norm=workload.max_gradient_norm,
+    )
     factor = learning_rate_factor(config.scaling, world_size=context.world_size)
     base_rates = [rate * factor for rate in learning_rates(optimizer)]
     schedule_for = lru_cache(maxsize=1)(workload.schedule.for_steps)
@@ -206,15 +213,26 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
 
 
 def make_optimizer(
-    sharded: DistributedModelParallel, plan: ShardingPlan, *, sparse: SparseOptimizerConfig, dense: DenseOptimizerConfig
+    sharded: DistributedModelParallel,
+    plan: ShardingPlan,
+    *,
+    sparse: SparseOptimizerConfig,
+    dense: DenseOptimizerConfig,
+    max_gradient_norm: float | None = None,
 ) -> CombinedOptimizer:
-    """Of all parameters: sharded tables, tables that the plan replicates (by the same rule), and the network."""
+    """Of all parameters: sharded tables, tables that the plan replicates (by the same rule), and the network.
+    `max_gradient_norm`: joint 2-norm that all gradients are clipped to, for kinds of `sparse` with `own_rule`."""
     remaining = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     whole = {name: remaining.pop(name) for name in data_parallel_tables(plan)}
-    optimizers = [data_parallel_optimizer(sparse, whole)] if whole else []
-    network = {own_name(name): parameter for name, parameter in remaining.items()}
-    tables = TableAdam.of_sharded(sparse, sharded) if sparse.own_rule else sharded.fused_optimizer
-    return CombinedOptimizer([tables, *optimizers, dense.build_keyed(network)])
+    network = dense.build_keyed({own_name(name): parameter for name, parameter in remaining.items()})
+    if not sparse.own_rule:
+        replicated = [data_parallel_optimizer(sparse, whole)] if whole else []
+        return CombinedOptimizer([sharded.fused_optimizer, *replicated, network])
+    tables = TableAdam.of_sharded(sparse, sharded)
+    own = [TableAdam.of_parameters(sparse, whole)] if whole else []
+    if max_gradient_norm is None:
+        return CombinedOptimizer([tables, *own, network])
+    return JointlyClippedOptimizer(tables, own, network, max_norm=max_gradient_norm)
 
 
 def train_loader(context: WorkerContext, prepared: Prepared, *, state: dict[str, Any] | None, step: int) -> ClickLoader:

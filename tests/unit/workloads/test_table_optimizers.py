@@ -14,6 +14,7 @@ from torch import distributed
 
 from rayrec import checkpoint
 from rayrec.checkpoint import Checkpoint, full_tensors
+from rayrec.config import InputError
 from rayrec.models.base import ModelInputs
 from rayrec.models.click_model import build_click_model
 from rayrec.models.table_start import TableStart
@@ -36,12 +37,13 @@ def single_rank(tmp_path: Path) -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def set_up(plan: Any, **sparse: Any) -> WorkerSetup:
+def set_up(plan: Any, *, max_gradient_norm: float | None = None, **sparse: Any) -> WorkerSetup:
     config = click_ranks.config(
         TABLES,
         1,
         sparse_optimizer=SparseOptimizerConfig(**SPARSE, **sparse),
         dense_optimizer=DENSE,
+        max_gradient_norm=max_gradient_norm,
         sharding=ShardingConfig(sharding_types=(plan,), min_column_width=4),
     )
     return config.workload.set_up(click_ranks.context(config, 0, 1), click_ranks.prepared(TABLES))
@@ -61,14 +63,16 @@ def saved(setup: WorkerSetup, folder: Path) -> dict[str, torch.Tensor]:
     return dict(full_tensors(Checkpoint(str(folder))))
 
 
-def by_torch(kind: str, weight_decay: float) -> tuple[list[float], dict[str, torch.Tensor]]:
+def by_torch(
+    kind: str, weight_decay: float, *, max_gradient_norm: float | None = None
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and weights of the same model with plain tables, and torch's optimizer over each of its weights."""
     workload = click_ranks.workload(TABLES)
     model = build_click_model(
         workload.model, ModelInputs.of(workload.schema), num_embeddings=TABLES, embedding_device="cpu"
     )
     rule = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
-    decays = {True: weight_decay, False: 0.0}
+    decays = {True: weight_decay if max_gradient_norm is None else 0.0, False: 0.0}
     groups = [
         {"params": [weight for name, weight in model.named_parameters() if name.startswith("embeddings.") == tables]}
         | {"weight_decay": decays[tables]}
@@ -80,6 +84,12 @@ def by_torch(kind: str, weight_decay: float) -> tuple[list[float], dict[str, tor
         loss, _ = model(click_ranks.batch(TABLES, step, 0, 1))
         optimizer.zero_grad()
         loss.backward()
+        if max_gradient_norm is not None:  # FuxiCTR's way: the penalty is part of the loss
+            tables = [weight for name, weight in model.named_parameters() if name.startswith("embeddings.")]
+            for weight in tables:
+                assert weight.grad is not None
+                weight.grad += weight_decay * weight.detach()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_gradient_norm)
         optimizer.step()
         losses.append(loss.item())
     return losses, {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
@@ -95,6 +105,40 @@ def test_dense_semantics_under_every_plan(kind: Any, weight_decay: float, plan: 
     assert losses == pytest.approx(expected_losses, rel=1e-6)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("plan", ["table_wise", "data_parallel"])
+@pytest.mark.parametrize("max_gradient_norm", [0.05, 100.0])
+def test_all_gradients_are_clipped_together(max_gradient_norm: float, plan: str, tmp_path: Path) -> None:
+    setup = set_up(plan, kind="adam", weight_decay=0.3, max_gradient_norm=max_gradient_norm)
+    losses, found = train(setup, range(STEPS)), saved(setup, tmp_path / "end")
+    expected_losses, expected = by_torch("adam", 0.3, max_gradient_norm=max_gradient_norm)
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+    whole = by_torch("adam", 0.3)[1]
+    assert all(torch.allclose(whole[name], found[name]) for name in whole) == (max_gradient_norm == 100.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_gradient_norm": 1.0}, "sgd updates tables within the backward pass"),
+        ({"max_gradient_norm": 0.0}, "0.0 must be above 0"),
+        (
+            {
+                "max_gradient_norm": 1.0,
+                "sparse_optimizer": SparseOptimizerConfig(kind="adam"),
+                "dense_optimizer": DenseOptimizerConfig(max_gradient_norm=1.0),
+            },
+            "give one",
+        ),
+    ],
+)
+def test_clipping_that_cannot_be_is_refused(settings: dict[str, Any], message: str) -> None:
+    config = click_ranks.config(TABLES, 1, **settings).replace(train_data={"path": "log"})
+    with pytest.raises(InputError, match=message):
+        config.workload.check(config)
 
 
 def test_the_sparse_kind_leaves_other_rows_alone_under_every_plan(tmp_path: Path) -> None:
