@@ -99,6 +99,31 @@ class LearningRateSchedule(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlateauConfig(Config):
+    """Lower learning rates when evaluations get no better, on top of the schedule: torch's ReduceLROnPlateau."""
+
+    patience: int = 0
+    """Evaluations in a row without an improvement after which all learning rates are multiplied by `factor`, and again after as
+    many more; 0: never."""
+    factor: float = 0.1
+    """What learning rates are multiplied by."""
+    min_improvement: float = 1e-6
+    """An evaluation improves if its score is higher by more than this than that of the last evaluation that improved."""
+    min_learning_rate: float = 1e-6
+    """Learning rates are not lowered below this."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_not_negative(self, "patience", "min_improvement", "min_learning_rate")
+        if not 0 < self.factor < 1:
+            raise InputError(f"plateau.factor: {self.factor} must be above 0 and below 1")
+
+    def learning_rate(self, scheduled: float, *, scale: float) -> float:
+        """A learning rate of the schedule times `scale`, the product of the factors so far."""
+        return max(scheduled * scale, min(scheduled, self.min_learning_rate))
+
+
+@dataclass(frozen=True, kw_only=True)
 class SparseOptimizerConfig(Config):
     """Optimizer of the embedding tables. sgd, adagrad and rowwise_adagrad are applied by a fused kernel inside the backward pass,
     the kinds of Adam after it."""

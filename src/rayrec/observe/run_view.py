@@ -60,6 +60,8 @@ def note_of(event: Event, *, verbose: bool = False) -> str | None:
         return f"step {event['step']:,}  saved, stopping ({event['cause']})"
     if kind == "checkpoint" and verbose:
         return f"step {event['step']:,}  saved {event['path']} ({size_text(event['bytes'])})"
+    if kind == "plateau":
+        return f"step {event['step']:,}  no better: learning rates are {event['learning_rate_scale']:.3g} of the schedule's"
     if kind == "early_stop":
         return f"step {event['step']:,}  no better since step {event['best_step']:,}: stopping early"
     return None

@@ -17,7 +17,7 @@ from torch import distributed
 
 from rayrec import machine
 from rayrec.config import InputError
-from rayrec.optim import learning_rates
+from rayrec.optim import PlateauConfig, learning_rates
 from rayrec.row_tally import RowNumbers, RowTally
 from rayrec.training.data_report import DataReport
 from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerSetup
@@ -58,6 +58,12 @@ class Progress:
     """Evaluations since the last one that was better by more than `early_stopping.min_improvement`."""
     last_improvement: float | None = None
     """Score of that evaluation, with which the next ones are compared."""
+    learning_rate_scale: float = 1.0
+    """What the schedule's learning rates are multiplied by, since evaluations got no better (`plateau`)."""
+    plateau_reference: float | None = None
+    """Score of the last evaluation that was better by more than `plateau.min_improvement`."""
+    plateau_evaluations: int = 0
+    """Evaluations since that one, or since the learning rates were lowered."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the last evaluation."""
     best_metrics: dict[str, float] = field(default_factory=dict)
@@ -293,7 +299,10 @@ def steer(
             progress.metrics = metrics
             score = config.workload.score(progress.metrics)
             judge(progress, score, min_improvement=config.early_stopping.min_improvement)
+            lowered = lower_on_plateau(progress, score, config.plateau)
             log("evaluate", {"step": progress.step, "set": "validation", **progress.metrics})
+            if lowered:
+                log("plateau", {"step": progress.step, "learning_rate_scale": progress.learning_rate_scale})
             setup.model.train()
         learnt = 0 < patience <= progress.since_best
         # With early stopping the best weights are the ones to use, so they are always saved.
@@ -469,6 +478,34 @@ def judge(progress: Progress, score: float, *, min_improvement: float) -> None:
         progress.since_best += 1
     if progress.best is None or score >= progress.best:
         progress.best, progress.best_step, progress.best_metrics = score, progress.step, progress.metrics
+
+
+def lower_on_plateau(progress: Progress, score: float, plateau: PlateauConfig) -> bool:
+    """Registers the score of an evaluation; True if the learning rates are lower from now on."""
+    if not plateau.patience:
+        return False
+    if progress.plateau_reference is None or score > progress.plateau_reference + plateau.min_improvement:
+        progress.plateau_reference, progress.plateau_evaluations = score, 0
+        return False
+    progress.plateau_evaluations += 1
+    if progress.plateau_evaluations < plateau.patience:
+        return False
+    progress.plateau_evaluations = 0
+    progress.learning_rate_scale *= plateau.factor
+    return True
+
+
+def with_lowered_rates(setup: WorkerSetup, progress: Progress, plateau: PlateauConfig) -> Callable[[int, int], None]:
+    """`setup.begin_step`, which sets the schedule's learning rates, and after it the factors of `progress`."""
+    begin_step = setup.begin_step
+
+    def begin(step: int, total: int) -> None:
+        begin_step(step, total)
+        if progress.learning_rate_scale != 1.0:
+            for group in setup.optimizer.param_groups:
+                group["lr"] = plateau.learning_rate(float(group["lr"]), scale=progress.learning_rate_scale)
+
+    return begin
 
 
 def drain(pipeline: Any, batches: Iterator[Any]) -> None:

@@ -135,7 +135,7 @@ def _train(
         setup.peak_multiply_adds_per_s = peak_of_all(peak, world_size=worker.world_size)
     watch = StopWatch(assignment.mailbox, rank=worker.rank, preemption=preemption)
     profiler = make_profiler(worker, folder, assignment.mailbox, log)
-    setup.begin_step = profiled(setup.begin_step, profiler)
+    setup.begin_step = profiled(loop.with_lowered_rates(setup, progress, config.plateau), profiler)
     saver = Saver(
         folder,
         lease=mine,

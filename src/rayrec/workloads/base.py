@@ -14,6 +14,7 @@ from rayrec.config import Config, InputError
 from rayrec.data.engine import StreamEngine
 from rayrec.observe.start_up import Stopwatch
 from rayrec.observe.tracking.config import TrackersConfig
+from rayrec.optim import PlateauConfig
 
 if TYPE_CHECKING:
     import torch
@@ -284,6 +285,8 @@ class TrainConfig(Config):
     """Saving and keeping."""
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
     """When to stop before the last step."""
+    plateau: PlateauConfig = field(default_factory=PlateauConfig)
+    """When to lower the learning rates because evaluations get no better."""
     failure: FailureConfig = field(default_factory=FailureConfig)
     """What the run survives."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -60,6 +60,11 @@ def test_figures_of_a_run_under_way() -> None:
     assert "left 8 s" in view.line() or "left 7 s" in view.line()
 
 
+def test_lower_learning_rates_are_noted() -> None:
+    event = {"time": 2e9, "kind": "plateau", "step": 1500, "learning_rate_scale": 0.1**2}
+    assert note_of(event) == "step 1,500  no better: learning rates are 0.01 of the schedule's"
+
+
 def test_a_finished_run_shows_its_chosen_weights() -> None:
     events = measured()
     early = {"time": 2e9, "kind": "early_stop", "step": 150, "best_step": 100, "best_score": 0.8}

@@ -206,6 +206,30 @@ def test_a_signal_saves_and_the_same_call_resumes(
     assert [event["checkpoint"] for event in events(tmp_path) if event["kind"] == "start"] == [None, saved.path]
 
 
+def test_a_resumed_run_has_the_learning_rates_of_its_plateau(tmp_path: Path) -> None:
+    plateau = {"patience": 1, "min_improvement": 1e3, "factor": 0.5}
+    settings: dict[str, Any] = {
+        "plateau": plateau,
+        "evaluate_every": 3,
+        "log_every": 1,
+        "early_stopping": {"patience": 0},
+    }
+    whole = run(tmp_path / "whole", **settings).summary["weights_sha256"]
+
+    def act(step: int) -> None:
+        if step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert STOP_ASKED.wait(WAIT_S)
+
+    STATE.number, STATE.act = 0, act
+    with pytest.raises(SystemExit):
+        run(tmp_path / "cut", **settings)
+    STATE.act = lambda step: None
+    assert run(tmp_path / "cut", **settings).summary["weights_sha256"] == whole
+    rates = {event["step"]: event["learning_rate"] for event in events(tmp_path / "cut") if event["kind"] == "step"}
+    assert [rates[step] / rates[3] for step in (3, 6, 7, 9, 10, 12)] == pytest.approx([1, 1, 0.5, 0.5, 0.25, 0.25])
+
+
 def test_a_worker_that_does_not_save_within_the_grace_is_not_waited_for(tmp_path: Path) -> None:
     freed = threading.Event()
 

@@ -15,6 +15,7 @@ import torch
 from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.observe.time_split import PHASES
+from rayrec.optim import PlateauConfig
 from rayrec.row_tally import RowNumbers, RowTally
 from rayrec.training import loop
 from rayrec.training.loop import Boundary, Progress, next_boundary
@@ -275,6 +276,44 @@ def test_patience_counts_from_the_last_sufficient_improvement(
         progress.step = step
         loop.judge(progress, score, min_improvement=0.0999)
     assert (progress.since_best, progress.best, progress.best_step) == (since_best, best, 3)
+
+
+def test_learning_rates_fall_when_evaluations_get_no_better() -> None:
+    plateau = PlateauConfig(patience=2, factor=0.1, min_improvement=0.01)
+    progress, lowered = Progress(), []
+    for step, score in enumerate([0.5, 0.505, 0.52, 0.53, 0.51, 0.525, 0.52, 0.6]):
+        if loop.lower_on_plateau(progress, score, plateau):
+            lowered.append((step, progress.learning_rate_scale))
+        progress = Progress.from_state(progress.state(), rank=0)  # as a resumed run
+    # 0.53 is better than 0.52 by less than 0.01, and so on; a fall begins the count again.
+    assert lowered == [(4, pytest.approx(0.1)), (6, pytest.approx(0.01))]
+    assert (progress.plateau_reference, progress.plateau_evaluations) == (0.6, 0)
+    assert not loop.lower_on_plateau(Progress(plateau_reference=1.0), 0.0, PlateauConfig())
+
+
+def test_lowered_rates_are_those_of_the_schedule_times_the_factors() -> None:
+    optimizer = SimpleNamespace(param_groups=[{"lr": 0.0}, {"lr": 0.0}, {"lr": 0.0}])
+
+    def begin_step(step: int, total: int) -> None:
+        for group, rate in zip(optimizer.param_groups, (0.1 / (step + 1), 1e-5, 1e-7), strict=True):
+            group["lr"] = rate
+
+    progress = Progress()
+    setup: Any = SimpleNamespace(begin_step=begin_step, optimizer=optimizer)
+    begin = loop.with_lowered_rates(setup, progress, PlateauConfig(patience=1))
+    begin(0, 9)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 1e-5, 1e-7]
+    progress.learning_rate_scale = 0.01
+    begin(1, 9)
+    # The second stops at the floor, and the third was below it.
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.0005, 1e-6, 1e-7])
+
+
+def test_a_plateau_is_logged_and_in_the_state_that_is_saved() -> None:
+    run = Run(plateau={"patience": 1, "min_improvement": 0.2, "factor": 0.5}, evaluate_every=5)
+    assert run.run()
+    assert [step for kind, step in run.events if kind == "plateau"] == [10, 15, 20]
+    assert run.progress.state()["learning_rate_scale"] == 0.125
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])

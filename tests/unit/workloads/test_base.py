@@ -67,6 +67,12 @@ def test_early_stopping_needs_the_best_checkpoint() -> None:
         recipes.criteo_demo().replace(checkpoint={"keep_best": 0}, early_stopping={"patience": 2})
 
 
+@pytest.mark.parametrize("factor", [0.0, 1.0])
+def test_a_plateau_lowers_learning_rates(factor: float) -> None:
+    with pytest.raises(InputError, match="above 0 and below 1"):
+        recipes.criteo_demo().replace(plateau={"factor": factor})
+
+
 def test_a_click_model_without_sparse_columns_is_refused(tmp_path: Path) -> None:
     dense_only = Schema(dense=("age", "price"), tokens="any", delimiter=",")
     config = recipes.clicks(str(tmp_path), dense_only)
