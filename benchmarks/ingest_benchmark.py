@@ -134,7 +134,7 @@ def without_position(order: EpochOrder, preprocessor: Shared[Preprocessor]) -> f
         dataset = tasks_dataset("ingest", task, items, placement=placement, block_bytes=block_bytes, bounds=bounds)
         dataset.context.execution_options.preserve_order = False
         encoded = (rows for table in tables(dataset) for rows in from_arrow(table))
-        slicer = Slicer(encoded, num_dense=len(inputs.dense), keys=inputs.sparse, label="label")
+        slicer = Slicer(encoded, num_dense=len(inputs.dense), keys=inputs.sparse, labels=("label",))
         left = order.rows
         while left:
             left -= len(slicer.take(min(BATCH_SIZE, left), loss_weight=1.0))

@@ -17,6 +17,7 @@ from rayrec.batch import DENSE, Batch
 from rayrec.checkpoint import Checkpoint
 from rayrec.data.encoded import Bags, Ids
 from rayrec.data.loader import sparse_features
+from rayrec.models.ranking.din import DINConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig
 from rayrec.schema import Feature, Label, Schema
@@ -56,9 +57,13 @@ MANY = [
 EQUAL = [50] * 24
 SHARED = [40, 900, 40]
 """Tables of a model of several labels: features 0 and 2 share one, the lists of feature 1 have weights."""
+SEQUENCES = [40, 9, 40]
+"""Tables of a model whose feature 2 is a sequence of what feature 0 has one of; they share a table."""
+CASES = {"many": MANY, "equal": EQUAL, "shared": SHARED, "sequences": SEQUENCES}
 DIM, ROWS, STEPS = 8, 12, 3
 
 
+DLRM = DLRMConfig(interaction="dot", embedding_dim=DIM, bottom_mlp=(8, DIM), top_mlp=(8, 1))
 ADAM = {
     # With an eps that does not make much of the last digits of small gradients.
     "sparse_optimizer": SparseOptimizerConfig(kind="adam", learning_rate=0.05, eps=0.01, weight_decay=0.1),
@@ -73,7 +78,7 @@ def workload(tables: list[int], **settings: Any) -> ClickWorkload:
     }
     return ClickWorkload(
         schema=schema(tables),
-        model=DLRMConfig(interaction="dot", embedding_dim=DIM, bottom_mlp=(8, DIM), top_mlp=(8, 1)),
+        model=DINConfig(embedding_dim=DIM, attention=(4,), mlp=(8,)) if tables == SEQUENCES else DLRM,
         **{**optimizers, **settings},
     )
 
@@ -87,6 +92,15 @@ def schema(tables: list[int]) -> Schema:
             sparse=("cat_0", "cat_1", "cat_2"),
             lists=("cat_1", "cat_2"),
             features=(Feature(name="cat_1", weights="weights"), Feature(name="cat_2", vocabulary="cat_0")),
+            tokens="any",
+        )
+    if tables == SEQUENCES:
+        return Schema(
+            label="label",
+            dense=("int_0", "int_1"),
+            sparse=("cat_0", "cat_1", "cat_2"),
+            lists=("cat_2",),
+            features=(Feature(name="cat_2", vocabulary="cat_0", max_length=4),),
             tokens="any",
         )
     return Schema(
@@ -134,9 +148,16 @@ def batch(tables: list[int], step: int, rank: int, world_size: int, *, rows: int
         other, seconds = torch.rand(rows, generator=chance).round(), torch.rand(rows, generator=chance)
         other[torch.rand(rows, generator=chance) < 0.3] = torch.nan
         named |= {"other": other[mine], "seconds": seconds[mine]}
-    count = len(labels[mine])
-    features = sparse_features(schema(tables).sparse, columns, count, weighted=tables == SHARED)
-    return Batch({DENSE: dense[mine]}, world_size / rows, features, named)
+    count, keys, sequences = len(labels[mine]), schema(tables).sparse, None
+    if tables == SEQUENCES:
+        listed = torch.randint(tables[2], (rows, 4), generator=chance).int()
+        lengths = torch.randint(0, 5, (rows,), generator=chance)[mine]
+        values = listed[mine][torch.arange(4) < lengths[:, None]]
+        bags = Bags(values.numpy(), lengths.int().numpy())
+        sequences = sparse_features([keys[0], keys[2]], [columns[0], bags], count)
+        keys, columns = keys[1:2], columns[1:2]
+    features = sparse_features(keys, columns, count, weighted=tables == SHARED)
+    return Batch({DENSE: dense[mine]}, world_size / rows, features, named, sequence_features=sequences)
 
 
 def train(folder: str, tables: list[int], rank: int, *, node: str = "", **settings: Any) -> None:
@@ -153,7 +174,8 @@ def train(folder: str, tables: list[int], rank: int, *, node: str = "", **settin
         distributed.all_reduce(loss)
         losses.append(loss.item() / world_size)
     # TorchRec exchanges a batch's ids ahead only if it finds in the model's forward that they come straight from the batch.
-    assert len(getattr(setup.pipeline, "_pipelined_modules", [])) == (world_size > 1)
+    exchanging = (2 if tables == SEQUENCES else 1) if world_size > 1 else 0
+    assert len(getattr(setup.pipeline, "_pipelined_modules", [])) == exchanging
     checkpoint.save(f"{folder}/end", all_tensors(setup.model, setup.optimizer), state={})
     if rank == 0:
         with open(f"{folder}/losses.json", "w") as file:
@@ -164,7 +186,7 @@ def on_unequal_nodes(folder: str, rank: int) -> None:
     """Ranks 0 and 1 run on one machine, rank 2 on another."""
     logging.disable(logging.WARNING)
     os.environ["LOCAL_WORLD_SIZE"] = "2" if rank < 2 else "1"
-    for name, tables in (("many", MANY), ("equal", EQUAL), ("shared", SHARED)):
+    for name, tables in CASES.items():
         train(f"{folder}/{name}_3", tables, rank, node="a" if rank < 2 else "b")
     train(f"{folder}/adam_3", SHARED, rank, node="a" if rank < 2 else "b", **ADAM)
     rounded = ShardingConfig(exchange_precision="fp16")
@@ -173,7 +195,7 @@ def on_unequal_nodes(folder: str, rank: int) -> None:
 
 def alone(folder: str, rank: int) -> None:
     logging.disable(logging.WARNING)
-    for name, tables in (("many", MANY), ("equal", EQUAL), ("shared", SHARED)):
+    for name, tables in CASES.items():
         train(f"{folder}/{name}_1", tables, rank)
     train(f"{folder}/adam_1", SHARED, rank, **ADAM)
 

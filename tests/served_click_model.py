@@ -22,7 +22,7 @@ from rayrec.serve.config import ServeConfig
 from rayrec.serve.counters import Counters
 from rayrec.serve.replica_models import ReplicaModels, Source, Wanted
 from rayrec.serve.responses import BatchScorer
-from rayrec.workloads.recsys_scorer import PREFIX, empty_model, make_scorer, table_weight
+from rayrec.workloads.recsys_scorer import PREFIX, empty_model, make_scorer
 
 NUM_TOKENS = 5
 ANY = Schema(
@@ -125,9 +125,9 @@ def logits_of(model: ServedModel, text: bytes) -> np.ndarray:
 
 def save_checkpoint(run: Path, step: int, model: ServedModel, *, network: ClickModelConfig = DLRM) -> str:
     """A checkpoint of the model, as training writes it; returns its folder."""
-    weights = dict(model.scorer._model.network.state_dict())
-    for name, table in zip(model.preprocessor.inputs.sparse, model.scorer._tables.tensors(), strict=True):
-        weights[table_weight(name)] = table
+    plain, tables, _ = model.scorer.parts()
+    weights = dict(plain.network.state_dict())
+    weights |= dict(zip(plain.table_weights().values(), tables, strict=True))
     config = recipes.criteo_demo("log/train.txt").replace(workload={"model": network})
 
     def add_files(target: str) -> None:

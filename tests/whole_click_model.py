@@ -16,10 +16,11 @@ def whole_model(
     *,
     num_dense: int = 13,
     features: Sequence[str] | None = None,
+    inputs: ModelInputs | None = None,
     **settings: Any,
 ) -> ClickModel:
-    """Features are named cat_0, cat_1, ... unless `features` says otherwise."""
-    inputs = ModelInputs(num_dense, tuple(features or feature_names(len(num_embeddings))))
+    """Features are named cat_0, cat_1, ... unless `features` or `inputs` say otherwise."""
+    inputs = inputs or ModelInputs(num_dense, tuple(features or feature_names(len(num_embeddings))))
     return build_click_model(
         config, inputs, **{"num_embeddings": num_embeddings, "embedding_device": "cpu", **settings}
     )

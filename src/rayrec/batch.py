@@ -28,7 +28,7 @@ class Batch:
     is the exact mean over the global batch also where workers hold different numbers of rows. 0: a filler, which counts
     nowhere, for a worker that has no row where others have."""
     sparse_features: KeyedJaggedTensor | None = None
-    """Of a click log: one key per categorical feature, `rows` bags each; with weights if any feature has them."""
+    """Of a click log: one key per categorical feature, `rows` lists of ids each; with weights if any feature has them."""
     labels: dict[str, torch.Tensor] = field(default_factory=dict)
     """Of a click log: (rows,) float32 by name; the main label is from 0 to 1, in others NaN stands for a missing value."""
     weights: torch.Tensor | None = None
@@ -37,6 +37,8 @@ class Batch:
     """(rows,) int64, always on the CPU: keys of the rows' groups, where the schema has a group."""
     timestamps: torch.Tensor | None = None
     """(rows,) int64, always on the CPU: microseconds since 1970-01-01 00:00 UTC, if the schema has a timestamp."""
+    sequence_features: KeyedJaggedTensor | None = None
+    """As `sparse_features`, of the features whose embeddings the model takes one by one; they are in no other field."""
     row_numbers: RowNumbers | None = None
     """Which rows these are, none for a filler, for the loop to count; copies on a device and parts do not have it."""
 
@@ -44,29 +46,31 @@ class Batch:
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(device, non_blocking=non_blocking)
 
-        sparse = self.sparse_features
-        moved_sparse = None if sparse is None else sparse.to(device, non_blocking=non_blocking)
-        return self._with(moved, moved_sparse, None)
+        def moved_ids(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
+            return ids.to(device, non_blocking=non_blocking)
+
+        return self._with(moved, moved_ids, None)
 
     def pin_memory(self) -> Batch:
         """A copy in pinned memory; it keeps its row numbers, because a loader pins batches before the loop counts them."""
-        sparse = self.sparse_features
-        return self._with(torch.Tensor.pin_memory, None if sparse is None else sparse.pin_memory(), self.row_numbers)
+        return self._with(torch.Tensor.pin_memory, lambda ids: ids.pin_memory(), self.row_numbers)
 
     def _with(
         self,
         change: Callable[[torch.Tensor], torch.Tensor],
-        sparse_features: KeyedJaggedTensor | None,
+        change_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor],
         row_numbers: RowNumbers | None,
     ) -> Batch:
+        sparse, sequences = self.sparse_features, self.sequence_features
         return Batch(
             {name: change(tensor) for name, tensor in self.tensors.items()},
             self.loss_weight,
-            sparse_features,
+            None if sparse is None else change_ids(sparse),
             {name: change(tensor) for name, tensor in self.labels.items()},
             None if self.weights is None else change(self.weights),
             self.groups,
             self.timestamps,
+            None if sequences is None else change_ids(sequences),
             row_numbers,
         )
 
@@ -75,8 +79,9 @@ class Batch:
             tensor.record_stream(stream)
         if self.weights is not None:
             self.weights.record_stream(stream)
-        if self.sparse_features is not None:
-            self.sparse_features.record_stream(stream)
+        for ids in (self.sparse_features, self.sequence_features):
+            if ids is not None:
+                ids.record_stream(stream)
 
     def parts(self, count: int) -> list[Batch]:
         """The tensors in exactly so many parts of nearly equal size, so that every worker makes as many passes; where there are

@@ -20,6 +20,7 @@ ShardingType = Literal["table_wise", "column_wise", "table_column_wise", "row_wi
 
 _CPU_SHARDING_TYPES = {"table_wise", "column_wise", "table_column_wise", "data_parallel"}
 _WHOLE = {"table_wise", "data_parallel"}  # a worker that holds any of a table holds all of it
+_OF_SEQUENCES = {"table_wise", "column_wise", "row_wise"}  # the others TorchRec lacks, or gets wrong (data_parallel)
 _WITHIN_NODES = {"table_row_wise"}  # TorchRec builds process groups of one node each, all of the same size
 _FLOAT_BYTES = 4
 
@@ -78,14 +79,15 @@ def embedding_sharders(
     """The sharders of our embedding modules, for the planner and for DistributedModelParallel alike. Raises InputError for a
     precision of the exchange that the device does not have."""
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
+    codecs = _exchange_codecs(config.exchange_precision if config else "fp32", device)
     # The default sets an id outside its table to 0 and trains on that row.
+    fused_params = {"bounds_check_mode": BoundsCheckMode.FATAL}
     return [
-        EmbeddingBagCollectionSharder(
-            fused_params={"bounds_check_mode": BoundsCheckMode.FATAL},
-            qcomm_codecs_registry=_exchange_codecs(config.exchange_precision if config else "fp32", device),
-        )
+        EmbeddingBagCollectionSharder(fused_params=fused_params, qcomm_codecs_registry=codecs),
+        EmbeddingCollectionSharder(fused_params=fused_params, qcomm_codecs_registry=codecs),
     ]
 
 
@@ -116,7 +118,7 @@ def plan_sharding(
     config: ShardingConfig | None = None,
     state_bytes: StateBytes,
 ) -> ShardingPlan:
-    """Spread the tables of `model` (its EmbeddingBagCollections, as on the meta device) over `world_size` workers.
+    """Spread the tables of `model` (a ClickModel, its tables on the meta device) over `world_size` workers.
 
     One rank makes the plan and shares it with the others: TorchRec breaks ties by the number of workers per node, which can
     differ between ranks. `nodes` names the node of each rank (None: one node has them all), and `devices` the device of each
@@ -136,7 +138,12 @@ def plan_sharding(
     config = config or ShardingConfig()
     per_node = workers_per_node(nodes or [""] * world_size)
     allowed = _allowed_types(config, device=device, per_node=per_node)
-    tables = _tables(model)
+    tables, one_by_one = _tables(model), _unpooled_tables(model)
+    if one_by_one and not _OF_SEQUENCES & set(allowed):
+        raise InputError(
+            f"ShardingConfig.sharding_types: {', '.join(config.sharding_types)} is not for tables of sequences "
+            f"({', '.join(sorted(one_by_one))}) on {device}; add table_wise"
+        )
     room = _room_for_tables(config, device=device, memory_bytes=memory_bytes, host_memory_bytes=host_memory_bytes)
     sizes = {name: _table_bytes(rows, dim, state_bytes) for name, (rows, dim) in tables.items()}
     _refuse_what_cannot_fit(tables, sizes, allowed, world_size=world_size, room=room)
@@ -145,7 +152,7 @@ def plan_sharding(
         kernels.append(EmbeddingComputeKernel.DENSE.value)  # which TorchRec offers for no other sharding type
     constraints = {
         name: ParameterConstraints(
-            sharding_types=list(allowed),
+            sharding_types=[kind for kind in allowed if name not in one_by_one or kind in _OF_SEQUENCES],
             compute_kernels=kernels,
             min_partition=min(config.min_column_width, dim),
         )
@@ -335,14 +342,25 @@ def describe(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes) -
 
 def _tables(model: nn.Module) -> dict[str, tuple[int, int]]:
     """(rows, dim) of every table in the model, by name."""
-    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-    return {
-        table.name: (table.num_embeddings, table.embedding_dim)
-        for module in model.modules()
-        if isinstance(module, EmbeddingBagCollection)
-        for table in module.embedding_bag_configs()
-    }
+    found: dict[str, tuple[int, int]] = {}
+    for module in model.modules():
+        if isinstance(module, EmbeddingBagCollection):
+            found |= {
+                table.name: (table.num_embeddings, table.embedding_dim) for table in module.embedding_bag_configs()
+            }
+        elif isinstance(module, EmbeddingCollection):
+            found |= {table.name: (table.num_embeddings, table.embedding_dim) for table in module.embedding_configs()}
+    return found
+
+
+def _unpooled_tables(model: nn.Module) -> set[str]:
+    """The tables whose embeddings are given one by one."""
+    from torchrec.modules.embedding_modules import EmbeddingCollection
+
+    modules = [module for module in model.modules() if isinstance(module, EmbeddingCollection)]
+    return {table.name for module in modules for table in module.embedding_configs()}
 
 
 def _refuse_what_cannot_fit(

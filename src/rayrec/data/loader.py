@@ -55,17 +55,18 @@ class ClickLoader:
         in_memory: bool = False,
         targets: Targets | None = None,
         ahead: int = 0,
+        unpooled: Sequence[str] = (),
     ) -> None:
-        """`schema` is that of the model's inputs. `mapped`: the rows are preprocessed files of this machine, which the worker
-        reads itself, with `in_memory` all of them first; else data tasks of `engine` make the rows. `targets`: what rows are to
-        be scored as; None: their labels. `ahead`: so many batches are cut by a thread and copied to pinned memory, from which
-        they travel to a GPU while it computes; 0: `next` cuts them, in pageable memory. Raises InputError where `position` is one
-        in another order."""
+        """`schema` is that of the model's inputs; `unpooled`: those of its features that go into `Batch.sequence_features`.
+        `mapped`: the rows are preprocessed files of this machine, which the worker reads itself, with `in_memory` all of them
+        first; else data tasks of `engine` make the rows. `targets`: what rows are to be scored as; None: their labels. `ahead`:
+        so many batches are cut by a thread and copied to pinned memory, from which they travel to a GPU while it computes; 0:
+        `next` cuts them, in pageable memory. Raises InputError where `position` is one in another order."""
         order.check(position)
         self._order, self._preprocessor, self._schema = order, preprocessor, schema
         self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
         self._engine, self._prefetch_blocks = engine, prefetch_blocks
-        self._mapped, self._in_memory, self._targets = mapped, in_memory, targets
+        self._mapped, self._in_memory, self._targets, self._unpooled = mapped, in_memory, targets, unpooled
         # One thread reads what is mapped.
         self.stages = StageAccount(cpus=1.0 if mapped is not None else engine.cpus)
         self._handed_out = 0
@@ -208,7 +209,7 @@ class ClickLoader:
                 prefetch_blocks=self._prefetch_blocks,
                 account=self.stages,
             )
-        slicer = Slicer.of(rows, self._schema, targets=self._targets)
+        slicer = Slicer.of(rows, self._schema, targets=self._targets, unpooled=self._unpooled)
         for epoch, mine, everyone in self._sizes:
             yield slicer.take(mine, loss_weight=self._world_size / everyone, epoch=epoch)
 
@@ -235,17 +236,28 @@ class Slicer:
         labels: Sequence[str],
         weighted: bool = False,
         targets: Targets | None = None,
+        unpooled: Sequence[str] = (),
     ) -> None:
-        """`labels`: names of the rows' labels, the first of which `targets` changes. `weighted`: whether ids have weights."""
+        """`labels`: names of the rows' labels, the first of which `targets` changes. `weighted`: whether ids have weights.
+        `unpooled`: those of `keys` that go into `Batch.sequence_features`."""
         self._rows, self._num_dense, self._keys, self._labels, self._targets = rows, num_dense, keys, labels, targets
         self._weighted = weighted
+        self._unpooled = [number for number, key in enumerate(keys) if key in unpooled]
+        self._pooled = [number for number, key in enumerate(keys) if key not in unpooled]
         self._current: EncodedRows | None = None
         self._offsets: list[np.ndarray | None] = []
         self._used = 0
         self._constant: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @classmethod
-    def of(cls, rows: Iterator[EncodedRows], inputs: Schema, *, targets: Targets | None = None) -> Slicer:
+    def of(
+        cls,
+        rows: Iterator[EncodedRows],
+        inputs: Schema,
+        *,
+        targets: Targets | None = None,
+        unpooled: Sequence[str] = (),
+    ) -> Slicer:
         """`inputs`: the model's columns."""
         assert inputs.label is not None, "an unlabelled log is refused before"
         return cls(
@@ -255,6 +267,7 @@ class Slicer:
             labels=inputs.label_names,
             weighted=bool(inputs.list_weights),
             targets=targets,
+            unpooled=unpooled,
         )
 
     def take(self, count: int, *, loss_weight: float, epoch: int = 0) -> Batch:
@@ -296,7 +309,7 @@ class Slicer:
         return Batch(
             {DENSE: torch.from_numpy(dense)},
             loss_weight,
-            sparse_features(self._keys, ids, count, self._constant, weighted=self._weighted),
+            self._features(ids, self._pooled, count),
             {
                 name: torch.from_numpy(np.empty(0, np.float32) if values is None else values)
                 for name, values in zip(self._labels, [labels, *more_labels], strict=True)
@@ -304,11 +317,21 @@ class Slicer:
             weights=_tensor(joined(lambda rows: rows.weights, np.float32)),
             groups=_tensor(joined(lambda rows: rows.groups, np.int64)),
             timestamps=_tensor(joined(lambda rows: rows.timestamps, np.int64)),
+            sequence_features=self._features(ids, self._unpooled, count),
             row_numbers=_row_numbers(
                 [None if rows.row_numbers is None else rows.row_numbers[start:stop] for rows, _, start, stop in slices],
                 epoch,
             ),
         )
+
+    def _features(self, ids: Sequence[Ids], numbers: Sequence[int], count: int) -> KeyedJaggedTensor | None:
+        """The ids of some features, by their numbers."""
+        if not numbers:
+            return None
+        if len(numbers) == len(ids):
+            return sparse_features(self._keys, ids, count, self._constant, weighted=self._weighted)
+        keys = [self._keys[number] for number in numbers]
+        return sparse_features(keys, [ids[number] for number in numbers], count, weighted=self._weighted)
 
     def _ids(
         self, slices: list[tuple[EncodedRows, list[np.ndarray | None], int, int]], count: int

@@ -39,6 +39,7 @@ from rayrec.inference.export_readme import readme
 from rayrec.inference.model import open_served, version_of
 from rayrec.inference.onnx import id_widths, write_repository
 from rayrec.inference.parity import BATCH_ROWS, Comparison, ParityRows, compare, parity_rows
+from rayrec.models.base import ModelInputs
 from rayrec.models.tables import Quantization, RowFormat
 from rayrec.workloads.recsys import ClickWorkload
 from rayrec.workloads.recsys_scorer import (
@@ -47,7 +48,6 @@ from rayrec.workloads.recsys_scorer import (
     click_settings,
     empty_model,
     load_preprocessor,
-    table_weight,
 )
 from rayrec.workloads.weight_files import write_weights
 
@@ -119,6 +119,7 @@ def export_clicks(
         tables=()
         if preprocessor.inputs.vocabularies == preprocessor.inputs.sparse
         else preprocessor.inputs.vocabularies,
+        sequences=model.sequences(ModelInputs.of(preprocessor.inputs)),
     )
     exported.row_format.check()
     if settings.triton:  # refused before there is much done
@@ -158,7 +159,10 @@ def _write_weights(checkpoint: Checkpoint, out: str, exported: ExportedModel, pr
     """Tables as they are read, one at a time, and the network's weights; returns the model that holds the latter."""
     row_format, dense = exported.row_format, {}
     vocabularies = preprocessor.inputs.vocabularies
-    vocabulary_of = {PREFIX + table_weight(name): name for name in vocabularies}
+    model = empty_model(exported.model, preprocessor=preprocessor, precision=exported.precision)
+    vocabulary_of = {
+        PREFIX + weight: model.inputs.table_of[feature] for feature, weight in model.table_weights().items()
+    }
     order = [vocabulary_of[name] for name in sorted(vocabulary_of)]  # as full_tensors gives them
     rows_of = dict(zip(vocabularies, exported.num_embeddings, strict=True))
 
@@ -176,7 +180,6 @@ def _write_weights(checkpoint: Checkpoint, out: str, exported: ExportedModel, pr
         storage.join(out, TABLES), itertools.chain([_tables_header(order, rows_of, row_format)], pieces())
     )
     write_weights(storage.join(out, DENSE), dense)
-    model = empty_model(exported.model, preprocessor=preprocessor, precision=exported.precision)
     model.network.load_state_dict(dense, assign=True)
     return model
 
@@ -193,10 +196,18 @@ def _tables_header(order: list[str], rows_of: dict[str, int], row_format: RowFor
 
 
 def _write_program(model: PlainModel, path: str, exported: ExportedModel) -> None:
-    width = len(exported.features) * exported.model.embedding_dim
-    examples = torch.zeros(BATCH_ROWS, exported.num_dense), torch.zeros(BATCH_ROWS, width)
+    dim = exported.model.embedding_dim
+    width = (len(exported.features) - len(exported.sequences)) * dim
     rows = torch.export.Dim("rows", min=1)
-    program = torch.export.export(model, examples, dynamic_shapes=({0: rows}, {0: rows}))
+    examples = [torch.zeros(BATCH_ROWS, exported.num_dense), torch.zeros(BATCH_ROWS, width)]
+    of_sequences: list[dict[int, Any]] = []
+    for number in range(len(exported.sequences)):
+        examples += [torch.zeros(2 * BATCH_ROWS, dim), torch.full((BATCH_ROWS,), 2, dtype=torch.int64)]
+        of_sequences += [{0: torch.export.Dim(f"ids_{number}", min=0)}, {0: rows}]
+    shapes: tuple[Any, ...] = ({0: rows}, {0: rows})
+    if of_sequences:
+        shapes = (*shapes, tuple(of_sequences))
+    program = torch.export.export(model, tuple(examples), dynamic_shapes=shapes)
     torch.export.save(program, path)
 
 
@@ -269,6 +280,6 @@ def _score_by_program(out: str, opened: OpenedExport, rows: ParityRows) -> np.nd
 
     def score(batch: EncodedRows) -> np.ndarray:
         with torch.inference_mode():
-            return program(torch.from_numpy(batch.dense), opened.scorer.pool(batch)).numpy()
+            return program(*opened.scorer.inputs(batch)).numpy()
 
     return rows.score(score)

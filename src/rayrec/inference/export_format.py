@@ -17,7 +17,7 @@ from rayrec.checkpoint.format import CHECKSUM, MANIFEST, seal
 from rayrec.checkpoint.safetensors_header import DTYPES
 from rayrec.config import InputError
 from rayrec.data.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
-from rayrec.models.base import ClickModelConfig
+from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.stored import stored_model
 from rayrec.models.tables import QUANTIZATIONS, Quantization, RowFormat
 from rayrec.workloads.recsys_scorer import ClickScorer, empty_model, make_scorer
@@ -59,6 +59,8 @@ class ExportedModel:
     num_embeddings: tuple[int, ...]
     tables: tuple[str, ...] = ()
     """The table of each feature, if features share one; empty: each has its own, of its name."""
+    sequences: tuple[str, ...] = ()
+    """Features whose embeddings the network takes one by one."""
 
     @property
     def version(self) -> str:
@@ -70,8 +72,9 @@ class ExportedModel:
 
     def to_dict(self) -> dict[str, Any]:
         stored = {**vars(self), "model": self.model.to_dict()}
-        if not self.tables:  # was added later: manifests of other exports stay the same
-            del stored["tables"]
+        for name in ("tables", "sequences"):
+            if not stored[name]:  # was added later: manifests of other exports stay the same
+                del stored[name]
         return stored
 
 
@@ -117,7 +120,8 @@ def read_manifest(
         told = dict(manifest["model"])
         for name in ("features", "num_embeddings"):
             told[name] = tuple(told[name])
-        told["tables"] = tuple(told.get("tables", ()))
+        for name in ("tables", "sequences"):
+            told[name] = tuple(told.get(name, ()))
         exported = ExportedModel(**{**told, "model": stored_model(told["model"], where=place, own=own)})
         if exported.quantization not in QUANTIZATIONS or exported.precision not in ("fp32", "bf16"):
             raise ValueError("unknown quantization or precision")
@@ -163,6 +167,7 @@ def _check_preprocessor(path: str, preprocessor: Preprocessor, exported: Exporte
         preprocessor.hash() == exported.preprocessor_hash
         and inputs.sparse == exported.features
         and inputs.vocabularies == (exported.tables or exported.features)
+        and exported.model.sequences(ModelInputs.of(inputs)) == exported.sequences
         and len(inputs.dense) == exported.num_dense
         and tuple(preprocessor.num_embeddings) == exported.num_embeddings
     )

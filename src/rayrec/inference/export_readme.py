@@ -36,8 +36,11 @@ def unpack(rows):  # rows of a table as they are stored -> float32 (n, dim)
 def score(dense, ids):
     """Logits (rows,) of dense float32 (rows, num_dense) and, for each of the features, integers (rows,) or (rows, ids a row), or
     the ids of row after row and how many each row has, one at least."""
-    pooled = []
-    for name, column in zip(model.get("tables", model["features"]), ids):
+    pooled, one_by_one = [np.zeros((len(dense), 0), np.float32)], []
+    for feature, name, column in zip(model["features"], model.get("tables", model["features"]), ids):
+        if feature in model.get("sequences", []):
+            one_by_one += [torch.from_numpy(unpack(tables[name][column[0]])), torch.from_numpy(column[1].astype(np.int64))]
+            continue
         if isinstance(column, tuple):
             starts = np.cumsum(column[1]) - column[1]
             pooled.append(np.add.reduceat(unpack(tables[name][column[0]]), starts))
@@ -45,7 +48,7 @@ def score(dense, ids):
         column = column.reshape(len(dense), -1)
         pooled.append(unpack(tables[name][column.reshape(-1)]).reshape(*column.shape, dim).sum(axis=1))
     with torch.inference_mode():
-        return program(torch.from_numpy(dense), torch.from_numpy(np.concatenate(pooled, axis=1))).numpy()
+        return program(torch.from_numpy(dense), torch.from_numpy(np.concatenate(pooled, axis=1)), *one_by_one).numpy()
 '''
 """Scores with what an export holds by means of PyTorch, NumPy and safetensors alone."""
 

@@ -23,10 +23,11 @@ class GlobalBatchNorm(nn.Module):
     running_mean: torch.Tensor
     running_var: torch.Tensor
 
-    def __init__(self, features: int, *, eps: float = 1e-5, momentum: float = 0.1) -> None:
+    def __init__(self, features: int, *, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True) -> None:
+        """`affine`: multiplied by a learned weight and shifted by a learned bias, one each for a feature."""
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(features))
-        self.bias = nn.Parameter(torch.zeros(features))
+        self.weight = nn.Parameter(torch.ones(features)) if affine else None
+        self.bias = nn.Parameter(torch.zeros(features)) if affine else None
         self.register_buffer("running_mean", torch.zeros(features))
         self.register_buffer("running_var", torch.ones(features))
         self._eps, self._momentum = eps, momentum
@@ -58,7 +59,8 @@ class GlobalBatchNorm(nn.Module):
             (squares,) = _summed(squares)
         variance = squares / count
         self._keep(mean.detach(), variance.detach() * (count / (count - 1).clamp(min=1)), count)
-        return centered * torch.rsqrt(variance + self._eps) * self.weight + self.bias
+        normal = centered * torch.rsqrt(variance + self._eps)
+        return normal if self.weight is None else normal * self.weight + self.bias
 
     @torch.no_grad()
     def _keep(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:

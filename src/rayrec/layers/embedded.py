@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 import torch
@@ -22,30 +24,84 @@ def in_feature_order(values: torch.Tensor, order: Order, *, dim: int) -> torch.T
 
 
 @final
+@dataclass(frozen=True)
+class Sequences:
+    """The embeddings of a feature's ids, one by one: of each row any number, in the order of its list."""
+
+    values: torch.Tensor
+    """float32 (ids of all rows, dim), row after row."""
+    lengths: torch.Tensor
+    """int64 (rows,): how many ids each row has."""
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """int64 (ids,): the row that each id belongs to."""
+        numbers = torch.arange(len(self.lengths), device=self.lengths.device)
+        return torch.repeat_interleave(numbers, self.lengths, output_size=len(self.values))
+
+    def spread(self, of_rows: torch.Tensor) -> torch.Tensor:
+        """(rows, ...) -> (ids, ...): to each id what its row has."""
+        return of_rows.index_select(0, self.rows)
+
+    def sum(self, of_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """(ids, width) -> (rows, width): the sum over the ids of each row, 0 for a row without ids; None: of `values`."""
+        summed = self.values if of_ids is None else of_ids
+        return summed.new_zeros(len(self.lengths), summed.shape[1]).index_add(0, self.rows, summed)
+
+
+@final
 class Embedded(Mapping[str, torch.Tensor]):
-    """What the tables give for a batch: for each feature, by its name, the sum of its ids' embeddings, float32 (rows, dim).
+    """What the tables give for a batch: for each feature, by its name, the sum of its ids' embeddings, float32 (rows, dim);
+    `sequences` has them one by one, for features of `ClickModelConfig.sequences`.
 
     Under training the embeddings come from other workers. They are awaited at the first use of any of them, so a network that
     computes on its dense features first overlaps this with the exchange. They arrive in an order that the sharding plan decides;
     only `delivered` shows it.
     """
 
-    def __init__(self, features: Sequence[str], dim: int, deliver: Callable[[], Delivery]) -> None:
+    def __init__(
+        self,
+        features: Sequence[str],
+        dim: int,
+        deliver: Callable[[], Delivery],
+        *,
+        sequences: Callable[[], Mapping[str, Sequences]] = dict,
+    ) -> None:
+        """`deliver` gives the features that `sequences` does not give; each is called once, when it is first used."""
         self.features, self.dim = features, dim
         self._deliver: Callable[[], Delivery] | None = deliver
         self._delivered: Delivery | None = None
+        self._give_sequences = sequences
+        self._sequences: Mapping[str, Sequences] | None = None
 
     @classmethod
-    def in_order(cls, features: Sequence[str], dim: int, values: torch.Tensor) -> Embedded:
-        """Of `values` (rows, num_features * dim) that are in the order of the features."""
-        return cls(features, dim, lambda: (values, tuple(range(len(features)))))
+    def in_order(
+        cls, features: Sequence[str], dim: int, values: torch.Tensor, sequences: Mapping[str, Sequences] | None = None
+    ) -> Embedded:
+        """Of `values` (rows, num_features * dim) that are in the order of the features, those of `sequences` left out."""
+        given = sequences or {}
+        order = tuple(number for number, feature in enumerate(features) if feature not in given)
+        return cls(features, dim, lambda: (values, order), sequences=lambda: given)
 
-    def delivered(self) -> Delivery:
-        """The embeddings as they arrived, and their order. For layers whose cost depends on it; the result must not."""
+    def _of_bags(self) -> Delivery:
         if self._delivered is None:
             assert self._deliver is not None
             self._delivered, self._deliver = self._deliver(), None
         return self._delivered
+
+    def _of_sequences(self) -> Mapping[str, Sequences]:
+        if self._sequences is None:
+            self._sequences = self._give_sequences()
+        return self._sequences
+
+    def delivered(self) -> Delivery:
+        """The embeddings as they arrived, and their order. For layers whose cost depends on it; the result must not."""
+        values, order = self._of_bags()
+        if len(order) == len(self.features):
+            return values, order
+        one_by_one = self._of_sequences()
+        summed = [sequences.sum() for sequences in one_by_one.values()]
+        return torch.cat([values, *summed], dim=1), (*order, *map(list(self.features).index, one_by_one))
 
     def side_by_side(self) -> torch.Tensor:
         """(rows, num_features * dim), in the order of the features."""
@@ -56,12 +112,18 @@ class Embedded(Mapping[str, torch.Tensor]):
         """(rows, num_features, dim), in the order of the features."""
         return self.side_by_side().unflatten(1, (len(self.features), self.dim))
 
+    def sequences(self, feature: str) -> Sequences:
+        """The embeddings of a feature's ids, one by one. Raises KeyError for one that is not in `ClickModelConfig.sequences`."""
+        return self._of_sequences()[feature]
+
     def __getitem__(self, feature: str) -> torch.Tensor:
         try:
             number = list(self.features).index(feature)
         except ValueError:
             raise KeyError(feature) from None
-        values, order = self.delivered()
+        values, order = self._of_bags()
+        if number not in order:
+            return self._of_sequences()[feature].sum()
         place = order.index(number)
         return values[:, place * self.dim : (place + 1) * self.dim]
 

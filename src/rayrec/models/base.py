@@ -31,6 +31,8 @@ class ModelInputs:
     """The vocabulary, and with it the table, of each feature; empty: each has its own, of its name."""
     weighted: bool = False
     """Whether ids have weights, by which their embeddings are multiplied before they are summed."""
+    lists: tuple[tuple[str, int | None], ...] = ()
+    """The features that have any number of ids a row, each with the most that a row has; None: any number."""
 
     @classmethod
     def of(cls, schema: Schema) -> ModelInputs:
@@ -42,6 +44,7 @@ class ModelInputs:
             schema.labels,
             schema.vocabularies,
             bool(schema.list_weights),
+            tuple((name, schema.feature(name).max_length) for name in schema.lists),
         )
 
     @property
@@ -76,6 +79,12 @@ class ClickModelConfig(Config):
     def _own_class(cls) -> str | None:
         return f"{cls.__module__}.{cls.__qualname__}"
 
+    def sequences(self, inputs: ModelInputs) -> tuple[str, ...]:
+        """The features whose embeddings the network takes one by one (`Embedded.sequences`), not summed: none, unless a model
+        says otherwise. Pure, and the same for the same inputs. Raises InputError for inputs that the model cannot take."""
+        del inputs
+        return ()
+
     @abstractmethod
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         """The network without its tables: forward(dense, embedded) takes dense features (rows, num_dense) float32 and
@@ -88,3 +97,18 @@ class ClickModelConfig(Config):
 
         Start values are drawn from torch's global generator. `rows` may be 0.
         """
+
+
+def unpooled_features(config: ClickModelConfig, inputs: ModelInputs) -> tuple[str, ...]:
+    """The features whose embeddings are looked up one by one in training: the model's sequences, and those that share a table
+    with one. Raises InputError for a sequence with weights."""
+    sequences, table_of = config.sequences(inputs), inputs.table_of
+    unknown = [name for name in sequences if name not in table_of]
+    assert not unknown, f"{type(config).__name__}.sequences names {unknown}, which are no features"
+    if sequences and inputs.weighted:
+        raise InputError(
+            f"{type(config).__name__} takes lists of categories one by one ({', '.join(sequences)}), to which weights do not "
+            "apply; leave weights out of the schema's features"
+        )
+    tables = {table_of[name] for name in sequences}
+    return tuple(name for name in inputs.features if table_of[name] in tables)

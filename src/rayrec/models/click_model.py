@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn import functional
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from rayrec.batch import DENSE, Batch, StepOutput
 from rayrec.config import InputError
-from rayrec.layers.embedded import Delivery, Embedded
-from rayrec.models.base import ClickModelConfig, ModelInputs
-from rayrec.models.embeddings import build_embeddings
+from rayrec.layers.embedded import Delivery, Embedded, Sequences
+from rayrec.models.base import ClickModelConfig, ModelInputs, unpooled_features
+from rayrec.models.embeddings import build_embeddings, build_sequences
 from rayrec.models.table_start import TableStart
 from rayrec.schema import Label
 
@@ -31,57 +31,113 @@ class ClickModel(nn.Module):
     the network gives them, as scoring uses the network alone."""
 
     def __init__(
-        self, embeddings: EmbeddingBagCollection, network: nn.Module, inputs: ModelInputs, *, embedding_penalty: float
+        self,
+        embeddings: EmbeddingBagCollection | None,
+        sequences: EmbeddingCollection | None,
+        network: nn.Module,
+        inputs: ModelInputs,
+        *,
+        dim: int,
+        embedding_penalty: float,
     ) -> None:
+        """`embeddings`: the tables whose embeddings are summed; `sequences`: those whose embeddings are given one by one; None:
+        there are no such tables. `dim`: width of all."""
         super().__init__()
-        self.embeddings = embeddings
-        self.head = _Head(
-            network, inputs, dim=embeddings.embedding_bag_configs()[0].embedding_dim, penalty=embedding_penalty
-        )
+        self.embeddings, self.sequences = embeddings, sequences
+        tables = [] if sequences is None else sequences.embedding_configs()
+        one_by_one = {feature for table in tables for feature in table.feature_names}
+        self.head = _Head(network, inputs, dim=dim, penalty=embedding_penalty, one_by_one=one_by_one)
         self.register_state_dict_post_hook(_with_own_names)
 
-    # TorchRec's sparse-dist pipeline traces this method, down to `embeddings` and `head`: no branches on values here.
+    # TorchRec's sparse-dist pipeline traces this method, down to its tables and `head`: no branches on values here.
     def forward(self, batch: Batch) -> tuple[torch.Tensor, StepOutput]:
         """The batch's weighted loss (a scalar, 0 for a batch without rows), and the step's outputs."""
-        sparse_features = batch.sparse_features
-        assert sparse_features is not None
+        pooled = one_by_one = None
         if isinstance(self.embeddings, EmbeddingBagCollection):
-            return self.head(batch, self._pooled(sparse_features))
-        return self.head(batch, self.embeddings(sparse_features))  # starts the exchange between workers
+            pooled = self._pooled(batch.sparse_features)
+        elif self.embeddings is not None:
+            pooled = self.embeddings(batch.sparse_features)  # starts the exchange between workers
+        if isinstance(self.sequences, EmbeddingCollection):
+            one_by_one = self._one_by_one(batch.sequence_features)
+        elif self.sequences is not None:
+            one_by_one = self.sequences(batch.sequence_features)
+        return self.head(batch, pooled, one_by_one)
 
-    def score(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
-        """Logits (rows,), float32, of dense features (rows, num_dense) and one bag per row and feature. Not under sharding."""
-        return self.head.logits(dense_features, self._pooled(sparse_features))
+    def score(
+        self,
+        dense_features: torch.Tensor,
+        sparse_features: KeyedJaggedTensor | None,
+        sequence_features: KeyedJaggedTensor | None = None,
+    ) -> torch.Tensor:
+        """Logits (rows,), float32, of dense features (rows, num_dense) and one list of ids per row and feature, as a Batch has
+        them. Not under sharding."""
+        pooled = None if self.embeddings is None else self._pooled(sparse_features)
+        one_by_one = None if self.sequences is None else self._one_by_one(sequence_features)
+        return self.head.logits(dense_features, pooled, one_by_one)
 
-    def _pooled(self, sparse_features: KeyedJaggedTensor) -> KeyedTensor:
+    def _pooled(self, sparse_features: KeyedJaggedTensor | None) -> KeyedTensor:
+        assert sparse_features is not None
+        assert self.embeddings is not None
         if sparse_features.stride():
             return self.embeddings(sparse_features)
         # An unsharded collection refuses a batch without rows (IndexError in KeyedJaggedTensor.to_dict).
-        features, dim = list(self.head.inputs.features), self.head.dim
+        features, dim = list(sparse_features.keys()), self.head.dim
         nothing = torch.zeros(0, dim * len(features), device=sparse_features.device())
         return KeyedTensor(keys=features, length_per_key=[dim] * len(features), values=nothing)
+
+    def _one_by_one(self, sequence_features: KeyedJaggedTensor | None) -> dict[str, JaggedTensor]:
+        assert sequence_features is not None
+        assert self.sequences is not None
+        if sequence_features.stride():
+            return self.sequences(sequence_features)
+        place = sequence_features.device()
+        nothing = JaggedTensor(
+            values=torch.zeros(0, self.head.dim, device=place), lengths=torch.zeros(0, dtype=torch.int64, device=place)
+        )
+        return dict.fromkeys(sequence_features.keys(), nothing)
 
 
 class _Head(nn.Module):
     """From pooled embeddings to the loss. Without a sharded part, it is not traced by TorchRec: a network may be any code."""
 
-    def __init__(self, network: nn.Module, inputs: ModelInputs, *, dim: int, penalty: float) -> None:
+    def __init__(
+        self, network: nn.Module, inputs: ModelInputs, *, dim: int, penalty: float, one_by_one: set[str]
+    ) -> None:
         super().__init__()
         self.network, self.inputs, self.dim, self._penalty = network, inputs, dim, penalty
+        self._unpooled = [feature for feature in inputs.features if feature in one_by_one]
         self._number = {feature: number for number, feature in enumerate(inputs.features)}
         self._keys, self._order = list(inputs.features), tuple(range(len(inputs.features)))
 
-    def forward(self, batch: Batch, pooled: KeyedTensor) -> tuple[torch.Tensor, StepOutput]:
-        outputs = self._outputs(batch.tensors[DENSE], pooled, penalty=batch.loss_weight * self._penalty)
+    def forward(
+        self, batch: Batch, pooled: KeyedTensor | None, one_by_one: Mapping[str, JaggedTensor] | None
+    ) -> tuple[torch.Tensor, StepOutput]:
+        penalty = batch.loss_weight * self._penalty
+        outputs = self._outputs(batch.tensors[DENSE], pooled, one_by_one, penalty=penalty)
         loss = self._summed_loss(outputs, batch) * batch.loss_weight
         logits = {label: outputs[label].detach() for label in self.inputs.label_names}
         return loss, StepOutput(loss.detach(), logits, batch.labels, batch.groups)
 
-    def logits(self, dense: torch.Tensor, pooled: KeyedTensor) -> torch.Tensor:
-        return self._outputs(dense, pooled, penalty=0.0)[self.inputs.label]
+    def logits(
+        self, dense: torch.Tensor, pooled: KeyedTensor | None, one_by_one: Mapping[str, JaggedTensor] | None
+    ) -> torch.Tensor:
+        return self._outputs(dense, pooled, one_by_one, penalty=0.0)[self.inputs.label]
 
-    def _outputs(self, dense: torch.Tensor, pooled: KeyedTensor, *, penalty: float) -> dict[str, torch.Tensor]:
-        outputs = self.network(dense, Embedded(self.inputs.features, self.dim, lambda: self._deliver(pooled, penalty)))
+    def _outputs(
+        self,
+        dense: torch.Tensor,
+        pooled: KeyedTensor | None,
+        one_by_one: Mapping[str, JaggedTensor] | None,
+        *,
+        penalty: float,
+    ) -> dict[str, torch.Tensor]:
+        embedded = Embedded(
+            self.inputs.features,
+            self.dim,
+            lambda: self._deliver(dense, pooled, penalty),
+            sequences=lambda: self._sequences(one_by_one, penalty),
+        )
+        outputs = self.network(dense, embedded)
         self._check_outputs(outputs, len(dense))
         return outputs
 
@@ -104,14 +160,22 @@ class _Head(nn.Module):
                     "and float32"
                 )
 
-    def _deliver(self, pooled: KeyedTensor, penalty: float) -> Delivery:
+    def _sequences(self, one_by_one: Mapping[str, JaggedTensor] | None, penalty: float) -> dict[str, Sequences]:
+        if one_by_one is None:
+            return {}
+        found = {}
+        for name in self._unpooled:  # sharded: the first one waits for the exchange between workers
+            jagged = one_by_one[name]
+            found[name] = Sequences(_penalised(jagged.values(), penalty), jagged.lengths().long())
+        return found
+
+    def _deliver(self, dense: torch.Tensor, pooled: KeyedTensor | None, penalty: float) -> Delivery:
+        if pooled is None:
+            return dense.new_zeros(len(dense), 0), ()
         keys = pooled.keys()  # sharded: waits for the exchange between workers
         if keys != self._keys:
             self._keys, self._order = list(keys), tuple(self._number[key] for key in keys)
-        values = pooled.values()
-        if penalty and torch.is_grad_enabled():
-            values = _Penalised.apply(values, penalty)
-        return values, self._order
+        return _penalised(pooled.values(), penalty), self._order
 
     def _summed_loss(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
         """The sum over the rows of each row's loss times its weight."""
@@ -141,6 +205,10 @@ def _summed_label_loss(label: Label, logits: torch.Tensor, batch: Batch) -> torc
     if label.kind == "binary":
         return functional.binary_cross_entropy_with_logits(logits, values, weight=weights, reduction="sum")
     return (weights * (logits - values).square()).sum()
+
+
+def _penalised(values: torch.Tensor, penalty: float) -> torch.Tensor:
+    return _Penalised.apply(values, penalty) if penalty and torch.is_grad_enabled() else values
 
 
 class _Penalised(torch.autograd.Function):
@@ -184,17 +252,32 @@ def build_click_model(
     `seed` alone; `start` is the distribution of those of tables. `num_embeddings`: rows of each feature's table. Raises
     InputError for a table without rows.
     """
+    unpooled, rows_of = unpooled_features(config, inputs), dict(zip(inputs.features, num_embeddings, strict=True))
+    table_of = inputs.table_of
+    of_bags = {feature: table_of[feature] for feature in inputs.features if feature not in unpooled}
+    of_sequences = {feature: table_of[feature] for feature in unpooled}
+    shared: dict[str, Any] = {
+        "embedding_dim": config.embedding_dim,
+        "seed": seed,
+        "device": embedding_device,
+        "start": start,
+    }
     with torch.random.fork_rng(devices=[]):
         # Inside: constructing tables on "cpu" also draws from the global generator, before our own values go in.
-        embeddings = build_embeddings(
-            num_embeddings,
-            embedding_dim=config.embedding_dim,
-            seed=seed,
-            device=embedding_device,
-            table_of=inputs.table_of,
-            weighted=inputs.weighted,
-            start=start,
-        )
+        embeddings = sequences = None
+        if of_bags:
+            sizes = [rows_of[feature] for feature in of_bags]
+            embeddings = build_embeddings(sizes, table_of=of_bags, weighted=inputs.weighted, **shared)
+        if of_sequences:
+            sizes = [rows_of[feature] for feature in of_sequences]
+            sequences = build_sequences(sizes, table_of=of_sequences, **shared)
         torch.manual_seed(seed)
         network = config.build(inputs, precision=precision)
-    return ClickModel(embeddings, network, inputs, embedding_penalty=config.embedding_penalty)
+    return ClickModel(
+        embeddings,
+        sequences,
+        network,
+        inputs,
+        dim=config.embedding_dim,
+        embedding_penalty=config.embedding_penalty,
+    )

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torchrec.distributed.types import ShardedTensor
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from rayrec.config import InputError
 from rayrec.models.table_start import TableStart
-from rayrec.models.tables import table_name
+from rayrec.models.tables import table_name, table_of_weight
 
 # Rows drawn from one seed. Small enough that a shard wastes little at its edges, large enough to cost nothing.
 _BLOCK_ROWS = 65_536
@@ -113,26 +114,58 @@ def build_embeddings(
     default. Raises InputError for a table without rows, and for two sizes of one table.
     """
     names = table_of or {feature: feature for feature in feature_names(len(num_embeddings))}
-    tables: dict[str, EmbeddingBagConfig] = {}
-    for (feature, vocabulary), rows in zip(names.items(), num_embeddings, strict=True):
+    settings = _table_settings(num_embeddings, names, embedding_dim=embedding_dim, seed=seed, start=start)
+    tables = [EmbeddingBagConfig(**of_table) for of_table in settings]
+    return EmbeddingBagCollection(tables=tables, is_weighted=weighted, device=torch.device(device))
+
+
+def build_sequences(
+    num_embeddings: Sequence[int],
+    *,
+    embedding_dim: int,
+    seed: int,
+    table_of: Mapping[str, str],
+    device: str = "meta",
+    start: TableStart | None = None,
+) -> EmbeddingCollection:
+    """The same, for features whose embeddings are given one by one, not summed."""
+    settings = _table_settings(num_embeddings, table_of, embedding_dim=embedding_dim, seed=seed, start=start)
+    tables = [EmbeddingConfig(**of_table) for of_table in settings]
+    return EmbeddingCollection(tables=tables, device=torch.device(device))
+
+
+def _table_settings(
+    num_embeddings: Sequence[int],
+    table_of: Mapping[str, str],
+    *,
+    embedding_dim: int,
+    seed: int,
+    start: TableStart | None,
+) -> list[dict[str, Any]]:
+    """Of each table, as TorchRec's configurations have them."""
+    tables: dict[str, dict[str, Any]] = {}
+    for (feature, vocabulary), rows in zip(table_of.items(), num_embeddings, strict=True):
         if vocabulary in tables:
-            tables[vocabulary].feature_names.append(feature)
-            if tables[vocabulary].num_embeddings != rows:
+            tables[vocabulary]["feature_names"].append(feature)
+            if tables[vocabulary]["num_embeddings"] != rows:
                 raise InputError(
                     f"table {vocabulary}: feature {feature} needs {rows:,} rows of it, and another feature "
-                    f"{tables[vocabulary].num_embeddings:,}; features of one vocabulary have the same number"
+                    f"{tables[vocabulary]['num_embeddings']:,}; features of one vocabulary have the same number"
                 )
             continue
         name = table_name(vocabulary)
         if rows < 1:
             raise InputError(f"table {vocabulary}: needs at least one row, not {rows}; check num_embeddings")
-        init: Callable[[torch.Tensor], None] = partial(
-            _fill_whole, seed=seed, table=name, num_embeddings=rows, embedding_dim=embedding_dim, start=start
-        )
-        tables[vocabulary] = EmbeddingBagConfig(
-            name=name, feature_names=[feature], num_embeddings=rows, embedding_dim=embedding_dim, init_fn=init
-        )
-    return EmbeddingBagCollection(tables=list(tables.values()), is_weighted=weighted, device=torch.device(device))
+        tables[vocabulary] = {
+            "name": name,
+            "feature_names": [feature],
+            "num_embeddings": rows,
+            "embedding_dim": embedding_dim,
+            "init_fn": partial(
+                _fill_whole, seed=seed, table=name, num_embeddings=rows, embedding_dim=embedding_dim, start=start
+            ),
+        }
+    return list(tables.values())
 
 
 def initialize_shards(model: nn.Module, *, seed: int, start: TableStart | None = None) -> None:
@@ -141,11 +174,10 @@ def initialize_shards(model: nn.Module, *, seed: int, start: TableStart | None =
 
     Whole (table-wise) tables have theirs already, from when they were placed, and are not touched.
     """
-    prefix, suffix = "embedding_bags.", ".weight"
     for key, value in model.state_dict().items():
-        if not isinstance(value, ShardedTensor) or prefix not in key or not key.endswith(suffix):
+        table = table_of_weight(key)
+        if not isinstance(value, ShardedTensor) or table is None:
             continue
-        table = key[key.rindex(prefix) + len(prefix) : -len(suffix)]
         num_embeddings, embedding_dim = value.size()
         for shard in value.local_shards():
             if tuple(shard.tensor.shape) == (num_embeddings, embedding_dim):

@@ -35,6 +35,23 @@ def table_name(feature: str) -> str:
     return _ESCAPED + feature.replace("%", "%25").replace(".", "%2E")
 
 
+def table_weight(table: str, *, unpooled: bool = False) -> str:
+    """The name of a table's weights among those of a ClickModel. `table`: as `table_name` gives it; `unpooled`: it gives
+    embeddings one by one."""
+    return f"{_SEQUENCES if unpooled else _BAGS}.{table}.weight"
+
+
+def table_of_weight(weight: str) -> str | None:
+    """The inverse, also for names in a module that has the ClickModel as a part; None for other weights."""
+    for module in (_BAGS, _SEQUENCES):
+        _, found, table = f".{weight}".rpartition(f".{module}.")
+        if found and table.endswith(".weight"):
+            return table.removesuffix(".weight")
+    return None
+
+
+_BAGS: Final = "embeddings.embedding_bags"
+_SEQUENCES: Final = "sequences.embeddings"
 _ESCAPED = "%table:"
 _MODULES = nn.ModuleDict()
 
@@ -128,9 +145,14 @@ class Tables(ABC):
         common."""
 
     @abstractmethod
-    def pool(self, lookups: Sequence[Lookup], rows: int) -> torch.Tensor:
-        """float32 (rows, num_sparse * dim): of each column the weighted sum of the row's embeddings, 0 for a row without ids. By
-        any number of threads at once. Ids beyond a table's end are the caller's error, and end in an AssertionError."""
+    def pool(self, lookups: Sequence[Lookup | None], rows: int) -> torch.Tensor:
+        """float32 (rows, lookups * dim): of each column the weighted sum of the row's embeddings, 0 for a row without ids; no
+        columns without a lookup. By any number of threads at once. Ids beyond a table's end are the caller's error, and end
+        in an AssertionError."""
+
+    @abstractmethod
+    def one_by_one(self, column: int, ids: np.ndarray) -> torch.Tensor:
+        """float32 (ids, dim): the embeddings of a column's ids, C-contiguous int32 or int64, each for itself. As `pool`."""
 
 
 class _CLookup(ctypes.Structure):
@@ -174,12 +196,25 @@ class HostTables(Tables):
     def tensors(self) -> list[torch.Tensor]:
         return [torch.from_numpy(array) for array in self._arrays]
 
-    def pool(self, lookups: Sequence[Lookup], rows: int) -> torch.Tensor:
+    def pool(self, lookups: Sequence[Lookup | None], rows: int) -> torch.Tensor:
         assert len(lookups) == len(self._arrays)
+        given = [lookup for lookup in lookups if lookup is not None]
+        if len(given) == len(lookups):
+            columns = type(self._columns).from_buffer_copy(self._columns)
+        else:
+            columns = self._some([number for number, lookup in enumerate(lookups) if lookup is not None])
+        return self._look_up(columns, given, rows)
+
+    def one_by_one(self, column: int, ids: np.ndarray) -> torch.Tensor:
+        return self._look_up(self._some([column]), [Lookup(ids)], len(ids))
+
+    def _some(self, numbers: Sequence[int]) -> ctypes.Array[_CLookup]:
+        return (_CLookup * len(numbers))(*(self._columns[number] for number in numbers))
+
+    def _look_up(self, columns: ctypes.Array[_CLookup], lookups: Sequence[Lookup], rows: int) -> torch.Tensor:
         out = torch.empty(rows, len(lookups) * self.row_format.dim)
-        if not rows:
+        if not rows or not lookups:
             return out
-        columns = type(self._columns).from_buffer_copy(self._columns)
         for column, lookup in zip(columns, lookups, strict=True):
             ids, offsets = lookup.ids, lookup.offsets
             assert ids.flags.c_contiguous
@@ -206,7 +241,7 @@ class HostTables(Tables):
             ctypes.c_int32(self._kind),
             ctypes.c_void_p(out.data_ptr()),
         )
-        assert bad < 0, f"an id of sparse column {bad} lies beyond its table's {len(self._arrays[bad])} rows"
+        assert bad < 0, f"an id of lookup {bad} lies beyond its table's {columns[bad].num_embeddings} rows"
         return out
 
 
@@ -227,9 +262,13 @@ class DeviceTables(Tables):
     def tensors(self) -> list[torch.Tensor]:
         return list(self._tables)
 
-    def pool(self, lookups: Sequence[Lookup], rows: int) -> torch.Tensor:
+    def pool(self, lookups: Sequence[Lookup | None], rows: int) -> torch.Tensor:
         pairs = zip(self._tables, lookups, strict=True)
-        return torch.cat([self._column(table, lookup, rows) for table, lookup in pairs], dim=1)
+        pooled = [self._column(table, lookup, rows) for table, lookup in pairs if lookup is not None]
+        return torch.cat(pooled, dim=1) if pooled else torch.empty(rows, 0, device=self._device)
+
+    def one_by_one(self, column: int, ids: np.ndarray) -> torch.Tensor:
+        return self._column(self._tables[column], Lookup(ids), len(ids))
 
     def _column(self, table: torch.Tensor, lookup: Lookup, rows: int) -> torch.Tensor:
         ids = lookup.ids.reshape(-1)

@@ -16,7 +16,7 @@ from rayrec.data.log import LogIndex, select
 from rayrec.data.position import EpochOrder, Part
 from rayrec.data.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.data.presets import Preset
-from rayrec.models.base import ClickModelConfig
+from rayrec.models.base import ClickModelConfig, ModelInputs, unpooled_features
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.table_start import TableStart
 from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
@@ -331,6 +331,10 @@ class ClickWorkload(Workload):
         from rayrec.workloads.recsys_speed_probe import probe_speed
 
         return probe_speed(self, config, target=target, local_workers=local_workers, cuda=cuda)
+
+    def unpooled(self, inputs: Schema) -> tuple[str, ...]:
+        """Those of the model's columns whose embeddings are looked up one by one in training."""
+        return unpooled_features(self.model, ModelInputs.of(inputs))
 
     # -- on each worker
 

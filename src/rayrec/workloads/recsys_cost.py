@@ -8,37 +8,57 @@ from typing import Final
 
 import torch
 
-from rayrec.layers.embedded import Embedded
-from rayrec.models.base import ModelInputs
+from rayrec.layers.embedded import Embedded, Sequences
+from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.workloads.row_cost import counted
 
 _FEW_ROWS: Final = 16
 """Of a batch whose memory is measured, and twice as many: their difference is what rows take."""
 
 
+_USUAL_LENGTH: Final = 20
+"""Of a sequence whose feature has no max_length."""
+
+
 @torch.no_grad()
-def network_multiply_adds(network: torch.nn.Module, inputs: ModelInputs, *, embedding_dim: int) -> float | None:
-    """Multiply-adds of one row's forward pass through a click model's network; None, with a warning, where torch cannot count."""
-    row = _made_up(inputs, embedding_dim, 1, like=network)
+def network_multiply_adds(network: torch.nn.Module, inputs: ModelInputs, config: ClickModelConfig) -> float | None:
+    """Multiply-adds of one row's forward pass through a click model's network, its sequences as long as they may be (20 without a
+    max_length); None, with a warning, where torch cannot count."""
+    row = _made_up(inputs, config, 1, like=network)
     return counted(network, lambda: network(*row))
 
 
+def sequence_lengths(config: ClickModelConfig, inputs: ModelInputs) -> dict[str, int]:
+    """The length that costs are computed for, of each feature that the model takes as a sequence."""
+    most = dict(inputs.lists)
+    return {name: most.get(name) or _USUAL_LENGTH for name in config.sequences(inputs)}
+
+
 def _made_up(
-    inputs: ModelInputs, embedding_dim: int, rows: int, *, like: torch.nn.Module
+    inputs: ModelInputs, config: ClickModelConfig, rows: int, *, like: torch.nn.Module
 ) -> tuple[torch.Tensor, Embedded]:
     device = next((parameter.device for parameter in like.parameters()), torch.device("cpu"))
+
+    def made_up(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, device=device, requires_grad=True)
+
+    sequences = {
+        name: Sequences(
+            made_up(rows * length, config.embedding_dim), torch.full((rows,), length, dtype=torch.int64, device=device)
+        )
+        for name, length in sequence_lengths(config, inputs).items()
+    }
     dense = torch.rand(rows, inputs.num_dense, device=device)
-    pooled = torch.rand(rows, len(inputs.features) * embedding_dim, device=device, requires_grad=True)
-    return dense, Embedded.in_order(inputs.features, embedding_dim, pooled)
+    pooled = made_up(rows, (len(inputs.features) - len(sequences)) * config.embedding_dim)
+    return dense, Embedded.in_order(inputs.features, config.embedding_dim, pooled, sequences)
 
 
-def saved_bytes_per_row(network: torch.nn.Module, inputs: ModelInputs, *, embedding_dim: int) -> float:
+def saved_bytes_per_row(network: torch.nn.Module, inputs: ModelInputs, config: ClickModelConfig) -> float:
     """Memory that one more row of a batch takes between the forward and the backward pass of a click model's network."""
     network = copy.deepcopy(network).train()
     with torch.random.fork_rng(devices=[]):
         few, more = (
-            _saved_bytes(network, _made_up(inputs, embedding_dim, rows, like=network))
-            for rows in (_FEW_ROWS, 2 * _FEW_ROWS)
+            _saved_bytes(network, _made_up(inputs, config, rows, like=network)) for rows in (_FEW_ROWS, 2 * _FEW_ROWS)
         )
     return (more - few) / _FEW_ROWS
 
@@ -69,10 +89,10 @@ class NetworkCost:
     """Memory of one row until the backward pass has used it."""
 
 
-def network_cost(network: torch.nn.Module, inputs: ModelInputs, *, embedding_dim: int) -> NetworkCost:
+def network_cost(network: torch.nn.Module, inputs: ModelInputs, config: ClickModelConfig) -> NetworkCost:
     """Measured on the network itself, which is left as it was."""
     return NetworkCost(
         weights=sum(parameter.numel() for parameter in network.parameters()),
-        multiply_adds=network_multiply_adds(network, inputs, embedding_dim=embedding_dim),
-        saved_bytes_per_row=saved_bytes_per_row(network, inputs, embedding_dim=embedding_dim),
+        multiply_adds=network_multiply_adds(network, inputs, config),
+        saved_bytes_per_row=saved_bytes_per_row(network, inputs, config),
     )

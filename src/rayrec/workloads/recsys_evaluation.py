@@ -48,12 +48,15 @@ class EvaluationCounts:
     def _count_categories(self, batch: Batch) -> None:
         if not self._columns:
             return
-        features = batch.sparse_features
-        assert features is not None
-        values, places = features.values().numpy(), features.offset_per_key()
-        at = {key: slice(places[number], places[number + 1]) for number, key in enumerate(features.keys())}
+        ids_of: dict[str, np.ndarray] = {}
+        for features in (batch.sparse_features, batch.sequence_features):
+            if features is not None:
+                values, places = features.values().numpy(), features.offset_per_key()
+                ids_of |= {
+                    key: values[places[number] : places[number + 1]] for number, key in enumerate(features.keys())
+                }
         for number, (key, column) in enumerate(self._columns.items()):
-            ids = values[at[key]]
+            ids = ids_of[key]
             unknown = np.count_nonzero(ids == column.unknown_id)
             missing = np.count_nonzero(ids == column.missing_id)
             self._by_column[number] += (len(ids), unknown, missing)

@@ -72,12 +72,12 @@ def worker_memories(
     rows: Sequence[TablePlacement],
     *,
     cost: NetworkCost,
-    num_sparse: int,
+    num_vectors: int,
     batch_size: int,
     world_size: int,
 ) -> list[WorkerMemory]:
     """The memory of every worker, by rank, that holds its part of the tables `rows` and a network of this cost, and takes so many
-    rows a step."""
+    rows a step, each with `num_vectors` embeddings that tables give."""
     data_parallel_bytes = sum(
         row.bytes_of_rank[0] for row in rows if row.sharding_type == "data_parallel"
     )  # every rank holds them all; one rank saves each
@@ -95,7 +95,7 @@ def worker_memories(
                 dense=2 * dense_weights * FLOAT_BYTES + dense_state,
                 batches=_batch_bytes(
                     cost,
-                    num_sparse * workload.model.embedding_dim,
+                    num_vectors * workload.model.embedding_dim,
                     max(batch_size, config.eval_batch_size // 2),
                     copies=_COPIES_OF_EMBEDDINGS + workload.sparse_optimizer.own_rule,  # gradients by row
                 ),

@@ -92,7 +92,9 @@ def build_model(workload: ClickWorkload, num_embeddings: list[int], *, inputs: S
         **settings,
     )
     optimizer_class, optimizer_arguments = workload.sparse_optimizer.build()
-    apply_optimizer_in_backward(optimizer_class, model.embeddings.parameters(), optimizer_arguments)
+    for tables in (model.embeddings, model.sequences):
+        if tables is not None:
+            apply_optimizer_in_backward(optimizer_class, tables.parameters(), optimizer_arguments)
     return model
 
 
@@ -144,7 +146,7 @@ def tables_of(
 ) -> Tables:
     """The tables over the workers of `target`, who may fill `memory_bytes` each; `inputs` are the model's columns, which a
     Preprocessor may have made from others. Raises InputError as `plan`."""
-    from rayrec.workloads.recsys_cost import network_cost
+    from rayrec.workloads.recsys_cost import network_cost, sequence_lengths
 
     model = build_model(workload, num_embeddings, inputs=inputs)
     workers, device = target.num_workers, "cuda" if config.scaling.use_gpu else "cpu"
@@ -161,13 +163,15 @@ def tables_of(
         state_bytes=state_bytes,
     )
     rows = placements(made, model, state_bytes=state_bytes)
-    cost = network_cost(model.head.network, ModelInputs.of(inputs), embedding_dim=workload.model.embedding_dim)
+    of_model = ModelInputs.of(inputs)
+    cost = network_cost(model.head.network, of_model, workload.model)
+    lengths = sequence_lengths(workload.model, of_model).values()
     memories = worker_memories(
         workload,
         config,
         rows,
         cost=cost,
-        num_sparse=len(inputs.sparse),
+        num_vectors=len(inputs.sparse) - len(lengths) + sum(lengths),
         batch_size=config.batch_size,
         world_size=workers,
     )

@@ -14,12 +14,21 @@ from rayrec.checkpoint import Checkpoint, full_tensors
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
-from rayrec.layers.embedded import Embedded
+from rayrec.layers.embedded import Embedded, Sequences
 from rayrec.layers.mlp import Precision
 from rayrec.models import ranking
-from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.base import ClickModelConfig, ModelInputs, unpooled_features
 from rayrec.models.stored import stored_model
-from rayrec.models.tables import DeviceTables, HostTables, Lookup, Quantization, RowFormat, Tables, table_name
+from rayrec.models.tables import (
+    DeviceTables,
+    HostTables,
+    Lookup,
+    Quantization,
+    RowFormat,
+    Tables,
+    table_name,
+    table_weight,
+)
 
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
@@ -31,18 +40,40 @@ PREFIX = "model."
 class PlainModel(nn.Module):
     """A network between plain tensors, as scoring calls it and exports write it."""
 
-    def __init__(self, network: nn.Module, inputs: ModelInputs, *, embedding_dim: int) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        inputs: ModelInputs,
+        *,
+        embedding_dim: int,
+        sequences: tuple[str, ...] = (),
+        unpooled: tuple[str, ...] = (),
+    ) -> None:
+        """`sequences`: features whose embeddings the network takes one by one; `unpooled`: those that a checkpoint has so."""
         super().__init__()
         self.network, self.inputs, self.embedding_dim = network, inputs, embedding_dim
+        self.sequences, self._unpooled = sequences, unpooled
 
-    def forward(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        """Logits (rows,), float32, of the main label, from dense features (rows, num_dense) and pooled embeddings (rows,
-        num_features * embedding_dim), both float32, the latter in the order of the features."""
-        return self.outputs(dense, pooled)[self.inputs.label]
+    def forward(self, dense: torch.Tensor, pooled: torch.Tensor, *sequences: torch.Tensor) -> torch.Tensor:
+        """Logits (rows,), float32, of the main label, from dense features (rows, num_dense), pooled embeddings (rows,
+        num_features * embedding_dim), both float32, the latter in the order of the features, and for each of the model's
+        sequences, which `pooled` then does not have: float32 (ids of all rows, embedding_dim), int64 lengths (rows,)."""
+        return self.outputs(dense, pooled, *sequences)[self.inputs.label]
 
-    def outputs(self, dense: torch.Tensor, pooled: torch.Tensor) -> dict[str, torch.Tensor]:
+    def outputs(self, dense: torch.Tensor, pooled: torch.Tensor, *sequences: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the network gives for them: logits by label, and whatever else."""
-        return self.network(dense, Embedded.in_order(self.inputs.features, self.embedding_dim, pooled))
+        one_by_one = {
+            name: Sequences(values, lengths)
+            for name, values, lengths in zip(self.sequences, sequences[::2], sequences[1::2], strict=True)
+        }
+        return self.network(dense, Embedded.in_order(self.inputs.features, self.embedding_dim, pooled, one_by_one))
+
+    def table_weights(self) -> dict[str, str]:
+        """The name of each feature's table among the weights of a checkpoint, without `PREFIX`."""
+        return {
+            feature: table_weight(table_name(vocabulary), unpooled=feature in self._unpooled)
+            for feature, vocabulary in self.inputs.table_of.items()
+        }
 
 
 @final
@@ -52,6 +83,7 @@ class ClickScorer:
     def __init__(self, model: PlainModel, tables: Tables, *, device: torch.device) -> None:
         """Both on `device`; the model in eval mode and without gradients."""
         self._model, self._tables, self._device = model, tables, device
+        self._sequences = [model.inputs.features.index(name) for name in model.sequences]
 
     @property
     def quantization(self) -> Quantization:
@@ -71,35 +103,43 @@ class ClickScorer:
     def score_labels(self, rows: EncodedRows) -> dict[str, np.ndarray]:
         """float32 (rows,) by label: its logits, for a label that is a number the prediction itself."""
         with torch.inference_mode():
-            outputs = self._model.outputs(torch.from_numpy(rows.dense).to(self._device), self.pool(rows))
+            outputs = self._model.outputs(*self.inputs(rows))
             return {label: outputs[label].cpu().numpy() for label in self.labels}  # device sync
 
     def score(self, rows: EncodedRows) -> np.ndarray:
         """float32 (rows,): the logits of the main label."""
         with torch.inference_mode():
-            logits = self._model(torch.from_numpy(rows.dense).to(self._device), self.pool(rows))
-            return logits.cpu().numpy()  # device sync
+            return self._model(*self.inputs(rows)).cpu().numpy()  # device sync
 
-    def pool(self, rows: EncodedRows) -> torch.Tensor:
-        """float32 (rows, num_sparse * embedding_dim): what the tables give, the model's second input."""
-        return self._tables.pool(_lookups(rows.ids), len(rows))
+    def inputs(self, rows: EncodedRows) -> list[torch.Tensor]:
+        """What PlainModel takes: the dense features, and what the tables give."""
+        dense = torch.from_numpy(rows.dense).to(self._device)
+        if not self._sequences:
+            return [dense, self._tables.pool([_lookup(ids) for ids in rows.ids], len(rows))]
+        lookups = [None if number in self._sequences else _lookup(ids) for number, ids in enumerate(rows.ids)]
+        inputs = [dense, self._tables.pool(lookups, len(rows))]
+        for number in self._sequences:
+            ids = rows.ids[number]
+            bags = ids if isinstance(ids, Bags) else _as_bags(ids)
+            inputs.append(self._tables.one_by_one(number, np.ascontiguousarray(bags.values)))
+            inputs.append(torch.from_numpy(bags.lengths.astype(np.int64)).to(self._device))
+        return inputs
 
     def parts(self) -> tuple[PlainModel, list[torch.Tensor], RowFormat]:
         """What it is made of, to write the model in another form: network, tables as stored, and how they are stored."""
         return self._model, self._tables.tensors(), self._tables.row_format
 
 
-def _lookups(columns: Sequence[Ids]) -> list[Lookup]:
-    return [
-        Lookup(
-            np.ascontiguousarray(column.values),
-            column.offsets(),
-            None if column.weights is None else np.ascontiguousarray(column.weights),
-        )
-        if isinstance(column, Bags)
-        else Lookup(np.ascontiguousarray(column))
-        for column in columns
-    ]
+def _lookup(ids: Ids) -> Lookup:
+    if not isinstance(ids, Bags):
+        return Lookup(np.ascontiguousarray(ids))
+    weights = None if ids.weights is None else np.ascontiguousarray(ids.weights)
+    return Lookup(np.ascontiguousarray(ids.values), ids.offsets(), weights)
+
+
+def _as_bags(ids: np.ndarray) -> Bags:
+    rows = len(ids)
+    return Bags(ids.reshape(-1), np.full(rows, ids.size // max(rows, 1), np.int32))
 
 
 def empty_model(config: ClickModelConfig, *, preprocessor: Preprocessor, precision: Precision) -> PlainModel:
@@ -111,13 +151,14 @@ def empty_model(config: ClickModelConfig, *, preprocessor: Preprocessor, precisi
     else:  # may compute constants, such as indices, that no checkpoint has
         with torch.random.fork_rng(devices=[]):
             network = config.build(inputs, precision=precision)
-    model = PlainModel(network, inputs, embedding_dim=config.embedding_dim)
+    model = PlainModel(
+        network,
+        inputs,
+        embedding_dim=config.embedding_dim,
+        sequences=config.sequences(inputs),
+        unpooled=unpooled_features(config, inputs),
+    )
     return model.eval().requires_grad_(requires_grad=False)
-
-
-def table_weight(vocabulary: str) -> str:
-    """The name of a vocabulary's table among the weights of a checkpoint, without `PREFIX`."""
-    return f"embeddings.embedding_bags.{table_name(vocabulary)}.weight"
 
 
 def load_scorer(
@@ -128,11 +169,11 @@ def load_scorer(
     Every checksum is verified. Raises InputError for damaged weights and for those of another model.
     """
     model = empty_model(config, preprocessor=preprocessor, precision=precision)
-    vocabularies, tables = preprocessor.inputs.vocabularies, Checkpoint(checkpoint)
     check_weights(checkpoint, wanted_weights(model, preprocessor))
-    weights = {name.removeprefix(PREFIX): tensor for name, tensor in full_tensors(tables, PREFIX)}
-    by_vocabulary = {vocabulary: weights.pop(table_weight(vocabulary)) for vocabulary in dict.fromkeys(vocabularies)}
-    arrays = [by_vocabulary[vocabulary] for vocabulary in vocabularies]
+    weights = {name.removeprefix(PREFIX): tensor for name, tensor in full_tensors(Checkpoint(checkpoint), PREFIX)}
+    names = model.table_weights().values()
+    tables = {name: weights.pop(name) for name in dict.fromkeys(names)}
+    arrays = [tables[name] for name in names]
     model.network.load_state_dict(weights, assign=True)
     return make_scorer(model, arrays, row_format=RowFormat("fp32", config.embedding_dim), device=device)
 
@@ -155,8 +196,8 @@ def make_scorer(
 def wanted_weights(model: PlainModel, preprocessor: Preprocessor) -> dict[str, list[int]]:
     """The shape of every weight of a checkpoint, by name without `PREFIX`."""
     wanted = {name: list(tensor.shape) for name, tensor in model.network.state_dict().items()}
-    for vocabulary, rows in zip(preprocessor.inputs.vocabularies, preprocessor.num_embeddings, strict=True):
-        wanted[table_weight(vocabulary)] = [rows, model.embedding_dim]
+    for table, rows in zip(model.table_weights().values(), preprocessor.num_embeddings, strict=True):
+        wanted[table] = [rows, model.embedding_dim]
     return wanted
 
 

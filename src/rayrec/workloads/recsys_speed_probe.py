@@ -8,7 +8,7 @@ import os
 import queue
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, Final
@@ -262,7 +262,17 @@ def _rank(
     setup = config.workload.set_up(context, prepared)
     setup.model.train()
     size = setup.described["batch_size"]
-    batches = cycle(_batches(index, preprocessor, size=size, rank=rank, workers=workers, num_embeddings=num_embeddings))
+    batches = cycle(
+        _batches(
+            index,
+            preprocessor,
+            size=size,
+            rank=rank,
+            workers=workers,
+            num_embeddings=num_embeddings,
+            unpooled=config.workload.unpooled(preprocessor.inputs),
+        )
+    )
     for step in range(_WARM_STEPS):
         setup.begin_step(step, 1000)
         begin_s = time.perf_counter()
@@ -288,6 +298,7 @@ def _batches(
     rank: int,
     workers: int,
     num_embeddings: list[int] | None = None,
+    unpooled: Sequence[str] = (),
 ) -> list[Batch]:
     """This worker's share of the slice, in batches of its size; one at least, of rows that repeat where there are too few. Ids
     are folded into tables of `num_embeddings` rows, where these are given."""
@@ -302,7 +313,7 @@ def _batches(
         encoded = folded(encoded, num_embeddings)
     inputs = preprocessor.inputs
     assert inputs.label is not None
-    slicer = Slicer.of(iter([encoded]), inputs)
+    slicer = Slicer.of(iter([encoded]), inputs, unpooled=unpooled)
     return [slicer.take(size, loss_weight=1 / size) for _ in range(count)]
 
 

@@ -44,6 +44,7 @@ from rayrec.sharding import (
 from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_size, learning_rate_factor
 from rayrec.workloads.distillation import load_targets
 from rayrec.workloads.phases import NoClock, StepClock, step_clock
+from rayrec.workloads.recsys import ClickWorkload
 from rayrec.workloads.recsys_cost import network_multiply_adds
 from rayrec.workloads.recsys_evaluation import EvaluationCounts, counted_columns
 from rayrec.workloads.recsys_pipeline import TimedBase, TimedSparseDist
@@ -51,7 +52,7 @@ from rayrec.workloads.recsys_plan import build_model
 from rayrec.workloads.seeding import seed_generators, step_seed
 
 if TYPE_CHECKING:
-    from rayrec.workloads.recsys import ClickWorkload, Prepared
+    from rayrec.workloads.recsys import Prepared
 
 
 _logger = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
     config, inputs = context.config, prepared.inputs
     batch_size = effective_batch_size(config, rows=prepared.sets["train"].rows, world_size=context.world_size)
     model = build_model(workload, prepared.num_embeddings, inputs=inputs, precision=config.precision, seed=config.seed)
-    cost = network_multiply_adds(model.head.network, ModelInputs.of(inputs), embedding_dim=workload.model.embedding_dim)
+    cost = network_multiply_adds(model.head.network, ModelInputs.of(inputs), workload.model)
     plan = shared_plan(workload, context, model, batch_size=batch_size)
     state_bytes = workload.sparse_optimizer.state_bytes
     described = {
@@ -264,7 +265,8 @@ def _loader(
     position: Position,
     max_steps: int | None,
 ) -> ClickLoader:
-    learns = name == "train"
+    workload, learns = context.config.workload, name == "train"
+    assert isinstance(workload, ClickWorkload)
     data = context.config.train_data if learns else context.config.eval_data
     order = prepared.sets[name]
     return ClickLoader(
@@ -283,6 +285,7 @@ def _loader(
         in_memory=data.in_memory,
         ahead=_BATCHES_AHEAD if context.device.type == "cuda" else 0,
         targets=load_targets(prepared.teacher, prepared.open_preprocessor()) if prepared.teacher and learns else None,
+        unpooled=workload.unpooled(prepared.inputs),
     )
 
 

@@ -105,7 +105,7 @@ def test_what_a_worker_needs_is_the_sum_of_its_parts() -> None:
         ),
     ]
     cost = NetworkCost(weights=100, multiply_adds=None, saved_bytes_per_row=200.0)
-    first, second = worker_memories(workload, config, rows, cost=cost, num_sparse=2, batch_size=8, world_size=2)
+    first, second = worker_memories(workload, config, rows, cost=cost, num_vectors=2, batch_size=8, world_size=2)
     assert (first.tables, first.gradients, first.dense, first.checkpoint) == (240, 80, 1600, 160 + (80 + 1200) // 2)
     assert (second.tables, second.gradients, second.checkpoint) == (80, 80, (80 + 1200) // 2)
     parts = first.tables + first.gradients + first.dense + first.batches + first.checkpoint

@@ -54,7 +54,7 @@ def build(config: DLRMConfig = SMALL, **settings: object) -> ClickModel:
 def test_kaggle_multiply_adds() -> None:
     kaggle = DLRMConfig(interaction="dot", embedding_dim=16, bottom_mlp=(512, 256, 64, 16), top_mlp=(512, 256, 1))
     model = whole_model(kaggle, [2] * 26)
-    assert network_multiply_adds(model.head.network, model.head.inputs, embedding_dim=16) == 486_032
+    assert network_multiply_adds(model.head.network, model.head.inputs, kaggle) == 486_032
 
 
 @pytest.mark.parametrize("interaction", ["dot", "cross", "projection"])
@@ -63,7 +63,7 @@ def test_multiply_adds_counts_the_built_layers(interaction: str) -> None:
     model = build(config)
     weights = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "embedding_bags" not in n)
     products = {"dot": 5 * 5 * 8, "cross": 0, "projection": 2 * 3 * 8}[interaction]
-    cost = network_multiply_adds(model.head.network, model.head.inputs, embedding_dim=8)
+    cost = network_multiply_adds(model.head.network, model.head.inputs, config)
     assert cost == weights + products
     assert model.training
 

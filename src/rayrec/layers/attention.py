@@ -1,0 +1,78 @@
+"""Attention of a target over a sequence (Zhou et al., "Deep Interest Network for Click-Through Rate Prediction", KDD 2018)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from rayrec.layers.batch_norm import GlobalBatchNorm
+from rayrec.layers.embedded import Sequences
+from rayrec.layers.mlp import EmptyLinear, Precision, compute_dtype, start_values
+
+
+def xavier_linear(in_features: int, out_features: int) -> EmptyLinear:
+    """Weights start Xavier normal and biases at 0, as FuxiCTR's do."""
+    layer = EmptyLinear(in_features, out_features)
+    start_values(layer.weight, nn.init.xavier_normal_)
+    start_values(layer.bias, nn.init.zeros_)
+    return layer
+
+
+@final
+class Dice(nn.Module):
+    """(rows, features) -> p x + (1 - p) a x: p is the sigmoid of x normalized over all workers' rows, a is learned and starts
+    as 0."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.norm = GlobalBatchNorm(features, eps=1e-9, momentum=0.01, affine=False)
+        self.slope = nn.Parameter(torch.zeros(features))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        share = self.norm(inputs.float()).sigmoid()
+        return (inputs * (share + (1 - share) * self.slope)).to(inputs.dtype)
+
+
+@final
+class AttentionPooling(nn.Module):
+    """Sum of a sequence's embeddings, each times a weight that a network computes from it and the row's target.
+
+    The network's input is target, embedding, their difference and their product, side by side. The weights are not normalized,
+    so that the sum tells how strong an interest is.
+    """
+
+    def __init__(self, dim: int, sizes: Sequence[int], *, precision: Precision = "fp32") -> None:
+        super().__init__()
+        self.layers, self.activations = nn.ModuleList(), nn.ModuleList()
+        in_features = 4 * dim
+        for size in sizes:
+            self.layers.append(xavier_linear(in_features, size))
+            self.activations.append(Dice(size))
+            in_features = size
+        self.weight = xavier_linear(in_features, 1)
+        self._dtype = compute_dtype(precision)
+
+    def forward(self, target: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+        """float32 (rows, dim) targets and sequences of as many rows -> float32 (rows, dim), 0 for a row without ids."""
+        hidden = self._first(self.layers[0] if len(self.layers) else self.weight, target, sequences)
+        for number, activation in enumerate(self.activations):
+            hidden = activation(hidden)
+            last = number == len(self.layers) - 1
+            layer = self.weight if last else self.layers[number + 1]
+            dtype = torch.float32 if last else self._dtype
+            hidden = functional.linear(hidden.to(dtype), layer.weight.to(dtype), layer.bias.to(dtype))
+        return sequences.sum(sequences.values * hidden.float())
+
+    def _first(self, layer: nn.Module, target: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+        """The product of the inputs with a layer's weights. What depends on the target alone is computed once a row."""
+        assert isinstance(layer, EmptyLinear)
+        of_target, of_value, of_difference, of_product = layer.weight.chunk(4, dim=1)
+        dtype, values = self._dtype, sequences.values
+        by_row = functional.linear(target.to(dtype), (of_target + of_difference).to(dtype), layer.bias.to(dtype))
+        inputs = torch.cat([values, sequences.spread(target) * values], dim=1)
+        weights = torch.cat([of_value - of_difference, of_product], dim=1)
+        return functional.linear(inputs.to(dtype), weights.to(dtype)) + sequences.spread(by_row)

@@ -1,0 +1,97 @@
+"""DIN (Zhou et al., "Deep Interest Network for Click-Through Rate Prediction", KDD 2018), and its settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from rayrec.config import InputError
+from rayrec.layers.attention import AttentionPooling, Dice, xavier_linear
+from rayrec.layers.embedded import Embedded
+from rayrec.layers.mlp import EmptyLinear, Precision, compute_dtype, start_values
+from rayrec.models.base import ClickModelConfig, ModelInputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class DINConfig(ClickModelConfig):
+    """Sums each list of earlier items by how much they have to do with the item at hand, and an MLP over all features.
+
+    A list is read so if its feature shares a vocabulary with a feature of one category a row, its target (schema.features:
+    {name: history, vocabulary: item}); other lists are summed.
+    """
+
+    attention: tuple[int, ...] = (64,)
+    """Widths of the network that weighs an item of a list."""
+    mlp: tuple[int, ...] = (512, 128, 64)
+    """Widths of the layers over all features."""
+    dropout: float = 0.0
+    """Share of each layer's activations that a step leaves out."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("attention", "mlp"):
+            if any(size < 1 for size in getattr(self, name)):
+                raise InputError(f"DINConfig.{name}: {getattr(self, name)} needs sizes of at least 1")
+        if not 0 <= self.dropout < 1:
+            raise InputError(f"DINConfig.dropout: {self.dropout} must be at least 0 and below 1")
+
+    def targets(self, inputs: ModelInputs) -> dict[str, str]:
+        """The target of each list that has one."""
+        lists = [name for name, _ in inputs.lists]
+        single = [name for name in inputs.features if name not in lists]
+        owners = {inputs.table_of[name]: name for name in reversed(single)}
+        return {name: owners[inputs.table_of[name]] for name in lists if inputs.table_of[name] in owners}
+
+    def sequences(self, inputs: ModelInputs) -> tuple[str, ...]:
+        found = tuple(self.targets(inputs))
+        if not found:
+            raise InputError(
+                "DINConfig: no list shares its vocabulary with a column of one category a row, such as the items of earlier "
+                "clicks with the item shown; name it in the schema's features: [{name: history, vocabulary: item}]"
+            )
+        return found
+
+    def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
+        return DIN(self, inputs, precision=precision)
+
+
+class DIN(nn.Module):
+    """A number counts as a feature whose embedding is the number times a learned vector."""
+
+    def __init__(self, config: DINConfig, inputs: ModelInputs, *, precision: Precision) -> None:
+        super().__init__()
+        dim = config.embedding_dim
+        self._label, self._features, self._targets = inputs.label, inputs.features, config.targets(inputs)
+        vectors = torch.empty(inputs.num_dense, dim)
+        self.number_vectors = nn.Parameter(
+            start_values(vectors, nn.init.xavier_normal_) if inputs.num_dense else vectors
+        )
+        self.attention = nn.ModuleList(
+            AttentionPooling(dim, config.attention, precision=precision) for _ in self._targets
+        )
+        self.layers, self.activations = nn.ModuleList(), nn.ModuleList()
+        in_features = (inputs.num_dense + len(inputs.features)) * dim
+        for size in config.mlp:
+            self.layers.append(xavier_linear(in_features, size))
+            self.activations.append(Dice(size))
+            in_features = size
+        self.logit = xavier_linear(in_features, 1)
+        self._dropout, self._dtype = config.dropout, compute_dtype(precision)
+
+    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+        """See `ClickModelConfig.build`."""
+        numbers = (dense.unsqueeze(2) * self.number_vectors).flatten(1)
+        interests = {
+            name: attention(embedded[target], embedded.sequences(name))
+            for (name, target), attention in zip(self._targets.items(), self.attention, strict=True)
+        }
+        fields = [interests[name] if name in interests else embedded[name] for name in self._features]
+        hidden = torch.cat([numbers, *fields], dim=1).to(self._dtype)
+        for layer, activation in zip(self.layers, self.activations, strict=True):
+            assert isinstance(layer, EmptyLinear)
+            hidden = activation(functional.linear(hidden, layer.weight.to(self._dtype), layer.bias.to(self._dtype)))
+            hidden = functional.dropout(hidden, self._dropout, training=self.training)
+        return {self._label: self.logit(hidden.float()).squeeze(1)}
