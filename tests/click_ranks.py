@@ -60,6 +60,7 @@ SHARED = [40, 900, 40]
 SEQUENCES = [40, 9, 40]
 """Tables of a model whose feature 2 is a sequence of what feature 0 has one of; they share a table."""
 CASES = {"many": MANY, "equal": EQUAL, "shared": SHARED, "sequences": SEQUENCES}
+BY_ADAM = {"adam": SHARED, "adam_sequences": SEQUENCES}
 DIM, ROWS, STEPS = 8, 12, 3
 
 
@@ -188,7 +189,8 @@ def on_unequal_nodes(folder: str, rank: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2" if rank < 2 else "1"
     for name, tables in CASES.items():
         train(f"{folder}/{name}_3", tables, rank, node="a" if rank < 2 else "b")
-    train(f"{folder}/adam_3", SHARED, rank, node="a" if rank < 2 else "b", **ADAM)
+    for name, tables in BY_ADAM.items():
+        train(f"{folder}/{name}_3", tables, rank, node="a" if rank < 2 else "b", **ADAM)
     rounded = ShardingConfig(exchange_precision="fp16")
     train(f"{folder}/rounded_3", EQUAL, rank, node="a" if rank < 2 else "b", sharding=rounded)
 
@@ -197,7 +199,8 @@ def alone(folder: str, rank: int) -> None:
     logging.disable(logging.WARNING)
     for name, tables in CASES.items():
         train(f"{folder}/{name}_1", tables, rank)
-    train(f"{folder}/adam_1", SHARED, rank, **ADAM)
+    for name, tables in BY_ADAM.items():
+        train(f"{folder}/{name}_1", tables, rank, **ADAM)
 
 
 def weights(folder: str) -> str:

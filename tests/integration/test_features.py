@@ -16,6 +16,7 @@ from served_click_model import make_app
 import rayrec
 from rayrec import recipes
 from rayrec.config import InputError
+from rayrec.inference.export_readme import FROM_RAW, LOADER
 from rayrec.inference.model import open_served
 from rayrec.metrics.binary import auroc
 from rayrec.models.ranking.dlrm import DLRMConfig
@@ -150,6 +151,75 @@ def test_an_export_stores_a_shared_table_once(tmp_path: Path, monkeypatch: pytes
     assert manifest["model"]["tables"] == ["item", "user", "item", "tags"]
     served, checkpoint = open_served(out), open_served(run.checkpoint)
     assert served.weight_bytes == checkpoint.weight_bytes
+
+
+def _interests(seed: int) -> pa.Table:
+    """A click depends on whether the item shown is among the last of the user's history."""
+    rng = np.random.default_rng(seed)
+    item = rng.integers(0, 12, ROWS)
+    history = [rng.integers(0, 12, rng.integers(0, 9)) for _ in range(ROWS)]
+    seen = np.array([int(shown in of_row[-6:]) for shown, of_row in zip(item, history, strict=True)])
+    click = (rng.random(ROWS) < 1 / (1 + np.exp(2 - 4 * seen))).astype(np.int8)
+    columns = {"click": click, "price": rng.random(ROWS), "item": item, "user": rng.integers(0, 50, ROWS)}
+    return pa.table({**columns, "history": pa.array([of_row.tolist() for of_row in history])})
+
+
+def test_sequences_go_the_whole_road(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("rayrec.inference.parity._SPEED_S", 0.01)
+    quiet: dict[str, Any] = {"console": Console(quiet=True)}
+    log = str(tmp_path / "log.parquet")
+    table = _interests(0)
+    pq.write_table(table, log)
+    schema = Schema(
+        label="click",
+        dense=("price",),
+        sparse=("item", "user", "history"),
+        lists=("history",),
+        features=(Feature(name="history", vocabulary="item", max_length=6),),
+        tokens="any",
+        delimiter=",",
+    )
+    config = recipes.clicks_din(log, schema).replace(
+        batch_size=100,
+        min_steps_per_epoch=1,
+        steps=150,
+        evaluate_every=150,
+        storage_path=str(tmp_path),
+        workload={
+            "model": {"embedding_dim": 8, "attention": (16,), "mlp": (16,)},
+            "preset": {"min_count": 1},
+            "schedule": {"decay_fraction": 0.0},
+            "dense_optimizer": {"learning_rate": 0.02},
+        },
+    )
+    run = rayrec.train(config.replace(name="whole", checkpoint={"every": 100}), **quiet)
+    assert run.metrics["auroc"] > 0.75
+
+    # A checkpoint in the middle gives the same end.
+    rayrec.train(config.replace(name="parts", steps=90), **quiet)
+    parts = rayrec.train(config.replace(name="parts"), **quiet)
+    assert parts.summary["weights_sha256"] == run.summary["weights_sha256"]
+
+    metrics = rayrec.evaluate(run.checkpoint, log, **quiet)
+    rayrec.predict_to(run.checkpoint, log, out=str(tmp_path / "scores"), **quiet)
+    logits = pq.read_table(tmp_path / "scores").sort_by("row")["logit"].to_numpy()
+    assert auroc(logits, table["click"].to_numpy()) == pytest.approx(metrics["auroc"])
+    rows = [{name: row[name] for name in schema.unlabelled().columns} for row in table.slice(0, 50).to_pylist()]
+    for quantization in (None, "int8"):
+        out = str(tmp_path / (quantization or "fp32"))
+        told = rayrec.export(run.checkpoint, out=out, parity_rows=500, quantize=quantization, max_auroc_loss=0.01)
+        assert told["parity"]["failure"] is None
+        served = open_served(out)
+        reply = post(make_app(served), {"rows": rows})
+        tolerance = 1e-4 if quantization is None else 0.2
+        np.testing.assert_allclose(reply.json()["logits"], logits[:50], atol=tolerance)
+    names: dict[str, Any] = {}
+    exec(f"{LOADER}{FROM_RAW}".replace('"."', repr(f"{tmp_path}/fp32")).replace("[{}, {}]", repr(rows)), names)
+    dense, ids = names["encoder"].encode(rows)
+    np.testing.assert_allclose(names["score"](dense, ids), logits[:50], atol=1e-4)
+    with pytest.raises(InputError, match="column history has any number of ids a row"):
+        rayrec.export(run.checkpoint, out=str(tmp_path / "triton"), parity_rows=100, triton=True)
 
 
 def test_what_a_model_cannot_do_is_refused_before_training(tmp_path: Path) -> None:

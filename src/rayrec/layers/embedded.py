@@ -36,8 +36,9 @@ class Sequences:
     @cached_property
     def rows(self) -> torch.Tensor:
         """int64 (ids,): the row that each id belongs to."""
-        numbers = torch.arange(len(self.lengths), device=self.lengths.device)
-        return torch.repeat_interleave(numbers, self.lengths, output_size=len(self.values))
+        # Sizes by `shape`: torch.export takes what `len` gives for a constant.
+        numbers = torch.arange(self.lengths.shape[0], device=self.lengths.device)
+        return torch.repeat_interleave(numbers, self.lengths, output_size=self.values.shape[0])
 
     def spread(self, of_rows: torch.Tensor) -> torch.Tensor:
         """(rows, ...) -> (ids, ...): to each id what its row has."""
@@ -46,7 +47,7 @@ class Sequences:
     def sum(self, of_ids: torch.Tensor | None = None) -> torch.Tensor:
         """(ids, width) -> (rows, width): the sum over the ids of each row, 0 for a row without ids; None: of `values`."""
         summed = self.values if of_ids is None else of_ids
-        return summed.new_zeros(len(self.lengths), summed.shape[1]).index_add(0, self.rows, summed)
+        return summed.new_zeros(self.lengths.shape[0], summed.shape[1]).index_add(0, self.rows, summed)
 
 
 @final

@@ -75,6 +75,10 @@ class ClickModel(nn.Module):
         one_by_one = None if self.sequences is None else self._one_by_one(sequence_features)
         return self.head.logits(dense_features, pooled, one_by_one)
 
+    def table_modules(self) -> list[nn.Module]:
+        """What holds the tables."""
+        return [tables for tables in (self.embeddings, self.sequences) if tables is not None]
+
     def _pooled(self, sparse_features: KeyedJaggedTensor | None) -> KeyedTensor:
         assert sparse_features is not None
         assert self.embeddings is not None

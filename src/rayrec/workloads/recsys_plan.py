@@ -92,9 +92,8 @@ def build_model(workload: ClickWorkload, num_embeddings: list[int], *, inputs: S
         **settings,
     )
     optimizer_class, optimizer_arguments = workload.sparse_optimizer.build()
-    for tables in (model.embeddings, model.sequences):
-        if tables is not None:
-            apply_optimizer_in_backward(optimizer_class, tables.parameters(), optimizer_arguments)
+    for tables in model.table_modules():
+        apply_optimizer_in_backward(optimizer_class, tables.parameters(), optimizer_arguments)
     return model
 
 

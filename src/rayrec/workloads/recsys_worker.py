@@ -156,7 +156,8 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
     }
     process_group = torch.distributed.group.WORLD
     assert process_group is not None
-    leave_to_own_rule(model.embeddings, workload.sparse_optimizer)
+    for tables in model.table_modules():
+        leave_to_own_rule(tables, workload.sparse_optimizer)
     sharded = DistributedModelParallel(
         model,
         env=ShardingEnv.from_process_group(process_group),

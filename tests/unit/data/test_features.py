@@ -9,6 +9,7 @@ import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from rayrec.batch import Batch
 from rayrec.config import InputError
@@ -343,6 +344,22 @@ def test_a_batch_has_labels_by_name_weights_of_ids_and_times(encoded: tuple[Prep
     assert filler.sparse_features is not None
     assert filler.sparse_features.weights().tolist() == []  # a weighted collection refuses a batch without weights
     assert {name: len(values) for name, values in filler.labels.items()} == dict.fromkeys(one.labels, 0)
+
+
+def test_sequences_are_in_a_field_of_their_own(encoded: tuple[Preprocessor, EncodedRows]) -> None:
+    _, rows = encoded
+    whole = Slicer.of(iter([rows]), SCHEMA).take(4, loss_weight=1.0).sparse_features
+    schema = SCHEMA.replace(features=SCHEMA.features[:1])
+    batch = Slicer.of(iter([rows]), schema, unpooled=("item", "history")).take(4, loss_weight=1.0)
+    assert batch.sparse_features is not None
+    assert batch.sequence_features is not None
+    assert whole is not None
+    assert (batch.sparse_features.keys(), batch.sequence_features.keys()) == (["user", "tags"], ["item", "history"])
+    for features in (batch.sparse_features, batch.sequence_features, batch.to(torch.device("cpu")).sequence_features):
+        assert features is not None
+        for key in features.keys():  # noqa: SIM118
+            assert torch.equal(features[key].values(), whole[key].values())
+            assert torch.equal(features[key].lengths(), whole[key].lengths())
 
 
 def test_a_schema_without_any_of_this_is_unchanged() -> None:

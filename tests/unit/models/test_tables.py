@@ -75,6 +75,22 @@ def test_sums_are_numpys(
         assert device.size_bytes == host.size_bytes == sum(table.nbytes for table in tables)
 
 
+@pytest.mark.parametrize("quantization", ["fp32", "int8"])
+def test_embeddings_one_by_one_and_columns_left_out(quantization: Quantization) -> None:
+    rng, row_format = np.random.default_rng(0), RowFormat(quantization, 4)
+    packed = [row_format.pack(rng.standard_normal((9, 4)).astype(np.float32), table="t") for _ in range(3)]
+    values = [_unpacked(table, row_format) for table in packed]
+    ids, list_ids = np.array([8, 0], np.int32), np.array([3, 3, 0, 7, 1])
+    for tables in (HostTables(row_format, packed), DeviceTables(row_format, [torch.from_numpy(a) for a in packed])):
+        np.testing.assert_allclose(tables.one_by_one(1, list_ids).numpy(), values[1][list_ids], rtol=1e-6)
+        assert tables.one_by_one(1, list_ids[:0]).shape == (0, 4)
+        pooled = tables.pool([Lookup(ids), None, Lookup(ids)], 2).numpy()
+        np.testing.assert_allclose(pooled, np.concatenate([values[0][ids], values[2][ids]], axis=1), rtol=1e-6)
+        assert tables.pool([None, None, None], 2).shape == (2, 0)
+        with pytest.raises(AssertionError, match="beyond its table's"):
+            tables.one_by_one(1, np.array([9]))
+
+
 def test_every_finite_half_is_read_as_numpy_reads_it() -> None:
     halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     halves = halves[np.isfinite(halves)].reshape(-1, 16)
