@@ -63,6 +63,7 @@ class AttentionPooling(nn.Module):
             hidden = activation(hidden)
             last = number == len(self.layers) - 1
             layer = self.weight if last else self.layers[number + 1]
+            assert isinstance(layer, EmptyLinear)
             dtype = torch.float32 if last else self._dtype
             hidden = functional.linear(hidden.to(dtype), layer.weight.to(dtype), layer.bias.to(dtype))
         return sequences.sum(sequences.values * hidden.float())

@@ -60,7 +60,9 @@ class GlobalBatchNorm(nn.Module):
         variance = squares / count
         self._keep(mean.detach(), variance.detach() * (count / (count - 1).clamp(min=1)), count)
         normal = centered * torch.rsqrt(variance + self._eps)
-        return normal if self.weight is None else normal * self.weight + self.bias
+        if self.weight is None or self.bias is None:
+            return normal
+        return normal * self.weight + self.bias
 
     @torch.no_grad()
     def _keep(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:

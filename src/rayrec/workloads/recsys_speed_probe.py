@@ -245,6 +245,7 @@ def _rank(
     import torch
 
     from rayrec.native import keep_freed_memory
+    from rayrec.workloads.recsys import ClickWorkload
 
     keep_freed_memory()
     torch.set_num_threads(threads)
@@ -259,7 +260,9 @@ def _rank(
         prepared_for_rows(preprocessor, index, rows_of_log, folder=folder), num_embeddings=num_embeddings
     )
     context = WorkerContext(config, rank, workers, device, ThreadEngine(1))
-    setup = config.workload.set_up(context, prepared)
+    workload = config.workload
+    assert isinstance(workload, ClickWorkload)
+    setup = workload.set_up(context, prepared)
     setup.model.train()
     size = setup.described["batch_size"]
     batches = cycle(
@@ -270,7 +273,7 @@ def _rank(
             rank=rank,
             workers=workers,
             num_embeddings=num_embeddings,
-            unpooled=config.workload.unpooled(preprocessor.inputs),
+            unpooled=workload.unpooled(preprocessor.inputs),
         )
     )
     for step in range(_WARM_STEPS):
