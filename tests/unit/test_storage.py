@@ -13,13 +13,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from pyarrow import fs
 
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.storage import files, outages, stores
-from rayrec.storage.stores import S3Place
+from rayrec.storage.azure import AzurePlace
+from rayrec.storage.gcs import GcsPlace
+from rayrec.storage.s3 import S3Place
 
 
 def test_folders_list_data_files_in_numeric_order(tmp_path: Path) -> None:
@@ -52,7 +55,9 @@ def test_nothing_there_is_said(tmp_path: Path) -> None:
         storage.read_bytes(str(tmp_path / "absent"))
     with pytest.raises(InputError, match="no such file"):
         storage.read_into(str(tmp_path / "absent"), 0, np.zeros(1, np.uint8))
-    with pytest.raises(InputError, match="s3://bucket/key"):
+    with pytest.raises(
+        InputError, match=r"nosuch://x/y: no store has this scheme; .*s3://, gs://, gcs://, az://, abfs://, abfss://"
+    ):
         storage.resolve("nosuch://x/y")
 
 
@@ -274,6 +279,61 @@ def test_trouble_is_told_by_its_text(name: str, said: str, expected: str) -> Non
     assert str(raised).startswith("s3://logs")
 
 
+# As pyarrow says it, of gcp-storage-emulator, Azurite and a server that gives these answers.
+_GOOGLE = "google::cloud::Status({} error_info={{reason=, domain=, metadata={{gcloud-cpp.retry.on-entry=false}}}})"
+_TOKEN = "Could not create a OAuth2 access token to authenticate the request. The underlying error message was: "
+_SAS = "Failed to start blob copy. (http://a/b?se=2030&sig=hush%3D&sp=rl -> http://a/c?sig=hush) Azure Error: {}\nRequestId:7"
+
+
+@pytest.mark.parametrize(
+    ("url", "error", "expected", "cause"),
+    [
+        (
+            "gs://logs/a",
+            OSError(_GOOGLE.format("UNAVAILABLE: with a last message of CURL error [7]=Could not connect")),
+            "passing",
+            "could not connect",
+        ),
+        (
+            "gs://logs/a",
+            PermissionError(13, _GOOGLE.format('PERMISSION_DENIED: with a last message of {"error": {"message": "no access"}}')),
+            "denied",
+            "permission denied: no access",
+        ),
+        (
+            "gs://logs/a",
+            OSError(_GOOGLE.format(f"UNAVAILABLE: last message of {_TOKEN}CURL error [6]=Could not resolve hostname")),
+            "denied",
+            "could not resolve hostname",
+        ),
+        (
+            "gs://logs/a",
+            pa.ArrowInvalid(_GOOGLE.format(f"INVALID_ARGUMENT: {_TOKEN}the client_email field is missing on /key.json")),
+            "denied",
+            "invalid argument: the client_email field is missing on /key.json",
+        ),
+        ("gs://logs/a", OSError(_GOOGLE.format("UNAVAILABLE: CURL error [60]=SSL peer")), "certificate", "sSL peer"),
+        ("gs://logs/a", OSError(_GOOGLE.format("FAILED_PRECONDITION: a generation")), "other", None),
+        ("az://logs/a", OSError(_SAS.format("[] Fail to get a new connection for: http://a.")), "passing", None),
+        ("az://logs/a", OSError(_SAS.format("[] 503 Service Unavailable")), "passing", "HTTP status 503: Service Unavailable"),
+        ("az://logs/a", OSError(_SAS.format("[AuthenticationFailed] 403 Server failed")), "denied", None),
+        ("az://logs/a", OSError(_SAS.format("[ContainerNotFound] 404 The container")), "no bucket", None),
+        ("az://logs/a", OSError(_SAS.format("[InvalidBlobType] 409 The blob type is invalid")), "other", None),
+        ("az://logs/a", pa.ArrowException("AuthenticationExceptionE: Failed to get token."), "denied", "Failed to get token"),
+    ],
+)  # fmt: skip
+def test_trouble_of_google_and_azure_is_told_by_its_text(
+    url: str, error: Exception, expected: str, cause: str | None
+) -> None:
+    assert outages.trouble(error) == expected
+    assert cause is None or outages.cause_of(error) == cause
+    raised = outages.explained(url, error, waited_s=60, remedy="somewhere")
+    assert isinstance(raised, OSError if expected in {"passing", "other"} else InputError)
+    assert "\n" not in str(raised)
+    assert "hush" not in str(raised)
+    assert str(raised).startswith(url.removesuffix("/a"))
+
+
 def test_persistence_ends_with_the_limit() -> None:
     calls = []
 
@@ -310,6 +370,41 @@ def test_secrets_in_urls_are_refused_and_not_repeated() -> None:
         storage.resolve("s3:///key")
     with pytest.raises(InputError, match="colour is no option"):
         storage.resolve("s3://bucket/key?colour=red")
+    for url in ("gs://hush@bucket/key", "az://:hush@account.blob.core.windows.net/c/key", "abfs://user:hush@a/key"):
+        with pytest.raises(InputError, match="credentials") as raised:
+            storage.resolve(url)
+        assert "hush" not in str(raised.value)
+
+
+def test_google_and_azure_places_are_found_as_their_tools_find_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        "STORAGE_EMULATOR_HOST",
+        "AZURE_STORAGE_ACCOUNT",
+        "AZURE_STORAGE_KEY",
+        "AZURE_STORAGE_CONNECTION_STRING",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    assert GcsPlace.of("gs://bucket/a%20b/") == GcsPlace("bucket/a%20b", None, anonymous=False)
+    assert GcsPlace.of("gs://anonymous@bucket/a") == GcsPlace("bucket/a", None, anonymous=True)
+    assert GcsPlace.of("gcs://b/a?endpoint_override=x.com") == GcsPlace("b/a", "https://x.com", anonymous=False)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "127.0.0.1:9")
+    assert GcsPlace.of("gs://bucket/a") == GcsPlace("bucket/a", "http://127.0.0.1:9", anonymous=True)
+    with pytest.raises(InputError, match="names no storage account; set AZURE_STORAGE_ACCOUNT"):
+        AzurePlace.of("az://logs/a")
+    url = "abfss://logs@acct.dfs.core.windows.net/a/b"
+    assert AzurePlace.of(url) == AzurePlace("logs/a/b", "acct", "https://acct.blob.core.windows.net")
+    assert storage.folder_of(url) == "abfss://logs@acct.dfs.core.windows.net/a"
+    assert files.same_store(url, "az://other@acct/c")
+    assert not files.same_store(url, "az://other@other/c")
+    monkeypatch.setenv(
+        "AZURE_STORAGE_CONNECTION_STRING", "AccountName=tester;AccountKey=aA==;BlobEndpoint=http://h:1/tester"
+    )
+    assert AzurePlace.of("az://logs/a") == AzurePlace("logs/a", "tester", "http://h:1")
+    assert AzurePlace.of("az://logs@acct/a").blob_url == "https://acct.blob.core.windows.net"
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "hush")
+    with pytest.raises(InputError, match=r"^AZURE_STORAGE_CONNECTION_STRING: is no list") as raised:
+        AzurePlace.of("az://logs/a")
+    assert "hush" not in str(raised.value)
 
 
 def test_an_s3_place_is_found_as_aws_tools_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,6 +456,7 @@ def test_listed_files_keep_the_options_of_their_url(monkeypatch: pytest.MonkeyPa
         return call(Store(), S3Place.of(path).inner)
 
     monkeypatch.setattr("rayrec.storage.folders.enduring", enduring)
+    monkeypatch.setattr("rayrec.storage.files.enduring", enduring)
     expected = ["s3://bucket/log/day_9?region=x", "s3://bucket/log/day_10?region=x"]
     assert [file.path for file in storage.list_files("s3://bucket/log?region=x")] == expected
     assert [file.path for file in storage.list_files("s3://bucket/log?region=x", names=["day_9"])] == expected[:1]

@@ -1,7 +1,7 @@
 """Checks that the nodes of a running cluster can reach the stores of a command's URLs, and sends them credentials on request.
 
-Ray's processes get the environment of `ray start`, not that of the command, so S3 credentials that the command has may be missing
-on the nodes.
+Ray's processes get the environment of `ray start`, not that of the command, so that credentials that the command has may be
+missing on the nodes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any, Final
 from rayrec import storage
 from rayrec.compat import ray_compat
 from rayrec.config import InputError
-from rayrec.storage.stores import SENT_SETTINGS, is_s3
+from rayrec.storage.stores import SENT_SETTINGS
+from rayrec.storage.urls import in_object_store, split_options
 
 SEND: Final = "RAYREC_SEND_CREDENTIALS"
-"""Environment variable that has a command send its S3 settings to the nodes of a running cluster."""
+"""Environment variable that has a command send its stores' settings to the nodes of a running cluster."""
 _PATIENCE_S: Final = 5.0
 """For a store that does not answer a node: a node without settings looks for the store in the wrong place."""
 _ANSWER_S: Final = 60.0
@@ -26,7 +27,8 @@ _ANSWER_S: Final = 60.0
 
 
 def runtime_env(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """The runtime environment of a job whose processes get the command's S3 settings; None unless `RAYREC_SEND_CREDENTIALS` is 1.
+    """The runtime environment of a job whose processes get the command's settings of stores; None unless
+    `RAYREC_SEND_CREDENTIALS` is 1.
 
     The settings travel in the pickled setup hook, in the memory of Ray's head, as functions do. They are in no command line, no
     log and no page of the dashboard, unlike `env_vars`. All code that runs on the cluster can read them.
@@ -36,26 +38,26 @@ def runtime_env(environment: Mapping[str, str]) -> dict[str, Any] | None:
     if asked in ("", "0"):
         return None
     if asked != "1":
-        raise InputError(f"{SEND}: is {asked!r}; set it to 1 to send S3 settings to the cluster, or to 0")
+        raise InputError(f"{SEND}: is {asked!r}; set it to 1 to send the settings of stores to the cluster, or to 0")
     settings = {name: environment[name] for name in SENT_SETTINGS if environment.get(name)}
     if not settings:
         raise InputError(f"{SEND}: the environment has no settings to send; set {', '.join(SENT_SETTINGS[:3])}")
 
-    def set_s3_settings() -> None:
+    def set_store_settings() -> None:
         os.environ.update(settings)
 
-    return {"worker_process_setup_hook": set_s3_settings}
+    return {"worker_process_setup_hook": set_store_settings}
 
 
 def require_reachable(paths: Iterable[str | None]) -> None:
-    """Returns if every node of the connected cluster that can run tasks reaches the S3 stores of `paths`, of which None and local
-    paths are ignored; at once if this process started Ray, whose processes have its environment.
+    """Returns if every node of the connected cluster that can run tasks reaches the object stores of `paths`, of which None and
+    local paths are ignored; at once if this process started Ray, whose processes have its environment.
 
     Raises InputError, within some seconds, which names the first node that does not, if this process itself reaches the store.
     A store that this process does not reach either is left to the command, and so is a node that starts no task in 60 s.
     """
 
-    urls = sorted({_folder(path) for path in paths if path is not None and is_s3(path)})
+    urls = sorted({_folder(path) for path in paths if path is not None and in_object_store(path)})
     node = ray_compat.local_node()
     if not urls or node is None or node.is_head():
         return
@@ -90,12 +92,10 @@ def trouble_with(urls: Sequence[str], *, patience_s: float) -> str | None:
 
 def _folder(url: str) -> str:
     """The URL, or the folder above the first name with a wildcard."""
-    body, query = url, ""
-    if re.search(r"\?\w+=", url):
-        body, _, query = url.rpartition("?")
+    body, options = split_options(url)
     names = body.split("/")
     plain = next((place for place, name in enumerate(names) if re.search(r"[*?\[]", name)), len(names))
-    return "/".join(names[:plain]) + (f"?{query}" if query else "")
+    return "/".join(names[:plain]) + options
 
 
 def _ask_nodes(urls: Sequence[str]) -> list[tuple[str, str | None]]:

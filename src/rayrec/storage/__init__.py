@@ -1,4 +1,4 @@
-"""Reads and writes files by path or URL (local, s3:// and whatever else pyarrow knows), whole or not at all."""
+"""Reads and writes files by path or URL (local, s3://, gs://, az://), whole or not at all."""
 
 from rayrec.storage.files import (
     clone_file,
@@ -32,7 +32,8 @@ from rayrec.storage.folders import (
 )
 from rayrec.storage.outages import OUTAGE_S, outage_s, patience
 from rayrec.storage.ranges import ahead, in_parallel
-from rayrec.storage.stores import absolute, folder_of, is_url, join, name_of, resolve
+from rayrec.storage.stores import resolve
+from rayrec.storage.urls import absolute, folder_of, is_url, join, name_of
 
 __all__ = [
     "OUTAGE_S",

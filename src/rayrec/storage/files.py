@@ -16,13 +16,15 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import numpy as np
+import pyarrow as pa
 from pyarrow import NativeFile
 from pyarrow import fs as arrow_fs
 
 from rayrec.config import InputError
 from rayrec.storage.outages import explained
 from rayrec.storage.ranges import read_url
-from rayrec.storage.stores import S3Place, enduring, is_s3, local_path, remedy, resolve, split_options
+from rayrec.storage.stores import enduring, no_bucket, place_of, remedy, resolve
+from rayrec.storage.urls import bucket_of, in_object_store, local_path, scheme_of, split_options
 
 _PIECE_BYTES: Final = 8 << 20
 """Read, written and copied at once; a smaller file is one request to a store."""
@@ -30,6 +32,11 @@ _AHEAD_BYTES: Final = 64 << 20
 """Handed to the uploading threads before waiting for them: they would take any amount, and memory with it."""
 _LARGEST_COPY_BYTES: Final = 5 << 30
 """More than this S3 does not copy within itself in one request."""
+_COPIES_ANY_SIZE: Final = {"gs", "gcs", "az", "abfs", "abfss"}
+_SECTION_BYTES: Final = 32 << 20
+"""Of a file for Azure, kept in memory until the store has it."""
+_STAGED: Final = {"az", "abfs", "abfss"}
+"""Of these stores' objects the beginning would be visible while the rest is written."""
 _NO_LINK: Final = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOENT} | {
     errno.ENOTSUP,
     errno.EOPNOTSUPP,
@@ -39,26 +46,33 @@ _NO_LINK: Final = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOENT} | {
 
 
 def exists(path: str) -> bool:
-    return _info(path).type != arrow_fs.FileType.NotFound
+    return info_of(path).type != arrow_fs.FileType.NotFound
 
 
 def size_of(path: str) -> int | None:
     """Bytes of a file; None where there is no file."""
-    info = _info(path)
+    info = info_of(path)
     return info.size if info.type == arrow_fs.FileType.File else None
 
 
-def _info(path: str) -> arrow_fs.FileInfo:
-    return enduring(path, lambda filesystem, inner: filesystem.get_file_info(inner))
+def info_of(path: str) -> arrow_fs.FileInfo:
+    """What is at a path."""
+
+    def asked(filesystem: arrow_fs.FileSystem, inner: str) -> arrow_fs.FileInfo:
+        info = filesystem.get_file_info(inner)
+        if info.type != arrow_fs.FileType.NotFound or not isinstance(filesystem, arrow_fs.AzureFileSystem):
+            return info
+        # pyarrow looks at the first name that begins so, and "run-1/" comes before "run/".
+        inside = filesystem.get_file_info(arrow_fs.FileSelector(inner, allow_not_found=True))
+        return arrow_fs.FileInfo(info.path, arrow_fs.FileType.Directory) if inside else info
+
+    return enduring(path, asked)
 
 
 def missing(path: str, what: str = "no such file") -> InputError:
     """What to say of a path where nothing is: that of a bucket which is not there, too, a store says just that."""
-    if is_s3(path):
-        body, options = split_options(path)
-        bucket = "/".join(body.split("/")[:3])
-        if not exists(bucket + options):
-            return InputError(f"{bucket}: no such bucket; create it or fix its name ({remedy(path)})")
+    if in_object_store(path) and not exists(bucket_of(path) + split_options(path)[1]):
+        return no_bucket(path)
     return InputError(f"{path}: {what}")
 
 
@@ -138,9 +152,10 @@ def read_json(path: str) -> Any:
 def write_stream(path: str, pieces: Iterable[bytes | memoryview]) -> int:
     """Writes a file piece by piece; it appears complete or not at all. Returns its bytes.
 
-    A piece may be overwritten once the next one is asked for. To a URL nothing is stored on the way, and at most
-    about 100 MiB are in memory; S3 takes 10,000 parts of 10 MiB, which is 97 GiB. After an error, as after a crash, parts
-    that were sent stay in the store, unseen, until its rule for incomplete uploads removes them.
+    A piece may be overwritten once the next one is asked for. To a URL nothing is stored on the way on this machine, and at
+    most about 100 MiB are in memory; S3 takes 10,000 parts of 10 MiB, which is 97 GiB. After an error, as after a crash, parts
+    that were sent stay in the store, unseen, until its rule for incomplete uploads removes them. In Azure the file is first
+    NAME.*.partial, which the store then copies; after a crash that file stays.
     Raises what `pieces` raises, OSError with its errno where a disk fails, OSError where a store is out for too long
     (from `OUTAGE_S` to twice that), and InputError where a store refuses what the user can fix.
     """
@@ -148,6 +163,13 @@ def write_stream(path: str, pieces: Iterable[bytes | memoryview]) -> int:
     if local is not None:
         with _appearing(local) as temporary, open(temporary, "wb", buffering=0) as file:
             return sum(_write_all(file.write, piece) for piece in pieces)
+    try:
+        return _staged(path, pieces) if scheme_of(path) in _STAGED else _sent(path, pieces)
+    except FileNotFoundError:  # what Google's store says of a bucket that is not there
+        raise missing(path) from None
+
+
+def _sent(path: str, pieces: Iterable[bytes | memoryview]) -> int:
     iterator = iter(pieces)
     head = bytearray()
     for piece in iterator:
@@ -213,7 +235,7 @@ def writing(path: str) -> Iterator[str]:
 
 
 def copy_file(source: str, target: str) -> None:
-    """Copies a file; within an S3 store without fetching it. Raises InputError where there is no such file."""
+    """Copies a file; within an object store without fetching it. Raises InputError where there is no such file."""
     size = size_of(source)
     if size is None:
         raise missing(source)
@@ -222,8 +244,8 @@ def copy_file(source: str, target: str) -> None:
 
 
 def clone_file(source: str, target: str) -> bool:
-    """Gives `target` the content of `source` without reading it: by a hard link on a file system, by a copy that an S3 store
-    makes itself. False, and nothing is done, if storage cannot do that for these two, or if there is no `source`.
+    """Gives `target` the content of `source` without reading it: by a hard link on a file system, by a copy that an
+    object store makes itself. False, and nothing is done, if storage cannot do that for these two, or if there is no `source`.
 
     Linked files share their bytes: a program that writes into one of them in place changes both. All functions of this module
     replace the whole file, which leaves the other unchanged.
@@ -253,7 +275,7 @@ def _linked(source: str, target: str) -> bool:
 
 
 def _copied_by_store(source: str, target: str, size: int) -> bool:
-    if not same_store(source, target) or size > _LARGEST_COPY_BYTES:
+    if not same_store(source, target) or (size > _LARGEST_COPY_BYTES and scheme_of(source) not in _COPIES_ANY_SIZE):
         return False
     _, inner = resolve(source)
     enduring(target, lambda filesystem, target_inner: filesystem.copy_file(inner, target_inner))
@@ -261,8 +283,8 @@ def _copied_by_store(source: str, target: str, size: int) -> bool:
 
 
 def same_store(source: str, target: str) -> bool:
-    """Whether two paths are in one S3 store, which can copy between them: buckets of one endpoint."""
-    return is_s3(source) and is_s3(target) and S3Place.of(source).endpoint == S3Place.of(target).endpoint
+    """Whether two paths are in one object store, which can copy between them: buckets of one endpoint or account."""
+    return in_object_store(source) and in_object_store(target) and place_of(source).store() == place_of(target).store()
 
 
 def remove_file(path: str) -> None:
@@ -315,7 +337,10 @@ def _write_all(write: Callable[[memoryview], int], piece: bytes | memoryview) ->
 
 
 def _put(filesystem: arrow_fs.FileSystem, inner: str, data: bytearray) -> None:
-    stream = _opened(filesystem, inner)
+    _fill(_opened(filesystem, inner), data)
+
+
+def _fill(stream: NativeFile, data: bytearray) -> None:
     try:
         stream.write(data)
         stream.close()
@@ -324,11 +349,55 @@ def _put(filesystem: arrow_fs.FileSystem, inner: str, data: bytearray) -> None:
         raise
 
 
+def _staged(path: str, pieces: Iterable[bytes | memoryview]) -> int:
+    """Appends pieces to an object of another name, section by section, which the store then copies to `path`."""
+    temporary = f"{path}.{uuid.uuid4().hex}.partial"
+    section = bytearray()
+    sent_bytes = 0
+    try:
+        for piece in pieces:
+            for part in _cut(piece):
+                section += part
+                if len(section) >= _SECTION_BYTES:
+                    sent_bytes = _append(temporary, sent_bytes, section)
+                    section = bytearray()
+        if section or not sent_bytes:
+            sent_bytes = _append(temporary, sent_bytes, section)
+        _, inner = resolve(temporary)
+        enduring(path, lambda filesystem, target: filesystem.copy_file(inner, target))
+    finally:
+        with suppress(OSError, InputError):
+            remove_file(temporary)
+    return sent_bytes
+
+
+def _append(path: str, start: int, data: bytearray) -> int:
+    """Writes the bytes of an object from `start` on, which is its end, and returns its new end. The attempts after a failed one
+    first look at what the store has got: its answer may be all that was lost."""
+    end = start + len(data)
+    failed = False
+
+    def append(filesystem: arrow_fs.FileSystem, inner: str) -> None:
+        nonlocal failed
+        if failed:
+            size = filesystem.get_file_info(inner).size or 0
+            if size == end and data:
+                return
+            if size != start:
+                raise OSError(errno.EIO, f"{path}: has {size} bytes in place of {start}")
+        failed = True
+        mode = filesystem.open_append_stream if start else filesystem.open_output_stream
+        _fill(mode(inner, compression=None), data)
+
+    enduring(path, append)
+    return end
+
+
 def _upload(path: str, pieces: Iterable[bytes | memoryview | bytearray]) -> int:
     """Sends pieces as one object. Unlike `_put` it cannot begin again, so that outages are outlasted by the retries of the
     filesystem itself."""
     filesystem, inner = resolve(path)
-    _info(path)  # waits for a store that is out: a stream that fails keeps its memory
+    info_of(path)  # waits for a store that is out: a stream that fails keeps its memory
     with _explaining(path):
         stream = _opened(filesystem, inner)
     try:
@@ -351,7 +420,9 @@ def _upload(path: str, pieces: Iterable[bytes | memoryview | bytearray]) -> int:
 
 
 def _opened(filesystem: arrow_fs.FileSystem, inner: str) -> NativeFile:
-    if not isinstance(filesystem, arrow_fs.S3FileSystem):  # which has no folders, and would make an empty object of one
+    if not isinstance(
+        filesystem, arrow_fs.S3FileSystem | arrow_fs.GcsFileSystem
+    ):  # they would make an empty object of it
         filesystem.create_dir(os.path.dirname(inner), recursive=True)
     return filesystem.open_output_stream(inner, compression=None)
 
@@ -361,7 +432,9 @@ def _explaining(path: str) -> Iterator[None]:
     start = time.monotonic()
     try:
         yield
-    except OSError as error:
+    except FileNotFoundError:
+        raise
+    except (OSError, pa.ArrowException) as error:
         raise explained(path, error, waited_s=time.monotonic() - start, remedy=remedy(path)) from None
 
 

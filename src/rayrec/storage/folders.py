@@ -19,9 +19,11 @@ from typing import Final
 from pyarrow import fs as arrow_fs
 
 from rayrec.config import InputError
-from rayrec.storage.files import copy_file, exists, missing, sync
+from rayrec.storage.files import copy_file, exists, info_of, missing, sync
+from rayrec.storage.gcs import first_level
 from rayrec.storage.ranges import in_parallel
-from rayrec.storage.stores import enduring, folder_of, is_s3, is_url, join, local_path, name_of, split_options
+from rayrec.storage.stores import enduring
+from rayrec.storage.urls import folder_of, in_object_store, is_url, join, local_path, name_of, scheme_of, url_of
 
 _GLOB: Final = re.compile(r"[*?\[]")
 PARTITION: Final = re.compile(r"[^=/]+=[^/]*")
@@ -43,8 +45,7 @@ class File:
 
 def _file(info: arrow_fs.FileInfo, path: str) -> File:
     """What was found below `path`, which supplies the scheme and options of a URL."""
-    prefix, options = (path[: path.index("://") + 3], split_options(path)[1]) if is_url(path) else ("", "")
-    return File(prefix + info.path + options, info.size or 0, info.mtime_ns or 0)
+    return File(url_of(info.path, path), info.size or 0, info.mtime_ns or 0)
 
 
 def list_files(path: str, *, names: Sequence[str] = ()) -> list[File]:
@@ -57,7 +58,7 @@ def list_files(path: str, *, names: Sequence[str] = ()) -> list[File]:
     killed writer) are left out.
     Raises InputError where nothing is there, where a name is not, and where one is there twice.
     """
-    info = _info(path)
+    info = info_of(path)
     files = _list_files(path, info)
     if not names or info.type != arrow_fs.FileType.Directory:
         return files
@@ -81,18 +82,30 @@ def _is_named(base_name: str, name: str) -> bool:
     )
 
 
-def _info(path: str) -> arrow_fs.FileInfo:
-    return enduring(path, lambda filesystem, inner: filesystem.get_file_info(inner))
-
-
 def _infos(path: str, *, recursive: bool = False) -> list[arrow_fs.FileInfo]:
     """What a folder holds; nothing where there is none."""
-    return enduring(
-        path,
-        lambda filesystem, inner: filesystem.get_file_info(
-            arrow_fs.FileSelector(inner, recursive=recursive, allow_not_found=True)
-        ),
-    )
+    kind = scheme_of(path)
+    if recursive and kind in {"az", "abfs", "abfss"}:
+        return _infos_by_level(path)
+    deep = recursive or kind in {"gs", "gcs"}
+
+    def listed(filesystem: arrow_fs.FileSystem, inner: str) -> list[arrow_fs.FileInfo]:
+        infos: list[arrow_fs.FileInfo] = filesystem.get_file_info(
+            arrow_fs.FileSelector(inner, recursive=deep, allow_not_found=True)
+        )
+        return infos if deep == recursive else first_level(infos, inner)
+
+    return enduring(path, listed)
+
+
+def _infos_by_level(path: str) -> list[arrow_fs.FileInfo]:
+    """What a folder of Azure holds at any depth: a list of each folder, many at a time; pyarrow asks one after another."""
+    found, folders = [], [path]
+    while folders:
+        level = [info for infos in in_parallel(_infos, folders, of=path) for info in infos]
+        found += level
+        folders = [url_of(info.path, path) for info in level if info.type == arrow_fs.FileType.Directory]
+    return found
 
 
 def _list_files(path: str, info: arrow_fs.FileInfo) -> list[File]:
@@ -130,19 +143,14 @@ def _is_partition(info: arrow_fs.FileInfo) -> bool:
 
 def _in_partitions(inner: str, path: str) -> list[arrow_fs.FileInfo]:
     """What a folder holds at its first level and below folders named KEY=VALUE: two listings at most."""
-    found = _infos(_url_of(inner, path))
+    found = _infos(url_of(inner, path))
     if not any(map(_is_partition, found)):
         return found
     return [
         info
-        for info in _infos(_url_of(inner, path), recursive=True)
+        for info in _infos(url_of(inner, path), recursive=True)
         if all(map(PARTITION.fullmatch, posixpath.relpath(info.path, inner).split("/")[:-1]))
     ]
-
-
-def _url_of(inner: str, path: str) -> str:
-    """A path within the filesystem of `path` as a path or URL."""
-    return path[: path.index("://") + 3] + inner + split_options(path)[1] if is_url(path) else inner
 
 
 def _matching(inner: str, path: str) -> list[arrow_fs.FileInfo]:
@@ -154,11 +162,11 @@ def _matching(inner: str, path: str) -> list[arrow_fs.FileInfo]:
     folders = ["/".join(names[:first])]
     pattern = re.compile(_glob_pattern(names))
     if "**" in names:
-        infos = _infos(_url_of(folders[0], path), recursive=True)
+        infos = _infos(url_of(folders[0], path), recursive=True)
         return [found for found in infos if pattern.fullmatch(found.path)]
     for number in range(first, len(names)):  # one listing a folder, those of one level at the same time
         beginning = re.compile(_glob_pattern(names[: number + 1]))
-        listed = in_parallel(lambda folder: _infos(_url_of(folder, path)), folders, of=path)
+        listed = in_parallel(lambda folder: _infos(url_of(folder, path)), folders, of=path)
         infos = [found for of_folder in listed for found in of_folder if beginning.fullmatch(found.path)]
         folders = [found.path for found in infos if found.type == arrow_fs.FileType.Directory]
     return infos
@@ -197,7 +205,7 @@ def find_files(paths: Sequence[str]) -> dict[str, File]:
 
     def found(folder: str) -> list[File]:
         if len(wanted[folder]) < _LISTED_FILES:
-            infos = {path: _info(path) for path in wanted[folder]}
+            infos = {path: info_of(path) for path in wanted[folder]}
         else:
             listed = {info.base_name: info for info in _infos(folder)}
             infos = {path: listed[name] for path in wanted[folder] if (name := name_of(path)) in listed}
@@ -231,14 +239,16 @@ def files_in(path: str) -> list[File]:
 
 
 def make_folder(path: str) -> None:
-    """Makes a folder and those above it. A folder of S3 is there when there is a file in it, so that nothing is to do."""
-    if not is_s3(path):
+    """Makes a folder and those above it. A folder of an object store is there when there is a file in it, so that nothing is to
+    do."""
+    if not in_object_store(path):
         enduring(path, lambda filesystem, inner: filesystem.create_dir(inner, recursive=True))
 
 
 def remove_folder(path: str) -> None:
-    """Removes a folder and all in it if it is there. In S3 the folder that held it stays, empty if need be, as locally."""
-    if _info(path).type == arrow_fs.FileType.Directory:
+    """Removes a folder and all in it if it is there. In S3 and Azure the folder that held it stays, empty if need be, as
+    locally."""
+    if info_of(path).type == arrow_fs.FileType.Directory:
         with suppress(FileNotFoundError):
             enduring(path, lambda filesystem, inner: filesystem.delete_dir(inner))
 
@@ -248,7 +258,7 @@ def copy_files(source: str, target: str) -> None:
 
     Raises InputError where there is no such folder.
     """
-    info = _info(source)
+    info = info_of(source)
     if info.type != arrow_fs.FileType.Directory:
         raise missing(source, "no such folder")
     make_folder(target)

@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, Literal, TypeVar
 
+import pyarrow as pa
+
 from rayrec.config import InputError
+from rayrec.storage.urls import bucket_of, scheme_of
 
 _logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -46,6 +49,23 @@ _DENIED: Final = {
 _DENIED_STATUS: Final = {"400", "401", "403", "412"}  # answers to HEAD have no body that could name the error
 _PASSING_STATUS: Final = re.compile(r"408|425|429|5\d\d")
 
+# Google's library gives the name of a gRPC status, Azure's a name of the service's and the HTTP status, or neither if none came.
+_GOOGLE: Final = re.compile(r"google::cloud::Status\((\w+): (.*)", re.DOTALL)
+_GOOGLE_CURL: Final = re.compile(r"CURL error \[(\d+)\]=(.*?)(?: error_info=|$)", re.DOTALL)
+_GOOGLE_JSON: Final = re.compile(r'"message": ?"([^"]*)"')
+_GOOGLE_PASSING: Final = {"UNAVAILABLE", "DEADLINE_EXCEEDED", "INTERNAL", "RESOURCE_EXHAUSTED", "ABORTED"}
+_AZURE: Final = re.compile(r"Azure Error: \[(\w*)\] (?:(\d{3}) )?([^\n]*)")
+_AZURE_TOKEN: Final = re.compile(r"AuthenticationException\w*: ([^\n]*)")
+_SECRET: Final = re.compile(r"(?<=sig=)[^&\s']+")
+
+_KINDS: Final = {"s3": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
+_CREDENTIALS: Final = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, to credentials that may use it",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS to the key file of an account that may use it, or run gcloud auth "
+    "application-default login",
+    "az": "set AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN or AZURE_STORAGE_CONNECTION_STRING to credentials that may use it",
+}
+
 
 @contextmanager
 def patience(seconds: float) -> Iterator[None]:
@@ -68,14 +88,23 @@ def outage_s() -> float:
     return float(text) if text else OUTAGE_S
 
 
-def trouble(error: OSError) -> Trouble:
+def trouble(error: Exception) -> Trouble:
     """What kind of trouble an error of a remote file system is, by its text: it has nothing else to go by."""
     text = str(error)
+    if found := _GOOGLE.search(text):
+        return _google_trouble(found[1], text)
+    if found := _AZURE.search(text):
+        return _azure_trouble(found[1], found[2] or "", text)
+    if _AZURE_TOKEN.search(text):
+        return "denied"
     if "PERMANENT_REDIRECT" in text or "HTTP status 301" in text:
         return "region"
     found = _NAME.search(text)
-    if not found:  # a body that ends early, or a file system other than S3
-        return "other" if isinstance(error, FileNotFoundError | PermissionError) or error.errno else "passing"
+    if not found:  # a body that ends early, or a file system of another kind
+        known = isinstance(error, FileNotFoundError | PermissionError | pa.ArrowException) or getattr(
+            error, "errno", None
+        )
+        return "other" if known else "passing"
     name, status = found[1], found[2] or ""
     curl = _CURL.search(text)
     if curl and curl[1] in _CURL_CERTIFICATE:
@@ -87,42 +116,77 @@ def trouble(error: OSError) -> Trouble:
     return "no bucket" if name == "NO_SUCH_BUCKET" else "other"
 
 
-def cause_of(error: OSError) -> str:
+def _google_trouble(code: str, text: str) -> Trouble:
+    curl = _GOOGLE_CURL.search(text)
+    if curl and curl[1] in _CURL_CERTIFICATE:
+        return "certificate"
+    if "Could not create a OAuth2 access token" in text:
+        # Credentials that cannot be read, or none: the last place to look is a name that only Google's machines resolve.
+        return "denied" if code not in _GOOGLE_PASSING or (curl and curl[1] == "6") else "passing"
+    if code in _GOOGLE_PASSING:
+        return "passing"
+    return "denied" if code in {"PERMISSION_DENIED", "UNAUTHENTICATED"} else "other"
+
+
+def _azure_trouble(code: str, status: str, text: str) -> Trouble:
+    if not status:  # no answer
+        return "certificate" if "SSL" in text else "passing"
+    if _PASSING_STATUS.fullmatch(status):
+        return "passing"
+    if code == "ContainerNotFound":
+        return "no bucket"
+    denied = status in {"401", "403"} or code in {"InvalidAuthenticationInfo", "NoAuthenticationInformation"}
+    return "denied" if denied else "other"
+
+
+def passes(error: Exception) -> bool:
+    return trouble(error) == "passing"
+
+
+def cause_of(error: Exception) -> str:
     """The few words of an error that matter to a reader: no keys, no request numbers, no newline."""
     text = str(error)
-    curl, found = _CURL.search(text), _NAME.search(text)
-    if curl:
-        return f"{curl[2][:1].lower()}{curl[2][1:]}"
-    if found:
+    if google := _GOOGLE.search(text):
+        curl, said = _GOOGLE_CURL.search(text), _GOOGLE_JSON.search(google[2])
+        reason = google[2].partition("The underlying error message was: ")[2] or google[2]
+        words = said[1] if said else reason.partition("with a last message of ")[2] or reason
+        name = google[1].lower().replace("_", " ")
+        cause = f"{curl[2][:1].lower()}{curl[2][1:]}" if curl else f"{name}: {words.partition(' error_info=')[0]}"
+    elif azure := _AZURE.search(text):
+        name = " ".join(filter(None, (azure[2] and f"HTTP status {azure[2]}", azure[1])))
+        cause = ": ".join(filter(None, (name, azure[3].strip())))
+    elif token := _AZURE_TOKEN.search(text):
+        cause = token[1]
+    elif curl := _CURL.search(text):
+        cause = f"{curl[2][:1].lower()}{curl[2][1:]}"
+    elif found := _NAME.search(text):
         name = f"HTTP status {found[2]}" if found[2] else found[1].lower().replace("_", " ")
-        said = re.sub(r"\(Request ID: [^)]*\)|No response body\.", "", found[3] or "")
-        return " ".join(f"{name}: {said}".split()).rstrip(": .")
-    return " ".join(text.split())
+        cause = f"{name}: " + re.sub(r"\(Request ID: [^)]*\)|No response body\.", "", found[3] or "")
+    else:
+        cause = text
+    return " ".join(_SECRET.sub("...", cause).split()).rstrip(": .")
 
 
-def explained(path: str, error: OSError, *, waited_s: float, remedy: str) -> Exception:
+def explained(path: str, error: Exception, *, waited_s: float, remedy: str) -> Exception:
     """What to raise for an error of the store of `path`, a line: InputError for what the user can fix, else OSError.
 
     `remedy` describes the endpoint and credentials of the store.
     """
-    bucket = "/".join(path.split("/")[:3])
+    bucket, scheme = bucket_of(path), _KINDS.get(scheme_of(path), "s3")
     cause = cause_of(error)
     match trouble(error):
         case "passing":
             return OSError(f"{path}: the store was out for {waited_s:.0f} s ({cause}); {remedy}")
         case "denied":
-            return InputError(
-                f"{bucket}: access denied ({cause}); set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, to "
-                f"credentials that may use it ({remedy})"
-            )
+            return InputError(f"{bucket}: access denied ({cause}); {_CREDENTIALS[scheme]} ({remedy})")
         case "no bucket":
-            return InputError(f"{bucket}: no such bucket; create it or fix its name ({remedy})")
+            what = "container" if scheme == "az" else "bucket"
+            return InputError(f"{bucket}: no such {what}; create it or fix its name ({remedy})")
         case "region":
             return InputError(f"{bucket}: is in another region; set AWS_REGION to it ({remedy})")
         case "certificate":
-            return InputError(
-                f"{bucket}: the store's certificate is not trusted ({cause}); name its authority in AWS_CA_BUNDLE"
-            )
+            fix = "name its authority in AWS_CA_BUNDLE" if scheme == "s3" else "add its authority to this machine's"
+            return InputError(f"{bucket}: the store's certificate is not trusted ({cause}); {fix}")
     return OSError(f"{path}: the store refused ({cause})")
 
 
@@ -139,7 +203,7 @@ def persist(path: str, call: Callable[[], _Result], *, remedy: Callable[[], str]
             result = call()
         except FileNotFoundError:
             raise
-        except OSError as error:
+        except (OSError, pa.ArrowException) as error:  # the latter: some refusals of Google's and Azure's libraries
             waited_s = time.monotonic() - start
             if trouble(error) != "passing" or waited_s >= limit_s:
                 raise explained(path, error, waited_s=waited_s, remedy=remedy()) from None

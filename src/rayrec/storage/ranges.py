@@ -13,7 +13,8 @@ import numpy as np
 from pyarrow import NativeFile
 from pyarrow import fs as arrow_fs
 
-from rayrec.storage.stores import enduring, is_url
+from rayrec.storage.stores import enduring
+from rayrec.storage.urls import is_url
 
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
@@ -64,6 +65,10 @@ def read_url(path: str, start: int, buffer: np.ndarray) -> int:
         key = id(filesystem), inner
         file = _opened(filesystem, inner)
         try:
+            if (
+                file.closed
+            ):  # Google's library sends its first request for the content here, and only says that it failed
+                raise OSError("the store did not send the file")
             count = _read_at(file, start, buffer)
             if count < len(buffer):  # the end of the file, or it has grown since it was opened
                 _forget(key)

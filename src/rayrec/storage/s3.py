@@ -1,0 +1,139 @@
+"""S3 and stores that speak its protocol: s3://BUCKET/KEY, with the standard AWS settings."""
+
+from __future__ import annotations
+
+import configparser
+import math
+import os
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+from urllib.parse import urlsplit
+
+from pyarrow import fs as arrow_fs
+
+from rayrec.config import InputError
+from rayrec.storage.urls import options_of, split_options
+
+_CONNECT_S: Final = 5.0
+_SILENCE_S: Final = 10.0
+"""A request is given up after so long without a byte: an answer from afar may take seconds, an outage shows within them."""
+_SDK_FIRST_WAIT_S: Final = 0.025
+"""The AWS SDK waits so long before its second attempt, and twice as long before each later one."""
+_SETTINGS: Final = (
+    "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE", "AWS_CONFIG_FILE",
+    "AWS_SHARED_CREDENTIALS_FILE", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_CA_BUNDLE",
+)  # fmt: skip
+_FLAGS: Final = ("allow_bucket_creation", "allow_bucket_deletion")
+_NAMES: Final = ("region", "scheme", "endpoint_override")
+
+
+@dataclass(frozen=True)
+class S3Place:
+    """Where an S3 URL points to, and how its store is reached."""
+
+    inner: str
+    """BUCKET/KEY"""
+    endpoint: str | None
+    """URL of the store, None for AWS."""
+    region: str | None
+    flags: tuple[str, ...] = ()
+
+    sent_settings: ClassVar[tuple[str, ...]] = (
+        "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL",
+        "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_EC2_METADATA_DISABLED",
+    )  # fmt: skip
+    """Environment variables that mean the same on another machine: none names a file."""
+
+    @classmethod
+    def of(cls, path: str) -> S3Place:
+        """From a URL s3://BUCKET/KEY[?region=, scheme=, endpoint_override=, allow_bucket_creation=] and the environment; KEY
+        as it is, without percent-encoding.
+
+        Raises InputError for credentials in the URL: they would end up in configurations and logs.
+        """
+        body = split_options(path)[0].removeprefix("s3://")
+        bucket = body.partition("/")[0]
+        if "@" in bucket:
+            raise InputError(
+                f"s3://...@{bucket.rpartition('@')[2]}: holds credentials; leave them out of URLs and set AWS_ACCESS_KEY_ID "
+                "and AWS_SECRET_ACCESS_KEY"
+            )
+        if not bucket:
+            raise InputError(f"{path}: names no bucket; give a URL such as s3://bucket/key")
+        options = options_of(path, _NAMES + _FLAGS)
+        profile = _profile()
+        endpoint = (
+            options.get("endpoint_override")
+            or os.environ.get("AWS_ENDPOINT_URL_S3")
+            or os.environ.get("AWS_ENDPOINT_URL")
+            or profile.get("endpoint_url")
+        )
+        if endpoint and "://" not in endpoint:
+            endpoint = f"{options.get('scheme', 'https')}://{endpoint}"
+        region = (
+            options.get("region")
+            or os.environ.get("AWS_REGION")
+            or os.environ.get("AWS_DEFAULT_REGION")
+            or profile.get("region")
+        )
+        flags = tuple(name for name in _FLAGS if options.get(name) == "true")
+        return cls(body.rstrip("/"), endpoint, region, flags)
+
+    def store(self) -> tuple[str, ...]:
+        """Equal for places in one store, which can copy between them."""
+        return ("s3", self.endpoint or "")
+
+    def connection(self) -> tuple[object, ...]:
+        """All that a connection to the store depends on."""
+        bucket = self.inner.partition("/")[0]
+        return self.endpoint, self.region or bucket, self.flags, *(os.environ.get(name) for name in _SETTINGS)
+
+    def address(self) -> tuple[str, int] | None:
+        """None: the AWS SDK limits the time of a connection itself."""
+        return None
+
+    def remedy(self) -> str:
+        return (
+            f"its endpoint is {self.endpoint} (AWS_ENDPOINT_URL)"
+            if self.endpoint
+            else "it is looked for at AWS (no AWS_ENDPOINT_URL)"
+        )
+
+    def open(self, limit_s: float) -> arrow_fs.FileSystem:
+        """A filesystem that tries again by itself for about `limit_s` seconds."""
+        endpoint = urlsplit(self.endpoint) if self.endpoint else None
+        if endpoint and (endpoint.scheme not in {"http", "https"} or not endpoint.netloc or "@" in endpoint.netloc):
+            raise InputError("AWS_ENDPOINT_URL: is no address of a store; give one such as https://host:port")
+        bucket = self.inner.partition("/")[0]
+        region = self.region or ("us-east-1" if endpoint else arrow_fs.resolve_s3_region(bucket))
+        options: dict[str, Any] = {
+            "region": region,
+            "connect_timeout": _CONNECT_S,
+            "request_timeout": _SILENCE_S,
+            "allow_delayed_open": True,  # a small file is one request instead of three
+            "retry_strategy": arrow_fs.AwsDefaultS3RetryStrategy(max_attempts=_sdk_retries(limit_s)),
+            **dict.fromkeys(self.flags, True),
+        }
+        if endpoint:
+            options |= {"scheme": endpoint.scheme, "endpoint_override": endpoint.netloc + endpoint.path.rstrip("/")}
+        if os.environ.get("AWS_CA_BUNDLE"):
+            options["tls_ca_file_path"] = os.environ["AWS_CA_BUNDLE"]
+        return arrow_fs.S3FileSystem(**options)
+
+
+def _profile() -> dict[str, str]:
+    """What AWS's configuration file says of the chosen profile."""
+    name = os.environ.get("AWS_PROFILE") or "default"
+    parser = configparser.RawConfigParser(strict=False)
+    file = os.path.expanduser(os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config")
+    try:
+        parser.read(file)
+    except (configparser.Error, UnicodeDecodeError):
+        raise InputError(f"{file}: not a configuration of AWS; fix it or name another in AWS_CONFIG_FILE") from None
+    section = "default" if name == "default" else f"profile {name}"
+    return dict(parser[section]) if parser.has_section(section) else {}
+
+
+def _sdk_retries(limit_s: float) -> int:
+    """How many retries of the AWS SDK last `limit_s` where each attempt fails at once; 0 for none."""
+    return math.ceil(math.log2(limit_s / _SDK_FIRST_WAIT_S + 1)) if limit_s > 0 else 0

@@ -1,0 +1,92 @@
+"""Takes paths and URLs apart and puts them together; opens nothing."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from collections.abc import Sequence
+from typing import Final
+from urllib.parse import parse_qsl, unquote
+
+from rayrec.config import InputError
+
+_URL: Final = re.compile(r"^[a-zA-Z][a-zA-Z0-9+.-]*://")
+_OBJECT_STORES: Final = {"s3": "an S3", "gs": "a Google Cloud Storage", "gcs": "a Google Cloud Storage", "az": "an Azure",
+                         "abfs": "an Azure", "abfss": "an Azure"}  # fmt: skip
+
+
+def is_url(path: str) -> bool:
+    return _URL.match(path) is not None
+
+
+def scheme_of(path: str) -> str:
+    """What is before ://, in lower case; "" for a local path that is no URL."""
+    return path.partition("://")[0].lower() if is_url(path) else ""
+
+
+def in_object_store(path: str) -> bool:
+    """Whether a path is in a store of objects, which has no folders but those in the names of its objects."""
+    return scheme_of(path) in _OBJECT_STORES
+
+
+def absolute(path: str) -> str:
+    """The path as any process of this machine (or, for a URL, of any machine) can use it."""
+    return path if is_url(path) else os.path.abspath(os.path.expanduser(path))
+
+
+def local_path(path: str) -> str | None:
+    """The absolute path of what is on this machine's file systems, file:// too; None for other URLs."""
+    if path.startswith("file:///"):
+        return unquote(path.removeprefix("file://"))
+    return None if is_url(path) else absolute(path)
+
+
+def join(folder: str, *names: str) -> str:
+    """The path of something below a folder; the options of an object store's URL (?region=...) stay at its end."""
+    body, options = split_options(folder)
+    return posixpath.join(body, *names) + options
+
+
+def folder_of(path: str) -> str:
+    """The folder that contains a path; the options of an object store's URL stay at its end."""
+    body, options = split_options(path)
+    return posixpath.dirname(body) + options
+
+
+def name_of(path: str) -> str:
+    """The last component of a path, without the options of an object store's URL."""
+    return posixpath.basename(split_options(path)[0])
+
+
+def bucket_of(path: str) -> str:
+    """The URL of the bucket (Azure: container) that contains an object store's URL, without options."""
+    return "/".join(split_options(path)[0].split("/")[:3])
+
+
+def url_of(inner: str, path: str) -> str:
+    """A path within the filesystem of `path` as a path or URL: with the scheme, the account and the options of `path`."""
+    if not is_url(path):
+        return inner
+    if not in_object_store(path):
+        return path[: path.index("://") + 3] + inner
+    within = inner.partition("/")[2]
+    return bucket_of(path) + (f"/{within}" if within else "") + split_options(path)[1]
+
+
+def split_options(path: str) -> tuple[str, str]:
+    """An object store's URL without its options, and the options with their question mark; ("...", "") for every other path."""
+    body, question, query = path.rpartition("?")
+    if not in_object_store(path) or not question or not re.match(r"\w+=", query):  # the ? belongs to a glob
+        return path, ""
+    return body, question + query
+
+
+def options_of(path: str, known: Sequence[str]) -> dict[str, str]:
+    """The options of an object store's URL. Raises InputError for one that is not known."""
+    options = dict(parse_qsl(split_options(path)[1].removeprefix("?")))
+    unknown = sorted(options.keys() - set(known))
+    if unknown:
+        there_are = f"there are {', '.join(known)}" if known else "it has none"
+        raise InputError(f"{path}: {unknown[0]} is no option of {_OBJECT_STORES[scheme_of(path)]} URL; {there_are}")
+    return options

@@ -1,0 +1,107 @@
+"""Stores on loopback at gs:// and az:// for tests, which can be killed and started again with what they stored."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Protocol
+
+from blob_server import ACCOUNT, KEY, BlobServer
+from ports import free_ports
+
+_AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+"""Published by Microsoft, the same for every Azurite."""
+
+
+class CloudStore(Protocol):
+    """`environment` holds the standard variables by which the store is reached; who kills it starts it again."""
+
+    port: int
+    bucket: str
+    environment: dict[str, str]
+
+    def start(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class GoogleStore:
+    """gcp-storage-emulator in a process of its own: pyarrow holds the interpreter's lock while it waits for some answers."""
+
+    bucket = "gs://logs"
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_ports(1)
+        self.environment = {"STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{self.port}"}
+        script = Path(__file__).parent / "google_server.py"
+        self._command = [sys.executable, str(script), str(folder), str(self.port)]
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
+
+    def kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+
+class AzureStore:
+    """A BlobServer in this process."""
+
+    bucket = "az://logs"
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_ports(1)
+        self._server = BlobServer(self.port)
+        self.environment = {"AZURE_STORAGE_CONNECTION_STRING": _connection(ACCOUNT, KEY, self.port)}
+
+    def start(self) -> None:
+        self._server.start()
+
+    def kill(self) -> None:
+        self._server.kill()
+
+
+class Azurite:
+    """Microsoft's emulator: RAYREC_TEST_AZURITE names its script (node_modules/azurite/dist/src/blob/main.js)."""
+
+    bucket = "az://logs"
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_ports(1)
+        self.environment = {"AZURE_STORAGE_CONNECTION_STRING": _connection("devstoreaccount1", _AZURITE_KEY, self.port)}
+        script = os.environ["RAYREC_TEST_AZURITE"]
+        self._command = ["node", script, "-l", str(folder), "--blobPort", str(self.port), "--skipApiVersionCheck"]
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        from rayrec import storage
+
+        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        while "successfully listens" not in self._process.stdout.readline():
+            pass
+        filesystem, inner = storage.resolve(self.bucket)
+        filesystem.create_dir(inner)
+
+    def kill(self) -> None:
+        """By SIGTERM: it writes to its disk what it has stored only now and then, and at the end."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.terminate()
+            process.communicate()
+
+
+def _connection(account: str, key: str, port: int) -> str:
+    return f"AccountName={account};AccountKey={key};BlobEndpoint=http://127.0.0.1:{port}/{account}"
+
+
+KINDS: dict[str, type[GoogleStore] | type[AzureStore] | type[Azurite]] = {"gs": GoogleStore, "az": AzureStore}
+if os.environ.get("RAYREC_TEST_AZURITE"):
+    KINDS["azurite"] = Azurite

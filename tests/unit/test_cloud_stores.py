@@ -1,0 +1,209 @@
+"""gs:// and az:// behave as local paths and s3:// do: whole files, lists, ranges, outages waited out, a line on what is wrong.
+
+gs:// is gcp-storage-emulator, az:// a small server of Blob REST calls (blob_server.py), and, if RAYREC_TEST_AZURITE names it,
+Azurite too.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import cloud_stores
+import numpy as np
+import pytest
+import torch
+
+import rayrec
+from rayrec import checkpoint, storage
+from rayrec.checkpoint import Checkpoint, Retention, Saver, acquire_lease, folder_of
+from rayrec.config import InputError
+from rayrec.observe.console import Console
+from rayrec.storage import files
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module", params=list(cloud_stores.KINDS))
+def store(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[cloud_stores.CloudStore]:
+    """A store that runs, reached by the standard variables alone."""
+    server = cloud_stores.KINDS[request.param](tmp_path_factory.mktemp(request.param))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.kill()
+
+
+@pytest.fixture
+def folder(store: cloud_stores.CloudStore, request: pytest.FixtureRequest) -> str:
+    return f"{store.bucket}/{request.node.name.partition('[')[0]}"
+
+
+def test_files_and_folders_are_as_locally(folder: str, tmp_path: Path) -> None:
+    assert not storage.exists(folder)
+    assert storage.list_folder(folder) == []
+    storage.make_folder(folder)
+    assert not storage.exists(folder)
+    storage.write_bytes(f"{folder}/a.txt", b"abc")
+    storage.write_json(f"{folder}/deep/er/100% b#1 ?.json", {"ä": 1})
+    storage.write_bytes(f"{folder}/empty", b"")
+    assert storage.list_folder(folder) == ["a.txt", "deep", "empty"]
+    assert storage.list_folder(f"{folder}/deep") == ["er"]
+    assert storage.read_json(f"{folder}/deep/er/100% b#1 ?.json") == {"ä": 1}
+    assert [storage.size_of(f"{folder}/{name}") for name in ("a.txt", "empty", "deep", "none")] == [3, 0, None, None]
+    assert list(storage.read_stream(f"{folder}/empty")) == []
+    buffer = np.zeros(4, np.uint8)
+    assert [storage.read_into(f"{folder}/a.txt", start, buffer) for start in (1, 3, 9)] == [2, 0, 0]
+    storage.write_bytes(f"{folder}/a.txt", b"replaced")
+    assert storage.read_into(f"{folder}/a.txt", 4, buffer) == 4
+    assert buffer.tobytes() == b"aced"
+    assert storage.clone_file(f"{folder}/a.txt", f"{folder}2/b.txt")
+    storage.copy_files(folder, str(tmp_path / "here"))
+    assert (tmp_path / "here" / "deep" / "er" / "100% b#1 ?.json").exists()
+    assert storage.list_folder(f"{folder}2") == ["b.txt"]
+    storage.remove_file(f"{folder}/a.txt")
+    storage.remove_file(f"{folder}/a.txt")
+    storage.remove_folder(f"{folder}/deep")
+    storage.remove_folder(f"{folder}/deep")
+    assert storage.list_folder(folder) == ["empty"]
+    with pytest.raises(InputError, match=r"a\.txt: no such file$"):
+        storage.read_bytes(f"{folder}/a.txt")
+
+
+def test_globs_and_partitions_list_files_at_all_depths(folder: str) -> None:
+    names = ["day=1/part-0", "day=1/part-1", "day=2/part-0", "day=10/part-0"]
+    for name in names:
+        storage.write_bytes(f"{folder}/{name}", b"x")
+    assert [file.path for file in storage.list_files(folder)] == [f"{folder}/{name}" for name in names]
+    assert [file.path for file in storage.list_files(f"{folder}/day=?/part-0")] == [
+        f"{folder}/{names[0]}",
+        f"{folder}/{names[2]}",
+    ]
+    assert [file.path for file in storage.list_files(f"{folder}/day=1")] == [f"{folder}/{name}" for name in names[:2]]
+    storage.write_bytes(
+        f"{folder}/day/a", b"x"
+    )  # "day=1/" comes before "day0" and after "day-", which is before "day/"
+    storage.write_bytes(f"{folder}/day-/a", b"x")
+    assert storage.exists(f"{folder}/day")
+    assert not storage.exists(f"{folder}/da")
+
+
+def test_a_large_file_appears_whole_or_not_at_all(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_PIECE_BYTES", MIB // 4)
+    monkeypatch.setattr(files, "_SECTION_BYTES", MIB)
+    data = np.arange(5 * MIB // 8, dtype=np.int32)
+    path = f"{folder}/large"
+    storage.write_bytes(path, b"before")
+
+    def pieces(last: bool) -> Iterator[memoryview]:
+        for start in range(0, len(data), MIB // 8):
+            assert storage.read_bytes(path) == b"before"
+            yield memoryview(data[start : start + MIB // 8])
+        if not last:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        storage.write_stream(path, pieces(last=False))
+    assert storage.read_bytes(path) == b"before"
+    assert storage.write_stream(path, pieces(last=True)) == data.nbytes
+    assert storage.read_bytes(path) == data.tobytes()
+    part = np.zeros(MIB, np.uint8)
+    assert storage.read_into(path, MIB + 7, part) == MIB
+    assert part.tobytes() == data.tobytes()[MIB + 7 : 2 * MIB + 7]
+    assert storage.list_folder(folder) == ["large"]
+
+
+def test_an_outage_is_waited_out(store: cloud_stores.CloudStore, folder: str) -> None:
+    storage.write_bytes(f"{folder}/a", b"abc")
+    store.kill()
+    back = threading.Timer(0.5, store.start)
+    back.start()
+    try:
+        assert storage.read_bytes(f"{folder}/a") == b"abc"
+        storage.write_bytes(f"{folder}/a", b"new")
+    finally:
+        back.join()
+    assert storage.read_bytes(f"{folder}/a") == b"new"
+
+
+def test_a_store_that_is_not_there_is_one_line_at_once(
+    store: cloud_stores.CloudStore, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in store.environment.items():
+        monkeypatch.setenv(name, value.replace(str(store.port), "9"))
+    start = time.monotonic()
+    with (
+        storage.patience(0),
+        pytest.raises(OSError, match=r"the store was out for 0 s \(cannot connect to .*:9: ") as raised,
+    ):
+        storage.exists(folder)
+    assert time.monotonic() - start < 1
+    assert "\n" not in str(raised.value)
+
+
+def test_a_bucket_that_is_not_there_is_one_line(store: cloud_stores.CloudStore) -> None:
+    other = store.bucket.replace("logs", "none")
+    for call in (lambda: storage.write_bytes(f"{other}/a", b"x"), lambda: storage.read_bytes(f"{other}/a"),
+                 lambda: storage.list_files(f"{other}/a")):  # fmt: skip
+        with pytest.raises(InputError, match=rf"^{other}: no such (bucket|container); create it"):
+            call()
+
+
+def test_a_checkpoint_is_saved_and_read(folder: str) -> None:
+    values = {"model.a": torch.arange(100.0), "model.b": torch.ones(2, 2, dtype=torch.int64)}
+    saver = Saver(
+        folder,
+        lease=acquire_lease(folder),
+        retention=Retention(num_to_keep=1),
+        extra_files={"words.txt": b"abc"},
+        max_outage_s=20.0,
+        log=lambda kind, fields: None,
+    )
+    try:
+        for step in (1, 2):
+            assert saver.begin(step, values, state={"step": step}, score=None)
+            saver.wait()
+    finally:
+        saver.close()
+    assert [found.step for found in checkpoint.committed(folder)] == [2]
+    found = checkpoint.open_checkpoint(folder)
+    assert found == Checkpoint(folder_of(folder, 2))
+    target = {name: torch.zeros_like(value) for name, value in values.items()}
+    checkpoint.restore(found, target)
+    assert all(torch.equal(target[name], value) for name, value in values.items())
+    checkpoint.verify(found)
+
+
+def test_a_log_is_read(folder: str, click_log: Path, tmp_path: Path) -> None:
+    log = f"{folder}/train.txt"
+    storage.write_bytes(log, b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:2_000]))
+    made = rayrec.vocabulary(log, out=str(tmp_path / "out"), console=Console(quiet=True), engine="threads")
+    assert made["rows"] == 2_000
+
+
+def test_wrong_credentials_are_one_line(store: cloud_stores.CloudStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    if store.bucket.startswith("gs://"):
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/none.json")
+        monkeypatch.delenv("STORAGE_EMULATOR_HOST")
+        url, match = f"gs://logs/a?endpoint_override=127.0.0.1:{store.port}", "Cannot open credentials file /none.json"
+    else:
+        setting = store.environment["AZURE_STORAGE_CONNECTION_STRING"]
+        monkeypatch.setenv(
+            "AZURE_STORAGE_CONNECTION_STRING", re.sub("AccountKey=[^;]*", "AccountKey=aHVzaA==", setting)
+        )
+        url, match = "az://logs/a", "HTTP status 403"
+    start = time.monotonic()
+    with pytest.raises(InputError, match=f"logs: access denied .*{match}.*; set ") as raised:
+        storage.write_bytes(url, b"x")
+    assert time.monotonic() - start < 1
+    assert "\n" not in str(raised.value)
+    assert "aHVzaA" not in str(raised.value)
