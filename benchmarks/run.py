@@ -15,6 +15,7 @@ NAMES = (
     "vocabulary",
     "preprocess",
     "train",
+    "tables",
     "checkpoint",
     "recover",
     "mnist",

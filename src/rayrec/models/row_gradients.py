@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import accumulate, pairwise
 from typing import Any, final
 
 import torch
@@ -45,6 +46,18 @@ class RowGradients:
 
 
 @dataclass(frozen=True)
+class TableFeatures:
+    """The features of one table among those of a kernel, which are consecutive."""
+
+    first: int
+    number: int
+    column: int
+    """If embeddings are pooled, the first column of the first feature in a row of all features."""
+    columns: int
+    """Of the table."""
+
+
+@dataclass(frozen=True)
 class Lookups:
     """What one batch looked up in the tables of one kernel."""
 
@@ -60,32 +73,44 @@ class Lookups:
     """Of each feature."""
     pooled: bool
 
-    def of_table(self, first_feature: int, num_features: int, *, column: int, columns: int) -> RowGradients:
-        """The gradients of one table, which consecutive features share; `column` is the first of theirs in `gradient`. On CPU,
-        sums are in the order of the lookups."""
-        rows = self.gradient if self.pooled else self.gradient[:, :columns]
-        if rows.is_cuda:
-            return self.by_operators(first_feature, num_features, column=column, columns=columns)
-        start, stop = self.offsets[[first_feature * self.bags, (first_feature + num_features) * self.bags]].tolist()
-        size = stop - start
-        slots = torch.zeros(1 << (2 * size).bit_length(), dtype=torch.int32)
-        ids, sums = torch.empty(size, dtype=torch.int64), torch.empty(size, columns)
-        found = _sum_row_gradients()(
-            ctypes.byref(self._structure()),
-            first_feature,
-            num_features,
-            column,
-            columns,
-            slots.data_ptr(),
-            len(slots) - 1,
-            ids.data_ptr(),
-            sums.data_ptr(),
-        )
-        return RowGradients(ids[:found], sums[:found])
+    def of_tables(self, tables: Sequence[TableFeatures]) -> list[RowGradients]:
+        """The gradients of each table. On CPU, sums are in the order of the lookups."""
+        if self.gradient.is_cuda:
+            return [self.by_operators(table) for table in tables]
+        firsts = [table.first for table in tables] + [tables[-1].first + tables[-1].number]
+        starts = self.offsets[torch.tensor(firsts) * self.bags].tolist()
+        sizes = [stop - start for start, stop in pairwise(starts)]
+        found = [
+            RowGradients(torch.empty(size, dtype=torch.int64), torch.empty(size, table.columns))
+            for size, table in zip(sizes, tables, strict=True)
+        ]
+        structures = [
+            _CGathered(table.first, table.number, table.column, table.columns, ids.data_ptr(), values.data_ptr(), 0)
+            for table, ids, values in (
+                (table, rows.ids, rows.values) for table, rows in zip(tables, found, strict=True)
+            )
+        ]
+        lookups = self._structure()
+        num_slots = 1 << (2 * max(sizes)).bit_length()
+        shares = [range(first, len(tables), num) for num in (num_threads(len(tables)),) for first in range(num)]
+        arrays = [(_CGathered * len(share))(*(structures[number] for number in share)) for share in shares]
 
-    def by_operators(self, first_feature: int, num_features: int, *, column: int, columns: int) -> RowGradients:
-        """`of_table` by torch's operators, for any device; on a GPU, the host waits for the number of rows."""
-        first = first_feature * self.bags
+        def gather(array: ctypes.Array[_CGathered]) -> None:
+            slots = torch.empty(num_slots, dtype=torch.int32)
+            _gather()(ctypes.byref(lookups), array, len(array), slots.data_ptr())
+
+        run_parallel([partial(gather, array) for array in arrays])
+        counts = {
+            number: row.found
+            for share, array in zip(shares, arrays, strict=True)
+            for number, row in zip(share, array, strict=True)
+        }
+        return [RowGradients(rows.ids[: counts[n]], rows.values[: counts[n]]) for n, rows in enumerate(found)]
+
+    def by_operators(self, table: TableFeatures) -> RowGradients:
+        """`of_tables` for one table by torch's operators, for any device; on a GPU, the host waits for the number of rows."""
+        columns, column, num_features = table.columns, table.column, table.number
+        first = table.first * self.bags
         offsets = self.offsets[first : first + num_features * self.bags + 1]
         start, stop = offsets[[0, -1]].tolist()
         ids = self.ids[start:stop]
@@ -122,8 +147,13 @@ class RowGradientCollector:
         self._look_up: Callable[..., torch.Tensor] = kernel.forward
         self.weights: list[torch.Tensor] = kernel.split_embedding_weights()
         """The kernel's tables, or parts of tables, (rows, columns) each, in its order."""
-        self._features = [kernel.feature_table_map.count(table) for table in range(len(self.weights))]
-        self._columns = kernel.D_offsets.tolist()
+        numbers = [kernel.feature_table_map.count(table) for table in range(len(self.weights))]
+        columns = kernel.D_offsets.tolist()
+        self._tables = [
+            TableFeatures(first, number, columns[first], weights.shape[1])
+            for first, number, weights in zip(accumulate(numbers, initial=0), numbers, self.weights, strict=False)
+        ]
+        self._num_features = sum(numbers)
         self._pooled = kernel.pooling_mode.name != "NONE"
         self._collected: list[list[RowGradients]] = [[] for _ in self.weights]
         self._anchor = torch.zeros((), device=self.weights[0].device, requires_grad=True)
@@ -148,23 +178,10 @@ class RowGradientCollector:
             offsets.long().contiguous(),
             None if weights is None else weights.float().contiguous(),
             gradient.float().contiguous(),
-            (len(offsets) - 1) // sum(self._features),
+            (len(offsets) - 1) // self._num_features,
             self._pooled,
         )
-        found: list[RowGradients | None] = [None] * len(self.weights)
-
-        def collect_table(table: int, first_feature: int) -> None:
-            found[table] = lookups.of_table(
-                first_feature,
-                self._features[table],
-                column=self._columns[first_feature],
-                columns=self.weights[table].shape[1],
-            )
-
-        first_features = [sum(self._features[:table]) for table in range(len(self.weights))]
-        run_parallel([partial(collect_table, table, first) for table, first in enumerate(first_features)])
-        for collected, gradients in zip(self._collected, found, strict=True):
-            assert gradients is not None
+        for collected, gradients in zip(self._collected, lookups.of_tables(self._tables), strict=True):
             collected.append(gradients)
 
     def gradients(self, table: int) -> RowGradients:
@@ -192,10 +209,14 @@ class _Looked(torch.autograd.Function):
         return (None,) * 5
 
 
+def num_threads(most: int) -> int:
+    """Threads for kernels, which are torch's, but no more than so many, and at least one."""
+    return max(1, min(torch.get_num_threads(), most))
+
+
 def run_parallel(tasks: Sequence[Callable[[], None]]) -> None:
     """Runs tasks that spend their time in kernels, in as many threads as torch has."""
-    num_threads = min(torch.get_num_threads(), len(tasks))
-    if num_threads <= 1:
+    if num_threads(len(tasks)) == 1:
         for task in tasks:
             task()
         return
@@ -204,9 +225,9 @@ def run_parallel(tasks: Sequence[Callable[[], None]]) -> None:
 
 
 @lru_cache(maxsize=1)
-def _pool(process: int, num_threads: int) -> ThreadPoolExecutor:
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
     """The threads of a process: a forked one has none of its parent's."""
-    return ThreadPoolExecutor(num_threads, thread_name_prefix="tables")
+    return ThreadPoolExecutor(threads, thread_name_prefix="tables")
 
 
 class _CLookups(ctypes.Structure):
@@ -221,10 +242,21 @@ class _CLookups(ctypes.Structure):
     ]
 
 
+class _CGathered(ctypes.Structure):
+    _fields_ = [
+        ("first_feature", ctypes.c_int64),
+        ("num_features", ctypes.c_int64),
+        ("column", ctypes.c_int64),
+        ("dim", ctypes.c_int64),
+        ("distinct", ctypes.c_void_p),
+        ("sums", ctypes.c_void_p),
+        ("found", ctypes.c_int64),
+    ]
+
+
 @lru_cache(maxsize=1)
-def _sum_row_gradients() -> Callable[..., int]:
-    kernel = library().rayrec_sum_row_gradients
-    size, pointer = ctypes.c_int64, ctypes.c_void_p
-    kernel.argtypes = [pointer, size, size, size, size, pointer, size, pointer, pointer]
-    kernel.restype = size
+def _gather() -> Callable[..., None]:
+    kernel = library().rayrec_gather_row_gradients
+    kernel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+    kernel.restype = None
     return kernel

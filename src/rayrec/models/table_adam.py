@@ -13,7 +13,7 @@ import torch
 from torchrec.optim.keyed import KeyedOptimizer
 
 from rayrec.compat.torch_compat import Shard, ShardedTensor, set_optimizer_in_backward, sharded_tensor, table_kernels
-from rayrec.models.row_gradients import RowGradientCollector, RowGradients, run_parallel
+from rayrec.models.row_gradients import RowGradientCollector, RowGradients, num_threads, run_parallel
 from rayrec.native import library
 from rayrec.optim import SparseOptimizerConfig
 
@@ -52,6 +52,10 @@ class AdamStep:
     def keep(self) -> float:
         return 1 - self.learning_rate * self.decay
 
+    def structure(self) -> _CRule:
+        rates = (1 - self.betas[0], self.betas[1], 1 - self.betas[1])
+        return _CRule(self.step_size, self.root_scale, self.eps, *rates, self.l2, self.keep, self.gradient_scale)
+
 
 @final
 class TablePart:
@@ -70,26 +74,25 @@ class TablePart:
         if self.weights.is_cuda:
             self.update_by_operators(step, gradients)
             return
-        run_parallel(list(self.tasks(step, gradients)))
+        rule = step.structure()
+        _update_all(list(self.rows_to_update(rule, gradients, every_row=step.every_row)))
 
-    def tasks(self, step: AdamStep, gradients: RowGradients) -> Iterator[Callable[[], None]]:
-        """What `update` does on CPU, cut into tasks for threads, whose order does not matter."""
+    def rows_to_update(self, rule: _CRule, gradients: RowGradients, *, every_row: bool) -> Iterator[_CRows]:
+        """What `update` does on CPU, cut into parts for threads, whose order does not matter; they point into `rule` and
+        `gradients`, whose tensors must be contiguous."""
         rows, columns = self.weights.shape
-        table = _CTable(self.weights.data_ptr(), self.exp_avg.data_ptr(), self.exp_avg_sq.data_ptr(), columns)
-        rates = (1 - step.betas[0], step.betas[1], 1 - step.betas[1])
-        rule = _CRule(step.step_size, step.root_scale, step.eps, *rates, step.l2, step.keep, step.gradient_scale)
-        ids, values = gradients.ids.contiguous(), gradients.values.contiguous()
-        of_rows, others = _kernels()
+        ids, values = gradients.ids, gradients.values
+        assert ids.is_contiguous()
+        assert values.is_contiguous()
+        pointers = [tensor.data_ptr() for tensor in (self.weights, self.exp_avg, self.exp_avg_sq)]
+        table = (*pointers, columns, ctypes.addressof(rule))
         at_once = max(1, _VALUES_OF_A_TASK // columns)
         for start, stop in _ranges(len(ids), at_once):
-            pointers = (ctypes.byref(table), ctypes.byref(rule), ids.data_ptr(), values.data_ptr())
-            yield _holding((ids, values), partial(of_rows, *pointers, start, stop, not step.every_row))
-        if not step.every_row:
-            return
-        marks = self._marked(ids)
-        for start, stop in _ranges(rows, at_once):
-            of_table = (ctypes.byref(table), ctypes.byref(rule), marks.data_ptr())
-            yield _holding(marks, partial(others, *of_table, start, stop))
+            yield _CRows(*table, ids.data_ptr(), values.data_ptr(), None, start, stop, not every_row)
+        if every_row:
+            marks = self._marked(ids)
+            for start, stop in _ranges(rows, at_once):
+                yield _CRows(*table, None, None, marks.data_ptr(), start, stop, False)
 
     def update_by_operators(self, step: AdamStep, gradients: RowGradients) -> None:
         """`update` by torch's operators, for any device."""
@@ -214,23 +217,30 @@ class TableAdam(KeyedOptimizer):
     def step(self, closure: Any = None) -> None:
         assert closure is None
         (group,) = self.param_groups
-        steps = [self._adam_step(step, float(group["lr"])) for step in self._steps]
-        tasks: list[Callable[[], None]] = []
         found, self._gradients = self._gradients or self._gathered(), None
-        for step, (_, parts), of_parts in zip(steps, self._tables.values(), found, strict=True):
+        rules: dict[int, _CRule] = {}
+        rows: list[_CRows] = []
+        for number, (_, parts), of_parts in zip(self._counted(), self._tables.values(), found, strict=True):
+            step = self._adam_step(number, float(group["lr"]))
             for part, gradients in zip(parts, of_parts, strict=True):
                 if part.weights.is_cuda:
                     part.update_by_operators(step, gradients)
                 else:
-                    tasks.extend(part.tasks(step, gradients))
-        run_parallel(tasks)
+                    rule = rules.setdefault(number, step.structure())
+                    rows.extend(part.rows_to_update(rule, gradients, every_row=step.every_row))
+        _update_all(rows)
 
-    def _adam_step(self, step: torch.Tensor, learning_rate: float) -> AdamStep:
-        step += 1
+    def _counted(self) -> list[int]:
+        """The number of each table's step that begins, from 1."""
+        for step in self._steps:
+            step += 1
+        return [int(step) for step in self._steps]
+
+    def _adam_step(self, number: int, learning_rate: float) -> AdamStep:
         config = self._config
         return AdamStep(
             learning_rate=learning_rate,
-            number=int(step.item()),
+            number=number,
             betas=config.betas,
             eps=config.eps,
             l2=self._l2 * self.gradient_scale,
@@ -273,23 +283,12 @@ def _ranges(count: int, at_once: int) -> Iterable[tuple[int, int]]:
     return ((start, min(start + at_once, count)) for start in range(0, count, at_once))
 
 
-def _holding(memory: object, task: Callable[[], None]) -> Callable[[], None]:
-    """The task, and what its pointers are into."""
-
-    def run() -> None:
-        assert memory is not None
-        task()
-
-    return run
-
-
-class _CTable(ctypes.Structure):
-    _fields_ = [
-        ("weights", ctypes.c_void_p),
-        ("mean", ctypes.c_void_p),
-        ("square", ctypes.c_void_p),
-        ("dim", ctypes.c_int64),
-    ]
+def _update_all(rows: Sequence[_CRows]) -> None:
+    """Updates rows of tables by the kernel, in as many threads as torch has."""
+    threads = num_threads(len(rows))
+    by_size = sorted(rows, key=lambda part: (part.stop - part.start) * part.dim, reverse=True)
+    shares = [by_size[first::threads] for first in range(threads)]
+    run_parallel([partial(_kernel(), (_CRows * len(share))(*share), len(share)) for share in shares])
 
 
 class _CRule(ctypes.Structure):
@@ -306,11 +305,25 @@ class _CRule(ctypes.Structure):
     ]
 
 
+class _CRows(ctypes.Structure):
+    _fields_ = [
+        ("weights", ctypes.c_void_p),
+        ("mean", ctypes.c_void_p),
+        ("square", ctypes.c_void_p),
+        ("dim", ctypes.c_int64),
+        ("rule", ctypes.c_void_p),
+        ("ids", ctypes.c_void_p),
+        ("gradients", ctypes.c_void_p),
+        ("marks", ctypes.c_void_p),
+        ("start", ctypes.c_int64),
+        ("stop", ctypes.c_int64),
+        ("only_nonzero", ctypes.c_int64),
+    ]
+
+
 @lru_cache(maxsize=1)
-def _kernels() -> tuple[Callable[..., None], Callable[..., None]]:
-    size, pointer = ctypes.c_int64, ctypes.c_void_p
-    of_rows, others = library().rayrec_adam_rows, library().rayrec_adam_others
-    of_rows.argtypes = [pointer, pointer, pointer, pointer, size, size, ctypes.c_int32]
-    others.argtypes = [pointer, pointer, pointer, size, size]
-    of_rows.restype = others.restype = None
-    return of_rows, others
+def _kernel() -> Callable[..., None]:
+    kernel = library().rayrec_update_by_adam
+    kernel.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    kernel.restype = None
+    return kernel

@@ -115,13 +115,16 @@ typedef struct {
     int64_t pooled;
 } rayrec_looked_up;
 
-/* A table, or a part of one, with Adam's moments: (rows, dim) each. */
+/* The features of one table among those of a rayrec_looked_up, and where the gradients of its rows go. */
 typedef struct {
-    float *weights;
-    float *mean;
-    float *square;
+    int64_t first_feature;
+    int64_t num_features;
+    int64_t column; /* pooled: of `gradient`, where those of the first feature begin */
     int64_t dim;
-} rayrec_adam_table;
+    int64_t *distinct; /* room for every lookup: the distinct ids, in the order in which they first occur */
+    float *sums; /* (lookups, dim): the sum of each one's gradients, added in the order of the lookups */
+    int64_t found; /* number of distinct ids */
+} rayrec_gathered_table;
 
 /* weight = keep * weight - step_size * mean / (sqrt(square) * root_scale + eps), after the moments have taken in the gradient
  * scale * gradient + l2 * weight. */
@@ -136,6 +139,21 @@ typedef struct {
     float keep;
     float scale;
 } rayrec_adam;
+
+/* Rows of a table, or of a part of one, to update: (.., dim) each of weights and moments. */
+typedef struct {
+    float *weights;
+    float *mean;
+    float *square;
+    int64_t dim;
+    const rayrec_adam *rule;
+    const int64_t *ids; /* the rows, distinct; NULL: those of `marks` */
+    const float *gradients; /* (ids, dim) */
+    const uint8_t *marks; /* a byte for each row of the table: those that are 0 are updated, with the gradient 0 */
+    int64_t start; /* of ids or marks */
+    int64_t stop;
+    int64_t only_nonzero; /* leave rows of ids unchanged whose gradient is 0 */
+} rayrec_adam_rows;
 
 int64_t rayrec_parse(const uint8_t *text, int64_t length, const rayrec_layout *layout, const rayrec_raw_rows *out,
                      int64_t *fault_counts, rayrec_fault *faults, int64_t max_faults, int64_t *num_faults);
@@ -208,12 +226,7 @@ void rayrec_text_hexadecimal(const int64_t *offsets, const uint8_t *data, const 
 int64_t rayrec_checksum(const uint8_t *data, int64_t length);
 
 /* table_training.c */
-int64_t rayrec_sum_row_gradients(const rayrec_looked_up *lookup, int64_t first_feature, int64_t num_features,
-                                 int64_t column, int64_t dim, int32_t *slots, int64_t mask, int64_t *distinct,
-                                 float *sums);
-void rayrec_adam_rows(const rayrec_adam_table *table, const rayrec_adam *rule, const int64_t *ids,
-                      const float *gradients, int64_t start, int64_t stop, int32_t only_nonzero);
-void rayrec_adam_others(const rayrec_adam_table *table, const rayrec_adam *rule, const uint8_t *marks, int64_t start,
-                        int64_t stop);
+void rayrec_gather_row_gradients(const rayrec_looked_up *lookup, rayrec_gathered_table *tables, int64_t count, int32_t *slots);
+void rayrec_update_by_adam(const rayrec_adam_rows *parts, int64_t count);
 
 #endif

@@ -11,37 +11,46 @@ static inline uint64_t slot_of(int64_t id, uint64_t mask) {
     return ((uint64_t)id * 0x9E3779B97F4A7C15ULL >> 29) & mask;
 }
 
-/* The distinct ids of `num_features` features of one table, in the order in which they first occur, and the sum of each one's
- * gradients, added in the order of the lookups. `slots` (mask + 1, a power of two above the number of lookups) is room, all 0.
- * `distinct` (lookups) and `sums` (lookups, dim) have room for every lookup. Returns the number of distinct ids. */
-int64_t rayrec_sum_row_gradients(const rayrec_looked_up *lookup, int64_t first_feature, int64_t num_features,
-                                 int64_t column, int64_t dim, int32_t *restrict slots, int64_t mask,
-                                 int64_t *restrict distinct, float *restrict sums) {
+static void gather(const rayrec_looked_up *lookup, rayrec_gathered_table *table, int32_t *restrict slots) {
+    const int64_t bags = lookup->bags, dim = table->dim, stride = lookup->stride;
+    const int64_t *all_offsets = lookup->offsets + table->first_feature * bags;
+    const int64_t lookups = all_offsets[table->num_features * bags] - all_offsets[0];
+    uint64_t mask = 1;
+    while (mask < 2 * (uint64_t)lookups) mask *= 2;
+    memset(slots, 0, mask * sizeof *slots);
+    mask--;
+    int64_t *restrict distinct = table->distinct;
     int64_t found = 0;
-    const int64_t bags = lookup->bags;
-    for (int64_t feature = 0; feature < num_features; feature++) {
-        const int64_t *offsets = lookup->offsets + (first_feature + feature) * bags;
+    for (int64_t feature = 0; feature < table->num_features; feature++) {
+        const int64_t *offsets = all_offsets + feature * bags;
+        const float *of_feature = lookup->gradient + (lookup->pooled ? table->column + feature * dim : 0);
         for (int64_t bag = 0; bag < bags; bag++) {
+            if (lookup->pooled && bag + AHEAD < bags) __builtin_prefetch(of_feature + (bag + AHEAD) * stride);
             for (int64_t place = offsets[bag]; place < offsets[bag + 1]; place++) {
                 const int64_t id = lookup->ids[place];
                 const float weight = lookup->weights ? lookup->weights[place] : 1.0f;
-                const float *gradient = lookup->pooled ? lookup->gradient + bag * lookup->stride + column + feature * dim
-                                                       : lookup->gradient + place * lookup->stride;
-                uint64_t slot = slot_of(id, (uint64_t)mask);
-                while (slots[slot] && distinct[slots[slot] - 1] != id) slot = (slot + 1) & (uint64_t)mask;
-                if (!slots[slot]) {
+                const float *gradient = of_feature + (lookup->pooled ? bag : place) * stride;
+                uint64_t slot = slot_of(id, mask);
+                while (slots[slot] && distinct[slots[slot] - 1] != id) slot = (slot + 1) & mask;
+                const int first = !slots[slot];
+                if (first) {
                     distinct[found] = id;
                     slots[slot] = (int32_t)++found;
-                    float *sum = sums + (found - 1) * dim;
-                    for (int64_t d = 0; d < dim; d++) sum[d] = weight * gradient[d];
-                } else {
-                    float *sum = sums + (slots[slot] - 1) * dim;
-                    for (int64_t d = 0; d < dim; d++) sum[d] += weight * gradient[d];
                 }
+                float *restrict sum = table->sums + (slots[slot] - 1) * dim;
+                if (first) for (int64_t d = 0; d < dim; d++) sum[d] = weight * gradient[d];
+                else for (int64_t d = 0; d < dim; d++) sum[d] += weight * gradient[d];
             }
         }
     }
-    return found;
+    table->found = found;
+}
+
+/* The gradients of the rows of `count` tables. `slots`: room for the smallest power of two that is at least twice the lookups of
+ * any of them. */
+void rayrec_gather_row_gradients(const rayrec_looked_up *lookup, rayrec_gathered_table *tables, int64_t count,
+                                 int32_t *slots) {
+    for (int64_t number = 0; number < count; number++) gather(lookup, tables + number, slots);
 }
 
 /* Moments of rows that no batch touches shrink until they are subnormal, which a CPU computes a hundred times more slowly, and
@@ -56,46 +65,46 @@ static inline void update(float *restrict weight, float *restrict mean, float *r
     *weight = rule->keep * *weight - rule->step_size * *mean / (sqrtf(*square) * rule->root_scale + rule->eps);
 }
 
-/* The update of rows ids[start] to ids[stop - 1] by their gradients (.., dim); with `only_nonzero` those whose gradient is 0 stay
- * unchanged. */
-void rayrec_adam_rows(const rayrec_adam_table *table, const rayrec_adam *rule, const int64_t *ids,
-                      const float *gradients, int64_t start, int64_t stop, int32_t only_nonzero) {
-    const int64_t dim = table->dim;
-    for (int64_t number = start; number < stop; number++) {
-        if (number + AHEAD < stop) {
-            const int64_t ahead = ids[number + AHEAD] * dim;
+static void update_rows(const rayrec_adam_rows *part) {
+    const int64_t dim = part->dim;
+    for (int64_t number = part->start; number < part->stop; number++) {
+        if (number + AHEAD < part->stop) {
+            const int64_t ahead = part->ids[number + AHEAD] * dim;
             for (int64_t d = 0; d < dim; d += 16) {
-                __builtin_prefetch(table->weights + ahead + d, 1);
-                __builtin_prefetch(table->mean + ahead + d, 1);
-                __builtin_prefetch(table->square + ahead + d, 1);
+                __builtin_prefetch(part->weights + ahead + d, 1);
+                __builtin_prefetch(part->mean + ahead + d, 1);
+                __builtin_prefetch(part->square + ahead + d, 1);
             }
         }
-        const float *gradient = gradients + number * dim;
-        if (only_nonzero) {
+        const float *gradient = part->gradients + number * dim;
+        if (part->only_nonzero) {
             int any = 0;
             for (int64_t d = 0; d < dim; d++) any |= gradient[d] != 0.0f;
             if (!any) continue;
         }
-        float *restrict weights = table->weights + ids[number] * dim;
-        float *restrict means = table->mean + ids[number] * dim;
-        float *restrict squares = table->square + ids[number] * dim;
+        const int64_t row = part->ids[number] * dim;
+        float *restrict weights = part->weights + row, *restrict means = part->mean + row;
+        float *restrict squares = part->square + row;
         for (int64_t d = 0; d < dim; d++)
-            update(weights + d, means + d, squares + d, rule->scale * gradient[d], rule);
+            update(weights + d, means + d, squares + d, part->rule->scale * gradient[d], part->rule);
     }
 }
 
-/* The update of rows start to stop - 1 that `marks` (rows) leaves 0: their gradient is 0. */
-void rayrec_adam_others(const rayrec_adam_table *table, const rayrec_adam *rule, const uint8_t *marks, int64_t start,
-                        int64_t stop) {
-    const int64_t dim = table->dim;
-    for (int64_t row = start; row < stop;) {
-        const uint8_t *marked = memchr(marks + row, 1, (size_t)(stop - row));
-        const int64_t end = marked ? marked - marks : stop;
-        float *restrict weights = table->weights + row * dim;
-        float *restrict means = table->mean + row * dim;
-        float *restrict squares = table->square + row * dim;
-        const int64_t values = (end - row) * dim;
-        for (int64_t d = 0; d < values; d++) update(weights + d, means + d, squares + d, 0.0f, rule);
+static void update_unmarked(const rayrec_adam_rows *part) {
+    const int64_t dim = part->dim;
+    for (int64_t row = part->start; row < part->stop;) {
+        const uint8_t *marked = memchr(part->marks + row, 1, (size_t)(part->stop - row));
+        const int64_t end = marked ? marked - part->marks : part->stop, values = (end - row) * dim;
+        float *restrict weights = part->weights + row * dim, *restrict means = part->mean + row * dim;
+        float *restrict squares = part->square + row * dim;
+        for (int64_t d = 0; d < values; d++) update(weights + d, means + d, squares + d, 0.0f, part->rule);
         row = end + 1;
+    }
+}
+
+void rayrec_update_by_adam(const rayrec_adam_rows *parts, int64_t count) {
+    for (int64_t number = 0; number < count; number++) {
+        if (parts[number].ids) update_rows(parts + number);
+        else update_unmarked(parts + number);
     }
 }

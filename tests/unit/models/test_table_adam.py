@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from rayrec.models.row_gradients import Lookups, RowGradients
+from rayrec.models.row_gradients import Lookups, RowGradients, TableFeatures
 from rayrec.models.table_adam import AdamStep, TableAdam, TablePart
 from rayrec.optim import SparseOptimizerConfig
 
@@ -124,14 +123,14 @@ def test_threads_change_no_bit(threads: int, monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
-Gradients = Callable[..., RowGradients]
-
-
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("pooled", [True, False])
-@pytest.mark.parametrize("function", [Lookups.of_table, Lookups.by_operators])
-def test_gradients_of_rows_are_those_of_autograd(function: Gradients, pooled: bool, weighted: bool) -> None:
-    """Three features of bags of 0 to 3 ids; the last two share a table."""
+@pytest.mark.parametrize("threads", [1, 2, 0])
+def test_gradients_of_rows_are_those_of_autograd(
+    threads: int, pooled: bool, weighted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three features of bags of 0 to 3 ids; the last two share a table. 0 threads: by torch's operators."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(4, (3 * 10,), generator=generator)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -154,8 +153,9 @@ def test_gradients_of_rows_are_those_of_autograd(function: Gradients, pooled: bo
     gradient = torch.randn(output.shape, generator=generator)
     output.backward(gradient)
     lookups = Lookups(ids, offsets, weights, gradient, 10, pooled)
-    for number, (first, features) in enumerate([(0, 1), (1, 2)]):
-        found = function(lookups, first, features, column=4 * first, columns=4)
+    features = [TableFeatures(0, 1, 0, 4), TableFeatures(1, 2, 4, 4)]
+    gradients = lookups.of_tables(features) if threads else [lookups.by_operators(table) for table in features]
+    for number, found in enumerate(gradients):
         assert len(found.ids) == len(found.ids.unique())
         dense = torch.zeros(9, 4).index_add_(0, found.ids, found.values)
         expected = tables[number].grad

@@ -1,0 +1,117 @@
+"""Training speed by the optimizer of the tables: one network on the same batches in memory, in one process, in turn."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from itertools import cycle
+from typing import Any, Final
+
+from rows import emit, interleaved, say
+
+KINDS: Final = ("rowwise_adagrad", "sparse_adam", "adam")
+SIZES: Final = (
+    1_400, 550, 190_000, 110_000, 300, 20, 11_000, 620, 5, 40_000, 5_000, 170_000, 3_100, 26, 9_900, 140_000, 10, 4_300,
+    1_900, 5, 160_000, 15, 16, 38_000, 80, 30_000,
+)  # fmt: skip
+"""Rows of the tables: some 0.9 million, as those of FuxiCTR's Criteo_x4."""
+SKEW: Final = 4
+"""Ids are a uniform number to this power, times the table's rows: some are far more frequent than others."""
+
+
+def batches_of(batch_size: int, number: int) -> list[Any]:
+    """Random batches of 13 numbers and 26 categories."""
+    import torch
+
+    from rayrec.batch import Batch
+    from rayrec.data.loader import sparse_features
+    from rayrec.datasets.criteo import SCHEMA
+
+    draw = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(number):
+        ids = [(torch.rand(batch_size, generator=draw) ** SKEW * rows).int().numpy() for rows in SIZES]
+        found.append(
+            Batch(
+                {"dense": torch.rand(batch_size, 13, generator=draw)},
+                1 / batch_size,
+                sparse_features(SCHEMA.sparse, ids, batch_size),
+                {"label": torch.rand(batch_size, generator=draw).round()},
+            )
+        )
+    return found
+
+
+def setup_of(kind: str, *, batch_size: int) -> Any:
+    """What trains criteo_kaggle's network with its tables by this optimizer, in this process."""
+    import torch
+
+    from rayrec.data.engine import InProcess
+    from rayrec.data.log import Segment
+    from rayrec.data.position import EpochOrder, Part
+    from rayrec.data.threads import ThreadEngine
+    from rayrec.datasets.criteo import SCHEMA
+    from rayrec.recipes import criteo_kaggle
+    from rayrec.workloads.base import WorkerContext
+    from rayrec.workloads.recsys import Prepared
+
+    config = criteo_kaggle("").replace(
+        batch_size=batch_size, workload={"sparse_optimizer": {"kind": kind, "learning_rate": 0.001}}
+    )
+    order = EpochOrder((Part(Segment("", 0, 1, 0, 10**9), 0, 10**9),), "none", 0, 1)
+    preprocessor: Any = type("Columns", (), {"sparse": [], "multi_hot": object()})()
+    prepared = Prepared(InProcess(preprocessor), "", SCHEMA, list(SIZES), {"train": order}, 0, "", None)
+    context = WorkerContext(config, 0, 1, torch.device("cpu"), ThreadEngine(1))
+    setup = config.workload.set_up(context, prepared)
+    setup.model.train()
+    return setup
+
+
+def rate(setup: Any, source: Iterator[Any], steps: int, *, batch_size: int) -> float:
+    """Rows/s."""
+    start = time.perf_counter()
+    for step in range(steps):
+        setup.begin_step(step, steps)
+        setup.pipeline.progress(source)
+    return steps * batch_size / (time.perf_counter() - start)
+
+
+def main(*, quick: bool) -> None:
+    import torch
+
+    from rayrec.native import keep_freed_memory
+
+    keep_freed_memory()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(os.cpu_count() or 1)
+    folder, repeats = tempfile.mkdtemp(), 2 if quick else 4
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/init", rank=0, world_size=1)
+    for batch_size in (2048, 8192):
+        steps = (40 if quick else 80) * 2048 // batch_size
+        batches = batches_of(batch_size, number=steps)
+        setups = {kind: setup_of(kind, batch_size=batch_size) for kind in KINDS}
+        for setup in setups.values():  # to warm up
+            rate(setup, cycle(batches), steps // 4, batch_size=batch_size)
+        say(f"batch {batch_size}:")
+        rates = interleaved(
+            repeats,
+            **{
+                kind: partial(rate, setup, cycle(batches), steps, batch_size=batch_size)
+                for kind, setup in setups.items()
+            },
+        )
+        for kind in KINDS[1:]:
+            emit(
+                "tables",
+                peer=f"the same with {KINDS[0]}",
+                workload=f"criteo_kaggle network, {kind}, {sum(SIZES):,} rows of 16, batch {batch_size}, 1 worker, no Ray",
+                value=rates[kind],
+                ratio=rates[kind] / rates[KINDS[0]],
+                repeats=repeats,
+                peer_rows_per_s=round(rates[KINDS[0]]),
+            )
+    torch.distributed.destroy_process_group()
