@@ -192,18 +192,20 @@ class SparseOptimizerConfig(Config):
 class DenseOptimizerConfig(Config):
     """Optimizer of replicated parameters, and of those that FSDP splits: all that no fused kernel updates."""
 
-    kind: Literal["sgd", "adagrad", "adam", "adamw"] = "adam"
-    """Update rule, as in torch.optim."""
+    kind: Literal["sgd", "adagrad", "adam", "adamw", "lamb", "lars"] = "adam"
+    """Update rule, as in torch.optim; lamb and lars are for large batches, and scale each parameter's update by its norm."""
     learning_rate: float = 0.001
     """Base learning rate, before the schedule."""
     eps: float = 1e-8
-    """Added to the denominator (all but sgd)."""
+    """Added to the denominator (all but sgd and lars)."""
     weight_decay: float = 0.0
     """L2 penalty; with adamw decoupled from the gradient."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of the running mean and square of the gradient (adam, adamw)."""
+    """Decay of the running mean and square of the gradient (adam, adamw, lamb)."""
     momentum: float = 0.0
-    """Share of the last update that goes into the next (sgd)."""
+    """Share of the last update that goes into the next (sgd, lars)."""
+    trust_coefficient: float = 0.001
+    """Norm of a parameter's update, as a share of the parameter's norm, at learning rate 1 (lars)."""
     nesterov: bool = False
     """Nesterov's momentum (sgd)."""
     decay_matrices_only: bool = False
@@ -213,23 +215,35 @@ class DenseOptimizerConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_not_negative(self, "learning_rate", "eps", "weight_decay", "momentum")
-        if (self.momentum and self.kind != "sgd") or (self.nesterov and not self.momentum):
+        _check_not_negative(self, "learning_rate", "eps", "weight_decay", "momentum", "trust_coefficient")
+        if (self.momentum and self.kind not in ("sgd", "lars")) or (self.nesterov and not self._has_nesterov):
             raise InputError(
-                f"momentum {self.momentum}, nesterov {self.nesterov}: momentum is for sgd, nesterov for momentum"
+                f"momentum {self.momentum}, nesterov {self.nesterov}: momentum is for sgd and lars, nesterov for sgd's"
             )
         _check_betas(self.betas)
         if self.max_gradient_norm is not None and not self.max_gradient_norm > 0:
             raise InputError(f"max_gradient_norm {self.max_gradient_norm} must be above 0; None never clips")
 
+    @property
+    def _has_nesterov(self) -> bool:
+        return self.kind == "sgd" and self.momentum > 0
+
+    @property
+    def needs_whole_parameters(self) -> bool:
+        """Whether an update needs the norm of a whole parameter, which FSDP splits over the workers."""
+        return self.kind in ("lamb", "lars")
+
     def state_bytes(self, weights: int) -> int:
         """Bytes of state that it keeps for so many weights."""
-        per_weight = {"sgd": int(self.momentum > 0), "adagrad": 1, "adam": 2, "adamw": 2}[self.kind]
+        own = {"sgd": int(self.momentum > 0), "adagrad": 1, "adam": 2, "adamw": 2, "lamb": 2, "lars": 1}
+        per_weight = own[self.kind]
         return weights * per_weight * FLOAT_BYTES
 
     def build(self, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """The torch optimizer over the parameters, without clipping (`build_keyed` has it)."""
         import torch
+
+        from rayrec.trust_ratio import Lamb, Lars
 
         parameters = list(params)
         shared: dict[str, Any] = {
@@ -243,7 +257,12 @@ class DenseOptimizerConfig(Config):
             groups.append(
                 {"params": [parameter for parameter in parameters if parameter.dim() <= 1], "weight_decay": 0.0}
             )
+        plain = {name: value for name, value in shared.items() if name != "fused"}
         match self.kind:
+            case "lamb":
+                return Lamb(groups, eps=self.eps, betas=self.betas, **plain)
+            case "lars":
+                return Lars(groups, momentum=self.momentum, trust=self.trust_coefficient, **plain)
             case "sgd":
                 return torch.optim.SGD(groups, momentum=self.momentum, nesterov=self.nesterov, **shared)
             case "adagrad":

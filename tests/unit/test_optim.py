@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rayrec.config import InputError
@@ -119,6 +120,8 @@ def test_impossible_schedules_are_refused(fields: dict[str, Any], message: str) 
         (SparseOptimizerConfig, {"learning_rate": -0.1}, "learning_rate: -0.1 must be 0 or more"),
         (DenseOptimizerConfig, {"eps": float("nan")}, "eps: nan must be"),
         (DenseOptimizerConfig, {"betas": (0.9, 1.0)}, "betas"),
+        (DenseOptimizerConfig, {"kind": "lars", "momentum": 0.9, "nesterov": True}, "nesterov for sgd's"),
+        (DenseOptimizerConfig, {"kind": "lamb", "momentum": 0.9}, "momentum is for sgd and lars"),
         (DenseOptimizerConfig, {"max_gradient_norm": 0.0}, "None never clips"),
     ],
 )
@@ -142,10 +145,10 @@ def _quadratic(torch: Any) -> Any:
     return torch.nn.Parameter(torch.tensor([3.0, -2.0]))
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam", "adamw"])
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam", "adamw", "lamb", "lars"])
 def test_every_dense_kind_trains(torch: Any, kind: Any) -> None:
     parameter = _quadratic(torch)
-    optimizer = DenseOptimizerConfig(kind=kind, learning_rate=0.3).build([parameter])
+    optimizer = DenseOptimizerConfig(kind=kind, learning_rate=0.3, trust_coefficient=0.5).build([parameter])
     for _ in range(60):
         optimizer.zero_grad()
         parameter.square().sum().backward()
@@ -170,6 +173,62 @@ def test_fused_equals_the_plain_rule(torch: Any, kind: Any) -> None:
             parameter.pow(4).sum().backward()
             rule.step()
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_lamb_follows_the_paper(torch: Any) -> None:
+    start, beta1, beta2, rate, decay, eps = torch.tensor([3.0, -2.0]), 0.8, 0.9, 0.1, 0.2, 1e-3
+    settings: dict[str, Any] = {"learning_rate": rate, "weight_decay": decay, "betas": (beta1, beta2), "eps": eps}
+    parameter, zero = torch.nn.Parameter(start.clone()), torch.nn.Parameter(torch.zeros(2))
+    optimizer = DenseOptimizerConfig(kind="lamb", **settings).build([parameter, zero])
+    x, m, v = start.double().numpy(), 0.0, 0.0
+    for step in range(1, 6):
+        gradient = [0.5 * step, -1.0 / step]
+        parameter.grad, zero.grad = torch.tensor(gradient), torch.zeros(2)
+        optimizer.step()
+        g = np.array(gradient)
+        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g**2
+        r = (m / (1 - beta1**step)) / (np.sqrt(v / (1 - beta2**step)) + eps) + decay * x
+        x = x - rate * np.linalg.norm(x) / np.linalg.norm(r) * r
+    torch.testing.assert_close(parameter.data, torch.tensor(x).float(), rtol=1e-6, atol=1e-6)
+    assert not zero.any()
+    zero.grad = torch.tensor([1.0, 0.0])
+    optimizer.step()
+    assert zero.isfinite().all()
+    assert zero[0] < 0  # with no norm of its own, it moves by Adam's update
+
+
+def test_lars_follows_the_paper(torch: Any) -> None:
+    start, rate, decay, momentum, trust = torch.tensor([3.0, -2.0]), 0.5, 0.2, 0.9, 0.01
+    parameter, zero = torch.nn.Parameter(start.clone()), torch.nn.Parameter(torch.zeros(2))
+    optimizer = DenseOptimizerConfig(
+        kind="lars", learning_rate=rate, weight_decay=decay, momentum=momentum, trust_coefficient=trust
+    ).build([parameter, zero])
+    x, v = start.double().numpy(), 0.0
+    for step in range(1, 6):
+        gradient = [0.5 * step, -1.0 / step]
+        parameter.grad, zero.grad = torch.tensor(gradient), torch.tensor([1.0, 0.0])
+        optimizer.step()
+        g = np.array(gradient)
+        local = trust * np.linalg.norm(x) / (np.linalg.norm(g) + decay * np.linalg.norm(x))
+        v = momentum * v + rate * local * (g + decay * x)
+        x = x - v
+        if step == 1:
+            assert zero.tolist() == [-0.5, 0.0]  # a bias begins at 0
+    torch.testing.assert_close(parameter.data, torch.tensor(x).float(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"), [("lamb", {"exp_avg", "exp_avg_sq", "step"}), ("lars", {"momentum_buffer"})]
+)
+def test_state_of_trust_ratios_is_known(torch: Any, kind: Any, names: set[str]) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, 4))
+    config = DenseOptimizerConfig(kind=kind)
+    named = config.build_named({"weight": parameter})
+    parameter.grad = torch.ones(3, 4)
+    named.step()
+    state = named.state_dict()["state"]["weight"]
+    assert state.keys() == names
+    assert config.state_bytes(12) == sum(value.nbytes for name, value in state.items() if name != "step")
 
 
 def test_what_cannot_be_fused_is_left_to_torch(torch: Any) -> None:

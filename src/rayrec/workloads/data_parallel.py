@@ -44,6 +44,11 @@ class DataParallelWorkload(Workload, abc.ABC):
         super().__post_init__()
         if self.accumulate < 1:
             raise InputError(f"workload.accumulate: {self.accumulate} must be at least 1")
+        if self.parallel == "fsdp" and self.optimizer.needs_whole_parameters:
+            raise InputError(
+                f"workload.optimizer.kind: {self.optimizer.kind} needs norms of whole parameters, which workload.parallel fsdp "
+                "splits; choose parallel ddp, or kind adamw"
+            )
 
     # -- to be supplied
 

@@ -154,6 +154,14 @@ def test_two_workers_learn_what_one_does(kind: str, alone: tuple[Path, list[dict
     assert _close(_tensors(alone[0] / "12"), _tensors(tmp_path / "12"))
 
 
+def test_rules_that_need_whole_parameters_are_refused_with_fsdp() -> None:
+    workload = data_parallel_ranks.config(1).workload
+    for kind in ("lamb", "lars"):
+        workload.replace(optimizer={"kind": kind})
+        with pytest.raises(InputError, match=f"kind: {kind} needs norms of whole parameters"):
+            workload.replace(optimizer={"kind": kind}, parallel="fsdp")
+
+
 def test_fsdp_learns_by_onednn_what_one_worker_does_without(tmp_path: Path) -> None:
     """A GPT-2, whose layers FSDP splits and gathers under the classes that multiply by oneDNN."""
     data_parallel_ranks.train(str(tmp_path / "alone"), 0, data_parallel_ranks.next_token_config(1))

@@ -148,7 +148,7 @@ def optimizer_lines(workload: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield "opt_adagrad_epsilon", optimizer["eps"]
         yield "opt_adagrad_initial_accumulator_value", 0
         yield "opt_adagrad_learning_rate_decay", 0
-    elif kind in ("adam", "adamw"):
+    elif kind in ("adam", "adamw", "lamb"):
         yield f"opt_{kind}_epsilon", optimizer["eps"]
         yield f"opt_{kind}_beta_1", optimizer["betas"][0]
         yield f"opt_{kind}_beta_2", optimizer["betas"][1]
