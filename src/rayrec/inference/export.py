@@ -196,7 +196,7 @@ def _tables_header(order: list[str], rows_of: dict[str, int], row_format: RowFor
 
 
 def _write_program(model: PlainModel, path: str, exported: ExportedModel) -> None:
-    dim = exported.model.embedding_dim
+    dim = exported.model.table_width
     width = (len(exported.features) - len(exported.sequences)) * dim
     rows = torch.export.Dim("rows", min=1)
     examples = [torch.zeros(BATCH_ROWS, exported.num_dense), torch.zeros(BATCH_ROWS, width)]

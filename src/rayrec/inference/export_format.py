@@ -68,13 +68,15 @@ class ExportedModel:
 
     @property
     def row_format(self) -> RowFormat:
-        return RowFormat(self.quantization, self.model.embedding_dim)
+        return RowFormat(self.quantization, self.model.table_width)
 
     def to_dict(self) -> dict[str, Any]:
         stored = {**vars(self), "model": self.model.to_dict()}
         for name in ("tables", "sequences"):
             if not stored[name]:  # was added later: manifests of other exports stay the same
                 del stored[name]
+        if self.model.table_width != self.model.embedding_dim:
+            stored["width"] = self.model.table_width
         return stored
 
 
@@ -118,6 +120,7 @@ def read_manifest(
         raise InputError(f"{path}: export version {manifest['version']}, this rayrec reads {VERSION}; {_REMEDY}")
     try:
         told = dict(manifest["model"])
+        told.pop("width", None)  # for other readers; the model's settings say it
         for name in ("features", "num_embeddings"):
             told[name] = tuple(told[name])
         for name in ("tables", "sequences"):

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 FOLDER = "."
 model = json.load(open(f"{FOLDER}/manifest.json"))["model"]
-dim = model["model"]["embedding_dim"]
+dim = model.get("width", model["model"]["embedding_dim"])
 tables = load_file(f"{FOLDER}/tables.safetensors")
 program = torch.export.load(f"{FOLDER}/dense.pt2").module()
 
@@ -71,7 +71,7 @@ def readme(exported: ExportedModel) -> str:
     return f"""# {exported.version}
 
 A click model trained with rayrec: network {_network_name(exported)}, {exported.num_dense} dense features,
-{len(exported.features)} embedding tables of {exported.model.embedding_dim} values a row (stored as {exported.quantization}),
+{len(exported.features)} embedding tables of {exported.model.table_width} values a row (stored as {exported.quantization}),
 arithmetic in {exported.precision}. It gives a logit; the probability of a click is 1 / (1 + exp(-logit)).
 
 | file | holds |

@@ -84,23 +84,25 @@ class Embedded(Mapping[str, torch.Tensor]):
         order = tuple(number for number, feature in enumerate(features) if feature not in given)
         return cls(features, dim, lambda: (values, order), sequences=lambda: given)
 
-    def _of_bags(self) -> Delivery:
+    def bags(self) -> Delivery:
+        """As `delivered`, without the features that `all_sequences` has."""
         if self._delivered is None:
             assert self._deliver is not None
             self._delivered, self._deliver = self._deliver(), None
         return self._delivered
 
-    def _of_sequences(self) -> Mapping[str, Sequences]:
+    def all_sequences(self) -> Mapping[str, Sequences]:
+        """The features whose embeddings were looked up one by one."""
         if self._sequences is None:
             self._sequences = self._give_sequences()
         return self._sequences
 
     def delivered(self) -> Delivery:
         """The embeddings as they arrived, and their order. For layers whose cost depends on it; the result must not."""
-        values, order = self._of_bags()
+        values, order = self.bags()
         if len(order) == len(self.features):
             return values, order
-        one_by_one = self._of_sequences()
+        one_by_one = self.all_sequences()
         summed = [sequences.sum() for sequences in one_by_one.values()]
         return torch.cat([values, *summed], dim=1), (*order, *map(list(self.features).index, one_by_one))
 
@@ -115,16 +117,16 @@ class Embedded(Mapping[str, torch.Tensor]):
 
     def sequences(self, feature: str) -> Sequences:
         """The embeddings of a feature's ids, one by one. Raises KeyError for one that is not in `ClickModelConfig.sequences`."""
-        return self._of_sequences()[feature]
+        return self.all_sequences()[feature]
 
     def __getitem__(self, feature: str) -> torch.Tensor:
         try:
             number = list(self.features).index(feature)
         except ValueError:
             raise KeyError(feature) from None
-        values, order = self._of_bags()
+        values, order = self.bags()
         if number not in order:
-            return self._of_sequences()[feature].sum()
+            return self.all_sequences()[feature].sum()
         place = order.index(number)
         return values[:, place * self.dim : (place + 1) * self.dim]
 

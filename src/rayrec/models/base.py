@@ -69,11 +69,16 @@ class ClickModelConfig(Config):
     """Width of every embedding."""
     embedding_penalty: float = 0.0
     """L2 penalty on the embeddings of every row trained, on top of its loss; holds rare categories back."""
+    members: int = 1
+    """Networks that are trained side by side, each with embeddings of its own, and whose logits are averaged: an ensemble that is
+    one model. Time, tables and memory grow with it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.embedding_dim < 1:
             raise InputError(f"{type(self).__name__}.embedding_dim: {self.embedding_dim} must be at least 1")
+        if self.members < 1:
+            raise InputError(f"{type(self).__name__}.members: {self.members} must be at least 1")
 
     @classmethod
     def _own_class(cls) -> str | None:
@@ -84,6 +89,24 @@ class ClickModelConfig(Config):
         says otherwise. Pure, and the same for the same inputs. Raises InputError for inputs that the model cannot take."""
         del inputs
         return ()
+
+    @property
+    def width(self) -> int:
+        """Values of an embedding that one network takes."""
+        return self.embedding_dim
+
+    @property
+    def table_width(self) -> int:
+        """Values of a table's row."""
+        return self.members * self.width
+
+    def network(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
+        """What is trained and scores: the network that `build` gives, or an ensemble of several."""
+        if self.members == 1:
+            return self.build(inputs, precision=precision)
+        from rayrec.models.ensemble import Ensemble
+
+        return Ensemble([self.build(inputs, precision=precision) for _ in range(self.members)], inputs)
 
     @abstractmethod
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:

@@ -261,7 +261,7 @@ def build_click_model(
     of_bags = {feature: table_of[feature] for feature in inputs.features if feature not in unpooled}
     of_sequences = {feature: table_of[feature] for feature in unpooled}
     shared: dict[str, Any] = {
-        "embedding_dim": config.embedding_dim,
+        "embedding_dim": config.table_width,
         "seed": seed,
         "device": embedding_device,
         "start": start,
@@ -276,12 +276,12 @@ def build_click_model(
             sizes = [rows_of[feature] for feature in of_sequences]
             sequences = build_sequences(sizes, table_of=of_sequences, **shared)
         torch.manual_seed(seed)
-        network = config.build(inputs, precision=precision)
+        network = config.network(inputs, precision=precision)
     return ClickModel(
         embeddings,
         sequences,
         network,
         inputs,
-        dim=config.embedding_dim,
+        dim=config.table_width,
         embedding_penalty=config.embedding_penalty,
     )

@@ -44,13 +44,13 @@ def _made_up(
 
     sequences = {
         name: Sequences(
-            made_up(rows * length, config.embedding_dim), torch.full((rows,), length, dtype=torch.int64, device=device)
+            made_up(rows * length, config.table_width), torch.full((rows,), length, dtype=torch.int64, device=device)
         )
         for name, length in sequence_lengths(config, inputs).items()
     }
     dense = torch.rand(rows, inputs.num_dense, device=device)
-    pooled = made_up(rows, (len(inputs.features) - len(sequences)) * config.embedding_dim)
-    return dense, Embedded.in_order(inputs.features, config.embedding_dim, pooled, sequences)
+    pooled = made_up(rows, (len(inputs.features) - len(sequences)) * config.table_width)
+    return dense, Embedded.in_order(inputs.features, config.table_width, pooled, sequences)
 
 
 def saved_bytes_per_row(network: torch.nn.Module, inputs: ModelInputs, config: ClickModelConfig) -> float:

@@ -95,7 +95,7 @@ def worker_memories(
                 dense=2 * dense_weights * FLOAT_BYTES + dense_state,
                 batches=_batch_bytes(
                     cost,
-                    num_vectors * workload.model.embedding_dim,
+                    num_vectors * workload.model.table_width,
                     max(batch_size, config.eval_batch_size // 2),
                     copies=_COPIES_OF_EMBEDDINGS + workload.sparse_optimizer.own_rule,  # gradients by row
                 ),

@@ -45,19 +45,20 @@ class PlainModel(nn.Module):
         network: nn.Module,
         inputs: ModelInputs,
         *,
-        embedding_dim: int,
+        width: int,
         sequences: tuple[str, ...] = (),
         unpooled: tuple[str, ...] = (),
     ) -> None:
-        """`sequences`: features whose embeddings the network takes one by one; `unpooled`: those that a checkpoint has so."""
+        """`width`: of an embedding. `sequences`: features whose embeddings the network takes one by one; `unpooled`: those whose
+        tables a checkpoint names so."""
         super().__init__()
-        self.network, self.inputs, self.embedding_dim = network, inputs, embedding_dim
+        self.network, self.inputs, self.width = network, inputs, width
         self.sequences, self._unpooled = sequences, unpooled
 
     def forward(self, dense: torch.Tensor, pooled: torch.Tensor, *sequences: torch.Tensor) -> torch.Tensor:
         """Logits (rows,), float32, of the main label, from dense features (rows, num_dense), pooled embeddings (rows,
-        num_features * embedding_dim), both float32, the latter in the order of the features, and for each of the model's
-        sequences, which `pooled` then does not have: float32 (ids of all rows, embedding_dim), int64 lengths (rows,)."""
+        num_features * width), both float32, the latter in the order of the features, and for each of the model's
+        sequences, which `pooled` then does not have: float32 (ids of all rows, width), int64 lengths (rows,)."""
         return self.outputs(dense, pooled, *sequences)[self.inputs.label]
 
     def outputs(self, dense: torch.Tensor, pooled: torch.Tensor, *sequences: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -66,7 +67,7 @@ class PlainModel(nn.Module):
             name: Sequences(values, lengths)
             for name, values, lengths in zip(self.sequences, sequences[::2], sequences[1::2], strict=True)
         }
-        return self.network(dense, Embedded.in_order(self.inputs.features, self.embedding_dim, pooled, one_by_one))
+        return self.network(dense, Embedded.in_order(self.inputs.features, self.width, pooled, one_by_one))
 
     def table_weights(self) -> dict[str, str]:
         """The name of each feature's table among the weights of a checkpoint, without `PREFIX`."""
@@ -147,14 +148,14 @@ def empty_model(config: ClickModelConfig, *, preprocessor: Preprocessor, precisi
     inputs = ModelInputs.of(preprocessor.inputs)
     if type(config).__module__.startswith(f"{ranking.__name__}."):
         with torch.device("meta"):  # no memory, and no start values drawn from the caller's generator
-            network = config.build(inputs, precision=precision)
+            network = config.network(inputs, precision=precision)
     else:  # may compute constants, such as indices, that no checkpoint has
         with torch.random.fork_rng(devices=[]):
-            network = config.build(inputs, precision=precision)
+            network = config.network(inputs, precision=precision)
     model = PlainModel(
         network,
         inputs,
-        embedding_dim=config.embedding_dim,
+        width=config.table_width,
         sequences=config.sequences(inputs),
         unpooled=unpooled_features(config, inputs),
     )
@@ -175,7 +176,7 @@ def load_scorer(
     tables = {name: weights.pop(name) for name in dict.fromkeys(names)}
     arrays = [tables[name] for name in names]
     model.network.load_state_dict(weights, assign=True)
-    return make_scorer(model, arrays, row_format=RowFormat("fp32", config.embedding_dim), device=device)
+    return make_scorer(model, arrays, row_format=RowFormat("fp32", config.table_width), device=device)
 
 
 def make_scorer(
@@ -197,7 +198,7 @@ def wanted_weights(model: PlainModel, preprocessor: Preprocessor) -> dict[str, l
     """The shape of every weight of a checkpoint, by name without `PREFIX`."""
     wanted = {name: list(tensor.shape) for name, tensor in model.network.state_dict().items()}
     for table, rows in zip(model.table_weights().values(), preprocessor.num_embeddings, strict=True):
-        wanted[table] = [rows, model.embedding_dim]
+        wanted[table] = [rows, model.width]
     return wanted
 
 

@@ -21,7 +21,7 @@ INPUTS = ModelInputs(5, ("b", "a", "c"))
 def test_an_exported_program_gives_the_same_logits(interaction: str, precision: str) -> None:
     torch.manual_seed(0)
     network = SMALL.replace(interaction=interaction).build(INPUTS, precision=precision)  # type: ignore[arg-type]
-    model = PlainModel(network, INPUTS, embedding_dim=8).eval()
+    model = PlainModel(network, INPUTS, width=8).eval()
     dense, pooled = torch.randn(50, 5), torch.randn(50, 24)
     rows = torch.export.Dim("rows", min=1)
     program = torch.export.export(model, (dense, pooled), dynamic_shapes=({0: rows}, {0: rows})).module()

@@ -1,0 +1,101 @@
+"""An ensemble in one model: what it predicts, and that each member learns as if it were alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from whole_click_model import whole_model
+
+from rayrec.batch import Batch
+from rayrec.config import InputError
+from rayrec.layers.embedded import Embedded, Sequences
+from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.ranking.din import DINConfig
+from rayrec.models.ranking.dlrm import DLRMConfig
+from rayrec.models.ranking.finalnet import FinalNetConfig
+from rayrec.schema import Label
+
+ROWS, DIM = 12, 4
+LABELS = (Label(name="like"), Label(name="seconds", kind="number"))
+DLRM = DLRMConfig(interaction="dot", embedding_dim=DIM, bottom_mlp=(8, DIM), top_mlp=(8, 1), embedding_penalty=0.1)
+FINAL = FinalNetConfig(embedding_dim=DIM, first_tower=(8,), second_tower=(6,), first_dropout=0.0)
+INPUTS = ModelInputs(2, ("a", "b"), "click")
+
+
+def batch(inputs: ModelInputs) -> Batch:
+    chance = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 5, (2 * ROWS,), generator=chance)
+    labels = {name: torch.randint(0, 2, (ROWS,), generator=chance).float() for name in inputs.label_names}
+    if inputs.more_labels:
+        labels["like"][::3] = torch.nan
+        labels["seconds"][::4] = torch.nan
+    return Batch(
+        {"dense": torch.rand(ROWS, 2, generator=chance)},
+        1 / ROWS,
+        KeyedJaggedTensor(keys=["a", "b"], values=ids, lengths=torch.ones(2 * ROWS, dtype=torch.int32), stride=ROWS),
+        labels,
+        weights=torch.rand(ROWS, generator=chance),
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "inputs"),
+    [(DLRM, INPUTS), (DLRM, ModelInputs(2, ("a", "b"), "click", LABELS)), (FINAL, INPUTS)],
+)
+def test_each_member_learns_as_if_it_were_alone(config: ClickModelConfig, inputs: ModelInputs) -> None:
+    """Its gradients are those of a model that has its weights and its part of each embedding, for all batches."""
+    rows = batch(inputs)
+    whole = whole_model(config.replace(members=3), [5, 5], inputs=inputs)
+    loss, output = whole(rows)
+    loss.backward()
+    logits, losses = [], []
+    for number, network in enumerate(whole.head.network.members):
+        alone = whole_model(config, [5, 5], inputs=inputs)
+        columns = slice(number * DIM, (number + 1) * DIM)
+        with torch.no_grad():
+            alone.head.network.load_state_dict(network.state_dict())
+            for mine, its in zip(alone.embeddings.parameters(), whole.embeddings.parameters(), strict=True):
+                mine.copy_(its[:, columns])
+        own_loss, own_output = alone(rows)
+        own_loss.backward()
+        logits.append(own_output.logits["click"])
+        losses.append(own_loss.detach())
+        for mine, its in zip(alone.head.network.parameters(), network.parameters(), strict=True):
+            torch.testing.assert_close(its.grad, mine.grad)
+        for mine, its in zip(alone.embeddings.parameters(), whole.embeddings.parameters(), strict=True):
+            torch.testing.assert_close(its.grad[:, columns], mine.grad)
+    torch.testing.assert_close(output.logits["click"], torch.stack(logits).mean(0))
+    torch.testing.assert_close(loss.detach(), torch.stack(losses).mean())
+    assert list(output.logits) == list(inputs.label_names)
+    assert not torch.equal(logits[0], logits[1])
+
+
+def test_one_member_is_the_network_itself() -> None:
+    one, plain = whole_model(DLRM.replace(members=1), [5, 5]), whole_model(DLRM, [5, 5])
+    assert one.state_dict().keys() == plain.state_dict().keys()
+    assert DLRM.replace(members=3).table_width == 3 * DIM
+
+
+def test_members_take_their_part_of_sequences() -> None:
+    inputs = ModelInputs(0, ("item", "history"), "click", vocabularies=("item", "item"), lists=(("history", None),))
+    config: Any = DINConfig(embedding_dim=DIM, attention=(), mlp=(), members=2)
+    network = config.network(inputs).eval()
+    item, values = torch.rand(ROWS, 2 * DIM), torch.rand(3 * ROWS, 2 * DIM)
+    lengths = torch.full((ROWS,), 3)
+    made = network(
+        torch.zeros(ROWS, 0), Embedded.in_order(inputs.features, 2 * DIM, item, {"history": Sequences(values, lengths)})
+    )
+    parts = []
+    for number, member in enumerate(network.members):
+        part = slice(number * DIM, (number + 1) * DIM)
+        given = Embedded.in_order(inputs.features, DIM, item[:, part], {"history": Sequences(values[:, part], lengths)})
+        parts.append(member(torch.zeros(ROWS, 0), given)["click"])
+    torch.testing.assert_close(made["click"], (parts[0] + parts[1]) / 2)
+
+
+def test_no_members_are_refused() -> None:
+    with pytest.raises(InputError, match=r"DLRMConfig.members: 0 must be at least 1"):
+        DLRM.replace(members=0)
