@@ -164,7 +164,7 @@ def _interests(seed: int) -> pa.Table:
     return pa.table({**columns, "history": pa.array([of_row.tolist() for of_row in history])})
 
 
-def test_sequences_go_the_whole_road(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ensemble_over_sequences_goes_the_whole_road(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("rayrec.inference.parity._SPEED_S", 0.01)
     quiet: dict[str, Any] = {"console": Console(quiet=True)}
@@ -187,7 +187,7 @@ def test_sequences_go_the_whole_road(tmp_path: Path, monkeypatch: pytest.MonkeyP
         evaluate_every=150,
         storage_path=str(tmp_path),
         workload={
-            "model": {"embedding_dim": 8, "attention": (16,), "mlp": (16,)},
+            "model": {"embedding_dim": 8, "attention": (16,), "mlp": (16,), "members": 2},
             "preset": {"min_count": 1},
             "schedule": {"decay_fraction": 0.0},
             "dense_optimizer": {"learning_rate": 0.02},

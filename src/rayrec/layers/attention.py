@@ -9,32 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rayrec.layers.batch_norm import GlobalBatchNorm
 from rayrec.layers.embedded import Sequences
-from rayrec.layers.mlp import EmptyLinear, Precision, compute_dtype, start_values
-
-
-def xavier_linear(in_features: int, out_features: int) -> EmptyLinear:
-    """Weights start Xavier normal and biases at 0, as FuxiCTR's do."""
-    layer = EmptyLinear(in_features, out_features)
-    start_values(layer.weight, nn.init.xavier_normal_)
-    start_values(layer.bias, nn.init.zeros_)
-    return layer
-
-
-@final
-class Dice(nn.Module):
-    """(rows, features) -> p x + (1 - p) a x: p is the sigmoid of x normalized over all workers' rows, a is learned and starts
-    as 0."""
-
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.norm = GlobalBatchNorm(features, eps=1e-9, momentum=0.01, affine=False)
-        self.slope = nn.Parameter(torch.zeros(features))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        share = self.norm(inputs.float()).sigmoid()
-        return (inputs * (share + (1 - share) * self.slope)).to(inputs.dtype)
+from rayrec.layers.mlp import EmptyLinear, Precision, compute_dtype
+from rayrec.layers.tower import Dice, xavier_linear
 
 
 @final

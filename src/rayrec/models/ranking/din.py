@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from rayrec.config import InputError
-from rayrec.layers.attention import AttentionPooling, Dice, xavier_linear
+from rayrec.layers.attention import AttentionPooling
 from rayrec.layers.embedded import Embedded
-from rayrec.layers.mlp import EmptyLinear, Precision, compute_dtype, start_values
+from rayrec.layers.mlp import Precision
+from rayrec.layers.tower import Tower, xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs
 
 
@@ -72,14 +72,14 @@ class DIN(nn.Module):
         self.attention = nn.ModuleList(
             AttentionPooling(dim, config.attention, precision=precision) for _ in self._targets
         )
-        self.layers, self.activations = nn.ModuleList(), nn.ModuleList()
-        in_features = (inputs.num_dense + len(inputs.features)) * dim
-        for size in config.mlp:
-            self.layers.append(xavier_linear(in_features, size))
-            self.activations.append(Dice(size))
-            in_features = size
-        self.logit = xavier_linear(in_features, 1)
-        self._dropout, self._dtype = config.dropout, compute_dtype(precision)
+        self.tower = Tower(
+            (inputs.num_dense + len(inputs.features)) * dim,
+            config.mlp,
+            dropout=config.dropout,
+            activation="dice",
+            precision=precision,
+        )
+        self.logit = xavier_linear(self.tower.out_features, 1)
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
         """See `ClickModelConfig.build`."""
@@ -88,10 +88,6 @@ class DIN(nn.Module):
             name: attention(embedded[target], embedded.sequences(name))
             for (name, target), attention in zip(self._targets.items(), self.attention, strict=True)
         }
-        fields = [interests[name] if name in interests else embedded[name] for name in self._features]
-        hidden = torch.cat([numbers, *fields], dim=1).to(self._dtype)
-        for layer, activation in zip(self.layers, self.activations, strict=True):
-            assert isinstance(layer, EmptyLinear)
-            hidden = activation(functional.linear(hidden, layer.weight.to(self._dtype), layer.bias.to(self._dtype)))
-            hidden = functional.dropout(hidden, self._dropout, training=self.training)
+        features = [interests[name] if name in interests else embedded[name] for name in self._features]
+        hidden = self.tower(torch.cat([numbers, *features], dim=1))
         return {self._label: self.logit(hidden.float()).squeeze(1)}

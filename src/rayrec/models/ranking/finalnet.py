@@ -11,7 +11,9 @@ from torch.nn import functional
 from rayrec.config import InputError
 from rayrec.layers.batch_norm import GlobalBatchNorm
 from rayrec.layers.embedded import Embedded
+from rayrec.layers.fields import fields, number_vectors
 from rayrec.layers.mlp import EmptyLinear, Precision, compute_dtype, start_values
+from rayrec.layers.tower import xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs
 
 
@@ -52,28 +54,27 @@ class FinalNet(nn.Module):
     def __init__(self, config: FinalNetConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()
         self._label, dim = inputs.label, config.embedding_dim
-        fields = inputs.num_dense + len(inputs.features)
-        self.number_vectors = nn.Parameter(_xavier(inputs.num_dense, dim))
-        self.gate = EmptyLinear(fields, fields) if config.feature_gate else None
+        count = inputs.num_dense + len(inputs.features)
+        self.number_vectors = number_vectors(inputs.num_dense, dim)
+        self.gate = EmptyLinear(count, count) if config.feature_gate else None
         if self.gate is not None:  # gates start as 1
             start_values(self.gate.weight, nn.init.zeros_)
             start_values(self.gate.bias, nn.init.ones_)
-        width = fields * dim * (2 if config.feature_gate else 1)
+        width = count * dim * (2 if config.feature_gate else 1)
         self.first = _Tower(width, config.first_tower, config.first_dropout, config.batch_norm, precision)
         self.second = (
-            _Tower(fields * dim, config.second_tower, config.second_dropout, config.batch_norm, precision)
+            _Tower(count * dim, config.second_tower, config.second_dropout, config.batch_norm, precision)
             if config.second_tower
             else None
         )
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
         """See `ClickModelConfig.build`; beside the label's logits those of each tower, where there are two."""
-        numbers = dense.unsqueeze(2) * self.number_vectors
-        fields = torch.cat([numbers, embedded.stacked()], dim=1)  # (rows, fields, dim)
-        plain = gated = fields.flatten(1)
+        vectors = fields(dense, self.number_vectors, embedded)
+        plain = gated = vectors.flatten(1)
         if self.gate is not None:
-            gates = self.gate(fields.transpose(1, 2)).transpose(1, 2)
-            gated = torch.cat([fields, fields * gates], dim=1).flatten(1)
+            gates = self.gate(vectors.transpose(1, 2)).transpose(1, 2)
+            gated = torch.cat([vectors, vectors * gates], dim=1).flatten(1)
         first = self.first(gated)
         if self.second is None:
             return {self._label: first}
@@ -101,10 +102,10 @@ class _Tower(nn.Module):
         super().__init__()
         self.layers, self.norms = nn.ModuleList(), nn.ModuleList()
         for size in sizes:
-            self.layers.append(_linear(in_features, size))
+            self.layers.append(xavier_linear(in_features, size))
             self.norms.append(GlobalBatchNorm(size) if batch_norm else nn.Identity())
             in_features = size
-        self.logit = _linear(in_features, 1)
+        self.logit = xavier_linear(in_features, 1)
         self._dropout, self._dtype = dropout, compute_dtype(precision)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -117,15 +118,3 @@ class _Tower(nn.Module):
             hidden = norm(torch.cat([second, first * second], dim=1)).relu()
             hidden = functional.dropout(hidden, self._dropout, training=self.training)
         return self.logit(hidden.float()).squeeze(1)
-
-
-def _linear(in_features: int, out_features: int) -> EmptyLinear:
-    """Weights start Xavier normal and biases at 0, as FuxiCTR's do."""
-    layer = EmptyLinear(in_features, out_features)
-    start_values(layer.weight, nn.init.xavier_normal_)
-    start_values(layer.bias, nn.init.zeros_)
-    return layer
-
-
-def _xavier(rows: int, columns: int) -> torch.Tensor:
-    return start_values(torch.empty(rows, columns), nn.init.xavier_normal_) if rows else torch.empty(rows, columns)

@@ -11,8 +11,8 @@ from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows
 from rayrec.data.loader import sparse_features
-from rayrec.layers.attention import Dice
 from rayrec.layers.embedded import Embedded, Sequences
+from rayrec.layers.tower import Dice
 from rayrec.models.base import ModelInputs, unpooled_features
 from rayrec.models.ranking.din import DIN, DINConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
@@ -74,7 +74,7 @@ def reference(
     interest = (weights[:, :, None] * padded).sum(1)
     numbers = torch.cat([dense[:, n : n + 1] * net.number_vectors[n] for n in range(2)], dim=1)
     hidden = torch.cat([numbers, item, interest, tags], dim=1)
-    for layer, activation in zip(net.layers, net.activations, strict=True):
+    for layer, activation in zip(net.tower.layers, net.tower.activations, strict=True):
         hidden = dice(activation, hidden @ layer.weight.t() + layer.bias)
     return (hidden @ net.logit.weight.t() + net.logit.bias).squeeze(1)
 

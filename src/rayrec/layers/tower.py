@@ -1,0 +1,85 @@
+"""Linear layers with normalization, activation and dropout, as FuxiCTR's MLP_Block has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, final
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from rayrec.layers.batch_norm import GlobalBatchNorm
+from rayrec.layers.mlp import EmptyLinear, Precision, compute_dtype, start_values
+
+Norm = Literal["none", "batch", "layer"]
+
+
+def xavier_linear(in_features: int, out_features: int, *, bias: bool = True) -> EmptyLinear:
+    """Weights start Xavier normal and biases at 0, as FuxiCTR's do."""
+    layer = EmptyLinear(in_features, out_features, bias=bias)
+    start_values(layer.weight, nn.init.xavier_normal_)
+    if bias:
+        start_values(layer.bias, nn.init.zeros_)
+    return layer
+
+
+@final
+class Dice(nn.Module):
+    """(rows, features) -> p x + (1 - p) a x: p is the sigmoid of x normalized over all workers' rows, a is learned and starts
+    as 0 (Zhou et al., "Deep Interest Network for Click-Through Rate Prediction", KDD 2018)."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.norm = GlobalBatchNorm(features, eps=1e-9, momentum=0.01, affine=False)
+        self.slope = nn.Parameter(torch.zeros(features))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        share = self.norm(inputs.float()).sigmoid()
+        return (inputs * (share + (1 - share) * self.slope)).to(inputs.dtype)
+
+
+@final
+class Tower(nn.Module):
+    """(rows, in_features) -> (rows, sizes[-1]): each layer is linear, then `norm`, activation and dropout.
+
+    Products and activations have the precision's type. Without sizes it gives its input.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        sizes: Sequence[int],
+        *,
+        dropout: float = 0.0,
+        norm: Norm = "none",
+        activation: Literal["relu", "dice"] = "relu",
+        precision: Precision = "fp32",
+    ) -> None:
+        super().__init__()
+        self.layers, self.norms, self.activations = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
+        for size in sizes:
+            self.layers.append(xavier_linear(in_features, size))
+            self.norms.append(_norm(norm, size))
+            self.activations.append(Dice(size) if activation == "dice" else nn.ReLU())
+            in_features = size
+        self.out_features = in_features
+        self._dropout, self._dtype = dropout, compute_dtype(precision)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = inputs.to(self._dtype)
+        for layer, norm, activation in zip(self.layers, self.norms, self.activations, strict=True):
+            assert isinstance(layer, EmptyLinear)
+            linear = functional.linear(hidden, layer.weight.to(self._dtype), layer.bias.to(self._dtype))
+            hidden = functional.dropout(activation(norm(linear)), self._dropout, training=self.training)
+        return hidden
+
+
+def _norm(kind: Norm, size: int) -> nn.Module:
+    match kind:
+        case "batch":
+            return GlobalBatchNorm(size)
+        case "layer":
+            return nn.LayerNorm(size)
+        case "none":
+            return nn.Identity()
