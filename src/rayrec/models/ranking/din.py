@@ -65,10 +65,7 @@ class DIN(nn.Module):
         super().__init__()
         dim = config.embedding_dim
         self._label, self._features, self._targets = inputs.label, inputs.features, config.targets(inputs)
-        vectors = torch.empty(inputs.num_dense, dim)
-        self.number_vectors = nn.Parameter(
-            start_values(vectors, nn.init.xavier_normal_) if inputs.num_dense else vectors
-        )
+        self.number_vectors = number_vectors(inputs.num_dense, dim)
         self.attention = nn.ModuleList(
             AttentionPooling(dim, config.attention, precision=precision) for _ in self._targets
         )
