@@ -10,6 +10,7 @@ from torch import nn
 from rayrec.config import InputError
 from rayrec.layers.attention import AttentionPooling
 from rayrec.layers.embedded import Embedded
+from rayrec.layers.fields import number_vectors
 from rayrec.layers.mlp import Precision
 from rayrec.layers.tower import Tower, xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs
