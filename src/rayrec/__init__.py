@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rayrec import recipes
     from rayrec.api import (
+        compare,
         doctor,
         evaluate,
         export,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from rayrec.config import InputError
     from rayrec.data.frames import transform
     from rayrec.data.rows import ArrayRows
+    from rayrec.inference.config import ComparisonGates
     from rayrec.launch.supervision import SuperviseConfig
     from rayrec.models.base import ClickModelConfig, ModelInputs
     from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule
@@ -42,6 +44,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ArrayRows",
     "ClickModelConfig",
+    "ComparisonGates",
     "DataConfig",
     "DataParallelWorkload",
     "DenseOptimizerConfig",
@@ -54,6 +57,7 @@ __all__ = [
     "Schema",
     "SuperviseConfig",
     "TrainConfig",
+    "compare",
     "doctor",
     "evaluate",
     "export",
@@ -77,6 +81,7 @@ __all__ = [
 _HOMES = {
     "ArrayRows": "rayrec.data.rows",
     "ClickModelConfig": "rayrec.models.base",
+    "ComparisonGates": "rayrec.inference.config",
     "DataConfig": "rayrec.workloads.base",
     "DenseOptimizerConfig": "rayrec.optim",
     "Gates": "rayrec.prepare.validate",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import pandas
     import ray.data
 
-    from rayrec.inference.config import ScoringConfig
+    from rayrec.inference.config import ComparisonGates, ScoringConfig
     from rayrec.launch.doctor import Report
     from rayrec.launch.supervision import SuperviseConfig
     from rayrec.launch.supervisor import Outcome
@@ -266,6 +266,31 @@ def evaluate(
         other=None if asked.compare is None else config_of(asked.compare),
         console=_console(console),
     )
+
+
+def compare(
+    checkpoints: Sequence[str],
+    path: str,
+    *,
+    recipe: Recipe | None = None,
+    gates: ComparisonGates | None = None,
+    cluster_address: str | None = None,
+    console: Console | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Scores every labelled row of a path with each of two or more click models -> metrics with intervals, what each model costs,
+    and which of them differ; see `rayrec.inference.compare.compare`. `options` are the fields of
+    `rayrec.inference.config.ComparisonConfig`: batch_rows, device, max_bad_fraction, group, ensemble, confidence, resamples and
+    seed; what fails of `gates` is in the result's `failures`, and no error is raised for it. The other arguments are those of
+    `evaluate`. Raises InputError for models that are not of one raw schema, one label and the same rows."""
+    from rayrec.inference.compare import compare as run
+    from rayrec.inference.config import ComparisonConfig
+
+    asked = ComparisonConfig().updated(options)
+    configs = [
+        _grouped(_scoring_config(checkpoint, recipe, cluster_address, asked), asked.group) for checkpoint in checkpoints
+    ]
+    return run(checkpoints, path, configs=configs, options=asked, gates=gates, console=_console(console))
 
 
 def predict(

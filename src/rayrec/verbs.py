@@ -18,6 +18,10 @@ VERBS = {
     "train": ("RECIPE [--flags] [-v|-q]", "trains; the same storage and name again resumes where the run stopped"),
     "supervise": ("-- train RECIPE [--flags]", "trains as a job of a cluster, and goes on when its head was lost"),
     "evaluate": ("CHECKPOINT PATH", "scores every labelled row exactly once -> metrics as JSON"),
+    "compare": (
+        "CHECKPOINT... PATH",
+        "several click models on the same rows: metrics, costs, which differ; exit 2 where a gate fails",
+    ),
     "predict": ("CHECKPOINT PATH --out DIR", "writes predictions as Parquet, in input order, with the row's number"),
     "export": ("CHECKPOINT --out DIR", "writes a trained model as other tools read it"),
     "serve": ("CHECKPOINT_OR_EXPORT [--port P]", "scores rows over HTTP, on Ray Serve"),

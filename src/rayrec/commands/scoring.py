@@ -6,14 +6,17 @@ import tyro
 
 from rayrec import api, recipes
 from rayrec.commands.arguments import Address, Checkpoint, OwnRecipe, Path_, flags, print_json, results_alone
-from rayrec.inference.config import EvaluationConfig, ExportConfig, ScoringConfig
-from rayrec.inference.evaluation_text import evaluation_text
+from rayrec.config import InputError
+from rayrec.inference.config import ComparisonConfig, ComparisonGates, EvaluationConfig, ExportConfig, ScoringConfig
+from rayrec.inference.evaluation_text import comparison_text, evaluation_text
 from rayrec.observe.console import Console
 from rayrec.serve.config import Follow, ServeConfig
 
 DEFAULT_SCORING, DEFAULT_EVALUATION, DEFAULT_EXPORT = ScoringConfig(), EvaluationConfig(), ExportConfig()
 Scoring = Annotated[ScoringConfig, tyro.conf.arg(name="")]
 Evaluation = tyro.conf.UseAppendAction[Annotated[EvaluationConfig, tyro.conf.arg(name="")]]
+DEFAULT_COMPARISON, DEFAULT_GATES = ComparisonConfig(), ComparisonGates()
+Comparison = Annotated[ComparisonConfig, tyro.conf.arg(name="")]
 Export = Annotated[ExportConfig, tyro.conf.arg(name="")]
 
 
@@ -46,6 +49,43 @@ def evaluate(arguments: list[str]) -> None:
     found = flags("evaluate", _evaluate, arguments)
     Console().note(evaluation_text(found))
     print_json(found)
+
+
+def _compare(
+    places: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT... PATH")],
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    recipe: OwnRecipe = None,
+    address: Address = None,
+    gates: ComparisonGates = DEFAULT_GATES,
+    config: Comparison = DEFAULT_COMPARISON,
+) -> tuple[bool, dict[str, Any]]:
+    """Score every labelled row of a path with two or more click models, and say which differ. Exit status 2 where a gate fails.
+
+    Args:
+        places: Folders of checkpoints, or of runs (then the one its summary names, else the newest), the one to compare with
+            first; and last what is scored, with labels: a click log; file, glob or folder.
+        json: Print JSON in place of tables.
+        recipe: The recipe the checkpoints are of, where it is one of your own.
+        address: HOST:PORT or auto: a running Ray cluster; local: a local Ray; none: threads of this process. Default: the Ray
+            that RAY_ADDRESS names, else threads of this process.
+        gates: What the last model (the ensemble, if it is asked for) must gain over the first.
+        config: How rows are scored, and how sure differences are.
+    """
+    with results_alone():
+        found = api.compare(
+            places[:-1], "".join(places[-1:]), recipe=_own(recipe), gates=gates, cluster_address=address, **vars(config)
+        )
+    return json, found
+
+
+def compare(arguments: list[str]) -> None:
+    json, found = flags("compare", _compare, arguments)
+    if json:
+        print_json(found)
+    else:
+        print(comparison_text(found))
+    if found["failures"]:
+        raise InputError("; ".join(found["failures"]))
 
 
 def _predict(

@@ -65,6 +65,40 @@ class EvaluationConfig(ScoringConfig):
         return bool(self.slice_by) or self.confidence is not None or self.compare is not None
 
 
+@dataclass(frozen=True, kw_only=True)
+class ComparisonConfig(ScoringConfig):
+    """How rows are scored with each of several click models, and how sure their differences are."""
+
+    group: str | None = None
+    """Column such as the user: also tell how well rows are ordered within its values (gauc); None: the schemas', if any."""
+    ensemble: bool = False
+    """Compare the mean of the models' logits too, as one more model."""
+    confidence: float = 0.95
+    """Probability with which intervals hold the true metric."""
+    resamples: int = 1000
+    """Number of bootstrap resamples."""
+    seed: int = 0
+    """Of these draws."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.resampling
+
+    @property
+    def resampling(self) -> Resampling:
+        return Resampling(confidence=self.confidence, resamples=self.resamples, seed=self.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonGates(Config):
+    """What the last model (the ensemble, if it is asked for) must gain over the first."""
+
+    min_auroc_gain: float | None = None
+    """Least AUROC of the last model less that of the first; may be negative, for a loss that is allowed."""
+    max_p_value: float | None = None
+    """Largest p-value of that difference."""
+
+
 LARGEST_LOGIT_DIFFERENCE: Final = 1e-5
 """Of an fp32 export from its checkpoint, on any row."""
 LARGEST_AUROC_LOSS: Final[dict[Quantization, float]] = {"fp32": 1e-4, "fp16": 1e-4, "int8": 1e-4, "int4": 2e-3}

@@ -52,7 +52,7 @@ def evaluate(
     request = ScoringRequest(checkpoint, path, config, options.batch_rows, options.device, console)
     opened = request.open(evaluating=True, spare_cpus=0, slice_by=options.slice_by)
     if not options.asks_for_more:
-        return _json_values({**_metrics(opened, console), **_described(opened)})
+        return json_values({**_metrics(opened, console), **_described(opened)})
     _check_clicks(opened, config, options)
     compared: ScoringJob | None = None
     others: ScoredRows | None = None
@@ -61,14 +61,14 @@ def evaluate(
         asked = ScoringRequest(options.compare, path, other, options.batch_rows, options.device, console)
         compared = asked.open(evaluating=True, spare_cpus=0)
         _check_clicks(compared, other, options)
-    kept = _scored(opened, console, keys=options.slice_by)
+    kept = scored_rows(opened, console, keys=options.slice_by)
     if compared is not None:
-        others = _scored(compared, console, keys=())
+        others = scored_rows(compared, console)
         if (others.rows, others.checksums) != (kept.rows, kept.checksums):
             raise InputError(
                 f"compare: {options.compare} reads other rows of {path} than {checkpoint}; compare checkpoints of one schema"
             )
-    return _json_values(_evaluation(opened, kept, compared, others, options, console))
+    return json_values(_evaluation(opened, kept, compared, others, options, console))
 
 
 def _metrics(opened: ScoringJob, console: Console) -> dict[str, Any]:
@@ -92,7 +92,8 @@ def _check_clicks(opened: ScoringJob, config: TrainConfig, options: EvaluationCo
         )
 
 
-def _scored(opened: ScoringJob, console: Console, *, keys: Sequence[str]) -> ScoredRows:
+def scored_rows(opened: ScoringJob, console: Console, *, keys: Sequence[str] = ()) -> ScoredRows:
+    """The scores of all rows of a click model, and of `keys` what each row's value is."""
     kept = ScoredRows(keys)
     for table in opened.tables(console, what=f"score step {opened.checkpoint.step:,} (rows)"):
         kept.update(table)
@@ -164,12 +165,12 @@ def _evaluation(
     return found
 
 
-def _json_values(value: Any) -> Any:
+def json_values(value: Any) -> Any:
     """The same, None for what is not a number, which JSON does not know."""
     if isinstance(value, dict):
-        return {name: _json_values(item) for name, item in value.items()}
+        return {name: json_values(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_json_values(item) for item in value]
+        return [json_values(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

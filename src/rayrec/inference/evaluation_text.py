@@ -1,4 +1,4 @@
-"""The result of an evaluation as a table for people; programs read the JSON that it is made of."""
+"""The result of an evaluation or a comparison as a table for people; programs read the JSON that it is made of."""
 
 from __future__ import annotations
 
@@ -56,6 +56,46 @@ def _slices(slices: Sequence[dict[str, Any]]) -> list[str]:
             row += [_number(difference["difference"], signed=True), _number(difference["p_value"])]
         rows.append(row)
     return _table(rows)
+
+
+_COSTS = (("parameters", "parameters"), ("multiply_adds", "multiply-adds"), ("rows_per_s", "rows/s"))
+
+
+def comparison_text(found: dict[str, Any]) -> str:
+    """The result of `compare` as text: a line a model, then a line for each two of them."""
+    metrics = [name for name in (*_COLUMNS[2:], "gauc") if name in found["models"][0]]
+    header = [f"{found['rows']:,} rows, label rate {found['label_rate']:.5f}"]
+    for name in metrics:
+        header += [name, ""] if name in ("auroc", "logloss") else [name]
+    rows = [header + [title for _, title in _COSTS]]
+    for model in found["models"]:
+        row = [model["name"]]
+        for name in metrics:
+            row.append(_number(model[name]))
+            if name in ("auroc", "logloss"):
+                row.append(_interval(model["intervals"][name]))
+        rows.append(row + [_whole(model[name]) for name, _ in _COSTS])
+    pairs = [["difference", "auroc", "", "p", "logloss", "", "p"]]
+    for pair in found["differences"]:
+        row = [f"{pair['model']} less {pair['other']}"]
+        for name in ("auroc", "logloss"):
+            of_metric = pair[name]
+            ends = _interval([of_metric["low"], of_metric["high"]], signed=True)
+            row += [_number(of_metric["difference"], signed=True), ends, _number(of_metric["p_value"])]
+        pairs.append(row)
+    resampling = found["resampling"]
+    return "\n".join(
+        [
+            *_table(rows),
+            "",
+            *_table(pairs),
+            f"intervals of {resampling['confidence']:.0%}, {resampling['resamples']:,} resamples; AUROC by DeLong's test",
+        ]
+    )
+
+
+def _whole(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
 
 
 def _difference(compared: dict[str, Any], name: str) -> list[str]:

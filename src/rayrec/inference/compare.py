@@ -1,0 +1,212 @@
+"""Several click models on the same rows of a labelled log: metrics with intervals, what each costs, and which differ."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+
+from rayrec import storage
+from rayrec.checkpoint import Checkpoint
+from rayrec.config import InputError
+from rayrec.inference.config import ComparisonConfig, ComparisonGates
+from rayrec.inference.evaluate import ScoredRows, json_values, scored_rows
+from rayrec.inference.scoring import ScoringJob, ScoringRequest
+from rayrec.metrics.binary import binary_metrics
+from rayrec.metrics.ranking import gauc
+from rayrec.models.base import ModelInputs
+from rayrec.observe.console import Console
+from rayrec.significance import METRICS, Difference, compare_models
+from rayrec.workloads.recsys import ClickWorkload
+from rayrec.workloads.recsys_cost import network_multiply_adds
+from rayrec.workloads.recsys_scorer import PREFIX, load_preprocessor
+
+if TYPE_CHECKING:
+    from rayrec.workloads.base import TrainConfig
+
+ENSEMBLE: Final = "ensemble"
+_RAW_FIELDS: Final = (
+    "label", "dense", "sparse", "tokens", "lists", "weight", "integers", "optional", "delimiter", "list_delimiter", "nan",
+)  # fmt: skip
+"""Of a schema: what decides which lines of a log are rows, and what their columns are."""
+
+
+def compare(
+    checkpoints: Sequence[str],
+    path: str,
+    *,
+    configs: Sequence[TrainConfig],
+    options: ComparisonConfig | None = None,
+    gates: ComparisonGates | None = None,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Scores every labelled row of an input with each of two or more click models -> `rows`, `label_rate`, `models` (a dict each,
+    in the order given, the ensemble last: `name`, `checkpoint`, the metrics of `rayrec.inference.evaluate.evaluate`, their
+    `intervals`, `parameters`, `multiply_adds` a row of the network, `rows_per_s`), `differences` (of each two models: `model`
+    less `other`, which is before it; metric -> difference, low, high, p_value, method), `resampling` and `failures` (of
+    `gates`, a line each). `configs` are those of the checkpoints' config.yaml. What is not defined is None. Plain JSON values.
+
+    Every model reads and parses the log once, one model after the other; each loads its weights only then, and `rows_per_s` is
+    of all that. Memory on the driver: 5 bytes a row, 4 more a model, 8 more with a group, and about 70 a row and model while
+    intervals are computed. Raises InputError for fewer than two checkpoints, models of something else than clicks, another raw
+    schema or other rows, and what `evaluate` refuses.
+    """
+    options, gates, console = options or ComparisonConfig(), gates or ComparisonGates(), console or Console()
+    if len(checkpoints) < 2:
+        raise InputError("compare: needs two checkpoints or more, and the path of a labelled log after them")
+    _check_schemas(checkpoints, configs)
+    # All are opened before the first scores: what is wrong with the last one is known before hours of scoring.
+    jobs = [
+        ScoringRequest(checkpoint, path, config, options.batch_rows, options.device, console).open(
+            evaluating=True, spare_cpus=0
+        )
+        for checkpoint, config in zip(checkpoints, configs, strict=True)
+    ]
+    models: list[_Model] = []
+    labels, groups, checksums = np.empty(0, np.uint8), None, (0, 0)
+    for name, job, config in zip(_names(checkpoints), jobs, configs, strict=True):
+        start = time.perf_counter()
+        kept = scored_rows(job, console)
+        seconds = time.perf_counter() - start
+        if not models:
+            labels, groups, checksums = kept.labels, kept.groups, kept.checksums
+        elif (len(kept.labels), kept.checksums) != (len(labels), checksums):
+            raise InputError(
+                f"{name}: reads other rows or labels of {path} than {models[0].described['name']}; compare models of one log"
+            )
+        models.append(_Model(kept.logits, _described(name, job, config, kept, seconds)))
+    if options.ensemble:
+        models.append(_ensemble(models))
+    return json_values(_result(models, labels, groups, options, gates))
+
+
+@dataclass(frozen=True)
+class _Model:
+    logits: np.ndarray
+    """float32 (rows,)"""
+    described: dict[str, Any]
+
+
+def _check_schemas(checkpoints: Sequence[str], configs: Sequence[TrainConfig]) -> None:
+    schemas = []
+    for checkpoint, config in zip(checkpoints, configs, strict=True):
+        if not isinstance(config.workload, ClickWorkload):
+            raise InputError(
+                f"{checkpoint}: recipe {config.recipe} predicts no clicks, and only click models are compared"
+            )
+        schemas.append(config.workload.schema)
+    for checkpoint, schema in zip(checkpoints[1:], schemas[1:], strict=True):
+        for name in _RAW_FIELDS:
+            if getattr(schema, name) != getattr(schemas[0], name):
+                raise InputError(
+                    f"{checkpoint}: its schema has another '{name}' than that of {checkpoints[0]}; compare models of one log"
+                )
+
+
+def _names(checkpoints: Sequence[str]) -> list[str]:
+    """The last component of each path where that tells them apart, else the paths."""
+    short = [storage.name_of(checkpoint.rstrip("/")) for checkpoint in checkpoints]
+    names = short if len(set(short)) == len(short) else list(checkpoints)
+    if ENSEMBLE in names or len(set(names)) < len(names):
+        return [f"{number}: {name}" for number, name in enumerate(names, start=1)]
+    return names
+
+
+def _described(name: str, job: ScoringJob, config: TrainConfig, kept: ScoredRows, seconds: float) -> dict[str, Any]:
+    assert isinstance(config.workload, ClickWorkload)
+    return {
+        "name": name,
+        "checkpoint": job.checkpoint.path,
+        **job.scoring.described,
+        "parameters": _num_parameters(job.checkpoint),
+        "multiply_adds": _multiply_adds(config, config.workload, job.checkpoint),
+        "rows_per_s": kept.rows / seconds if seconds else math.nan,
+    }
+
+
+def _num_parameters(checkpoint: Checkpoint) -> int:
+    tensors = checkpoint.manifest()["tensors"]
+    return sum(
+        math.prod(entry["shape"])
+        for name, entry in tensors.items()
+        if name.startswith(PREFIX) and entry["dtype"].startswith(("F", "BF"))  # not indices that the network keeps
+    )
+
+
+def _multiply_adds(config: TrainConfig, workload: ClickWorkload, checkpoint: Checkpoint) -> float | None:
+    inputs = ModelInputs.of(load_preprocessor(checkpoint.path).inputs)
+    with torch.random.fork_rng(devices=[]):
+        network = workload.model.build(inputs, precision=config.precision).eval()
+    return network_multiply_adds(network, inputs, workload.model)
+
+
+def _ensemble(models: Sequence[_Model]) -> _Model:
+    """The mean of the logits, and what the models cost together, one after the other."""
+    logits = np.zeros(len(models[0].logits))
+    for model in models:
+        logits += model.logits
+    logits = (logits / len(models)).astype(np.float32)
+    costs = [model.described for model in models]
+    multiply_adds = [cost["multiply_adds"] for cost in costs]
+    return _Model(
+        logits,
+        {
+            "name": ENSEMBLE,
+            "checkpoint": None,
+            "parameters": sum(cost["parameters"] for cost in costs),
+            "multiply_adds": None if None in multiply_adds else sum(multiply_adds),
+            "rows_per_s": 1 / sum(1 / cost["rows_per_s"] for cost in costs),
+        },
+    )
+
+
+def _result(
+    models: Sequence[_Model],
+    labels: np.ndarray,
+    groups: np.ndarray | None,
+    options: ComparisonConfig,
+    gates: ComparisonGates,
+) -> dict[str, Any]:
+    compared = compare_models([model.logits for model in models], labels, options.resampling)
+    told = []
+    for model, of_model in zip(models, compared.intervals, strict=True):
+        ranking = {} if groups is None else gauc(groups, model.logits, labels)
+        intervals = {name: list(ends) for name, ends in of_model.items()}
+        told.append({**model.described, **binary_metrics(model.logits, labels), **ranking, "intervals": intervals})
+    names = [model.described["name"] for model in models]
+    gains = {
+        pair: {name: _reversed(found) for name, found in of_pair.items()}
+        for pair, of_pair in compared.differences.items()
+    }
+    return {
+        "rows": len(labels),
+        "label_rate": told[0]["label_rate"],
+        "models": told,
+        "differences": [
+            {"model": names[later], "other": names[earlier], **{name: vars(found[name]) for name in METRICS}}
+            for (earlier, later), found in gains.items()
+        ],
+        "resampling": vars(options.resampling),
+        "failures": _failures(gates, names, gains[0, len(models) - 1]["auroc"]),
+    }
+
+
+def _reversed(found: Difference) -> Difference:
+    return replace(found, difference=-found.difference, low=-found.high, high=-found.low)
+
+
+def _failures(gates: ComparisonGates, names: Sequence[str], gain: Difference) -> list[str]:
+    """What gates say of the AUROC of the last model less that of the first."""
+    failures = []
+    least, most = gates.min_auroc_gain, gates.max_p_value
+    said = f"{names[-1]} gains {gain.difference:+.5f} AUROC over {names[0]}"
+    if least is not None and not gain.difference >= least:  # also where it is nan
+        failures.append(f"gates.min_auroc_gain: {said}, less than {least}")
+    if most is not None and not gain.p_value <= most:
+        failures.append(f"gates.max_p_value: {said} with p = {gain.p_value:.3g}, more than {most}")
+    return failures

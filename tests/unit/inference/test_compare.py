@@ -1,0 +1,193 @@
+"""Several checkpoints on the same rows: one table, which of them differ, an ensemble of them, and gates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from saved_clicks import SMALL, Saved, criteo_preprocessor, save_clicks
+
+import rayrec
+from rayrec import recipes
+from rayrec.cli import run
+from rayrec.config import InputError
+from rayrec.data.parsing import parse
+from rayrec.inference.compare import compare as compare_checkpoints
+from rayrec.inference.config import ComparisonGates
+from rayrec.inference.evaluate import ScoredRows, scored_rows
+from rayrec.inference.scoring import ScoringJob
+from rayrec.metrics.binary import binary_metrics
+from rayrec.models.base import ModelInputs
+from rayrec.observe.console import Console
+from rayrec.significance import Resampling, compare
+from rayrec.workloads.recsys_cost import network_multiply_adds
+
+ROWS = 2_000
+QUIET: dict[str, Any] = {"cluster_address": "none", "console": Console(quiet=True), "resamples": 50}
+
+
+@pytest.fixture(scope="module")
+def log(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("log") / "train.txt"
+    path.write_bytes(b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:ROWS]))
+    return path
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Saved]:
+    """Two seeds, and a larger model with a Preprocessor of its own."""
+    folder = tmp_path_factory.mktemp("models")
+    first = save_clicks(folder / "a", seed=1, scale=3.0)
+    own = criteo_preprocessor(first.preprocessor.schema, [11 + 3 * column for column in range(26)])
+    wide = SMALL.replace(bottom_mlp=(64, 8), top_mlp=(64, 1))
+    return [
+        first,
+        save_clicks(folder / "b", seed=2, scale=3.0),
+        save_clicks(folder / "c", model=wide, preprocessor=own),
+    ]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+
+
+def _logits(saved: Saved, log: Path) -> np.ndarray:
+    return saved.logits(saved.preprocessor.encode(parse(saved.preprocessor.schema, log.read_bytes())[0]))
+
+
+def _labels(log: Path) -> np.ndarray:
+    return np.array([int(line[:1]) for line in log.read_bytes().splitlines()], np.uint8)
+
+
+@pytest.fixture(scope="module")
+def found(models: list[Saved], log: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAYREC_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return rayrec.compare([str(saved.run) for saved in models], str(log), ensemble=True, group="cat_5", **QUIET)
+
+
+def test_each_model_and_each_two_are_what_they_are_alone(found: dict[str, Any], models: list[Saved], log: Path) -> None:
+    labels = _labels(log)
+    assert found["rows"] == ROWS
+    assert found["label_rate"] == pytest.approx(labels.mean())
+    assert [model["name"] for model in found["models"]] == ["a", "b", "c", "ensemble"]
+    logits = [_logits(saved, log) for saved in models]
+    logits.append(np.mean(logits, axis=0, dtype=np.float64).astype(np.float32))
+    for told, expected in zip(found["models"], logits, strict=True):
+        metrics = binary_metrics(expected, labels)
+        assert {name: told[name] for name in metrics} == pytest.approx(metrics, abs=1e-4)
+        low, high = told["intervals"]["auroc"]
+        assert low < told["auroc"] < high
+        assert 0 < told["gauc"] < 1
+        assert told["rows_per_s"] > 0
+    pairs = {(pair["model"], pair["other"]): pair for pair in found["differences"]}
+    assert len(pairs) == 6
+    alone = compare(logits[2], logits[0], labels, Resampling(resamples=50))
+    for name, expected_difference in alone.items():
+        told = pairs["c", "a"][name]
+        assert told["method"] == expected_difference.method
+        for field in ("difference", "low", "high"):
+            assert told[field] == pytest.approx(getattr(expected_difference, field), abs=1e-3)
+        assert told["p_value"] == pytest.approx(expected_difference.p_value, abs=0.05)
+    assert found["failures"] == []
+
+
+def test_costs_are_those_of_the_checkpoints(found: dict[str, Any], models: list[Saved]) -> None:
+    told_of = found["models"]
+    for saved, told in zip(models, told_of, strict=False):
+        assert told["parameters"] == sum(parameter.numel() for parameter in saved.model.parameters())
+        model = saved.config.workload.model  # type: ignore[attr-defined]
+        inputs = ModelInputs.of(saved.preprocessor.inputs)
+        assert told["multiply_adds"] == network_multiply_adds(saved.model.head.network, inputs, model)
+        assert told["checkpoint"] == str(saved.checkpoint)
+        assert told["preprocessor"] == saved.preprocessor.hash()
+    for name in ("parameters", "multiply_adds"):
+        assert told_of[3][name] == sum(told[name] for told in told_of[:3])
+
+
+def test_a_model_does_not_differ_from_itself(models: list[Saved], log: Path) -> None:
+    place = str(models[0].run)
+    found = rayrec.compare([place, place], str(log), **QUIET)
+    assert [model["name"] for model in found["models"]] == [f"1: {place}", f"2: {place}"]
+    assert found["differences"][0]["auroc"]["p_value"] == 1
+    assert found["differences"][0]["logloss"]["difference"] == 0
+
+
+def test_gates_are_about_the_last_model_and_the_first(models: list[Saved], log: Path) -> None:
+    places = [str(saved.run) for saved in models[::2]]
+    found = rayrec.compare(places, str(log), gates=ComparisonGates(min_auroc_gain=0.5, max_p_value=1e-9), **QUIET)
+    gain = found["differences"][0]["auroc"]
+    assert [line.partition(":")[0] for line in found["failures"]] == ["gates.min_auroc_gain", "gates.max_p_value"]
+    assert f"c gains {gain['difference']:+.5f} AUROC over a, less than 0.5" in found["failures"][0]
+    passed = ComparisonGates(min_auroc_gain=gain["difference"] - 1e-9, max_p_value=1.0)
+    assert rayrec.compare(places, str(log), gates=passed, **QUIET)["failures"] == []
+
+
+def test_the_command_prints_a_table_or_json_and_ends_with_2_where_a_gate_fails(
+    models: list[Saved], log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["compare", *(str(saved.run) for saved in models[:2]), str(log), "--resamples", "20"]
+    command += ["--cluster.address", "none"]
+    assert run(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:6] == ["2,000", "rows,", "label", "rate", lines[0].split()[4], "auroc"]
+    assert [line.split()[0] for line in lines[1:3]] == ["a", "b"]
+    assert any(line.startswith("b less a") for line in lines)
+    assert run([*command, "--json", "--gates.min-auroc-gain", "0.9"]) == 2
+    captured = capsys.readouterr()
+    told = json.loads(captured.out)
+    assert [model["name"] for model in told["models"]] == ["a", "b"]
+    assert "gauc" not in told["models"][0]
+    assert "gates.min_auroc_gain: b gains" in captured.err.splitlines()[-1]
+
+
+def _columns_swapped(saved: Saved, folder: Path) -> Saved:
+    schema = saved.preprocessor.schema
+    other = schema.replace(dense=(schema.dense[1], schema.dense[0], *schema.dense[2:]))
+    return save_clicks(folder / "d", preprocessor=criteo_preprocessor(other, [5 + 7 * column for column in range(26)]))
+
+
+@pytest.mark.parametrize(
+    ("places", "match"),
+    [
+        (lambda models, folder: [models[0].run], "compare: needs two checkpoints or more"),
+        (
+            lambda models, folder: [models[0].run, _columns_swapped(models[0], folder).run],
+            "d: its schema has another 'dense' than that of .*a; compare models of one log",
+        ),
+        (lambda models, folder: [models[0].run, folder / "none"], "none: "),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line_before_anything_is_scored(
+    models: list[Saved], log: Path, tmp_path: Path, places: Callable[[list[Saved], Path], list[Path]], match: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("rayrec.inference.compare.scored_rows", lambda *_: pytest.fail("rows are scored"))
+    with pytest.raises(InputError, match=match) as raised:
+        rayrec.compare([str(place) for place in places(models, tmp_path)], str(log), **QUIET)
+    assert "\n" not in str(raised.value)
+
+
+def test_other_models_than_those_of_clicks_are_refused(models: list[Saved]) -> None:
+    configs = [models[0].config, recipes.mnist_resnet18()]
+    with pytest.raises(InputError, match="runs/mnist: recipe mnist_resnet18 predicts no clicks"):
+        compare_checkpoints(["runs/a", "runs/mnist"], "log", configs=configs)
+
+
+def test_other_rows_are_refused(models: list[Saved], log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the log changes between two models."""
+    given: list[ScoredRows] = []
+
+    def changed(job: ScoringJob, console: Console) -> ScoredRows:
+        given.append(scored_rows(job, console))
+        given[-1].checksums = (len(given), 0)
+        return given[-1]
+
+    monkeypatch.setattr("rayrec.inference.compare.scored_rows", changed)
+    with pytest.raises(InputError, match=r"b: reads other rows or labels of .* than a; compare models of one log"):
+        rayrec.compare([str(saved.run) for saved in models[:2]], str(log), **QUIET)
