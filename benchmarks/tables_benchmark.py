@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from functools import partial
 from itertools import cycle
 from typing import Any, Final
 
-from rows import emit, interleaved, say
+from rows import emit
 
 KINDS: Final = ("rowwise_adagrad", "sparse_adam", "adam")
 SIZES: Final = (
@@ -71,13 +71,13 @@ def setup_of(kind: str, *, batch_size: int) -> Any:
     return setup
 
 
-def rate(setup: Any, source: Iterator[Any], steps: int, *, batch_size: int) -> float:
-    """Rows/s."""
-    start = time.perf_counter()
+def times(setup: Any, source: Iterator[Any], steps: int) -> tuple[float, float]:
+    """Seconds by the clock and CPU seconds of so many steps."""
+    start, start_cpu = time.perf_counter(), time.process_time()
     for step in range(steps):
         setup.begin_step(step, steps)
         setup.pipeline.progress(source)
-    return steps * batch_size / (time.perf_counter() - start)
+    return time.perf_counter() - start, time.process_time() - start_cpu
 
 
 def main(*, quick: bool) -> None:
@@ -94,24 +94,26 @@ def main(*, quick: bool) -> None:
         steps = (40 if quick else 80) * 2048 // batch_size
         batches = batches_of(batch_size, number=steps)
         setups = {kind: setup_of(kind, batch_size=batch_size) for kind in KINDS}
-        for setup in setups.values():  # to warm up
-            rate(setup, cycle(batches), steps // 4, batch_size=batch_size)
-        say(f"batch {batch_size}:")
-        rates = interleaved(
-            repeats,
-            **{
-                kind: partial(rate, setup, cycle(batches), steps, batch_size=batch_size)
-                for kind, setup in setups.items()
-            },
+        spent: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
+        for number in range(repeats + 1):
+            for kind, setup in setups.items():
+                seconds = times(setup, cycle(batches), steps)
+                if number:  # the first round warms up
+                    spent[kind].append(seconds)
+        rows = steps * batch_size
+        by_clock, by_cpu = (
+            {kind: rows / statistics.median(seconds[which] for seconds in spent[kind]) for kind in KINDS}
+            for which in range(2)
         )
         for kind in KINDS[1:]:
             emit(
                 "tables",
                 peer=f"the same with {KINDS[0]}",
                 workload=f"criteo_kaggle network, {kind}, {sum(SIZES):,} rows of 16, batch {batch_size}, 1 worker, no Ray",
-                value=rates[kind],
-                ratio=rates[kind] / rates[KINDS[0]],
+                value=by_clock[kind],
+                ratio=by_clock[kind] / by_clock[KINDS[0]],
                 repeats=repeats,
-                peer_rows_per_s=round(rates[KINDS[0]]),
+                peer_rows_per_s=round(by_clock[KINDS[0]]),
+                ratio_by_cpu_time=round(by_cpu[kind] / by_cpu[KINDS[0]], 4),
             )
     torch.distributed.destroy_process_group()

@@ -253,8 +253,63 @@ static void fuzz_format(void) { /* what is written is parsed again as the same r
     free(integers);
 }
 
+static void fuzz_table_training(void) { /* gradients of rows add up to those of the lookups; every row is updated once, or stays */
+    const int64_t bags = below(20), features = 1 + below(3), dim = 1 + below(20), rows = 1 + below(30), pooled = below(2);
+    int64_t *offsets = buffer(8 * (features * bags + 1));
+    offsets[0] = 0;
+    for (int64_t i = 0; i < features * bags; i++) offsets[i + 1] = offsets[i] + below(4);
+    const int64_t lookups = offsets[features * bags], stride = pooled ? features * dim : dim;
+    int64_t *ids = buffer(8 * lookups), *distinct = buffer(8 * lookups), slots = 1;
+    float *weights = buffer(4 * lookups), *gradient = buffer(4 * (pooled ? bags : lookups) * stride);
+    float *sums = buffer(4 * lookups * dim);
+    for (int64_t i = 0; i < lookups; i++) ids[i] = below(rows), weights[i] = (float)below(4);
+    for (int64_t i = 0; i < (pooled ? bags : lookups) * stride; i++) gradient[i] = (float)below(9) - 4; /* sums are exact */
+    while (slots < 2 * lookups) slots *= 2;
+    int32_t *room = buffer(4 * slots);
+    const rayrec_looked_up looked_up = {ids, offsets, below(2) ? weights : NULL, gradient, bags, stride, pooled};
+    rayrec_gathered_table table = {0, features, 0, dim, distinct, sums, 0};
+    rayrec_gather_row_gradients(&looked_up, &table, 1, room);
+    double expected = 0, found = 0;
+    for (int64_t f = 0; f < features; f++)
+        for (int64_t b = 0; b < bags; b++)
+            for (int64_t p = offsets[f * bags + b]; p < offsets[f * bags + b + 1]; p++)
+                for (int64_t d = 0; d < dim; d++)
+                    expected += (looked_up.weights ? weights[p] : 1) * (double)(ids[p] + 1)
+                                * gradient[pooled ? b * stride + f * dim + d : p * stride + d];
+    uint8_t *marks = calloc((size_t)rows, 1);
+    for (int64_t i = 0; i < table.found; i++) {
+        CHECK(distinct[i] >= 0 && distinct[i] < rows && !marks[distinct[i]]);
+        marks[distinct[i]] = 1;
+        for (int64_t d = 0; d < dim; d++) found += (double)(distinct[i] + 1) * sums[i * dim + d];
+    }
+    CHECK(found == expected);
+    float *values = buffer(4 * rows * dim), *mean = buffer(4 * rows * dim), *square = buffer(4 * rows * dim);
+    for (int64_t i = 0; i < rows * dim; i++) values[i] = 1, mean[i] = 0, square[i] = 0;
+    const rayrec_adam rule = {1, 1, 1, 0.5f, 0.5f, 0.5f, 0, 2, 1}; /* twice the weight, and a step if there is a gradient */
+    const int64_t only_nonzero = below(2), cut = below(rows + 1);
+    const rayrec_adam_rows parts[] = {
+        {values, mean, square, dim, &rule, distinct, sums, NULL, 0, table.found, only_nonzero},
+        {values, mean, square, dim, &rule, NULL, NULL, marks, 0, cut, 0},
+        {values, mean, square, dim, &rule, NULL, NULL, marks, cut, rows, 0},
+    };
+    rayrec_update_by_adam(parts, 3);
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t d = 0; d < dim; d++) CHECK(marks[row] || values[row * dim + d] == 2);
+    for (int64_t i = 0; i < table.found; i++) {
+        int any = 0;
+        for (int64_t d = 0; d < dim; d++) any |= sums[i * dim + d] != 0;
+        for (int64_t d = 0; d < dim; d++) {
+            const float gradients = sums[i * dim + d], value = values[distinct[i] * dim + d];
+            CHECK(any || !only_nonzero ? (gradients > 0) == (value < 2) && (gradients < 0) == (value > 2) : value == 1);
+        }
+    }
+    free(offsets), free(ids), free(distinct), free(weights), free(gradient), free(sums), free(room), free(marks);
+    free(values), free(mean), free(square);
+}
+
 int main(int count, char **arguments) {
-    static void (*const targets[])(void) = {fuzz_parse_and_encode, fuzz_csv, fuzz_wide_look_up, fuzz_gather, fuzz_format};
+    static void (*const targets[])(void) = {fuzz_parse_and_encode, fuzz_csv, fuzz_wide_look_up, fuzz_gather, fuzz_format,
+                                             fuzz_table_training};
     const double seconds = count > 1 ? atof(arguments[1]) : 10;
     const uint64_t seed = count > 2 ? strtoull(arguments[2], NULL, 10) : (uint64_t)time(NULL);
     const time_t end = time(NULL) + (time_t)seconds;
