@@ -98,6 +98,15 @@ class Config:
         """The name of a class that is not rayrec's own, which a stored configuration must not be silent about."""
         return None if cls.__module__.partition(".")[0] == "rayrec" else f"{cls.__module__}.{cls.__qualname__}"
 
+    def of_class(self, name: object) -> Any:
+        """The configuration of another class that may stand in the place of this one, by the `class` of a stored one; None: there
+        is no such class."""
+        del name
+
+    def _known_classes(self) -> str:
+        own = type(self)._own_class() or type(self).__qualname__
+        return f"{own} there; give the recipe that the configuration was made by"
+
     def replace(self, **changes: Any) -> Self:
         """A copy with the given fields changed; a dict changes fields of a nested configuration. Warns of an old field name."""
         for old in self.RENAMED.keys() & changes.keys():
@@ -107,18 +116,19 @@ class Config:
     def updated(self, changes: Mapping[str, Any], *, where: str = "") -> Self:
         """A copy with `changes` laid over it, nested mappings reaching into nested configurations.
 
-        Raises InputError for a name that does not exist, with the nearest one that does, and for another `class` than this.
+        A `class` changes the class, if another may stand here (`of_class`). Raises InputError for a name that does not exist,
+        with the nearest one that does, and for a `class` that may not stand here.
         """
         stored = changes.get(CLASS)
         if stored is not None:
+            changes = {name: value for name, value in changes.items() if name != CLASS}
             own = type(self)._own_class()
             # A recipe's file may be imported under another name than before.
             if own is None or str(stored).rpartition(".")[2] != own.rpartition(".")[2]:
-                raise InputError(
-                    f"{where}{CLASS}: {stored}, and this recipe has {own or type(self).__qualname__} there; give the recipe that "
-                    "the configuration was made by"
-                )
-            changes = {name: value for name, value in changes.items() if name != CLASS}
+                other = self.of_class(stored)
+                if other is None:
+                    raise InputError(f"{where}{CLASS}: {stored}, and this recipe has {self._known_classes()}")
+                return other.updated(changes, where=where)
         if changes.keys() & self.RENAMED.keys():
             changes = self._with_new_names(changes, where)
         types = _field_types(type(self))  # type: ignore[arg-type]

@@ -12,7 +12,8 @@ from typing import Annotated, Any, NoReturn
 import tyro
 
 from rayrec import recipes, storage
-from rayrec.config import InputError, renamed
+from rayrec.config import CLASS, InputError, renamed
+from rayrec.models import ranking
 from rayrec.schema import Schema, load_schema
 from rayrec.verbs import VERBS
 from rayrec.workloads.base import TrainConfig
@@ -143,11 +144,12 @@ def no_arguments(verb: str, arguments: list[str]) -> None:
 
 
 def parse_config(verb: str, arguments: list[str]) -> tuple[TrainConfig, set[str]]:
-    """A recipe's name or FILE.py:FUNCTION, --config FILE or both, then flags laid over it. Returns the configuration and the
-    switches -v and -q."""
+    """A recipe's name or FILE.py:FUNCTION, --config FILE or both, --schema FILE and --model NAME, then flags laid over it. Returns
+    the configuration and the switches -v and -q."""
     switches = {argument for argument in arguments if argument in ("-v", "-q")}
     arguments, schema = with_schema([argument for argument in arguments if argument not in switches])
     arguments, file = take_option(arguments, "--config", what="a file")
+    arguments, model = take_option(arguments, "--model", what="the name of a model")
     recipe = None
     if arguments and not arguments[0].startswith("-"):
         recipe, arguments = recipes.find(arguments[0]), arguments[1:]
@@ -167,8 +169,23 @@ def parse_config(verb: str, arguments: list[str]) -> tuple[TrainConfig, set[str]
         if not isinstance(default.workload, ClickWorkload):
             raise InputError(f"--schema: recipe {default.recipe} reads no click log")
         default = default.replace(workload=default.workload.replace(schema=schema))
+    if model is not None:
+        default = _with_model(default, model)
     config = parsed(f"rayrec {verb} {default.recipe}", type(default), arguments, default=default)
     return config, switches
+
+
+def _with_model(config: TrainConfig, name: str) -> TrainConfig:
+    """The configuration with another of rayrec's click models; what all models have in common stays."""
+    if not isinstance(config.workload, ClickWorkload):
+        raise InputError(f"--model: recipe {config.recipe} trains no click model")
+    if name not in ranking.names():
+        near = difflib.get_close_matches(name, ranking.names(), n=1)
+        hint = (
+            f"did you mean {near[0]}?" if near else f"there are {', '.join(ranking.names())}, and your own, by a recipe"
+        )
+        raise InputError(f"--model: no model {name}; {hint}")
+    return config.replace(workload={"model": {CLASS: name}})
 
 
 def with_schema(arguments: list[str]) -> tuple[list[str], Schema | None]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from rayrec.config import Config, InputError
+from rayrec.models import ranking
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,6 +85,18 @@ class ClickModelConfig(Config):
     def _own_class(cls) -> str | None:
         return f"{cls.__module__}.{cls.__qualname__}"
 
+    def of_class(self, name: object) -> ClickModelConfig | None:
+        cls = ranking.config_class(name)
+        return None if cls is None else cls.in_place_of(self)
+
+    def _known_classes(self) -> str:
+        return f"{super()._known_classes()}; rayrec's models are {', '.join(ranking.names())}"
+
+    @classmethod
+    def in_place_of(cls, other: ClickModelConfig) -> Self:
+        """The defaults, with the settings of embeddings of the model whose place it takes in a recipe."""
+        return cls().replace(**embedding_settings(other))
+
     def sequences(self, inputs: ModelInputs) -> tuple[str, ...]:
         """The features whose embeddings the network takes one by one (`Embedded.sequences`), not summed: none, unless a model
         says otherwise. Pure, and the same for the same inputs. Raises InputError for inputs that the model cannot take."""
@@ -120,6 +133,11 @@ class ClickModelConfig(Config):
 
         Start values are drawn from torch's global generator. `rows` may be 0.
         """
+
+
+def embedding_settings(config: ClickModelConfig) -> dict[str, Any]:
+    """The settings that every click model has."""
+    return {field.name: getattr(config, field.name) for field in fields(ClickModelConfig)}
 
 
 def unpooled_features(config: ClickModelConfig, inputs: ModelInputs) -> tuple[str, ...]:

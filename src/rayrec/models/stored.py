@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
-import rayrec.models.ranking
 from rayrec.config import CLASS, InputError
+from rayrec.models import ranking
 from rayrec.models.base import ClickModelConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
 
@@ -34,11 +32,8 @@ def stored_model(
 
 
 def _shipped(name: str, where: str) -> type[ClickModelConfig]:
-    module, _, qualname = name.rpartition(".")
-    package = rayrec.models.ranking
-    modules = [f"{package.__name__}.{found.name}" for found in pkgutil.iter_modules(package.__path__)]
-    cls = getattr(importlib.import_module(module), qualname, None) if module in modules else None
-    if not (isinstance(cls, type) and issubclass(cls, ClickModelConfig) and cls.__module__ == module):
+    cls: type[ClickModelConfig] | None = ranking.config_class(name) if "." in name else None
+    if cls is None:
         raise InputError(
             f"{where}: its network is {name}, which is not one of rayrec's; give the recipe that it was trained by: "
             "--recipe FILE.py:FUNCTION"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from rayrec import recipes
 from rayrec.config import InputError
+from rayrec.models import ranking
 from rayrec.models.base import ClickModelConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.ranking.finalnet import FinalNetConfig
@@ -42,3 +44,26 @@ def test_a_file_chooses_no_other_class(name: object, capsys: pytest.CaptureFixtu
     with pytest.raises(InputError, match=r"^f: its network is .*, which is not one of rayrec's; give the recipe"):
         stored_model({"class": name, "embedding_dim": 4}, where="f")
     assert capsys.readouterr().out == ""
+
+
+def test_a_stored_class_takes_the_place_of_the_recipes() -> None:
+    """By its model's name or as configurations store it; what all click models have in common stays."""
+    recipe = recipes.criteo_demo()
+    model = recipe.replace(workload={"model": {"class": "finalnet", "first_tower": [8]}}).workload.model
+    assert model == FinalNetConfig(embedding_dim=16, embedding_penalty=3e-4, first_tower=(8,))
+    changed = recipe.replace(workload={"model": FinalNetConfig(members=2)})
+    assert recipes.load_config(changed.to_yaml()) == changed
+    back = changed.replace(workload={"model": {"class": "dlrm"}}).workload.model
+    assert back == DLRMConfig(embedding_dim=16, bottom_mlp=(512, 256, 16), members=2)
+    for unknown in ("deepest", "dlrm_network", "os.system", "rayrec.models.base.ClickModelConfig"):
+        with pytest.raises(InputError, match=r"model\.class: .*; rayrec's models are .*dlrm, finalnet"):
+            recipe.replace(workload={"model": {"class": unknown}})
+
+
+def test_every_file_of_the_folder_is_a_model() -> None:
+    for name in ranking.names():
+        cls = ranking.config_class(name)
+        assert cls is not None, name
+        assert ranking.config_class(f"{cls.__module__}.{cls.__qualname__}") is cls
+        assert issubclass(cls, ClickModelConfig)
+        cls()  # every field has a default

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from rayrec.config import InputError
-from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.base import ClickModelConfig, ModelInputs, embedding_settings
 
 if TYPE_CHECKING:
     from rayrec.layers.mlp import Precision
@@ -61,9 +61,10 @@ class DLRMConfig(ClickModelConfig):
                     )
 
     @classmethod
-    def _own_class(cls) -> str | None:
-        # Stored without its name, as when there was no other model.
-        return None if cls is DLRMConfig else super()._own_class()
+    def in_place_of(cls, other: ClickModelConfig) -> Self:
+        default = cls()
+        bottom_mlp = (*default.bottom_mlp[:-1], other.embedding_dim)
+        return default.replace(**embedding_settings(other), bottom_mlp=bottom_mlp)
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> DLRM:
         from rayrec.models.ranking.dlrm_network import DLRM
