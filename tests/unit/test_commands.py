@@ -15,6 +15,7 @@ from rayrec import cli, recipes
 from rayrec.commands import MODULES, command
 from rayrec.commands.arguments import parse_config, print_json, with_new_name
 from rayrec.config import InputError
+from rayrec.models.ranking.finalnet import FinalNetConfig
 from rayrec.verbs import VERBS
 from rayrec.workloads.recsys import ClickWorkload
 
@@ -297,3 +298,20 @@ def test_an_old_flag_reaches_its_field(tmp_path: Path) -> None:
     config, _ = parse_config("train", ["criteo_kaggle", "--workload.profile.min-count", "7"])
     assert isinstance(config.workload, ClickWorkload)
     assert config.workload.preset.min_count == 7
+
+
+def test_a_model_by_its_name() -> None:
+    flags = ["criteo_kaggle", "--model", "finalnet", "--workload.model.first-tower", "8"]
+    config, _ = parse_config("train", flags)
+    assert isinstance(config.workload, ClickWorkload)
+    assert config.workload.model == FinalNetConfig(embedding_dim=16, first_tower=(8,))
+    with pytest.raises(InputError, match=r"^--model: no model finalnett; did you mean finalnet\?$"):
+        parse_config("train", ["criteo_kaggle", "--model", "finalnett"])
+    with pytest.raises(
+        InputError, match=r"^--model: no model tree; there are .*dlrm, finalnet.*, and your own, by a recipe$"
+    ):
+        parse_config("train", ["criteo_kaggle", "--model=tree"])
+    with pytest.raises(InputError, match=r"^--model: recipe mnist_resnet18 trains no click model$"):
+        parse_config("train", ["mnist_resnet18", "--model", "dlrm"])
+    with pytest.raises(InputError, match=r"did you mean --workload\.model\.first-tower"):
+        parse_config("train", ["criteo_kaggle", "--model", "finalnet", "--workload.model.first-towe", "8"])

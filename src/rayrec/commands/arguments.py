@@ -144,8 +144,8 @@ def no_arguments(verb: str, arguments: list[str]) -> None:
 
 
 def parse_config(verb: str, arguments: list[str]) -> tuple[TrainConfig, set[str]]:
-    """A recipe's name or FILE.py:FUNCTION, --config FILE or both, --schema FILE and --model NAME, then flags laid over it. Returns
-    the configuration and the switches -v and -q."""
+    """A recipe's name or FILE.py:FUNCTION, --config FILE or both, --schema FILE and --model NAME, then flags laid over it.
+    Returns the configuration and the switches -v and -q."""
     switches = {argument for argument in arguments if argument in ("-v", "-q")}
     arguments, schema = with_schema([argument for argument in arguments if argument not in switches])
     arguments, file = take_option(arguments, "--config", what="a file")

@@ -34,6 +34,9 @@ from rayrec.inference.export_format import read_manifest
 from rayrec.inference.export_readme import FROM_RAW, LOADER
 from rayrec.inference.model import open_served
 from rayrec.inference.parity import compare, spread
+from rayrec.models import ranking
+from rayrec.models.base import ClickModelConfig
+from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.tables import Quantization
 from rayrec.schema import Schema
 from rayrec.serve.requests import Body
@@ -560,3 +563,23 @@ def test_the_encoder_reads_categories_of_any_kind(tmp_path: Path) -> None:
     for row in ({"user": 1.5}, {"user": 2**64}, {"age": "x"}, {"age": 1e19}, {"shop": "x"}, {"tags": [["a"]]}):
         with pytest.raises(ValueError, match=f"row 1: {next(iter(row))} is"):
             Encoder(str(tmp_path)).encode([{}, row])
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", [name for name in ranking.names() if name != "din"])  # which needs lists
+def test_every_model_is_exported(tmp_path: Path, saved: Saved, name: str) -> None:
+    """Its program, int8 tables and, with two members, tables wider than an embedding."""
+    cls = ranking.config_class(name)
+    assert cls is not None
+    like = DLRMConfig(embedding_dim=8, bottom_mlp=(8,), members=2)
+    config: ClickModelConfig = cls.in_place_of(like)
+    made = save_clicks(
+        tmp_path / "run", model=config, preprocessor=saved.preprocessor, train_data=saved.config.train_data
+    )
+    told = _export(made, tmp_path / "out", quantize="int8", max_auroc_loss=0.05)
+    assert told["parity"]["failure"] is None
+    rows = made.rows(50)
+    names: dict[str, Any] = {}
+    exec(LOADER.replace('"."', repr(str(tmp_path / "out"))), names)
+    served = open_served(str(tmp_path / "out"))
+    np.testing.assert_allclose(names["score"](rows.dense, list(rows.ids)), served.score(rows), rtol=0, atol=1e-4)
