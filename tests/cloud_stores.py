@@ -95,7 +95,11 @@ class Azurite:
         process, self._process = self._process, None
         if process is not None:
             process.terminate()
-            process.communicate()
+            try:
+                process.communicate(timeout=3)
+            except subprocess.TimeoutExpired:  # it waits for open connections to end, having written
+                process.kill()
+                process.communicate()
 
 
 def _connection(account: str, key: str, port: int) -> str:

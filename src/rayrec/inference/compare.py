@@ -197,7 +197,7 @@ def _result(
 
 
 def _reversed(found: Difference) -> Difference:
-    return replace(found, difference=-found.difference, low=-found.high, high=-found.low)
+    return replace(found, difference=0 - found.difference, low=0 - found.high, high=0 - found.low)  # 0 in place of -0
 
 
 def _failures(gates: ComparisonGates, names: Sequence[str], gain: Difference) -> list[str]:
