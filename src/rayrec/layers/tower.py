@@ -75,6 +75,27 @@ class Tower(nn.Module):
         return hidden
 
 
+@final
+class LogitTower(nn.Module):
+    """A `Tower` and a linear layer to one logit: (rows, in_features) -> float32 (rows,)."""
+
+    def __init__(
+        self,
+        in_features: int,
+        sizes: Sequence[int],
+        *,
+        dropout: float = 0.0,
+        norm: Norm = "none",
+        precision: Precision = "fp32",
+    ) -> None:
+        super().__init__()
+        self.tower = Tower(in_features, sizes, dropout=dropout, norm=norm, precision=precision)
+        self.logit = xavier_linear(self.tower.out_features, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.logit(self.tower(inputs).float()).squeeze(1)
+
+
 def _norm(kind: Norm, size: int) -> nn.Module:
     match kind:
         case "batch":

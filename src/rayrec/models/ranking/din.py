@@ -14,6 +14,7 @@ from rayrec.layers.fields import number_vectors
 from rayrec.layers.mlp import Precision
 from rayrec.layers.tower import Tower, xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.checks import check_dropouts, check_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +34,8 @@ class DINConfig(ClickModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("attention", "mlp"):
-            if any(size < 1 for size in getattr(self, name)):
-                raise InputError(f"DINConfig.{name}: {getattr(self, name)} needs sizes of at least 1")
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"DINConfig.dropout: {self.dropout} must be at least 0 and below 1")
+        check_sizes(self, "attention", "mlp")
+        check_dropouts(self, "dropout")
 
     def targets(self, inputs: ModelInputs) -> dict[str, str]:
         """The target of each list that has one."""

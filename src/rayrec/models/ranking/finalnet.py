@@ -15,6 +15,7 @@ from rayrec.layers.fields import fields, number_vectors
 from rayrec.layers.mlp import EmptyLinear, Precision, compute_dtype, start_values
 from rayrec.layers.tower import xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.checks import check_dropouts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +41,7 @@ class FinalNetConfig(ClickModelConfig):
             sizes = getattr(self, name)
             if any(size < 2 or size % 2 for size in sizes) or (name == "first_tower" and not sizes):
                 raise InputError(f"FinalNetConfig.{name}: {sizes} needs even sizes, each at least 2")
-        for name in ("first_dropout", "second_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise InputError(f"FinalNetConfig.{name}: {getattr(self, name)} must be at least 0 and below 1")
+        check_dropouts(self, "first_dropout", "second_dropout")
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return FinalNet(self, inputs, precision=precision)
