@@ -1,0 +1,61 @@
+"""Wide & Deep (Cheng et al., "Wide & Deep Learning for Recommender Systems", DLRS 2016), and its settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from rayrec.layers.embedded import Embedded
+from rayrec.layers.first_order import FieldsAndLinear, width_with_weight
+from rayrec.layers.mlp import Precision
+from rayrec.layers.tower import LogitTower
+from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.checks import check_dropouts, check_sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class WideDeepConfig(ClickModelConfig):
+    """Adds the logits of a linear model and an MLP over the same features."""
+
+    mlp: tuple[int, ...] = (400, 400, 400)
+    """Widths of the layers over all features."""
+    dropout: float = 0.0
+    """Share of each layer's activations that a step leaves out."""
+    batch_norm: bool = False
+    """Normalize each layer's outputs over the global batch."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes(self, "mlp")
+        check_dropouts(self, "dropout")
+
+    @property
+    def width(self) -> int:
+        return width_with_weight(self.embedding_dim)
+
+    def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
+        return WideDeep(self, inputs, precision=precision)
+
+
+class WideDeep(nn.Module):
+    """A number counts as a feature whose embedding is the number times a learned vector. The linear model takes the features
+    alone: a cross product of features is a column of the data."""
+
+    def __init__(self, config: WideDeepConfig, inputs: ModelInputs, *, precision: Precision) -> None:
+        super().__init__()
+        self._label = inputs.label
+        self.fields = FieldsAndLinear(inputs.num_dense, config.embedding_dim)
+        self.deep = LogitTower(
+            (inputs.num_dense + len(inputs.features)) * config.embedding_dim,
+            config.mlp,
+            dropout=config.dropout,
+            norm="batch" if config.batch_norm else "none",
+            precision=precision,
+        )
+
+    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+        """See `ClickModelConfig.build`."""
+        fields, wide = self.fields(dense, embedded)
+        return {self._label: wide + self.deep(fields.flatten(1))}
