@@ -11,7 +11,7 @@ from rayrec.models.row_gradients import Lookups, RowGradients, TableFeatures
 from rayrec.models.table_adam import AdamStep, TableAdam, TablePart
 from rayrec.optim import SparseOptimizerConfig
 
-ROWS, COLUMNS, STEPS = 40, 6, 300
+ROWS, COLUMNS, STEPS = 40, 6, 200
 
 
 def gradient_of(step: int) -> torch.Tensor:
@@ -108,12 +108,11 @@ def test_moments_become_zero_and_not_subnormal() -> None:
     assert part.weights.isfinite().all()
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_threads_change_no_bit(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     from rayrec.models import table_adam
 
     monkeypatch.setattr(table_adam, "_VALUES_OF_A_TASK", 5 * COLUMNS)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     table = start()
     found = trained(TableAdam.of_parameters(SparseOptimizerConfig(kind="adam"), {"table": table}), table)
     monkeypatch.undo()

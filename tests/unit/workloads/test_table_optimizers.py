@@ -23,7 +23,7 @@ from rayrec.sharding import ShardingConfig
 from rayrec.training.state import all_tensors, restore_all
 from rayrec.workloads.base import WorkerSetup
 
-TABLES, STEPS = click_ranks.SHARED, 6
+TABLES, STEPS = click_ranks.SHARED, 4
 SPARSE: dict[str, Any] = {"learning_rate": 0.01, "eps": 1e-3}
 DENSE = DenseOptimizerConfig(kind="adam", learning_rate=0.01, eps=1e-3)
 
@@ -95,8 +95,15 @@ def by_torch(
     return losses, {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("plan", ["table_wise", "column_wise", "data_parallel"])
-@pytest.mark.parametrize(("kind", "weight_decay"), [("adam", 0.0), ("adam", 0.3), ("adamw", 0.3)])
+@pytest.mark.parametrize(
+    ("kind", "weight_decay", "plan"),
+    [
+        ("adam", 0.0, "table_wise"),
+        ("adam", 0.3, "column_wise"),
+        ("adam", 0.3, "data_parallel"),
+        ("adamw", 0.3, "table_wise"),
+    ],
+)
 def test_dense_semantics_under_every_plan(kind: Any, weight_decay: float, plan: str, tmp_path: Path) -> None:
     setup = set_up(plan, kind=kind, weight_decay=weight_decay)
     assert {row["sharding_type"] for row in setup.described["tables"]} == {plan}
@@ -107,8 +114,9 @@ def test_dense_semantics_under_every_plan(kind: Any, weight_decay: float, plan: 
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("plan", ["table_wise", "data_parallel"])
-@pytest.mark.parametrize("max_gradient_norm", [0.05, 100.0])
+@pytest.mark.parametrize(
+    ("max_gradient_norm", "plan"), [(0.05, "table_wise"), (0.05, "data_parallel"), (100.0, "table_wise")]
+)
 def test_all_gradients_are_clipped_together(max_gradient_norm: float, plan: str, tmp_path: Path) -> None:
     setup = set_up(plan, kind="adam", weight_decay=0.3, max_gradient_norm=max_gradient_norm)
     losses, found = train(setup, range(STEPS)), saved(setup, tmp_path / "end")
@@ -168,15 +176,15 @@ def test_a_resumed_run_is_the_same_run(kind: Any, tmp_path: Path) -> None:
     losses = train(whole, range(STEPS))
     expected = saved(whole, tmp_path / "whole")
     first = set_up("table_wise", kind=kind)
-    train(first, range(3))
+    train(first, range(2))
     half = saved(first, tmp_path / "half")
-    for plan in ("data_parallel", "column_wise", "table_wise"):  # the last is the plan that it began with
+    for plan in ("data_parallel", "table_wise"):  # the last is the plan that it began with
         resumed = set_up(plan, kind=kind)
         restore_all(Checkpoint(str(tmp_path / "half")), resumed.model, resumed.optimizer)
         back = saved(resumed, tmp_path / f"{plan}_half")
         assert back.keys() == half.keys()
         assert all(torch.equal(back[name], tensor) for name, tensor in half.items())
-        assert train(resumed, range(3, STEPS)) == pytest.approx(losses[3:], rel=1e-6)
+        assert train(resumed, range(2, STEPS)) == pytest.approx(losses[2:], rel=1e-6)
     found = saved(resumed, tmp_path / "resumed")
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     states = {name.rpartition(".")[2] for name in half if "cat_1.weight" in name and name.startswith("optimizer.")}
