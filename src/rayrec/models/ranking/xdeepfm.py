@@ -1,0 +1,97 @@
+"""xDeepFM (Lian et al., "xDeepFM: Combining Explicit and Implicit Feature Interactions for Recommender Systems", KDD 2018)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from rayrec.layers.embedded import Embedded
+from rayrec.layers.first_order import FieldsAndLinear, width_with_weight
+from rayrec.layers.mlp import EmptyLinear, Precision, compute_dtype
+from rayrec.layers.tower import LogitTower, xavier_linear
+from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.checks import check_dropouts, check_sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class XDeepFMConfig(ClickModelConfig):
+    """Adds the logits of a linear model, a compressed interaction network and an MLP, which share the embeddings."""
+
+    interaction: tuple[int, ...] = (16, 16, 16)
+    """Vectors that each layer of the compressed interaction network gives; a layer adds one order of interactions."""
+    mlp: tuple[int, ...] = (400, 400, 400)
+    """Widths of the layers over all features; empty: there is no MLP."""
+    dropout: float = 0.0
+    """Share of the MLP's activations that a step leaves out."""
+    batch_norm: bool = False
+    """Normalize the outputs of the MLP's layers over the global batch."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes(self, "interaction", empty=False)
+        check_sizes(self, "mlp")
+        check_dropouts(self, "dropout")
+
+    @property
+    def width(self) -> int:
+        return width_with_weight(self.embedding_dim)
+
+    def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
+        return XDeepFM(self, inputs, precision=precision)
+
+
+class XDeepFM(nn.Module):
+    """A number counts as a feature whose embedding is the number times a learned vector."""
+
+    def __init__(self, config: XDeepFMConfig, inputs: ModelInputs, *, precision: Precision) -> None:
+        super().__init__()
+        self._label = inputs.label
+        count = inputs.num_dense + len(inputs.features)
+        self.fields = FieldsAndLinear(inputs.num_dense, config.embedding_dim, bias=False)
+        self.interaction = CompressedInteraction(count, config.interaction, precision=precision)
+        self.deep = (
+            LogitTower(
+                count * config.embedding_dim,
+                config.mlp,
+                dropout=config.dropout,
+                norm="batch" if config.batch_norm else "none",
+                precision=precision,
+            )
+            if config.mlp
+            else None
+        )
+
+    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+        """See `ClickModelConfig.build`."""
+        fields, linear = self.fields(dense, embedded)
+        logits = linear + self.interaction(fields)
+        return {self._label: logits if self.deep is None else logits + self.deep(fields.flatten(1))}
+
+
+class CompressedInteraction(nn.Module):
+    """The logit of vectors that are weighted sums of products of every field with every vector of the layer before, value by
+    value (CIN). Without activation between layers, which the paper found best."""
+
+    def __init__(self, num_fields: int, sizes: Sequence[int], *, precision: Precision) -> None:
+        super().__init__()
+        self.layers, count = nn.ModuleList(), num_fields
+        for size in sizes:
+            self.layers.append(xavier_linear(num_fields * count, size))
+            count = size
+        self.logit = xavier_linear(sum(sizes), 1)
+        self._dtype = compute_dtype(precision)
+
+    def forward(self, fields: torch.Tensor) -> torch.Tensor:
+        """(rows, num_fields, dim) -> float32 (rows,)."""
+        first = fields.transpose(1, 2).to(self._dtype)  # a place of the vectors is a row of each product
+        hidden, sums = first, []
+        for layer in self.layers:
+            assert isinstance(layer, EmptyLinear)
+            pairs = (first.unsqueeze(3) * hidden.unsqueeze(2)).flatten(2)
+            hidden = functional.linear(pairs, layer.weight.to(self._dtype), layer.bias.to(self._dtype))
+            sums.append(hidden.float().sum(1))
+        return self.logit(torch.cat(sums, dim=1)).squeeze(1)
