@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Final, final
 
 import torch
-from torch import distributed, nn
-from torch.distributed.nn.functional import all_reduce
+from torch import nn
+
+from rayrec.layers.exchange import alone, summed
 
 _FEWEST_ROWS: Final = 2
 """Of which torch's own operator estimates a variance."""
@@ -36,8 +37,7 @@ class GlobalBatchNorm(nn.Module):
         return self._normalized(inputs.float()).to(inputs.dtype)
 
     def _normalized(self, inputs: torch.Tensor) -> torch.Tensor:
-        alone = not distributed.is_initialized() or distributed.get_world_size() == 1
-        if not self.training or (alone and len(inputs) >= _FEWEST_ROWS):
+        if not self.training or (alone() and len(inputs) >= _FEWEST_ROWS):
             return nn.functional.batch_norm(
                 inputs,
                 self.running_mean,
@@ -50,13 +50,11 @@ class GlobalBatchNorm(nn.Module):
             )
         ones = inputs.new_ones(1).mul_(len(inputs))
         # One exchange for the mean, one for the variance around it: a difference of squares would lose digits.
-        count, total = (ones, inputs.sum(0)) if alone else _summed(ones, inputs.sum(0))
+        count, total = summed(ones, inputs.sum(0))
         count = count.detach().clamp(min=1)
         mean = total / count
         centered = inputs - mean
-        squares = centered.square().sum(0)
-        if not alone:
-            (squares,) = _summed(squares)
+        (squares,) = summed(centered.square().sum(0))
         variance = squares / count
         self._keep(mean.detach(), variance.detach() * (count / (count - 1).clamp(min=1)), count)
         normal = centered * torch.rsqrt(variance + self._eps)
@@ -69,9 +67,3 @@ class GlobalBatchNorm(nn.Module):
         share = self._momentum * (count >= _FEWEST_ROWS)
         self.running_mean.lerp_(mean, share)
         self.running_var.lerp_(variance, share)
-
-
-def _summed(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Each part added up over the workers, in one exchange, through which gradients flow."""
-    total = all_reduce(torch.cat(parts))
-    return total.split([len(part) for part in parts])

@@ -1,4 +1,4 @@
-"""Batch normalization over all workers' rows."""
+"""Batch normalization and means over all workers' rows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from checkpoint_ranks import run_ranks
 from torch import nn
 
 from rayrec.layers.batch_norm import GlobalBatchNorm
+from rayrec.layers.exchange import global_means
 
 FEATURES, STEPS = 3, 4
 PARTS = ((0, 7), (7, 7), (7, 8))
@@ -41,6 +42,9 @@ def a_rank(folder: str, rank: int) -> None:
         (outputs * weights(8)[start:stop]).sum().backward()
     state = {name: tensor.detach() for name, tensor in norm.state_dict().items()}
     found = {"outputs": outputs.detach(), "gradient": inputs.grad, "weight_gradient": norm.weight.grad, **state}
+    values = rows(0)[start:stop].requires_grad_()
+    (values.square() @ global_means(values)).sum().backward()
+    found |= {"means": global_means(values).detach(), "gradient_with_means": values.grad}
     torch.save(found, f"{folder}/rank_{rank}.pt")
 
 
@@ -57,7 +61,11 @@ def test_workers_with_unequal_rows_normalize_as_one(tmp_path: Path) -> None:
     for name, expected in (("outputs", outputs.detach()), ("gradient", inputs.grad)):
         torch.testing.assert_close(torch.cat([part[name] for part in found]), expected, atol=2e-4, rtol=1e-3)
     torch.testing.assert_close(sum(part["weight_gradient"] for part in found), whole.weight.grad, atol=1e-3, rtol=1e-3)
+    values = rows(0).requires_grad_()
+    (values.square() @ values.mean(0)).sum().backward()
+    torch.testing.assert_close(torch.cat([part["gradient_with_means"] for part in found]), values.grad)
     for part in found:
+        torch.testing.assert_close(part["means"], values.mean(0).detach())
         for name in ("running_mean", "running_var"):
             torch.testing.assert_close(part[name], getattr(whole, name), rtol=1e-4, atol=1e-4)
             assert torch.equal(part[name], found[0][name])

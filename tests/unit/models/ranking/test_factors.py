@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from whole_click_model import whole_model
 
 from rayrec.batch import Batch
@@ -17,8 +18,10 @@ from rayrec.layers.embedded import Embedded
 from rayrec.layers.first_order import width_with_weight
 from rayrec.layers.tower import LogitTower, Tower
 from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.ranking.dcnv3 import DCNv3Config
 from rayrec.models.ranking.deepfm import DeepFMConfig
 from rayrec.models.ranking.widedeep import WideDeepConfig
+from rayrec.models.ranking.xdeepfm import XDeepFMConfig
 from rayrec.models.tables import RowFormat
 from rayrec.workloads.recsys_scorer import PlainModel, make_scorer
 
@@ -26,7 +29,9 @@ ROWS, DIM = 17, 4
 INPUTS = ModelInputs(2, ("a", "b", "c"), "click")
 DEEPFM = DeepFMConfig(embedding_dim=DIM, mlp=(8, 6), batch_norm=True)
 WIDEDEEP = WideDeepConfig(embedding_dim=DIM, mlp=(8,))
-CONFIGS: list[ClickModelConfig] = [DEEPFM, WIDEDEEP]
+XDEEPFM = XDeepFMConfig(embedding_dim=DIM, interaction=(5, 3), mlp=(8,))
+DCNV3 = DCNv3Config(embedding_dim=DIM, deep_layers=2, shallow_layers=3, deep_dropout=0.0, shallow_dropout=0.0)
+CONFIGS: list[ClickModelConfig] = [DEEPFM, WIDEDEEP, XDEEPFM, DCNV3]
 Reference = Callable[[nn.Module, torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]
 
 each = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
@@ -101,8 +106,65 @@ def widedeep(net: nn.Module, dense: torch.Tensor, values: torch.Tensor) -> dict[
     return {"click": first_order(net.fields, dense, values) + logit(net.deep, torch.cat(v, dim=1))}
 
 
+def xdeepfm(net: nn.Module, dense: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Equations 6 to 8: x^k_h = sum over i and j of W^k_hij (x^(k-1)_i * x^0_j), summed over its values."""
+    v = as_fields(net.fields, dense, values)
+    before, sums = v, []
+    for layer in net.interaction.layers:
+        weights = layer.weight.view(-1, 5, len(before))
+        vectors = [
+            layer.bias[h] + sum(weights[h, j, i] * v[j] * before[i] for j in range(5) for i in range(len(before)))
+            for h in range(len(weights))
+        ]
+        sums += [vector.sum(1) for vector in vectors]
+        before = vectors
+    logits = first_order(net.fields, dense, values) + linear(net.interaction.logit, torch.stack(sums, dim=1))[:, 0]
+    return {"click": logits if net.deep is None else logits + logit(net.deep, torch.cat(v, dim=1))}
+
+
+def dcnv3(net: nn.Module, dense: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Sections 3.2 to 3.4, and DCNv3.py of the authors: heads, halves of embeddings side by side, and both networks."""
+    stacked = torch.stack(as_fields(net, dense, values), dim=1)
+    heads = net._heads
+    inputs = torch.stack(
+        [
+            torch.cat([half.flatten(1) for half in head.tensor_split(2, dim=2)], dim=1)
+            for head in stacked.tensor_split(heads, dim=2)
+        ],
+        dim=1,
+    )
+    outputs = {}
+    for name, crosses in (("deep", net.deep), ("shallow", net.shallow)):
+        x = inputs
+        for number, layer in enumerate(crosses.layers):
+            half, batch_norm, mask_norm = linear(layer, x), crosses.batch_norms[number], crosses.mask_norms[number]
+            if heads > 1:
+                half = torch.cat(
+                    [
+                        (part - part.mean()) / (part.var(unbiased=False) + 1e-5).sqrt() * batch_norm.weight[head]
+                        + batch_norm.bias[head]
+                        for head, part in enumerate(half.split(1, dim=1))
+                    ],
+                    dim=1,
+                )
+            mask = (half if isinstance(mask_norm, nn.Identity) else standardized(half, mask_norm, 2)).clamp(min=0)
+            crossed = torch.cat([half, half * mask], dim=2) + crosses.biases[number]
+            x = (x if name == "deep" else inputs) * crossed + x
+        outputs[name] = linear(crosses.logit, x)[:, :, 0].mean(1)
+    return {"click": (outputs["deep"] + outputs["shallow"]) / 2, **outputs}
+
+
 @pytest.mark.parametrize(
-    ("config", "reference"), [(DEEPFM, deepfm), (WIDEDEEP, widedeep)], ids=lambda part: type(part).__name__
+    ("config", "reference"),
+    [
+        (DEEPFM, deepfm),
+        (WIDEDEEP, widedeep),
+        (XDEEPFM, xdeepfm),
+        (XDEEPFM.replace(mlp=()), xdeepfm),
+        (DCNV3, dcnv3),
+        (DCNV3.replace(heads=2, batch_norm=True), dcnv3),
+        (DCNV3.replace(layer_norm=False), dcnv3),
+    ],
 )
 def test_outputs_are_those_of_the_paper(config: ClickModelConfig, reference: Reference) -> None:
     net, (dense, values) = network(config), delivery(config)
@@ -118,6 +180,26 @@ def test_the_order_of_delivery_does_not_matter(config: ClickModelConfig) -> None
     order = (2, 0, 1)
     shuffled = Embedded(INPUTS.features, config.width, lambda: (values[:, list(order)].flatten(1), order))
     torch.testing.assert_close(net(dense, shuffled)["click"], net(dense, as_columns(values))["click"])
+
+
+def test_dcnv3_learns_more_from_the_network_that_is_worse() -> None:
+    """Loss and gradient are those of L + L_d max(0, L_d - L) + L_s max(0, L_s - L) over means of the batch."""
+    net, (dense, values) = network(DCNV3), delivery(DCNV3)
+    outputs = net(0.1 * dense, as_columns(0.1 * values))
+    labels = (outputs["deep"] > outputs["shallow"]).float()
+    loss, deep, shallow = (
+        functional.binary_cross_entropy(outputs[name].double().sigmoid(), labels.double())
+        for name in ("click", "deep", "shallow")
+    )
+    assert deep < loss < shallow  # the better one adds nothing
+    expected = loss + deep * (deep - loss).clamp(min=0) + shallow * (shallow - loss).clamp(min=0)
+    found = net.loss(outputs, {"click": labels})
+    assert found.shape == (ROWS,)
+    torch.testing.assert_close(found.mean(), expected.float(), atol=1e-5, rtol=1e-5)
+    parameters = list(net.parameters())
+    wanted = torch.autograd.grad(expected, parameters, retain_graph=True)
+    for gradient, other in zip(torch.autograd.grad(found.mean(), parameters), wanted, strict=True):
+        torch.testing.assert_close(gradient, other, atol=1e-5, rtol=1e-4)
 
 
 def rows(count: int) -> tuple[Batch, EncodedRows]:
@@ -182,6 +264,11 @@ def test_a_row_of_a_table_has_room_for_a_weight() -> None:
     [
         (DEEPFM, {"mlp": (8, 0)}, r"DeepFMConfig.mlp: \(8, 0\) needs sizes of at least 1"),
         (DEEPFM, {"dropout": 1.0}, "DeepFMConfig.dropout: 1.0 must be at least 0 and below 1"),
+        (XDEEPFM, {"interaction": ()}, r"XDeepFMConfig.interaction: \(\) needs one or more sizes of at least 1"),
+        (XDEEPFM, {"mlp": (0,)}, r"XDeepFMConfig.mlp: \(0,\) needs sizes of at least 1"),
+        (DCNV3, {"heads": 3}, r"DCNv3Config.embedding_dim: 4 must be a multiple of 6, 2 \* heads"),
+        (DCNV3, {"deep_layers": 0}, "DCNv3Config.deep_layers: 0 must be at least 1"),
+        (DCNV3, {"shallow_dropout": 1.0}, "DCNv3Config.shallow_dropout: 1.0 must be at least 0 and below 1"),
         (WIDEDEEP, {"mlp": (-1,)}, r"WideDeepConfig.mlp: \(-1,\) needs sizes of at least 1"),
         (WIDEDEEP, {"dropout": -0.1}, "WideDeepConfig.dropout: -0.1 must be at least 0 and below 1"),
     ],

@@ -1,0 +1,126 @@
+"""DCNv3 (Li et al., "DCNv3: Towards Next Generation Deep Cross Network for CTR Prediction", 2024), and its settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from rayrec.config import InputError
+from rayrec.layers.batch_norm import GlobalBatchNorm
+from rayrec.layers.embedded import Embedded
+from rayrec.layers.exchange import global_means
+from rayrec.layers.fields import fields, number_vectors
+from rayrec.layers.mlp import Precision, compute_dtype, start_values
+from rayrec.layers.tower import xavier_linear
+from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.checks import check_counts, check_dropouts
+
+
+@dataclass(frozen=True, kw_only=True)
+class DCNv3Config(ClickModelConfig):
+    """Two cross networks without an MLP, whose logits are averaged: the order of interactions doubles with each layer of the deep
+    one and grows by one with each layer of the shallow one. Each network also has a loss of its own."""
+
+    deep_layers: int = 3
+    """Layers of the deep cross network, which multiply with their input."""
+    shallow_layers: int = 4
+    """Layers of the shallow cross network, which multiply with the embeddings."""
+    deep_dropout: float = 0.1
+    """Share of the deep network's activations that a step leaves out."""
+    shallow_dropout: float = 0.2
+    """Share of the shallow network's activations that a step leaves out."""
+    heads: int = 1
+    """Equal parts of every embedding, each of which is crossed alone; the logit is the mean of theirs."""
+    layer_norm: bool = True
+    """Normalize what the mask is computed from."""
+    batch_norm: bool = False
+    """Normalize each layer's products over the global batch."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(self, "deep_layers", "shallow_layers", "heads")
+        check_dropouts(self, "deep_dropout", "shallow_dropout")
+        if self.embedding_dim % (2 * self.heads):
+            raise InputError(
+                f"DCNv3Config.embedding_dim: {self.embedding_dim} must be a multiple of {2 * self.heads}, 2 * heads"
+            )
+
+    def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
+        return DCNv3(self, inputs, precision=precision)
+
+
+class DCNv3(nn.Module):
+    """A number counts as a feature whose embedding is the number times a learned vector."""
+
+    def __init__(self, config: DCNv3Config, inputs: ModelInputs, *, precision: Precision) -> None:
+        super().__init__()
+        self._label, self._heads = inputs.label, config.heads
+        self.number_vectors = number_vectors(inputs.num_dense, config.embedding_dim)
+        width = (inputs.num_dense + len(inputs.features)) * config.embedding_dim // config.heads
+        self.deep = _CrossNetwork(width, config.deep_layers, config.deep_dropout, config, precision, deep=True)
+        self.shallow = _CrossNetwork(
+            width, config.shallow_layers, config.shallow_dropout, config, precision, deep=False
+        )
+
+    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+        """See `ClickModelConfig.build`; in addition to the label's logits those of each network."""
+        vectors = fields(dense, self.number_vectors, embedded)
+        # The first halves of all fields, then the second ones: (rows, heads, fields * dim / heads).
+        parts = vectors.unflatten(2, (self._heads, 2, -1)).permute(0, 2, 3, 1, 4).flatten(2)
+        deep, shallow = self.deep(parts), self.shallow(parts)
+        return {self._label: (deep + shallow) * 0.5, "deep": deep, "shallow": shallow}
+
+    def loss(self, outputs: dict[str, torch.Tensor], labels: dict[str, torch.Tensor]) -> torch.Tensor:
+        """(rows,): the cross entropy of the logit, and of each network times what its mean exceeds the logit's by.
+
+        The means are over the rows of all workers, unweighted, and gradients flow through them.
+        """
+        logits = torch.stack([outputs[self._label], outputs["deep"], outputs["shallow"]], dim=1)
+        wanted = labels[self._label].unsqueeze(1).expand(-1, 3)
+        losses = functional.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
+        means = global_means(losses) if self.training else losses.mean(0)
+        return losses[:, 0] + losses[:, 1:] @ (means[1:] - means[0]).relu()
+
+
+class _CrossNetwork(nn.Module):
+    """Layers x <- a * (z + bias) + x, in which a is x itself (deep) or the network's input, and z is a linear half h of the
+    input's width next to h * relu(norm(h)), the half under a mask that is computed from it."""
+
+    def __init__(
+        self, width: int, layers: int, dropout: float, config: DCNv3Config, precision: Precision, *, deep: bool
+    ) -> None:
+        super().__init__()
+        self.layers, self.biases = nn.ModuleList(), nn.ParameterList()
+        self.batch_norms, self.mask_norms = nn.ModuleList(), nn.ModuleList()
+        for _ in range(layers):
+            self.layers.append(xavier_linear(width, width // 2, bias=False))
+            self.biases.append(start_values(torch.empty(width), nn.init.uniform_))
+            self.batch_norms.append(GlobalBatchNorm(config.heads) if config.batch_norm else nn.Identity())
+            self.mask_norms.append(nn.LayerNorm(width // 2) if config.layer_norm else nn.Identity())
+        self.logit = xavier_linear(width, 1)
+        self._deep, self._dropout, self._dtype = deep, dropout, compute_dtype(precision)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """(rows, heads, width) -> logits (rows,), the mean of the heads. Only products with weights have the precision's type:
+        the numbers grow with each layer."""
+        hidden = inputs
+        for layer, bias, batch_norm, mask_norm in zip(
+            self.layers, self.biases, self.batch_norms, self.mask_norms, strict=True
+        ):
+            weight = layer.get_parameter("weight").to(self._dtype)
+            half = functional.linear(hidden.to(self._dtype), weight).float()
+            if isinstance(batch_norm, GlobalBatchNorm):  # one mean for all values of a head
+                half = _of_heads(batch_norm, half)
+            crossed = torch.cat([half, half * mask_norm(half).relu()], dim=2) + bias
+            hidden = (hidden if self._deep else inputs) * crossed + hidden
+            hidden = functional.dropout(hidden, self._dropout, training=self.training)
+        return self.logit(hidden).squeeze(2).mean(1)
+
+
+def _of_heads(norm: GlobalBatchNorm, values: torch.Tensor) -> torch.Tensor:
+    """(rows, heads, width): normalized over rows and width."""
+    normal = norm(values.transpose(1, 2).flatten(0, 1))
+    return normal.unflatten(0, (-1, values.shape[2])).transpose(1, 2)
