@@ -288,7 +288,9 @@ def flags(pages: Pages, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
         shown = pages.run(help_of.text, [help_of], tmp_path_factory.mktemp("help"), COLUMNS="200")
         return set(re.findall(r"--[a-z][\w.-]*", shown))
 
-    found = {name: flags_of(name) | {"--schema"} for name in ("vocabulary", "preprocess", "validate", "fetch")}
+    found = {
+        name: flags_of(name) | {"--schema"} for name in ("vocabulary", "preprocess", "validate", "fetch", "compare")
+    }
     kinds = ("criteo_demo", "mnist_resnet18", "gpt2_tiny")  # of each workload one
     found["train"] = {"--config", "--schema"}.union(*(flags_of(f"train {recipe}") for recipe in kinds))
     found["plan"] = found["train"] | {"--cluster", "--tables"}
@@ -302,7 +304,9 @@ def test_flags_exist(page: Path, flags: dict[str, set[str]]) -> None:
     nested = set(re.findall(r"--[a-z][a-z0-9-]*\.[a-z0-9.-]*[a-z0-9]", text))
     known = set().union(*flags.values())
     assert nested <= known, nested - known
-    for verb, line in re.findall(r"rayrec (train|config|plan|vocabulary|preprocess|validate|fetch) ([^`\n]*)", text):
+    for verb, line in re.findall(
+        r"rayrec (train|config|plan|vocabulary|preprocess|validate|fetch|compare) ([^`\n]*)", text
+    ):
         named = set(re.findall(r"--[a-z][\w.-]*", line.partition("#")[0]))
         of_command = flags.get(verb, flags["train"])
         assert named <= of_command, (verb, named - of_command)

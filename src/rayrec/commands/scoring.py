@@ -62,8 +62,8 @@ def _compare(
     """Score every labelled row of a path with two or more click models, and say which differ. Exit status 2 where a gate fails.
 
     Args:
-        places: Folders of checkpoints, or of runs (then the one its summary names, else the newest), the one to compare with
-            first; and last what is scored, with labels: a click log; file, glob or folder.
+        places: Two or more folders of checkpoints, or of runs (then the one that the summary names, else the newest); the
+            first is the baseline. Then the path of the rows, with labels: a click log; file, glob or folder.
         json: Print JSON in place of tables.
         recipe: The recipe the checkpoints are of, where it is one of your own.
         address: HOST:PORT or auto: a running Ray cluster; local: a local Ray; none: threads of this process. Default: the Ray
