@@ -19,6 +19,8 @@ from rayrec.optim import SparseOptimizerConfig
 
 _VALUES_OF_A_TASK: Final = 1 << 20
 """Weights that one thread updates at a time."""
+_VALUES_OF_OPERATORS: Final = 1 << 24
+"""Weights that torch's operators update at a time, which bounds what they take for results in between."""
 
 
 @dataclass(frozen=True)
@@ -95,18 +97,21 @@ class TablePart:
                 yield _CRows(*table, None, None, marks.data_ptr(), start, stop, False)
 
     def update_by_operators(self, step: AdamStep, gradients: RowGradients) -> None:
-        """`update` by torch's operators, for any device."""
+        """`update` by torch's operators, for any device; takes room for the rows of the batch and for some more at a time."""
         ids, values = gradients.ids, gradients.values
-        if step.every_row:
-            gradient = self.weights * step.l2
-            gradient.index_add_(0, ids, values, alpha=step.gradient_scale)
-            self._update(self.weights, self.exp_avg, self.exp_avg_sq, gradient, step)
-            return
-        touched = values.any(dim=1)
-        ids, gradient = ids[touched], values[touched] * step.gradient_scale
-        weights, mean, square = (tensor[ids] for tensor in (self.weights, self.exp_avg, self.exp_avg_sq))
-        self._update(weights, mean, square, gradient, step)
-        self.weights[ids], self.exp_avg[ids], self.exp_avg_sq[ids] = weights, mean, square
+        if not step.every_row:
+            nonzero = values.any(dim=1)
+            ids, values = ids[nonzero], values[nonzero]
+        tensors = (self.weights, self.exp_avg, self.exp_avg_sq)
+        of_batch = [tensor[ids] for tensor in tensors]
+        if step.every_row:  # as if none had a gradient; those of the batch are written afterwards
+            for start, stop in _ranges(len(self.weights), max(1, _VALUES_OF_OPERATORS // self.weights.shape[1])):
+                weights, mean, square = (tensor[start:stop] for tensor in tensors)
+                self._update(weights, mean, square, weights * step.l2, step)
+        weights, mean, square = of_batch
+        self._update(weights, mean, square, values * step.gradient_scale + weights * step.l2, step)
+        for tensor, rows in zip(tensors, of_batch, strict=True):
+            tensor[ids] = rows
 
     @staticmethod
     def _update(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from rayrec.models import table_adam
 from rayrec.models.row_gradients import Lookups, RowGradients, TableFeatures
 from rayrec.models.table_adam import AdamStep, TableAdam, TablePart
 from rayrec.optim import SparseOptimizerConfig
@@ -83,7 +84,8 @@ def step_of(number: int, *, every_row: bool) -> AdamStep:
 
 
 @pytest.mark.parametrize("every_row", [True, False])
-def test_operators_for_gpus_update_as_the_kernels_do(every_row: bool) -> None:
+def test_operators_for_gpus_update_as_the_kernels_do(every_row: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_adam, "_VALUES_OF_OPERATORS", 7 * COLUMNS)
     parts = [TablePart(start().detach().clone(), lambda: pytest.fail("not asked for")) for _ in range(2)]
     for number in range(1, 20):
         gradients = RowGradients.of_dense(gradient_of(number))
@@ -109,8 +111,6 @@ def test_moments_become_zero_and_not_subnormal() -> None:
 
 
 def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rayrec.models import table_adam
-
     monkeypatch.setattr(table_adam, "_VALUES_OF_A_TASK", 5 * COLUMNS)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     table = start()
