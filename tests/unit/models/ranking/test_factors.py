@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from rayrec.layers.embedded import Embedded
 from rayrec.layers.first_order import width_with_weight
 from rayrec.layers.tower import LogitTower, Tower
 from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.ranking.autoint import AutoIntConfig
 from rayrec.models.ranking.dcnv3 import DCNv3Config
 from rayrec.models.ranking.deepfm import DeepFMConfig
 from rayrec.models.ranking.widedeep import WideDeepConfig
@@ -31,7 +33,8 @@ DEEPFM = DeepFMConfig(embedding_dim=DIM, mlp=(8, 6), batch_norm=True)
 WIDEDEEP = WideDeepConfig(embedding_dim=DIM, mlp=(8,))
 XDEEPFM = XDeepFMConfig(embedding_dim=DIM, interaction=(5, 3), mlp=(8,))
 DCNV3 = DCNv3Config(embedding_dim=DIM, deep_layers=2, shallow_layers=3, deep_dropout=0.0, shallow_dropout=0.0)
-CONFIGS: list[ClickModelConfig] = [DEEPFM, WIDEDEEP, XDEEPFM, DCNV3]
+AUTOINT = AutoIntConfig(embedding_dim=DIM, layers=2, attention_dim=6, heads=2, mlp=(8,))
+CONFIGS: list[ClickModelConfig] = [DEEPFM, WIDEDEEP, XDEEPFM, DCNV3, AUTOINT]
 Reference = Callable[[nn.Module, torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]
 
 each = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
@@ -154,6 +157,30 @@ def dcnv3(net: nn.Module, dense: torch.Tensor, values: torch.Tensor) -> dict[str
     return {"click": (outputs["deep"] + outputs["shallow"]) / 2, **outputs}
 
 
+def autoint(
+    net: nn.Module, dense: torch.Tensor, values: torch.Tensor, *, scale: float = 1.0
+) -> dict[str, torch.Tensor]:
+    """Equations 5 to 9, head by head and field by field; the residual is projected if the width changes, as in FuxiCTR."""
+    fields = as_fields(net, dense, values)
+    hidden = fields
+    for layer in net.attention:
+        parts = []
+        for of_query, of_key, of_value in zip(
+            *(part.weight.chunk(2) for part in (layer.query, layer.key, layer.value)), strict=True
+        ):
+            queries, keys, mixed_in = ([e @ w.t() for e in hidden] for w in (of_query, of_key, of_value))
+            heads = []
+            for query in queries:
+                exponents = [((query * key).sum(1) * scale).exp() for key in keys]
+                total = sum(exponents)
+                heads.append(sum((e / total)[:, None] * v for e, v in zip(exponents, mixed_in, strict=True)))
+            parts.append(heads)
+        residual = hidden if layer.shortcut is None else [linear(layer.shortcut, e) for e in hidden]
+        hidden = [(torch.cat(heads, dim=1) + own).clamp(min=0) for *heads, own in zip(*parts, residual, strict=True)]
+    logits = linear(net.logit, torch.cat(hidden, dim=1))[:, 0]
+    return {"click": logits if net.deep is None else logits + logit(net.deep, torch.cat(fields, dim=1))}
+
+
 @pytest.mark.parametrize(
     ("config", "reference"),
     [
@@ -164,6 +191,8 @@ def dcnv3(net: nn.Module, dense: torch.Tensor, values: torch.Tensor) -> dict[str
         (DCNV3, dcnv3),
         (DCNV3.replace(heads=2, batch_norm=True), dcnv3),
         (DCNV3.replace(layer_norm=False), dcnv3),
+        (AUTOINT, autoint),
+        (AUTOINT.replace(mlp=(), scale=True, attention_dim=DIM), partial(autoint, scale=2**-0.5)),
     ],
 )
 def test_outputs_are_those_of_the_paper(config: ClickModelConfig, reference: Reference) -> None:
@@ -269,6 +298,9 @@ def test_a_row_of_a_table_has_room_for_a_weight() -> None:
         (DCNV3, {"heads": 3}, r"DCNv3Config.embedding_dim: 4 must be a multiple of 6, 2 \* heads"),
         (DCNV3, {"deep_layers": 0}, "DCNv3Config.deep_layers: 0 must be at least 1"),
         (DCNV3, {"shallow_dropout": 1.0}, "DCNv3Config.shallow_dropout: 1.0 must be at least 0 and below 1"),
+        (AUTOINT, {"heads": 4}, "AutoIntConfig.attention_dim: 6 must be a multiple of heads, 4"),
+        (AUTOINT, {"layers": 0}, "AutoIntConfig.layers: 0 must be at least 1"),
+        (AUTOINT, {"mlp": (0,)}, r"AutoIntConfig.mlp: \(0,\) needs sizes of at least 1"),
         (WIDEDEEP, {"mlp": (-1,)}, r"WideDeepConfig.mlp: \(-1,\) needs sizes of at least 1"),
         (WIDEDEEP, {"dropout": -0.1}, "WideDeepConfig.dropout: -0.1 must be at least 0 and below 1"),
     ],
