@@ -1,0 +1,64 @@
+"""GDCN (Wang et al., "Towards Deeper, Lighter and Interpretable Cross Network for CTR Prediction", CIKM 2023)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from rayrec.layers.cross import CrossAndDeep
+from rayrec.layers.embedded import Embedded
+from rayrec.layers.fields import fields, number_vectors
+from rayrec.layers.mlp import Precision
+from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.checks import check_counts, check_dropouts, check_sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class GDCNConfig(ClickModelConfig):
+    """DCN V2 whose cross layers have gates, which hold back the products that do not help; it gains from more layers."""
+
+    structure: Literal["parallel", "stacked"] = "parallel"
+    """The MLP takes the features next to the cross layers (parallel), or takes what the cross layers give (stacked)."""
+    cross_layers: int = 3
+    """Number of gated cross layers."""
+    mlp: tuple[int, ...] = (400, 400, 400)
+    """Widths of the MLP's layers; empty: cross layers alone."""
+    dropout: float = 0.0
+    """Share of each MLP layer's activations that a step leaves out."""
+    batch_norm: bool = False
+    """Normalize each MLP layer's outputs over the global batch."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(self, "cross_layers")
+        check_sizes(self, "mlp")
+        check_dropouts(self, "dropout")
+
+    def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
+        return GDCN(self, inputs, precision=precision)
+
+
+class GDCN(nn.Module):
+    """A number counts as a feature whose embedding is the number times a learned vector."""
+
+    def __init__(self, config: GDCNConfig, inputs: ModelInputs, *, precision: Precision) -> None:
+        super().__init__()
+        self._label = inputs.label
+        self.number_vectors = number_vectors(inputs.num_dense, config.embedding_dim)
+        self.network = CrossAndDeep(
+            (inputs.num_dense + len(inputs.features)) * config.embedding_dim,
+            cross_layers=config.cross_layers,
+            mlp=config.mlp,
+            structure=config.structure,
+            gated=True,
+            dropout=config.dropout,
+            norm="batch" if config.batch_norm else "none",
+            precision=precision,
+        )
+
+    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+        """See `ClickModelConfig.build`."""
+        return {self._label: self.network(fields(dense, self.number_vectors, embedded).flatten(1))}
