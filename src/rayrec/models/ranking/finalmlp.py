@@ -1,0 +1,150 @@
+"""FinalMLP (Mao et al., "FinalMLP: An Enhanced Two-Stream MLP Model for CTR Prediction", AAAI 2023), and its settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import nn
+
+from rayrec.config import InputError
+from rayrec.layers.embedded import Embedded
+from rayrec.layers.fields import fields, number_vectors
+from rayrec.layers.mlp import Precision, start_values
+from rayrec.layers.tower import Norm, Tower, xavier_linear
+from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.checks import check_dropouts, check_sizes
+
+NUMBERS: Final = "numbers"
+"""Stands for all dense features in a gate's context."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinalMLPConfig(ClickModelConfig):
+    """Two MLPs over all features, whose outputs meet in a bilinear form; gates may give each MLP features of its own."""
+
+    first_mlp: tuple[int, ...] = (400, 400, 400)
+    """Widths of the first MLP's layers."""
+    second_mlp: tuple[int, ...] = (400,)
+    """Widths of the second MLP's layers."""
+    first_dropout: float = 0.1
+    """Share of the first MLP's activations that a step leaves out."""
+    second_dropout: float = 0.1
+    """Share of the second MLP's activations that a step leaves out."""
+    batch_norm: bool = False
+    """Normalize each layer's outputs over the global batch."""
+    heads: int = 10
+    """Parts into which both MLPs' outputs are cut; only the same parts of both meet. Divides both last widths."""
+    feature_gates: bool = False
+    """Multiply the features of each MLP by a weight from 0 to 2, computed from its context."""
+    gate_mlp: tuple[int, ...] = (64,)
+    """Widths of the hidden layers of each gate."""
+    first_context: tuple[str, ...] = ()
+    """Categorical features that decide the first MLP's gates, and `numbers` for all dense ones; empty: the gates are learned
+    constants."""
+    second_context: tuple[str, ...] = ()
+    """As first_context, for the second MLP."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes(self, "first_mlp", "second_mlp", empty=False)
+        check_sizes(self, "gate_mlp")
+        check_dropouts(self, "first_dropout", "second_dropout")
+        last = (self.first_mlp[-1], self.second_mlp[-1])
+        if self.heads < 1 or any(size % self.heads for size in last):
+            raise InputError(f"FinalMLPConfig.heads: {self.heads} must divide the last widths of both MLPs, {last}")
+        for name in ("first_context", "second_context"):
+            if getattr(self, name) and not self.feature_gates:
+                raise InputError(f"FinalMLPConfig.{name}: is for gates; set feature_gates")
+
+    def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
+        return FinalMLP(self, inputs, precision=precision)
+
+
+class FinalMLP(nn.Module):
+    """Logit w1 a + w2 b + sum over the heads of a_h W_h b_h, of the outputs a and b of the two MLPs.
+
+    A number counts as a feature whose embedding is the number times a learned vector. Contexts of gates have the same embeddings
+    as the MLPs; FuxiCTR gives them separate ones.
+    """
+
+    def __init__(self, config: FinalMLPConfig, inputs: ModelInputs, *, precision: Precision) -> None:
+        super().__init__()
+        self._label, dim, self._heads = inputs.label, config.embedding_dim, config.heads
+        self.number_vectors = number_vectors(inputs.num_dense, dim)
+        width = (inputs.num_dense + len(inputs.features)) * dim
+        norm: Norm = "batch" if config.batch_norm else "none"
+        self.first = Tower(width, config.first_mlp, dropout=config.first_dropout, norm=norm, precision=precision)
+        self.second = Tower(width, config.second_mlp, dropout=config.second_dropout, norm=norm, precision=precision)
+        self.first_gate: nn.Module | None = None
+        self.second_gate: nn.Module | None = None
+        if config.feature_gates:
+            self.first_gate = _gate(config, "first_context", inputs, width, precision)
+            self.second_gate = _gate(config, "second_context", inputs, width, precision)
+        first, second = self.first.out_features, self.second.out_features
+        self.first_logit, self.second_logit = xavier_linear(first, 1), xavier_linear(second, 1, bias=False)
+        # Xavier of a matrix with one output, as FuxiCTR draws it.
+        flat = torch.empty(first * second // config.heads, 1)
+        shape = (config.heads, first // config.heads, second // config.heads)
+        self.products = nn.Parameter(start_values(flat, nn.init.xavier_normal_).view(shape))
+
+    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+        """See `ClickModelConfig.build`."""
+        vectors = fields(dense, self.number_vectors, embedded)
+        of_first = of_second = vectors.flatten(1)
+        if self.first_gate is not None and self.second_gate is not None:
+            of_first, of_second = of_first * self.first_gate(vectors), of_second * self.second_gate(vectors)
+        first, second = self.first(of_first).float(), self.second(of_second).float()
+        logits = (self.first_logit(first) + self.second_logit(second)).squeeze(1)
+        heads = self._heads
+        first_heads = first.unflatten(1, (heads, first.shape[1] // heads)).transpose(0, 1)
+        second_heads = second.unflatten(1, (heads, second.shape[1] // heads)).transpose(0, 1)
+        met = (torch.bmm(first_heads, self.products) * second_heads).sum((0, 2))
+        return {self._label: logits + met}
+
+
+class _Gate(nn.Module):
+    """(rows, count, dim) -> float32 (rows, count * dim), from 0 to 2, computed from the vectors at `places`."""
+
+    def __init__(self, places: tuple[int, ...], width: int, config: FinalMLPConfig, precision: Precision) -> None:
+        super().__init__()
+        self._places = places
+        self.tower = Tower(len(places) * config.embedding_dim, config.gate_mlp, precision=precision)
+        self.gate = xavier_linear(self.tower.out_features, width)
+
+    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
+        context = torch.cat([vectors[:, place] for place in self._places], dim=1)
+        return 2.0 * self.gate(self.tower(context).float()).sigmoid()
+
+
+class _ConstantGate(nn.Module):
+    """The same gates for all rows: float32 (count * dim,) from 0 to 2. FuxiCTR has an MLP of a constant 0 here, of which only the
+    last bias has gradients."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
+        del vectors
+        return 2.0 * self.bias.sigmoid()
+
+
+def _gate(config: FinalMLPConfig, field: str, inputs: ModelInputs, width: int, precision: Precision) -> nn.Module:
+    places = _places(config, field, inputs)
+    return _Gate(places, width, config, precision) if places else _ConstantGate(width)
+
+
+def _places(config: FinalMLPConfig, field: str, inputs: ModelInputs) -> tuple[int, ...]:
+    """Where the features of a context are among all fields. Raises InputError for one that the model does not have."""
+    places: list[int] = []
+    for name in getattr(config, field):
+        if name in inputs.features:
+            places.append(inputs.num_dense + inputs.features.index(name))
+        elif name == NUMBERS and inputs.num_dense:
+            places.extend(range(inputs.num_dense))
+        else:
+            known = ", ".join((*inputs.features, *([NUMBERS] if inputs.num_dense else [])))
+            raise InputError(f"FinalMLPConfig.{field}: no feature {name!r}; there are {known}")
+    return tuple(places)

@@ -1,0 +1,125 @@
+"""MaskNet (Wang et al., "MaskNet: Introducing Feature-Wise Multiplication to CTR Ranking Models", DLP-KDD 2021)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from rayrec.config import InputError
+from rayrec.layers.embedded import Embedded
+from rayrec.layers.fields import fields, number_vectors
+from rayrec.layers.mlp import EmptyLinear, Precision, compute_dtype, linear_stack
+from rayrec.layers.tower import LogitTower, xavier_linear
+from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.checks import check_counts, check_dropouts, check_sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskNetConfig(ClickModelConfig):
+    """Layers whose inputs are multiplied by a mask that is computed from all features."""
+
+    structure: Literal["parallel", "serial"] = "serial"
+    """Whether all mask blocks take the features, with an MLP on top of them (parallel), or each takes the outputs of the one
+    before (serial)."""
+    mlp: tuple[int, ...] = (400, 400, 400)
+    """Widths of the mask blocks (serial), or of the MLP on top of the blocks (parallel)."""
+    num_blocks: int = 3
+    """Number of mask blocks, if they are parallel."""
+    block_dim: int = 64
+    """Width of each mask block, if they are parallel."""
+    reduction_ratio: float = 1.0
+    """Width of a mask's hidden layer, as a multiple of the mask's width."""
+    dropout: float = 0.0
+    """Share of each layer's activations that a step leaves out."""
+    embedding_layer_norm: bool = True
+    """Normalize each feature's vector before it is multiplied by the mask."""
+    layer_norm: bool = True
+    """Normalize the outputs of each mask block."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes(self, "mlp", empty=self.structure == "parallel")
+        check_counts(self, "num_blocks", "block_dim")
+        check_dropouts(self, "dropout")
+        if self.reduction_ratio <= 0:
+            raise InputError(f"MaskNetConfig.reduction_ratio: {self.reduction_ratio} must be above 0")
+
+    def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
+        return MaskNet(self, inputs, precision=precision)
+
+
+class MaskNet(nn.Module):
+    """A number counts as a feature whose embedding is the number times a learned vector."""
+
+    def __init__(self, config: MaskNetConfig, inputs: ModelInputs, *, precision: Precision) -> None:
+        super().__init__()
+        self._label, dim = inputs.label, config.embedding_dim
+        self.number_vectors = number_vectors(inputs.num_dense, dim)
+        count = inputs.num_dense + len(inputs.features)
+        self.norms = _LayerNorms(count, dim) if config.embedding_layer_norm else None
+        self._serial = config.structure == "serial"
+        width = count * dim
+        self.blocks = nn.ModuleList()
+        if self._serial:
+            hidden = width
+            for size in config.mlp:
+                self.blocks.append(_MaskBlock(width, hidden, size, config, precision))
+                hidden = size
+            self.top = LogitTower(hidden, (), precision=precision)
+        else:
+            for _ in range(config.num_blocks):
+                self.blocks.append(_MaskBlock(width, width, config.block_dim, config, precision))
+            hidden = config.num_blocks * config.block_dim
+            self.top = LogitTower(hidden, config.mlp, dropout=config.dropout, precision=precision)
+
+    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+        """See `ClickModelConfig.build`."""
+        vectors = fields(dense, self.number_vectors, embedded)
+        features = vectors.flatten(1)
+        hidden = features if self.norms is None else self.norms(vectors).flatten(1)
+        if self._serial:
+            for block in self.blocks:
+                hidden = block(features, hidden)
+        else:
+            hidden = torch.cat([block(features, hidden) for block in self.blocks], dim=1)
+        return {self._label: self.top(hidden)}
+
+
+class _LayerNorms(nn.Module):
+    """(rows, count, dim) -> the same shape: a layer norm for each of `count` vectors."""
+
+    def __init__(self, count: int, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(count, dim))
+        self.bias = nn.Parameter(torch.zeros(count, dim))
+
+    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(vectors, vectors.shape[2:]) * self.weight + self.bias
+
+
+class _MaskBlock(nn.Module):
+    """(rows, num_features), (rows, in_features) -> (rows, out_features): the mask of the features times the inputs, a linear
+    layer without bias, layer norm, ReLU and dropout."""
+
+    def __init__(
+        self, num_features: int, in_features: int, out_features: int, config: MaskNetConfig, precision: Precision
+    ) -> None:
+        super().__init__()
+        between = max(1, int(in_features * config.reduction_ratio))
+        self.first, self.second = xavier_linear(num_features, between), xavier_linear(between, in_features)
+        self.layer = xavier_linear(in_features, out_features, bias=False)
+        self.norm = nn.LayerNorm(out_features) if config.layer_norm else nn.Identity()
+        self._dropout, self._dtype = config.dropout, compute_dtype(precision)
+
+    def forward(self, features: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        mask = linear_stack(features, _parameters(self.first, self.second), relus=(True, False), dtype=self._dtype)
+        linear = linear_stack(mask * inputs, (self.layer.weight, None), relus=(False,), dtype=self._dtype)
+        return functional.dropout(self.norm(linear.float()).relu(), self._dropout, training=self.training)
+
+
+def _parameters(*layers: EmptyLinear) -> list[torch.Tensor]:
+    return [tensor for layer in layers for tensor in (layer.weight, layer.bias)]

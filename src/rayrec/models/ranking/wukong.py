@@ -1,0 +1,92 @@
+"""Wukong (Zhang et al., "Wukong: Towards a Scaling Law for Large-Scale Recommendation", ICML 2024), and its settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from rayrec.layers.embedded import Embedded
+from rayrec.layers.fields import fields, number_vectors
+from rayrec.layers.mlp import Precision, compute_dtype, linear_stack, start_values
+from rayrec.layers.tower import LogitTower, Tower, xavier_linear
+from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.checks import check_counts, check_dropouts, check_sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class WukongConfig(ClickModelConfig):
+    """Stacked factorization machines over vectors. Scale layers, vectors, rank and block_mlp together."""
+
+    num_layers: int = 3
+    """Number of layers."""
+    linear_vectors: int = 40
+    """Vectors of a layer's output that are linear in its input vectors."""
+    product_vectors: int = 40
+    """Vectors of a layer's output that are computed from the products of its input vectors."""
+    rank: int = 8
+    """Number of vectors, weighted sums of all, with which each input vector is multiplied."""
+    block_mlp: tuple[int, ...] = (512, 256)
+    """Widths of the hidden layers over the products, in each layer."""
+    mlp: tuple[int, ...] = (512, 256)
+    """Widths of the MLP on top of the last layer."""
+    dropout: float = 0.0
+    """Share of the activations in each block_mlp that a step leaves out."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes(self, "block_mlp", "mlp")
+        check_counts(self, "num_layers", "linear_vectors", "product_vectors", "rank")
+        check_dropouts(self, "dropout")
+
+    def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
+        return Wukong(self, inputs, precision=precision)
+
+
+class Wukong(nn.Module):
+    """A number counts as a feature whose embedding is the number times a learned vector."""
+
+    def __init__(self, config: WukongConfig, inputs: ModelInputs, *, precision: Precision) -> None:
+        super().__init__()
+        self._label, dim = inputs.label, config.embedding_dim
+        self.number_vectors = number_vectors(inputs.num_dense, dim)
+        self.layers = nn.ModuleList()
+        count = inputs.num_dense + len(inputs.features)
+        for _ in range(config.num_layers):
+            self.layers.append(_Layer(count, config, precision))
+            count = config.product_vectors + config.linear_vectors
+        self.top = LogitTower(count * dim, config.mlp, precision=precision)
+
+    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+        """See `ClickModelConfig.build`."""
+        vectors = fields(dense, self.number_vectors, embedded)
+        for layer in self.layers:
+            vectors = layer(vectors)
+        return {self._label: self.top(vectors.flatten(1))}
+
+
+class _Layer(nn.Module):
+    """(rows, count, dim) -> float32 (rows, product_vectors + linear_vectors, dim): LN(concat(F(X), W X) + P X), with F(X) =
+    ReLU(MLP(LN(X Xᵀ Y))); P is the identity if the number of vectors stays the same."""
+
+    def __init__(self, count: int, config: WukongConfig, precision: Precision) -> None:
+        super().__init__()
+        dim, out = config.embedding_dim, config.product_vectors + config.linear_vectors
+        self.mixing = nn.Parameter(start_values(torch.empty(count, config.rank), nn.init.normal_))
+        self.products_norm = nn.LayerNorm(count * config.rank)
+        self.tower = Tower(count * config.rank, config.block_mlp, dropout=config.dropout, precision=precision)
+        self.products = xavier_linear(self.tower.out_features, config.product_vectors * dim)
+        self.linear = xavier_linear(count, config.linear_vectors, bias=False)
+        self.shortcut = xavier_linear(count, out) if count != out else None
+        self.norm = nn.LayerNorm(dim)
+        self._shape, self._dtype = (config.product_vectors, dim), compute_dtype(precision)
+
+    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
+        across = vectors.transpose(1, 2)
+        products = torch.bmm(vectors, across @ self.mixing).flatten(1)
+        hidden = self.tower(self.products_norm(products))
+        made = linear_stack(hidden, (self.products.weight, self.products.bias), relus=(True,), dtype=self._dtype)
+        combined = torch.cat([made.float().unflatten(1, self._shape), self.linear(across).transpose(1, 2)], dim=1)
+        kept = vectors if self.shortcut is None else self.shortcut(across).transpose(1, 2)
+        return self.norm(combined + kept)
