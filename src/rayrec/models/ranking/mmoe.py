@@ -1,0 +1,71 @@
+"""MMoE (Ma et al., "Modeling Task Relationships in Multi-task Learning with Multi-gate Mixture-of-Experts", KDD 2018)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from rayrec.layers.embedded import Embedded
+from rayrec.layers.experts import Experts, Gate
+from rayrec.layers.fields import fields, number_vectors
+from rayrec.layers.mlp import Precision
+from rayrec.layers.tower import LogitTower
+from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.checks import check_counts, check_dropouts, check_sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class MMoEConfig(ClickModelConfig):
+    """Several labels: experts that all labels share, and for each label a gate that weighs them and a tower."""
+
+    SEVERAL_LABELS: ClassVar[bool] = True
+
+    experts: int = 4
+    """Number of experts."""
+    expert: tuple[int, ...] = (512, 256, 128)
+    """Widths of each expert's layers."""
+    gate: tuple[int, ...] = ()
+    """Widths of the layers of a gate before its softmax; empty, as in the paper: it is linear."""
+    tower: tuple[int, ...] = (128, 64)
+    """Widths of the layers of a label's tower."""
+    dropout: float = 0.0
+    """Share of each layer's activations that a step leaves out."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(self, "experts")
+        check_sizes(self, "expert", empty=False)
+        check_sizes(self, "gate", "tower")
+        check_dropouts(self, "dropout")
+
+    def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
+        return MMoE(self, inputs, precision=precision)
+
+
+class MMoE(nn.Module):
+    """A number counts as a feature whose embedding is the number times a learned vector."""
+
+    def __init__(self, config: MMoEConfig, inputs: ModelInputs, *, precision: Precision) -> None:
+        super().__init__()
+        self._labels, dropout = inputs.label_names, config.dropout
+        width = (inputs.num_dense + len(inputs.features)) * config.embedding_dim
+        self.number_vectors = number_vectors(inputs.num_dense, config.embedding_dim)
+        self.experts = Experts(width, config.expert, config.experts, dropout=dropout, precision=precision)
+        self.gates = nn.ModuleList(
+            Gate(width, config.gate, config.experts, dropout=dropout, precision=precision) for _ in self._labels
+        )
+        self.towers = nn.ModuleList(
+            LogitTower(config.expert[-1], config.tower, dropout=dropout, precision=precision) for _ in self._labels
+        )
+
+    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+        """See `ClickModelConfig.build`."""
+        inputs = fields(dense, self.number_vectors, embedded).flatten(1)
+        experts = self.experts(inputs)
+        return {
+            label: tower(gate(inputs, experts))
+            for label, gate, tower in zip(self._labels, self.gates, self.towers, strict=True)
+        }
