@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -22,28 +23,38 @@ from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.ranking.autoint import AutoIntConfig
 from rayrec.models.ranking.dcnv3 import DCNv3Config
 from rayrec.models.ranking.deepfm import DeepFMConfig
+from rayrec.models.ranking.mmoe import MMoEConfig
+from rayrec.models.ranking.ple import PLEConfig
 from rayrec.models.ranking.widedeep import WideDeepConfig
 from rayrec.models.ranking.xdeepfm import XDeepFMConfig
 from rayrec.models.tables import RowFormat
+from rayrec.schema import Label
 from rayrec.workloads.recsys_scorer import PlainModel, make_scorer
 
 ROWS, DIM = 17, 4
 INPUTS = ModelInputs(2, ("a", "b", "c"), "click")
+SEVERAL = replace(INPUTS, more_labels=(Label(name="like"),))
 DEEPFM = DeepFMConfig(embedding_dim=DIM, mlp=(8, 6), batch_norm=True)
 WIDEDEEP = WideDeepConfig(embedding_dim=DIM, mlp=(8,))
 XDEEPFM = XDeepFMConfig(embedding_dim=DIM, interaction=(5, 3), mlp=(8,))
 DCNV3 = DCNv3Config(embedding_dim=DIM, deep_layers=2, shallow_layers=3, deep_dropout=0.0, shallow_dropout=0.0)
 AUTOINT = AutoIntConfig(embedding_dim=DIM, layers=2, attention_dim=6, heads=2, mlp=(8,))
-CONFIGS: list[ClickModelConfig] = [DEEPFM, WIDEDEEP, XDEEPFM, DCNV3, AUTOINT]
+MMOE = MMoEConfig(embedding_dim=DIM, experts=3, expert=(8, 6), gate=(5,), tower=(7,))
+PLE = PLEConfig(embedding_dim=DIM, levels=2, own_experts=2, shared_experts=1, expert=(16,), tower=(8,))
+CONFIGS: list[ClickModelConfig] = [DEEPFM, WIDEDEEP, XDEEPFM, DCNV3, AUTOINT, MMOE, PLE]
 Reference = Callable[[nn.Module, torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]
 
 each = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
 
 
-def network(config: ClickModelConfig, inputs: ModelInputs = INPUTS) -> nn.Module:
+def inputs_of(config: ClickModelConfig) -> ModelInputs:
+    return SEVERAL if config.SEVERAL_LABELS else INPUTS
+
+
+def network(config: ClickModelConfig) -> nn.Module:
     """Without a parameter that is 0 or 1 at the start, and that a wrong formula could leave out."""
     torch.manual_seed(0)
-    built = config.build(inputs)
+    built = config.build(inputs_of(config))
     for parameter in built.parameters():
         if parameter.dim() == 1:
             nn.init.normal_(parameter)
@@ -181,6 +192,39 @@ def autoint(
     return {"click": logits if net.deep is None else logits + logit(net.deep, torch.cat(fields, dim=1))}
 
 
+def mixture(gate: nn.Module, values: torch.Tensor, experts: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of g_i(x) f_i(x), g the softmax of the gate."""
+    exponents = linear(gate.scores, tower(gate.tower, values)).exp()
+    shares = exponents / exponents.sum(1, keepdim=True)
+    return sum(shares[:, n : n + 1] * expert for n, expert in enumerate(experts))
+
+
+def mmoe(net: nn.Module, dense: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Equations 6 and 7: y_k = h^k(sum of g^k_i(x) f_i(x))."""
+    x = torch.cat(as_fields(net, dense, values), dim=1)
+    experts = [tower(expert, x) for expert in net.experts.towers]
+    return {
+        label: logit(net.towers[k], mixture(net.gates[k], x, experts)) for k, label in enumerate(SEVERAL.label_names)
+    }
+
+
+def ple(net: nn.Module, dense: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Equations 1 to 6 for two labels and two levels; the first level's shared gate weighs the experts of both labels too."""
+    x = torch.cat(as_fields(net, dense, values), dim=1)
+    states = [x, x, x]
+    for level, last in zip(net.levels, (False, True), strict=True):
+        first, second, shared = (
+            [tower(expert, state) for expert in experts.towers]
+            for experts, state in zip([*level.own, level.shared], states, strict=True)
+        )
+        mixed = [
+            mixture(level.gates[0], states[0], first + shared),
+            mixture(level.gates[1], states[1], second + shared),
+        ]
+        states = mixed if last else [*mixed, mixture(level.shared_gate, states[2], first + second + shared)]
+    return {label: logit(net.towers[k], states[k]) for k, label in enumerate(SEVERAL.label_names)}
+
+
 @pytest.mark.parametrize(
     ("config", "reference"),
     [
@@ -193,6 +237,8 @@ def autoint(
         (DCNV3.replace(layer_norm=False), dcnv3),
         (AUTOINT, autoint),
         (AUTOINT.replace(mlp=(), scale=True, attention_dim=DIM), partial(autoint, scale=2**-0.5)),
+        (MMOE, mmoe),
+        (PLE, ple),
     ],
 )
 def test_outputs_are_those_of_the_paper(config: ClickModelConfig, reference: Reference) -> None:
@@ -232,11 +278,11 @@ def test_dcnv3_learns_more_from_the_network_that_is_worse() -> None:
 
 
 def rows(count: int) -> tuple[Batch, EncodedRows]:
-    """Rows whose click depends on whether the categories of a and b are alike."""
+    """Rows whose click depends on whether the categories of a and b are alike, and whose like on those of a and c."""
     chance = torch.Generator().manual_seed(count)
     ids = [torch.randint(0, 4, (count,), generator=chance).int().numpy() for _ in INPUTS.features]
     dense = torch.rand(count, 2, generator=chance)
-    labels = {"click": torch.from_numpy(ids[0] == ids[1]).float()}
+    labels = {"click": torch.from_numpy(ids[0] == ids[1]).float(), "like": torch.from_numpy(ids[0] < ids[2]).float()}
     features = sparse_features(list(INPUTS.features), ids, count)
     return Batch({"dense": dense}, 1 / max(count, 1), features, labels), EncodedRows(dense.numpy(), ids, None)
 
@@ -244,7 +290,7 @@ def rows(count: int) -> tuple[Batch, EncodedRows]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @each
 def test_it_learns_and_scores_as_it_trains(config: ClickModelConfig, precision: str) -> None:
-    model = whole_model(config, [4, 4, 4], inputs=INPUTS, precision=precision)
+    model = whole_model(config, [4, 4, 4], inputs=inputs_of(config), precision=precision)
     optimizer, (batch, encoded) = torch.optim.Adam(model.parameters(), lr=0.02), rows(64)
     losses = []
     for _ in range(40):
@@ -260,7 +306,9 @@ def test_it_learns_and_scores_as_it_trains(config: ClickModelConfig, precision: 
     assert output.logits["click"].dtype == torch.float32
     model.eval()
     trained = model.score(batch.tensors["dense"], batch.sparse_features).detach()
-    plain = PlainModel(model.head.network, INPUTS, width=config.table_width).requires_grad_(requires_grad=False)
+    plain = PlainModel(model.head.network, inputs_of(config), width=config.table_width).requires_grad_(
+        requires_grad=False
+    )
     weights = model.state_dict()
     tables = [weights[name] for name in plain.table_weights().values()]
     scorer = make_scorer(plain, tables, row_format=RowFormat("fp32", config.table_width), device="cpu")
@@ -270,7 +318,7 @@ def test_it_learns_and_scores_as_it_trains(config: ClickModelConfig, precision: 
 
 @each
 def test_a_batch_without_rows_costs_nothing(config: ClickModelConfig) -> None:
-    model = whole_model(config, [4, 4, 4], inputs=INPUTS)
+    model = whole_model(config, [4, 4, 4], inputs=inputs_of(config))
     loss, output = model(rows(0)[0])
     loss.backward()
     assert loss.item() == 0.0
@@ -301,6 +349,12 @@ def test_a_row_of_a_table_has_room_for_a_weight() -> None:
         (AUTOINT, {"heads": 4}, "AutoIntConfig.attention_dim: 6 must be a multiple of heads, 4"),
         (AUTOINT, {"layers": 0}, "AutoIntConfig.layers: 0 must be at least 1"),
         (AUTOINT, {"mlp": (0,)}, r"AutoIntConfig.mlp: \(0,\) needs sizes of at least 1"),
+        (MMOE, {"experts": 0}, "MMoEConfig.experts: 0 must be at least 1"),
+        (MMOE, {"expert": ()}, r"MMoEConfig.expert: \(\) needs one or more sizes of at least 1"),
+        (MMOE, {"tower": (0,)}, r"MMoEConfig.tower: \(0,\) needs sizes of at least 1"),
+        (PLE, {"levels": 0}, "PLEConfig.levels: 0 must be at least 1"),
+        (PLE, {"gate": (0,)}, r"PLEConfig.gate: \(0,\) needs sizes of at least 1"),
+        (PLE, {"dropout": 1.5}, "PLEConfig.dropout: 1.5 must be at least 0 and below 1"),
         (WIDEDEEP, {"mlp": (-1,)}, r"WideDeepConfig.mlp: \(-1,\) needs sizes of at least 1"),
         (WIDEDEEP, {"dropout": -0.1}, "WideDeepConfig.dropout: -0.1 must be at least 0 and below 1"),
     ],

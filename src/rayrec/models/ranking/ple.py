@@ -1,0 +1,119 @@
+"""PLE (Tang et al., "Progressive Layered Extraction (PLE): A Novel Multi-Task Learning Model for Personalized Recommendations",
+RecSys 2020), and its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from rayrec.layers.embedded import Embedded
+from rayrec.layers.experts import Experts, Gate
+from rayrec.layers.fields import fields, number_vectors
+from rayrec.layers.mlp import Precision
+from rayrec.layers.tower import LogitTower
+from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.checks import check_counts, check_dropouts, check_sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class PLEConfig(ClickModelConfig):
+    """Several labels: levels of experts, of which each label has some of its own and shares others, and a tower for each label.
+
+    A gate weighs a label's own and the shared experts, so that labels that contradict each other disturb each other less than
+    in MMoE.
+    """
+
+    SEVERAL_LABELS: ClassVar[bool] = True
+
+    levels: int = 1
+    """Levels of experts; each takes what the level before gave (one level: CGC)."""
+    own_experts: int = 1
+    """Experts of each label in a level."""
+    shared_experts: int = 1
+    """Experts in a level that all labels share."""
+    expert: tuple[int, ...] = (512, 256, 128)
+    """Widths of each expert's layers."""
+    gate: tuple[int, ...] = ()
+    """Widths of the layers of a gate before its softmax; empty, as in the paper: it is linear."""
+    tower: tuple[int, ...] = (128, 64)
+    """Widths of the layers of a label's tower."""
+    dropout: float = 0.0
+    """Share of each layer's activations that a step leaves out."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(self, "levels", "own_experts", "shared_experts")
+        check_sizes(self, "expert", empty=False)
+        check_sizes(self, "gate", "tower")
+        check_dropouts(self, "dropout")
+
+    def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
+        return PLE(self, inputs, precision=precision)
+
+
+class PLE(nn.Module):
+    """A number counts as a feature whose embedding is the number times a learned vector."""
+
+    def __init__(self, config: PLEConfig, inputs: ModelInputs, *, precision: Precision) -> None:
+        super().__init__()
+        self._labels = inputs.label_names
+        width = (inputs.num_dense + len(inputs.features)) * config.embedding_dim
+        self.number_vectors = number_vectors(inputs.num_dense, config.embedding_dim)
+        self.levels = nn.ModuleList(
+            _Level(
+                config.expert[-1] if level else width,
+                len(self._labels),
+                config,
+                precision,
+                last=level == config.levels - 1,
+            )
+            for level in range(config.levels)
+        )
+        self.towers = nn.ModuleList(
+            LogitTower(config.expert[-1], config.tower, dropout=config.dropout, precision=precision)
+            for _ in self._labels
+        )
+
+    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+        """See `ClickModelConfig.build`."""
+        inputs = fields(dense, self.number_vectors, embedded).flatten(1)
+        states = [inputs] * (len(self._labels) + 1)
+        for level in self.levels:
+            states = level(states)
+        return {label: tower(state) for label, tower, state in zip(self._labels, self.towers, states, strict=True)}
+
+
+class _Level(nn.Module):
+    """Experts and gates of each label, and those that labels share. The last level has no shared gate: no level takes its sum."""
+
+    def __init__(self, in_features: int, labels: int, config: PLEConfig, precision: Precision, *, last: bool) -> None:
+        super().__init__()
+        own, shared = config.own_experts, config.shared_experts
+
+        def experts(count: int) -> Experts:
+            return Experts(in_features, config.expert, count, dropout=config.dropout, precision=precision)
+
+        def gate(count: int) -> Gate:
+            return Gate(in_features, config.gate, count, dropout=config.dropout, precision=precision)
+
+        self.own = nn.ModuleList(experts(own) for _ in range(labels))
+        self.shared = experts(shared)
+        self.gates = nn.ModuleList(gate(own + shared) for _ in range(labels))
+        self.shared_gate = None if last else gate(labels * own + shared)
+
+    def forward(self, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """A state (rows, in_features) of each label, and the shared one -> the same, (rows, width); the last level: no shared
+        one."""
+        own = [experts(state) for experts, state in zip(self.own, states[:-1], strict=True)]
+        shared = self.shared(states[-1])
+        mixed = [
+            gate(state, torch.cat([of_label, shared], dim=1))
+            for gate, state, of_label in zip(self.gates, states[:-1], own, strict=True)
+        ]
+        if self.shared_gate is not None:
+            mixed.append(self.shared_gate(states[-1], torch.cat([*own, shared], dim=1)))
+        return mixed
