@@ -10,6 +10,7 @@ import pytest
 
 from rayrec import recipes
 from rayrec.config import InputError
+from rayrec.workloads.recsys import ClickWorkload
 
 OWN = """
 from rayrec import recipes
@@ -46,6 +47,20 @@ def test_every_recipe_is_an_attribute_by_its_name() -> None:
         assert getattr(recipes, name) is recipe
     with pytest.raises(AttributeError, match="has no recipe 'click'"):
         recipes.click  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["criteo_finalnet_x4", "criteo_finalmlp", "criteo_dcnv3"])
+def test_models_with_published_settings_are_trained_as_published(name: str) -> None:
+    """Adam 1e-3 everywhere, whole tables penalised, gradients clipped together, rates cut after one epoch, stop after two."""
+    config = recipes.ALL[name]()
+    workload = config.workload
+    assert isinstance(workload, ClickWorkload)
+    assert (workload.sparse_optimizer.kind, workload.sparse_optimizer.weight_decay) == ("adam", 1e-5)
+    assert workload.sparse_optimizer.learning_rate == workload.dense_optimizer.learning_rate == 1e-3
+    assert (workload.max_gradient_norm, workload.table_start.std) == (10.0, 1e-4)
+    assert (config.plateau.patience, config.early_stopping.patience) == (1, 2)
+    assert workload.model.embedding_dim == 16
+    assert recipes.PUBLISHED[name] == "criteo_kaggle"
 
 
 def test_a_recipe_of_ones_own_goes_by_file_and_function(own: Path) -> None:

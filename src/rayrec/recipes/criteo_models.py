@@ -1,0 +1,72 @@
+"""Models on Criteo's click logs with the settings that BARS and the authors of DCNv3 published for Criteo_x4.
+
+The rows differ: the published results have a random split, these recipes hold out the last rows in the order of the log.
+"""
+
+from __future__ import annotations
+
+from rayrec.data.presets import FUXICTR_X4
+from rayrec.datasets.criteo import KAGGLE_SPLIT, SCHEMA
+from rayrec.models.base import ClickModelConfig
+from rayrec.models.table_start import TableStart
+from rayrec.optim import DenseOptimizerConfig, PlateauConfig, SparseOptimizerConfig
+from rayrec.workloads.base import DataConfig, EarlyStoppingConfig, TrainConfig
+from rayrec.workloads.recsys import ClickWorkload
+
+_MOST_EPOCHS = 100
+"""Early stopping ends training before."""
+
+
+def criteo_finalnet_x4(path: str | None = None) -> TrainConfig:
+    """FinalNet with the settings of Criteo_x4: towers 1000-1000-1000 and 512, a feature gate, dropout 0.4."""
+    from rayrec.models.ranking.finalnet import FinalNetConfig
+
+    model = FinalNetConfig(
+        first_tower=(1000, 1000, 1000), second_tower=(512,), first_dropout=0.4, second_dropout=0.4, feature_gate=True
+    )
+    return _x4("criteo_finalnet_x4", path, model, batch_size=8192, seed=2019)
+
+
+def criteo_finalmlp(path: str | None = None) -> TrainConfig:
+    """FinalMLP with the settings of Criteo_x4: MLPs of five layers of 1000 and one of 500, 50 heads, no gates."""
+    from rayrec.models.ranking.finalmlp import FinalMLPConfig
+
+    model = FinalMLPConfig(
+        first_mlp=(1000, 1000, 1000, 1000, 1000), second_mlp=(500,), first_dropout=0.2, second_dropout=0.1, heads=50
+    )
+    return _x4("criteo_finalmlp", path, model, batch_size=10_000, seed=2019)
+
+
+def criteo_dcnv3(path: str | None = None) -> TrainConfig:
+    """DCNv3 with the settings of Criteo_x4: 3 deep and 4 shallow layers, layer norm, one head."""
+    from rayrec.models.ranking.dcnv3 import DCNv3Config
+
+    model = DCNv3Config(deep_layers=3, shallow_layers=4, deep_dropout=0.1, shallow_dropout=0.2, heads=1)
+    return _x4("criteo_dcnv3", path, model, batch_size=4096, seed=2024)
+
+
+def _x4(recipe: str, path: str | None, model: ClickModelConfig, *, batch_size: int, seed: int) -> TrainConfig:
+    """FuxiCTR's training: Adam on tables and network, an L2 penalty on whole tables, and joint clipping of gradients. An epoch
+    without an improvement divides the learning rates by ten; two in a row end training."""
+    return TrainConfig(
+        recipe=recipe,
+        workload=ClickWorkload(
+            schema=SCHEMA,
+            preset=FUXICTR_X4.replace(split=KAGGLE_SPLIT),
+            model=model,
+            table_start=TableStart(kind="normal", std=1e-4),
+            sparse_optimizer=SparseOptimizerConfig(kind="adam", learning_rate=0.001, weight_decay=1e-5),
+            dense_optimizer=DenseOptimizerConfig(kind="adam", learning_rate=0.001),
+            max_gradient_norm=10.0,
+        ),
+        train_data=DataConfig(path=path, files=("train",)),
+        epochs=_MOST_EPOCHS,
+        batch_size=batch_size,
+        seed=seed,
+        plateau=PlateauConfig(patience=1, factor=0.1),
+        early_stopping=EarlyStoppingConfig(patience=2, min_improvement=1e-6),
+    )
+
+
+RECIPES = (criteo_finalnet_x4, criteo_finalmlp, criteo_dcnv3)
+PUBLISHED = {recipe.__name__: "criteo_kaggle" for recipe in RECIPES}
