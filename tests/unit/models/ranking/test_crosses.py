@@ -177,3 +177,13 @@ def test_bf16_is_close_to_fp32(config: ClickModelConfig) -> None:
 def test_settings_that_make_no_network(config: ClickModelConfig, settings: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=f"^{message}"):
         config.replace(**settings)
+
+
+def test_biases_of_gated_crosses_start_between_0_and_1() -> None:
+    torch.manual_seed(0)
+    biases, plain = (
+        torch.cat([cross.linear.bias for cross in config.build(INPUTS).network.crosses]) for config in (GDCN, DCNV2)
+    )
+    assert 0 <= biases.min() < 0.2
+    assert 0.8 < biases.max() < 1
+    assert not plain.any()
