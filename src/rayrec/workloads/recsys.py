@@ -108,7 +108,9 @@ class ClickWorkload(Workload):
                 "train_data.path: no training log given; pass --train-data.path PATH (rayrec generate makes one)"
             )
         if self.preprocessor is None and not materialized.is_preprocessed(config.train_data.path):
-            _check_sparse(self.preset.inputs(self.schema))
+            inputs = self.preset.inputs(self.schema)
+            _check_sparse(inputs)
+            self.unpooled(inputs)  # raises an error for columns that the model cannot take
         self.teacher.check()
         self._check_clipping()
         if self.schema.labels and not self.model.SEVERAL_LABELS:

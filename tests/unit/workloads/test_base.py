@@ -9,6 +9,9 @@ import pytest
 
 from rayrec import recipes
 from rayrec.config import InputError
+from rayrec.models.base import ClickModelConfig
+from rayrec.models.ranking.din import DINConfig
+from rayrec.models.ranking.finalmlp import FinalMLPConfig
 from rayrec.schema import Schema
 from rayrec.workloads.base import ScalingConfig, effective_batch_size, learning_rate_factor
 
@@ -82,3 +85,22 @@ def test_a_click_model_without_sparse_columns_is_refused(tmp_path: Path) -> None
         config.workload.check(config)
     buckets = config.replace(workload={"preset": {"dense": "buckets"}})
     buckets.workload.check(buckets)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (DINConfig(), "DINConfig: no list shares its vocabulary"),
+        (
+            FinalMLPConfig(feature_gates=True, first_context=("city",)),
+            "FinalMLPConfig.first_context: no feature 'city'",
+        ),
+    ],
+)
+def test_columns_that_a_model_cannot_take_are_refused(tmp_path: Path, model: ClickModelConfig, message: str) -> None:
+    schema = Schema(dense=("age",), sparse=("shop",), tokens="any", delimiter=",")
+    config = recipes.clicks(str(tmp_path), schema)
+    config.workload.check(config)
+    refused = config.replace(workload={"model": model})
+    with pytest.raises(InputError, match=f"^{message}"):
+        refused.workload.check(refused)

@@ -58,6 +58,11 @@ class FinalMLPConfig(ClickModelConfig):
             if getattr(self, name) and not self.feature_gates:
                 raise InputError(f"FinalMLPConfig.{name}: is for gates; set feature_gates")
 
+    def sequences(self, inputs: ModelInputs) -> tuple[str, ...]:
+        for field in ("first_context", "second_context"):
+            _places(self, field, inputs)
+        return ()
+
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return FinalMLP(self, inputs, precision=precision)
 

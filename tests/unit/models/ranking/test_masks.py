@@ -202,4 +202,5 @@ def test_settings_that_make_no_network(config: ClickModelConfig, settings: dict[
 
 def test_a_context_names_features_of_the_model() -> None:
     with pytest.raises(InputError, match="first_context: no feature 'd'; there are a, b, c, numbers"):
-        GATED.replace(first_context=("d",)).build(INPUTS)
+        GATED.replace(first_context=("d",)).sequences(INPUTS)
+    assert GATED.sequences(INPUTS) == ()
