@@ -19,7 +19,7 @@ def criteo_demo(path: str | None = None) -> TrainConfig:
         recipe="criteo_demo",
         workload=ClickWorkload(
             schema=SCHEMA,
-            preset=RAYREC.replace(split=KAGGLE_SPLIT, min_count=2),
+            preset=RAYREC.replace(split=KAGGLE_SPLIT, min_count=10),
             model=DLRMConfig(
                 interaction="dot",
                 embedding_dim=16,
@@ -30,7 +30,7 @@ def criteo_demo(path: str | None = None) -> TrainConfig:
             # A small eps gives the first updates of every category the full learning rate, so categories of a few rows learn
             # those rows by heart. This one damps updates of categories with fewer than some hundred rows.
             sparse_optimizer=SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.1, eps=0.005),
-            dense_optimizer=DenseOptimizerConfig(kind="adam", learning_rate=0.003),
+            dense_optimizer=DenseOptimizerConfig(kind="adam", learning_rate=0.001),
             schedule=LearningRateSchedule(decay_fraction=0.8),
         ),
         train_data=DataConfig(path=path),

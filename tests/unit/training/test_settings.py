@@ -48,7 +48,7 @@ def stored(config: TrainConfig) -> dict[str, Any]:
             {"workload": {"dense_optimizer": {"kind": "adagrad", "learning_rate": 0.5}}},
             [
                 "workload.dense_optimizer.kind: adam -> adagrad",
-                "workload.dense_optimizer.learning_rate: 0.003 -> 0.5",
+                "workload.dense_optimizer.learning_rate: 0.001 -> 0.5",
             ],
             [],
         ),
