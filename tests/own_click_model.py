@@ -40,7 +40,11 @@ class Own(nn.Module):
 
 def own_model(path: str | None = None) -> rayrec.TrainConfig:
     """A factorization machine on any log in Criteo's format."""
-    workload: dict[str, Any] = {"model": OwnConfig(embedding_dim=8), "preset": {"min_count": 1}}
+    workload: dict[str, Any] = {
+        "model": OwnConfig(embedding_dim=8),
+        "preset": {"min_count": 1},
+        "dense_optimizer": {"learning_rate": 0.003},
+    }
     return recipes.criteo_demo(path).replace(
         recipe="own_model", workload=workload, batch_size=64, scaling={"num_workers": 1}
     )

@@ -96,11 +96,18 @@ class LogitTower(nn.Module):
         return self.logit(self.tower(inputs).float()).squeeze(1)
 
 
+class _LayerNorm(nn.LayerNorm):
+    """In float32 whatever type the input has, which the output has too."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs.float()).to(inputs.dtype)
+
+
 def _norm(kind: Norm, size: int) -> nn.Module:
     match kind:
         case "batch":
             return GlobalBatchNorm(size)
         case "layer":
-            return nn.LayerNorm(size)
+            return _LayerNorm(size)
         case "none":
             return nn.Identity()

@@ -19,7 +19,7 @@ def criteo_demo(path: str | None = None) -> TrainConfig:
         recipe="criteo_demo",
         workload=ClickWorkload(
             schema=SCHEMA,
-            preset=RAYREC.replace(split=KAGGLE_SPLIT, min_count=10),
+            preset=RAYREC.replace(split=KAGGLE_SPLIT, min_count=2),
             model=DLRMConfig(
                 interaction="dot",
                 embedding_dim=16,

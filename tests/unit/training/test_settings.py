@@ -53,7 +53,7 @@ def stored(config: TrainConfig) -> dict[str, Any]:
             [],
         ),
         ({"workload": {"sparse_optimizer": {"eps": 1e-5}}}, ["workload.sparse_optimizer.eps: 0.005 -> 1e-05"], []),
-        ({"workload": {"preset": {"min_count": 9}}}, ["workload.preset.min_count: 10 -> 9"], []),
+        ({"workload": {"preset": {"min_count": 9}}}, ["workload.preset.min_count: 2 -> 9"], []),
         ({"workload": {"preprocessor": "other"}}, ["workload.preprocessor: null -> other"], []),
         ({"workload": {"sharding": {"min_column_width": 8}}}, [], ["workload.sharding.min_column_width"]),
         (
