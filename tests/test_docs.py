@@ -13,6 +13,7 @@ commands work in their own process. The pages of `WITH_RAY` show what only Ray h
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from rayrec.models import ranking
 from rayrec.recipes import load_config
 from rayrec.verbs import VERBS
 
@@ -292,7 +294,10 @@ def flags(pages: Pages, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
         name: flags_of(name) | {"--schema"} for name in ("vocabulary", "preprocess", "validate", "fetch", "compare")
     }
     kinds = ("criteo_demo", "mnist_resnet18", "gpt2_tiny")  # of each workload one
-    found["train"] = {"--config", "--schema"}.union(*(flags_of(f"train {recipe}") for recipe in kinds))
+    found["train"] = {"--config", "--schema", "--model"}.union(*(flags_of(f"train {recipe}") for recipe in kinds))
+    models = [ranking.config_class(name) for name in ranking.names()]
+    fields = {field.name for model in models if model is not None for field in dataclasses.fields(model)}
+    found["train"] |= {f"--workload.model.{name.replace('_', '-')}" for name in fields}
     found["plan"] = found["train"] | {"--cluster", "--tables"}
     return found
 
