@@ -70,7 +70,7 @@ def build(stage):
     optimizer_class, arguments = sparse.build()
     apply_optimizer_in_backward(optimizer_class, model.embeddings.parameters(), arguments)
     if stage["plan"] == ["row_wise"]:  # which no planner gives a CPU, though tables can lie so
-        (sharder,) = embedding_sharders()
+        sharder = embedding_sharders()[0]  # that of the pooled tables
         tables = {name: row_wise() for name in feature_names(len(TABLES))}
         by_hand = construct_module_sharding_plan(
             model.embeddings, tables, sharder, local_size=stage["ranks"], world_size=stage["ranks"], device_type="cpu"
