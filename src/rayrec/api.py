@@ -58,8 +58,11 @@ def generate(
     return synthetic.generate(out, rows=rows, dialect=dialect, days=days, seed=seed, progress=progress)
 
 
-def vocabulary(path: str, *, out: str, console: Console | None = None, **options: Any) -> dict[str, Any]:
-    """One pass over a click log -> the Preprocessor (schema, constants, vocabularies) in folder `out`.
+def vocabulary(
+    path: str, *, out: str, extend: str | None = None, console: Console | None = None, **options: Any
+) -> dict[str, Any]:
+    """One pass over a click log -> the Preprocessor (schema, constants, vocabularies) in folder `out`. `extend`: an older
+    Preprocessor, or a run or checkpoint that has one, whose ids and constants are kept.
 
     `options` are the fields of `rayrec.PreparationConfig`: preset, min_count, engine, split, and so on. Returns the hash,
     the rows counted, and the rows each embedding table needs. Without `split` all rows are counted: keep what you evaluate
@@ -67,7 +70,7 @@ def vocabulary(path: str, *, out: str, console: Console | None = None, **options
     """
     from rayrec.prepare.preprocess import vocabulary as run
 
-    return run(path, out=out, config=_preparation(options), console=_console(console))
+    return run(path, out=out, extend=extend, config=_preparation(options), console=_console(console))
 
 
 def preprocess(

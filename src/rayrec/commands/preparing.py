@@ -57,17 +57,19 @@ def _prepare(verb: str, function: Callable[[PreparationConfig], Any], arguments:
 
 def vocabulary(arguments: list[str]) -> None:
     def command(default: PreparationConfig) -> Any:
-        def run(path: Path_, out: str, config: Preparation = default) -> dict[str, Any]:
+        def run(path: Path_, out: str, extend: str | None = None, config: Preparation = default) -> dict[str, Any]:
             """Count the categories of a click log in one pass and write the Preprocessor. --schema FILE names the columns
             of a log that is not Criteo's.
 
             Args:
                 path: File, glob or folder.
                 out: Folder to write to.
+                extend: Folder of an older Preprocessor, or of a run or checkpoint that has one: keep its ids, constants, schema
+                    and rules, and append the log's new categories.
                 config: How the log is read and prepared.
             """
             with results_alone():
-                return prepare_vocabulary(path, out=out, config=config, console=Console())
+                return prepare_vocabulary(path, out=out, extend=extend, config=config, console=Console())
 
         return run
 

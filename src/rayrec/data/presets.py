@@ -208,7 +208,7 @@ def _dense_column(preset: Preset, moments: list[int]) -> DenseColumn:
 
 
 @dataclass(frozen=True)
-class _Known:
+class KnownTokens:
     """A column's tokens that were counted often enough, in the order of their ids."""
 
     tokens: np.ndarray
@@ -218,7 +218,8 @@ class _Known:
     """Rows of each; None where they do not fall."""
 
 
-def _known(preset: Preset, counts: Counts, number: int) -> _Known:
+def known_tokens(preset: Preset, counts: Counts, number: int) -> KnownTokens:
+    """The vocabulary of sparse column `number` of the model's inputs."""
     # An empty field may make token 0 frequent that is not without it.
     always = 0 if preset.missing == "zero" else None
     tokens, amounts, first_rows = counts.kept(number, preset.min_count, always=always)
@@ -241,17 +242,17 @@ def _known(preset: Preset, counts: Counts, number: int) -> _Known:
         # By frequency, it comes before tokens that are as frequent.
         keys, key = (-amounts, -missing_count) if first_rows is None else (first_rows, missing_row)
         gap = int(np.searchsorted(keys[order], key))
-    return _Known(tokens[order], gap, amounts[order] if first_rows is None else None)
+    return KnownTokens(tokens[order], gap, amounts[order] if first_rows is None else None)
 
 
-def _sparse_column(preset: Preset, counts: Counts, number: int) -> tuple[SparseColumn, _Known]:
+def _sparse_column(preset: Preset, counts: Counts, number: int) -> tuple[SparseColumn, KnownTokens]:
     """The column's rule, and its vocabulary (empty where it is hashed)."""
     fixed = preset.num_embeddings[number] if preset.num_embeddings else None
     if preset.ids == "murmur3":
         assert fixed is not None
         column = SparseColumn(fixed, None, first_id=0, unknown_id=0, missing_id=murmur3(0) % fixed, murmur3=True)
-        return column, _Known(np.zeros(0, np.uint32))
-    known = _known(preset, counts, number)
+        return column, KnownTokens(np.zeros(0, np.uint32))
+    known = known_tokens(preset, counts, number)
     first_id, limit = preset.first_id, fixed or preset.max_num_embeddings
     gap = None if known.gap is None else first_id + known.gap
     num_ids = first_id + len(known.tokens) + (gap is not None)
@@ -268,14 +269,14 @@ def _sparse_column(preset: Preset, counts: Counts, number: int) -> tuple[SparseC
         missing_id = missing_id if isinstance(preset.missing, int) else first_id  # that of token 0
         wide = known.tokens.dtype == np.uint64  # tokens that may be numbers with a pattern; Criteo's are hashes
         column = SparseColumn(limit, None, first_id, unknown_id % limit, missing_id, mixed=wide)
-        return column, _Known(known.tokens[:0])
+        return column, KnownTokens(known.tokens[:0])
     column = SparseColumn(
         limit, len(known.tokens), first_id, unknown_id % limit, missing_id % limit, gap, preset.token_modulo
     )
     return column, known
 
 
-def _missing_id(preset: Preset, known: _Known, unknown_id: int) -> int:
+def _missing_id(preset: Preset, known: KnownTokens, unknown_id: int) -> int:
     if isinstance(preset.missing, int):
         return preset.missing
     if preset.missing == "token" and known.gap is not None:

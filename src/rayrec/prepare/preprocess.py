@@ -2,38 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
 
 from rayrec import storage
 from rayrec.config import Config, InputError
 from rayrec.data.counting_indexer import CountingIndexer
 from rayrec.data.engine import Engine
+from rayrec.data.extension import Extension, preprocessor_folder, rules_of
+from rayrec.data.extension import extend as extend_preprocessor
 from rayrec.data.log import LogIndex
 from rayrec.data.log_head import has_labels
 from rayrec.data.materialized import writer as writing
 from rayrec.data.opening import index_log
 from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.presets import make_preprocessor
+from rayrec.data.presets import Preset, make_preprocessor
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, engine, raw_index
 from rayrec.prepare.text import TextConfig, preprocess_text
 
+if TYPE_CHECKING:
+    from rayrec.data.counting import Counts
 
-def vocabulary(path: str, *, out: str, config: PreparationConfig, console: Console) -> dict[str, Any]:
+
+def vocabulary(
+    path: str, *, out: str, extend: str | None = None, config: PreparationConfig, console: Console
+) -> dict[str, Any]:
     """Counts the rows of a log and writes the Preprocessor into folder `out`, which appears complete or not at all.
 
-    Returns its hash, rows, and the rows each embedding table needs. Raises InputError for an unusable log or where `out`
-    exists.
+    `extend`: folder of an older Preprocessor, or of a run or checkpoint that contains one. The new one keeps its ids and
+    constants, appends the log's new categories, and has its schema and rules, of which `config` may repeat any.
+
+    Returns its hash, rows, and the rows each embedding table needs. Raises InputError for an unusable log, for an `extend` with
+    another schema or other rules, or where `out` exists.
     """
     if storage.exists(out):
         raise InputError(f"{out}: exists already; remove it or choose another --out")
-    config.rules.check(config.schema)
-    with console.preparing(), engine(config, console, paths=(path,)) as running, counting_indexer(config) as counting:
+    old, rules = None, config.rules
+    if extend is not None:
+        old, config, rules = _opened_to_extend(extend, config)
+    rules.check(config.schema)
+    with (
+        console.preparing(),
+        engine(config, console, paths=(path, *([] if extend is None else [extend]))) as running,
+        counting_indexer(config, rules) as counting,
+    ):
         index = raw_index(path, config, running, console, index_text=counting.index)
-        preprocessor = count(index, counting, config, running, console)
+        with _counted(index, counting, config, rules, running, console) as counts:
+            extension = None if old is None else extend_preprocessor(old, rules, counts)
+            preprocessor = extension.preprocessor if extension else make_preprocessor(rules, config.schema, counts)
     with storage.writing_folder(out) as folder:
         preprocessor.save(folder)
+    if extension is not None:
+        console.table("categories", _extension_rows(extension))
     return {
         "out": storage.absolute(out),
         "hash": preprocessor.hash(),
@@ -42,21 +64,66 @@ def vocabulary(path: str, *, out: str, config: PreparationConfig, console: Conso
         "rows": preprocessor.constants["rows"],
         "bad_rows": index.faults.total,
         "num_embeddings": dict(zip(preprocessor.inputs.sparse, preprocessor.num_embeddings, strict=True)),
+        **({} if extension is None else _extension_result(extension)),
     }
 
 
-def counting_indexer(config: PreparationConfig) -> CountingIndexer:
+def _opened_to_extend(path: str, config: PreparationConfig) -> tuple[Preprocessor, PreparationConfig, Preset]:
+    """The Preprocessor that `path` names, the configuration with its schema, and its rules. Raises InputError for settings of
+    `config` that are neither the defaults nor those of the Preprocessor."""
+    default = PreparationConfig()
+    old = Preprocessor.load(preprocessor_folder(path))
+    if config.schema not in (default.schema, old.schema):
+        raise InputError(f"--extend {path}: made for columns {old.schema.columns}, the log has {config.schema.columns}")
+    rules = rules_of(old, path)
+    if config.preset not in (default.preset, old.preset):
+        raise InputError(
+            f"--extend {path}: made by preset {old.preset}, not {config.preset}; leave --preset out, or count all days again"
+        )
+    for name in ("min_count", "max_num_embeddings", "token_modulo"):
+        if getattr(config, name) not in (None, getattr(rules, name)):
+            raise InputError(
+                f"--extend {path}: made with {name} {getattr(rules, name)}, not {getattr(config, name)}; leave "
+                f"--{name.replace('_', '-')} out, or count all days again"
+            )
+    return old, config.replace(schema=old.schema), rules.replace(split=config.rules.split)
+
+
+def _extension_rows(extension: Extension) -> list[tuple[str, str]]:
+    rows = [
+        (name, _amounts(kept, extension.appended[name], extension.left_out[name]))
+        for name, kept in extension.kept.items()
+    ]
+    counts = (extension.kept, extension.appended, extension.left_out)
+    return [*rows, ("total", _amounts(*(sum(count.values()) for count in counts)))]
+
+
+def _amounts(kept: int, appended: int, left_out: int) -> str:
+    text = f"{kept:,} kept, {appended:,} appended"
+    return f"{text}, {left_out:,} left out (max_num_embeddings)" if left_out else text
+
+
+def _extension_result(extension: Extension) -> dict[str, Any]:
+    return {
+        "extends": extension.preprocessor.constants["extends"],
+        "kept": extension.kept,
+        "appended": extension.appended,
+        "left_out": {name: number for name, number in extension.left_out.items() if number},
+    }
+
+
+def counting_indexer(config: PreparationConfig, rules: Preset) -> CountingIndexer:
     """Indexes a log of text, and counts its training rows (or all rows, if the preset counts them all) on the way, for
     `count`."""
     return CountingIndexer(
-        config.rules.counting(config.schema),
-        lambda index: _counted_rows(index, config),
+        rules.counting(config.schema),
+        lambda index: _counted_rows(index, config, rules),
         memory_bytes=config.memory_bytes,
     )
 
 
-def _counted_rows(index: LogIndex, config: PreparationConfig) -> tuple[int, int]:
-    sets = None if config.rules.counted == "all" else sets_of(index, config)
+def _counted_rows(index: LogIndex, config: PreparationConfig, rules: Preset) -> tuple[int, int]:
+    sets = None if rules.counted == "all" else sets_of(index, config)
     return (0, index.rows) if sets is None else sets["train"]
 
 
@@ -69,13 +136,26 @@ def count(
     index: LogIndex, counting: CountingIndexer, config: PreparationConfig, engine: Engine, console: Console
 ) -> Preprocessor:
     """The Preprocessor of the rows that `counting` chooses; reads those that it did not count while it made the index."""
-    start, stop = _counted_rows(index, config)
+    with _counted(index, counting, config, config.rules, engine, console) as counts:
+        return make_preprocessor(config.rules, config.schema, counts)
+
+
+@contextmanager
+def _counted(
+    index: LogIndex,
+    counting: CountingIndexer,
+    config: PreparationConfig,
+    rules: Preset,
+    engine: Engine,
+    console: Console,
+) -> Iterator[Counts]:
+    start, stop = _counted_rows(index, config, rules)
     with counting.counts(
         index, engine=engine, progress=lambda rows: console.progress("vocabulary (rows)", rows, stop - start)
     ) as counts:
         if spilled := counts.spilled():
             console.note(f"{spilled}; --memory-bytes sets the limit")
-        return make_preprocessor(config.rules, config.schema, counts)
+        yield counts
 
 
 Format = Literal["parquet", "npy", "binary", "npz", "mds"]
@@ -149,7 +229,7 @@ def _preprocess_log(
     with (
         console.preparing(),
         engine(config, console, paths=(path, out)) as running,
-        counting_indexer(config) as counting,
+        counting_indexer(config, config.rules) as counting,
     ):
         labelled = has_labels(path, config.schema, files=config.files)
         if not labelled and given is None:

@@ -1,0 +1,126 @@
+"""Adds the new categories of a log to the vocabularies of a Preprocessor, and keeps every id that it has given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.data.frequency import ENDS
+from rayrec.data.preprocessor import PREPROCESSOR_FOLDER, Preprocessor, SparseColumn
+from rayrec.data.presets import KnownTokens, Preset, known_tokens
+
+if TYPE_CHECKING:
+    from rayrec.data.counting import Counts
+
+
+def preprocessor_folder(path: str) -> str:
+    """The folder of the Preprocessor that `path` names: its own folder, or a run, checkpoint, export or preprocessed log that
+    contains one. Raises InputError if there is none."""
+    for folder in (path, storage.join(path, PREPROCESSOR_FOLDER)):
+        if storage.exists(storage.join(folder, "preprocessor.json")):
+            return folder
+    raise InputError(
+        f"{path}: has no Preprocessor; give the folder that `rayrec vocabulary --out` wrote, a run or a checkpoint"
+    )
+
+
+@dataclass(frozen=True)
+class Extension:
+    """A Preprocessor that gives the ids of an older one, and further ids; categories by the first column of each vocabulary."""
+
+    preprocessor: Preprocessor
+    kept: dict[str, int]
+    appended: dict[str, int]
+    left_out: dict[str, int]
+    """Categories for which max_num_embeddings left no room."""
+
+
+def rules_of(old: Preprocessor, where: str) -> Preset:
+    """The rules that a Preprocessor was made by. Raises InputError for one that cannot be extended."""
+    if old.multi_hot is not None:
+        raise InputError(
+            f"{where}: makes a bag of every id, which depends on the number of rows of its tables (multi_hot); it cannot be "
+            "extended, count all days again"
+        )
+    return Preset().updated(old.constants["rules"], where=f"{where}: ")
+
+
+def extend(old: Preprocessor, preset: Preset, counts: Counts) -> Extension:
+    """Appends the categories of `counts` that satisfy min_count to the vocabularies of `old`, in the order that `preset` gives
+    them. Constants of numbers and hashed columns stay.
+
+    `counts`: of a log with the columns of `old`, counted by `preset`, the rules of `old`. Memory: the tokens of both, and a
+    sorted copy of one column's. Raises InputError for a column that cannot keep its ids.
+    """
+    inputs = old.inputs
+    sparse: list[SparseColumn] = []
+    tokens: list[np.ndarray] = []
+    kept: dict[str, int] = {}
+    appended: dict[str, int] = {}
+    left_out: dict[str, int] = {}
+    for number, (name, owner) in enumerate(zip(inputs.sparse, inputs.vocabulary_owners, strict=True)):
+        if owner != number:
+            sparse.append(sparse[owner])
+            continue
+        column, vocabulary = old.sparse[number], old.vocabulary(number)
+        if column.num_tokens is not None:
+            known = known_tokens(preset, counts, number)
+            column, added, left_out[name] = _extended(preset, column, vocabulary, known, number, name)
+            kept[name], appended[name] = len(vocabulary), len(added)
+            vocabulary = np.concatenate([vocabulary, added])
+        sparse.append(column)
+        tokens.append(vocabulary)
+    owners = {name: inputs.sparse[owner] for name, owner in zip(inputs.sparse, inputs.vocabulary_owners, strict=True)}
+    constants = {
+        **old.constants,
+        "rows": old.constants.get("rows", 0) + counts.rows,
+        # Ids of appended categories do not follow those of more frequent ones.
+        ENDS: {name: ends for name, ends in old.constants.get(ENDS, {}).items() if not appended.get(owners[name])},
+        "extends": old.hash(),
+    }
+    preprocessor = replace(
+        old, sparse=tuple(sparse), tokens=np.concatenate(tokens) if tokens else old.tokens, constants=constants
+    )
+    return Extension(preprocessor, kept, appended, left_out)
+
+
+def _extended(
+    preset: Preset, old: SparseColumn, vocabulary: np.ndarray, known: KnownTokens, number: int, name: str
+) -> tuple[SparseColumn, np.ndarray, int]:
+    """The column's new rule, the tokens to append, and how many were left out."""
+    fresh = ~np.isin(known.tokens, vocabulary)
+    added = known.tokens[fresh]
+    num_old, gap, missing_id = len(vocabulary), old.gap, old.missing_id
+    if preset.missing == "token" and known.gap is not None and missing_id == old.unknown_id:
+        # The empty field became frequent enough to be a category of its own.
+        if gap is not None:
+            raise _crowded(name)
+        gap = missing_id = old.first_id + num_old + int(np.count_nonzero(fresh[: known.gap]))
+    if old.has_own_ids and old.unknown_id == old.first_id + num_old + (old.gap is not None) and len(added):
+        # The row of unknown categories came after the vocabulary; it keeps its place, now in the middle.
+        if gap is not None:
+            raise _crowded(name)
+        gap = old.unknown_id
+    fixed = preset.num_embeddings[number] if preset.num_embeddings else None
+    limit, left_out = fixed or preset.max_num_embeddings, 0
+    highest = old.first_id + num_old + (gap is not None)
+    if limit is not None and fixed is None and preset.beyond_limit == "hash":
+        room = max(0, limit - highest)
+        left_out, added = max(0, len(added) - room), added[:room]
+    rows = max(old.num_embeddings, highest + len(added))
+    rows = rows if limit is None else min(rows, limit)
+    column = replace(old, num_embeddings=rows, num_tokens=num_old + len(added), gap=gap, missing_id=missing_id % rows)
+    if preset.missing == "zero" and old.missing_id == old.unknown_id and len(zero := np.flatnonzero(added == 0)):
+        column = replace(column, missing_id=int(column.ids()[num_old + int(zero[0])]))
+    return column, added, left_out
+
+
+def _crowded(name: str) -> InputError:
+    return InputError(
+        f"column {name}: its rows of empty fields and of unknown categories would both be in the middle of the vocabulary; "
+        "count all days again with a preset whose unknown_id is a number"
+    )

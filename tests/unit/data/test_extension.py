@@ -1,0 +1,239 @@
+"""A Preprocessor that is extended gives every old category its old id, and the new ones further ids."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.data.counting import Counts, count_parts
+from rayrec.data.extension import extend
+from rayrec.data.log import LogIndex, cut, index_chunk, numbered, read_segments
+from rayrec.data.oov import UnknownTokens
+from rayrec.data.parsing import Faults
+from rayrec.data.position import Part
+from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.presets import (
+    ALL,
+    FUXICTR_X4,
+    MLPERF_V1,
+    NVT,
+    RAY_TEMPLATE,
+    RAYREC,
+    TORCHREC,
+    Preset,
+    make_preprocessor,
+)
+from rayrec.observe.console import Console
+from rayrec.prepare.config import PreparationConfig
+from rayrec.prepare.preprocess import vocabulary
+from rayrec.schema import Feature, Schema
+
+CONSOLE = Console(quiet=True)
+SCHEMA = Schema(label="y", dense=("A",), sparse=("C", "D"))
+
+
+def lines(*columns: str) -> bytes:
+    """Criteo's text of rows with the tokens of column C, one digit each, `.` being empty; D repeats C's."""
+    return b"".join(
+        f"0\t3\t{token}\t{token}\n".replace(".", "").encode()
+        for column in columns
+        for token in (digit if digit == "." else digit * 8 for digit in column)
+    )
+
+
+def counted(preset: Preset, text: bytes, folder: Path) -> tuple[Counts, LogIndex]:
+    folder.mkdir(parents=True)
+    (folder / "day_0").write_bytes(text)
+    entries = []
+    for chunk in cut(storage.list_files(str(folder)), 1 << 30):
+        entries += index_chunk(chunk, SCHEMA, 1 << 20)[0]
+    index = LogIndex(numbered(entries), Faults())
+    counting = preset.counting(SCHEMA)
+    counts = counting.empty()
+    for segment in index.segments:
+        counts.add(count_parts([Part(segment, 0, segment.rows)], counting=counting))
+    return counts, index
+
+
+def extended(preset: Preset, old: str, new: str, folder: Path) -> tuple[Preprocessor, Preprocessor]:
+    """Of column C as `lines` reads it; checks that no old id has changed."""
+    before = make_preprocessor(preset, SCHEMA, counted(preset, lines(old), folder / "old")[0])
+    counts, _ = counted(preset, lines(new), folder / "new")
+    extension = extend(before, preset, counts)
+    after = extension.preprocessor
+    _, index = counted(preset, lines("".join(sorted(set(old + new)))), folder / "both")
+    raw = read_segments(index.segments, SCHEMA)
+    old_ids, new_ids = before.encode(raw).ids[0], after.encode(raw).ids[0]
+    known = UnknownTokens(before).count(raw, before.encode(raw))[:, 0] == 0
+    assert known.any()
+    if before.sparse[0].missing_id == before.sparse[0].unknown_id:  # an empty field may become a category
+        known &= (raw.missing[: raw.rows] >> np.uint64(1)) & np.uint64(1) == 0
+    assert (old_ids[known] == new_ids[known]).all()
+    assert before.sparse[0].unknown_id == after.sparse[0].unknown_id
+    assert max(new_ids) < after.num_embeddings[0]
+    assert extension.kept["C"] == before.sparse[0].num_tokens
+    assert extension.appended["C"] == after.sparse[0].num_tokens - before.sparse[0].num_tokens
+    assert before.dense == after.dense
+    assert after.constants["extends"] == before.hash() != after.hash()
+    assert after.inputs == before.inputs
+    after.save(str(folder / "saved"))
+    assert Preprocessor.load(str(folder / "saved")).hash() == after.hash()
+    return before, after
+
+
+def hexadecimal(preprocessor: Preprocessor) -> str:
+    return "".join(f"{token:08x}"[0] for token in preprocessor.vocabulary(0).tolist())
+
+
+def test_new_categories_follow_the_old_ones_by_falling_count(tmp_path: Path) -> None:
+    before, after = extended(RAYREC, "aabbb", "ccddda.efeaaaa", tmp_path)
+    assert (hexadecimal(before), hexadecimal(after)) == ("ba", "badce")
+    assert after.num_embeddings == [7, 7]
+    assert after.constants["rows"] == 5 + 14
+
+
+def test_new_categories_follow_in_the_order_of_rows_if_the_preset_has_it(tmp_path: Path) -> None:
+    before, after = extended(TORCHREC, "bbbaaa", "cdcdcddbbb", tmp_path)
+    assert (hexadecimal(before), hexadecimal(after)) == ("ba", "bacd")
+    assert after.file_minimum == before.file_minimum
+
+
+@pytest.mark.parametrize("preset", [MLPERF_V1, FUXICTR_X4.replace(min_count=1, dense="identity")])
+def test_a_last_row_of_unknown_categories_keeps_its_place(tmp_path: Path, preset: Preset) -> None:
+    before, after = extended(preset, "aab", "ccd", tmp_path)
+    unknown = before.sparse[0].unknown_id
+    assert unknown == before.num_embeddings[0] - 1
+    assert after.sparse[0].ids().tolist() == [*before.sparse[0].ids().tolist(), unknown + 1, unknown + 2]
+    assert after.num_embeddings[0] == before.num_embeddings[0] + 2
+    counts, _ = counted(preset, lines("e"), tmp_path / "more")
+    again = extend(after, preset, counts).preprocessor
+    assert again.sparse[0].ids().tolist() == [*after.sparse[0].ids().tolist(), unknown + 3]
+
+
+def test_an_empty_field_becomes_a_category_when_it_is_frequent(tmp_path: Path) -> None:
+    before, after = extended(RAY_TEMPLATE, "aaabbb", "cccc...ddd", tmp_path)
+    assert before.sparse[0].missing_id == before.sparse[0].unknown_id
+    assert after.sparse[0].ids().tolist() == [2, 3, 4, 6]  # the empty field comes before those as frequent
+    assert after.sparse[0].missing_id == 5
+    before, after = extended(MLPERF_V1, "aab", "c..d", tmp_path / "zero")
+    assert before.sparse[0].missing_id == before.sparse[0].unknown_id
+    assert after.vocabulary(0)[after.sparse[0].ids() == after.sparse[0].missing_id].tolist() == [0]
+
+
+def test_hashed_columns_stay(tmp_path: Path) -> None:
+    nvt = NVT.replace(num_embeddings=(11, 7))
+    counts, _ = counted(nvt, lines("aab"), tmp_path / "old")
+    before = make_preprocessor(nvt, SCHEMA, counts)
+    after = extend(before, nvt, counted(nvt, lines("ccdd"), tmp_path / "new")[0])
+    assert after.preprocessor.sparse == before.sparse
+    assert after.kept == after.appended == {}
+
+
+def test_a_limit_of_rows_leaves_rarer_categories_out(tmp_path: Path) -> None:
+    preset = RAYREC.replace(max_num_embeddings=5)
+    counts, _ = counted(preset, lines("ccddda"), tmp_path / "log")
+    before = make_preprocessor(preset, SCHEMA, counted(preset, lines("aabb"), tmp_path / "first")[0])
+    extension = extend(before, preset, counts)
+    assert list(hexadecimal(extension.preprocessor)) == ["a", "b", "d"]
+    assert extension.left_out == {"C": 1, "D": 1}
+    _, after = extended(preset.replace(beyond_limit="modulo"), "aabb", "ccddda", tmp_path / "modulo")
+    assert after.num_embeddings[0] == 5
+    assert after.sparse[0].ids().tolist() == [2, 3, 4, 0]
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "nvt"])
+def test_every_preset_keeps_the_ids_of_a_real_size_log(click_log: Path, tmp_path: Path, name: str) -> None:
+    text = (click_log / "train.txt").read_bytes().splitlines(keepends=True)
+    days = {"first": text[:3000], "second": text[12000:15000]}
+    for day, rows in days.items():
+        (tmp_path / f"{day}.txt").write_bytes(b"".join(rows))
+    config = PreparationConfig(preset=name, engine="threads")
+    vocabulary(str(tmp_path / "first.txt"), out=str(tmp_path / "old"), config=config, console=CONSOLE)
+    made = vocabulary(
+        str(tmp_path / "second.txt"),
+        out=str(tmp_path / "new"),
+        extend=str(tmp_path / "old"),
+        config=PreparationConfig(engine="threads"),
+        console=CONSOLE,
+    )
+    alone = vocabulary(str(tmp_path / "second.txt"), out=str(tmp_path / "alone"), config=config, console=CONSOLE)
+    old, new = (Preprocessor.load(str(tmp_path / folder)) for folder in ("old", "new"))
+    second = Preprocessor.load(str(tmp_path / "alone"))
+    assert made["extends"] == old.hash()
+    assert made["hash"] == new.hash()
+    assert made["rows"] == 6000 == old.constants["rows"] + alone["rows"]
+    for number, column in enumerate(old.inputs.sparse):
+        before, after = (
+            dict(zip(p.vocabulary(number).tolist(), p.sparse[number].ids().tolist(), strict=True)) for p in (old, new)
+        )
+        assert before.items() <= after.items()
+        assert list(after)[: len(before)] == list(before)
+        fresh = [token for token in second.vocabulary(number).tolist() if token not in before]
+        assert list(after)[len(before) :] == fresh
+        assert len(set(after.values())) == len(after)
+        assert {after[token] for token in fresh}.isdisjoint({new.sparse[number].unknown_id})
+        assert (made["kept"][column], made["appended"][column]) == (len(before), len(fresh))
+    assert new.dense == old.dense
+
+
+def ids_by_token(preprocessor: Preprocessor, number: int) -> dict[int, int]:
+    tokens, ids = preprocessor.vocabulary(number), preprocessor.sparse[number].ids()
+    return dict(zip(tokens.tolist(), ids.tolist(), strict=True))
+
+
+def csv(path: Path, rows: list[tuple[Any, ...]]) -> str:
+    path.write_text("label,a,b,c\n" + "".join(",".join(map(str, row)) + "\n" for row in rows))
+    return str(path)
+
+
+ANY = Schema(
+    label="label",
+    dense=("a",),
+    sparse=("b", "c"),
+    features=(Feature(name="c", vocabulary="b"),),
+    tokens="any",
+)
+
+
+def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str, PreparationConfig]:
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+    first = csv(tmp_path / "first.csv", [(1, 2, "x", "y"), (0, 3, "x", "y"), (0, 5, "z", "z")])
+    second = csv(tmp_path / "second.csv", [(1, 9, "w", "x"), (0, 3, "w", "v"), (0, 5, "v", "v")])
+    config = PreparationConfig(schema=ANY, engine="threads", min_count=2)
+    vocabulary(first, out=str(tmp_path / "old"), config=config, console=CONSOLE)
+    return first, second, config
+
+
+def test_columns_that_share_a_vocabulary_share_its_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, second, config = prepared(tmp_path, monkeypatch)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "old").rename(tmp_path / "run" / "preprocessor")
+    made = vocabulary(
+        second, out=str(tmp_path / "new"), extend=str(tmp_path / "run"), config=config, console=CONSOLE
+    )  # a run's folder will do
+    assert made["appended"] == {"b": 2}
+    assert made["num_embeddings"]["b"] == made["num_embeddings"]["c"]
+    new = Preprocessor.load(str(tmp_path / "new"))
+    assert new.sparse[0] == new.sparse[1]
+    assert json.loads((tmp_path / "new" / "preprocessor.json").read_text())["hash"] == made["hash"]
+
+
+def test_other_columns_and_other_rules_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, second, config = prepared(tmp_path, monkeypatch)
+    wrong = {
+        "made for columns": config.replace(schema=ANY.replace(dense=())),
+        "made by preset rayrec, not ray-template": config.replace(preset="ray-template"),
+        "made with min_count 2, not 3": config.replace(min_count=3),
+    }
+    for message, other in wrong.items():
+        with pytest.raises(InputError, match=message):
+            vocabulary(second, out=str(tmp_path / "new"), extend=str(tmp_path / "old"), config=other, console=CONSOLE)
+    with pytest.raises(InputError, match="has no Preprocessor"):
+        vocabulary(second, out=str(tmp_path / "new"), extend=str(tmp_path), config=config, console=CONSOLE)
+    assert not (tmp_path / "new").exists()
