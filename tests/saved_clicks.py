@@ -101,8 +101,9 @@ def save_clicks(
         embedding_device="cpu",
     ).eval()
     with torch.no_grad():
-        for parameter in built.embeddings.parameters():
-            parameter.mul_(scale)
+        for tables in built.table_modules():
+            for parameter in tables.parameters():
+                parameter.mul_(scale)
 
     def extra_files(target: str) -> None:
         Path(target, "config.yaml").write_text("# rayrec 0, config hash 0\n" + config.to_yaml())

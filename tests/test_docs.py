@@ -297,7 +297,8 @@ def flags(pages: Pages, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     found["train"] = {"--config", "--schema", "--model"}.union(*(flags_of(f"train {recipe}") for recipe in kinds))
     models = [ranking.config_class(name) for name in ranking.names()]
     fields = {field.name for model in models if model is not None for field in dataclasses.fields(model)}
-    found["train"] |= {f"--workload.model.{name.replace('_', '-')}" for name in fields}
+    places = ("model", "model.models.0", "model.models.1")  # the latter two of --model ensemble
+    found["train"] |= {f"--workload.{place}.{name.replace('_', '-')}" for place in places for name in fields}
     found["plan"] = found["train"] | {"--cluster", "--tables"}
     return found
 

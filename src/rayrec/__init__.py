@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rayrec.api import (
         compare,
         doctor,
+        ensemble,
         evaluate,
         export,
         fetch,
@@ -59,6 +60,7 @@ __all__ = [
     "TrainConfig",
     "compare",
     "doctor",
+    "ensemble",
     "evaluate",
     "export",
     "fetch",

@@ -296,6 +296,14 @@ def compare(
     return run(checkpoints, path, configs=configs, options=asked, gates=gates, console=_console(console))
 
 
+def ensemble(checkpoints: Sequence[str], *, out: str, recipe: Recipe | None = None) -> dict[str, Any]:
+    """Writes the checkpoint of a model whose logit is the mean of those of two or more click models into folder `out`, which
+    appears complete or not at all; see `rayrec.inference.ensemble.ensemble`. Checkpoints and recipe are as in `evaluate`."""
+    from rayrec.inference.ensemble import ensemble as run
+
+    return run(checkpoints, out, configs=[_config_of(checkpoint, recipe) for checkpoint in checkpoints])
+
+
 def predict(
     checkpoint: str,
     path: str,

@@ -8,7 +8,7 @@ import hashlib
 import json
 import typing
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, Final, Self
 
@@ -62,6 +62,12 @@ def _plain(value: Any) -> Any:
 
 def _tuples(value: Any) -> Any:
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def same_class(stored: object, own: str) -> bool:
+    """Whether the `class` of a stored configuration is that of `own`; a recipe's file may be imported under another name than
+    before."""
+    return str(stored).rpartition(".")[2] == own.rpartition(".")[2]
 
 
 def renamed(old: str, new: str) -> str:
@@ -123,8 +129,7 @@ class Config:
         if stored is not None:
             changes = {name: value for name, value in changes.items() if name != CLASS}
             own = type(self)._own_class()
-            # A recipe's file may be imported under another name than before.
-            if own is None or str(stored).rpartition(".")[2] != own.rpartition(".")[2]:
+            if own is None or not same_class(stored, own):
                 other = self.of_class(stored)
                 if other is None:
                     raise InputError(f"{where}{CLASS}: {stored}, and this recipe has {self._known_classes()}")
@@ -140,7 +145,9 @@ class Config:
                 new[name] = current.updated(value, where=f"{where}{name}.")
             elif item_type is not None and isinstance(value, list | tuple):
                 new[name] = tuple(
-                    item_type.made(item, where=f"{where}{name}[{number}].") if isinstance(item, Mapping) else item
+                    item_type.item(item, among=current, where=f"{where}{name}[{number}].")
+                    if isinstance(item, Mapping)
+                    else item
                     for number, item in enumerate(value)
                 )
             else:
@@ -165,6 +172,12 @@ class Config:
         if missing:
             raise InputError(f"{where}{missing[0]}: {cls.__name__} needs a value here")
         return cls(**{name: _tuples(value) for name, value in values.items()})
+
+    @classmethod
+    def item(cls, values: Mapping[str, Any], *, among: Sequence[Config], where: str) -> Config:
+        """As `made`, for an item of a list that takes the place of the list `among`."""
+        del among
+        return cls.made(values, where=where)
 
     def _with_new_names(self, changes: Mapping[str, Any], where: str) -> dict[str, Any]:
         for old, new in self.RENAMED.items():

@@ -22,6 +22,7 @@ VERBS = {
         "CHECKPOINT... PATH",
         "several click models on the same rows: metrics, costs, which differ; exit 2 where a gate fails",
     ),
+    "ensemble": ("CHECKPOINT... --out DIR", "makes several click models one, whose logit is the mean of theirs"),
     "predict": ("CHECKPOINT PATH --out DIR", "writes predictions as Parquet, in input order, with the row's number"),
     "export": ("CHECKPOINT --out DIR", "writes a trained model as other tools read it"),
     "serve": ("CHECKPOINT_OR_EXPORT [--port P]", "scores rows over HTTP, on Ray Serve"),

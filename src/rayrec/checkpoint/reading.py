@@ -310,6 +310,16 @@ def weights_sha256(checkpoint: Checkpoint, prefix: str = "model.") -> str:
     return digest.hexdigest()
 
 
+def verified_bytes(checkpoint: Checkpoint, name: str, chunk: dict[str, Any]) -> Iterator[bytes]:
+    """The bytes of a chunk of a tensor, of which its manifest says `chunk`, in pieces of a few blocks. Raises DamagedError where
+    they are not as they were written."""
+    manifest = checkpoint.manifest()
+    reader, entry = _Reader(checkpoint.path, manifest["block_bytes"]), manifest["tensors"][name]
+    rows = _Rows(name, TORCH_DTYPES[entry["dtype"]], chunk)
+    for begin, end in rows.ranges(0, chunk["sizes"][0] if chunk["sizes"] else 1, range_bytes=reader.range_bytes):
+        yield bytes(_as_bytes(reader.read(rows, begin, end)))  # a copy: the next read is into the same memory
+
+
 def _windows(entry: dict[str, Any]) -> Iterator[tuple[int, int]]:
     """Ranges of a tensor's rows (dimension 0) of a bounded size; at least one, which may be empty. A number without dimensions is
     one row."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 MODULES = {
     "preparing": ("generate", "fetch", "vocabulary", "preprocess", "validate"),
     "training": ("recipes", "config", "plan", "train", "supervise"),
-    "scoring": ("evaluate", "compare", "predict", "export", "serve"),
+    "scoring": ("evaluate", "compare", "ensemble", "predict", "export", "serve"),
     "observing": ("top", "report", "profile", "benchmark"),
 }
 """Where the function of each verb is; a verb loads its own module alone."""

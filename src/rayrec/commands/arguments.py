@@ -14,6 +14,8 @@ import tyro
 from rayrec import recipes, storage
 from rayrec.config import CLASS, InputError, renamed
 from rayrec.models import ranking
+from rayrec.models.base import ClickModelConfig
+from rayrec.models.ranking.ensemble import EnsembleConfig
 from rayrec.schema import Schema, load_schema
 from rayrec.verbs import VERBS
 from rayrec.workloads.base import TrainConfig
@@ -176,16 +178,26 @@ def parse_config(verb: str, arguments: list[str]) -> tuple[TrainConfig, set[str]
 
 
 def _with_model(config: TrainConfig, name: str) -> TrainConfig:
-    """The configuration with another of rayrec's click models; what all models have in common stays."""
-    if not isinstance(config.workload, ClickWorkload):
+    """The configuration with another of rayrec's click models, or with several as an ensemble (`dlrm+finalnet`); what all models
+    have in common stays."""
+    workload = config.workload
+    if not isinstance(workload, ClickWorkload):
         raise InputError(f"--model: recipe {config.recipe} trains no click model")
-    if name not in ranking.names():
+    kinds = [_kind_of_model(part) for part in name.split("+")]
+    if len(kinds) > 1:
+        return config.replace(workload={"model": EnsembleConfig.of_kinds(kinds, workload.model)})
+    return config.replace(workload={"model": {CLASS: name}})
+
+
+def _kind_of_model(name: str) -> type[ClickModelConfig]:
+    kind: type[ClickModelConfig] | None = ranking.config_class(name) if name in ranking.names() else None
+    if kind is None:
         near = difflib.get_close_matches(name, ranking.names(), n=1)
         hint = (
             f"did you mean {near[0]}?" if near else f"there are {', '.join(ranking.names())}, and your own, by a recipe"
         )
         raise InputError(f"--model: no model {name}; {hint}")
-    return config.replace(workload={"model": {CLASS: name}})
+    return kind
 
 
 def with_schema(arguments: list[str]) -> tuple[list[str], Schema | None]:

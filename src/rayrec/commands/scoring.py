@@ -88,6 +88,27 @@ def compare(arguments: list[str]) -> None:
         raise InputError("; ".join(found["failures"]))
 
 
+def _ensemble(
+    checkpoints: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT...")],
+    out: str,
+    recipe: OwnRecipe = None,
+) -> dict[str, Any]:
+    """Make several click models one, which is evaluated, predicted with, exported and served as any.
+
+    Args:
+        checkpoints: Two or more folders of checkpoints, or of runs (then the one that the summary names, else the newest), all
+            trained with one Preprocessor.
+        out: Folder of the new checkpoint, which appears complete or not at all.
+        recipe: The recipe the checkpoints are of, where it is one of your own.
+    """
+    with results_alone():
+        return api.ensemble(checkpoints, out=out, recipe=_own(recipe))
+
+
+def ensemble(arguments: list[str]) -> None:
+    print_json(flags("ensemble", _ensemble, arguments))
+
+
 def _predict(
     checkpoint: Checkpoint,
     path: Path_,

@@ -6,10 +6,12 @@ from abc import abstractmethod
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from rayrec.config import Config, InputError
+from rayrec.config import CLASS, Config, InputError, same_class
 from rayrec.models import ranking
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from torch import nn
 
     from rayrec.layers.mlp import Precision
@@ -76,14 +78,33 @@ class ClickModelConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.embedding_dim < 1:
-            raise InputError(f"{type(self).__name__}.embedding_dim: {self.embedding_dim} must be at least 1")
+        self._check_embedding_dim()
         if self.members < 1:
             raise InputError(f"{type(self).__name__}.members: {self.members} must be at least 1")
+
+    def _check_embedding_dim(self) -> None:
+        if self.embedding_dim < 1:
+            raise InputError(f"{type(self).__name__}.embedding_dim: {self.embedding_dim} must be at least 1")
 
     @classmethod
     def _own_class(cls) -> str | None:
         return f"{cls.__module__}.{cls.__qualname__}"
+
+    @classmethod
+    def item(cls, values: Mapping[str, Any], *, among: Sequence[Config], where: str) -> Config:
+        """A model of a list: `class` names it, one of rayrec's, or is the class of a model of the list `among`."""
+        name = values.get(CLASS)
+        if name is None:
+            raise InputError(f"{where}{CLASS}: which model? rayrec's are {', '.join(ranking.names())}")
+        others = (type(model) for model in among if isinstance(model, ClickModelConfig))
+        own = next((other for other in others if same_class(name, f"{other.__module__}.{other.__qualname__}")), None)
+        found = own or ranking.config_class(name)
+        if found is None:
+            raise InputError(f"{where}{CLASS}: no model {name}; rayrec's are {', '.join(ranking.names())}")
+        made: ClickModelConfig = found().updated(
+            {key: value for key, value in values.items() if key != CLASS}, where=where
+        )
+        return made
 
     def of_class(self, name: object) -> ClickModelConfig | None:
         cls = ranking.config_class(name)
@@ -95,7 +116,11 @@ class ClickModelConfig(Config):
     @classmethod
     def in_place_of(cls, other: ClickModelConfig) -> Self:
         """The defaults, with the settings of embeddings of the model whose place it takes in a recipe."""
-        return cls().replace(**embedding_settings(other))
+        return cls().replace(**other.embedding_settings())
+
+    def embedding_settings(self) -> dict[str, Any]:
+        """The settings that every click model has."""
+        return {field.name: getattr(self, field.name) for field in fields(ClickModelConfig)}
 
     def sequences(self, inputs: ModelInputs) -> tuple[str, ...]:
         """The features whose embeddings the network takes one by one (`Embedded.sequences`), not summed: none, unless a model
@@ -119,7 +144,8 @@ class ClickModelConfig(Config):
             return self.build(inputs, precision=precision)
         from rayrec.models.ensemble import Ensemble
 
-        return Ensemble([self.build(inputs, precision=precision) for _ in range(self.members)], inputs)
+        networks = [self.build(inputs, precision=precision) for _ in range(self.members)]
+        return Ensemble(networks, inputs, widths=[self.width] * self.members)
 
     @abstractmethod
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
@@ -133,11 +159,6 @@ class ClickModelConfig(Config):
 
         Start values are drawn from torch's global generator. `rows` may be 0.
         """
-
-
-def embedding_settings(config: ClickModelConfig) -> dict[str, Any]:
-    """The settings that every click model has."""
-    return {field.name: getattr(config, field.name) for field in fields(ClickModelConfig)}
 
 
 def unpooled_features(config: ClickModelConfig, inputs: ModelInputs) -> tuple[str, ...]:

@@ -1,9 +1,10 @@
-"""Several networks of one kind as one model, whose logits are averaged (Lakshminarayanan et al., "Simple and Scalable Predictive
+"""Several networks as one model, whose logits are averaged (Lakshminarayanan et al., "Simple and Scalable Predictive
 Uncertainty Estimation using Deep Ensembles", NIPS 2017)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import final
 
 import torch
@@ -23,14 +24,18 @@ class Ensemble(nn.Module):
     makes their mean better than any of them.
     """
 
-    def __init__(self, members: Sequence[nn.Module], inputs: ModelInputs) -> None:
+    def __init__(self, members: Sequence[nn.Module], inputs: ModelInputs, *, widths: Sequence[int]) -> None:
+        """`widths`: values of each embedding that each member takes, in their order."""
         super().__init__()
         self.members, self._inputs = nn.ModuleList(members), inputs
+        ends = list(accumulate(widths))
+        self._columns = [slice(end - width, end) for width, end in zip(widths, ends, strict=True)]
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
         """See `ClickModelConfig.build`: the mean logits by label, and for the loss all that the members gave."""
         given = [
-            network(dense, _part(embedded, number, len(self.members))) for number, network in enumerate(self.members)
+            network(dense, _part(embedded, columns))
+            for network, columns in zip(self.members, self._columns, strict=True)
         ]
         outputs = {
             label: torch.stack([of_member[label] for of_member in given]).mean(0) for label in self._inputs.label_names
@@ -72,10 +77,9 @@ def label_losses(label: Label, logits: torch.Tensor, values: torch.Tensor) -> to
     return there * (logits - values).square()
 
 
-def _part(embedded: Embedded, number: int, count: int) -> Embedded:
-    """A member's embeddings: of each embedding, one of `count` equal parts."""
-    dim = embedded.dim // count
-    columns = slice(number * dim, (number + 1) * dim)
+def _part(embedded: Embedded, columns: slice) -> Embedded:
+    """A member's embeddings: its columns of each embedding."""
+    dim = columns.stop - columns.start
 
     def deliver() -> Delivery:
         values, order = embedded.bags()

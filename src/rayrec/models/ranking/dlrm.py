@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from rayrec.config import InputError
-from rayrec.models.base import ClickModelConfig, ModelInputs, embedding_settings
+from rayrec.models.base import ClickModelConfig, ModelInputs
 
 if TYPE_CHECKING:
     from rayrec.layers.mlp import Precision
@@ -63,8 +63,9 @@ class DLRMConfig(ClickModelConfig):
     @classmethod
     def in_place_of(cls, other: ClickModelConfig) -> Self:
         default = cls()
-        bottom_mlp = (*default.bottom_mlp[:-1], other.embedding_dim)
-        return default.replace(**embedding_settings(other), bottom_mlp=bottom_mlp)
+        settings = other.embedding_settings()
+        bottom_mlp = (*default.bottom_mlp[:-1], settings["embedding_dim"])
+        return default.replace(**settings, bottom_mlp=bottom_mlp)
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> DLRM:
         from rayrec.models.ranking.dlrm_network import DLRM

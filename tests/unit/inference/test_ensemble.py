@@ -1,0 +1,189 @@
+"""Several checkpoints as one model: it scores as their mean, wherever a checkpoint does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from saved_clicks import SMALL, Saved, criteo_preprocessor, save_clicks
+
+import rayrec
+from rayrec import checkpoint as checkpoints
+from rayrec import recipes
+from rayrec.checkpoint.joining import Place, join
+from rayrec.cli import run
+from rayrec.config import InputError
+from rayrec.inference.model import open_served
+from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.ranking.deepfm import DeepFMConfig
+from rayrec.models.ranking.din import DINConfig
+from rayrec.models.ranking.dlrm import DLRMConfig
+from rayrec.models.ranking.ensemble import EnsembleConfig
+from rayrec.models.ranking.finalnet import FinalNetConfig
+from rayrec.schema import Feature, Schema
+from rayrec.workloads.distillation import Teacher, load_targets
+
+FINAL = FinalNetConfig(embedding_dim=4, first_tower=(8,), second_tower=(6,), embedding_penalty=0.1)
+FACTORS = DeepFMConfig(embedding_dim=8, mlp=(8,))  # whose table rows are wider than its embeddings
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Saved]:
+    folder = tmp_path_factory.mktemp("models")
+    kinds: tuple[ClickModelConfig, ...] = (SMALL, FINAL, FACTORS)
+    return [save_clicks(folder / str(seed), model=model, seed=seed, scale=3.0) for seed, model in enumerate(kinds)]
+
+
+@pytest.fixture(scope="module")
+def together(models: list[Saved], tmp_path_factory: pytest.TempPathFactory) -> str:
+    out = str(tmp_path_factory.mktemp("together") / "model")
+    found = rayrec.ensemble([str(models[0].run), str(models[1].checkpoint), str(models[2].run)], out=out)
+    assert found["models"] == ["DLRM", "FinalNet", "DeepFM"]
+    assert found["checkpoints"] == [str(model.checkpoint) for model in models]
+    return out
+
+
+def test_it_scores_as_the_mean_of_the_logits(models: list[Saved], together: str) -> None:
+    rows = models[0].rows(200)
+    alone = [open_served(str(model.run)).score(rows) for model in models]
+    served = open_served(together)
+    np.testing.assert_allclose(served.score(rows), np.mean(alone, axis=0), atol=1e-6)
+    assert served.weight_bytes == sum(open_served(str(model.run)).weight_bytes for model in models)
+    assert np.abs(alone[0] - alone[1]).max() > 0.1
+    targets = load_targets(Teacher(together, 1.0), models[0].preprocessor)
+    labelled = models[0].rows(200, labelled=True)
+    np.testing.assert_allclose(targets(labelled), 1 / (1 + np.exp(-served.score(labelled))), atol=1e-6)
+
+
+def test_it_is_joined_again_and_exported(
+    models: list[Saved], together: str, click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+    twice, out = str(tmp_path / "twice"), tmp_path / "export"
+    assert run(["ensemble", together, str(models[1].run), "--out", twice]) == 0
+    rows = models[0].rows(50)
+    alone = [open_served(path).score(rows) for path in (together, str(models[1].run))]
+    np.testing.assert_allclose(open_served(twice).score(rows), np.mean(alone, axis=0), atol=1e-6)
+    report = rayrec.export(together, out=str(out), quantize="int8", parity_path=str(click_log / "train.txt"))
+    assert report["parity"]["failure"] is None
+    assert json.loads((out / "manifest.json").read_text())["model"]["width"] == 8 + 4 + 12
+    assert np.abs(open_served(str(out)).score(rows) - alone[0]).max() < 0.2
+
+
+def test_lists_are_one_by_one_where_a_model_takes_them_so(tmp_path: Path) -> None:
+    """The table that the other model sums is under the name that the ensemble gives it."""
+    schema = Schema(
+        label="click",
+        dense=("age",),
+        sparse=("item", "seen"),
+        lists=("seen",),
+        tokens="any",
+        delimiter=",",
+        features=(Feature(name="seen", vocabulary="item"),),
+    )
+    preprocessor = criteo_preprocessor(schema, [30, 30])
+    din = DINConfig(embedding_dim=4, attention=(8,), mlp=(8,))
+    kinds: tuple[ClickModelConfig, ...] = (FINAL, din)
+    inputs = ModelInputs.of(preprocessor.inputs)
+    assert EnsembleConfig(models=(FINAL.replace(embedding_penalty=0.0), din)).sequences(inputs) == ("seen",)
+    saved = [
+        save_clicks(tmp_path / str(seed), model=model, seed=seed, preprocessor=preprocessor)
+        for seed, model in enumerate(kinds)
+    ]
+    rayrec.ensemble([str(model.run) for model in saved], out=str(tmp_path / "both"))
+    rows = saved[0].rows(40)
+    alone = [open_served(str(model.run)).score(rows) for model in saved]
+    np.testing.assert_allclose(open_served(str(tmp_path / "both")).score(rows), np.mean(alone, axis=0), atol=1e-6)
+
+
+def test_what_does_not_fit_together_is_refused(models: list[Saved], tmp_path: Path) -> None:
+    first, out = str(models[0].run), str(tmp_path / "out")
+    other = criteo_preprocessor(models[0].preprocessor.schema, [11 + 3 * column for column in range(26)])
+    elsewhere = save_clicks(tmp_path / "elsewhere", preprocessor=other)
+    rounded = save_clicks(tmp_path / "rounded", precision="bf16")
+    refused: list[tuple[list[str], str]] = [
+        ([first], "two checkpoints or more"),
+        ([first, str(elsewhere.run)], "another Preprocessor than"),
+        ([first, str(rounded.run)], "is of precision bf16, and .* of fp32"),
+        ([first, str(tmp_path)], "holds no complete checkpoint"),
+    ]
+    for given, message in refused:
+        with pytest.raises(InputError, match=message):
+            rayrec.ensemble(given, out=out)
+    with pytest.raises(InputError, match="exists already"):
+        rayrec.ensemble([first, first], out=str(tmp_path))
+    (data,) = elsewhere.checkpoint.glob("data_*.safetensors")
+    whole = bytearray(data.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    data.write_bytes(whole)
+    with pytest.raises(InputError, match="damaged, the checksum of"):
+        rayrec.ensemble([str(elsewhere.run)] * 2, out=out)
+    assert not Path(out).exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "rounded"]
+
+
+def test_chunks_keep_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tensors in several chunks and blocks, beside others of the same checkpoint that are not taken."""
+    for module in ("writing", "format"):
+        monkeypatch.setattr(f"rayrec.checkpoint.{module}.BLOCK_BYTES", 64)
+    table, bias, number = torch.arange(120.0).reshape(20, 6), torch.ones(3), torch.tensor(7.0)
+    checkpoints.save(str(tmp_path / "a"), {"t": table, "bias": bias, "number": number, "none": table}, state={})
+    checkpoints.save(str(tmp_path / "b"), {"u": table[:, :2] * 2}, state={})
+    source = [checkpoints.Checkpoint(str(tmp_path / name)) for name in "ab"]
+    (tmp_path / "out").mkdir()
+    places = [
+        {"t": Place("table", (20, 8)), "bias": Place("b", (3,)), "number": Place("n", ())},
+        {"u": Place("table", (20, 8), 6)},
+    ]
+    join(str(tmp_path / "out"), list(zip(source, places, strict=True)), state={"x": 1}, extra_files=lambda folder: None)
+    joined = checkpoints.Checkpoint(str(tmp_path / "out"))
+    found = dict(checkpoints.full_tensors(joined))
+    assert found.keys() == {"table", "b", "n"}
+    assert torch.equal(found["table"], torch.cat([table, table[:, :2] * 2], dim=1))
+    assert torch.equal(found["b"], bias)
+    assert torch.equal(found["n"], number)
+    checkpoints.verify(joined)
+    with pytest.raises(InputError, match="of its 160 elements"):
+        join(str(tmp_path / "out"), [(source[0], places[0])], state={}, extra_files=lambda folder: None)
+
+
+def test_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = recipes.criteo_demo()
+    several = recipe.replace(workload={"model": {"class": "ensemble"}})
+    model: Any = several.workload.model  # type: ignore[attr-defined]
+    assert model.models == (
+        recipe.workload.model.replace(embedding_penalty=0.0),  # type: ignore[attr-defined]
+        FinalNetConfig(embedding_dim=16),
+    )
+    assert model.embedding_penalty == recipe.workload.model.embedding_penalty  # type: ignore[attr-defined]
+    changed = {
+        "class": "ensemble",
+        "models": [{"class": "deepfm", "mlp": [8]}, FINAL.to_dict() | {"embedding_penalty": 0}],
+    }
+    model = recipe.replace(workload={"model": changed}).workload.model  # type: ignore[attr-defined]
+    assert model.models == (DeepFMConfig(mlp=(8,)), FINAL.replace(embedding_penalty=0.0))
+    assert recipes.load_config(recipe.replace(workload={"model": model}).to_yaml()).workload.model == model  # type: ignore[attr-defined]
+    assert type(DLRMConfig.in_place_of(model)).__name__ == "DLRMConfig"
+    assert (
+        run(["config", "criteo_demo", "--model", "finalnet+dcnv2", "--workload.model.models.0.first-tower", "8"]) == 0
+    )
+    model = recipes.load_config(capsys.readouterr().out).workload.model  # type: ignore[attr-defined]
+    assert [type(one).__name__ for one in model.models] == ["FinalNetConfig", "DCNv2Config"]
+    assert model.models[0].first_tower == (8,)
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"models": [{"class": "dlrm"}]}, "1 given; an ensemble has two models or more"),
+        ({"models": [{"class": "dlrm"}, {"mlp": [8]}]}, r"models\[1\].class: which model\? rayrec's are .*dlrm"),
+        ({"models": [{"class": "dlrm"}, {"class": "os.system"}]}, r"models\[1\].class: no model os.system"),
+        ({"models": [{"class": "dlrm"}, {"class": "deepfm", "mpl": [8]}]}, r"models\[1\].mpl: .* did you mean 'mlp'"),
+        ({"models": [{"class": "dlrm"}, FINAL.to_dict()]}, r"models\[1\].embedding_penalty: 0.1 has no effect"),
+        ({"embedding_dim": 8}, "embedding_dim: 8 has no effect; set that of each model"),
+    ]
+    for given, message in refused:
+        with pytest.raises(InputError, match=message):
+            several.replace(workload={"model": given})
+    assert run(["config", "criteo_demo", "--model", "finalnet+dnc"]) == 2
+    assert "--model: no model dnc" in capsys.readouterr().err
