@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from rayrec.config import Config, InputError
@@ -14,43 +16,226 @@ from rayrec.data.position import Part
 NAMES = ("train", "validation", "test")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Split(Config):
-    """A split of a log in time order, as rows are in the log; validation and test are the halves of its end."""
+@dataclass(frozen=True)
+class Slice:
+    """A stretch of the log that is compared with others."""
 
-    kind: Literal["sevenths", "last_file", "last_partition", "named_files"] = "sevenths"
+    name: str
+    start: int
+    stop: int
+    """[start, stop): rows of the log"""
+
+
+Kind = Literal["sevenths", "last_file", "last_partition", "named_files", "fraction", "days", "named_days"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitParts(Config):
+    """Sizes of the parts of a split, for the kinds that let them be chosen. A day is a file, or in a log of folders KEY=VALUE
+    all files of the same folder."""
+
+    validation: float = 0.1
+    """Kind fraction: share of the log's rows for validation, in the order of the log."""
+    test: float = 0.1
+    """Kind fraction: share of the rows for the final test, the end of the log; 0: no test."""
+    train_days: int | None = None
+    """Kind days: first days that are trained on; None: all days before the held-out ones."""
+    validation_days: int = 1
+    """Kind days: number of days for validation, before those of the test."""
+    test_days: int = 1
+    """Kind days: number of last days for the final test; 0: no test."""
+    train_names: tuple[str, ...] = ()
+    """Kind named_days: days that are trained on, by name or pattern (day_1*, dt=2026-01-*); empty: all that are not held out."""
+    validation_names: tuple[str, ...] = ()
+    """Kind named_days: days for validation."""
+    test_names: tuple[str, ...] = ()
+    """Kind named_days: days for the final test; empty: no test."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (0 < self.validation < 1 and 0 <= self.test < 1 and self.validation + self.test < 1):
+            raise InputError(
+                f"split fraction: validation {self.validation} must be above 0, test {self.test} at least 0, and both together "
+                "below 1"
+            )
+        if self.validation_days < 1 or self.test_days < 0 or (self.train_days is not None and self.train_days < 1):
+            raise InputError("split days: train_days and validation_days must be at least 1, and test_days at least 0")
+
+
+_OWN_FIELDS: dict[str, tuple[str, ...]] = {
+    "fraction": ("validation", "test"),
+    "days": ("train_days", "validation_days", "test_days"),
+    "named_days": ("train_names", "validation_names", "test_names"),
+}
+"""Fields of SplitParts by the kind that reads them."""
+
+
+def check_parts(kind: str, parts: SplitParts) -> None:
+    """Raises InputError for a size that the kind does not read, and for named_days without days for validation."""
+    for owner, names in _OWN_FIELDS.items():
+        for name in names:
+            if kind != owner and getattr(parts, name) != getattr(SplitParts(), name):
+                raise InputError(
+                    f"split {kind}: has no {name}, which is for kind {owner}; leave it out or choose {owner}"
+                )
+    if kind == "named_days" and not parts.validation_names:
+        raise InputError("split named_days: validation_names is empty; name the days for validation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split(SplitParts):
+    """A split of a log into ranges of its rows, in the order of the log."""
+
+    kind: Kind = "sevenths"
     """sevenths: six parts of seven for training (Criteo Kaggle); last_file: all files but the last (Criteo 1TB);
-    last_partition: all files but those of the last folder KEY=VALUE, such as the last day of dt=2026-01-31/;
-    named_files: files whose names begin with train, valid and test."""
+    last_partition: all files but those of the last folder KEY=VALUE, such as the last day of dt=2026-01-31/; of these three,
+    validation and test are the halves of the end. named_files: files whose names begin with train, valid and test (`rayrec
+    split` writes such files). fraction: by shares of the rows. days: by numbers of days. named_days: by names of days."""
     test_first: bool = False
-    """The end's first half is for the test and the second for validation, instead of the other way round."""
+    """The held-out rows that come first are for the test and the others for validation, instead of the other way round."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_parts(self.kind, self)
 
     def rows(self, index: LogIndex) -> dict[str, tuple[int, int]]:
-        """Row ranges [start, stop) of `train`, `validation` and `test`.
+        """Row ranges [start, stop) of `train`, `validation` and `test`. They do not overlap; kinds days and named_days may leave
+        rows out, and `test` may be absent for kinds named_files, fraction, days and named_days.
 
-        Seven near-equal chunks, the first `rows mod 7` one row longer; the end's first half, longer by one where odd, is
-        for validation (TorchRec's order for Criteo 1TB), or with test_first for the test (dlrm's data_utils).
-        Raises InputError where a part would be empty.
+        sevenths: seven near-equal chunks, the first `rows mod 7` one row longer; the end's first half, longer by one where
+        odd, is for validation (TorchRec's order for Criteo 1TB), or with test_first for the test (dlrm's data_utils).
+        fraction: each share times the rows, rounded to the nearest whole number.
+        Raises InputError where a part would be empty, and for named days that do not exist or do not follow each other.
         """
         if self.kind == "named_files":
             return _by_name(index)
-        if self.kind == "sevenths":
-            boundary = index.rows - index.rows // 7
-        else:
-            unit = _partition if self.kind == "last_partition" else source_of
-            last = unit(index.segments[-1].path) if index.segments else None
-            boundary = next((s.first_row for s in index.segments if unit(s.path) == last), 0)
-        middle = boundary + (index.rows - boundary + 1) // 2
-        first, second = NAMES[:0:-1] if self.test_first else NAMES[1:]
-        split = {"train": (0, boundary), first: (boundary, middle), second: (middle, index.rows)}
-        empty = [name for name in NAMES if split[name][0] >= split[name][1]]
+        if self.kind == "named_days":
+            return self._by_named_days(index)
+        split = self._at_end(index)
+        empty = [name for name in split if split[name][0] >= split[name][1]]
         if empty:
             num_files = len({source_of(segment.path) for segment in index.segments})
             raise InputError(
                 f"split {self.kind}: {index.rows} rows in {num_files} files leave no rows for "
                 f"{' and '.join(empty)}; give more data, or an evaluation log with --eval-data.path"
             )
-        return {name: split[name] for name in NAMES}
+        return split
+
+    def _at_end(self, index: LogIndex) -> dict[str, tuple[int, int]]:
+        """The parts of the kinds that hold out the end of a log; they may be empty."""
+        train_stop = None
+        if self.kind == "fraction":
+            sizes = {"validation": round(index.rows * self.validation), "test": round(index.rows * self.test)}
+            absent = not self.test
+        elif self.kind == "days":
+            days = _days(index)
+            sizes = self._sizes_of_days(days)
+            absent = not self.test_days
+            train_stop = days[min(self.train_days or len(days), len(days)) - 1].stop if days else 0
+        else:
+            held_out = index.rows - self._boundary(index)
+            sizes = {"test": held_out // 2, "validation": held_out - held_out // 2}
+            if self.test_first:
+                sizes = {"test": sizes["validation"], "validation": sizes["test"]}
+            absent = False
+        first, second = NAMES[:0:-1] if self.test_first else NAMES[1:]
+        middle = index.rows - sizes[second]
+        boundary = max(middle - sizes[first], 0)
+        if train_stop is not None and self.train_days is not None and train_stop > boundary:
+            boundary_days = len([day for day in _days(index) if day.stop <= boundary])
+            raise InputError(
+                f"split days: train_days {self.train_days} and the held-out days overlap; {boundary_days} days are left"
+            )
+        stop = boundary if train_stop is None else min(train_stop, boundary)
+        split = {"train": (0, stop), first: (boundary, middle), second: (middle, index.rows)}
+        return {name: split[name] for name in NAMES if not (absent and name == "test")}
+
+    def _boundary(self, index: LogIndex) -> int:
+        """The first row that is held out."""
+        if self.kind == "sevenths":
+            return index.rows - index.rows // 7
+        unit = _partition if self.kind == "last_partition" else source_of
+        last = unit(index.segments[-1].path) if index.segments else None
+        return next((s.first_row for s in index.segments if unit(s.path) == last), 0)
+
+    def _sizes_of_days(self, days: Sequence[Slice]) -> dict[str, int]:
+        """Rows of the held-out parts."""
+        first, second = (
+            (self.test_days, self.validation_days) if self.test_first else (self.validation_days, self.test_days)
+        )
+        if len(days) < first + second + 1:
+            raise InputError(
+                f"split days: the log has {len(days)} days, and {first + second} held-out ones leave none for training; give "
+                "more files or hold out fewer"
+            )
+        rows = [day.stop - day.start for day in days]
+        of_second = sum(rows[len(rows) - second :])
+        of_first = sum(rows[len(rows) - second - first : len(rows) - second])
+        return (
+            {"test": of_first, "validation": of_second}
+            if self.test_first
+            else {"validation": of_first, "test": of_second}
+        )
+
+    def _by_named_days(self, index: LogIndex) -> dict[str, tuple[int, int]]:
+        patterns = {"train": self.train_names, "validation": self.validation_names, "test": self.test_names}
+        days = _days(index)
+        part_of: list[str | None] = []
+        for day in days:
+            named = [
+                name for name, wanted in patterns.items() if any(_matches(day.name, pattern) for pattern in wanted)
+            ]
+            if len(named) > 1:
+                raise InputError(
+                    f"split named_days: {day.name} is named for {' and '.join(named)}; name it for one of them"
+                )
+            part_of.append(named[0] if named else (None if self.train_names else "train"))
+        for name, wanted in patterns.items():
+            for pattern in wanted:
+                if not any(_matches(day.name, pattern) for day in days):
+                    shown = ", ".join(day.name for day in days[:8]) + (f" and {len(days) - 8} more" if days[8:] else "")
+                    raise InputError(f"split named_days: {name}_names: no day is named {pattern}; the log has {shown}")
+        split: dict[str, tuple[int, int]] = {}
+        for day, part in zip(days, part_of, strict=True):
+            if part is None:
+                continue
+            start, stop = split.get(part, (day.start, day.start))
+            if stop != day.start:
+                raise InputError(
+                    f"split named_days: the days of {part} do not follow each other at {day.name}; name days that do, or give "
+                    "the days in another order with --train-data.files"
+                )
+            split[part] = (start, day.stop)
+        empty = [name for name in NAMES if (name == "train" or patterns[name]) and not _length(split.get(name))]
+        if empty:
+            raise InputError(f"split named_days: no rows for {' and '.join(empty)}; name other days")
+        return {name: split[name] for name in NAMES if name in split}
+
+
+def _length(rows: tuple[int, int] | None) -> int:
+    return 0 if rows is None else rows[1] - rows[0]
+
+
+def _matches(day: str, pattern: str) -> bool:
+    """Whether a pattern, or a name with or without the file's endings, names a day."""
+    return fnmatchcase(day, pattern) or re.sub(r"(\.(txt|tsv|csv|parquet|gz))+$", "", day) == pattern
+
+
+def _days(index: LogIndex) -> list[Slice]:
+    """The days of a log in its order: folders KEY=VALUE if all files are in one, else files."""
+    sources = [source_of(segment.path) for segment in index.segments]
+    in_partitions = bool(sources) and all("/" in name for _, name in sources)
+    days: list[Slice] = []
+    last: object = None
+    for segment, (key, name) in zip(index.segments, sources, strict=True):
+        unit: object = name.rpartition("/")[0] if in_partitions else key
+        stop = segment.first_row + segment.rows
+        if days and unit == last:
+            days[-1] = replace(days[-1], stop=stop)
+        else:
+            days.append(Slice(name.rpartition("/")[0] if in_partitions else name, segment.first_row, stop))
+        last = unit
+    return days
 
 
 def _partition(path: str) -> str:
@@ -82,16 +267,6 @@ def _by_name(index: LogIndex) -> dict[str, tuple[int, int]]:
 
 MAX_SLICES = 64
 """Files that are compared one by one; of more, neighbours are put together."""
-
-
-@dataclass(frozen=True)
-class Slice:
-    """A stretch of the log that is compared with others."""
-
-    name: str
-    start: int
-    stop: int
-    """[start, stop): rows of the log"""
 
 
 def slices_of(index: LogIndex) -> tuple[str, list[Slice]]:

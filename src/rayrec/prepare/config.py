@@ -15,7 +15,7 @@ from rayrec.data.engine import Engine
 from rayrec.data.log import LogIndex
 from rayrec.data.opening import TextIndexer, index_log, open_log
 from rayrec.data.presets import Preset, by_name
-from rayrec.data.split import Split
+from rayrec.data.split import Kind, Split, SplitParts, check_parts
 from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.observe.console import Console
@@ -58,8 +58,10 @@ class PreparationConfig(Config):
     """Columns of the log; Criteo's, unless a schema file is given."""
     files: tuple[str, ...] = ()
     """Names of the folder's files to read, in this order, each plain, .gz or .parquet; empty: all of them."""
-    split: Literal["none", "sevenths", "last_file", "last_partition", "named_files"] = "none"
+    split: Literal["none"] | Kind = "none"
     """Which rows are held out, and so are not counted (by presets that count training rows only); none: no rows are."""
+    parts: SplitParts = field(default_factory=SplitParts)
+    """Sizes of the parts, for --split fraction, days and named_days."""
     engine: Literal["auto", "threads", "ray", "spark", "spark-on-ray"] = "auto"
     """What does the work; the result is the same. auto: threads of this process, or ray if an address, RAY_ADDRESS or a
     connection of this process names a Ray."""
@@ -80,6 +82,7 @@ class PreparationConfig(Config):
         super().__post_init__()
         if self.engine == "threads" and self.address is not None:
             raise InputError("engine threads: works in this process, and takes no address; leave one of the two out")
+        check_parts(self.split, self.parts)
         if self.memory_bytes is not None and self.memory_bytes < 16 << 20:
             raise InputError(f"memory_bytes: {self.memory_bytes} is below 16 MiB, which counting needs at least")
         if self.segments_per_block < 1 or self.block_bytes < 1 << 16:
@@ -95,7 +98,7 @@ class PreparationConfig(Config):
             if (value := getattr(self, name)) is not None
         }
         if self.split != "none":
-            changes["split"] = Split(kind=self.split, test_first=preset.split.test_first)
+            changes["split"] = Split(kind=self.split, test_first=preset.split.test_first, **vars(self.parts))
         return preset.replace(**changes)
 
     @property
