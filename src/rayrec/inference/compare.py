@@ -14,6 +14,7 @@ import torch
 from rayrec import storage
 from rayrec.checkpoint import Checkpoint
 from rayrec.config import InputError
+from rayrec.inference.baselines import Baselines, Kind, open_baselines
 from rayrec.inference.config import ComparisonConfig, ComparisonGates
 from rayrec.inference.evaluate import ScoredRows, json_values, scored_rows
 from rayrec.inference.scoring import ScoringJob, ScoringRequest
@@ -46,19 +47,24 @@ def compare(
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Scores every labelled row of an input with each of two or more click models -> `rows`, `label_rate`, `models` (a dict each,
-    in the order given, the ensemble last: `name`, `checkpoint`, the metrics of `rayrec.inference.evaluate.evaluate`, their
-    `intervals`, `parameters`, `multiply_adds` a row of the network, `rows_per_s`), `differences` (of each two models: `model`
+    in the order given, then the ensemble, then baselines: `name`, `checkpoint`, the metrics of
+    `rayrec.inference.evaluate.evaluate`, their `intervals`, `parameters`, `multiply_adds` a row of the network, `rows_per_s`, of
+    a baseline `trained_rows`), `differences` (of each two models: `model`
     less `other`, which is before it; metric -> difference, low, high, p_value, method), `resampling` and `failures` (of
     `gates`, a line each). `configs` are those of the checkpoints' config.yaml. What is not defined is None. Plain JSON values.
 
     Every model reads and parses the log once, one model after the other; each loads its weights only then, and `rows_per_s` is
     of all that. Memory on the driver: 5 bytes a row, 4 more a model, 8 more with a group, and about 70 a row and model while
-    intervals are computed. Raises InputError for fewer than two checkpoints, models of something else than clicks, another raw
+    intervals are computed. Raises InputError for a single model, models of something else than clicks, another raw
     schema or other rows, and what `evaluate` refuses.
     """
     options, gates, console = options or ComparisonConfig(), gates or ComparisonGates(), console or Console()
-    if len(checkpoints) < 2:
-        raise InputError("compare: needs two checkpoints or more, and the path of a labelled log after them")
+    if not checkpoints or len(checkpoints) + len(options.baselines) < 2:
+        raise InputError(
+            "compare: needs two checkpoints or more, or one and --baselines, and the path of a labelled log after them"
+        )
+    if len(checkpoints) < 2 and (gates != ComparisonGates() or options.ensemble):
+        raise InputError("compare: gates and --ensemble are of two checkpoints or more; give another one")
     _check_schemas(checkpoints, configs)
     # All are opened before the first scores: what is wrong with the last one is known before hours of scoring.
     jobs = [
@@ -67,6 +73,11 @@ def compare(
         )
         for checkpoint, config in zip(checkpoints, configs, strict=True)
     ]
+    baselines = (
+        open_baselines(configs[0], jobs[0].checkpoint.path, most_rows=options.baseline_rows, kinds=options.baselines)
+        if options.baselines
+        else None
+    )
     models: list[_Model] = []
     labels, groups, checksums = np.empty(0, np.uint8), None, (0, 0)
     for name, job, config in zip(_names(checkpoints), jobs, configs, strict=True):
@@ -82,7 +93,11 @@ def compare(
         models.append(_Model(kept.logits, _described(name, job, config, kept, seconds)))
     if options.ensemble:
         models.append(_ensemble(models))
-    return json_values(_result(models, labels, groups, options, gates))
+    last = len(models) - 1
+    for kind in options.baselines:
+        assert baselines is not None
+        models.append(_baseline(kind, baselines, path, labels, console))
+    return json_values(_result(models, labels, groups, options, gates, last))
 
 
 @dataclass(frozen=True)
@@ -165,12 +180,38 @@ def _ensemble(models: Sequence[_Model]) -> _Model:
     )
 
 
+def _baseline(kind: Kind, baselines: Baselines, path: str, labels: np.ndarray, console: Console) -> _Model:
+    console.note(f"{kind}: trains on {len(baselines.train):,} rows")
+    scorer = baselines.fit(kind)
+    start, done = time.perf_counter(), 0
+    logits, own_labels = [], []
+    with console.preparing():
+        for rows in baselines.rows(path):
+            assert rows.labels is not None
+            logits.append(scorer.logits(rows))
+            own_labels.append(rows.labels)
+            done += len(rows)
+            console.progress(f"score {kind} (rows)", done, len(labels))
+    seconds = time.perf_counter() - start
+    assert np.array_equal(np.concatenate(own_labels).astype(np.uint8), labels), "rows in the order that models scored"
+    described = {
+        "name": kind,
+        "checkpoint": None,
+        "trained_rows": len(baselines.train),
+        "parameters": scorer.parameters,
+        "multiply_adds": None,
+        "rows_per_s": done / seconds if seconds else math.nan,
+    }
+    return _Model(np.concatenate(logits), described)
+
+
 def _result(
     models: Sequence[_Model],
     labels: np.ndarray,
     groups: np.ndarray | None,
     options: ComparisonConfig,
     gates: ComparisonGates,
+    last: int,
 ) -> dict[str, Any]:
     compared = compare_models([model.logits for model in models], labels, options.resampling)
     told = []
@@ -192,7 +233,7 @@ def _result(
             for (earlier, later), found in gains.items()
         ],
         "resampling": vars(options.resampling),
-        "failures": _failures(gates, names, gains[0, len(models) - 1]["auroc"]),
+        "failures": _failures(gates, names[0], names[last], gains[0, last]["auroc"]) if last else [],
     }
 
 
@@ -200,11 +241,11 @@ def _reversed(found: Difference) -> Difference:
     return replace(found, difference=0 - found.difference, low=0 - found.high, high=0 - found.low)  # 0 in place of -0
 
 
-def _failures(gates: ComparisonGates, names: Sequence[str], gain: Difference) -> list[str]:
+def _failures(gates: ComparisonGates, first: str, last: str, gain: Difference) -> list[str]:
     """What gates say of the AUROC of the last model less that of the first."""
     failures = []
     least, most = gates.min_auroc_gain, gates.max_p_value
-    said = f"{names[-1]} gains {gain.difference:+.5f} AUROC over {names[0]}"
+    said = f"{last} gains {gain.difference:+.5f} AUROC over {first}"
     if least is not None and not gain.difference >= least:  # also where it is nan
         failures.append(f"gates.min_auroc_gain: {said}, less than {least}")
     if most is not None and not gain.p_value <= most:

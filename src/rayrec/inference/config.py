@@ -73,6 +73,11 @@ class ComparisonConfig(ScoringConfig):
     """Column such as the user: also tell how well rows are ordered within its values (gauc); None: the schemas', if any."""
     ensemble: bool = False
     """Compare the mean of the models' logits too, as one more model."""
+    baselines: tuple[Literal["lightgbm", "logistic"], ...] = ()
+    """Compare models that are no networks too, trained on the first model's training rows: lightgbm (gradient-boosted trees on
+    numbers and smoothed rates of clicks) and logistic (regression on hashed categories)."""
+    baseline_rows: int = 1_000_000
+    """The last training rows that baselines are trained on; they are held in memory."""
     confidence: float = 0.95
     """Probability with which intervals hold the true metric."""
     resamples: int = 1000
@@ -82,6 +87,10 @@ class ComparisonConfig(ScoringConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if len(set(self.baselines)) < len(self.baselines):
+            raise InputError(f"baselines: {', '.join(self.baselines)} names one twice")
+        if self.baseline_rows < 1:
+            raise InputError(f"baseline_rows: {self.baseline_rows} must be at least 1")
         _ = self.resampling
 
     @property

@@ -38,7 +38,8 @@ from rayrec.inference.export_format import (
 from rayrec.inference.export_readme import readme
 from rayrec.inference.model import open_served, version_of
 from rayrec.inference.onnx import id_widths, write_repository
-from rayrec.inference.parity import BATCH_ROWS, Comparison, ParityRows, compare, parity_rows
+from rayrec.inference.parity import Comparison, ParityRows, compare, parity_rows
+from rayrec.inference.run_rows import BATCH_ROWS
 from rayrec.models.base import ModelInputs
 from rayrec.models.tables import Quantization, RowFormat
 from rayrec.workloads.recsys import ClickWorkload

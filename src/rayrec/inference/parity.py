@@ -10,26 +10,21 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from rayrec import machine
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.log import LogIndex, Segment, select
 from rayrec.data.log_head import has_labels
-from rayrec.data.opening import open_log
-from rayrec.data.position import Block, Part
-from rayrec.data.reading import open_block
-from rayrec.data.threads import ThreadEngine
+from rayrec.data.position import Part
 from rayrec.inference.config import LARGEST_LOGIT_DIFFERENCE, ExportConfig
+from rayrec.inference.run_rows import BATCH_ROWS, encoded_parts, open_run_log
 from rayrec.metrics.binary import auroc
 from rayrec.workloads.recsys import ClickWorkload
 
 if TYPE_CHECKING:
     from rayrec.data.preprocessor import Preprocessor
     from rayrec.models.tables import Quantization
-    from rayrec.workloads.base import DataConfig, TrainConfig
+    from rayrec.workloads.base import TrainConfig
 
-BATCH_ROWS: Final = 2048
-"""Rows scored at once, also where speed is measured."""
 _SPEED_S: Final = 0.5
 """Seconds that a model is measured for."""
 _DRAWN_BAG: Final = 3
@@ -81,7 +76,7 @@ def parity_rows(config: TrainConfig, preprocessor: Preprocessor, *, settings: Ex
         path = settings.parity_path
         if not has_labels(path, preprocessor.schema):
             raise InputError(f"{path}: holds no labels, so no AUROC can be compared; give a labelled log")
-        index = _index(config.train_data.replace(path=path, files=()), preprocessor, cache)
+        index = open_run_log(config.train_data.replace(path=path, files=()), preprocessor, cache=cache)
         return _read(index, (0, index.rows), preprocessor, settings, origin=f"rows of {path}")
     try:
         return _of_the_run(config, preprocessor, settings, cache)
@@ -99,9 +94,9 @@ def parity_rows(config: TrainConfig, preprocessor: Preprocessor, *, settings: Ex
 def _of_the_run(config: TrainConfig, preprocessor: Preprocessor, settings: ExportConfig, cache: str) -> ParityRows:
     assert isinstance(config.workload, ClickWorkload)
     if config.eval_data.path is not None:
-        index = _index(config.eval_data, preprocessor, cache)
+        index = open_run_log(config.eval_data, preprocessor, cache=cache)
         return _read(index, (0, index.rows), preprocessor, settings, origin=f"rows of {config.eval_data.path}")
-    index = _index(config.train_data, preprocessor, cache)
+    index = open_run_log(config.train_data, preprocessor, cache=cache)
     sets = config.workload.split_rows(config.train_data.path or "", index)
     name = "test" if "test" in sets else "validation"
     start, stop = sets[name]
@@ -111,33 +106,11 @@ def _of_the_run(config: TrainConfig, preprocessor: Preprocessor, settings: Expor
     return _read(index, (0, index.rows), preprocessor, settings, origin=f"rows of {config.train_data.path}")
 
 
-def _index(data: DataConfig, preprocessor: Preprocessor, cache: str) -> LogIndex:
-    if data.path is None:
-        raise InputError("the run names no log")
-    index = open_log(
-        data.path,
-        preprocessor.schema,
-        files=data.files,
-        segment_bytes=data.segment_bytes,
-        engine=ThreadEngine(machine.usable_cpus()),
-        cache_folder=cache,
-        note=lambda _: None,
-        progress=lambda *_: None,
-    )
-    index.check(1.0, data.path)
-    return index
-
-
 def _read(
     index: LogIndex, rows: tuple[int, int], preprocessor: Preprocessor, settings: ExportConfig, *, origin: str
 ) -> ParityRows:
     parts = spread(select(index, *rows), rows=settings.parity_rows)
-    batches: list[EncodedRows] = []
-    for part in parts:
-        read = open_block(Block((part,), None), preprocessor).encode
-        size = part.stop - part.start
-        batches += [read(start, min(start + BATCH_ROWS, size)) for start in range(0, size, BATCH_ROWS)]
-    return ParityRows(origin, tuple(batches))
+    return ParityRows(origin, tuple(encoded_parts(parts, preprocessor)))
 
 
 def spread(found: Sequence[tuple[Segment, int, int]], *, rows: int) -> list[Part]:

@@ -15,7 +15,9 @@ import rayrec
 from rayrec import recipes
 from rayrec.cli import run
 from rayrec.config import InputError
+from rayrec.data.encoded import Bags, EncodedRows
 from rayrec.data.parsing import parse
+from rayrec.inference.baselines import Baselines, one_hot, open_baselines
 from rayrec.inference.compare import compare as compare_checkpoints
 from rayrec.inference.config import ComparisonGates
 from rayrec.inference.evaluate import ScoredRows, scored_rows
@@ -23,6 +25,7 @@ from rayrec.inference.scoring import ScoringJob
 from rayrec.metrics.binary import binary_metrics
 from rayrec.models.base import ModelInputs
 from rayrec.observe.console import Console
+from rayrec.schema import Schema
 from rayrec.significance import Resampling, compare
 from rayrec.workloads.recsys_cost import network_multiply_adds
 
@@ -155,7 +158,7 @@ def _columns_swapped(saved: Saved, folder: Path) -> Saved:
 @pytest.mark.parametrize(
     ("places", "match"),
     [
-        (lambda models, folder: [models[0].run], "compare: needs two checkpoints or more"),
+        (lambda models, folder: [models[0].run], "compare: needs two checkpoints or more, or one and --baselines"),
         (
             lambda models, folder: [models[0].run, _columns_swapped(models[0], folder).run],
             "d: its schema has another 'dense' than that of .*a; compare models of one log",
@@ -191,3 +194,63 @@ def test_other_rows_are_refused(models: list[Saved], log: Path, monkeypatch: pyt
     monkeypatch.setattr("rayrec.inference.compare.scored_rows", changed)
     with pytest.raises(InputError, match=r"b: reads other rows or labels of .* than a; compare models of one log"):
         rayrec.compare([str(saved.run) for saved in models[:2]], str(log), **QUIET)
+
+
+def test_baselines_are_trained_on_the_models_rows(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both learn; what they are trained and scored on, and that gates are of networks alone."""
+    saved = save_clicks(tmp_path / "run", train_data={"path": str(log)})
+    arguments = ["--baselines", "lightgbm", "logistic", "--resamples", "20", "--cluster.address", "none", "--json"]
+    assert run(["compare", str(saved.run), str(log), *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [model["name"] for model in found["models"]] == [saved.run.name, "lightgbm", "logistic"]
+    labels = _labels(log)
+    for model in found["models"][1:]:
+        assert model["trained_rows"] == ROWS - ROWS // 7
+        assert model["auroc"] > 0.6
+        assert model["parameters"] > 10
+        assert model["checkpoint"] is None
+        assert model["label_rate"] == pytest.approx(labels.mean())
+    again = rayrec.compare(
+        [str(saved.run)] * 2,
+        str(log),
+        baselines=("logistic",),
+        baseline_rows=500,
+        gates=ComparisonGates(min_auroc_gain=0.0),
+        **QUIET,
+    )
+    assert again["models"][-1]["trained_rows"] == 500
+    assert again["failures"] == []  # of the second network, not of the baseline
+    refused: list[tuple[list[str], str]] = [
+        (["--baselines", "logistic", "--ensemble"], "gates and --ensemble are of two checkpoints or more"),
+        (["--baselines", "logistic", "logistic"], "names one twice"),
+        (["--baselines", "logistic", "--baseline-rows", "0"], "baseline_rows: 0 must be at least 1"),
+    ]
+    for given, message in refused:
+        assert run(["compare", str(saved.run), str(log), *given]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_what_baselines_are_given(tmp_path: Path) -> None:
+    """Rates of a row's categories do not know its label; lists are one-hot sums; what cannot be trained is refused."""
+    rng = np.random.default_rng(0)
+    labels = (rng.random(4_000) < 0.3).astype(np.float32)
+    unique = np.arange(4_000, dtype=np.int32)  # each category once: a rate that knew the label would separate the rows
+    rows = EncodedRows(np.zeros((4_000, 1), np.float32), [unique], labels)
+    preprocessor = criteo_preprocessor(Schema(dense=("a",), sparse=("b",)), [4_000])
+    given = Baselines(preprocessor, rows, rows, "", recipes.criteo_demo())
+    assert binary_metrics(given.fit("lightgbm").logits(rows), labels)["auroc"] < 0.6
+    lists = EncodedRows(
+        np.array([[0.5], [1.5]], np.float32), [Bags(np.array([3, 3, 4]), np.array([2, 1])), np.array([3, 3])], None
+    )
+    features = one_hot(lists)
+    assert features.shape == (2, 1 + (1 << 20))
+    assert features.sum(axis=1).tolist() == [[0.5 + 3], [1.5 + 2]]
+    assert features[0].max() == 2
+    assert features.nnz == 6
+    only_lists = EncodedRows(np.zeros((2, 0), np.float32), lists.ids[:1], np.array([0.0, 1.0], np.float32))
+    with pytest.raises(InputError, match="neither numbers nor columns of one category; leave lightgbm out"):
+        Baselines(preprocessor, only_lists, only_lists, "", recipes.criteo_demo()).fit("lightgbm")
+    with pytest.raises(InputError, match="names no training log"):
+        open_baselines(recipes.criteo_demo(), str(save_clicks(tmp_path / "run").checkpoint), most_rows=1, kinds=())

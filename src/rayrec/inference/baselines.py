@@ -1,0 +1,261 @@
+"""Models that are no networks, trained on the rows that a click model was trained on, to see what a network is worth:
+gradient-boosted trees (LightGBM) and logistic regression on hashed categories (scikit-learn)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, Protocol
+
+import numpy as np
+
+from rayrec.config import InputError
+from rayrec.data.encoded import Bags, EncodedRows, Ids
+from rayrec.data.log import LogIndex
+from rayrec.extras import require
+from rayrec.inference.run_rows import encoded, open_run_log
+from rayrec.metrics.binary import binary_metrics
+from rayrec.workloads.recsys import ClickWorkload
+from rayrec.workloads.recsys_scorer import load_preprocessor
+from rayrec.workloads.recsys_scoring import cache_folder
+
+if TYPE_CHECKING:
+    from scipy import sparse
+
+    from rayrec.data.preprocessor import Preprocessor
+    from rayrec.workloads.base import DataConfig, TrainConfig
+
+Kind = Literal["lightgbm", "logistic"]
+
+_FOLDS: Final = 5
+_SMOOTHING: Final = 20.0
+"""Rows of the mean label that every category is taken to have had."""
+_TREES: Final = 1000
+"""At most; the validation rows say how many."""
+_PATIENCE: Final = 30
+"""Trees without a better validation loss before training ends."""
+_HASHED: Final = 1 << 20
+"""Weights of the logistic regression for categories."""
+_STRENGTHS: Final = (0.01, 0.03, 0.1, 0.3)
+"""Inverse L2 penalties that are tried; the validation rows choose."""
+_PRIME: Final = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Scorer(Protocol):
+    """A trained baseline."""
+
+    @property
+    def parameters(self) -> int:
+        """Weights, or splits and leaves."""
+        ...
+
+    def logits(self, rows: EncodedRows) -> np.ndarray:
+        """float32 (rows,)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Baselines:
+    """What baselines of a run are trained and scored on: its Preprocessor's numbers and ids."""
+
+    preprocessor: Preprocessor
+    train: EncodedRows
+    validation: EncodedRows
+    cache: str
+    config: TrainConfig
+
+    def fit(self, kind: Kind) -> Scorer:
+        return _Trees.fit(self) if kind == "lightgbm" else _Logistic.fit(self)
+
+    def rows(self, path: str) -> Iterator[EncodedRows]:
+        """Those of a labelled log, in its order. Raises InputError for a log that cannot be read or has too many faulty lines."""
+        data = self.config.eval_data.replace(path=path, files=())
+        index = open_run_log(data, self.preprocessor, cache=self.cache, max_bad_fraction=self.config.max_bad_fraction)
+        return encoded(index, (0, index.rows), self.preprocessor)
+
+
+def open_baselines(config: TrainConfig, checkpoint: str, *, most_rows: int, kinds: tuple[Kind, ...]) -> Baselines:
+    """Reads the training rows of a checkpoint's run, the last `most_rows` of them, and its validation rows, as many at most.
+
+    Memory on the driver: 4 bytes for each number and id of these rows, and several times as much while a baseline is trained.
+    Raises InputError for a package that is not installed, a run whose log cannot be read, and one without validation rows.
+    """
+    for kind in kinds:
+        require("lightgbm" if kind == "lightgbm" else "sklearn", extra="baselines")
+    assert isinstance(config.workload, ClickWorkload)
+    preprocessor, cache = load_preprocessor(checkpoint), cache_folder(checkpoint)
+    path = config.train_data.path
+    if path is None:
+        raise InputError(f"{checkpoint}: names no training log, which baselines are trained on")
+
+    def opened(data: DataConfig) -> LogIndex:
+        return open_run_log(data, preprocessor, cache=cache, max_bad_fraction=config.max_bad_fraction)
+
+    index = opened(config.train_data)
+    if config.eval_data.path is None:
+        sets = config.workload.split_rows(path, index)
+        train, other, held_out = sets["train"], index, sets["validation"]
+    else:
+        train, other = (0, index.rows), opened(config.eval_data)
+        held_out = (0, other.rows)
+    last = (max(train[0], train[1] - most_rows), train[1])
+    first = (held_out[0], min(held_out[1], held_out[0] + most_rows))
+    return Baselines(
+        preprocessor,
+        _joined(encoded(index, last, preprocessor)),
+        _joined(encoded(other, first, preprocessor)),
+        cache,
+        config,
+    )
+
+
+def _joined(batches: Iterator[EncodedRows]) -> EncodedRows:
+    """Without what baselines do not use: weights, groups, further labels."""
+    kept = list(batches)
+    if not kept:
+        raise InputError("baselines: the run's split leaves no rows to train or to validate on")
+    columns: list[Ids] = []
+    for parts in zip(*(batch.ids for batch in kept), strict=True):
+        bags = [part for part in parts if isinstance(part, Bags)]
+        if bags:
+            columns.append(
+                Bags(np.concatenate([bag.values for bag in bags]), np.concatenate([bag.lengths for bag in bags]))
+            )
+        else:
+            columns.append(np.concatenate(parts))
+    labels = np.concatenate([batch.labels for batch in kept if batch.labels is not None])
+    return EncodedRows(np.concatenate([batch.dense for batch in kept]), columns, labels)
+
+
+def _labels(rows: EncodedRows) -> np.ndarray:
+    assert rows.labels is not None
+    return rows.labels
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """Of each category of a column of one id a row: how often it was trained on, and its clicks."""
+
+    count: np.ndarray
+    clicks: np.ndarray
+    prior: float
+
+    @classmethod
+    def of(cls, ids: np.ndarray, labels: np.ndarray, num_embeddings: int) -> _Rates:
+        clicks = np.bincount(ids, weights=labels, minlength=num_embeddings)
+        return cls(np.bincount(ids, minlength=num_embeddings).astype(np.float64), clicks, float(labels.mean()))
+
+    def __sub__(self, other: _Rates) -> _Rates:
+        return _Rates(self.count - other.count, self.clicks - other.clicks, self.prior)
+
+    def features(self, ids: np.ndarray) -> np.ndarray:
+        """float32 (rows, 2): the smoothed rate of clicks and the logarithm of the count."""
+        count, clicks = self.count[ids], self.clicks[ids]
+        rate = (clicks + _SMOOTHING * self.prior) / (count + _SMOOTHING)
+        return np.stack([rate, np.log1p(count)], axis=1).astype(np.float32)
+
+
+class _Trees:
+    """Gradient-boosted trees on the numbers and, for each column of one category a row, the category's smoothed rate of clicks
+    and its count (target encoding; in training of the rows of the other folds). Lists are left out."""
+
+    def __init__(self, rates: dict[int, _Rates], booster: object) -> None:
+        self._rates, self._booster = rates, booster
+
+    @classmethod
+    def fit(cls, given: Baselines) -> _Trees:
+        import lightgbm
+
+        rows, labels = given.train, _labels(given.train)
+        num_embeddings = given.preprocessor.num_embeddings
+        fold = np.arange(len(rows)) % _FOLDS
+        rates, columns = {}, [rows.dense]
+        for number, ids in enumerate(rows.ids):
+            if isinstance(ids, Bags) or ids.ndim != 1:
+                continue
+            whole = rates[number] = _Rates.of(ids, labels, num_embeddings[number])
+            encoded_ids = np.empty((len(rows), 2), np.float32)
+            for held_out in range(_FOLDS):
+                inside = fold == held_out
+                without = whole - _Rates.of(ids[inside], labels[inside], num_embeddings[number])
+                encoded_ids[inside] = without.features(ids[inside])
+            columns.append(encoded_ids)
+        if not any(part.shape[1] for part in columns):
+            raise InputError("baselines: the log has neither numbers nor columns of one category; leave lightgbm out")
+        made = cls(rates, None)
+        known = lightgbm.Dataset(np.concatenate(columns, axis=1), labels)
+        held_out_rows = known.create_valid(made._features(given.validation), _labels(given.validation))
+        parameters = {
+            "objective": "binary",
+            "learning_rate": 0.05,
+            "verbosity": -1,
+            "seed": 0,
+            "deterministic": True,
+            "force_row_wise": True,
+        }
+        stop = lightgbm.early_stopping(_PATIENCE, verbose=False)
+        made._booster = lightgbm.train(parameters, known, _TREES, valid_sets=[held_out_rows], callbacks=[stop])
+        return made
+
+    def _features(self, rows: EncodedRows) -> np.ndarray:
+        of_ids = [rates.features(rows.ids[number]) for number, rates in self._rates.items()]  # type: ignore[arg-type]
+        return np.concatenate([rows.dense, *of_ids], axis=1)
+
+    @property
+    def parameters(self) -> int:
+        trees = self._booster.dump_model()["tree_info"]  # type: ignore[attr-defined]
+        return sum(2 * tree["num_leaves"] - 1 for tree in trees)
+
+    def logits(self, rows: EncodedRows) -> np.ndarray:
+        return self._booster.predict(self._features(rows), raw_score=True).astype(np.float32)  # type: ignore[attr-defined]
+
+
+class _Logistic:
+    """Logistic regression on the numbers and a weight for each category, hashed to 2^20 in all."""
+
+    def __init__(self, model: object, trained: np.ndarray) -> None:
+        """`trained`: the columns of `one_hot` that the model has a weight for."""
+        self._model, self._trained = model, trained
+
+    @classmethod
+    def fit(cls, given: Baselines) -> _Logistic:
+        from sklearn.linear_model import LogisticRegression
+
+        features, held_out = one_hot(given.train), one_hot(given.validation)
+        trained = np.flatnonzero(features.getnnz(axis=0))
+        features, held_out = features[:, trained], held_out[:, trained]
+        best: tuple[float, object] | None = None
+        for strength in _STRENGTHS:
+            model = LogisticRegression(C=strength, max_iter=200, tol=1e-3).fit(features, _labels(given.train))
+            logits = model.decision_function(held_out).astype(np.float32)
+            loss = binary_metrics(logits, _labels(given.validation))["logloss"]
+            if best is None or loss < best[0]:
+                best = loss, model
+        assert best is not None
+        return cls(best[1], trained)
+
+    @property
+    def parameters(self) -> int:
+        return int(np.count_nonzero(self._model.coef_)) + 1  # type: ignore[attr-defined]
+
+    def logits(self, rows: EncodedRows) -> np.ndarray:
+        return self._model.decision_function(one_hot(rows)[:, self._trained]).astype(np.float32)  # type: ignore[attr-defined]
+
+
+def one_hot(rows: EncodedRows) -> sparse.csr_matrix:
+    """float32 (rows, num_dense + 2^20): the numbers, and how often each hashed category is in a row."""
+    from scipy import sparse
+
+    values, owners = [], []
+    for number, ids in enumerate(rows.ids):
+        if isinstance(ids, Bags):
+            flat, owner = ids.values, np.repeat(np.arange(len(rows)), ids.lengths)
+        else:
+            flat, owner = ids.reshape(-1), np.repeat(np.arange(len(rows)), ids.size // max(len(rows), 1))
+        with np.errstate(over="ignore"):
+            mixed = (flat.astype(np.uint64) + np.uint64(number + 1) * np.uint64(1 << 40)) * _PRIME
+        values.append((mixed >> np.uint64(44)).astype(np.int32))
+        owners.append(owner.astype(np.int32))
+    where = (np.concatenate(owners), np.concatenate(values)) if values else (np.empty(0, int), np.empty(0, int))
+    hashed = sparse.csr_matrix((np.ones(len(where[0]), np.float32), where), shape=(len(rows), _HASHED))
+    return sparse.hstack([sparse.csr_matrix(rows.dense), hashed], format="csr")
