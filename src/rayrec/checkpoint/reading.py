@@ -330,25 +330,46 @@ def _windows(entry: dict[str, Any]) -> Iterator[tuple[int, int]]:
         yield first, min(first + step, shape[0])
 
 
-def _rows_of(reader: _Reader, name: str, entry: dict[str, Any], first: int, stop: int) -> torch.Tensor:
-    """Rows [first, stop) of a stored tensor, whatever chunks it is in."""
+def _rows_of(
+    reader: _Reader, name: str, entry: dict[str, Any], first: int, stop: int, columns: tuple[int, int] | None = None
+) -> torch.Tensor:
+    """Rows [first, stop) of a stored tensor, whatever chunks it is in; of dimension 1 the range `columns` (None: all)."""
     dtype, shape = TORCH_DTYPES[entry["dtype"]], entry["shape"]
-    part = torch.empty([stop - first, *shape[1:]] if shape else [], dtype=dtype)
+    wanted = [(first, stop), *((0, size) for size in shape[1:])] if shape else []
+    if columns is not None:
+        wanted[1] = columns
+    part = torch.empty([end - begin for begin, end in wanted], dtype=dtype)
     calls: list[Callable[[], None]] = []
     for chunk in entry["chunks"]:
-        target, box = part, [(0, size) for size in chunk["sizes"]]
-        if shape:
-            offset, size = chunk["offsets"][0], chunk["sizes"][0]
-            begin, end = max(first, offset), min(stop, offset + size)
+        target, box = part, []
+        for dimension, (low, high) in enumerate(wanted):
+            offset, size = chunk["offsets"][dimension], chunk["sizes"][dimension]
+            begin, end = max(low, offset), min(high, offset + size)
             if begin >= end:
-                continue
-            target = target.narrow(0, begin - first, end - begin)
-            box[0] = (begin - offset, end - begin)
-            for dimension in range(1, len(shape)):
-                target = target.narrow(dimension, chunk["offsets"][dimension], chunk["sizes"][dimension])
-        calls += _copies_of(reader, _Rows(name, dtype, chunk), box, target)
+                break
+            target = target.narrow(dimension, begin - low, end - begin)
+            box.append((begin - offset, end - begin))
+        if len(box) == len(wanted):
+            calls += _copies_of(reader, _Rows(name, dtype, chunk), box, target)
     _run(calls)
     return part
+
+
+@final
+class TableReader:
+    """Reads ranges of rows of a checkpoint's tensors, whose checksums it verifies."""
+
+    def __init__(self, folder: str, manifest: dict[str, Any]) -> None:
+        self._tensors, self._reader = manifest["tensors"], _Reader(folder, manifest["block_bytes"])
+
+    def windows(self, name: str) -> Iterator[tuple[int, int]]:
+        """Ranges [first, stop) of at most 64 MiB that all rows of a tensor make up."""
+        return _windows(self._tensors[name])
+
+    def rows(self, name: str, first: int, stop: int, *, columns: tuple[int, int] | None = None) -> torch.Tensor:
+        """Rows [first, stop) of a tensor, of dimension 1 the range `columns` (None: all). Raises DamagedError for a file that is
+        not as it was written."""
+        return _rows_of(self._reader, name, self._tensors[name], first, stop, columns)
 
 
 def _as_bytes(tensor: torch.Tensor) -> memoryview:

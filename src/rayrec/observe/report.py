@@ -15,6 +15,7 @@ from rayrec.observe.bottleneck import verdict
 from rayrec.observe.events import read_events
 from rayrec.observe.history import Attempt, Event, Price, attempts, cost, logged, standing
 from rayrec.observe.page import Section, document, draw, facts, folded, joined, tiles
+from rayrec.observe.run_view import note_of
 from rayrec.quantities import date_text, duration_text, number_text
 
 
@@ -113,6 +114,9 @@ _ORIGIN = {"commit": "commit", "machine": "machine", "command": "command"}
 def _facts(run: Run) -> Markup:
     events, begun = run.events, run.begun
     named = [("status", standing(events))]
+    warm = next((event for event in events if event["kind"] == "warm_start"), None)
+    if warm is not None:
+        named.append(("started with", note_of(warm) or ""))
     early = next((event for event in reversed(events) if event["kind"] == "early_stop"), None)
     if early is not None:
         steps = next((event["steps"] for event in reversed(events) if event["kind"] == "step"), None)

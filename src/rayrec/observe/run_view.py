@@ -39,10 +39,8 @@ def note_of(event: Event, *, verbose: bool = False) -> str | None:
     kind = event["kind"]
     if kind == "evaluate":
         return f"step {event['step']:,}  {event['set']}  {metrics_text(event)}"
-    if kind == "start" and event["step"]:
-        return f"resumes from step {event['step']:,} with {event['world_size']} workers"
-    if kind == "start" and event.get("damaged"):
-        return f"no undamaged checkpoint is left (damaged: {len(event['damaged'])}): training starts again from step 0"
+    if kind in ("start", "warm_start"):
+        return _note_of_start(event)
     if kind == "failure":
         return event["cause"] if event.get("last") else f"{event['cause']}: starting again"
     if kind == "checkpoint_damaged":
@@ -64,6 +62,17 @@ def note_of(event: Event, *, verbose: bool = False) -> str | None:
         return f"step {event['step']:,}  no better: learning rates are {event['learning_rate_scale']:.3g} of the schedule's"
     if kind == "early_stop":
         return f"step {event['step']:,}  no better since step {event['best_step']:,}: stopping early"
+    return None
+
+
+def _note_of_start(event: Event) -> str | None:
+    if event["kind"] == "warm_start":
+        amounts = [f"{event[name]:,} {name}" for name in ("kept", "fresh", "dropped") if name in event]
+        return f"starts with {event['checkpoint']}" + (f"; categories: {', '.join(amounts)}" if amounts else "")
+    if event["step"]:
+        return f"resumes from step {event['step']:,} with {event['world_size']} workers"
+    if event.get("damaged"):
+        return f"no undamaged checkpoint is left (damaged: {len(event['damaged'])}): training starts again from step 0"
     return None
 
 

@@ -21,6 +21,7 @@ STAGES: Final = {
     "index": "index of the log",
     "vocabulary": "vocabulary",
     "prepare": "other preparation",
+    "warm_start": "comparison with the checkpoint to start with",
     "attempt": "beginning the attempt",
     "worker_process": "Ray Train's controller, until it starts a worker's process",
     "process_group": "worker's process, process group",

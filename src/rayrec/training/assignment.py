@@ -9,7 +9,7 @@ from typing import Any
 from rayrec.data.engine import StreamEngine
 from rayrec.observe.start_up import Stopwatch
 from rayrec.training.mailbox import Mailbox
-from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.base import TrainConfig, WarmStart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Assignment:
     """File that the driver has written into the run's folder, for all workers to find."""
     since_s: float
     """When the driver's last stage of the start, or the attempt before, ended, seconds since 1970."""
+    warm_start: WarmStart | None = None
+    """Of a run that starts with the weights of another one and has no checkpoint yet."""
     begun_s: float = dataclasses.field(default_factory=time.time)
     """When the driver has begun the attempt, seconds since 1970."""
 

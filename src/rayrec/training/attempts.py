@@ -30,7 +30,7 @@ from rayrec.training.ray_backend import WORKER_MODULE, ProcessGroup, train_worke
 from rayrec.training.ray_mailbox import StopRequest
 from rayrec.training.signals import Grace, Signals, unsaved_cause
 from rayrec.training.stopping import MORE_WORKERS, NO_DATA_NODES
-from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.base import TrainConfig, WarmStart
 
 _LOOK_S = 0.1
 _DATA_NODES_POLL_S = 5.0
@@ -80,6 +80,7 @@ def run_attempts(
     shares: cluster.Layout,
     *,
     since_s: float,
+    warm_start: WarmStart | None = None,
     events: EventWriter,
     signals: Signals,
     note: Callable[[str], None],
@@ -97,7 +98,9 @@ def run_attempts(
         events.write("attempt", number=number, num_workers=shares.num_workers)
         start_s, before = time.monotonic(), _newest_step(config, folder)
         try:
-            outcome = _attempt(config, folder, prepared, shares, signals, since_s=since_s, crowded=crowded)
+            outcome = _attempt(
+                config, folder, prepared, shares, signals, since_s=since_s, warm_start=warm_start, crowded=crowded
+            )
         except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
             attempt_s = time.monotonic() - start_s
             was_crowded, crowded = crowded, is_without_room(error)
@@ -167,6 +170,7 @@ def _attempt(
     signals: Signals,
     *,
     since_s: float,
+    warm_start: WarmStart | None,
     crowded: bool,
 ) -> dict[str, Any] | None:
     """One attempt; None if a signal ended it and the workers did not save within their `Grace`. `crowded`: others hold
@@ -175,7 +179,7 @@ def _attempt(
     placement = shares.per_worker.replace(max_outage_s=config.failure.max_outage_s)
     engine = RayEngine(placement, environment=prestart.for_tasks_of(worker_environment(config)))
     token = write_token(folder, max_outage_s=config.failure.max_outage_s)
-    assignment = Assignment(config, prepared, folder, engine, request.mailbox, token, since_s)
+    assignment = Assignment(config, prepared, folder, engine, request.mailbox, token, since_s, warm_start)
     future: Future[dict[str, Any]] = Future()
 
     def fit() -> None:

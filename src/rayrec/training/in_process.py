@@ -18,7 +18,7 @@ from rayrec.observe.console import Console
 from rayrec.observe.events import EventWriter
 from rayrec.training.preflight import layout_here
 from rayrec.training.signals import Signals, unsaved_cause
-from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.base import TrainConfig, WarmStart
 
 _WORKER_MODULE: Final = "rayrec.training.in_process_worker"
 
@@ -55,6 +55,7 @@ class InProcessLauncher:
         shares: cluster.Layout,
         *,
         since_s: float,
+        warm_start: WarmStart | None,
         events: EventWriter,
         signals: Signals,
         note: Callable[[str], None],
@@ -65,7 +66,14 @@ class InProcessLauncher:
         events.write("attempt", number=1, num_workers=1)
         engine = ThreadEngine(max(1, int(shares.per_worker.max_cpus or 1)), max_outage_s=config.failure.max_outage_s)
         outcome = train_here(
-            config, folder, prepared, engine=engine, cpus=self._cpus(), since_s=since_s, signals=signals
+            config,
+            folder,
+            prepared,
+            engine=engine,
+            cpus=self._cpus(),
+            since_s=since_s,
+            warm_start=warm_start,
+            signals=signals,
         )
         if outcome is None:
             events.write("failure", cause=unsaved_cause(signals.cause, config.failure), last=True)

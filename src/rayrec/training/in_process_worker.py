@@ -23,7 +23,7 @@ from rayrec.training.profiling import watched_requests
 from rayrec.training.signals import Grace, Signals
 from rayrec.training.worker import Seat, run_worker
 from rayrec.training.worker_logs import worker_logs
-from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.base import TrainConfig, WarmStart
 
 _LOOK_S = 0.1
 
@@ -36,12 +36,13 @@ def train_here(
     engine: StreamEngine,
     cpus: int,
     since_s: float,
+    warm_start: WarmStart | None,
     signals: Signals,
 ) -> dict[str, Any] | None:
     """What `run_worker` returns; None if a signal ended the run and the worker did not save within its `Grace`."""
     mailbox = LocalMailbox()
     token = write_token(folder, max_outage_s=config.failure.max_outage_s)
-    assignment = Assignment(config, prepared, folder, engine, mailbox, token, since_s)
+    assignment = Assignment(config, prepared, folder, engine, mailbox, token, since_s, warm_start)
     return _watched(lambda: _work(assignment, cpus=cpus), config, folder, mailbox=mailbox, signals=signals)
 
 

@@ -11,7 +11,7 @@ from rayrec.launch.cluster import IN_PROCESS, Layout, is_in_process
 from rayrec.observe.console import Console
 from rayrec.observe.events import EventWriter
 from rayrec.training.signals import Signals
-from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.base import TrainConfig, WarmStart
 
 
 class Launcher(Protocol):
@@ -39,12 +39,14 @@ class Launcher(Protocol):
         shares: Layout,
         *,
         since_s: float,
+        warm_start: WarmStart | None,
         events: EventWriter,
         signals: Signals,
         note: Callable[[str], None],
     ) -> dict[str, Any] | None:
         """Trains until the run is through -> what its worker 0 returned; None if a signal ended the run before. Raises what ended
-        it otherwise. `since_s`: end of the driver's last stage of the start, seconds since 1970."""
+        it otherwise. `since_s`: end of the driver's last stage of the start, seconds since 1970. `warm_start`: what a run without
+        a checkpoint starts with; None: start values."""
         ...
 
     def cause_of(self, error: BaseException) -> str:

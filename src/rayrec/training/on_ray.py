@@ -20,7 +20,7 @@ from rayrec.observe.events import EventWriter
 from rayrec.training.attempts import run_attempts, share_out, start_ahead, wait_for_room
 from rayrec.training.failures import cause_of
 from rayrec.training.signals import Signals
-from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.base import TrainConfig, WarmStart
 
 _FEW_TASKS: Final = 8
 """Blocks of a log that one thread indexes in about a second."""
@@ -66,7 +66,7 @@ class RayLauncher:
             object_store_bytes=config.cluster.object_store_bytes,
             log_to_driver=console.verbose,
         )
-        require_reachable((folder, config.train_data.path, config.eval_data.path))
+        require_reachable((folder, config.train_data.path, config.eval_data.path, config.init_from))
         cluster.ship_code(config)
 
     def share_out(self, *, goes_on: bool, note: Callable[[str], None]) -> cluster.Layout:
@@ -90,12 +90,21 @@ class RayLauncher:
         shares: cluster.Layout,
         *,
         since_s: float,
+        warm_start: WarmStart | None,
         events: EventWriter,
         signals: Signals,
         note: Callable[[str], None],
     ) -> dict[str, Any] | None:
         return run_attempts(
-            self._config, folder, prepared, shares, since_s=since_s, events=events, signals=signals, note=note
+            self._config,
+            folder,
+            prepared,
+            shares,
+            since_s=since_s,
+            warm_start=warm_start,
+            events=events,
+            signals=signals,
+            note=note,
         )
 
     def cause_of(self, error: BaseException) -> str:

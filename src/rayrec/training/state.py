@@ -13,7 +13,7 @@ A tensor (rows, columns) would have one name in every plan, but be as large as t
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 
 from rayrec.checkpoint import Checkpoint, restore, untied
 from rayrec.checkpoint.ranks import Ranks
+from rayrec.checkpoint.row_reading import restore_rows
 from rayrec.compat.torch_compat import (
     Shard,
     ShardedTensor,
@@ -30,6 +31,7 @@ from rayrec.compat.torch_compat import (
     sharded_tensor,
 )
 from rayrec.config import InputError
+from rayrec.workloads.base import WarmStart
 
 Columns = tuple[int, int]
 """First column, and the one after the last."""
@@ -64,6 +66,43 @@ def restore_all(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: Any) 
     stored = Ranks.all().from_first(lambda: list(checkpoint.manifest()["tensors"]))
     make_state(optimizer)
     targets = Targets(model, optimizer, stored=set(stored))
+    _refuse_surplus(checkpoint, stored, targets)
+    restore(checkpoint, targets.tensors)
+    targets.loaded()
+
+
+def start_from(start: WarmStart, model: torch.nn.Module, optimizer: Any) -> None:
+    """Gives a new run's weights and optimizer state the values of another run's checkpoint; rows of tables by `start.tables`, and
+    rows that these map to none keep their start values and an empty state; collective.
+
+    Raises what `restore_all` raises.
+    """
+    checkpoint, maps = Checkpoint(start.checkpoint), start.tables.get()
+    stored = Ranks.all().from_first(lambda: list(checkpoint.manifest()["tensors"]))
+    make_state(optimizer)
+    targets = Targets(model, optimizer, stored=set(stored))
+    _refuse_surplus(checkpoint, stored, targets)
+    by_rows = {
+        name: (tensor, row_map)
+        for name, tensor in targets.tensors.items()
+        if len(tensor.size()) and (row_map := maps.get(_weight_of(name, maps))) is not None
+    }
+    restore(checkpoint, {name: tensor for name, tensor in targets.tensors.items() if name not in by_rows})
+    restore_rows(checkpoint, by_rows)
+    targets.loaded()
+
+
+def _weight_of(name: str, weights: Collection[str]) -> str:
+    """Which of `weights` a tensor of `all_tensors` is, or is the state of; "" for none of them."""
+    kind, _, rest = name.partition(".")
+    if kind == "model":
+        return rest if rest in weights else ""
+    while rest and rest not in weights:
+        rest = rest.rpartition(".")[0]
+    return rest
+
+
+def _refuse_surplus(checkpoint: Checkpoint, stored: Sequence[str], targets: Targets) -> None:
     live = set[str]().union(*Ranks.all().gather_all(list(targets.tensors)))
     surplus = sorted(set(stored) - live)
     if surplus:
@@ -72,22 +111,27 @@ def restore_all(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: Any) 
             f"{checkpoint.path}: holds {surplus[0]}, which the {owner} of this run does not have; it was saved with another "
             f"{owner}: give the settings of its config.yaml"
         )
-    restore(checkpoint, targets.tensors)
-    targets.loaded()
 
 
 def make_state(optimizer: Any) -> None:
-    """Brings optimizer state that comes into being at the first step (Adam's) into being, to be filled by a restore.
+    """Creates the optimizer state that first exists after a step (Adam's), to be filled by a restore.
 
-    It takes a step with zero gradients, which may move weights: restore them afterwards.
+    An optimizer that lacks state takes a step with zero gradients, which may move its weights: restore them afterwards. Those of
+    embedding tables have their state from the start, and take none.
     """
-    existing = optimizer.state
+    parts = getattr(optimizer, "optimizers", None)
+    if parts is not None:  # TorchRec's CombinedOptimizer
+        for _, part in parts:
+            make_state(part)
+        return
+    existing, lacks = optimizer.state, False
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(parameter, torch.nn.Parameter) and not existing.get(parameter):
-                parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
+                parameter.grad, lacks = torch.zeros_like(parameter), True
+    if lacks:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 class Targets:
@@ -138,10 +182,10 @@ class _Part:
         return self.name if whole else f"{self.name}.columns_{columns[0]}_{columns[1]}"
 
     def blank(self) -> dict[Rows, torch.Tensor]:
-        """Room for the rows that this worker holds any columns of."""
+        """Zeros for the rows that this worker holds any columns of."""
         some = next(iter(self.states.values()))
         held = _placements(self.table.local_shards()) if isinstance(self.table, ShardedTensor) else self.states
-        return {rows: some.new_empty(rows[1]) for rows in held}
+        return {rows: some.new_zeros(rows[1]) for rows in held}
 
     def whole_table(self, states: Mapping[Rows, torch.Tensor]) -> torch.Tensor:
         """`states` as this worker's shards of a tensor (rows of the table,)."""

@@ -20,7 +20,7 @@ from rayrec.observe.events import EventWriter, follow, merge_events, read_events
 from rayrec.observe.history import costs, epochs_trained, working_s
 from rayrec.observe.tracking.config import Makers, TrackersConfig
 from rayrec.observe.tracking.tracker import tracking
-from rayrec.training import materialized
+from rayrec.training import materialized, warm_start
 from rayrec.training.launcher import Launcher, launcher_of
 from rayrec.training.preflight import check_settings, preflight
 from rayrec.training.settings import LENGTHS, Change, Changes, compare_settings, with_old
@@ -117,6 +117,7 @@ def train(
     if finished is not None:
         return finished
     preflight(config)
+    init = warm_start.find(config, folder)
     _set_environment()
     stopwatch.lap("checks")
     started_s = time.monotonic()
@@ -155,9 +156,10 @@ def train(
                 engine = launcher.engine(shares, max_outage_s=patience_s)
                 context = RunContext(config, folder, engine, console.note, console.progress, stopwatch)
                 prepared = config.workload.prepare(context)
-            prepared_s = time.monotonic() - started_s
-            events.write("prepared", seconds=prepared_s, **config.workload.summarize(prepared, {}))
+            events.write("prepared", seconds=time.monotonic() - started_s, **config.workload.summarize(prepared, {}))
             stopwatch.lap("prepare")
+            with storage.patience(patience_s):
+                start = None if init is None else warm_start.prepare(context, prepared, init, events)
             events.write(start_up.KIND, **start_up.fields(start_up.DRIVER, stopwatch.stages))
             if goes_on:  # not before everything that may be refused here
                 with storage.patience(patience_s):
@@ -168,6 +170,7 @@ def train(
                     prepared,
                     shares,
                     since_s=stopwatch.last_s,
+                    warm_start=start,
                     events=events,
                     signals=signals,
                     note=console.note,

@@ -43,7 +43,7 @@ from rayrec.training import loop
 from rayrec.training.assignment import Assignment
 from rayrec.training.device_peak import multiply_adds_per_s_or_zero
 from rayrec.training.loop import Progress
-from rayrec.training.state import all_tensors, model_tensors, restore_all
+from rayrec.training.state import all_tensors, model_tensors, restore_all, start_from
 from rayrec.training.step_profiler import make_profiler, profiled
 from rayrec.training.stopping import RESUMES, PreemptionInfo, SaveReporter, StopWatch
 from rayrec.training.store_watch import StoreWatch
@@ -344,6 +344,9 @@ def _resume(
             setup = config.workload.set_up(worker, assignment.prepared)
             stopwatch.lap("set_up")
         if checkpoint is None:
+            if config.init_from is not None:
+                _start_warm(assignment, setup)
+                stopwatch.lap("restore")
             return None, setup, loader, progress
         try:
             restore_all(checkpoint, setup.model, setup.optimizer)
@@ -357,6 +360,16 @@ def _resume(
         finally:
             stopwatch.lap("restore")
         return checkpoint, setup, loader, progress
+
+
+def _start_warm(assignment: Assignment, setup: WorkerSetup) -> None:
+    """Gives a new run the weights and optimizer state that it is to start with; collective."""
+    if assignment.warm_start is None:
+        raise InputError(
+            f"{assignment.folder}: no undamaged checkpoint is left, and the run would start again from init_from; choose another "
+            "--name"
+        )
+    start_from(assignment.warm_start, setup.model, setup.optimizer)
 
 
 def _repaired(checkpoint: Checkpoint, assignment: Assignment, log: Log) -> bool:

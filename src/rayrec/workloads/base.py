@@ -5,13 +5,13 @@ from __future__ import annotations
 import abc
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
 
 from rayrec import storage
 from rayrec.config import Config, InputError
-from rayrec.data.engine import StreamEngine
+from rayrec.data.engine import Shared, StreamEngine
 from rayrec.observe.start_up import Stopwatch
 from rayrec.observe.tracking.config import TrackersConfig
 from rayrec.optim import PlateauConfig
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import torch
     from torchrec.distributed.train_pipeline import TrainPipeline
 
+    from rayrec.checkpoint import Checkpoint
+    from rayrec.checkpoint.row_map import RowMap
     from rayrec.row_tally import RowTally
     from rayrec.schema import Schema
     from rayrec.workloads.phases import StepClock
@@ -272,6 +274,9 @@ class TrainConfig(Config):
     """What drives the steps: rayrec's own loop or, for language models, HuggingFace's Trainer; all around them is the same."""
     seed: int = 0
     """Of initial weights and of the order of rows."""
+    init_from: str | None = None
+    """Run or checkpoint, local or a URL, whose weights and optimizer state a new run starts with; None: start values by
+    `seed`."""
     max_bad_fraction: float = 0.001
     """Share of faulty lines above which the run refuses a log."""
     storage_path: str = "runs"
@@ -376,6 +381,18 @@ class WorkerContext:
     """Name of the machine; workers with the same name share its memory. Tests set it to place workers on unequal machines."""
     object_store_bytes: int = 0
     """Memory of its node that Ray's object store may still take."""
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """What workers need to start a new run with the weights and optimizer state of another one; picklable."""
+
+    checkpoint: str
+    """Folder of the other run's checkpoint."""
+    tables: Shared[Mapping[str, RowMap]]
+    """Of embedding tables, by name of their weights: which row each of the new run's rows starts with."""
+    report: dict[str, Any]
+    """Plain JSON values for the event `warm_start`."""
 
 
 class TrainLoader(Protocol):
@@ -494,6 +511,11 @@ class Workload(Config, abc.ABC):
     def discard(self, folder: str) -> None:
         """On the driver: removes what `prepare` has stored in a run's folder. Called before a run of which nothing is saved yet
         starts again with other settings."""
+
+    def warm_start(self, context: RunContext, prepared: Any, checkpoint: Checkpoint) -> WarmStart:
+        """On the driver, after `prepare`: how a new run starts with a checkpoint of another one. Raises InputError for a
+        checkpoint that does not fit. Reads no weights."""
+        raise InputError(f"init_from: recipe {context.config.recipe} cannot start with the weights of another run")
 
     @abc.abstractmethod
     def make_loader(

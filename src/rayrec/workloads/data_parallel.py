@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rayrec.config import InputError
 from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule
-from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext, WorkerSetup, Workload
+from rayrec.workloads.base import RunContext, TrainConfig, WarmStart, WorkerContext, WorkerSetup, Workload
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from rayrec.checkpoint import Checkpoint
     from rayrec.data.row_loader import RowLoader
     from rayrec.data.rows import RowSource
     from rayrec.workloads.scoring import Scoring, ScoringContext
@@ -118,6 +119,12 @@ class DataParallelWorkload(Workload, abc.ABC):
         raise InputError(f"{type(self).__name__} makes no predictions")
 
     # -- the rest
+
+    def warm_start(self, context: RunContext, prepared: Any, checkpoint: Checkpoint) -> WarmStart:
+        """All weights and optimizer state by name. Memory: the model, once more."""
+        from rayrec.workloads.data_parallel_warm_start import warm_start
+
+        return warm_start(self, context, prepared, checkpoint)
 
     def make_loader(
         self, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int

@@ -22,10 +22,11 @@ from rayrec.models.table_start import TableStart
 from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.schema import Schema
 from rayrec.sharding import ShardingConfig
-from rayrec.workloads.base import DataConfig, RunContext, TrainConfig, WorkerContext, WorkerSetup, Workload
+from rayrec.workloads.base import DataConfig, RunContext, TrainConfig, WarmStart, WorkerContext, WorkerSetup, Workload
 from rayrec.workloads.distillation import RECORD, Teacher, TeacherConfig, open_teacher
 
 if TYPE_CHECKING:
+    from rayrec.checkpoint import Checkpoint
     from rayrec.data.counting_indexer import CountingIndexer
     from rayrec.data.loader import ClickLoader
     from rayrec.data.opening import TextIndexer
@@ -337,6 +338,11 @@ class ClickWorkload(Workload):
     def unpooled(self, inputs: Schema) -> tuple[str, ...]:
         """Those of the model's columns whose embeddings are looked up one by one in training."""
         return unpooled_features(self.model, ModelInputs.of(inputs))
+
+    def warm_start(self, context: RunContext, prepared: Prepared, checkpoint: Checkpoint) -> WarmStart:
+        from rayrec.workloads.recsys_warm_start import warm_start
+
+        return warm_start(self, context, prepared, checkpoint)
 
     # -- on each worker
 

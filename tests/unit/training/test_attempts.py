@@ -84,6 +84,7 @@ class Attempts:
         signals: Any,
         *,
         since_s: float,
+        warm_start: None,
         crowded: bool,
     ) -> Any:
         self.num_workers.append(shares.num_workers)
@@ -239,7 +240,10 @@ def test_the_mailbox_goes_with_the_attempt(
     signals.cause = "SIGINT"
     wanted = config(grace_s=0.05 if len(bytes_written) > 1 else 60.0)
     with contextlib.suppress(KeyboardInterrupt):
-        assert attempts._attempt(wanted, str(tmp_path), None, shares, signals, since_s=0.0, crowded=False) is None  # type: ignore[arg-type]
+        assert (
+            attempts._attempt(wanted, str(tmp_path), None, shares, signals, since_s=0.0, warm_start=None, crowded=False)
+            is None
+        )  # type: ignore[arg-type]
     assert request.closed
     ended.set()
 
@@ -258,7 +262,16 @@ def test_a_hook_of_the_job_reaches_data_tasks(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(attempts, "watched_requests", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(prestart, "is_possible", lambda: possible)
     shares = SimpleNamespace(per_worker=TaskPlacement(), num_workers=4)
-    attempts._attempt(config(), str(tmp_path), None, shares, Signals(), since_s=0.0, crowded=False)  # type: ignore[arg-type]
+    attempts._attempt(
+        config(),
+        str(tmp_path),
+        None,
+        shares,  # type: ignore[arg-type]
+        Signals(),
+        since_s=0.0,
+        warm_start=None,
+        crowded=False,
+    )
     assert (prestart.HOOK in attempts.worker_environment(config())) is possible
     assert assigned[0].engine.environment == ({prestart.HOOK: ""} if possible else {})
 

@@ -70,7 +70,7 @@ class Resumed:
         return SimpleNamespace(model=model, optimizer=optimizer)
 
     def start(self) -> tuple[Checkpoint | None, Any, Any, Progress]:
-        config = SimpleNamespace(workload=self, to_yaml=lambda: "a: 1")
+        config = SimpleNamespace(workload=self, to_yaml=lambda: "a: 1", init_from=None)
         context: Any = SimpleNamespace(config=config, rank=0)
         assignment: Any = SimpleNamespace(folder=self.folder, prepared=None, config=config)
 

@@ -1,0 +1,169 @@
+"""The start of a click model with the weights of another run: whose row of which table a category takes over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from rayrec.checkpoint import Checkpoint
+from rayrec.checkpoint.row_map import RowMap
+from rayrec.config import InputError
+from rayrec.data.preprocessor import Preprocessor, SparseColumn
+from rayrec.workloads.base import RunContext, WarmStart
+from rayrec.workloads.recsys_scorer import click_settings, empty_model, load_preprocessor, wanted_weights
+from rayrec.workloads.stored_settings import require_same_optimizer, require_same_weights, stored_settings
+
+if TYPE_CHECKING:
+    from rayrec.workloads.recsys import ClickWorkload, Prepared
+
+_TOKENS_AT_ONCE: Final = 1 << 20
+"""Categories that are looked up at a time."""
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What of a table is carried over."""
+
+    row_map: RowMap
+    kept: int
+    """Categories of both vocabularies."""
+    fresh: int
+    """Categories of the new vocabulary alone."""
+    dropped: int
+    """Categories of the old vocabulary alone."""
+
+    def counts(self) -> dict[str, int]:
+        return {"kept": self.kept, "fresh": self.fresh, "dropped": self.dropped}
+
+
+def warm_start(workload: ClickWorkload, context: RunContext, prepared: Prepared, checkpoint: Checkpoint) -> WarmStart:
+    """See `Workload.warm_start`. Memory of the driver: the checkpoint's Preprocessor, a sorted copy of one of its vocabularies,
+    and 4 bytes (8 beyond 2^31 rows) for each row of tables whose old ids are not all kept."""
+    config = context.config
+    stored = stored_settings(checkpoint)
+    model, _ = click_settings(checkpoint, own=type(workload.model))
+    if type(model) is not type(workload.model):
+        raise InputError(
+            f"init_from {checkpoint.path}: is a {type(model).__name__}, and this run trains a {type(workload.model).__name__}; "
+            "give the same model"
+        )
+    if model.table_width != workload.model.table_width:
+        raise InputError(
+            f"init_from {checkpoint.path}: its embeddings have width {model.table_width} (embedding_dim times members), and "
+            f"{workload.model.table_width} here; give the same"
+        )
+    require_same_optimizer(checkpoint, stored, "sparse_optimizer", workload.sparse_optimizer, fields=("kind",))
+    require_same_optimizer(checkpoint, stored, "dense_optimizer", workload.dense_optimizer, fields=("kind", "momentum"))
+    old, new = load_preprocessor(checkpoint.path), prepared.open_preprocessor()
+    require_same_inputs(checkpoint, old, new)
+    empty = empty_model(workload.model, preprocessor=new, precision=config.precision)
+    require_same_weights(checkpoint, checkpoint.manifest()["tensors"], wanted_weights(empty, old))
+    owners = new.inputs.vocabulary_owners
+    by_owner = {
+        owner: carried(
+            old.sparse[owner],
+            new.sparse[owner],
+            old.vocabulary(owner),
+            new.vocabulary(owner),
+            where=f"init_from {checkpoint.path}: column {new.inputs.sparse[owner]}",
+        )
+        for owner in dict.fromkeys(owners)
+    }
+    maps = {
+        weight: by_owner[owner].row_map for weight, owner in zip(empty.table_weights().values(), owners, strict=True)
+    }
+    counts = {new.inputs.sparse[owner]: of_table.counts() for owner, of_table in by_owner.items()}
+    return WarmStart(checkpoint.path, context.engine.share(maps), _report(counts, preprocessor=old.hash()))
+
+
+def _report(counts: dict[str, dict[str, int]], *, preprocessor: str) -> dict[str, Any]:
+    totals = {name: sum(of_table[name] for of_table in counts.values()) for name in ("kept", "fresh", "dropped")}
+    return {"preprocessor": preprocessor, **totals, "tables": counts}
+
+
+def require_same_inputs(checkpoint: Checkpoint, old: Preprocessor, new: Preprocessor) -> None:
+    """Raises InputError unless both give a network the same features in the same order: its weights belong to places."""
+    wanted = {
+        "numbers": (old.inputs.dense, new.inputs.dense),
+        "sparse columns": (old.inputs.sparse, new.inputs.sparse),
+        "shared vocabularies": (old.inputs.vocabularies, new.inputs.vocabularies),
+        "kind of categories": (old.schema.tokens, new.schema.tokens),
+        "bags of ids": (old.multi_hot, new.multi_hot),
+    }
+    for what, (stored, own) in wanted.items():
+        if stored != own:
+            raise InputError(
+                f"init_from {checkpoint.path}: was trained on other {what} ({stored}, and {own} here); give the same schema"
+            )
+    if new.multi_hot is not None and old.num_embeddings != new.num_embeddings:
+        raise InputError(
+            f"init_from {checkpoint.path}: the bags of multi_hot depend on the rows of tables, which differ; give the same "
+            "Preprocessor"
+        )
+
+
+def carried(
+    old: SparseColumn, new: SparseColumn, old_tokens: np.ndarray, new_tokens: np.ndarray, *, where: str
+) -> Carried:
+    """Which row of the old table each row of the new one starts with. Categories are compared by their tokens; rows of unknown
+    and missing ones, and those below the first category, have their old counterparts.
+
+    Raises InputError, which begins with `where`, if rows have no counterpart by value: of hashed columns with other numbers of
+    rows, and of columns whose categories share rows in another way.
+    """
+    if old.token_modulo != new.token_modulo or (old.num_tokens is None) != (new.num_tokens is None):
+        raise InputError(f"{where}: is hashed in another way; give the Preprocessor's rules of the checkpoint")
+    if old.num_tokens is None:
+        if old != new:
+            raise InputError(
+                f"{where}: is hashed to {old.num_embeddings:,} rows there and {new.num_embeddings:,} here, or by another rule; "
+                "give the same number"
+            )
+        return Carried(RowMap(new.num_embeddings, old.num_embeddings), 0, 0, 0)
+    count = len(old_tokens)
+    if _extends(old, new, old_tokens, new_tokens):
+        return Carried(RowMap(new.num_embeddings, old.num_embeddings), count, len(new_tokens) - count, 0)
+    if not (old.has_own_ids and new.has_own_ids):
+        raise InputError(
+            f"{where}: several categories share a row, and the vocabularies differ; extend the vocabulary of the checkpoint "
+            "(`rayrec vocabulary --extend`)"
+        )
+    sources = np.full(new.num_embeddings, -1, np.int32 if old.num_embeddings <= 2**31 else np.int64)
+    reserved = min(old.first_id, new.first_id)
+    sources[:reserved] = np.arange(reserved)
+    sources[new.missing_id] = old.missing_id
+    sources[new.unknown_id] = old.unknown_id  # after it, since both may be one row
+    kept = _join(sources, old.ids(), new.ids(), old_tokens, new_tokens)
+    return Carried(RowMap(new.num_embeddings, old.num_embeddings, sources), kept, len(new_tokens) - kept, count - kept)
+
+
+def _extends(old: SparseColumn, new: SparseColumn, old_tokens: np.ndarray, new_tokens: np.ndarray) -> bool:
+    """Whether every old row has its number in the new table too, and no new category has one of these."""
+    count = len(old_tokens)
+    same_rules = replace(new, num_embeddings=old.num_embeddings, num_tokens=old.num_tokens, gap=old.gap) == old
+    if not same_rules or len(new_tokens) < count or not np.array_equal(new_tokens[:count], old_tokens):
+        return False
+    ids = new.ids()
+    if not np.array_equal(ids[:count], old.ids()):
+        return False
+    shared = old.num_embeddings == new.num_embeddings and not new.has_own_ids
+    return shared or bool((ids[count:] >= old.num_embeddings).all())
+
+
+def _join(
+    sources: np.ndarray, old_ids: np.ndarray, new_ids: np.ndarray, old_tokens: np.ndarray, new_tokens: np.ndarray
+) -> int:
+    """Writes the old id of each token of both vocabularies to the place of its new id; returns how many there are."""
+    if not len(old_tokens):
+        return 0
+    order = np.argsort(old_tokens, kind="stable")
+    ordered, kept = old_tokens[order], 0
+    for start in range(0, len(new_tokens), _TOKENS_AT_ONCE):
+        tokens = new_tokens[start : start + _TOKENS_AT_ONCE]
+        places = np.minimum(np.searchsorted(ordered, tokens), len(ordered) - 1)
+        found = ordered[places] == tokens
+        sources[new_ids[start : start + len(tokens)][found]] = old_ids[order[places[found]]]
+        kept += int(np.count_nonzero(found))
+    return kept

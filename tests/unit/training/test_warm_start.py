@@ -1,0 +1,321 @@
+"""A new run starts with the weights and optimizer state of another one: by category, under any plan, and once."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import data_parallel_ranks
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import rayrec
+from rayrec import checkpoint as checkpoints
+from rayrec import recipes
+from rayrec.checkpoint import Checkpoint, full_tensors, open_checkpoint
+from rayrec.config import InputError
+from rayrec.data.preprocessor import Preprocessor
+from rayrec.models.embeddings import fill_table_part
+from rayrec.models.ranking.dcnv2 import DCNv2Config
+from rayrec.models.ranking.din import DINConfig
+from rayrec.models.ranking.dlrm import DLRMConfig
+from rayrec.observe.console import Console
+from rayrec.observe.events import read_events
+from rayrec.schema import Feature, Schema
+from rayrec.training import worker
+from rayrec.training.state import all_tensors, start_from
+from rayrec.workloads.base import RunContext
+
+ROWS, SEED = 600, 3
+QUIET: dict[str, Any] = {"console": Console(quiet=True)}
+SCHEMA = Schema(
+    label="click",
+    dense=("price",),
+    sparse=("item", "user", "history"),
+    lists=("history",),
+    features=(Feature(name="history", vocabulary="item"),),
+    tokens="any",
+)
+DIM = 8
+DLRM = DLRMConfig(interaction="dot", embedding_dim=DIM, bottom_mlp=(8, DIM), top_mlp=(8, 1))
+
+
+def day(folder: Path, number: int) -> str:
+    """A log whose items move on by 10 a day, of 40 on each, and whose frequencies change."""
+    rng = np.random.default_rng(number)
+    first = 10 * number
+    item = first + (40 * rng.random(ROWS) ** (1 + number)).astype(int)
+    user = rng.integers(0, 30, ROWS)
+    history = [first + rng.integers(0, 40, size) for size in rng.integers(0, 4, ROWS)]
+    table = pa.table(
+        {
+            "click": (rng.random(ROWS) < 0.2 + 0.5 * (item % 3 == 0)).astype(np.int8),
+            "price": rng.random(ROWS),
+            "item": pa.array([None if row % 50 == 0 else f"i{value}" for row, value in enumerate(item)]),
+            "user": pa.array([f"u{value}" for value in user]),
+            "history": pa.array([[f"i{value}" for value in row] for row in history]),
+        }
+    )
+    path = folder / f"day_{number}.parquet"
+    pq.write_table(table, path)
+    return str(path)
+
+
+def config(path: str, folder: Path, name: str, **workload: Any) -> rayrec.TrainConfig:
+    settings = {
+        "model": DLRM,
+        "schema": SCHEMA,
+        "preset": {"min_count": 1},
+        "schedule": {"decay_fraction": 0.0},
+        "sparse_optimizer": {"learning_rate": 0.1},
+        "dense_optimizer": {"learning_rate": 0.02},
+        **workload,
+    }
+    return recipes.clicks(path).replace(
+        name=name,
+        workload=settings,
+        batch_size=100,
+        min_steps_per_epoch=1,
+        storage_path=str(folder),
+        steps=8,
+        evaluate_every=8,
+        seed=SEED,
+        trackers={"prometheus": False, "tensorboard": False},
+        observe={"times": False},
+    )
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], dict[str, torch.Tensor]]:
+    """What weights and optimizer state were right after a warm start, before any step."""
+    places: list[str] = []
+
+    def noted(start: Any, model: torch.nn.Module, optimizer: Any) -> None:
+        start_from(start, model, optimizer)
+        places.append(str(tmp_path / f"captured_{len(places)}" / "step_00000000"))
+        checkpoints.save(places[-1], all_tensors(model, optimizer), state={})
+
+    monkeypatch.setattr(worker, "start_from", noted)
+    return lambda: dict(full_tensors(Checkpoint(places[-1])))
+
+
+def trained(settings: rayrec.TrainConfig) -> dict[str, Any]:
+    return rayrec.train(settings, **QUIET).summary
+
+
+def tensors(run: Path) -> dict[str, torch.Tensor]:
+    return dict(full_tensors(open_checkpoint(str(run))))
+
+
+OPTIMIZERS = [
+    ("rowwise_adagrad", "adam"),
+    ("adagrad", "adagrad"),
+    ("adam", "adamw"),
+    ("adamw", "sgd"),
+    ("sparse_adam", "lamb"),
+]
+
+
+@pytest.mark.parametrize(("sparse", "dense"), OPTIMIZERS)
+def test_a_category_takes_over_its_row_and_a_new_one_starts_fresh(
+    tmp_path: Path, captured: Callable[[], dict[str, torch.Tensor]], sparse: str, dense: str
+) -> None:
+    decay = {"weight_decay": 0.01} if sparse in ("adam", "adamw") else {}
+    optimizers = {
+        "sparse_optimizer": {"kind": sparse, "learning_rate": 0.1, **decay},
+        "dense_optimizer": {"kind": dense, "learning_rate": 0.02},
+    }
+    trained(config(day(tmp_path, 0), tmp_path, "old", **optimizers))
+    # Counted again, so that ids are in another order, some categories are new, and others dropped.
+    new = config(day(tmp_path, 1), tmp_path, "new", **optimizers)
+    trained(new.replace(init_from=str(tmp_path / "old"), steps=1, evaluate_every=1))
+    before, after = tensors(tmp_path / "old"), captured()
+    old_p, new_p = (Preprocessor.load(str(tmp_path / run / "preprocessor")) for run in ("old", "new"))
+    assert before.keys() == after.keys()
+    moved, compared = 0, 0
+    for name, tensor in after.items():
+        vocabulary = name.partition("embedding_bags.")[2].partition(".")[0]
+        if not vocabulary or not tensor.dim():
+            assert torch.equal(tensor, before[name]), name  # the network, and the numbers of Adam's steps
+            continue
+        number = new_p.inputs.sparse.index(vocabulary)
+        old_ids, new_ids = (
+            dict(zip(p.vocabulary(number).tolist(), p.sparse[number].ids().tolist(), strict=True))
+            for p in (old_p, new_p)
+        )
+        fresh = torch.zeros_like(tensor)
+        if name.startswith("model."):
+            rows = len(tensor)
+            fill_table_part(fresh, seed=SEED, table=vocabulary, num_embeddings=rows, embedding_dim=DIM)
+        for token, row in new_ids.items():
+            source = before[name][old_ids[token]] if token in old_ids else fresh[row]
+            assert torch.equal(tensor[row], source), (name, row)
+            moved += old_ids.get(token, row) != row
+        for row, there in ((0, 0), (1, 1)):  # unknown and missing
+            assert torch.equal(tensor[row], before[name][there])
+        compared += bool(before[name].any())
+    assert moved > 50
+    assert compared >= (2 if sparse == "sgd" else 4)
+    (event,) = read_events(str(tmp_path / "new" / "events.jsonl"), kinds=("warm_start",))
+    assert event["tables"]["item"] == {"kept": 30, "fresh": 10, "dropped": 10}
+    assert (event["kept"], event["fresh"], event["dropped"]) == (60, 10, 10)
+    assert event["preprocessor"] == old_p.hash()
+
+
+def test_with_nothing_changed_it_evaluates_as_before_and_learns_the_same_again(tmp_path: Path) -> None:
+    log, old = day(tmp_path, 0), str(tmp_path / "old")
+    first = trained(config(log, tmp_path, "old"))
+    still: dict[str, Any] = {"sparse_optimizer": {"learning_rate": 0.0}, "dense_optimizer": {"learning_rate": 0.0}}
+    shutil.copytree(f"{old}/preprocessor", tmp_path / "vocabulary")
+    same = {"preprocessor": str(tmp_path / "vocabulary")}
+    kept = trained(config(log, tmp_path, "kept", **still, **same).replace(init_from=old, steps=1))
+    assert kept["weights_sha256"] == first["weights_sha256"]
+    assert kept["metrics"] == first["metrics"]
+    runs = [config(log, tmp_path, name, **same).replace(init_from=old, steps=4) for name in ("one", "two", "three")]
+    one, two = trained(runs[0]), trained(runs[1])
+    assert one["weights_sha256"] == two["weights_sha256"] != first["weights_sha256"]
+    assert (one["steps"], one["rows"]) == (4, 400)
+
+    # What resumes has its own checkpoint, and does not start with the old one again, which may be gone.
+    trained(runs[2].replace(steps=2))
+    shutil.move(old, tmp_path / "moved")
+    resumed = trained(runs[2])
+    assert resumed["weights_sha256"] == one["weights_sha256"]
+    events = read_events(str(tmp_path / "three" / "events.jsonl"))
+    assert [event["step"] for event in events if event["kind"] == "start"] == [0, 2]
+    assert sum(event["kind"] == "warm_start" for event in events) == 1
+    with pytest.raises(InputError, match="holds no complete checkpoint"):
+        trained(runs[0].replace(name="four"))
+    assert not (tmp_path / "four" / "events.jsonl").exists()
+
+
+@pytest.mark.parametrize("sparse", ["rowwise_adagrad", "adamw"])
+def test_no_plan_changes_what_it_starts_with(
+    tmp_path: Path, captured: Callable[[], dict[str, torch.Tensor]], sparse: str
+) -> None:
+    optimizer = {"sparse_optimizer": {"kind": sparse, "learning_rate": 0.1}}
+    logs = [day(tmp_path, number) for number in (0, 1)]
+    trained(config(logs[0], tmp_path, "old", **optimizer))
+    found = []
+    for plan in ("table_wise", "column_wise", "data_parallel"):
+        sharding = {"sharding": {"sharding_types": (plan,), "min_column_width": 4}}
+        new = config(logs[1], tmp_path, plan, **optimizer, **sharding)
+        trained(new.replace(init_from=str(tmp_path / "old"), steps=1, evaluate_every=1))
+        start = captured()
+        # Columns of a row-wise state have names of their own, and equal values after a start from whole rows.
+        found.append({name.partition(".columns_")[0]: tensor for name, tensor in start.items()})
+    for other in found[1:]:
+        assert found[0].keys() == other.keys()
+        assert all(torch.equal(tensor, other[name]) for name, tensor in found[0].items())
+
+
+def test_sequences_and_members_are_carried_over(
+    tmp_path: Path, captured: Callable[[], dict[str, torch.Tensor]]
+) -> None:
+    model = {"model": DINConfig(embedding_dim=4, attention=(8,), mlp=(8,), members=2)}
+    trained(config(day(tmp_path, 0), tmp_path, "old", **model))
+    rayrec.vocabulary(day(tmp_path, 1), out=str(tmp_path / "extended"), extend=str(tmp_path / "old"), **QUIET)
+    new = config(day(tmp_path, 1), tmp_path, "new", **model, preprocessor=str(tmp_path / "extended"))
+    trained(new.replace(init_from=str(tmp_path / "old"), steps=1, evaluate_every=1))
+    before, after = tensors(tmp_path / "old"), captured()
+    (table,) = [name for name in after if name.startswith("model.sequences.")]
+    assert len(after[table]) == len(before[table]) + 10
+    for name, tensor in before.items():
+        assert torch.equal(after[name][: len(tensor)] if tensor.dim() else after[name], tensor), name
+    (event,) = read_events(str(tmp_path / "new" / "events.jsonl"), kinds=("warm_start",))
+    assert (event["kept"], event["fresh"], event["dropped"]) == (70, 10, 0)
+
+
+def test_what_does_not_fit_is_refused_before_workers_start(tmp_path: Path) -> None:
+    log = day(tmp_path, 0)
+    trained(config(log, tmp_path, "old"))
+    wrong: dict[str, dict[str, Any]] = {
+        "is a DLRMConfig, and this run trains a DCNv2Config": {"model": DCNv2Config(embedding_dim=DIM)},
+        "has shape .8., and shape .7. in this run's model": {"model": DLRM.replace(bottom_mlp=(7, DIM))},
+        "embeddings have width 8 .*, and 4 here": {"model": DLRM.replace(embedding_dim=4, bottom_mlp=(8, 4))},
+        "sparse_optimizer.kind rowwise_adagrad, this run has adam": {"sparse_optimizer": {"kind": "adam"}},
+        "dense_optimizer.kind adam, this run has sgd": {"dense_optimizer": {"kind": "sgd"}},
+        "trained on other sparse columns": {"schema": SCHEMA.replace(sparse=("item", "user"), lists=(), features=())},
+        "shares? a row|is hashed in another way": {"preset": {"min_count": 1, "max_num_embeddings": 20}},
+    }
+    for message, workload in wrong.items():
+        refused = config(log, tmp_path, "new", **workload).replace(init_from=str(tmp_path / "old"))
+        with pytest.raises(InputError, match=message) as error:
+            trained(refused)
+        assert "\n" not in str(error.value)
+        assert [e for e in read_events(str(tmp_path / "new" / "events.jsonl")) if e["kind"] == "attempt"] == []
+        shutil.rmtree(tmp_path / "new")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallNetwork(data_parallel_ranks.Small):
+    """A data-parallel model."""
+
+    def check(self, config: rayrec.TrainConfig) -> None:
+        pass
+
+    def prepare(self, context: RunContext) -> None:
+        pass
+
+
+def test_other_models_start_with_all_weights_by_name(tmp_path: Path) -> None:
+    plain = data_parallel_ranks.config(1, steps=6)
+    workload = SmallNetwork(optimizer=plain.workload.optimizer, batch_norm=True)  # type: ignore[attr-defined]
+    settings = plain.replace(
+        name="old",
+        storage_path=str(tmp_path),
+        workload=workload,
+        trackers={"prometheus": False, "tensorboard": False},
+        scaling={"num_workers": 1},
+        observe={"times": False},
+    )
+    first = trained(settings)
+    still = settings.replace(
+        name="kept", init_from=str(tmp_path / "old"), steps=1, workload={"optimizer": {"learning_rate": 0.0}}
+    )
+    assert trained(still)["validation"]["loss"] != first["validation"]["loss"]  # batch norm has seen another batch
+    before, after = tensors(tmp_path / "old"), tensors(tmp_path / "kept")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items() if name.endswith("weight"))
+    (steps,) = {int(tensor) for name, tensor in after.items() if name.endswith(".step")}
+    assert steps == 7  # Adam's own, which goes with its moments
+    refused = {
+        "bias has shape .6., and no values in this": {"batch_norm": False},
+        "optimizer.kind adamw, this run has sgd": {"optimizer": {"kind": "sgd"}},
+    }
+    for message, changes in refused.items():
+        with pytest.raises(InputError, match=message):
+            trained(still.replace(name="refused", workload=changes))
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    log = day(tmp_path, 0)
+    trained(config(log, tmp_path, "old"))
+    weights = next(Path(open_checkpoint(str(tmp_path / "old")).path).glob("data_*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-3] ^= 4
+    weights.write_bytes(data)
+    new = config(log, tmp_path, "new").replace(init_from=str(tmp_path / "old"))
+    with pytest.raises(InputError, match="damaged, the checksum"):
+        trained(new)
+    weights.write_bytes(data[:-1])
+    with pytest.raises(InputError, match="bytes instead of"):
+        trained(new.replace(name="newer"))
+
+
+def test_a_run_whose_checkpoints_are_lost_does_not_start_again_unnoticed() -> None:
+    assignment: Any = SimpleNamespace(folder="runs/new", warm_start=None)
+    with pytest.raises(InputError, match="would start again from init_from"):
+        worker._start_warm(assignment, None)  # type: ignore[arg-type]
