@@ -19,6 +19,7 @@ setup(
                 "src/rayrec/native/tables.c",
                 "src/rayrec/native/table_training.c",
                 "src/rayrec/native/checksum.c",
+                "src/rayrec/native/ranking.c",
             ],
             depends=["src/rayrec/native/kernels.h", "src/rayrec/native/format.h"],
             extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra", "-fno-math-errno"],

@@ -21,6 +21,7 @@ NAMES = (
     "mnist",
     "gpt2",
     "predict",
+    "ranking",
     "serve",
     "observe",
     "quality",

@@ -307,9 +307,58 @@ static void fuzz_table_training(void) { /* gradients of rows add up to those of 
     free(values), free(mean), free(square);
 }
 
+/* Rows of groups in parts, and what is summed up over them against pairs of rows counted one by one. */
+static void fuzz_ranking(void) {
+    const int64_t rows = below(200), bits = below(11), num_ks = below(3), ks[] = {1 + below(3), 1 + below(300)};
+    int64_t *groups = buffer(8 * rows), *starts = buffer(8 * ((1 << bits) + 1));
+    float *scores = buffer(4 * rows);
+    uint8_t *labels = buffer(rows);
+    rayrec_ranked_row *ranked = buffer(16 * rows), *room = buffer(16 * rows);
+    for (int64_t i = 0; i < rows; i++) {
+        groups[i] = below(3) ? below(4) : interesting(), labels[i] = (uint8_t)below(2);
+        scores[i] = below(10) ? (float)(below(5) - 2) * 0.5f : below(2) ? 1 / 0.0f : -0.0f;
+    }
+    double weighted = 0;
+    int64_t of_both = 0;
+    for (int64_t i = 0; i < rows; i++) {
+        int64_t first = 1, size = 0, positives = 0, twice = 0;
+        for (int64_t j = 0; j < i; j++) first &= groups[j] != groups[i];
+        if (!first || !groups[i]) continue;
+        for (int64_t j = i; j < rows; j++) {
+            if (groups[j] != groups[i]) continue;
+            size++, positives += labels[j];
+            for (int64_t k = i; k < rows; k++)
+                if (groups[k] == groups[i] && labels[j] && !labels[k])
+                    twice += scores[j] > scores[k] ? 2 : scores[j] == scores[k];
+        }
+        if (!positives || positives == size) continue;
+        of_both += size;
+        weighted += (double)twice / (2.0 * (double)positives * (double)(size - positives)) * (double)size;
+    }
+    rayrec_rank_partition(groups, scores, labels, rows, (int32_t)bits, starts, ranked);
+    int64_t grouped = 0;
+    for (int64_t i = 0; i < rows; i++) grouped += groups[i] != 0;
+    CHECK(starts[0] == 0 && starts[1 << bits] == grouped);
+    double discounts[302] = {0}, of_ks[4], sums[16] = {0};
+    for (int64_t rank = 1; rank < 302; rank++) discounts[rank] = discounts[rank - 1] + 1 / (double)rank;
+    int64_t counts[3] = {0};
+    const rayrec_ranking ranking = {ks, discounts, of_ks, sums, counts, num_ks};
+    for (int64_t part = 0; part < 1 << bits; part++) {
+        CHECK(starts[part] <= starts[part + 1]);
+        rayrec_rank_rows(ranked + starts[part], room, starts[part + 1] - starts[part], &ranking);
+    }
+    CHECK(counts[0] == of_both && counts[1] <= counts[2]);
+    CHECK(sums[0] + sums[1] - weighted < 1e-9 && weighted - sums[0] - sums[1] < 1e-9);
+    for (int64_t i = 2; i < 4 + 6 * num_ks; i += 2) {
+        const double mean = counts[2] ? (sums[i] + sums[i + 1]) / (double)counts[2] : 0;
+        CHECK(mean > -1e-9 && mean < 1 + 1e-9);
+    }
+    free(groups), free(starts), free(scores), free(labels), free(ranked), free(room);
+}
+
 int main(int count, char **arguments) {
     static void (*const targets[])(void) = {fuzz_parse_and_encode, fuzz_csv, fuzz_wide_look_up, fuzz_gather, fuzz_format,
-                                             fuzz_table_training};
+                                             fuzz_table_training, fuzz_ranking};
     const double seconds = count > 1 ? atof(arguments[1]) : 10;
     const uint64_t seed = count > 2 ? strtoull(arguments[2], NULL, 10) : (uint64_t)time(NULL);
     const time_t end = time(NULL) + (time_t)seconds;

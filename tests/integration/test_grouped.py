@@ -46,8 +46,13 @@ def test_training_and_evaluation_tell_the_same(tmp_path: Path, monkeypatch: pyte
     assert rows > 1000
     assert metrics["gauc"] == pytest.approx(total / rows)
     assert metrics["gauc_rows"] == rows
+    assert metrics["hit_rate_at_10"] >= metrics["recall_at_10"] > 0
     assert all(0 < piece["gauc_rows"] < rows for piece in metrics["slices"]["day"])
     assert result.summary["metrics"]["gauc"] == pytest.approx(metrics["gauc"], abs=1e-6)
+
+    at_k = rayrec.evaluate(result.checkpoint, log, ranking_k=(1, 10), **QUIET)
+    assert at_k["recall_at_10"] == metrics["recall_at_10"] == pytest.approx(result.summary["metrics"]["recall_at_10"])
+    assert at_k["ndcg_at_1"] == at_k["hit_rate_at_1"] < at_k["hit_rate_at_10"]
 
     # A column is also chosen when a checkpoint is evaluated; preprocessed rows have no raw values to group by.
     assert rayrec.evaluate(result.checkpoint, log, group="cat_8", **QUIET)["gauc"] != metrics["gauc"]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from rayrec.config import Config, InputError
+from rayrec.metrics.ranking import DEFAULT_KS, check_ks
 from rayrec.significance import Resampling
 from rayrec.workloads.scoring import Device
 
@@ -30,7 +31,10 @@ class EvaluationConfig(ScoringConfig):
     """How rows are scored, and what is reported of a click model in addition to its metrics over all rows."""
 
     group: str | None = None
-    """Column such as the user: also tell how well rows are ordered within its values (gauc); None: the schema's, if any."""
+    """Column such as the user: also report how well rows are ordered within its values (gauc, NDCG, recall); None: the schema's,
+    if any."""
+    ranking_k: tuple[int, ...] = DEFAULT_KS
+    """With a group: ranks k of ndcg_at_K, recall_at_K and hit_rate_at_K."""
     slice_by: tuple[str, ...] = ()
     """Tell metrics also by slices: day, COLUMN (its values), frequency:COLUMN (how often its value was trained on); may be given
     several times."""
@@ -51,6 +55,7 @@ class EvaluationConfig(ScoringConfig):
             raise InputError(f"slice_top: {self.slice_top} must be at least 1")
         if len(set(self.slice_by)) < len(self.slice_by):
             raise InputError(f"slice_by: {', '.join(self.slice_by)} names one twice")
+        check_ks(self.ranking_k)
         _ = self.resampling
 
     @property

@@ -17,7 +17,7 @@ from rayrec.inference.config import EvaluationConfig
 from rayrec.inference.scoring import ScoringJob, ScoringRequest
 from rayrec.inference.slices import slices_of
 from rayrec.metrics.binary import binary_metrics
-from rayrec.metrics.ranking import gauc
+from rayrec.metrics.ranking import DEFAULT_KS, ranking_metrics
 from rayrec.observe.console import Console
 from rayrec.significance import compare, intervals
 from rayrec.workloads.scoring import GROUP, KEY
@@ -36,8 +36,8 @@ def evaluate(
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Scores every labelled row of an input exactly once -> the workload's metrics (a click model's: auroc, logloss,
-    normalized_entropy, calibration, expected_calibration_error, label_rate, and with a group gauc), rows, what the workload adds,
-    and checkpoint.
+    normalized_entropy, calibration, expected_calibration_error, label_rate, and with a group those of
+    `rayrec.metrics.ranking.ranking_metrics`), rows, what the workload adds, and checkpoint.
 
     Of a click model `options` may ask for more: `intervals` (metric -> [low, high]), `slices` (by what -> a list of slices, each
     with value, rows and the same as all rows) and `compared` (the other checkpoint's metrics on the same rows, and
@@ -50,7 +50,9 @@ def evaluate(
     """
     options, console = options or EvaluationConfig(), console or Console()
     request = ScoringRequest(checkpoint, path, config, options.batch_rows, options.device, console)
-    opened = request.open(evaluating=True, spare_cpus=0, slice_by=options.slice_by)
+    opened = request.open(evaluating=True, spare_cpus=0, slice_by=options.slice_by, ranking_k=options.ranking_k)
+    if options.ranking_k != DEFAULT_KS:
+        _check_clicks(opened, config, options)
     if not options.asks_for_more:
         return json_values({**_metrics(opened, console), **_described(opened)})
     _check_clicks(opened, config, options)
@@ -85,7 +87,8 @@ def _described(opened: ScoringJob) -> dict[str, Any]:
 
 def _check_clicks(opened: ScoringJob, config: TrainConfig, options: EvaluationConfig) -> None:
     if not opened.scoring.is_clicks:
-        asked = [name for name in ("slice_by", "confidence", "compare") if getattr(options, name) not in ((), None)]
+        names = ("slice_by", "confidence", "compare", "ranking_k")
+        asked = [name for name in names if getattr(options, name) != getattr(EvaluationConfig, name)]
         raise InputError(
             f"{opened.checkpoint.path}: recipe {config.recipe} predicts no clicks, and only of clicks there are "
             f"{' and '.join(asked)}; leave {'it' if len(asked) == 1 else 'them'} out"
@@ -121,7 +124,9 @@ class _Measured:
         return _Measured(self.logits[rows], others, self.labels[rows], groups, self.options)
 
     def _metrics(self, logits: np.ndarray) -> dict[str, Any]:
-        ranking = {} if self.groups is None else gauc(self.groups, logits, self.labels)
+        ranking = (
+            {} if self.groups is None else ranking_metrics(self.groups, logits, self.labels, ks=self.options.ranking_k)
+        )
         return {**binary_metrics(logits, self.labels), **ranking}
 
     def told(self) -> dict[str, Any]:

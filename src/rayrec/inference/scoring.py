@@ -19,6 +19,7 @@ from rayrec.data.threads import ThreadEngine
 from rayrec.inference.pool import Pool, plan_pool, scored_tables, weight_bytes
 from rayrec.launch import cluster
 from rayrec.launch.cluster import is_in_process
+from rayrec.metrics.ranking import DEFAULT_KS
 from rayrec.observe.console import Console
 from rayrec.workloads.scoring import Device, Scoring, ScoringContext
 
@@ -85,7 +86,13 @@ class ScoringRequest:
     console: Console
 
     def open(
-        self, *, evaluating: bool, spare_cpus: int, slice_by: tuple[str, ...] = (), as_dataset: bool = False
+        self,
+        *,
+        evaluating: bool,
+        spare_cpus: int,
+        slice_by: tuple[str, ...] = (),
+        ranking_k: tuple[int, ...] = DEFAULT_KS,
+        as_dataset: bool = False,
     ) -> ScoringJob:
         """`spare_cpus` stay free for whatever the caller does with the scores meanwhile; `as_dataset`: the caller wants a
         Dataset, which only Ray has. Raises InputError for an unusable checkpoint or input, and damaged weights."""
@@ -108,6 +115,7 @@ class ScoringRequest:
                 engine=engine,
                 console=self.console,
                 slice_by=slice_by,
+                ranking_k=ranking_k,
             )
         )
         engine()

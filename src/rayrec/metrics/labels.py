@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from rayrec.metrics.binary import BinaryMetricsAccumulator, Collectives, refuse_nan
-from rayrec.metrics.ranking import GaucAccumulator
+from rayrec.metrics.ranking import DEFAULT_KS, RankingAccumulator
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 class LabelsAccumulator:
     """Keeps what an evaluation needs of its rows: 5 bytes for each binary label, with `grouped` 13 more for groups."""
 
-    def __init__(self, more_labels: Sequence[Label] = (), *, grouped: bool = False) -> None:
-        """`more_labels`: those after the main label."""
+    def __init__(
+        self, more_labels: Sequence[Label] = (), *, grouped: bool = False, ks: Sequence[int] = DEFAULT_KS
+    ) -> None:
+        """`more_labels`: those after the main label. `ks`: ranks k of the metrics at k, with `grouped`."""
         self._main = BinaryMetricsAccumulator()
-        self._gauc = GaucAccumulator() if grouped else None
+        self._ranking = RankingAccumulator(ks) if grouped else None
         self._others: dict[str, BinaryMetricsAccumulator | NumberAccumulator] = {
             label.name: BinaryMetricsAccumulator() if label.kind == "binary" else NumberAccumulator()
             for label in more_labels
@@ -39,9 +41,9 @@ class LabelsAccumulator:
         that lack it. `groups` may be None for a batch without rows."""
         main = next(iter(logits))
         self._main.update(logits[main], labels[main])
-        if self._gauc is not None and len(labels[main]):
+        if self._ranking is not None and len(labels[main]):
             assert groups is not None, "data without groups is refused before"
-            self._gauc.update(groups, logits[main], labels[main])
+            self._ranking.update(groups, logits[main], labels[main])
         for name, accumulator in self._others.items():
             values = _array(labels[name])
             there = ~np.isnan(values)
@@ -51,8 +53,8 @@ class LabelsAccumulator:
         """Over the rows of all ranks; collective. The main label's metrics by their names, those of a label L as
         `L.auroc` and so on; `L.rows`: the rows that have it."""
         found = self._main.compute()
-        if self._gauc is not None:
-            found.update(self._gauc.compute())
+        if self._ranking is not None:
+            found.update(self._ranking.compute())
         for name, accumulator in self._others.items():
             found.update({f"{name}.{metric}": value for metric, value in accumulator.compute().items()})
         return found

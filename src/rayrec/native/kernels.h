@@ -155,6 +155,23 @@ typedef struct {
     int64_t only_nonzero; /* leave rows of ids unchanged whose gradient is 0 */
 } rayrec_adam_rows;
 
+/* A row of a group, to be sorted. */
+typedef struct {
+    uint64_t hash; /* of its group: different for different groups */
+    uint32_t falling; /* rises as its score falls */
+    uint32_t label; /* 0 or 1 */
+} rayrec_ranked_row;
+
+/* What is summed up over groups. Each sum is two values, of which the second is what the first lost to rounding. */
+typedef struct {
+    const int64_t *ks; /* ranks of at least 1 */
+    const double *discounts; /* (largest k + 1): the sum of 1 / log2(rank + 1) over ranks from 1 to the place, 0 at place 0 */
+    double *room; /* (2 * num_ks) */
+    double *sums; /* (4 + 6 * num_ks): AUROC times rows, reciprocal rank; then of each k NDCG, recall, hits */
+    int64_t *counts; /* rows and groups of both classes, groups with positives */
+    int64_t num_ks;
+} rayrec_ranking;
+
 int64_t rayrec_parse(const uint8_t *text, int64_t length, const rayrec_layout *layout, const rayrec_raw_rows *out,
                      int64_t *fault_counts, rayrec_fault *faults, int64_t max_faults, int64_t *num_faults);
 int64_t rayrec_last_line_start(const uint8_t *text, int64_t length);
@@ -228,5 +245,11 @@ int64_t rayrec_checksum(const uint8_t *data, int64_t length);
 /* table_training.c */
 void rayrec_gather_row_gradients(const rayrec_looked_up *lookup, rayrec_gathered_table *tables, int64_t count, int32_t *slots);
 void rayrec_update_by_adam(const rayrec_adam_rows *parts, int64_t count);
+
+/* ranking.c: rows by the part of their group, rows of group 0 left out: those of part i are out[starts[i]] to out[starts[i + 1] - 1] of
+ * 2^bits parts (bits from 0 to 62). Then the groups of a part; `room` is as large as its rows, and both are overwritten. */
+void rayrec_rank_partition(const int64_t *groups, const float *scores, const uint8_t *labels, int64_t rows, int32_t bits,
+                           int64_t *starts, rayrec_ranked_row *out);
+void rayrec_rank_rows(rayrec_ranked_row *rows, rayrec_ranked_row *room, int64_t count, const rayrec_ranking *ranking);
 
 #endif

@@ -30,6 +30,7 @@ from rayrec.data.reading import open_block
 from rayrec.data.split import Slice, slices_of
 from rayrec.metrics.binary import sigmoid
 from rayrec.metrics.labels import LabelsAccumulator
+from rayrec.metrics.ranking import DEFAULT_KS
 from rayrec.schema import Schema
 from rayrec.workloads.recsys import check_grouped
 from rayrec.workloads.recsys_scorer import load_preprocessor
@@ -53,6 +54,10 @@ def open_scoring(workload: ClickWorkload, context: ScoringContext) -> Scoring:
     if group is not None:
         check_grouped(workload.schema, context.path)
         preprocessor = preprocessor.grouped_by(group)
+    elif context.evaluating and context.ranking_k != DEFAULT_KS:
+        raise InputError(
+            "ranking_k: metrics at k are computed within groups; name the column of the groups with --group"
+        )
     labelled = has_labels(context.path, preprocessor.schema)
     if context.evaluating and not labelled:
         raise InputError(
@@ -85,7 +90,7 @@ def open_scoring(workload: ClickWorkload, context: ScoringContext) -> Scoring:
     return Scoring(
         block_rows=tuple(scored.block.rows for scored in blocks),
         load=process.load,
-        make_totals=functools.partial(_ClickTotals, schema, grouped=group is not None),
+        make_totals=functools.partial(_ClickTotals, schema, grouped=group is not None, ks=context.ranking_k),
         described={"bad_rows": index.faults.total, "preprocessor": preprocessor.hash()},
         thread_safe=True,
         is_clicks=True,
@@ -160,9 +165,9 @@ def cache_folder(checkpoint: str) -> str:
 class _ClickTotals:
     """Keeps what `LabelsAccumulator` keeps."""
 
-    def __init__(self, schema: Schema, *, grouped: bool) -> None:
+    def __init__(self, schema: Schema, *, grouped: bool, ks: Sequence[int]) -> None:
         self._kept, self._labels, self._grouped = (
-            LabelsAccumulator(schema.labels, grouped=grouped),
+            LabelsAccumulator(schema.labels, grouped=grouped, ks=ks),
             schema.labels,
             grouped,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -13,11 +14,12 @@ from checkpoint_ranks import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from sklearn.metrics import roc_auc_score
+from sklearn.metrics import ndcg_score, roc_auc_score
 from torch import distributed
 
 from rayrec.config import InputError
-from rayrec.metrics.ranking import NO_GROUP, GaucAccumulator, gauc
+from rayrec.metrics import ranking
+from rayrec.metrics.ranking import NO_GROUP, RankingAccumulator, gauc, ranking_metrics
 
 Rows = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -40,6 +42,83 @@ def by_hand(groups: np.ndarray, logits: np.ndarray, labels: np.ndarray) -> dict[
     return {"gauc": total / counted if counted else math.nan, "gauc_groups": found, "gauc_rows": counted}
 
 
+def at_k(order: tuple[int, ...], labels: np.ndarray, k: int) -> tuple[float, float, float, float]:
+    """NDCG, recall, hit rate and reciprocal rank of one order of the rows of a group."""
+    positives, ranks = int(labels.sum()), [rank for rank, row in enumerate(order, start=1) if labels[row]]
+    ideal = sum(1 / math.log2(rank + 1) for rank in range(1, min(k, positives) + 1))
+    gain = sum(1 / math.log2(rank + 1) for rank in ranks if rank <= k)
+    return gain / ideal, sum(rank <= k for rank in ranks) / positives, float(ranks[0] <= k), 1 / ranks[0]
+
+
+def over_all_orders(groups: np.ndarray, logits: np.ndarray, labels: np.ndarray, k: int) -> dict[str, float]:
+    """The metrics at k as the mean over every order that the scores allow."""
+    means = []
+    for group in set(groups.tolist()) - {NO_GROUP}:
+        mine = groups == group
+        if labels[mine].any():
+            allowed = [
+                at_k(order, labels[mine], k)
+                for order in itertools.permutations(range(int(mine.sum())))
+                if all(logits[mine][a] >= logits[mine][b] for a, b in itertools.pairwise(order))
+            ]
+            means.append(np.mean(allowed, axis=0))
+    names = (f"ndcg_at_{k}", f"recall_at_{k}", f"hit_rate_at_{k}", "mrr")
+    values = np.mean(means, axis=0) if means else [math.nan] * 4
+    return {**dict(zip(names, map(float, values), strict=True)), "ranked_groups": len(means)}
+
+
+@st.composite
+def few_rows(draw: st.DrawFn) -> Rows:
+    """Groups of at most four rows, whose orders can all be written down."""
+    sizes = draw(st.lists(st.integers(1, 4), max_size=3))
+    groups = np.repeat(np.array([NO_GROUP, -(2**63), 7, 2**62])[: len(sizes)], sizes)
+    scores = draw(hnp.arrays(np.float32, len(groups), elements=st.sampled_from([-3.5, -0.0, 0.0])))
+    labels = draw(hnp.arrays(np.int64, len(groups), elements=st.integers(0, 1)))
+    order = np.array(draw(st.permutations(range(len(groups)))), np.int64)
+    return groups[order], scores[order], labels[order]
+
+
+@settings(max_examples=30, deadline=None)
+@given(few_rows(), st.integers(1, 5))
+def test_ties_count_as_the_mean_over_their_orders(case: Rows, k: int) -> None:
+    found = ranking_metrics(*case, ks=(k,))
+    expected = {**by_hand(*case), **over_all_orders(*case, k)}
+    assert found == pytest.approx(expected, nan_ok=True)
+    assert set(found) == set(expected)
+
+
+@pytest.mark.parametrize("k", [1, 3, 10, 100])
+def test_ndcg_is_that_of_scikit_learn(k: int) -> None:
+    groups, logits, labels = many()
+    expected = [
+        ndcg_score(labels[None, groups == group], logits[None, groups == group], k=k)
+        for group in set(groups.tolist()) - {NO_GROUP}
+        if labels[groups == group].any()
+    ]
+    assert ranking_metrics(groups, logits, labels, ks=(k,))[f"ndcg_at_{k}"] == pytest.approx(np.mean(expected))
+
+
+def test_rows_that_are_spilled_or_sorted_in_rounds_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = np.random.default_rng(1)
+    case = (
+        chance.integers(-300, 300, 100_000),
+        chance.integers(-50, 50, 100_000).astype(np.float32),
+        chance.integers(0, 2, 100_000),
+    )
+    expected = ranking_metrics(*case, ks=(2, 10))
+    assert expected["ranked_groups"] == 599
+    monkeypatch.setattr(ranking, "_PART_ROWS", 1 << 30)  # one part, one thread
+    assert ranking_metrics(*case, ks=(2, 10)) == pytest.approx(expected, rel=1e-12)
+    rounds = ranking._rounds((case[0], case[1], case[2].astype(np.uint8)), most_rows=30_000)
+    assert sum(len(groups) for groups, _, _ in rounds) == 100_000
+    kept = RankingAccumulator((2, 10), memory_rows=20_000)
+    for first in range(0, 100_000, 7000):
+        kept.update(*(values[first : first + 7000] for values in case))
+    assert kept._file is not None
+    for _ in range(2):  # rows may follow an evaluation
+        assert kept.compute() == pytest.approx(expected, rel=1e-12)
+
+
 @settings(max_examples=150, deadline=None)
 @given(rows())
 def test_it_is_the_mean_of_the_groups_own(case: Rows) -> None:
@@ -58,7 +137,7 @@ def many() -> Rows:
 def a_rank(folder: str, rank: int) -> None:
     """Holds a part of unequal size; the last has none."""
     start, stop = ((0, 700), (700, 1000), (1000, 1000))[rank]
-    kept = GaucAccumulator()
+    kept = RankingAccumulator(memory_rows=250)  # the first two ranks spill
     for first in range(start, stop, 100):
         kept.update(*(torch.from_numpy(values[first : first + 100]) for values in many()))
     found = kept.compute()
@@ -77,16 +156,19 @@ def a_rank(folder: str, rank: int) -> None:
 def test_it_does_not_depend_on_who_holds_which_rows(tmp_path: Path) -> None:
     run_ranks(a_rank, 3, str(tmp_path))
     expected = by_hand(*many())
-    assert json.loads((tmp_path / "found.json").read_text()) == pytest.approx(expected)
+    assert json.loads((tmp_path / "found.json").read_text()) == pytest.approx({**ranking_metrics(*many()), **expected})
     assert expected["gauc_groups"] == 39
 
 
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(InputError, match="3 groups and 2 logits"):
         gauc(np.zeros(3, np.int64), np.zeros(2), np.zeros(2))
+    for ks, message in (((0,), "ranking_k: 0 must be from 1"), ((5, 5), "ranking_k: 5, 5 names one twice")):
+        with pytest.raises(InputError, match=message):
+            ranking_metrics(np.zeros(3, np.int64), np.zeros(3), np.zeros(3), ks=ks)
     with pytest.raises(InputError, match="NaN"):
         gauc(np.zeros(1, np.int64), np.array([np.nan]), np.zeros(1))
-    kept = GaucAccumulator()
+    kept = RankingAccumulator()
     with pytest.raises(InputError, match="3 groups and 2 logits"):
         kept.update(np.zeros(3, np.int64), np.zeros(2), np.zeros(2))
     kept.update(np.zeros(1, np.int64), np.array([np.nan]), np.zeros(1))
