@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rayrec.observe.start_up import Stopwatch
     from rayrec.prepare.config import PreparationConfig
     from rayrec.prepare.preprocess import Format
+    from rayrec.prepare.split_tasks import By
     from rayrec.prepare.validate import Gates
     from rayrec.prepare.validate import Report as DataReport
     from rayrec.recipes import Recipe
@@ -105,6 +106,28 @@ def preprocess(
         seed=seed,
         config=_preparation({name: value for name, value in options.items() if name not in of_text}),
         text=TextConfig().updated({name: value for name, value in options.items() if name in of_text}),
+        console=_console(console),
+    )
+
+
+def split(path: str, *, out: str, by: By, console: Console | None = None, **options: Any) -> dict[str, Any]:
+    """Writes a raw log's rows into folder `out` as files train-*, validation-* and test-*, which split kind `named_files` reads;
+    the folder appears complete or not at all, and an interrupted call made again resumes.
+
+    `by`: "rows" (random), "group" (random values of a column), "time" or "last-out" (the last row of each user for the test, the
+    one before it for validation). `options` are the fields of `rayrec.prepare.split.RowSplit` (validation, test, seed, group,
+    timestamp, ...) and of `rayrec.PreparationConfig`. Returns rows, share and number of files of each part, `bad_rows`, and
+    `rows_without_group`. Raises InputError for an unusable log, a part without rows, or where `out` exists.
+    """
+    from rayrec.prepare.split import RowSplit
+    from rayrec.prepare.split import split as run
+
+    of_rows = {field.name for field in dataclasses.fields(RowSplit)}
+    return run(
+        path,
+        out=out,
+        rows=RowSplit(by=by).updated({name: value for name, value in options.items() if name in of_rows}),
+        config=_preparation({name: value for name, value in options.items() if name not in of_rows}),
         console=_console(console),
     )
 

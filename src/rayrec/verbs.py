@@ -9,6 +9,10 @@ VERBS = {
         "PATH --out DIR --format F",
         "writes a log as parquet, npy, binary or npz, preprocessed; text as mds",
     ),
+    "split": (
+        "PATH --out DIR --by KIND",
+        "writes training, validation and test files of a log: random rows or groups, by time, last per user",
+    ),
     "validate": ("PATH", "reports on a log: faults, missing values, categories, drift; exit 2 where a gate fails"),
     "fetch": ("NAME --out DIR", "downloads a published data set, resuming and checking each file"),
     "plan": (

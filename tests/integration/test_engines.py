@@ -62,6 +62,16 @@ def test_all_engines_make_the_same_vocabulary(click_log: Path, tmp_path: Path, p
     assert made["spark-on-ray"] == made["ray"]
 
 
+def test_all_engines_split_a_log_into_the_same_files(click_log: Path, tmp_path: Path) -> None:
+    made = {}
+    for name in ENGINES:
+        options = {"engine": name, "spark": SPARK, "block_bytes": 1 << 20, "console": Console(quiet=True)}
+        rayrec.split(str(click_log / "train.txt"), out=str(tmp_path / name), by="rows", **options)
+        made[name] = files_in(tmp_path / name)
+    assert made["spark"] == made["ray"]
+    assert made["spark-on-ray"] == made["ray"]
+
+
 def test_all_engines_make_the_same_ready_made_files(click_log: Path, tmp_path: Path) -> None:
     made = {}
     for name in ENGINES:

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 
 MODULES = {
-    "preparing": ("generate", "fetch", "vocabulary", "preprocess", "validate"),
+    "preparing": ("generate", "fetch", "vocabulary", "preprocess", "split", "validate"),
     "training": ("recipes", "config", "plan", "train", "supervise"),
     "scoring": ("evaluate", "compare", "ensemble", "predict", "export", "serve"),
     "observing": ("top", "report", "profile", "benchmark"),

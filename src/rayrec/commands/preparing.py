@@ -1,4 +1,4 @@
-"""Commands on data: generate, fetch, vocabulary, preprocess, validate."""
+"""Commands on data: generate, fetch, vocabulary, preprocess, split, validate."""
 
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
@@ -13,6 +13,8 @@ from rayrec.prepare.config import PreparationConfig
 from rayrec.prepare.preprocess import Format
 from rayrec.prepare.preprocess import preprocess as prepare_preprocess
 from rayrec.prepare.preprocess import vocabulary as prepare_vocabulary
+from rayrec.prepare.split import RowSplit
+from rayrec.prepare.split import split as prepare_split
 from rayrec.prepare.text import TextConfig
 from rayrec.prepare.validate import Gates, Report
 from rayrec.prepare.validate import validate as prepare_validate
@@ -117,6 +119,29 @@ def preprocess(arguments: list[str]) -> None:
         return run
 
     print_json(_prepare("preprocess", command, arguments))
+
+
+def split(arguments: list[str]) -> None:
+    def command(default: PreparationConfig) -> Any:
+        def run(
+            path: Path_, out: str, rows: Annotated[RowSplit, tyro.conf.arg(name="")], config: Preparation = default
+        ) -> dict[str, Any]:
+            """Split a raw log into files of training, validation and test rows, which split kind named_files reads: random
+            rows or groups, by time, or the last rows of each user. --schema FILE names the columns of a log that is not
+            Criteo's.
+
+            Args:
+                path: File, glob or folder.
+                out: Folder to write to; an interrupted call made again resumes where it stopped.
+                rows: Which row is in which part.
+                config: How the log is read: files, engine, address, max-bad-fraction.
+            """
+            with results_alone():
+                return prepare_split(path, out=out, rows=rows, config=config, console=Console())
+
+        return run
+
+    print_json(_prepare("split", command, arguments))
 
 
 def validate(arguments: list[str]) -> None:

@@ -166,11 +166,36 @@ def parse_into(raw: RawRows, text: np.ndarray, length: int, *, path: str = "", f
 
     `text` is uint8 with PADDING_BYTES behind `length`; it starts at a line's start, at `first_byte` of file `path`.
     """
+    counts, details = _parsed(raw, text, length, most_faults=Faults.keep)
+    names = raw.schema.columns
+    return Faults(
+        counts={kind: int(count) for kind, count in zip(FAULT_KINDS, counts, strict=True) if count},
+        first=[
+            Fault(
+                path,
+                first_byte + int(d["byte"]),
+                FAULT_KINDS[d["kind"]],
+                names[d["column"]] if d["column"] >= 0 else "",
+            )
+            for d in details
+        ],
+    )
+
+
+def parse_lines(raw: RawRows, text: np.ndarray, length: int, *, most_faults: int) -> np.ndarray:
+    """Appends the rows of text[:length] to `raw` as `parse_into` does; returns where in it refused lines start: int64, at most
+    `most_faults`."""
+    _, details = _parsed(raw, text, length, most_faults=most_faults)
+    return details["byte"].astype(np.int64)
+
+
+def _parsed(raw: RawRows, text: np.ndarray, length: int, *, most_faults: int) -> tuple[np.ndarray, np.ndarray]:
+    """Appends the rows; returns the number of faults of each kind, and the first faults (_FAULT_DTYPE)."""
     assert text.dtype == np.uint8
     assert text.flags.c_contiguous
     assert len(text) >= length + PADDING_BYTES
     counts = np.zeros(len(FAULT_KINDS), np.int64)
-    details = np.zeros(Faults.keep, _FAULT_DTYPE)
+    details = np.zeros(most_faults, _FAULT_DTYPE)
     num_details = ctypes.c_int64()
     rows = _parse()(
         text.ctypes.data,
@@ -184,19 +209,7 @@ def parse_into(raw: RawRows, text: np.ndarray, length: int, *, path: str = "", f
     )
     assert rows >= 0, "capacity is derived from the shortest possible row"
     raw.rows += rows
-    names = raw.schema.columns
-    return Faults(
-        counts={kind: int(count) for kind, count in zip(FAULT_KINDS, counts, strict=True) if count},
-        first=[
-            Fault(
-                path,
-                first_byte + int(d["byte"]),
-                FAULT_KINDS[d["kind"]],
-                names[d["column"]] if d["column"] >= 0 else "",
-            )
-            for d in details[: num_details.value]
-        ],
-    )
+    return counts, details[: num_details.value]
 
 
 def parse(schema: Schema, text: bytes, *, path: str = "") -> tuple[RawRows, Faults]:

@@ -155,7 +155,7 @@ def test_other_inputs_are_told(log: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(
             InputError,
-            match=rf"out\.partial: left by an unfinished preprocess with another {named}; give the same .* remove",
+            match=rf"out\.partial: left by an unfinished call with another {named}; give the same .* remove",
         ):
             run(log, out, **changes)
     day = log / "day_1"

@@ -169,7 +169,7 @@ def goes_on(work: str, made_of: dict[str, Any]) -> bool:
     others = [name for name, value in made_of.items() if begun.get(name) != value]
     if others:
         raise InputError(
-            f"{work}: left by an unfinished preprocess with another {', '.join(others)}; give the same inputs to go on with it, "
+            f"{work}: left by an unfinished call with another {', '.join(others)}; give the same inputs to go on with it, "
             "or remove that folder to start over"
         )
     return True

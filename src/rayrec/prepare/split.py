@@ -1,0 +1,362 @@
+"""A log split into files of training, validation and test rows, for parts that are not ranges of the log.
+
+Everything is made in OUT.partial (for a URL, below OUT itself) and marked task by task, so that an interrupted job resumes where
+it stopped; split.json is written last, then the folder gets its name. The bytes depend on the log and the options only, not on
+the engine or the number of tasks at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import posixpath
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, final
+
+import numpy as np
+import pyarrow as pa
+
+from rayrec import storage
+from rayrec.config import Config, InputError
+from rayrec.data import materialized
+from rayrec.data.arrow_arrays import numpy_of
+from rayrec.data.engine import Engine
+from rayrec.data.log import LogIndex, numbered
+from rayrec.data.log_head import has_labels
+from rayrec.data.materialized.tasks import JOB, disk_errors
+from rayrec.data.materialized.writer import goes_on
+from rayrec.data.opening import refuse_foreign
+from rayrec.data.parsing import Faults
+from rayrec.data.tables import is_table
+from rayrec.observe.console import Console
+from rayrec.prepare.config import PreparationConfig, engine, raw_index
+from rayrec.prepare.split_tasks import (
+    PARTS,
+    By,
+    DigitTask,
+    SplitJob,
+    SplitTask,
+    UsersTask,
+    count_digits,
+    examine,
+    mark_last,
+    table_tasks,
+    text_tasks,
+    time_of,
+    write,
+)
+from rayrec.schema import Schema
+
+MANIFEST: Final = "split.json"
+VERSION: Final = 1
+_LEAST_TASK_BYTES, _MOST_TASK_BYTES, _WANTED_TASKS = 32 << 20, 512 << 20, 256
+_PARTITION_BYTES: Final = 64 << 20
+"""Bytes of the log for each partition of the users, of which there are at most _MOST_PARTITIONS."""
+_MOST_PARTITIONS: Final = 256
+_READS: Final = (
+    "address",
+    "files",
+    "engine",
+    "spark",
+    "schema",
+    "max_bad_fraction",
+    "block_bytes",
+    "segments_per_block",
+)
+"""Fields of PreparationConfig that a split reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSplit(Config):
+    """Which row of a log is in which part."""
+
+    by: By
+    """rows: random rows; group: random values of a column, such as users, with all their rows; time: the latest rows;
+    last-out: the last row of each user for the test, the one before it for validation."""
+    validation: float = 0.1
+    """Share of the rows (by group: of its values) for validation; last-out has no shares."""
+    test: float = 0.1
+    """Share for the final test; 0: no test."""
+    seed: int = 0
+    """Seed of the random kinds."""
+    group: str | None = None
+    """For group and last-out: column of the group or user, one of the schema's sparse columns; None: the schema's group."""
+    timestamp: str | None = None
+    """For time and last-out: column of the time; None: the schema's timestamp."""
+    validation_from: str | None = None
+    """For time, in place of shares: first date or time (ISO 8601, UTC) of validation."""
+    test_from: str | None = None
+    """For time, with validation_from: first date or time of the test; None: no test."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (0 < self.validation < 1 and 0 <= self.test < 1 and self.validation + self.test < 1):
+            raise InputError(
+                f"split: validation {self.validation} must be above 0, test {self.test} at least 0, and both together below 1"
+            )
+        unread = {
+            "rows": ("group", "timestamp", "validation_from", "test_from"),
+            "group": ("timestamp", "validation_from", "test_from"),
+            "time": ("group", "seed"),
+            "last-out": ("validation", "test", "seed", "validation_from", "test_from"),
+        }[self.by]
+        for name in unread:
+            if getattr(self, name) != getattr(RowSplit, name):
+                raise InputError(f"split by {self.by}: takes no {name}; leave it out")
+        if self.test_from is not None and self.validation_from is None:
+            raise InputError("split by time: test_from without validation_from; give both, or shares")
+        starts = self.starts
+        if starts is not None and starts[1] is not None and starts[0] >= starts[1]:
+            raise InputError(
+                f"split by time: test_from {self.test_from} is not after validation_from {self.validation_from}"
+            )
+
+    @property
+    def starts(self) -> tuple[int, int | None] | None:
+        """Microseconds from which on rows are for validation, and for the test; None: by shares."""
+        if self.validation_from is None:
+            return None
+        test = None if self.test_from is None else time_of(self.test_from, "test_from")
+        return time_of(self.validation_from, "validation_from"), test
+
+    def columns_of(self, schema: Schema) -> Schema:
+        """The schema with the columns that the split reads. Raises InputError for one that the log cannot have."""
+        if self.by in ("group", "last-out"):
+            schema = schema.replace(group=self.group or schema.group)
+            if schema.group is None:
+                raise InputError(f"split by {self.by}: which column? name one of the sparse columns with --group")
+        if self.by in ("time", "last-out"):
+            name = self.timestamp or schema.timestamp
+            if name is None:
+                raise InputError(f"split by {self.by}: which column has the time? name it with --timestamp")
+            if schema.tokens != "any":
+                raise InputError(
+                    f"split by {self.by}: needs a log with a column of times: Parquet or CSV with --schema FILE and tokens: any"
+                )
+            schema = schema.replace(timestamp=name)
+        return schema
+
+
+def split(path: str, *, out: str, rows: RowSplit, config: PreparationConfig, console: Console) -> dict[str, Any]:
+    """Writes a raw log's good rows into folder `out`, as files train-*, validation-* and test-* that split kind `named_files`
+    reads. The folder appears complete or not at all; called again after it was interrupted, the split resumes.
+
+    Text stays text, Parquet stays Parquet with all its columns, CSV becomes Parquet with its fields as text; rows keep their
+    bytes and, within a part, their order. Returns what split.json says: of each part rows, share and files, faulty rows, and rows
+    without a group. Raises InputError for an unusable log, a part without rows, or where `out` exists.
+    """
+    others = [
+        name
+        for name, value in vars(config).items()
+        if name not in _READS and value != getattr(PreparationConfig(), name)
+    ]
+    if others:
+        raise InputError(f"--{others[0].replace('_', '-')}: not an option of a split; leave it out")
+    out = storage.absolute(out).rstrip("/")
+    if storage.exists(storage.join(out, MANIFEST) if storage.is_url(out) else out):
+        raise InputError(f"{out}: exists already; remove it or choose another place")
+    if materialized.is_preprocessed(path):
+        raise InputError(f"{path}: is preprocessed data; give the raw log it was made from")
+    schema = rows.columns_of(config.schema)
+    files = storage.list_files(path, names=config.files)
+    refuse_foreign(path, files)
+    with console.preparing(), engine(config, console, paths=(path, out)) as running:
+        work = _Work(path, out, rows, config.replace(schema=schema), files, running, console)
+        work.begin()
+        try:
+            return work.finish(work.write(work.choose(work.tasks())))
+        except InputError:
+            if not storage.list_folder(storage.join(work.folder, "done")):  # nothing to resume
+                storage.remove_folder(work.folder)
+            raise
+
+
+@final
+class _Work:
+    """One call's way from a log to a folder."""
+
+    def __init__(
+        self,
+        path: str,
+        out: str,
+        rows: RowSplit,
+        config: PreparationConfig,
+        files: Sequence[storage.File],
+        engine: Engine,
+        console: Console,
+    ) -> None:
+        self.path, self.out, self.rows, self.config, self.files = path, out, rows, config, files
+        self.engine, self.console = engine, console
+        self.folder = out if storage.is_url(out) else f"{out}.partial"
+        size_bytes = sum(file.size_bytes for file in files)
+        self.task_bytes = min(max(size_bytes // _WANTED_TASKS, _LEAST_TASK_BYTES), _MOST_TASK_BYTES)
+        partitions = min(max(size_bytes // _PARTITION_BYTES, 1), _MOST_PARTITIONS)
+        test, held_out = (int(share * 2**64) for share in (rows.test, rows.test + rows.validation))
+        self.job = SplitJob(
+            self.folder, config.schema, rows.by, rows.seed, thresholds=(test, held_out), partitions=partitions
+        )
+        self.index = LogIndex((), Faults())
+        self.missing = 0
+
+    def begin(self) -> None:
+        """Writes what the folder is made of; it is there already if a call resumes."""
+        identity = [[file.path, file.size_bytes, file.modified_ns] for file in self.files]
+        made_of = {
+            "version": VERSION,
+            "log": hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16],
+            "schema": self.config.schema.to_dict(),
+            "segment_bytes": self.config.segment_bytes,
+            **self.rows.to_dict(),
+        }
+        if goes_on(self.folder, made_of):
+            self.console.note(f"{self.folder}: resuming")
+            return
+        with disk_errors(self.folder):
+            storage.write_json(storage.join(self.folder, JOB), made_of)
+
+    def tasks(self) -> list[SplitTask]:
+        """The tasks, with the numbers of their good rows. Raises InputError for a log with too many faulty rows."""
+        if not is_table(self.files, self.config.schema):
+            labelled = has_labels(self.path, self.config.schema, files=self.config.files)
+            if not labelled:
+                self.job = replace(self.job, schema=self.config.schema.unlabelled())
+            self.index = raw_index(self.path, self.config, self.engine, self.console, labelled=labelled)
+            return text_tasks(self.index.segments, self.task_bytes)
+        tasks = table_tasks(self.files, self.task_bytes)
+        found = list(self._markers("examine", functools.partial(examine, job=self.job), tasks))
+        faults = Faults.merged(Faults.from_dict(marker["faults"]) for marker in found)
+        entries = [(task.file, 0, 0, marker["rows"]) for task, marker in zip(tasks, found, strict=True)]
+        self.index = LogIndex(numbered(entries, "table"), faults)
+        self.index.check(self.config.max_bad_fraction, self.path)
+        if faults.total:
+            self.console.note(f"{self.path}: {faults.describe()}; they are left out")
+        self.missing = sum(marker["missing"] for marker in found)
+        tasks = [
+            replace(task, first_row=segment.first_row, rows=segment.rows)
+            for task, segment in zip(tasks, self.index.segments, strict=True)
+        ]
+        return self._marked(tasks, [marker["sizes"] for marker in found]) if self.rows.by == "last-out" else tasks
+
+    def _marked(self, tasks: list[SplitTask], sizes: list[list[int]]) -> list[SplitTask]:
+        """The tasks with the places of their users' last rows."""
+        starts = tuple(task.first_row for task in tasks)
+        begins = [np.concatenate([[0], np.cumsum(of_task)]).tolist() for of_task in sizes]
+        users = [
+            UsersTask(
+                number,
+                tuple(
+                    (self.job.place("keys", task.number), begin[number], of_task[number], task.first_row)
+                    for task, begin, of_task in zip(tasks, begins, sizes, strict=True)
+                    if of_task[number]
+                ),
+                starts,
+            )
+            for number in range(self.job.partitions)
+        ]
+        found = self._markers("marks", functools.partial(mark_last, job=self.job), users)
+        edges = [marker["edges"] for marker in found]
+        return [
+            replace(task, marks=tuple((of[place], of[place + 1] - of[place]) for of in edges))
+            for place, task in enumerate(tasks)
+        ]
+
+    def choose(self, tasks: list[SplitTask]) -> list[SplitTask]:
+        """By time: finds where validation and test begin."""
+        if self.rows.by != "time":
+            return tasks
+        total = sum(task.rows for task in tasks)
+        starts = self.rows.starts
+        if starts is None:
+            test, held_out = (round(total * share) for share in (self.rows.test, self.rows.test + self.rows.validation))
+            wanted = [min(total - held_out, total - 1), *([min(total - test, total - 1)] if test else [])]
+            times = self._times(tasks, wanted)
+            starts = times[0], times[1] if test else None
+        self.job = replace(self.job, times=starts)
+        return tasks
+
+    def _times(self, tasks: Sequence[SplitTask], wanted: Sequence[int]) -> list[int]:
+        """The times at these places among all times in order, the first being 0: by counts of 16 bits at a time."""
+        prefixes, places = [0] * len(wanted), list(wanted)
+        for shift in (48, 32, 16, 0):
+            items = [
+                DigitTask(self.job.place("keys", task.number), task.rows, tuple(prefixes), shift)
+                for task in tasks
+                if task.rows
+            ]
+            counts = np.zeros((len(wanted), 1 << 16), np.int64)
+            for table in self.engine.run("times", count_digits, items, block_bytes=len(wanted) << 19):
+                counts += numpy_of(table.column("counts")).reshape(counts.shape)
+            for number, of_prefix in enumerate(np.cumsum(counts, axis=1)):
+                digit = int(np.searchsorted(of_prefix, places[number], side="right"))
+                places[number] -= int(of_prefix[digit - 1]) if digit else 0
+                prefixes[number] = prefixes[number] << 16 | digit
+        return [prefix - (1 << 63) for prefix in prefixes]
+
+    def write(self, tasks: Sequence[SplitTask]) -> dict[str, dict[str, Any]]:
+        """Writes all rows; returns rows, share and files of each part."""
+        rows, files = np.zeros(len(PARTS), np.int64), list[str]()
+        for marker in self._markers("write", functools.partial(write, job=self.job), tasks):
+            rows += marker["rows"]
+            files += marker["files"]
+            self.missing += marker["missing"]
+        found = {
+            name: {
+                "rows": int(count),
+                "share": round(int(count) / int(rows.sum()), 6),
+                "files": sorted(file for file in files if file.startswith(f"{name}-")),
+            }
+            for name, count in zip(PARTS, rows.tolist(), strict=True)
+        }
+        empty = [name for name, part in found.items() if not part["rows"] and not (name == "test" and self._no_test)]
+        if empty:
+            storage.remove_folder(self.folder)
+            raise InputError(
+                f"{self.path}: split by {self.rows.by} leaves no rows for {' and '.join(empty)}; choose other parts"
+            )
+        return {name: part for name, part in found.items() if part["rows"]}
+
+    @property
+    def _no_test(self) -> bool:
+        by_shares = self.rows.by != "last-out" and self.rows.validation_from is None
+        return self.rows.test == 0 if by_shares else self.rows.by == "time" and self.rows.test_from is None
+
+    def finish(self, parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """The manifest, then the folder's name."""
+        found = {
+            "by": self.rows.by,
+            "rows": self.index.rows,
+            "bad_rows": self.index.faults.total,
+            "parts": parts,
+            **({"rows_without_group": self.missing} if self.rows.by in ("group", "last-out") else {}),
+        }
+        manifest = {**found, "options": self.rows.to_dict(), "version": VERSION}
+        with disk_errors(self.folder):
+            for name in ("keys", "marks"):
+                storage.remove_folder(storage.join(self.folder, name))
+            storage.write_json(storage.join(self.folder, MANIFEST), manifest)
+        if self.folder != self.out:
+            os.rename(self.folder, self.out)
+            storage.sync(os.path.dirname(self.out))
+        storage.remove_folder(storage.join(self.out, "done"))
+        storage.remove_file(storage.join(self.out, JOB))
+        shown = {name: {**part, "files": len(part["files"])} for name, part in parts.items()}
+        return {"out": self.out, **found, "parts": shown}
+
+    def _markers(
+        self, kind: str, task: Callable[[Any], pa.Table], items: Sequence[SplitTask | UsersTask]
+    ) -> Iterator[dict[str, Any]]:
+        """What the task reports of each item, in their order; what is done already is not done again."""
+        there = {posixpath.splitext(name)[0] for name in storage.list_folder(storage.join(self.folder, "done"))}
+        done = {
+            item.number: storage.read_json(self.job.marker(kind, item.number))
+            for item in items
+            if f"{kind}-{item.number:06d}" in there
+        }
+        waiting = [item for item in items if item.number not in done]
+        made = self.engine.run(kind, task, waiting, block_bytes=1 << 16)
+        for number, item in enumerate(items, start=1):
+            yield done[item.number] if item.number in done else json.loads(next(made).column("marker")[0].as_py())
+            self.console.progress(f"{kind} (parts of the log)", number, len(items))

@@ -1,0 +1,480 @@
+"""Tasks of `rayrec split`: examine a stretch of a log, choose the last rows of some users, write a stretch's rows by part.
+
+Each task leaves a marker, so that an interrupted job resumes, and files whose bytes depend on the log and the options only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import IO, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.data.arrow_columns import good_rows_of, parse_table
+from rayrec.data.columns import RawColumns, mixed
+from rayrec.data.csv_text import FAULT, check_columns, csv_columns, read_csv
+from rayrec.data.groups import group_keys
+from rayrec.data.log import Segment, changed, checksum
+from rayrec.data.materialized.tasks import JOB, disk_errors
+from rayrec.data.parsing import PADDING_BYTES, Faults, RawRows, max_rows_in, parse_lines
+from rayrec.data.row_groups import is_parquet, missing_partitions, open_parquet, partitions_of, with_partitions
+from rayrec.native import keep_freed_memory
+from rayrec.schema import Schema
+
+PARTS: Final = ("train", "validation", "test")
+By = Literal["rows", "group", "time", "last-out"]
+BATCH_ROWS: Final = 1 << 15
+GROUP_BYTES: Final = 2 << 20
+"""Bytes of a row group that is written: small enough to be shuffled as it is."""
+EVENT: Final = np.dtype([("user", np.int64), ("time", np.int64), ("row", np.int64)])
+"""A row of a user; `row` counts from the first row of its task."""
+MARK: Final = np.dtype([("row", np.int64), ("part", np.uint8)])
+"""A row of the log that a user's last rows are, and its part: a place of PARTS."""
+
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SplitTask:
+    """A stretch of the log: segments of text, row groups of a Parquet file, or a CSV file."""
+
+    number: int
+    segments: tuple[Segment, ...] = ()
+    file: str = ""
+    row_groups: tuple[int, ...] = ()
+    first_row: int = 0
+    """Number in the log of its first good row; 0 until the log is examined."""
+    rows: int = 0
+    """Its good rows."""
+    marks: tuple[tuple[int, int], ...] = ()
+    """For last-out, of each partition of the users: the first of the task's marks, and how many they are."""
+
+
+@dataclass(frozen=True)
+class SplitJob:
+    """What all tasks know."""
+
+    folder: str
+    schema: Schema
+    by: By
+    seed: int
+    thresholds: tuple[int, int] = (0, 0)
+    """rows and group: hashes below the first are for the test, below the second for validation."""
+    times: tuple[int, int | None] = (0, None)
+    """time: microseconds from which on rows are for validation, and for the test (None: no test)."""
+    partitions: int = 1
+    """last-out: parts of the users."""
+
+    def place(self, kind: str, number: int) -> str:
+        return storage.join(self.folder, kind, f"{number:06d}.bin")
+
+    def marker(self, kind: str, number: int) -> str:
+        return storage.join(self.folder, "done", f"{kind}-{number:06d}.json")
+
+
+def _begin(job: SplitJob) -> None:
+    keep_freed_memory()
+    if not storage.exists(storage.join(job.folder, JOB)):
+        raise InputError(
+            f"{job.folder}: not visible from a data task on {os.uname().nodename}; give an --out that all nodes share"
+        )
+
+
+def _finished(job: SplitJob, kind: str, number: int, found: dict[str, object]) -> pa.Table:
+    storage.write_json(job.marker(kind, number), found)
+    return pa.table({"marker": [json.dumps(found)]})
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
+
+
+def tables_of(task: SplitTask, schema: Schema) -> Iterator[pa.Table]:
+    """All rows of a table's stretch, faulty ones too, with all columns of the file and those of its partitions that the schema
+    names; of CSV as text, and with the column FAULT."""
+    if is_parquet(task.file):
+        with open_parquet(task.file) as parquet:
+            names = [*parquet.schema_arrow.names, *missing_partitions(task.file, parquet.schema_arrow.names)]
+            check_columns(names, schema.columns, path=task.file, optional=schema.optional)
+            for batch in parquet.iter_batches(
+                batch_size=BATCH_ROWS, row_groups=list(task.row_groups), use_threads=False
+            ):
+                yield with_partitions(pa.Table.from_batches([batch]), task.file, schema)
+        return
+    stored = csv_columns(task.file, schema)
+    elsewhere = set(partitions_of(task.file)) - set(stored)
+    whole = schema.replace(
+        dense=tuple(name for name in schema.dense if name not in elsewhere),
+        sparse=(
+            *(name for name in schema.sparse if name not in elsewhere),
+            *(name for name in stored if name not in schema.columns),
+        ),
+    )
+    for table in read_csv(task.file, whole):
+        yield with_partitions(table.select([*stored, FAULT]), task.file, schema)
+
+
+def _text_of(segment: Segment) -> tuple[npt.NDArray[np.uint8], int]:
+    size = segment.stop - segment.start
+    text = np.zeros(size + PADDING_BYTES, np.uint8)
+    got = storage.read_into(segment.path, segment.start, text[:size])
+    if got != size or (segment.checksum is not None and checksum(text[:size]) != segment.checksum):
+        raise changed(segment.path, segment.start, segment.stop, "bytes")
+    return text, size
+
+
+def _lines(segment: Segment, schema: Schema) -> tuple[RawRows, _Lines]:
+    """The good rows of a segment, and their lines."""
+    text, size = _text_of(segment)
+    raw = RawRows(schema, max_rows_in(schema, size))
+    starts = np.concatenate([[0], np.flatnonzero(text[:size] == ord("\n")) + 1])
+    starts = starts[starts < size]
+    stops = np.append(starts[1:], size)
+    faulty = parse_lines(raw, text, size, most_faults=len(starts))
+    good = ~np.isin(starts, faulty)
+    if raw.rows != segment.rows or int(good.sum()) != raw.rows:
+        raise changed(segment.path, segment.start, segment.stop, "bytes")
+    return raw, _Lines(text, starts[good], stops[good])
+
+
+# Examining -----------------------------------------------------------------------------------------------------------
+
+
+def examine(task: SplitTask, *, job: SplitJob) -> pa.Table:
+    """Counts the good rows and faults of a table's stretch, and writes what `time` and `last-out` choose by."""
+    _begin(job)
+    rows, missing, faults, first = 0, 0, Faults(), 0
+    kept: list[np.ndarray] = []
+    for table in tables_of(task, job.schema):
+        raw, found = parse_table(table, job.schema, path=task.file, first_row=first)
+        faults.add(found)
+        first += len(table)
+        if job.by == "time":
+            kept.append(_times(raw))
+        elif job.by == "last-out":
+            events = np.empty(raw.rows, EVENT)
+            events["user"], events["time"] = group_keys(raw, np.arange(raw.rows)), _times(raw)
+            events["row"] = np.arange(rows, rows + raw.rows)
+            missing += int(np.count_nonzero(events["user"] == 0))
+            kept.append(events[events["user"] != 0])
+        elif job.by == "group":
+            missing += int(np.count_nonzero(group_keys(raw, np.arange(raw.rows)) == 0))
+        rows += raw.rows
+    marker: dict[str, object] = {"rows": rows, "missing": missing, "faults": faults.to_dict()}
+    with disk_errors(job.folder):
+        if job.by == "time":
+            times = np.concatenate([np.empty(0, np.int64), *kept])
+            storage.write_bytes(job.place("keys", task.number), times.data)
+        elif job.by == "last-out":
+            events = np.concatenate([np.empty(0, EVENT), *kept])
+            partition_of = _partitions(events["user"], job.partitions)
+            ordered = events[np.argsort(partition_of, kind="stable")]
+            storage.write_bytes(job.place("keys", task.number), ordered.view(np.uint8).data)
+            marker["sizes"] = np.bincount(partition_of, minlength=job.partitions).tolist()
+        return _finished(job, "examine", task.number, marker)
+
+
+def _times(raw: RawRows | RawColumns) -> Numbers:
+    assert isinstance(raw, RawColumns)
+    assert raw.timestamps is not None
+    return raw.timestamps
+
+
+def _partitions(users: Numbers, partitions: int) -> npt.NDArray[np.intp]:
+    return (mixed(users.view(np.uint64)) % np.uint64(partitions)).astype(np.intp)
+
+
+def read_array(path: str, dtype: np.dtype, start: int, count: int) -> np.ndarray:
+    """Items [start, start + count) of a file of them."""
+    data = np.empty(count * dtype.itemsize, np.uint8)
+    if count and storage.read_into(path, start * dtype.itemsize, data) != len(data):
+        raise InputError(f"{path}: is shorter than it was; remove its folder and split again")
+    return data.view(dtype)
+
+
+@dataclass(frozen=True)
+class DigitTask:
+    """The times of one task, of which those with the leading bits `prefix` are counted by their next 16 bits."""
+
+    path: str
+    rows: int
+    prefixes: tuple[int, ...]
+    shift: int
+
+
+def count_digits(task: DigitTask) -> pa.Table:
+    """A histogram for each prefix, one after the other: int64 (65,536 each)."""
+    times = read_array(task.path, np.dtype(np.int64), 0, task.rows)
+    bits = times.view(np.uint64) ^ np.uint64(1 << 63)  # in the order of the times
+    counts = []
+    for prefix in task.prefixes:
+        chosen = bits if task.shift == 48 else bits[bits >> np.uint64(task.shift + 16) == np.uint64(prefix)]
+        digits = (chosen >> np.uint64(task.shift)).astype(np.int64) & 0xFFFF
+        counts.append(np.bincount(digits, minlength=1 << 16))
+    return pa.table({"counts": np.concatenate(counts)})
+
+
+@dataclass(frozen=True)
+class UsersTask:
+    """One partition of the users: of each task with rows, where their events are in its file, and its first row in the log."""
+
+    number: int
+    events: tuple[tuple[str, int, int, int], ...]
+    """(path, first event, events, first row)"""
+    starts: tuple[int, ...] = field(repr=False)
+    """First row in the log of every task."""
+
+
+def mark_last(task: UsersTask, *, job: SplitJob) -> pa.Table:
+    """Writes which rows are the last one (test) and the second last one (validation) of each user, by the row's number."""
+    _begin(job)
+    pieces = [np.empty(0, EVENT)]
+    for path, start, count, first_row in task.events:
+        piece = read_array(path, EVENT, start, count).copy()
+        piece["row"] += first_row
+        pieces.append(piece)
+    events = np.concatenate(pieces)
+    marks = last_rows(events["user"], events["time"], events["row"])
+    edges = np.searchsorted(marks["row"], [*task.starts, np.iinfo(np.int64).max]).tolist()
+    with disk_errors(job.folder):
+        storage.write_bytes(job.place("marks", task.number), marks.view(np.uint8).data)
+        return _finished(
+            job, "marks", task.number, {"edges": edges, "users": len(np.unique(events["user"])), "marks": len(marks)}
+        )
+
+
+def last_rows(users: Numbers, times: Numbers, rows: Numbers) -> np.ndarray:
+    """MARK, by row: of each user with two rows or more the last one is for the test, of each with three or more the one before it
+    for validation. Of rows with the same time, that with the larger number is later. Pure."""
+    order = np.lexsort((rows, times, users))
+    users, rows = users[order], rows[order]
+    is_last = np.append(users[1:] != users[:-1], True)[: len(users)]
+    ends = np.flatnonzero(is_last)
+    sizes = np.diff(np.append(-1, ends))
+    marks = np.empty(int((sizes >= 2).sum() + (sizes >= 3).sum()), MARK)
+    marks["row"] = rows[np.concatenate([ends[sizes >= 2], ends[sizes >= 3] - 1])]
+    marks["part"] = np.repeat([2, 1], [int((sizes >= 2).sum()), int((sizes >= 3).sum())])
+    return marks[np.argsort(marks["row"], kind="stable")]
+
+
+# Writing -------------------------------------------------------------------------------------------------------------
+
+
+def part_of_hash(values: npt.NDArray[np.uint64], job: SplitJob) -> npt.NDArray[np.uint8]:
+    """The part of each value, as a place of PARTS: by a hash of the value and the seed."""
+    seed = mixed(np.array([job.seed], np.int64).view(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
+    hashes = mixed(mixed(values + seed) ^ seed)
+    test, held_out = (np.uint64(threshold) for threshold in job.thresholds)
+    return np.where(hashes < test, 2, np.where(hashes < held_out, 1, 0)).astype(np.uint8)
+
+
+class _Chooser:
+    """The parts of a task's rows, asked for in their order."""
+
+    def __init__(self, task: SplitTask, job: SplitJob) -> None:
+        self._job, self._row = job, task.first_row
+        marks = [np.empty(0, MARK)]
+        if job.by == "last-out":
+            for number, (start, count) in enumerate(task.marks):
+                if count:
+                    marks.append(read_array(job.place("marks", number), MARK, start, count))
+        self._marks = np.sort(np.concatenate(marks), order="row")
+
+    def __call__(self, raw: RawRows | RawColumns) -> npt.NDArray[np.uint8]:
+        """uint8 (rows): places of PARTS."""
+        job, first, rows = self._job, self._row, raw.rows
+        self._row += rows
+        if job.by == "rows":
+            return part_of_hash(np.arange(first, first + rows, dtype=np.uint64), job)
+        if job.by == "group":
+            keys = group_keys(raw, np.arange(rows))
+            return np.where(keys == 0, 0, part_of_hash(keys.view(np.uint64), job)).astype(np.uint8)
+        if job.by == "time":
+            validation, test = job.times
+            times = _times(raw)
+            parts = (times >= validation).astype(np.uint8)
+            if test is not None:
+                parts[times >= test] = 2
+            return parts
+        parts = np.zeros(rows, np.uint8)
+        low, high = np.searchsorted(self._marks["row"], [first, first + rows])
+        marks = self._marks[low:high]
+        parts[marks["row"] - first] = marks["part"]
+        return parts
+
+
+def write(task: SplitTask, *, job: SplitJob) -> pa.Table:
+    """Writes the good rows of a stretch in their order, those of each part into a file of its own."""
+    _begin(job)
+    chooser, rows = _Chooser(task, job), np.zeros(len(PARTS), np.int64)
+    missing = 0
+    with disk_errors(job.folder), ExitStack() as opened:
+        writer = _TextFiles(task, job, opened) if task.segments else _ParquetFiles(task, job, opened)
+        for raw, piece in _pieces(task, job.schema):
+            parts = chooser(raw)
+            if task.segments and job.by == "group":
+                missing += int(np.count_nonzero(group_keys(raw, np.arange(raw.rows)) == 0))
+            rows += np.bincount(parts, minlength=len(PARTS))
+            writer.add(piece, parts)
+        writer.finish()
+    if rows.sum() != task.rows:
+        raise InputError(f"{task.file or task.segments[0].path}: changed while it was split; split it again")
+    return _finished(
+        job, "write", task.number, {"rows": rows.tolist(), "files": list(writer.files), "missing": missing}
+    )
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """A text, and where the lines of its good rows start and stop."""
+
+    text: npt.NDArray[np.uint8]
+    starts: Numbers
+    stops: Numbers
+
+
+def _pieces(task: SplitTask, schema: Schema) -> Iterator[tuple[RawRows | RawColumns, pa.Table | _Lines]]:
+    for segment in task.segments:
+        yield _lines(segment, schema)
+    if task.segments:
+        return
+    for table in tables_of(task, schema):
+        raw, faults = parse_table(table, schema, path=task.file)
+        if faults.total:
+            table = table.take(good_rows_of(table, schema, path=task.file))
+        yield raw, _as_text(table, task.file)
+
+
+def _as_text(table: pa.Table, path: str) -> pa.Table:
+    """Without FAULT; the bytes of a CSV file's fields as text."""
+    if FAULT not in table.column_names:
+        return table
+    table = table.drop_columns([FAULT])
+    kinds = [
+        pa.field(each.name, pa.large_string()) if pa.types.is_large_binary(each.type) else each for each in table.schema
+    ]
+    try:
+        return table.cast(pa.schema(kinds))
+    except pa.ArrowInvalid:
+        raise InputError(f"{path}: is not UTF-8; convert the file, with iconv for instance") from None
+
+
+class _TextFiles:
+    """The files of a stretch of text."""
+
+    def __init__(self, task: SplitTask, job: SplitJob, opened: ExitStack) -> None:
+        self._task, self._job, self._opened = task, job, opened
+        self.files: dict[str, IO[bytes]] = {}
+
+    def add(self, piece: pa.Table | _Lines, parts: npt.NDArray[np.uint8]) -> None:
+        assert isinstance(piece, _Lines)
+        text, starts, stops = piece.text, piece.starts, piece.stops
+        for place, name in enumerate(PARTS):
+            chosen = np.flatnonzero(parts == place)
+            if not len(chosen):
+                continue
+            file = self._file(f"{name}-{self._task.number:05d}.txt")
+            # Neighbouring lines of one part are written together.
+            breaks = np.flatnonzero(starts[chosen[1:]] != stops[chosen[:-1]]) + 1
+            first, last = np.append(0, breaks), np.append(breaks, len(chosen)) - 1
+            view = text.data
+            for start, stop in zip(starts[chosen[first]].tolist(), stops[chosen[last]].tolist(), strict=True):
+                file.write(view[start:stop])
+            if text[stops[chosen[-1]] - 1] != ord("\n"):
+                file.write(b"\n")
+
+    def _file(self, name: str) -> IO[bytes]:
+        if name not in self.files:
+            path = self._opened.enter_context(storage.writing(storage.join(self._job.folder, name)))
+            self.files[name] = self._opened.enter_context(open(path, "wb"))  # noqa: SIM115  closed with the others
+        return self.files[name]
+
+    def finish(self) -> None:
+        """All is written when the files are closed."""
+
+
+class _ParquetFiles:
+    """The files of a stretch of a table, in row groups of about GROUP_BYTES."""
+
+    def __init__(self, task: SplitTask, job: SplitJob, opened: ExitStack) -> None:
+        self._task, self._job, self._opened = task, job, opened
+        self.files: dict[str, pq.ParquetWriter] = {}
+        self._waiting: dict[str, list[pa.Table]] = {}
+
+    def add(self, piece: pa.Table | _Lines, parts: npt.NDArray[np.uint8]) -> None:
+        assert isinstance(piece, pa.Table)
+        for place, name in enumerate(PARTS):
+            chosen = np.flatnonzero(parts == place)
+            if len(chosen):
+                waiting = self._waiting.setdefault(f"{name}-{self._task.number:05d}.parquet", [])
+                waiting.append(piece.take(chosen))
+                if sum(table.nbytes for table in waiting) >= GROUP_BYTES:
+                    self._write(f"{name}-{self._task.number:05d}.parquet")
+
+    def _write(self, name: str) -> None:
+        table = pa.concat_tables(self._waiting.pop(name)).combine_chunks()
+        if name not in self.files:
+            path = self._opened.enter_context(storage.writing(storage.join(self._job.folder, name)))
+            self.files[name] = self._opened.enter_context(pq.ParquetWriter(path, table.schema))
+        rows = max(len(table) // max(table.nbytes // GROUP_BYTES, 1), 1)
+        self.files[name].write_table(table, row_group_size=rows)
+
+    def finish(self) -> None:
+        """Writes what waits."""
+        for name in list(self._waiting):
+            self._write(name)
+
+
+def time_of(text: str, name: str) -> int:
+    """Microseconds since 1970 of a date or time in ISO 8601, UTC unless it names a zone. Raises InputError for other text."""
+    for kind in (pa.timestamp("us", "UTC"), pa.timestamp("us")):
+        try:
+            return int(pc.cast(pa.array([text]), kind).cast(pa.int64())[0].as_py())
+        except pa.ArrowInvalid:
+            continue
+    raise InputError(f"{name}: {text} is no date or time in ISO 8601, such as 2026-01-31 or 2026-01-31T12:00")
+
+
+def text_tasks(segments: Sequence[Segment], task_bytes: int) -> list[SplitTask]:
+    """Neighbouring segments of text, of about `task_bytes` each task."""
+    tasks: list[SplitTask] = []
+    waiting: list[Segment] = []
+    size = 0
+    for segment in [*segments, None]:
+        if waiting and (segment is None or size >= task_bytes):
+            first, rows = waiting[0].first_row, sum(each.rows for each in waiting)
+            tasks.append(SplitTask(len(tasks), tuple(waiting), first_row=first, rows=rows))
+            waiting, size = [], 0
+        if segment is not None:
+            waiting.append(segment)
+            size += segment.stop - segment.start
+    return tasks
+
+
+def table_tasks(files: Sequence[storage.File], task_bytes: int) -> list[SplitTask]:
+    """Neighbouring row groups of Parquet files, of about `task_bytes` each task; a CSV file is one task."""
+    tasks: list[SplitTask] = []
+    for file in files:
+        if not is_parquet(file.path):
+            tasks.append(SplitTask(len(tasks), file=file.path))
+            continue
+        with open_parquet(file.path) as parquet:
+            sizes = [parquet.metadata.row_group(i).total_byte_size for i in range(parquet.metadata.num_row_groups)]
+        groups: list[int] = []
+        total = 0
+        for number, size in enumerate(sizes):
+            groups.append(number)
+            total += size
+            if total >= task_bytes or number == len(sizes) - 1:
+                tasks.append(SplitTask(len(tasks), file=file.path, row_groups=tuple(groups)))
+                groups, total = [], 0
+    return tasks

@@ -1,0 +1,328 @@
+"""`rayrec split`: each row is in one part, unchanged and in its order; the same parts for any engine, block and cut."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as arrow_csv
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rayrec
+from rayrec.config import InputError
+from rayrec.data import synthetic
+from rayrec.data.engine import Engine
+from rayrec.data.opening import open_log
+from rayrec.data.split import Split
+from rayrec.data.threads import ThreadEngine
+from rayrec.datasets.criteo import SCHEMA as CRITEO
+from rayrec.observe.console import Console
+from rayrec.prepare import split as splitting
+from rayrec.prepare import split_tasks
+from rayrec.prepare.split import RowSplit
+from rayrec.prepare.split_tasks import last_rows
+from rayrec.schema import Schema
+
+CONSOLE = Console(quiet=True)
+SCHEMA = Schema(
+    label="click", dense=("price",), sparse=("user", "item"), tokens="any", delimiter=",", group="user", timestamp="at"
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splitting, "_LEAST_TASK_BYTES", 1 << 14)
+    monkeypatch.setattr(splitting, "_PARTITION_BYTES", 1 << 13)
+    monkeypatch.setattr(split_tasks, "GROUP_BYTES", 1 << 14)
+
+
+def table_of(rows: int = 3000, *, users: int = 200) -> pa.Table:
+    """Rows that are not in the order of their times; `note` is in no schema."""
+    chance = np.random.default_rng(0)
+    return pa.table(
+        {
+            "note": [f"row {number}" for number in range(rows)],
+            "click": chance.integers(0, 2, rows),
+            "at": pa.array(chance.integers(0, rows // 3, rows) * 1_000_000, pa.timestamp("us")),
+            "price": chance.random(rows),
+            "user": [None if user == 0 else f"u{user}" for user in chance.integers(0, users, rows).tolist()],
+            "item": chance.integers(0, 50, rows),
+        }
+    )
+
+
+def written(table: pa.Table, folder: Path, *, files: int = 3) -> str:
+    """As Parquet files with small row groups."""
+    folder.mkdir()
+    size = -(-len(table) // files)
+    for number in range(files):
+        pq.write_table(table.slice(number * size, size), folder / f"day_{number}.parquet", row_group_size=200)
+    return str(folder)
+
+
+def split(path: str, out: Path, by: Any, **options: Any) -> dict[str, Any]:
+    return rayrec.split(path, out=str(out), by=by, console=CONSOLE, **options)
+
+
+def parts_of(out: Path) -> dict[str, pa.Table]:
+    """The rows of each part, in the order of the files."""
+    return {
+        name: pa.concat_tables(pq.read_table(file) for file in sorted(out.glob(f"{name}-*.parquet")))
+        for name in ("train", "validation", "test")
+        if list(out.glob(f"{name}-*"))
+    }
+
+
+def numbers(table: pa.Table) -> list[int]:
+    return [int(note.removeprefix("row ")) for note in table.column("note").to_pylist()]
+
+
+def check_whole(parts: dict[str, pa.Table], table: pa.Table) -> None:
+    """Each row once, unchanged, those of a part in their order."""
+    found = {name: numbers(part) for name, part in parts.items()}
+    assert sorted(number for of_part in found.values() for number in of_part) == list(range(len(table)))
+    for name, part in parts.items():
+        assert found[name] == sorted(found[name])
+        assert part.equals(table.take(found[name]))
+
+
+def test_random_rows_of_a_table(tmp_path: Path) -> None:
+    table = table_of()
+    path = written(table, tmp_path / "log")
+    found = split(path, tmp_path / "out", "rows", validation=0.2, test=0.1, schema=SCHEMA)
+    parts = parts_of(tmp_path / "out")
+    check_whole(parts, table)
+    assert {name: part["rows"] for name, part in found["parts"].items()} == {
+        name: len(part) for name, part in parts.items()
+    }
+    assert found["rows"] == 3000
+    assert found["parts"]["validation"]["share"] == pytest.approx(0.2, abs=0.02)
+    assert found["parts"]["test"]["share"] == pytest.approx(0.1, abs=0.02)
+    assert json.loads((tmp_path / "out" / "split.json").read_text())["options"]["seed"] == 0
+    assert sorted({file.name.partition("-")[0] for file in (tmp_path / "out").iterdir()}) == [
+        "split.json", "test", "train", "validation",
+    ]  # fmt: skip
+
+    # What is trained on: the files by their names.
+    index = open_log(
+        str(tmp_path / "out"), SCHEMA, segment_bytes=1 << 16, engine=ThreadEngine(1), cache_folder=str(tmp_path / "cache"),
+        note=print, progress=lambda *_: None,
+    )  # fmt: skip
+    ranges = Split(kind="named_files").rows(index)
+    assert {name: stop - start for name, (start, stop) in ranges.items()} == {n: len(p) for n, p in parts.items()}
+
+    # The parts depend on the rows' numbers and the seed, not on files, row groups or tasks.
+    again = split(written(table, tmp_path / "one", files=1), tmp_path / "again", "rows", validation=0.2, schema=SCHEMA)
+    assert again["parts"]["validation"]["rows"] == found["parts"]["validation"]["rows"]
+    assert all(numbers(part) == numbers(parts[name]) for name, part in parts_of(tmp_path / "again").items())
+    other = split(path, tmp_path / "other", "rows", seed=1, schema=SCHEMA)
+    assert numbers(parts_of(tmp_path / "other")["test"]) != numbers(parts["test"])
+    assert other["parts"].keys() == found["parts"].keys()
+
+
+def test_groups_stay_together(tmp_path: Path) -> None:
+    table = table_of()
+    found = split(written(table, tmp_path / "log"), tmp_path / "out", "group", test=0.0, validation=0.3, schema=SCHEMA)
+    parts = parts_of(tmp_path / "out")
+    check_whole(parts, table)
+    users = {name: set(part.column("user").to_pylist()) for name, part in parts.items()}
+    assert users.keys() == {"train", "validation"}
+    assert not users["train"] & users["validation"]
+    assert None in users["train"]
+    assert found["rows_without_group"] == table.column("user").null_count > 0
+    assert len(users["validation"]) == pytest.approx(60, abs=20)
+    split(str(tmp_path / "log"), tmp_path / "items", "group", group="item", schema=SCHEMA)
+    items = {name: set(part.column("item").to_pylist()) for name, part in parts_of(tmp_path / "items").items()}
+    assert not items["train"] & items["test"]
+
+
+def test_by_time_the_latest_rows_are_held_out(tmp_path: Path) -> None:
+    table = table_of()
+    path = written(table, tmp_path / "log")
+    split(path, tmp_path / "out", "time", validation=0.25, test=0.1, schema=SCHEMA)
+    parts = parts_of(tmp_path / "out")
+    check_whole(parts, table)
+    times = {name: part.column("at").cast(pa.int64()).to_numpy() for name, part in parts.items()}
+    in_order = np.sort(table.column("at").cast(pa.int64()).to_numpy())
+    assert times["train"].max() < times["validation"].min() == in_order[3000 - 1050]
+    assert times["validation"].max() < times["test"].min() == in_order[2700]
+
+    dates = {"validation_from": "1970-01-01T00:05:00", "test_from": "1970-01-01T00:10:00+00:00"}
+    split(path, tmp_path / "dates", "time", schema=SCHEMA, **dates)
+    dated = {name: part.column("at").cast(pa.int64()).to_numpy() for name, part in parts_of(tmp_path / "dates").items()}
+    check_whole(parts_of(tmp_path / "dates"), table)
+    assert [times.min() // 1_000_000 for times in dated.values()] == [0, 300, 600]
+
+
+def test_the_last_rows_of_each_user(tmp_path: Path) -> None:
+    table = table_of(users=1500)  # of which many have one row or two
+    found = split(written(table, tmp_path / "log"), tmp_path / "out", "last-out", schema=SCHEMA)
+    parts = parts_of(tmp_path / "out")
+    check_whole(parts, table)
+    rows: dict[str, list[tuple[int, int]]] = {}
+    for number, (user, time) in enumerate(
+        zip(table.column("user").to_pylist(), table.column("at").cast(pa.int64()).to_pylist(), strict=True)
+    ):
+        if user is not None:
+            rows.setdefault(user, []).append((time, number))
+    test = {max(of_user)[1] for of_user in rows.values() if len(of_user) >= 2}
+    validation = {sorted(of_user)[-2][1] for of_user in rows.values() if len(of_user) >= 3}
+    assert set(numbers(parts["test"])) == test
+    assert set(numbers(parts["validation"])) == validation
+    assert found["rows_without_group"] == table.column("user").null_count
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=12))
+def test_a_user_keeps_a_row_for_training(events: list[tuple[int, int]]) -> None:
+    users, times = (np.array([event[i] for event in events], np.int64) for i in range(2))
+    marks = last_rows(users, times, np.arange(len(events)))
+    expected = {}
+    for user in set(users.tolist()):
+        of_user = sorted((int(times[row]), row) for row in range(len(events)) if users[row] == user)
+        for place, part in ((1, 2), (2, 1)):
+            if len(of_user) > place:
+                expected[of_user[-place][1]] = part
+    assert dict(zip(marks["row"].tolist(), marks["part"].tolist(), strict=True)) == expected
+    assert marks["row"].tolist() == sorted(expected)
+
+
+def test_lines_of_text_keep_their_bytes_and_faulty_ones_are_left_out(tmp_path: Path) -> None:
+    synthetic.generate(str(tmp_path / "made"), rows=800, dialect="kaggle", days=1, seed=0)
+    lines = (tmp_path / "made" / "train.txt").read_bytes().splitlines(keepends=True)
+    log = tmp_path / "log"
+    log.mkdir()
+    broken = [b"x\ty\n", b"\n"]
+    (log / "a.txt").write_bytes(b"".join([*lines[:300], *broken, *lines[300:500]]))
+    (log / "b.txt.gz").write_bytes(gzip.compress(b"".join(lines[500:]).rstrip(b"\n")))  # no end of the last line
+    found = split(str(log), tmp_path / "out", "rows", max_bad_fraction=0.1, block_bytes=1 << 16)
+    assert (found["rows"], found["bad_rows"]) == (800, 2)
+    parts = {
+        name: b"".join(file.read_bytes() for file in sorted((tmp_path / "out").glob(f"{name}-*.txt"))).splitlines(True)
+        for name in ("train", "validation", "test")
+    }
+    place = {line: number for number, line in enumerate(lines)}
+    for of_part in parts.values():
+        assert [place[line] for line in of_part] == sorted(place[line] for line in of_part)
+    assert sorted(line for of_part in parts.values() for line in of_part) == sorted(lines)
+    with pytest.raises(InputError, match="more than max_bad_fraction"):
+        split(str(log), tmp_path / "strict", "rows")
+
+    # Bytes do not depend on blocks; a group of text.
+    split(str(log), tmp_path / "again", "rows", max_bad_fraction=0.1, block_bytes=1 << 17)
+    for name, of_part in parts.items():
+        files = sorted((tmp_path / "again").glob(f"{name}-*.txt"))
+        assert b"".join(file.read_bytes() for file in files).splitlines(True) == of_part
+    split(str(log), tmp_path / "groups", "group", group="cat_5", max_bad_fraction=0.1)
+    column = CRITEO.columns.index("cat_5")
+    values = {
+        name: {
+            line.split(b"\t")[column] for file in (tmp_path / "groups").glob(f"{name}-*") for line in file.open("rb")
+        }
+        for name in ("train", "test")
+    }
+    assert not values["train"] & values["test"]
+
+
+def test_csv_becomes_parquet_with_its_fields_as_text(tmp_path: Path) -> None:
+    table = table_of(400)
+    (tmp_path / "log").mkdir()
+    arrow_csv.write_csv(table, tmp_path / "log" / "day.csv")
+    with (tmp_path / "log" / "day.csv").open("a") as file:
+        file.write("row 400,7,,,,\n")  # no label
+    found = split(str(tmp_path / "log"), tmp_path / "out", "time", schema=SCHEMA, max_bad_fraction=0.01)
+    assert (found["rows"], found["bad_rows"]) == (400, 1)
+    parts = parts_of(tmp_path / "out")
+    assert parts["train"].column_names == table.column_names
+    assert sorted(number for part in parts.values() for number in numbers(part)) == list(range(400))
+    row = parts["test"].slice(0, 1).to_pylist()[0]
+    original = table.slice(int(row["note"].removeprefix("row ")), 1).to_pylist()[0]
+    assert row["price"] == str(original["price"])
+    assert parts["test"].schema.field("price").type == pa.large_string()
+
+
+def test_an_interrupted_split_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(table_of(), tmp_path / "log")
+    whole = split(path, tmp_path / "whole", "last-out", schema=SCHEMA)
+    write, calls = splitting.write, []
+
+    def failing(task: Any, *, job: Any) -> pa.Table:
+        calls.append(task.number)
+        if len(calls) == 3:
+            raise OSError("killed")
+        return write(task, job=job)
+
+    monkeypatch.setattr(splitting, "write", failing)
+    monkeypatch.setattr(splitting, "engine", one_thread)
+    with pytest.raises(OSError, match="killed"):
+        split(path, tmp_path / "out", "last-out", schema=SCHEMA)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(InputError, match=r"left by an unfinished .* another by"):
+        split(path, tmp_path / "out", "rows", schema=SCHEMA)
+    found = split(path, tmp_path / "out", "last-out", schema=SCHEMA)
+    assert len(calls) < 3 + len(set(calls))
+    assert {**found, "out": ""} == {**whole, "out": ""}
+    names = sorted(file.name for file in (tmp_path / "whole").iterdir())
+    assert names == sorted(file.name for file in (tmp_path / "out").iterdir())
+    for name in names:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+class one_thread:
+    """The engine of one thread, as a context."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> Engine:
+        return ThreadEngine(1)
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"by": "rows", "validation": 0.0}, "validation 0.0 must be above 0"),
+        ({"by": "rows", "group": "user"}, "split by rows: takes no group"),
+        ({"by": "last-out", "validation": 0.2}, "split by last-out: takes no validation"),
+        ({"by": "time", "test_from": "2026-01-01"}, "test_from without validation_from"),
+        ({"by": "time", "validation_from": "soon"}, "soon is no date or time in ISO 8601"),
+        ({"by": "time", "validation_from": "2026-02-01", "test_from": "2026-01-01"}, "is not after validation_from"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        RowSplit(**options)
+
+
+def test_logs_that_cannot_be_split_so_are_refused(tmp_path: Path) -> None:
+    path = written(table_of(60), tmp_path / "log")
+    plain = SCHEMA.replace(group=None, timestamp=None)
+    for by, options, message in (
+        ("group", {}, "split by group: which column"),
+        ("time", {}, "split by time: which column has the time"),
+        ("time", {"timestamp": "when"}, "no column named when"),
+        ("rows", {"test": 0.00001}, "leaves no rows for test"),
+        ("rows", {"preset": "nvt"}, "--preset: not an option of a split"),
+    ):
+        with pytest.raises(InputError, match=message):
+            split(path, tmp_path / "out", by, schema=plain, **options)
+        assert not (tmp_path / "out").exists()
+    (tmp_path / "text").write_text("")
+    with pytest.raises(InputError, match="split by time: needs a log with a column of times"):
+        split(str(tmp_path / "text"), tmp_path / "out", "time", timestamp="at")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(InputError, match="exists already"):
+        split(path, tmp_path / "out", "rows", schema=plain)
