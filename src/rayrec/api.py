@@ -46,9 +46,14 @@ def generate(
     dialect: Literal["kaggle", "terabyte"] = "kaggle",
     days: int = 7,
     seed: int = 0,
+    drift: int = 1,
+    first_date: str | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Writes a synthetic click log with a planted truth into folder `out`, and returns what truth.json says of it.
+
+    `drift`: from one day to the next, the truth changes as much as in so many days; 0: never. `first_date`, such as 2026-01-31:
+    write a folder a day, `dt=2026-01-31/train.txt`, from this date on.
 
     The same seed gives the same bytes on any machine, whatever its number of cores. Raises InputError for bad arguments
     and where `out` holds a log already.
@@ -56,7 +61,9 @@ def generate(
     from rayrec.data import synthetic
 
     progress = (lambda done, total: console.progress("generate (rows)", done, total)) if console else None
-    return synthetic.generate(out, rows=rows, dialect=dialect, days=days, seed=seed, progress=progress)
+    return synthetic.generate(
+        out, rows=rows, dialect=dialect, days=days, seed=seed, drift=drift, first_date=first_date, progress=progress
+    )
 
 
 def vocabulary(

@@ -26,6 +26,8 @@ def _generate(
     dialect: Literal["kaggle", "terabyte"] = "kaggle",
     days: int = 7,
     seed: int = 0,
+    drift: int = 1,
+    first_date: str | None = None,
 ) -> dict[str, Any]:
     """Write a synthetic click log whose best reachable AUROC and logloss are known.
 
@@ -35,10 +37,21 @@ def _generate(
         dialect: Columns like those of Criteo Kaggle (one file) or Criteo 1TB (a file a day).
         days: Days the rows are spread over.
         seed: The same seed gives the same bytes.
+        drift: From one day to the next, clicks and categories change as much as in so many days; 0: never.
+        first_date: Write a folder a day, dt=2026-01-31/train.txt, from this date on.
     """
     console = Console()
     with console.preparing():
-        return api.generate(out, rows=rows, dialect=dialect, days=days, seed=seed, console=console)
+        return api.generate(
+            out,
+            rows=rows,
+            dialect=dialect,
+            days=days,
+            seed=seed,
+            drift=drift,
+            first_date=first_date,
+            console=console,
+        )
 
 
 def generate(arguments: list[str]) -> None:

@@ -9,6 +9,7 @@ are rounded statistics of the genuine logs: cardinality, popularity of the top t
 from __future__ import annotations
 
 import contextlib
+import datetime
 import itertools
 import json
 import os
@@ -340,10 +341,11 @@ def _identities(column: _SparseColumn, day: int) -> tuple[np.ndarray, np.ndarray
 
 
 class Plant:
-    """The law a synthetic log is drawn from: fixed by dialect and seed, the same whatever the number of rows."""
+    """The law a synthetic log is drawn from: fixed by dialect, seed and drift, the same whatever the number of rows."""
 
-    def __init__(self, dialect: str, seed: int) -> None:
-        self.dialect, self.seed = dialect, seed
+    def __init__(self, dialect: str, seed: int, drift: int = 1) -> None:
+        """`drift`: from one day of the log to the next, the law changes as much as in so many days; 0: never."""
+        self.dialect, self.seed, self.drift = dialect, seed, drift
         self._law = law = DIALECTS[dialect]
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(0,))))
         self._missing_rate = np.zeros(_NUM_DENSE + _NUM_SPARSE)
@@ -527,14 +529,14 @@ class Plant:
                 if used == _CHUNK_ROWS:
                     draws, used = self._draws(rng), 0
                 take = min(left, _CHUNK_ROWS - used)
-                yield day, self._rows(draws[:, used : used + take], day)
+                yield day, self._rows(draws[:, used : used + take], day * self.drift)
                 used += take
                 left -= take
 
 
-def plant(dialect: str, seed: int) -> Plant:
-    """The planted law of a dialect ("kaggle" or "terabyte") and a seed."""
-    return Plant(dialect, seed)
+def plant(dialect: str, seed: int, drift: int = 1) -> Plant:
+    """The planted law of a dialect ("kaggle" or "terabyte"), a seed and a drift."""
+    return Plant(dialect, seed, drift)
 
 
 def day_starts(rows: int, days: int) -> list[int]:
@@ -623,6 +625,7 @@ def _truth(plan: Plant, logits: np.ndarray, labels: np.ndarray, starts: list[int
         "dialect": plan.dialect,
         "days": len(starts) - 1,
         "seed": plan.seed,
+        "drift": plan.drift,
         **overall,
         "expected_logloss": _logloss(logits, None),
         "days_detail": days_detail,
@@ -638,10 +641,16 @@ class _NewFiles:
         self._suffix = f".{uuid.uuid4().hex[:12]}.partial"
         self._names: list[str] = []
         self._named: list[str] = []
+        self._folders: set[str] = set()
+        self._made: list[str] = []
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[BinaryIO]:
         """A new file, on the disk when the block ends; `name` itself appears with `publish`."""
+        parent = os.path.dirname(os.path.join(self._folder, name))
+        if not os.path.isdir(parent):
+            os.makedirs(parent)
+            self._made.append(parent)
         self._names.append(name)
         with open(self._temporary(name), "xb", buffering=0) as file:
             yield file  # type: ignore[misc]
@@ -652,33 +661,49 @@ class _NewFiles:
         while self._names:
             name = self._names[0]
             path = os.path.join(self._folder, name)
+            self._folders.add(os.path.dirname(path))
             if os.path.lexists(path):  # appeared while this log was made
                 raise InputError(f"{path}: is there already and is never overwritten; name another folder")
             os.rename(self._temporary(name), path)
             self._named.append(path)
             del self._names[0]
-        descriptor = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        for folder in (self._folder, *self._folders):
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
     def discard(self) -> None:
         for path in [*self._named, *map(self._temporary, self._names)]:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
+        for folder in self._made:
+            with contextlib.suppress(OSError):  # of another log
+                os.rmdir(folder)
 
     def _temporary(self, name: str) -> str:
-        return os.path.join(self._folder, f".{name}{self._suffix}")
+        folder, base = os.path.split(os.path.join(self._folder, name))
+        return os.path.join(folder, f".{base}{self._suffix}")
 
 
-def _check(out: str, *, rows: int, dialect: str, days: int, seed: int, parallelism: int | None) -> list[str]:
+def _check(
+    out: str,
+    *,
+    rows: int,
+    dialect: str,
+    days: int,
+    seed: int,
+    drift: int,
+    first_date: str | None,
+    parallelism: int | None,
+) -> list[str]:
     """The names of the files to write; raises InputError where the arguments cannot be used."""
     if "://" in out:
         raise InputError(f"{out}: the log is written to a local folder; generate it there, then copy it")
     if dialect not in DIALECTS:
         raise InputError(f"dialect: {dialect!r} is not known; choose from {', '.join(DIALECTS)}")
-    wanted = [("rows", rows, 1), ("days", days, 1), ("seed", seed, 0)]
+    wanted = [("rows", rows, 1), ("days", days, 1), ("seed", seed, 0), ("drift", drift, 0)]
     if parallelism is not None:
         wanted.append(("parallelism", parallelism, 1))
     for name, value, least in wanted:
@@ -689,10 +714,23 @@ def _check(out: str, *, rows: int, dialect: str, days: int, seed: int, paralleli
     if os.path.exists(out) and not os.path.isdir(out):
         raise InputError(f"{out}: is a file; name a folder to write the log into")
     names = ["train.txt"] if dialect == "kaggle" else [f"day_{day}" for day in range(days)]
+    if first_date is not None:
+        names = _dated_names(first_date, days)
     for name in [*names, "truth.json"]:
         if os.path.lexists(os.path.join(out, name)):
             raise InputError(f"{out}: already has {name}, which is never overwritten; name another folder")
     return names
+
+
+def _dated_names(first_date: str, days: int) -> list[str]:
+    try:
+        first = datetime.date.fromisoformat(first_date)
+        dates = [first + datetime.timedelta(day) for day in range(days)]
+    except (ValueError, OverflowError):
+        raise InputError(
+            f"first_date: {first_date!r} is no date such as 2026-01-31, or too late for {days} days"
+        ) from None
+    return [f"dt={date.isoformat()}/train.txt" for date in dates]
 
 
 def _write_full(file: BinaryIO, text: memoryview) -> None:
@@ -739,19 +777,31 @@ def generate(
     dialect: str = "kaggle",
     days: int = 7,
     seed: int = 0,
+    drift: int = 1,
+    first_date: str | None = None,
     parallelism: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Write a synthetic click log and `truth.json`, the best any model could reach on it; returns the latter's dict.
 
-    kaggle: one file `train.txt`, all days in time order; terabyte: one file `day_<d>` a day. The files appear complete
-    or not at all, `truth.json` last. The bytes depend on rows, dialect, days and seed alone; `parallelism` (default:
-    the cores this process may use) sets the threads. `progress(rows done, rows)` is called after every block.
-    Raises InputError where an argument cannot be used or a file is already there.
+    kaggle: one file `train.txt`, all days in time order; terabyte: one file `day_<d>` a day; with `first_date` (YYYY-MM-DD) a
+    folder a day, `dt=2026-01-31/train.txt`. The files appear complete or not at all, `truth.json` last. From one day to the
+    next, the law changes as much as in `drift` days (0: never). The rows depend on rows, dialect, days, seed and drift alone;
+    `parallelism` (default: the cores this process may use) sets the threads. `progress(rows done, rows)` is called after every
+    block. Raises InputError where an argument cannot be used or a file is already there.
     """
     out = os.fspath(out)
-    names = _check(out, rows=rows, dialect=dialect, days=days, seed=seed, parallelism=parallelism)
-    plan = plant(dialect, seed)
+    names = _check(
+        out,
+        rows=rows,
+        dialect=dialect,
+        days=days,
+        seed=seed,
+        drift=drift,
+        first_date=first_date,
+        parallelism=parallelism,
+    )
+    plan = plant(dialect, seed, drift)
     starts = day_starts(rows, days)
     logits, labels = np.empty(rows, dtype=np.float32), np.empty(rows, dtype=np.uint8)
     num_blocks = -(-rows // BLOCK_ROWS)
@@ -767,7 +817,7 @@ def generate(
             current, file = -1, None
             for block, pieces in enumerate(blocks):
                 for day, text in pieces:
-                    index = day if dialect == "terabyte" else 0
+                    index = min(day, len(names) - 1)
                     if index != current:
                         stack.close()
                         current, file = index, stack.enter_context(files.open(names[index]))

@@ -134,6 +134,45 @@ def test_terabyte_writes_a_file_a_day(tmp_path: Path) -> None:
     assert calls == [(1_001, 1_001)]
 
 
+def test_dated_folders_hold_a_day_each_of_a_law_that_moves_faster(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"rows": 6_000, "days": 3, "seed": 4}
+    truth = synthetic.generate(str(tmp_path / "dated"), drift=5, first_date="2026-02-27", **arguments)
+    names = [f"dt={date}/train.txt" for date in ("2026-02-27", "2026-02-28", "2026-03-01")]
+    files = sorted(str(path.relative_to(tmp_path / "dated")) for path in (tmp_path / "dated").rglob("*.*"))
+    assert files == [*names, "truth.json"]
+    # The truth is that of the rows: theirs are drawn from the law of day 0, 5 and 10.
+    plan = synthetic.plant("kaggle", 4)
+    whole = synthetic.plant("kaggle", 4, 5).rows(0, spans=[(0, 2_000), (1, 2_000), (2, 2_000)])
+    days = [rows for _, rows in whole]
+    rng = np.random.Generator(np.random.SFC64(np.random.SeedSequence(4, spawn_key=(2, 0))))
+    draws = plan._draws(rng)
+    for number, day in enumerate((0, 5, 10)):
+        expected = plan._rows(draws[:, 2_000 * number : 2_000 * (number + 1)], day)
+        assert (days[number].logits == expected.logits).all()
+        auroc = synthetic.exact_auroc(expected.logits, expected.labels)
+        assert truth["days_detail"][number]["auroc"] == auroc
+    assert truth["drift"] == 5
+    synthetic.generate(str(tmp_path / "plain"), **arguments)
+    synthetic.generate(str(tmp_path / "split"), first_date="2026-01-01", **arguments)
+    parts = sorted((tmp_path / "split").glob("dt=*/train.txt"))
+    assert b"".join(part.read_bytes() for part in parts) == (tmp_path / "plain" / "train.txt").read_bytes()
+    for wrong in ("2026-02-30", "today", "9999-12-30"):
+        with pytest.raises(InputError, match="is no date such as 2026-01-31"):
+            synthetic.generate(str(tmp_path / "wrong"), first_date=wrong, **arguments)
+
+
+def test_a_dated_log_that_cannot_be_written_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        synthetic.generate(
+            str(tmp_path / "log"),
+            rows=100,
+            days=2,
+            first_date="2026-01-01",
+            progress=lambda *_: 1 // 0,  # type: ignore[arg-type, return-value]
+        )
+    assert list((tmp_path / "log").iterdir()) == []
+
+
 def test_tokens_drift_and_new_ones_appear() -> None:
     plan = synthetic.plant("kaggle", 0)
     first, same, later = (plan._tables(day).tokens[2][:-1] for day in (0, 0, 6))
