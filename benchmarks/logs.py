@@ -16,6 +16,15 @@ def synthetic_log(rows: int) -> str:
     return os.path.join(folder, "train.txt")
 
 
+def dated_log(rows: int, days: int, *, drift: int) -> list[str]:
+    """Folders of the days, in order, of a generated log; made once per machine."""
+    name = f"dated-{rows}-{days}-{drift}"
+    folder = os.path.join(tempfile.gettempdir(), f"rayrec-benchmark-{os.getuid()}", name)
+    if not os.path.exists(os.path.join(folder, "truth.json")):
+        generate(folder, rows=rows, days=days, drift=drift, first_date="2026-01-01")
+    return sorted(os.path.join(folder, name) for name in os.listdir(folder) if name.startswith("dt="))
+
+
 def preprocessor_of(path: str) -> str:
     """Folder of a Kaggle-format log's Preprocessor, made once: all candidates have the same tables and the same ids."""
     from rayrec.data.parsing import RawRows, max_rows_in, padded, parse_into

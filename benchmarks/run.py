@@ -27,6 +27,7 @@ NAMES = (
     "quality",
     "scale",
     "plan",
+    "warm-start",
 )
 
 
@@ -41,7 +42,7 @@ def main(arguments: list[str]) -> int:
         )
         return 2
     for name in wanted:
-        importlib.import_module(f"{name}_benchmark").main(quick="--quick" in arguments)
+        importlib.import_module(f"{name.replace('-', '_')}_benchmark").main(quick="--quick" in arguments)
     return 0
 
 
