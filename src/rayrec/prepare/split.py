@@ -240,22 +240,18 @@ class _Work:
         ]
         return self._marked(tasks, [marker["sizes"] for marker in found]) if self.rows.by == "last-out" else tasks
 
-    def _marked(self, tasks: list[SplitTask], sizes: list[list[int]]) -> list[SplitTask]:
-        """The tasks with the places of their users' last rows."""
+    def _marked(self, tasks: list[SplitTask], sizes: list[list[list[int]]]) -> list[SplitTask]:
+        """The tasks with the places of their users' last rows. `sizes`: of each task, chunk and partition, its events."""
         starts = tuple(task.first_row for task in tasks)
-        begins = [np.concatenate([[0], np.cumsum(of_task)]).tolist() for of_task in sizes]
-        users = [
-            UsersTask(
-                number,
-                tuple(
-                    (self.job.place("keys", task.number), begin[number], of_task[number], task.first_row)
-                    for task, begin, of_task in zip(tasks, begins, sizes, strict=True)
-                    if of_task[number]
-                ),
-                starts,
-            )
-            for number in range(self.job.partitions)
-        ]
+        events: list[list[tuple[str, int, int, int]]] = [[] for _ in range(self.job.partitions)]
+        for task, chunks in zip(tasks, sizes, strict=True):
+            begin = 0
+            for chunk in chunks:
+                for of_partition, count in zip(events, chunk, strict=True):
+                    if count:
+                        of_partition.append((self.job.place("keys", task.number), begin, count, task.first_row))
+                    begin += count
+        users = [UsersTask(number, tuple(each), starts) for number, each in enumerate(events)]
         found = self._markers("marks", functools.partial(mark_last, job=self.job), users)
         edges = [marker["edges"] for marker in found]
         return [

@@ -34,6 +34,8 @@ from rayrec.schema import Schema
 PARTS: Final = ("train", "validation", "test")
 By = Literal["rows", "group", "time", "last-out"]
 BATCH_ROWS: Final = 1 << 15
+CHUNK_ROWS: Final = 1 << 20
+"""Rows whose keys a task has in memory."""
 GROUP_BYTES: Final = 2 << 20
 """Bytes of a row group that is written: small enough to be shuffled as it is."""
 EVENT: Final = np.dtype([("user", np.int64), ("time", np.int64), ("row", np.int64)])
@@ -153,34 +155,59 @@ def examine(task: SplitTask, *, job: SplitJob) -> pa.Table:
     """Counts the good rows and faults of a table's stretch, and writes what `time` and `last-out` choose by."""
     _begin(job)
     rows, missing, faults, first = 0, 0, Faults(), 0
-    kept: list[np.ndarray] = []
-    for table in tables_of(task, job.schema):
-        raw, found = parse_table(table, job.schema, path=task.file, first_row=first)
-        faults.add(found)
-        first += len(table)
-        if job.by == "time":
-            kept.append(_times(raw))
-        elif job.by == "last-out":
-            events = np.empty(raw.rows, EVENT)
-            events["user"], events["time"] = group_keys(raw, np.arange(raw.rows)), _times(raw)
-            events["row"] = np.arange(rows, rows + raw.rows)
-            missing += int(np.count_nonzero(events["user"] == 0))
-            kept.append(events[events["user"] != 0])
-        elif job.by == "group":
-            missing += int(np.count_nonzero(group_keys(raw, np.arange(raw.rows)) == 0))
-        rows += raw.rows
-    marker: dict[str, object] = {"rows": rows, "missing": missing, "faults": faults.to_dict()}
-    with disk_errors(job.folder):
-        if job.by == "time":
-            times = np.concatenate([np.empty(0, np.int64), *kept])
-            storage.write_bytes(job.place("keys", task.number), times.data)
-        elif job.by == "last-out":
-            events = np.concatenate([np.empty(0, EVENT), *kept])
-            partition_of = _partitions(events["user"], job.partitions)
-            ordered = events[np.argsort(partition_of, kind="stable")]
-            storage.write_bytes(job.place("keys", task.number), ordered.view(np.uint8).data)
-            marker["sizes"] = np.bincount(partition_of, minlength=job.partitions).tolist()
-        return _finished(job, "examine", task.number, marker)
+    with disk_errors(job.folder), ExitStack() as opened:
+        keys = _Keys(task, job, opened) if job.by in ("time", "last-out") else None
+        for table in tables_of(task, job.schema):
+            raw, found = parse_table(table, job.schema, path=task.file, first_row=first)
+            faults.add(found)
+            first += len(table)
+            if job.by in ("group", "last-out"):
+                missing += int(np.count_nonzero(group_keys(raw, np.arange(raw.rows)) == 0))
+            if keys is not None:
+                keys.add(raw, rows)
+            rows += raw.rows
+        if keys is not None:
+            keys.flush()
+    sizes = [] if keys is None else keys.sizes
+    return _finished(
+        job, "examine", task.number, {"rows": rows, "missing": missing, "faults": faults.to_dict(), "sizes": sizes}
+    )
+
+
+class _Keys:
+    """The file of what a task's rows are chosen by: times, or events in chunks that are each in the order of the partitions."""
+
+    def __init__(self, task: SplitTask, job: SplitJob, opened: ExitStack) -> None:
+        self._job = job
+        path = opened.enter_context(storage.writing(job.place("keys", task.number)))
+        self._file = opened.enter_context(open(path, "wb"))  # noqa: SIM115  closed with the others
+        self._waiting: list[np.ndarray] = []
+        self._rows = 0
+        self.sizes: list[list[int]] = []
+        """For last-out, of each chunk: the events of every partition."""
+
+    def add(self, raw: RawRows | RawColumns, first_row: int) -> None:
+        """Adds rows that begin with number `first_row` of the task."""
+        if self._job.by == "time":
+            self._file.write(np.ascontiguousarray(_times(raw)).data)
+            return
+        users = group_keys(raw, np.arange(raw.rows))
+        events = np.empty(raw.rows, EVENT)
+        events["user"], events["time"] = users, _times(raw)
+        events["row"] = np.arange(first_row, first_row + raw.rows)
+        self._waiting.append(events[users != 0])
+        self._rows += raw.rows
+        if self._rows >= CHUNK_ROWS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes the events that wait as one chunk."""
+        events = np.concatenate([np.empty(0, EVENT), *self._waiting])
+        self._waiting, self._rows = [], 0
+        if len(events):
+            partition_of = _partitions(events["user"], self._job.partitions)
+            self._file.write(events[np.argsort(partition_of, kind="stable")].view(np.uint8).data)
+            self.sizes.append(np.bincount(partition_of, minlength=self._job.partitions).tolist())
 
 
 def _times(raw: RawRows | RawColumns) -> Numbers:
@@ -213,14 +240,15 @@ class DigitTask:
 
 def count_digits(task: DigitTask) -> pa.Table:
     """A histogram for each prefix, one after the other: int64 (65,536 each)."""
-    times = read_array(task.path, np.dtype(np.int64), 0, task.rows)
-    bits = times.view(np.uint64) ^ np.uint64(1 << 63)  # in the order of the times
-    counts = []
-    for prefix in task.prefixes:
-        chosen = bits if task.shift == 48 else bits[bits >> np.uint64(task.shift + 16) == np.uint64(prefix)]
-        digits = (chosen >> np.uint64(task.shift)).astype(np.int64) & 0xFFFF
-        counts.append(np.bincount(digits, minlength=1 << 16))
-    return pa.table({"counts": np.concatenate(counts)})
+    counts = np.zeros((len(task.prefixes), 1 << 16), np.int64)
+    for start in range(0, task.rows, CHUNK_ROWS):
+        times = read_array(task.path, np.dtype(np.int64), start, min(CHUNK_ROWS, task.rows - start))
+        bits = times.view(np.uint64) ^ np.uint64(1 << 63)  # in the order of the times
+        for of_prefix, prefix in zip(counts, task.prefixes, strict=True):
+            chosen = bits if task.shift == 48 else bits[bits >> np.uint64(task.shift + 16) == np.uint64(prefix)]
+            digits = (chosen >> np.uint64(task.shift)).astype(np.int64) & 0xFFFF
+            of_prefix += np.bincount(digits, minlength=1 << 16)
+    return pa.table({"counts": counts.reshape(-1)})
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,8 @@ def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splitting, "_LEAST_TASK_BYTES", 1 << 14)
     monkeypatch.setattr(splitting, "_PARTITION_BYTES", 1 << 13)
     monkeypatch.setattr(split_tasks, "GROUP_BYTES", 1 << 14)
+    monkeypatch.setattr(split_tasks, "BATCH_ROWS", 64)
+    monkeypatch.setattr(split_tasks, "CHUNK_ROWS", 100)
 
 
 def table_of(rows: int = 3000, *, users: int = 200) -> pa.Table:
