@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rayrec.observe.events import EventWriter
+from rayrec.observe.run_view import note_of
 from rayrec.workloads.base import RunContext, TrainConfig, WarmStart
 
 if TYPE_CHECKING:
@@ -28,8 +29,10 @@ def find(config: TrainConfig, folder: str) -> Checkpoint | None:
 
 
 def prepare(context: RunContext, prepared: Any, checkpoint: Checkpoint, events: EventWriter) -> WarmStart:
-    """What the workers need for it; writes an event. Raises InputError for a checkpoint that does not fit the run."""
+    """What the workers need for it; writes an event and prints a line. Raises InputError for a checkpoint that does not fit."""
     start = context.config.workload.warm_start(context, prepared, checkpoint)
     context.stopwatch.lap("warm_start")
-    events.write(KIND, checkpoint=start.checkpoint, **start.report)
+    event = {"checkpoint": start.checkpoint, **start.report}
+    events.write(KIND, **event)
+    context.note(str(note_of({"kind": KIND, **event})))
     return start

@@ -172,6 +172,7 @@ def test_a_category_takes_over_its_row_and_a_new_one_starts_fresh(
     assert event["tables"]["item"] == {"kept": 30, "fresh": 10, "dropped": 10}
     assert (event["kept"], event["fresh"], event["dropped"]) == (60, 10, 10)
     assert event["preprocessor"] == old_p.hash()
+    assert "60 kept, 10 fresh, 10 dropped" in (tmp_path / "new" / "report.html").read_text()
 
 
 def test_with_nothing_changed_it_evaluates_as_before_and_learns_the_same_again(tmp_path: Path) -> None:
@@ -222,13 +223,14 @@ def test_no_plan_changes_what_it_starts_with(
 
 
 def test_sequences_and_members_are_carried_over(
-    tmp_path: Path, captured: Callable[[], dict[str, torch.Tensor]]
+    tmp_path: Path, captured: Callable[[], dict[str, torch.Tensor]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = {"model": DINConfig(embedding_dim=4, attention=(8,), mlp=(8,), members=2)}
     trained(config(day(tmp_path, 0), tmp_path, "old", **model))
     rayrec.vocabulary(day(tmp_path, 1), out=str(tmp_path / "extended"), extend=str(tmp_path / "old"), **QUIET)
     new = config(day(tmp_path, 1), tmp_path, "new", **model, preprocessor=str(tmp_path / "extended"))
-    trained(new.replace(init_from=str(tmp_path / "old"), steps=1, evaluate_every=1))
+    rayrec.train(new.replace(init_from=str(tmp_path / "old"), steps=1, evaluate_every=1), console=Console())
+    assert "categories: 70 kept, 10 fresh, 0 dropped" in " ".join(capsys.readouterr().err.split())
     before, after = tensors(tmp_path / "old"), captured()
     (table,) = [name for name in after if name.startswith("model.sequences.")]
     assert len(after[table]) == len(before[table]) + 10
