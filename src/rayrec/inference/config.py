@@ -33,8 +33,8 @@ class EvaluationConfig(ScoringConfig):
     group: str | None = None
     """Column such as the user: also report how well rows are ordered within its values (gauc, NDCG, recall); None: the schema's,
     if any."""
-    ranking_k: tuple[int, ...] = DEFAULT_KS
-    """With a group: ranks k of ndcg_at_K, recall_at_K and hit_rate_at_K."""
+    ranking_k: tuple[int, ...] = ()
+    """With a group: rank k of ndcg_at_K, recall_at_K and hit_rate_at_K, may be given several times; none: 10."""
     slice_by: tuple[str, ...] = ()
     """Tell metrics also by slices: day, COLUMN (its values), frequency:COLUMN (how often its value was trained on); may be given
     several times."""
@@ -57,6 +57,11 @@ class EvaluationConfig(ScoringConfig):
             raise InputError(f"slice_by: {', '.join(self.slice_by)} names one twice")
         check_ks(self.ranking_k)
         _ = self.resampling
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """Ranks k of the metrics at k."""
+        return self.ranking_k or DEFAULT_KS
 
     @property
     def resampling(self) -> Resampling:

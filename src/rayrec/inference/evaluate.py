@@ -17,7 +17,7 @@ from rayrec.inference.config import EvaluationConfig
 from rayrec.inference.scoring import ScoringJob, ScoringRequest
 from rayrec.inference.slices import slices_of
 from rayrec.metrics.binary import binary_metrics
-from rayrec.metrics.ranking import DEFAULT_KS, ranking_metrics
+from rayrec.metrics.ranking import ranking_metrics
 from rayrec.observe.console import Console
 from rayrec.significance import compare, intervals
 from rayrec.workloads.scoring import GROUP, KEY
@@ -51,7 +51,7 @@ def evaluate(
     options, console = options or EvaluationConfig(), console or Console()
     request = ScoringRequest(checkpoint, path, config, options.batch_rows, options.device, console)
     opened = request.open(evaluating=True, spare_cpus=0, slice_by=options.slice_by, ranking_k=options.ranking_k)
-    if options.ranking_k != DEFAULT_KS:
+    if options.ranking_k:
         _check_clicks(opened, config, options)
     if not options.asks_for_more:
         return json_values({**_metrics(opened, console), **_described(opened)})
@@ -124,9 +124,7 @@ class _Measured:
         return _Measured(self.logits[rows], others, self.labels[rows], groups, self.options)
 
     def _metrics(self, logits: np.ndarray) -> dict[str, Any]:
-        ranking = (
-            {} if self.groups is None else ranking_metrics(self.groups, logits, self.labels, ks=self.options.ranking_k)
-        )
+        ranking = {} if self.groups is None else ranking_metrics(self.groups, logits, self.labels, ks=self.options.ks)
         return {**binary_metrics(logits, self.labels), **ranking}
 
     def told(self) -> dict[str, Any]:

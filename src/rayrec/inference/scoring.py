@@ -19,7 +19,6 @@ from rayrec.data.threads import ThreadEngine
 from rayrec.inference.pool import Pool, plan_pool, scored_tables, weight_bytes
 from rayrec.launch import cluster
 from rayrec.launch.cluster import is_in_process
-from rayrec.metrics.ranking import DEFAULT_KS
 from rayrec.observe.console import Console
 from rayrec.workloads.scoring import Device, Scoring, ScoringContext
 
@@ -91,7 +90,7 @@ class ScoringRequest:
         evaluating: bool,
         spare_cpus: int,
         slice_by: tuple[str, ...] = (),
-        ranking_k: tuple[int, ...] = DEFAULT_KS,
+        ranking_k: tuple[int, ...] = (),
         as_dataset: bool = False,
     ) -> ScoringJob:
         """`spare_cpus` stay free for whatever the caller does with the scores meanwhile; `as_dataset`: the caller wants a

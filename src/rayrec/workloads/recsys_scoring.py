@@ -54,7 +54,7 @@ def open_scoring(workload: ClickWorkload, context: ScoringContext) -> Scoring:
     if group is not None:
         check_grouped(workload.schema, context.path)
         preprocessor = preprocessor.grouped_by(group)
-    elif context.evaluating and context.ranking_k != DEFAULT_KS:
+    elif context.evaluating and context.ranking_k:
         raise InputError(
             "ranking_k: metrics at k are computed within groups; name the column of the groups with --group"
         )
@@ -90,7 +90,9 @@ def open_scoring(workload: ClickWorkload, context: ScoringContext) -> Scoring:
     return Scoring(
         block_rows=tuple(scored.block.rows for scored in blocks),
         load=process.load,
-        make_totals=functools.partial(_ClickTotals, schema, grouped=group is not None, ks=context.ranking_k),
+        make_totals=functools.partial(
+            _ClickTotals, schema, grouped=group is not None, ks=context.ranking_k or DEFAULT_KS
+        ),
         described={"bad_rows": index.faults.total, "preprocessor": preprocessor.hash()},
         thread_safe=True,
         is_clicks=True,

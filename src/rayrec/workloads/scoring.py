@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import pyarrow as pa
 
 from rayrec.data.engine import StreamEngine
-from rayrec.metrics.ranking import DEFAULT_KS
 from rayrec.observe.console import Console
 
 if TYPE_CHECKING:
@@ -39,8 +38,8 @@ class ScoringContext:
     console: Console
     slice_by: tuple[str, ...] = ()
     """What metrics are to be told by, beside all rows: day, COLUMN, frequency:COLUMN; only a click model's are."""
-    ranking_k: tuple[int, ...] = DEFAULT_KS
-    """Ranks k of the metrics at k of a click model with groups."""
+    ranking_k: tuple[int, ...] = ()
+    """Ranks k of the metrics at k of a click model with groups; none: 10."""
 
 
 KEY = "key:"
