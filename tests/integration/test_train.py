@@ -9,11 +9,13 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Generator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from processes import Run
@@ -287,6 +289,33 @@ def test_the_same_weights_on_a_cluster_with_nodes_for_workers_and_for_data_tasks
     again = json.loads((tmp_path / config.name / "summary.json").read_text())
     assert again["weights_sha256"] == result.summary["weights_sha256"]
     assert losses(str(tmp_path / config.name)) == losses(result.folder)
+
+
+def test_torchrun_trains_the_same_weights_also_when_a_process_is_killed(
+    finished: tuple[TrainConfig, Result], tmp_path: Path
+) -> None:
+    """Two processes without Ray; torchrun starts both again, and they resume."""
+    folder = finished[1].folder
+    options = ["--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "rayrec", "train"]
+    arguments = ["--config", f"{folder}/config.yaml", "--storage-path", str(tmp_path), "--name", "run"]
+    with (tmp_path / "err").open("w") as err:
+        torchrun = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=err, text=True)
+    try:
+        deadline_s = time.monotonic() + 120
+        while not committed(str(tmp_path / "run")):
+            assert torchrun.poll() is None, (tmp_path / "err").read_text()[-3000:]
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+        second = [child for child in psutil.Process(torchrun.pid).children() if child.environ().get("RANK") == "1"]
+        second[0].kill()
+        out, _ = torchrun.communicate(timeout=120)
+    finally:
+        torchrun.terminate()
+    assert torchrun.returncode == 0, (tmp_path / "err").read_text()[-3000:]
+    summary = json.loads(out)
+    assert summary["weights_sha256"] == finished[1].summary["weights_sha256"]
+    assert (summary["restarts"], summary["rows_lost"], summary["rows_repeated"]) == (1, 0, 0)
 
 
 def test_another_seed_gives_other_weights(alone: tuple[TrainConfig, Result], tmp_path: Path) -> None:

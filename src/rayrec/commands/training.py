@@ -11,6 +11,7 @@ from rayrec.config import InputError
 from rayrec.data.presets import MLPERF_NUM_EMBEDDINGS
 from rayrec.launch.policy import Policy
 from rayrec.launch.supervision import SuperviseConfig
+from rayrec.launch.torchrun import Launched
 from rayrec.observe.console import Console
 from rayrec.observe.start_up import Stopwatch
 from rayrec.recipes import ALL
@@ -49,11 +50,14 @@ def _table_sizes(text: str) -> tuple[int, ...]:
 
 def train(arguments: list[str]) -> None:
     resolved, switches = parse_config("train", arguments)
-    console = Console(verbose="-v" in switches, quiet="-q" in switches)
+    launched = Launched.of_environment()
+    first = launched is None or launched.rank == 0
+    console = Console(verbose="-v" in switches, quiet="-q" in switches or not first)
     with results_alone():  # Ray prints what it thinks of dead processes
         result = api.train(resolved, console=console, stopwatch=Stopwatch.of_process())
-    console.table(f"{resolved.recipe}: finished", summary_rows(result.summary, folder=result.folder))
-    print_json(result.summary)
+    if first:
+        console.table(f"{resolved.recipe}: finished", summary_rows(result.summary, folder=result.folder))
+        print_json(result.summary)
 
 
 def _supervision(

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import distributed
@@ -18,7 +18,7 @@ from rayrec import storage
 from rayrec.checkpoint import write_token
 from rayrec.data.engine import STOP_ASKED, StreamEngine
 from rayrec.training.assignment import Assignment
-from rayrec.training.mailbox import LocalMailbox
+from rayrec.training.mailbox import LocalMailbox, Mailbox
 from rayrec.training.profiling import watched_requests
 from rayrec.training.signals import Grace, Signals
 from rayrec.training.worker import Seat, run_worker
@@ -43,14 +43,27 @@ def train_here(
     mailbox = LocalMailbox()
     token = write_token(folder, max_outage_s=config.failure.max_outage_s)
     assignment = Assignment(config, prepared, folder, engine, mailbox, token, since_s, warm_start)
-    return _watched(lambda: _work(assignment, cpus=cpus), config, folder, mailbox=mailbox, signals=signals)
+    return watched(lambda: _work(assignment, cpus=cpus), config, folder, mailbox=mailbox, signals=signals)
 
 
-def _watched(
-    work: Callable[[], dict[str, Any]], config: TrainConfig, folder: str, *, mailbox: LocalMailbox, signals: Signals
+class OwnMailbox(Mailbox, Protocol):
+    """A mailbox, as a process that watches a worker has it."""
+
+    def send(self, cause: str) -> None: ...
+
+    def written_bytes(self) -> int: ...
+
+
+def watched(
+    work: Callable[[], dict[str, Any]],
+    config: TrainConfig,
+    folder: str | None,
+    *,
+    mailbox: OwnMailbox,
+    signals: Signals,
 ) -> dict[str, Any] | None:
-    """What `work` returns, done by a thread, so that this one can pass on signals and requests; None if a signal ended it and the
-    worker did not save within its `Grace`."""
+    """What `work` returns, done by a thread, so that this one can pass on signals and the requests of a run's `folder`; None if a
+    signal ended it and the worker did not save within its `Grace`."""
     future: Future[dict[str, Any]] = Future()
 
     def run() -> None:
@@ -61,7 +74,8 @@ def _watched(
 
     threading.Thread(target=run, name="worker", daemon=True).start()
     grace: Grace | None = None
-    with signals.held(), watched_requests(folder, mailbox):
+    requests = contextlib.nullcontext() if folder is None else watched_requests(folder, mailbox)
+    with signals.held(), requests:
         while not future.done():
             wait([future], timeout=_LOOK_S)
             if signals.cause is not None:
@@ -77,11 +91,18 @@ def _work(assignment: Assignment, *, cpus: int) -> dict[str, Any]:
     device = torch.device("cuda", torch.cuda.current_device()) if config.scaling.use_gpu else torch.device("cpu")
     stopwatch = assignment.stopwatch()
     seat = Seat(rank=0, world_size=1, device=device, node=platform.node(), cpus=cpus, stopwatch=stopwatch)
+    return work(assignment, seat, lambda: _process_group(config))
+
+
+def work(
+    assignment: Assignment, seat: Seat, process_group: Callable[[], contextlib.AbstractContextManager[None]]
+) -> dict[str, Any]:
+    """A worker in this process and thread."""
     threads = torch.get_num_threads()
-    log = storage.join(assignment.folder, "logs", "worker_0.log")
+    log = storage.join(assignment.folder, "logs", f"worker_{seat.rank}.log")
     try:
-        with worker_logs(log, rank=0), _process_group(config):
-            stopwatch.lap("process_group")
+        with worker_logs(log, rank=seat.rank), process_group():
+            seat.stopwatch.lap("process_group")
             return run_worker(assignment, seat)
     finally:
         torch.set_num_threads(threads)

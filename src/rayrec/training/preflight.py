@@ -7,6 +7,7 @@ import os
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.launch import cluster
+from rayrec.launch.torchrun import Launched
 from rayrec.workloads.base import TrainConfig
 
 
@@ -38,6 +39,8 @@ def _check_storage(path: str) -> None:
 
 
 def _check_room(config: TrainConfig) -> None:
+    if Launched.of_environment() is not None:  # whose processes are there already
+        return
     address = config.cluster.address or os.environ.get("RAY_ADDRESS")
     if address not in (None, "", "local", cluster.IN_PROCESS) or cluster.is_connected():
         return  # of a running cluster Ray knows what it has

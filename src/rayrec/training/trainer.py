@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.launch.provenance import origin, versions
+from rayrec.launch.torchrun import Launched
 from rayrec.observe import report, start_up
 from rayrec.observe.bottleneck import verdict
 from rayrec.observe.console import Console
@@ -86,7 +87,8 @@ def train(
     stopwatch: start_up.Stopwatch | None = None,
 ) -> Result:
     """Trains a recipe: on the Ray that `config.cluster.address` names, that this process is connected to, or that RAY_ADDRESS
-    names; else in this process if there is one worker, and on a local Ray if there are several.
+    names; else in this process if there is one worker, and on a local Ray if there are several. In processes that torchrun has
+    started (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set) each is one worker, no Ray is used, and all must call this.
 
     In this process the worker and the data tasks are threads, and an error of the workload is raised unchanged. On Ray failed
     workers are restarted, up to `config.failure.max_failures` times in a row.
@@ -108,11 +110,61 @@ def train(
     of which no step was saved writes its data again.
     """
     console, stopwatch = console or Console(), stopwatch or start_up.Stopwatch()
+    given: dict[str, Table | None] = {"train_data": data, "eval_data": eval_data}
+    launched = Launched.of_environment()
+    if launched is None:
+        return _drive(config, given, console, stopwatch, launcher_of)
+    return _drive_launched(config, given, console, stopwatch, launched)
+
+
+def _drive_launched(
+    config: TrainConfig,
+    given: Mapping[str, Table | None],
+    console: Console,
+    stopwatch: start_up.Stopwatch,
+    launched: Launched,
+) -> Result:
+    """As one of several processes, of which the first drives the run; the result is the same in all of them."""
+    from rayrec.training.torchrun import TorchrunLauncher, fitted
+    from rayrec.training.torchrun_worker import Meeting, end, train_other
+
+    config = fitted(config, launched)
+    meeting = Meeting(launched)
+    if launched.rank:
+        found = train_other(config, launched, meeting)
+        if "status" in found:
+            raise SystemExit(found["status"])
+        return Result(**found)
+    how: dict[str, Any] = {"status": 1}
+    try:
+        result = _drive(config, given, console, stopwatch, lambda named: TorchrunLauncher(named, launched, meeting))
+        how = vars(result)
+    except InputError:
+        how = {"status": 2}
+        raise
+    except KeyboardInterrupt:
+        how = {"status": 130}
+        raise
+    except SystemExit as error:
+        how = {"status": error.code}
+        raise
+    finally:
+        end(meeting, launched, how)
+    return result
+
+
+def _drive(
+    config: TrainConfig,
+    given: Mapping[str, Table | None],
+    console: Console,
+    stopwatch: start_up.Stopwatch,
+    make_launcher: Callable[[TrainConfig], Launcher],
+) -> Result:
     stopwatch.lap("imports")
     config = config.replace(name=config.name or f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
     root = storage.absolute(config.storage_path)
     folder = storage.join(root, str(config.name))
-    config, changes = _checked(config, folder, {"train_data": data, "eval_data": eval_data}, console.note)
+    config, changes = _checked(config, folder, given, console.note)
     finished = _finished(folder, config, changes, console.note)
     if finished is not None:
         return finished
@@ -121,7 +173,7 @@ def train(
     _set_environment()
     stopwatch.lap("checks")
     started_s = time.monotonic()
-    launcher = _connected(config, root, console, stopwatch)
+    launcher = _connected(make_launcher(config), root, console, stopwatch)
     from rayrec.checkpoint import latest
 
     with Signals() as signals:  # not before: ray.init puts a handler of its own in place
@@ -184,6 +236,13 @@ def train(
     raise AssertionError("a run ends without a result only where a signal came")
 
 
+def _connected(launcher: Launcher, root: str, console: Console, stopwatch: start_up.Stopwatch) -> Launcher:
+    stopwatch.lap("imports")
+    launcher.connect(root, console)
+    stopwatch.lap("connect")
+    return launcher
+
+
 def _checked(
     config: TrainConfig, folder: str, given: Mapping[str, Table | None], note: Callable[[str], None]
 ) -> tuple[TrainConfig, Changes]:
@@ -198,14 +257,6 @@ def _checked(
     if tables:
         materialized.write(config, folder, tables, resumes=latest(folder) is not None, note=note)
     return config, changes
-
-
-def _connected(config: TrainConfig, root: str, console: Console, stopwatch: start_up.Stopwatch) -> Launcher:
-    launcher = launcher_of(config)
-    stopwatch.lap("imports")
-    launcher.connect(root, console)
-    stopwatch.lap("connect")
-    return launcher
 
 
 @contextlib.contextmanager

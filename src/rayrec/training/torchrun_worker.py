@@ -1,0 +1,208 @@
+"""The processes of a run that torchrun has started: how they find each other, and the worker of each."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import pickle
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, Final, final
+
+import torch
+from torch import distributed
+
+from rayrec import storage
+from rayrec.checkpoint import write_token
+from rayrec.config import line_of
+from rayrec.data.threads import ThreadEngine
+from rayrec.launch.torchrun import Launched
+from rayrec.training.assignment import Assignment
+from rayrec.training.in_process_worker import watched, work
+from rayrec.training.mailbox import LocalMailbox, Wish
+from rayrec.training.signals import Signals
+from rayrec.training.worker import Seat
+from rayrec.workloads.base import TrainConfig, WarmStart
+
+_LOOK_S: Final = 0.1
+_WISH_S: Final = 1.0
+_JOIN: Final = timedelta(minutes=30)
+"""For which processes wait until the first one is there."""
+_LEAVE_S: Final = 30.0
+"""For which the first process, which may hold the store, waits until the others have read how the run ended."""
+_ASSIGNMENT, _ENDED, _LEFT, _CAUSE, _WROTE, _WISHES = "assignment", "ended", "left", "cause", "wrote", "wishes"
+
+
+@final
+class Meeting:
+    """What the processes leave for each other in torch's key-value store, which torchrun or the first process holds."""
+
+    def __init__(self, launched: Launched) -> None:
+        """Raises RuntimeError if the first process is not there within half an hour."""
+        rendezvous = distributed.rendezvous("env://", launched.rank, launched.world_size, timeout=_JOIN)
+        store, _, _ = next(rendezvous)
+        # torchrun may keep the store over restarts, with all that the processes before have left in it.
+        attempt = f"attempt_{launched.restarts}"
+        self.group_store = distributed.PrefixStore(f"{attempt}/group", store)
+        self._store, self._lock = distributed.PrefixStore(f"{attempt}/rayrec", store.clone()), threading.Lock()
+
+    def publish(self, key: str, value: bytes) -> None:
+        with self._lock:
+            self._store.set(key, value)  # type: ignore[arg-type]  # bytes too, which torch's stubs do not know
+
+    def found(self, key: str) -> bytes | None:
+        """What was published; None: nothing yet. Raises RuntimeError if the store is gone."""
+        with self._lock:
+            return self._store.get(key) if self._store.check([key]) else None
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a counter -> its new value."""
+        with self._lock:
+            return self._store.add(key, amount)
+
+
+@final
+class StoreMailbox:
+    """A mailbox that all processes of a run reach; a stop may be asked for by any of them."""
+
+    def __init__(self, meeting: Meeting, launched: Launched) -> None:
+        self._meeting, self._launched = meeting, launched
+
+    def send(self, cause: str) -> None:
+        """Asks for a stop; the first cause stays."""
+        if self.read() is None:
+            self._meeting.publish(_CAUSE, cause.encode())
+
+    def read(self) -> str | None:
+        cause = self._found(_CAUSE)
+        return None if cause is None else cause.decode()
+
+    def wrote(self, rank: int, written_bytes: int) -> None:
+        self._meeting.publish(f"{_WROTE}/{rank}", str(written_bytes).encode())
+
+    def written_bytes(self) -> int:
+        """By the saves of all workers."""
+        return sum(int(self._found(f"{_WROTE}/{rank}") or b"0") for rank in range(self._launched.world_size))
+
+    def ask(self, wish: Wish) -> None:
+        self._meeting.publish(f"{_WISHES}/{self._meeting.add(_WISHES, 1)}", json.dumps(wish).encode())
+
+    def watch(self, wished: Callable[[Wish], None]) -> None:
+        threading.Thread(target=self._watch, args=(wished,), name="profile-wishes", daemon=True).start()
+
+    def _watch(self, wished: Callable[[Wish], None]) -> None:
+        seen = 0
+        with contextlib.suppress(OSError):  # the run is over
+            while True:
+                given = self._found(f"{_WISHES}/{seen + 1}")
+                if given is None:
+                    time.sleep(_WISH_S)
+                else:
+                    wished(json.loads(given))
+                    seen += 1
+
+    def _found(self, key: str) -> bytes | None:
+        try:
+            return self._meeting.found(key)
+        except RuntimeError as error:
+            raise OSError(f"the store of the run's processes is gone ({line_of(error)})") from None
+
+
+def train_first(
+    config: TrainConfig,
+    folder: str,
+    prepared: Any,
+    *,
+    launched: Launched,
+    meeting: Meeting,
+    since_s: float,
+    warm_start: WarmStart | None,
+    signals: Signals,
+) -> dict[str, Any] | None:
+    """The first process's worker, and what the others need for theirs; see `rayrec.training.in_process_worker.train_here`."""
+    token = write_token(folder, max_outage_s=config.failure.max_outage_s)
+    mailbox, engine = StoreMailbox(meeting, launched), _engine(config, launched)
+    assignment = Assignment(config, prepared, folder, engine, mailbox, token, since_s, warm_start)
+    # What a process cannot share is made anew by each of them; the configuration is compared with what it was started with.
+    shared = dataclasses.replace(assignment, config=None, engine=None, mailbox=None)  # type: ignore[arg-type]
+    meeting.publish(_ASSIGNMENT, pickle.dumps((config.to_dict(), shared)))
+    return _work_of(assignment, launched, meeting, mailbox, signals)
+
+
+def train_other(config: TrainConfig, launched: Launched, meeting: Meeting) -> dict[str, Any]:
+    """The worker of a process that is not the first one -> what the first one gave `end`."""
+    with Signals() as signals:
+        while (ended := meeting.found(_ENDED)) is None:
+            given = meeting.found(_ASSIGNMENT)
+            if given is not None:
+                # Written by the first process of this very run, as torch's own collectives of objects are.
+                values, shared = pickle.loads(given)
+                mailbox = StoreMailbox(meeting, launched)
+                config = config.updated(values)
+                assignment = dataclasses.replace(
+                    shared, config=config, engine=_engine(config, launched), mailbox=mailbox
+                )
+                _work_of(assignment, launched, meeting, mailbox, signals)
+                break
+            time.sleep(_LOOK_S)
+        while (ended := meeting.found(_ENDED)) is None:
+            time.sleep(_LOOK_S)
+    meeting.add(_LEFT, 1)
+    found: dict[str, Any] = json.loads(ended)
+    return found
+
+
+def end(meeting: Meeting, launched: Launched, how: dict[str, Any]) -> None:
+    """Says how the run ended, in plain JSON values, and waits for a while until all other processes know."""
+    meeting.publish(_ENDED, storage.json_text(how).encode())
+    deadline_s = time.monotonic() + _LEAVE_S
+    while meeting.add(_LEFT, 0) < launched.world_size - 1 and time.monotonic() < deadline_s:
+        time.sleep(_LOOK_S)
+
+
+def _engine(config: TrainConfig, launched: Launched) -> ThreadEngine:
+    return ThreadEngine(launched.cpus, max_outage_s=config.failure.max_outage_s)
+
+
+def _work_of(
+    assignment: Assignment, launched: Launched, meeting: Meeting, mailbox: StoreMailbox | LocalMailbox, signals: Signals
+) -> dict[str, Any] | None:
+    config = assignment.config
+    device = torch.device("cuda", launched.local_rank) if config.scaling.use_gpu else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+    def run() -> dict[str, Any]:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread
+        seat = Seat(
+            rank=launched.rank,
+            world_size=launched.world_size,
+            device=device,
+            node=platform.node(),
+            cpus=launched.cpus,
+            stopwatch=assignment.stopwatch(),
+        )
+        return work(assignment, seat, lambda: _process_group(config, launched, meeting))
+
+    folder = assignment.folder if launched.rank == 0 else None
+    return watched(run, config, folder, mailbox=mailbox, signals=signals)
+
+
+@contextlib.contextmanager
+def _process_group(config: TrainConfig, launched: Launched, meeting: Meeting) -> Iterator[None]:
+    distributed.init_process_group(
+        "nccl" if config.scaling.use_gpu else "gloo",
+        store=meeting.group_store,
+        rank=launched.rank,
+        world_size=launched.world_size,
+        timeout=timedelta(seconds=config.failure.max_outage_s + config.failure.collective_timeout_s),
+    )
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()

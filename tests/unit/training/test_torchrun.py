@@ -1,0 +1,119 @@
+"""Processes that torchrun has started: which one this is, what they leave for each other, and a run of a single one."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import DistStoreError
+
+from rayrec import recipes
+from rayrec.config import InputError
+from rayrec.launch.torchrun import Launched
+from rayrec.observe.console import Console
+from rayrec.training import torchrun_worker, trainer
+from rayrec.training.torchrun import fitted
+from rayrec.training.torchrun_worker import Meeting, StoreMailbox, end, train_other
+
+FOUND = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "node", "MASTER_PORT": "1"}
+
+
+def test_which_process_this_is() -> None:
+    assert Launched.of_environment({}) is None
+    assert Launched.of_environment({"RANK": "0", "WORLD_SIZE": "1"}) is None  # nobody to meet
+    of_torchrun = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "5"}
+    assert Launched.of_environment(FOUND | of_torchrun) == Launched(3, 4, 1, 2, 5)
+    assert Launched.of_environment(FOUND) == Launched(3, 4, 0, 1, 0)
+    for wrong, message in (
+        ({"RANK": "4"}, "RANK=4 of WORLD_SIZE=4, .*: a rank must be below the number of processes; with srun"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 of LOCAL_WORLD_SIZE=1"),
+        ({"LOCAL_WORLD_SIZE": "8(x2)"}, r"RANK=3, WORLD_SIZE=4, LOCAL_WORLD_SIZE=8\(x2\): .* must be numbers"),
+    ):
+        with pytest.raises(InputError, match=message):
+            Launched.of_environment(FOUND | wrong)
+
+
+def test_a_run_has_as_many_workers_as_processes() -> None:
+    launched, config = Launched(0, 4, 0, 2, 0), recipes.criteo_demo()
+    assert fitted(config, launched).scaling.num_workers == 4
+    assert launched.cpus >= 1
+    for changes, message in (
+        ({"cluster": {"address": "auto"}}, "cluster.address auto: needs Ray"),
+        ({"scaling": {"resources_per_worker": {"x": 1.0}}}, "scaling.resources_per_worker: needs Ray"),
+        ({"cluster": {"object_store_bytes": 1 << 30}}, "cluster.object_store_bytes: needs Ray"),
+    ):
+        with pytest.raises(InputError, match=message):
+            fitted(config.replace(**changes), launched)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    with closing(socket.socket()) as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    found = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+    launched = Launched.of_environment()
+    assert launched is not None
+    return launched
+
+
+def test_messages(alone: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchrun_worker, "_WISH_S", 0.01)
+    meeting = Meeting(alone)
+    mailbox, other = (StoreMailbox(meeting, Launched(rank, 2, 0, 1, 0)) for rank in (0, 1))
+    assert (mailbox.read(), mailbox.written_bytes()) == (None, 0)
+    other.send("SIGTERM")
+    mailbox.send("SIGINT")
+    assert (mailbox.read(), other.read()) == ("SIGTERM", "SIGTERM")
+    other.wrote(1, 7)
+    mailbox.wrote(0, 3)
+    other.wrote(1, 9)
+    assert mailbox.written_bytes() == 12
+    wishes: list[Any] = []
+    mailbox.ask({"steps": 1})
+    other.watch(wishes.append)
+    mailbox.ask({"steps": 2})
+    deadline_s = time.monotonic() + 20
+    while len(wishes) < 2 and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert wishes == [{"steps": 1}, {"steps": 2}]
+
+    def gone(key: str) -> bytes:
+        raise DistStoreError("Connection reset")
+
+    monkeypatch.setattr(meeting, "found", gone)
+    with pytest.raises(OSError, match="the store of the run's processes is gone"):
+        mailbox.read()
+
+
+def test_the_others_learn_how_a_run_ended(alone: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchrun_worker, "_LEAVE_S", 0.2)
+    meeting = Meeting(alone)
+    end(meeting, Launched(0, 2, 0, 1, 0), {"status": 143})  # one that is waited for in vain
+    assert train_other(recipes.criteo_demo(), Launched(1, 2, 0, 1, 0), meeting) == {"status": 143}
+    monkeypatch.setattr(torchrun_worker, "_LEAVE_S", 60.0)
+    end(meeting, Launched(0, 2, 0, 1, 0), {"status": 143})  # which comes back: it has left
+
+
+def test_one_process_trains_what_a_run_without_torchrun_does(
+    click_log: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    config = recipes.criteo_demo(str(click_log / "train.txt")).replace(
+        storage_path=str(tmp_path), steps=4, evaluate_every=4, batch_size=64, scaling={"num_workers": 1}
+    )
+    quiet = Console(quiet=True)
+    plain = trainer.train(config.replace(name="plain", cluster={"address": "none"}), console=quiet)
+    request.getfixturevalue("alone")
+    launched = trainer.train(config.replace(name="launched", scaling={"num_workers": 2}), console=quiet)
+    assert launched.summary["weights_sha256"] == plain.summary["weights_sha256"]
+    with pytest.raises(InputError, match=r"train_data\.path: no training log given"):
+        trainer.train(config.replace(name="other", train_data={"path": None}), console=quiet)
+    stored = json.loads((tmp_path / "launched" / "summary.json").read_text())
+    assert stored == launched.summary
