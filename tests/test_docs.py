@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from rayrec.data.split import Split
 from rayrec.models import ranking
 from rayrec.recipes import load_config
 from rayrec.verbs import VERBS
@@ -266,6 +267,7 @@ def test_named_tests_exist() -> None:
         for page in PAGES
         for name in re.findall(r"`(?:tests/[\w/]+/)?(test_\w+(?:\.py|\.\.\.)?)`", page.read_text())
     }
+    named -= {field.name for field in dataclasses.fields(Split)}  # such as test_days
     assert len(named) > 10
     for name in named:
         if name.endswith(".py"):
