@@ -1,0 +1,72 @@
+"""Logistic regression: a weight for each category and each number (Richardson et al., "Predicting Clicks", WWW 2007)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rayrec.config import InputError
+from rayrec.layers.embedded import Embedded
+from rayrec.layers.first_order import width_with_weight
+from rayrec.layers.mlp import EmptyLinear, Precision, start_values
+from rayrec.models.base import ClickModelConfig, ModelInputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearConfig(ClickModelConfig):
+    """A sum of weights: what it knows of a row it knows of each feature alone. A baseline, and a good part of an ensemble on logs
+    of some thousand rows."""
+
+    embedding_dim: int = 0
+    """Must stay 0: a category has one weight."""
+    number_scale: float = 10.0
+    """What the weights of numbers are multiplied by. An optimizer such as Adam moves a weight by about its learning rate a step,
+    whatever the gradient; where no network is behind a weight, a network's learning rate is too small for it."""
+    category_scale: float = 0.7
+    """Likewise of categories; below 1, since a learning rate for embeddings is too large for them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("number_scale", "category_scale"):
+            if not getattr(self, name) > 0:
+                raise InputError(f"LinearConfig.{name}: {getattr(self, name)} must be above 0")
+
+    def _check_embedding_dim(self) -> None:
+        if self.embedding_dim:
+            raise InputError(
+                f"LinearConfig.embedding_dim: {self.embedding_dim} has no effect; a category has one weight"
+            )
+
+    def embedding_settings(self) -> dict[str, Any]:
+        return super().embedding_settings() | {"embedding_dim": ClickModelConfig.embedding_dim}
+
+    @classmethod
+    def in_place_of(cls, other: ClickModelConfig) -> LinearConfig:
+        return cls(embedding_penalty=other.embedding_penalty, members=other.members)
+
+    @property
+    def width(self) -> int:
+        return width_with_weight(0)
+
+    def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
+        return Linear(self, inputs)
+
+
+class Linear(nn.Module):
+    """The first value of a table's row is the category's weight."""
+
+    def __init__(self, config: LinearConfig, inputs: ModelInputs) -> None:
+        super().__init__()
+        self._label = inputs.label
+        self._number_scale, self._category_scale = config.number_scale, config.category_scale
+        self.linear = EmptyLinear(inputs.num_dense, 1)
+        start_values(self.linear.weight, nn.init.zeros_)
+        start_values(self.linear.bias, nn.init.zeros_)
+
+    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+        """See `ClickModelConfig.build`."""
+        of_numbers = self._number_scale * self.linear(dense).squeeze(1)
+        return {self._label: of_numbers + self._category_scale * embedded.stacked()[:, :, 0].sum(1)}
