@@ -127,7 +127,7 @@ def train_first(
     token = write_token(folder, max_outage_s=config.failure.max_outage_s)
     mailbox, engine = StoreMailbox(meeting, launched), _engine(config, launched)
     assignment = Assignment(config, prepared, folder, engine, mailbox, token, since_s, warm_start)
-    # What a process cannot share is made anew by each of them; the configuration is compared with what it was started with.
+    # What a process cannot share each of them makes again; the configuration is compared with what it was started with.
     shared = dataclasses.replace(assignment, config=None, engine=None, mailbox=None)  # type: ignore[arg-type]
     meeting.publish(_ASSIGNMENT, pickle.dumps((config.to_dict(), shared)))
     return _work_of(assignment, launched, meeting, mailbox, signals)

@@ -1,4 +1,4 @@
-"""Several checkpoints as one model: it scores as their mean, wherever a checkpoint does."""
+"""Several checkpoints as one model: it scores as their mean, and is used as any checkpoint is."""
 
 from __future__ import annotations
 
