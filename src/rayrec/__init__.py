@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         split,
         supervise,
         train,
+        tune,
         validate,
         vocabulary,
     )
@@ -78,6 +79,7 @@ __all__ = [
     "supervise",
     "train",
     "transform",
+    "tune",
     "validate",
     "vocabulary",
 ]

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -263,6 +263,22 @@ def plan(config: TrainConfig, *, cluster: str | None = None, tables: Sequence[in
     if tables is not None or config.train_data.path is None:
         return plan_for(config, shape, tables=tables)
     return forecast(config, shape).text()
+
+
+def tune(
+    config: TrainConfig, *, search: str | Mapping[str, Any], console: Console | None = None, **options: Any
+) -> dict[str, Any]:
+    """Tries settings of a click recipe and tells which are best; see `rayrec.tuning.search.tune`. `search`: the fields and their
+    values, as a mapping or as the path of a YAML file; `options` are the fields of `rayrec.tuning.config.TuneConfig`."""
+    from rayrec.tuning.config import TuneConfig
+    from rayrec.tuning.search import tune as run
+    from rayrec.tuning.space import Space
+
+    if isinstance(search, str):
+        space = Space.read(storage.read_text(search), source=search)
+    else:
+        space = Space.of(search, source="search")
+    return run(config, space, options=TuneConfig().updated(options), console=_console(console))
 
 
 def evaluate(

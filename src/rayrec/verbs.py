@@ -20,6 +20,10 @@ VERBS = {
         "how a recipe's tables are spread over workers, and their memory; rows/s and bottleneck there",
     ),
     "train": ("RECIPE [--flags] [-v|-q]", "trains; the same storage and name again resumes where the run stopped"),
+    "tune": (
+        "RECIPE --search FILE.yaml",
+        "tries settings of a recipe on one reading of the log; tells the best and how sure",
+    ),
     "supervise": ("-- train RECIPE [--flags]", "trains as a job of a cluster, and goes on when its head was lost"),
     "evaluate": ("CHECKPOINT PATH", "scores every labelled row exactly once -> metrics as JSON"),
     "compare": (

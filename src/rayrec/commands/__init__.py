@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 MODULES = {
     "preparing": ("generate", "fetch", "vocabulary", "preprocess", "split", "validate"),
-    "training": ("recipes", "config", "plan", "train", "supervise"),
+    "training": ("recipes", "config", "plan", "train", "tune", "supervise"),
     "scoring": ("evaluate", "compare", "ensemble", "predict", "export", "serve"),
     "observing": ("top", "report", "profile", "benchmark"),
 }

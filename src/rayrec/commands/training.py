@@ -1,12 +1,21 @@
 """Commands on runs to be: recipes, config, plan, train, supervise."""
 
+import dataclasses
 import sys
 from typing import Annotated, Any
 
 import tyro
 
 from rayrec import api
-from rayrec.commands.arguments import flags, no_arguments, parse_config, print_json, results_alone, take_option
+from rayrec.commands.arguments import (
+    flags,
+    no_arguments,
+    parse_config,
+    parsed,
+    print_json,
+    results_alone,
+    take_option,
+)
 from rayrec.config import InputError
 from rayrec.data.presets import MLPERF_NUM_EMBEDDINGS
 from rayrec.launch.policy import Policy
@@ -15,6 +24,7 @@ from rayrec.launch.torchrun import Launched
 from rayrec.observe.console import Console
 from rayrec.observe.start_up import Stopwatch
 from rayrec.recipes import ALL
+from rayrec.tuning.config import TuneConfig
 
 DEFAULT_POLICY = Policy()
 
@@ -58,6 +68,37 @@ def train(arguments: list[str]) -> None:
     if first:
         console.table(f"{resolved.recipe}: finished", summary_rows(result.summary, folder=result.folder))
         print_json(result.summary)
+
+
+_TUNE = "--tune."
+
+
+def tune(arguments: list[str]) -> None:
+    arguments, search = take_option(arguments, "--search", what="a YAML file with fields and their values")
+    own, rest = _own_flags(arguments)
+    if any(argument in ("-h", "--help") for argument in arguments):
+        names = ", ".join(f"{_TUNE}{field.name.replace('_', '-')}" for field in dataclasses.fields(TuneConfig))
+        print(f"--search FILE.yaml: fields and their values. Flags of the search: {names}\n")
+    resolved, switches = parse_config("tune", rest)
+    if search is None:
+        raise InputError("--search FILE.yaml: which settings? such as workload.model.dropout: {uniform: [0, 0.5]}")
+    options = parsed("rayrec tune", TuneConfig, own)
+    console = Console(verbose="-v" in switches, quiet="-q" in switches)
+    with results_alone():
+        found = api.tune(resolved, search=search, console=console, **vars(options))
+    print_json(found)
+
+
+def _own_flags(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The search's flags with their values, without `--tune.`, and all others."""
+    own: list[str] = []
+    rest: list[str] = []
+    into = rest
+    for argument in arguments:
+        if argument.startswith("--"):
+            into = own if argument.startswith(_TUNE) else rest
+        into.append(f"--{argument.removeprefix(_TUNE)}" if into is own and argument.startswith(_TUNE) else argument)
+    return own, rest
 
 
 def _supervision(

@@ -1,0 +1,94 @@
+"""What a search found, as a table for people and as a page. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rayrec.observe.charts import NUM_SERIES, Line, line_chart
+from rayrec.observe.page import Section, charts, document, joined, paragraph, table
+from rayrec.quantities import value_text
+
+
+def table_text(found: Mapping[str, Any]) -> str:
+    """A line a trial, the best first, and what is known of the best one."""
+    heads, rows = _rows(found)
+    widths = [max(len(row[place]) for row in (heads, *rows)) for place in range(len(heads))]
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (heads, *rows)
+    ]
+    return "\n".join([*lines, *_notes(found)])
+
+
+def render(name: str, found: Mapping[str, Any]) -> str:
+    """The page on a search."""
+    heads, rows = _rows(found)
+    best = sorted(found["trials"], key=lambda trial: trial["number"] != found["best"]["number"])
+    lines = [
+        Line(f"trial {trial['number']}", [tuple(point) for point in trial["curve"]]) for trial in best[:NUM_SERIES]
+    ]
+    fields = dict.fromkeys(field for trial in found["trials"] for field in trial["values"])
+    return document(
+        f"Search {name}",
+        (
+            Section("Best", joined([paragraph(text) for text in _notes(found)])),
+            Section("Trials", table(heads, rows, name="Trials", unfolded=True)),
+            Section("Curves", charts([line_chart(f"Validation {found['metric']}", lines, x_label="step")])),
+            Section("Settings", charts([_scatter(found, field) for field in fields])),
+        ),
+        wide=True,
+    )
+
+
+def _notes(found: Mapping[str, Any]) -> list[str]:
+    best, metric = found["best"], found["metric"]
+    values = ", ".join(f"{field} {_value(value)}" for field, value in best["values"].items())
+    notes = [
+        f"Trial {best['number']} is best: {metric} {best[metric]:.5f} on {found['validation_rows']:,} validation rows, by which "
+        f"it was chosen, so that this flatters it. {values or 'It has the settings of the recipe.'}"
+    ]
+    compared = found["compared"]
+    if compared is not None:
+        auroc = compared["auroc"]
+        notes.append(
+            f"On {found['test_rows']:,} test rows its AUROC is {auroc['difference']:+.5f} above that of the recipe's own "
+            f"settings ({auroc['low']:+.5f} to {auroc['high']:+.5f}, p = {auroc['p_value']:.3g})."
+            if None not in auroc.values()
+            else f"{found['test_rows']:,} test rows are too few to compare it with the recipe's own settings."
+        )
+    return notes
+
+
+def _rows(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    fields = dict.fromkeys(field for trial in found["trials"] for field in trial["values"])
+    heads = [
+        "trial",
+        *(field.rpartition(".")[2] for field in fields),
+        found["metric"],
+        "step",
+        "rows",
+        "seconds",
+        "state",
+    ]
+    rows = []
+    for trial in found["trials"]:
+        settings = [_value(trial["values"][field]) if field in trial["values"] else "recipe" for field in fields]
+        best = "-" if trial["best"] is None else f"{trial['best']:.5f}"
+        measured = [best, f"{trial['step']:,}", f"{trial['rows']:,}", f"{trial['seconds']:.0f}"]
+        rows.append([str(trial["number"]), *settings, *measured, trial["error"] or trial["state"]])
+    return heads, rows
+
+
+def _scatter(found: Mapping[str, Any], field: str) -> Any:
+    """The metric over a numeric field, a dot a trial."""
+    trials: Sequence[Mapping[str, Any]] = found["trials"]
+    points = [
+        (float(trial["values"][field]), trial["best"])
+        for trial in trials
+        if isinstance(trial["values"].get(field), int | float) and trial["best"] is not None
+    ]
+    return line_chart(f"{found['metric']} by {field}", [Line(found["metric"], sorted(points))], x_label=field)
+
+
+def _value(value: Any) -> str:
+    return value_text(value) if isinstance(value, float) else str(value)

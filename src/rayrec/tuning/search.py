@@ -1,0 +1,315 @@
+"""A search: the data prepared once, trials on Ray Tune, the best of them, and how sure that is."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+from rayrec import machine, storage
+from rayrec.config import InputError
+from rayrec.data import materialized
+from rayrec.data.position import EpochOrder, steps_in
+from rayrec.data.preprocessor import PREPROCESSOR_FOLDER
+from rayrec.data.split import SplitParts
+from rayrec.data.threads import ThreadEngine
+from rayrec.inference.evaluate import ScoredRows, json_values
+from rayrec.inference.scoring import ScoringRequest
+from rayrec.launch import cluster
+from rayrec.observe.console import Console
+from rayrec.observe.events import read_events
+from rayrec.prepare.config import PreparationConfig
+from rayrec.prepare.preprocess import preprocess
+from rayrec.significance import METRICS, Resampling, compare_models
+from rayrec.training.preflight import check_settings, preflight
+from rayrec.tuning.config import TuneConfig
+from rayrec.tuning.report import render, table_text
+from rayrec.tuning.space import Space, with_values
+from rayrec.tuning.trial import Ended, folder_of
+from rayrec.workloads.base import RunContext, TrainConfig
+from rayrec.workloads.recsys import ClickWorkload, Prepared
+
+SEARCH: Final = "search.json"
+"""File in a search's folder that holds what it searches."""
+_DATA, _TRIALS, _PREPARED = "data", "trials", "prepared"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial, as far as it is known."""
+
+    number: int
+    values: Mapping[str, Any]
+    """What it has in place of the recipe's settings; none: it is the recipe's own."""
+    state: str
+    error: str | None
+    step: int
+    rows: int
+    seconds: float
+    curve: tuple[tuple[int, float], ...]
+    """(step, the metric) of each validation."""
+    best: float | None
+    """The best of these."""
+    checkpoint: str | None
+    """Of a finished trial: the one to use."""
+
+
+def tune(
+    config: TrainConfig, space: Space, *, options: TuneConfig | None = None, console: Console | None = None
+) -> dict[str, Any]:
+    """Tries settings of a click recipe -> `folder`, `best` (number, values, validation metric), `best_config` (a file for
+    `rayrec train --config`), `trials` (a dict each), `compared` (the best one less the recipe's own settings on the test rows:
+    differences with intervals and p-values; None if the recipe's settings are best), `validation_rows`, `test_rows`. Plain JSON.
+
+    The log is indexed, counted and parsed once, into `FOLDER/data`; trials train from that, each in one process of Ray, and stop
+    early by ASHA (Li et al., "A System for Massively Parallel Hyperparameter Tuning", MLSys 2020). FOLDER is storage_path/name;
+    the same call again goes on with trials that have not ended. Raises InputError for what is wrong with recipe, space or data,
+    before anything starts; and if no trial could be trained.
+    """
+    options, console = options or TuneConfig(), console or Console()
+    config = config.replace(name=config.name or f"tune-{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
+    workload = config.workload
+    if not isinstance(workload, ClickWorkload):
+        raise InputError(f"tune: recipe {config.recipe} trains no click model")
+    if config.eval_data.path is not None or materialized.is_preprocessed(config.train_data.path or ""):
+        raise InputError(
+            "tune: takes one raw log, whose split gives validation and test rows; leave --eval-data.path out"
+        )
+    folder = storage.join(storage.absolute(config.storage_path), str(config.name))
+    space.check(config)
+    check_settings(config)
+    preflight(config.replace(scaling={"num_workers": 1}, cluster={"address": cluster.IN_PROCESS}))
+    all_values = space.trials(options.trials, options.seed)
+    for values in all_values:
+        check_settings(with_values(config, values))
+    _check_same(folder, config, space, options)
+    prepared, data = _prepared(config, folder, console)
+    configs = [
+        _trial_config(config, number, values, folder=folder, data=data, prepared=prepared, options=options)
+        for number, values in enumerate(all_values)
+    ]
+    left = [number for number, trial in enumerate(configs) if Ended.of(folder_of(trial)) is None]
+    if left:
+        from rayrec.tuning.on_ray import run_trials
+
+        run_trials(configs, left, config.cluster, folder=folder, options=options, console=console)
+    trials = [_trial(number, all_values[number], configs[number], options) for number in range(len(configs))]
+    return _concluded(config, configs, trials, prepared, folder=folder, options=options, console=console)
+
+
+def _check_same(folder: str, config: TrainConfig, space: Space, options: TuneConfig) -> None:
+    """Raises InputError if the folder has another search."""
+    searched = {
+        "config": config.to_dict(),
+        "space": space.plain(),
+        "options": {name: value for name, value in options.to_dict().items() if name != "concurrent"},
+    }
+    place = storage.join(folder, SEARCH)
+    if storage.exists(place):
+        before = storage.read_json(place)
+        changed = [name for name in searched if before.get(name) != json_values(_plain(searched[name]))]
+        if changed:
+            raise InputError(
+                f"{folder}: holds a search with another {' and '.join(changed)}; give the same ones, or choose another --name"
+            )
+        return
+    storage.make_folder(folder)
+    storage.write_json(place, searched)
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(storage.json_text(value))
+
+
+def _prepared(config: TrainConfig, folder: str, console: Console) -> tuple[Prepared, str]:
+    """Index, Preprocessor and preprocessed rows, made by the first call."""
+    workload = config.workload
+    assert isinstance(workload, ClickWorkload)
+    assert config.train_data.path is not None
+    cpus = machine.usable_cpus(granted=config.cluster.num_cpus)
+    data, place = storage.join(folder, _DATA), storage.join(folder, _PREPARED)
+    storage.make_folder(place)
+    with console.preparing():
+        engine = ThreadEngine(cpus, max_outage_s=config.failure.max_outage_s)
+        prepared = workload.prepare(RunContext(config, place, engine, console.note, console.progress))
+    if not storage.exists(data):
+        split = workload.preset.split
+        parts = SplitParts(**{part.name: getattr(split, part.name) for part in fields(SplitParts)})
+        preparation = PreparationConfig(
+            preset=workload.preset.name,
+            schema=workload.schema,
+            split=split.kind,
+            parts=parts,
+            block_bytes=config.train_data.block_bytes,
+            segments_per_block=config.train_data.segments_per_block,
+            files=config.train_data.files,
+            max_bad_fraction=config.max_bad_fraction,
+            engine="threads",
+        )
+        preprocess(
+            config.train_data.path,
+            out=data,
+            format="binary",
+            preprocessor=storage.join(place, PREPROCESSOR_FOLDER),
+            config=preparation,
+            console=console,
+        )
+    sets = materialized.open_preprocessed(data).sets or {}
+    if any(tuple(sets.get(name, ())) != _range(order) for name, order in prepared.sets.items()):
+        raise InputError(
+            f"tune: the split {workload.preset.split.kind} with these settings gives other rows when a log is preprocessed; "
+            "search with the split of the preset, or split the log into files first (rayrec split)"
+        )
+    return prepared, data
+
+
+def _range(order: EpochOrder) -> tuple[int, int]:
+    """[first, one after last) row of the log."""
+    ends = [(part.segment.first_row + part.start, part.segment.first_row + part.stop) for part in order.parts]
+    return min(first for first, _ in ends), max(stop for _, stop in ends)
+
+
+def _trial_config(
+    config: TrainConfig,
+    number: int,
+    values: Mapping[str, Any],
+    *,
+    folder: str,
+    data: str,
+    prepared: Prepared,
+    options: TuneConfig,
+) -> TrainConfig:
+    """The run of a trial, on the preprocessed rows."""
+    changed = with_values(config, values)
+    every = changed.evaluate_every
+    if every is None:
+        steps = changed.steps or (changed.epochs or 1) * steps_in(prepared.sets["train"].rows, changed.batch_size)
+        every = max(1, steps // options.evaluations)
+    return changed.replace(
+        name=f"trial_{number:04d}",
+        storage_path=storage.join(folder, _TRIALS),
+        train_data={"path": data, "files": ()},
+        scaling={"num_workers": 1, "use_gpu": options.gpus_per_trial > 0},
+        cluster={"address": cluster.IN_PROCESS, "num_cpus": options.cpus_per_trial},
+        evaluate_every=every,
+    )
+
+
+def _trial(number: int, values: Mapping[str, Any], config: TrainConfig, options: TuneConfig) -> Trial:
+    """What a trial's folder says of it."""
+    folder = folder_of(config)
+    ended = Ended.of(folder) or Ended("interrupted")
+    place, summary = storage.join(folder, "events.jsonl"), storage.join(folder, "summary.json")
+    events = read_events(place) if storage.exists(place) else []
+    validations = [event for event in events if event["kind"] == "evaluate" and event["set"] == "validation"]
+    steps = [event for event in events if event["kind"] == "step"]
+    curve = tuple((event["step"], event[options.metric]) for event in validations)
+    known = [value for _, value in curve if value is not None and math.isfinite(value)]
+    better = max if options.metric == "auroc" else min
+    return Trial(
+        number,
+        values,
+        ended.state,
+        ended.error,
+        step=validations[-1]["step"] if validations else 0,
+        rows=steps[-1]["rows"] if steps else 0,
+        seconds=events[-1]["time"] - events[0]["time"] if events else 0.0,
+        curve=curve,
+        best=better(known) if known else None,
+        checkpoint=storage.read_json(summary)["checkpoint"] if storage.exists(summary) else None,
+    )
+
+
+def _concluded(
+    config: TrainConfig,
+    configs: Sequence[TrainConfig],
+    trials: Sequence[Trial],
+    prepared: Prepared,
+    *,
+    folder: str,
+    options: TuneConfig,
+    console: Console,
+) -> dict[str, Any]:
+    """The best trial, its test against the recipe's own settings, and the files that tell of both."""
+    sign = -1.0 if options.metric == "auroc" else 1.0
+    ranked = sorted(trials, key=lambda trial: math.inf if trial.best is None else sign * trial.best)
+    finished = [trial for trial in ranked if trial.checkpoint is not None and trial.best is not None]
+    if not finished:
+        errors = [f"trial {trial.number}: {trial.error}" for trial in trials if trial.error]
+        raise InputError(
+            f"tune: no trial could be trained to its end ({errors[0] if errors else 'all were interrupted'})"
+        )
+    best, own = finished[0], trials[0]
+    compared = None
+    if best.number and own.checkpoint is not None:
+        compared = _compared(configs, best, own, prepared, console)
+    best_config = storage.join(folder, "best.yaml")
+    storage.write_bytes(best_config, _best_yaml(config, best, options, prepared).encode())
+    found = {
+        "folder": folder,
+        "metric": options.metric,
+        "best": {
+            "number": best.number,
+            "values": dict(best.values),
+            options.metric: best.best,
+            "checkpoint": best.checkpoint,
+        },
+        "best_config": best_config,
+        "validation_rows": prepared.sets["validation"].rows,
+        "test_rows": prepared.sets["test"].rows if "test" in prepared.sets else 0,
+        "compared": compared,
+        "trials": [{**vars(trial), "values": dict(trial.values)} for trial in ranked],
+    }
+    plain: dict[str, Any] = json_values(_plain(found))
+    storage.write_json(storage.join(folder, "trials.json"), plain)
+    page = storage.join(folder, "report.html")
+    storage.write_bytes(page, render(str(config.name), plain).encode())
+    console.note(table_text(plain))
+    console.note(f"best settings: {best_config}, report: {page}")
+    return {**plain, "report": page}
+
+
+def _best_yaml(config: TrainConfig, best: Trial, options: TuneConfig, prepared: Prepared) -> str:
+    winner = with_values(config, best.values).replace(name=None)
+    chosen = ", ".join(f"{field}: {value}" for field, value in best.values.items()) or "the recipe's own settings"
+    head = (
+        f"# The best of a search: {chosen}\n"
+        f"# {options.metric} {best.best:.5f} on {prepared.sets['validation'].rows:,} validation rows, on which it was chosen\n"
+    )
+    return head + winner.to_yaml()
+
+
+def _compared(
+    configs: Sequence[TrainConfig], best: Trial, own: Trial, prepared: Prepared, console: Console
+) -> dict[str, Any] | None:
+    """The best trial less the recipe's own settings, on the test rows."""
+    if "test" not in prepared.sets:
+        return None
+    scored = [_test_rows(configs[trial.number], str(trial.checkpoint), prepared, console) for trial in (own, best)]
+    comparison = compare_models([rows.logits for rows in scored], scored[0].labels, Resampling())
+    found = comparison.differences[0, 1]
+    return {
+        name: {
+            "difference": 0 - found[name].difference,
+            "low": 0 - found[name].high,
+            "high": 0 - found[name].low,
+            "p_value": found[name].p_value,
+        }
+        for name in METRICS
+    }
+
+
+def _test_rows(config: TrainConfig, checkpoint: str, prepared: Prepared, console: Console) -> ScoredRows:
+    """The scores of the test rows, which follow each other in the log."""
+    (first, stop), path = _range(prepared.sets["test"]), str(config.train_data.path)
+    count = stop - first
+    job = ScoringRequest(checkpoint, path, config, None, "cpu", console).open(evaluating=True, spare_cpus=0)
+    kept = ScoredRows()
+    for table in job.tables(console, what="score test rows", first_row=first):
+        kept.update(table.slice(0, count - kept.rows))
+        if kept.rows >= count:
+            break
+    return kept

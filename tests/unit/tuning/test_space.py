@@ -1,0 +1,100 @@
+"""What a search tries: from a file to the settings of each trial."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from rayrec import recipes
+from rayrec.config import InputError
+from rayrec.tuning.config import TuneConfig
+from rayrec.tuning.space import Space, with_values
+
+RATE, TOWER, BATCH = "workload.dense_optimizer.learning_rate", "workload.model.top_mlp", "batch_size"
+TEXT = f"""
+{RATE}: {{loguniform: [1e-4, 1.0e-2]}}
+{TOWER}: {{choice: [[64, 1], [32, 1]]}}
+{BATCH}: {{grid: [256, 512]}}
+"""
+
+
+def test_trials_of_a_file() -> None:
+    space = Space.read(TEXT, source="space.yaml")
+    space.check(recipes.criteo_demo("log"))
+    trials = space.trials(9, seed=0)
+    assert trials[0] == {}
+    assert len(trials) == 9
+    assert [trial[BATCH] for trial in trials[1:]] == [256, 512] * 4
+    assert all(1e-4 <= trial[RATE] <= 1e-2 for trial in trials[1:])
+    assert {tuple(trial[TOWER]) for trial in trials[1:]} == {(64, 1), (32, 1)}
+    assert all(list(trial) == [RATE, TOWER, BATCH] for trial in trials[1:])
+    assert space.trials(9, seed=0) == trials != space.trials(9, seed=1)
+    config = with_values(recipes.criteo_demo("log"), trials[1])
+    assert (config.batch_size, config.workload.model.top_mlp) == (256, tuple(trials[1][TOWER]))  # type: ignore[attr-defined]
+    assert Space.of(space.plain(), source="again") == space
+
+
+def test_grids_alone_are_tried_once_each() -> None:
+    space = Space.of({"batch_size": {"grid": [1, 2, 3]}, "seed": {"grid": [0, 1]}}, source="s")
+    trials = space.trials(100, seed=0)
+    assert trials == [{}, *({"batch_size": size, "seed": seed} for size in (1, 2, 3) for seed in (0, 1))]
+
+
+def test_draws_are_spread_over_their_range() -> None:
+    space = Space.of(
+        {"a": {"loguniform": [1e-6, 1.0]}, "b": {"integers": [1, 3]}, "c": {"uniform": [2, 4]}}, source="s"
+    )
+    trials = space.trials(2001, seed=3)[1:]
+    logarithms = [math.log10(trial["a"]) for trial in trials]
+    assert sum(logarithms) / 2000 == pytest.approx(-3, abs=0.15)
+    assert {trial["b"] for trial in trials} == {1, 2, 3}
+    assert sum(trial["c"] for trial in trials) / 2000 == pytest.approx(3, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("", "needs fields and their values"),
+        ("a: [", "is not YAML"),
+        ("a: 3", "a: needs one of grid, choice, uniform, loguniform, integers"),
+        ("a: {normal: [0, 1]}", "a: normal is none of"),
+        ("a: {choice: []}", "a.choice: needs a list of values"),
+        ("a: {choice: abc}", "a.choice: needs a list of values"),
+        ("a: {uniform: [1, 0]}", r"a.uniform: \[1, 0\] must be two numbers, the least and the largest"),
+        ("a: {integers: [0.5, 2]}", r"a.integers: \[0.5, 2\] must be two integers"),
+        ("a: {uniform: [0, .inf]}", "must be two numbers"),
+        ("a: {loguniform: [0, 1]}", "a.loguniform: 0 must be above 0"),
+    ],
+)
+def test_files_that_are_refused(given: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Space.read(given, source="space.yaml")
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "message"),
+    [
+        ("workload.model.top_mpl", [[1]], "search: workload.model.top_mpl: .* did you mean 'top_mlp'"),
+        ("workload.model.top_mlp", [[8, 0]], "DLRMConfig.top_mlp: .* needs one or more sizes"),
+        ("workload.preset.min_count", [2, 10], "cannot be searched: all trials share one Preprocessor"),
+        ("train_data.path", ["a"], "cannot be searched: all trials read the same rows"),
+        ("scaling", [{}], "cannot be searched: a trial trains in one process"),
+    ],
+)
+def test_fields_that_are_refused(field: str, values: list[Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Space.of({field: {"choice": values}}, source="s").check(recipes.criteo_demo("log"))
+
+
+def test_settings_of_a_search() -> None:
+    assert TuneConfig().reduction == pytest.approx(3)
+    for wrong, message in (
+        ({"trials": 0}, "trials: 0 must be at least 1"),
+        ({"concurrent": 0}, "concurrent: 0 must be at least 1"),
+        ({"keep_fraction": 0.6}, "keep_fraction: 0.6 must be above 0 and at most 0.5"),
+        ({"gpus_per_trial": -1.0}, "gpus_per_trial: -1.0 must be at least 0"),
+    ):
+        with pytest.raises(InputError, match=message):
+            TuneConfig(**wrong)

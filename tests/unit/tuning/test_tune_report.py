@@ -1,0 +1,65 @@
+"""What a search tells: its table and its page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rayrec.tuning.report import render, table_text
+
+
+def found(**changes: Any) -> dict[str, Any]:
+    """A search of three trials, one of which failed."""
+
+    def trial(number: int, values: dict[str, Any], best: float | None, **others: Any) -> dict[str, Any]:
+        curve = [] if best is None else [[10, best - 0.01], [20, best]]
+        told = {"state": "finished", "error": None, "step": 20, "rows": 2000, "seconds": 3.4, "checkpoint": "c"}
+        return {"number": number, "values": values, "best": best, "curve": curve, **told, **others}
+
+    values = {"workload.model.dropout": 0.25, "batch_size": 512}
+    difference = {"difference": 0.012, "low": 0.002, "high": 0.022, "p_value": 0.0123}
+    return {
+        "metric": "auroc",
+        "best": {"number": 1, "values": values, "auroc": 0.75, "checkpoint": "c"},
+        "validation_rows": 1429,
+        "test_rows": 1428,
+        "compared": {"auroc": difference},
+        "trials": [
+            trial(1, values, 0.75),
+            trial(0, {}, 0.74),
+            trial(2, {**values, "batch_size": 1024}, None, state="failed", error="InputError: <too> large"),
+        ],
+        **changes,
+    }
+
+
+def test_the_table_has_a_line_a_trial() -> None:
+    lines = table_text(found()).splitlines()
+    assert lines[0].split() == ["trial", "dropout", "batch_size", "auroc", "step", "rows", "seconds", "state"]
+    assert lines[1].split() == ["1", "0.25", "512", "0.75000", "20", "2,000", "3", "finished"]
+    assert lines[2].split()[:4] == ["0", "recipe", "recipe", "0.74000"]
+    assert lines[3].endswith("InputError: <too> large")
+    assert "Trial 1 is best: auroc 0.75000 on 1,429 validation rows" in lines[4]
+    assert "workload.model.dropout 0.25, batch_size 512" in lines[4]
+    assert "On 1,428 test rows its AUROC is +0.01200 above" in lines[5]
+    assert "(+0.00200 to +0.02200, p = 0.0123)" in lines[5]
+
+
+def test_what_is_not_known_is_not_told() -> None:
+    own = {"number": 0, "values": {}, "auroc": 0.74, "checkpoint": "c"}
+    text = table_text(found(best=own, compared=None))
+    assert "It has the settings of the recipe." in text
+    assert "above that of the recipe" not in text
+    nothing = dict.fromkeys(("difference", "low", "high", "p_value"))
+    assert "1,428 test rows are too few" in table_text(found(compared={"auroc": nothing}))
+
+
+def test_the_page_shows_trials_and_curves() -> None:
+    page = render("first", found())
+    for text in (
+        "Search first",
+        "Validation auroc",
+        "auroc by workload.model.dropout",
+        "InputError: &lt;too&gt; large",
+    ):
+        assert text in page
+    assert "<script" not in page
