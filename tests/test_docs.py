@@ -33,6 +33,7 @@ import pytest
 from rayrec.data.split import Split
 from rayrec.models import ranking
 from rayrec.recipes import load_config
+from rayrec.tuning.config import TuneConfig
 from rayrec.verbs import VERBS
 
 ROOT = Path(__file__).parents[1]
@@ -301,6 +302,8 @@ def flags(pages: Pages, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     fields = {field.name for model in models if model is not None for field in dataclasses.fields(model)}
     places = ("model", "model.models.0", "model.models.1")  # the latter two of --model ensemble
     found["train"] |= {f"--workload.{place}.{name.replace('_', '-')}" for place in places for name in fields}
+    names = [field.name.replace("_", "-") for field in dataclasses.fields(TuneConfig)]
+    found["tune"] = found["train"] | {f"--tune.{name}" for name in (*names, "no-stop-early")} | {"--search"}
     found["plan"] = found["train"] | {"--cluster", "--tables"}
     return found
 
@@ -313,7 +316,7 @@ def test_flags_exist(page: Path, flags: dict[str, set[str]]) -> None:
     known = set().union(*flags.values())
     assert nested <= known, nested - known
     for verb, line in re.findall(
-        r"rayrec (train|config|plan|vocabulary|preprocess|validate|fetch|compare) ([^`\n]*)", text
+        r"rayrec (train|tune|config|plan|vocabulary|preprocess|validate|fetch|compare) ([^`\n]*)", text
     ):
         named = set(re.findall(r"--[a-z][\w.-]*", line.partition("#")[0]))
         of_command = flags.get(verb, flags["train"])

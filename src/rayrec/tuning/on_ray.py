@@ -1,4 +1,4 @@
-"""Trials on Ray Tune: who trains, when one is stopped, and what people see meanwhile."""
+"""Trials on Ray Tune: where they train, when one is stopped, and what people see meanwhile."""
 
 from __future__ import annotations
 
@@ -40,6 +40,9 @@ class _Told(Callback):
         self._configs, self._metric, self._console = configs, metric, console
         self._ended, self._num_left = 0, num_left
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # Tune stores its callbacks, and we never restore them: trials resume by themselves
+
     def on_trial_complete(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
         folder = folder_of(self._configs[trial.config["trial"]])
         if Ended.of(folder) is None:
@@ -68,6 +71,7 @@ def run_trials(
     console: Console,
 ) -> None:
     """Trains those of `configs` whose numbers are `left`, as many at once as there is room for. A trial that fails ends alone."""
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # whose tables cannot be turned off
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # a trial has events and a report of its own
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     cluster.connect(

@@ -184,17 +184,17 @@ def _trial_config(
 ) -> TrainConfig:
     """The run of a trial, on the preprocessed rows."""
     changed = with_values(config, values)
-    every = changed.evaluate_every
-    if every is None:
+    if changed.evaluate_every is None and not changed.plateau.patience:  # which counts evaluations
         steps = changed.steps or (changed.epochs or 1) * steps_in(prepared.sets["train"].rows, changed.batch_size)
+        # The recipe's patience is in evaluations too; ASHA takes its place.
         every = max(1, steps // options.evaluations)
+        changed = changed.replace(evaluate_every=every, early_stopping={"patience": 0})
     return changed.replace(
         name=f"trial_{number:04d}",
         storage_path=storage.join(folder, _TRIALS),
         train_data={"path": data, "files": ()},
         scaling={"num_workers": 1, "use_gpu": options.gpus_per_trial > 0},
         cluster={"address": cluster.IN_PROCESS, "num_cpus": options.cpus_per_trial},
-        evaluate_every=every,
     )
 
 
@@ -233,7 +233,7 @@ def _concluded(
     options: TuneConfig,
     console: Console,
 ) -> dict[str, Any]:
-    """The best trial, its test against the recipe's own settings, and the files that tell of both."""
+    """The best trial, its test against the recipe's own settings, and the files that report both."""
     sign = -1.0 if options.metric == "auroc" else 1.0
     ranked = sorted(trials, key=lambda trial: math.inf if trial.best is None else sign * trial.best)
     finished = [trial for trial in ranked if trial.checkpoint is not None and trial.best is not None]

@@ -44,7 +44,7 @@ class Domain:
     """grid and choice: the values; the others: the least and the largest."""
 
     def draw(self, chance: random.Random) -> Any:
-        """A value by chance. Not of a grid."""
+        """A random value. Not of a grid."""
         if self.kind == "choice":
             return chance.choice(self.values)
         low, high = self.values
