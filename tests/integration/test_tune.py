@@ -29,6 +29,7 @@ def config(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainCo
         storage_path=str(tmp_path_factory.mktemp("searches")),
         name="search",
         steps=24,
+        evaluate_every=8,
         batch_size=256,
         workload={"dense_optimizer": {"learning_rate": 1e-5}, "schedule": {"decay_fraction": 0.0}},
     )
@@ -36,7 +37,7 @@ def config(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainCo
 
 @pytest.fixture(scope="module")
 def found(local_ray: None, config: TrainConfig) -> dict[str, Any]:
-    return rayrec.tune(config, search=SEARCH, evaluations=3, console=QUIET)
+    return rayrec.tune(config, search=SEARCH, console=QUIET)
 
 
 def test_the_best_trial_is_told_from_the_recipes_settings(found: dict[str, Any], config: TrainConfig) -> None:
@@ -81,7 +82,7 @@ def test_the_same_call_trains_nothing_twice(
     events = [Path(found["folder"], "trials", f"trial_000{number}", "events.jsonl") for number in range(3)]
     before = [place.read_bytes() for place in events]
     monkeypatch.setattr("rayrec.tuning.on_ray.run_trials", None)
-    again = rayrec.tune(config, search=SEARCH, evaluations=3, console=QUIET)
+    again = rayrec.tune(config, search=SEARCH, console=QUIET)
     assert again == found
     assert [place.read_bytes() for place in events] == before
     for changes, message in (
@@ -89,4 +90,4 @@ def test_the_same_call_trains_nothing_twice(
         ({"trials": 3}, "holds a search with another options"),
     ):
         with pytest.raises(InputError, match=message):
-            rayrec.tune(config, **{"search": SEARCH, "evaluations": 3, "console": QUIET, **changes})
+            rayrec.tune(config, **{"search": SEARCH, "console": QUIET, **changes})

@@ -18,10 +18,9 @@ class TuneConfig(Config):
     """Of the validation rows: what the best trial is best in."""
     seed: int = 0
     """Of the values that are drawn."""
-    evaluations: int = 9
-    """Evaluations of a trial, after each of which it may be stopped, if the recipe's evaluate_every does not say when."""
     stop_early: bool = True
-    """Stop trials that are not among the best of those at the same evaluation (ASHA), but never the recipe's own settings."""
+    """Stop trials that are not among the best of those at the same evaluation (ASHA), but never the recipe's own settings. A
+    trial is evaluated as often as the recipe says (evaluate_every)."""
     keep_fraction: float = 1 / 3
     """Share of the trials that train on at each of the first, third, ninth, ... evaluation."""
     cpus_per_trial: int = 1
@@ -33,7 +32,7 @@ class TuneConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("trials", "evaluations", "cpus_per_trial", "concurrent"):
+        for name in ("trials", "cpus_per_trial", "concurrent"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name}: {value} must be at least 1")

@@ -12,7 +12,7 @@ from typing import Any, Final
 from rayrec import machine, storage
 from rayrec.config import InputError
 from rayrec.data import materialized
-from rayrec.data.position import EpochOrder, steps_in
+from rayrec.data.position import EpochOrder
 from rayrec.data.preprocessor import PREPROCESSOR_FOLDER
 from rayrec.data.split import SplitParts
 from rayrec.data.threads import ThreadEngine
@@ -29,7 +29,7 @@ from rayrec.tuning.config import TuneConfig
 from rayrec.tuning.report import render, table_text
 from rayrec.tuning.space import Space, with_values
 from rayrec.tuning.trial import Ended, folder_of
-from rayrec.workloads.base import RunContext, TrainConfig
+from rayrec.workloads.base import ClusterConfig, RunContext, TrainConfig
 from rayrec.workloads.recsys import ClickWorkload, Prepared
 
 SEARCH: Final = "search.json"
@@ -88,7 +88,7 @@ def tune(
     _check_same(folder, config, space, options)
     prepared, data = _prepared(config, folder, console)
     configs = [
-        _trial_config(config, number, values, folder=folder, data=data, prepared=prepared, options=options)
+        _trial_config(config, number, values, folder=folder, data=data, options=options)
         for number, values in enumerate(all_values)
     ]
     left = [number for number, trial in enumerate(configs) if Ended.of(folder_of(trial)) is None]
@@ -103,7 +103,7 @@ def tune(
 def _check_same(folder: str, config: TrainConfig, space: Space, options: TuneConfig) -> None:
     """Raises InputError if the folder has another search."""
     searched = {
-        "config": config.to_dict(),
+        "config": config.replace(cluster=ClusterConfig()).to_dict(),
         "space": space.plain(),
         "options": {name: value for name, value in options.to_dict().items() if name != "concurrent"},
     }
@@ -179,17 +179,10 @@ def _trial_config(
     *,
     folder: str,
     data: str,
-    prepared: Prepared,
     options: TuneConfig,
 ) -> TrainConfig:
     """The run of a trial, on the preprocessed rows."""
-    changed = with_values(config, values)
-    if changed.evaluate_every is None and not changed.plateau.patience:  # which counts evaluations
-        steps = changed.steps or (changed.epochs or 1) * steps_in(prepared.sets["train"].rows, changed.batch_size)
-        # The recipe's patience is in evaluations too; ASHA takes its place.
-        every = max(1, steps // options.evaluations)
-        changed = changed.replace(evaluate_every=every, early_stopping={"patience": 0})
-    return changed.replace(
+    return with_values(config, values).replace(
         name=f"trial_{number:04d}",
         storage_path=storage.join(folder, _TRIALS),
         train_data={"path": data, "files": ()},
