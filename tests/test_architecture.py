@@ -160,7 +160,11 @@ def _wanted() -> list[tuple[str, Requirement]]:
     torchrec = [text for text in extras["cuda"] if text.startswith("torchrec")]
     texts = [
         *project["dependencies"],
-        *(text for name in ("test", "check", "spark", "language", "mlflow", "wandb", "onnx") for text in extras[name]),
+        *(
+            text
+            for name in ("test", "check", "docs", "spark", "language", "mlflow", "wandb", "onnx")
+            for text in extras[name]
+        ),
         *torchrec,
         *shim["dependencies"],
     ]

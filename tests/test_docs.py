@@ -1,6 +1,6 @@
 """The documentation tells the truth: its commands and code run, its links lead somewhere, its flags exist.
 
-In README.md, docs/*.md and the notebooks of examples/:
+In README.md, the pages in docs/ and the notebooks of examples/:
 - blocks fenced as `python` are run, those of one page in one process and namespace, in order; one that begins with a comment
   `# NAME.py` is that file, and is written instead;
 - in blocks fenced as `bash`, lines that begin with `rayrec`, or run such a file with `python`, are run, in order with the
@@ -9,12 +9,15 @@ In README.md, docs/*.md and the notebooks of examples/:
 
 A page finds what docs/quickstart.md leaves behind (log/, runs/), unless it generates its own log. It runs without Ray: its
 commands work in their own process. The pages of `WITH_RAY` show what only Ray has, and start it as readers do.
+
+The site (mkdocs.yml) is built from the same pages, and from the code.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import os
 import re
@@ -26,19 +29,23 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 
+import rayrec
 from rayrec.data.split import Split
 from rayrec.models import ranking
+from rayrec.observe.event_lines import TORN_LINE
+from rayrec.observe.events import KINDS
 from rayrec.recipes import load_config
 from rayrec.tuning.config import TuneConfig
 from rayrec.verbs import VERBS
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "docs" / "quickstart.md"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 LIMIT_S = 900  # of one page; half a minute on a quiet machine
 
@@ -278,10 +285,64 @@ def test_named_tests_exist() -> None:
             assert re.search(rf"^ *(async )?def {wanted}", functions, re.MULTILINE), name
 
 
-def test_every_page_is_in_the_index() -> None:
-    index = (ROOT / "docs" / "index.md").read_text()
-    missing = [page.name for page in PAGES[1:] if page.name != "index.md" and f"]({page.name})" not in index]
-    assert not missing
+INDEX = ROOT / "docs" / "index.md"
+
+
+def test_every_page_is_in_the_index_once() -> None:
+    """In a table below a heading, from which the site's navigation comes."""
+    listed = re.findall(r"^\| \[[^\]]+\]\(([^)#]+)\) \|", INDEX.read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(page.relative_to(INDEX.parent).as_posix() for page in PAGES[1:] if page != INDEX)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the site, built strictly: a link, an anchor or a page of the navigation that does not exist is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(build, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_describes_the_code(site: Path) -> None:
+    """Every command, public name and kind of event, and fields, metrics and paths of HTTP from their tables."""
+    pages = {page.stem: page.read_text() for page in (site / "reference").glob("*.html")}
+    assert [verb for verb in VERBS if f'id="rayrec-{verb}"' not in pages["commands"]] == []
+    assert "<code>--min-count</code>" in pages["commands"]
+    assert [name for name in set(rayrec.__all__) - {"recipes"} if f'id="rayrec.{name}"' not in pages["python"]] == []
+    assert [kind for kind in KINDS if f"<code>{kind}</code>" not in pages["events"]] == []
+    for page, name in (
+        ("configuration", "max_outage_s"),
+        ("recipes", "criteo_kaggle"),
+        ("metrics", "ray_rayrec_blocked_fraction"),
+        ("metrics", "rayrec_serve_rows_total"),
+        ("exit-statuses", "143"),
+        ("formats", "manifest.json"),
+    ):
+        assert f"{name}</code>" in pages[page] or name in pages[page], name
+    assert "POST /v1/score" in pages["http"]
+
+
+@pytest.mark.slow
+def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+    loaded = re.compile(r"<(?:script|img|iframe)[^>]+src=\"(https?:[^\"]+)|<link[^>]+href=\"(https?:[^\"]+)")
+    assert not [match[0] for page in site.rglob("*.html") for match in loaded.finditer(page.read_text())]
+
+
+def test_every_kind_of_event_is_described() -> None:
+    assert {kind for kind, _ in _tool("reference").written_events()} | {TORN_LINE} == set(KINDS)
+
+
+def _tool(name: str) -> ModuleType:
+    """A file of tools/, imported."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from rayrec.config import InputError
-from rayrec.verbs import VERBS
+from rayrec.verbs import STATUSES, VERBS
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs one command. Exit status: 0 done, 2 the user can fix it, 130 interrupted, 143 terminated, 1 anything else."""
+    """Runs one command and exits with one of `STATUSES`."""
     _keep_stdout_for_results()
     sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
 
@@ -89,4 +89,5 @@ def help_text() -> str:
     lines = ["usage: rayrec COMMAND ...", "", "From raw logs to a served model on Ray.", ""]
     lines += [f"  {f'{verb} {arguments}':35} {text}" for verb, (arguments, text) in VERBS.items()]
     lines += ["", "rayrec COMMAND --help shows each flag; --config FILE.yaml may take the place of a RECIPE."]
+    lines += ["Exit status:", *(f"  {status:<5} {text}" for status, text in STATUSES.items())]
     return "\n".join(lines)

@@ -46,3 +46,12 @@ VERBS = {
     "benchmark": ("NAME", "measures, as ratios against a peer or a ceiling in the same run"),
     "doctor": ("[--json]", "what is installed, what fits together, what does not and how to fix it"),
 }
+
+STATUSES = {
+    0: "done",
+    1: "any other error, with a traceback if it is unexpected",
+    2: "the user can fix it: one line says what, where and how; also a gate that fails",
+    130: "interrupted (Ctrl-C), after a checkpoint if a run was in progress",
+    143: "terminated (SIGTERM), after a checkpoint if a run was in progress",
+}
+"""Exit statuses of every command."""

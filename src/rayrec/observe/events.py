@@ -23,6 +23,33 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
+KINDS: Final = {
+    "run": "A driver started: recipe, name, config hash, versions, and the settings that a resume changed.",
+    "prepared": "The data is indexed and the Preprocessor is complete: seconds, rows, faults, vocabularies.",
+    "attempt": "Workers are being started: the number of the attempt and of its workers.",
+    "start": "An attempt trains: the step it starts at, the goal, workers, peak speed, where its start took how long.",
+    "warm_start": "What the run takes over from the checkpoint of `init_from`: tables, rows kept and rows that are new.",
+    "step": "Progress, every `log_every` steps: loss, learning rates, rows/s, share of time blocked, seconds of each phase.",
+    "data": "What data tasks did since the last such event: rows/s, CPU, waiting, for each stage.",
+    "evaluate": "Metrics of an evaluation; `set` is validation or test.",
+    "plateau": "Learning rates were lowered, because evaluations no longer improve.",
+    "early_stop": "Training ends before its last step: the best step and its score.",
+    "checkpoint": "A checkpoint is complete: path, bytes, seconds of writing, seconds for which training waited.",
+    "checkpoint_late": "A save was skipped or is late: the one before is still being written, or storage fails.",
+    "checkpoint_slow": "A save took longer than `failure.grace_s`: a preempted run could lose it.",
+    "checkpoint_damaged": "A checkpoint was skipped on resume: its path and what is wrong with it.",
+    "checkpoint_repaired": "A file that checkpoints share was written again from its source.",
+    "stop": "Workers agreed to stop: at which step, why, and whether it is the run's end.",
+    "failure": "An attempt failed: the cause; `last` if the run ends with it.",
+    "finish": "The last step is done: what the worker measured over its attempt.",
+    "samples": "Texts or images that the final model produced, for the report.",
+    "profile": "Steps were recorded with torch.profiler: where the files are.",
+    "profile_failed": "A requested profile could not be recorded: why.",
+    "summary": "The run is finished: the content of summary.json.",
+    TORN_LINE: "The line before is incomplete, because a process or the disk failed while it was written.",
+}
+"""What each kind of event reports."""
+
 
 @final
 class EventWriter:

@@ -1,0 +1,369 @@
+"""Makes the reference pages of the documentation from the code, as Markdown: `python tools/reference.py [PAGE]` prints them.
+
+Commands and flags come from the parser, fields from the Config classes, the Python interface from `rayrec.__all__`; events,
+metrics, HTTP and exit statuses from the tables that the code itself uses; file formats from the modules that write the files.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import io
+import itertools
+import json
+import re
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import tyro
+
+import rayrec
+from rayrec.commands import command
+from rayrec.config import Config
+from rayrec.datasets.criteo import SCHEMA
+from rayrec.models import ranking
+from rayrec.observe.events import KINDS
+from rayrec.recipes import ALL
+from rayrec.serve import openapi
+from rayrec.serve.config import ServeConfig
+from rayrec.serve.counters import Counters
+from rayrec.verbs import STATUSES, VERBS
+
+SOURCE = Path(rayrec.__file__).parent
+INTRODUCTIONS = {
+    "commands": """Every command is also a function of the same name in [Python](python.md). Results go to standard output, all
+else to standard error ([exit statuses](exit-statuses.md)). `rayrec COMMAND --help` shows the same flags.""",
+    "configuration": """`rayrec config RECIPE` prints a whole configuration. A field `a` of a field `b` is `--b.a` on the command
+line, `b: {a: ...}` in YAML and `replace(b={"a": ...})` in Python; `_` is `-` in flags. A recipe overrides many of these
+defaults.""",
+    "recipes": "`rayrec config NAME` prints all settings of a recipe.",
+    "python": """What `import rayrec` offers; it loads no torch. `rayrec.recipes.NAME(path)` gives the configuration of a
+[recipe](recipes.md).""",
+    "events": """`RUN/events.jsonl` has one JSON object a line: `time` (seconds since 1970), `kind`, and fields of the kind.
+`rayrec.observe.events.read_events` reads them. Fields may be added; readers ignore kinds and fields that they do not know. The
+last column lists the fields that are written by name; metrics and measurements come in addition.""",
+    "metrics": "How to collect them, and where the Grafana dashboard is: [trackers](../trackers.md).",
+    "http": """A server describes itself at `/openapi.json`, with the columns of its own model. This is the description for
+Criteo's columns and a server with a token; [serve](../serve.md) has examples.""",
+    "exit-statuses": "Scripts and schedulers may rely on these; all commands have the same.",
+    "formats": "No file is a pickle, and none is executed when it is read. A folder that has its manifest is complete.",
+}
+"""How each page begins."""
+OF_A_RECIPE = ("config", "plan", "train", "tune")
+"""Commands whose flags are the fields of a recipe's configuration."""
+
+
+class _Parsed(Exception):
+    """Ends a command where it would parse its arguments."""
+
+
+def cell(text: object) -> str:
+    """A text as one cell of a table."""
+    return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def summary(documented: Any) -> str:
+    """The first paragraph of a docstring."""
+    return (inspect.getdoc(documented) or "").partition("\n\n")[0]
+
+
+def table(head: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join("| " + " | ".join(cell(value) for value in line) + " |\n" for line in lines)
+
+
+def parser_of(verb: str) -> Any | None:
+    """The argument parser of a command; None for one that parses nothing."""
+    found: list[Any] = []
+
+    def caught(
+        kind: Any, *, prog: str = "", args: Any = None, return_unknown_args: bool = False, **options: Any
+    ) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of get_parser: there is no other way yet
+            found.append(tyro.extras.get_parser(kind, prog=prog, **options))
+        raise _Parsed
+
+    with (
+        mock.patch("tyro.cli", caught),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.suppress(_Parsed, SystemExit),
+    ):
+        command(verb)(["--help"])
+    return found[0] if found else None
+
+
+def commands_page() -> str:
+    """Every command with its arguments and flags."""
+    parts: list[str] = []
+    for verb, (arguments, text) in VERBS.items():
+        parts.append(f"## rayrec {verb}\n\n`rayrec {verb}{f' {arguments}' if arguments else ''}`: {cell(text)}.\n")
+        if verb in OF_A_RECIPE:
+            parts.append(
+                "Flags are the fields of the recipe's [configuration](configuration.md), such as `--scaling.num-workers`.\n"
+            )
+        elif verb not in ("doctor", "benchmark") and (parser := parser_of(verb)) is not None:
+            rows = [row for action in parser._actions if (row := _flag(action))]
+            parts.append(table(("flag", "value", "default", "meaning"), rows))
+    return "\n".join(parts)
+
+
+def _flag(action: Any) -> tuple[object, ...] | None:
+    if action.dest == "help":
+        return None
+    name = ", ".join(f"`{option}`" for option in action.option_strings) or f"`{action.metavar or action.dest}`"
+    text, _, default = (action.help or "").rpartition("(")
+    shown = re.match(r"(default|sets): (.*)\)$", default, re.DOTALL)
+    required = default.startswith("required")
+    if not shown and not required:
+        text = action.help or ""
+    value = "" if not action.option_strings else f"`{action.metavar}`" if action.metavar else "none"
+    return name, value, "required" if required else f"`{shown[2]}`" if shown and shown[2].strip() else "", text
+
+
+def classes() -> Iterator[type[Config]]:
+    """The Config classes of the package, each after those that it is derived from, by module."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        if not re.search(r"^class \w+\(.*\b\w*(?<!Backend)(Config|Workload)\b", path.read_text(), re.MULTILINE):
+            continue
+        name = ".".join(("rayrec", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+        module = importlib.import_module(name)
+        for value in vars(module).values():
+            if (
+                isinstance(value, type)
+                and issubclass(value, Config)
+                and value.__module__ == name
+                and dataclasses.fields(value)
+            ):
+                yield value
+
+
+def field_docs(kind: type[Config]) -> dict[str, str]:
+    """The docstrings below the fields of a class and of those that it is derived from."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if base is object or base.__module__.partition(".")[0] != "rayrec":
+            continue
+        (body,) = (
+            node.body
+            for node in ast.parse(textwrap.dedent(inspect.getsource(base))).body
+            if isinstance(node, ast.ClassDef)
+        )
+        for line, after in itertools.pairwise(body):
+            if (
+                isinstance(line, ast.AnnAssign)
+                and isinstance(after, ast.Expr)
+                and isinstance(after.value, ast.Constant)
+            ):
+                found[ast.unparse(line.target)] = str(after.value.value)
+    return found
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default is not dataclasses.MISSING:
+        value = field.default
+    elif field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    else:
+        return "required"
+    return f"{type(value).__name__}" if isinstance(value, Config) else f"`{value!r}`"
+
+
+def configuration_page() -> str:
+    """Every class of settings with its fields."""
+    parts: list[str] = []
+    first = {"TrainConfig": 0, "DataConfig": 1, "ScalingConfig": 2}
+    kinds = sorted(
+        {kind.__name__: kind for kind in classes()}.values(),
+        key=lambda kind: (first.get(kind.__name__, 9), kind.__name__),
+    )
+    for kind in kinds:
+        docs = field_docs(kind)
+        rows = [
+            (f"`{field.name}`", f"`{field.type}`", _default(field), docs.get(field.name, ""))
+            for field in dataclasses.fields(kind)
+        ]
+        parts.append(f"## {kind.__name__}\n\n{summary(kind)}\n\n{table(('field', 'type', 'default', 'meaning'), rows)}")
+    return "\n".join(parts)
+
+
+def recipes_page() -> str:
+    """Every recipe and every click model."""
+    recipes = [(f"`{name}`", summary(recipe)) for name, recipe in ALL.items()]
+    models = []
+    for name in ranking.names():
+        kind = ranking.config_class(name)
+        models.append((f"`{name}`", summary(kind)))
+    named = "## Click models\n\n`--model NAME` trains one of them with any recipe for click logs.\n\n"
+    return f"{table(('recipe', 'is'), recipes)}\n{named}{table(('model', 'is'), models)}"
+
+
+def python_page() -> str:
+    """The public names, in full, by mkdocstrings."""
+    names = sorted(set(rayrec.__all__) - {"recipes"}, key=lambda name: (name[0].isupper(), name))
+    return "".join(f"::: rayrec.{name}\n\n" for name in names)
+
+
+def events_page() -> str:
+    """The kinds of events, with the fields that the code names where it writes them."""
+    named: dict[str, set[str]] = {}
+    for kind, fields in written_events():
+        named.setdefault(kind, set()).update(fields)
+    rows = [
+        (f"`{kind}`", text, ", ".join(f"`{name}`" for name in sorted(named.get(kind, ()))))
+        for kind, text in KINDS.items()
+    ]
+    return table(("kind", "reports", "fields"), rows)
+
+
+def written_events() -> Iterator[tuple[str, set[str]]]:
+    """Kind and named fields of each place in the code that writes an event."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant | ast.Name)):
+                continue
+            name = ast.unparse(node.func).rpartition(".")
+            events = name[2] in ("log", "_log", "tell") or (
+                name[2] == "write" and name[0].rpartition(".")[2] in ("events", "_events")
+            )
+            kind = node.args[0].value if isinstance(node.args[0], ast.Constant) else None
+            if node.args[0] and isinstance(node.args[0], ast.Name) and node.args[0].id == "KIND":
+                kind = next(
+                    ast.literal_eval(line.value)
+                    for line in ast.parse(path.read_text()).body
+                    if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "KIND"
+                )
+            if events and isinstance(kind, str) and kind.isidentifier():
+                of_dict = [key for argument in node.args[1:] if isinstance(argument, ast.Dict) for key in argument.keys]
+                keys = {key.value for key in of_dict if isinstance(key, ast.Constant)}
+                yield kind, keys | {keyword.arg for keyword in node.keywords if keyword.arg}
+
+
+def metrics_page() -> str:
+    """Prometheus metrics of training and of serving."""
+    tree = ast.parse((SOURCE / "training" / "prometheus.py").read_text())  # to import it takes a Ray
+    training: list[tuple[object, ...]] = []
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.value, ast.Dict)
+            and ast.unparse(node.target) in ("GAUGES", "COUNTERS")
+        ):
+            kind = "gauge" if ast.unparse(node.target) == "GAUGES" else "counter"
+            training += [(f"`ray_{name}`", kind, text, "`run`") for name, text in ast.literal_eval(node.value).items()]
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) in ("Gauge", "Counter")
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
+            labels = ", ".join(f"`{label}`" for label in given["tag_keys"])
+            training.append(
+                (f"`ray_{node.args[0].value}`", ast.unparse(node.func).lower(), given["description"], labels)
+            )
+    serving = [
+        (f"`{family.name}{'_total' if family.type == 'counter' else ''}`", family.type, family.documentation)
+        for family in Counters().snapshot().families
+    ]
+    of_runs = "The metrics of a run on Ray, exported by Ray's endpoint on the driver's node."
+    of_servers = "`/metrics` of `rayrec serve`: the sum over all replicas."
+    return (
+        f"## Training\n\n{of_runs}\n\n{table(('metric', 'kind', 'meaning', 'labels'), training)}\n"
+        f"## Serving\n\n{of_servers}\n\n{table(('metric', 'kind', 'meaning'), serving)}"
+    )
+
+
+def http_page() -> str:
+    """What `rayrec serve` answers, for Criteo's columns."""
+    model: Any = SimpleNamespace(preprocessor=SimpleNamespace(schema=SCHEMA, inputs=SimpleNamespace(sparse=())))
+    document = openapi.document(model, config=ServeConfig(), with_token=True)
+    parts: list[str] = []
+    for path, methods in document["paths"].items():
+        for method, described in methods.items():
+            parts.append(f"## {method.upper()} {path}\n\n{described['summary']}\n")
+            for media, body in described.get("requestBody", {}).get("content", {}).items():
+                parts.append(f"Takes `{media}`. {cell(body['schema'].get('description', ''))}\n")
+            rows = [(status, answer["description"]) for status, answer in described["responses"].items()]
+            parts.append(table(("status", "meaning"), rows))
+    answers = document["components"]["schemas"]
+    for name in (name for name in answers if name != "Row"):
+        rows = [
+            (f"`{field}`", json.dumps(kind.get("type", "")).strip('"'), kind.get("description", ""))
+            for field, kind in answers[name]["properties"].items()
+        ]
+        parts.append(f"## {name}\n\n{table(('field', 'type', 'meaning'), rows)}")
+    return "\n".join(parts)
+
+
+def statuses_page() -> str:
+    """Exit statuses of every command."""
+    return table(("status", "meaning"), [(f"`{status}`", text) for status, text in STATUSES.items()])
+
+
+FORMATS = {
+    "A checkpoint": "rayrec.checkpoint",
+    "Its manifest and checksums": "rayrec.checkpoint.format",
+    "Events": "rayrec.observe.events",
+    "A Preprocessor": "rayrec.data.preprocessor",
+    "Preprocessed data": "rayrec.data.materialized.dataset",
+    "Its files": "rayrec.data.materialized.files",
+    "An export": "rayrec.inference.export_format",
+}
+"""Modules that define the files rayrec writes."""
+
+
+def formats_page() -> str:
+    """What the files are, from the modules that write them: docstring, and the names of files with theirs."""
+    parts: list[str] = []
+    for title, name in FORMATS.items():
+        place = SOURCE.parent.joinpath(*name.split("."))
+        tree = ast.parse((place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text())
+        rows = []
+        for line, after in zip(tree.body, [*tree.body[1:], ast.Pass()], strict=True):
+            if (
+                not isinstance(line, ast.Assign | ast.AnnAssign)
+                or not isinstance(line.value, ast.Constant)
+                or not isinstance(line.value.value, str | int)
+            ):
+                continue
+            target = ast.unparse(line.targets[0] if isinstance(line, ast.Assign) else line.target)
+            text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
+            if target.isupper() and not target.startswith("_"):
+                rows.append((f"`{target}`", f"`{line.value.value!r}`", text))
+        constants = table(("constant", "value", "meaning"), rows) if rows else ""
+        parts.append(f"## {title}\n\n{ast.get_docstring(tree)}\n\nModule `{name}`.\n\n{constants}")
+    return "\n".join(parts)
+
+
+PAGES: dict[str, tuple[str, Callable[[], str]]] = {
+    "commands": ("Commands and flags", commands_page),
+    "configuration": ("Configuration fields", configuration_page),
+    "recipes": ("Recipes and models", recipes_page),
+    "python": ("Python", python_page),
+    "events": ("Events", events_page),
+    "metrics": ("Prometheus metrics", metrics_page),
+    "http": ("HTTP", http_page),
+    "exit-statuses": ("Exit statuses", statuses_page),
+    "formats": ("File formats", formats_page),
+}
+"""Title and content of each generated page, by its name."""
+
+
+def page(name: str) -> str:
+    """A whole page, as Markdown."""
+    title, content = PAGES[name]
+    return f"# {title}\n\n{INTRODUCTIONS[name]}\n\n{content()}"
+
+
+if __name__ == "__main__":
+    for wanted in sys.argv[1:] or PAGES:
+        print(page(wanted))

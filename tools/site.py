@@ -1,0 +1,67 @@
+"""Hooks of MkDocs (mkdocs.yml): the navigation from docs/index.md, reference pages from the code, links that leave docs/."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(Path(__file__).parent))
+
+import reference  # noqa: E402  (a file of this folder)
+
+REFERENCE, AFTER = "Reference", "Guides"
+"""The group that the generated pages are in, and the group of docs/index.md that it follows."""
+
+LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
+
+
+def groups(index: str) -> dict[str, list[tuple[str, str]]]:
+    """Title and path of the pages in each group of docs/index.md: links in the first column of the tables below its headings."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    heading = ""
+    for line in index.splitlines():
+        if line.startswith("## "):
+            heading = line.removeprefix("## ").strip()
+        elif line.startswith("| [") and (link := LINK.search(line)):
+            found.setdefault(heading, []).append((link[1][0].upper() + link[1][1:], link[2]))
+    return found
+
+
+def on_config(config: Any) -> Any:
+    """Lists all pages: those of docs/index.md by group, and the generated ones."""
+    nav: list[dict[str, Any]] = [{"Home": "index.md"}]
+    for group, pages in groups((ROOT / "docs" / "index.md").read_text()).items():
+        nav.append({group: [{title: path} for title, path in pages]})
+        if group == AFTER:
+            nav.append({REFERENCE: [{title: f"reference/{name}.md"} for name, (title, _) in reference.PAGES.items()]})
+    config.nav = nav
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the generated pages."""
+    for name in reference.PAGES:
+        page = File.generated(config, f"reference/{name}.md", content=reference.page(name))
+        page.edit_uri = None
+        files.append(page)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
+    """Makes links to files outside of docs/ links to the repository, if `repo_url` names it; else only their text stays."""
+    depth = page.file.src_uri.count("/") + 1
+
+    def outside(link: re.Match[str]) -> str:
+        text, target = link[1], link[2]
+        if not target.startswith("../" * depth):
+            return link[0]
+        path = target.removeprefix("../" * depth)
+        return f"[{text}]({config.repo_url}/blob/main/{path})" if config.repo_url else text
+
+    parts = re.split(r"(```.*?```)", markdown, flags=re.DOTALL)
+    return "".join(part if part.startswith("```") else LINK.sub(outside, part) for part in parts)
