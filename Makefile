@@ -26,7 +26,7 @@ TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 BENCHMARKS ?= ingest vocabulary preprocess train checkpoint recover predict serve observe mnist gpt2
 export DATA # the shell, not make, puts it into commands, so that it may hold spaces
 
-.PHONY: help setup demo test test-extended test-exhaustive drills fuzz chaos check lint format types layers spelling words docs site bench clean
+.PHONY: help setup demo test test-extended test-exhaustive drills fuzz chaos check lint format types layers spelling words docs site pictures bench clean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -118,6 +118,9 @@ docs: setup ## runs every example of the documentation, but for two notebooks th
 
 site: setup ## the documentation as a site in build/site, with reference pages made from the code; no network
 	@NO_MKDOCS_2_WARNING=1 $(RUN)/python -m mkdocs build --quiet --strict
+
+pictures: setup ## the drawings of docs/assets, from benchmarks/results and docs/assets/kill.jsonl
+	@$(RUN)/python tools/pictures.py
 
 bench: setup ## benchmarks, one JSON object a row: BENCHMARKS="ingest vocabulary ...", by default all but quality
 	@for name in $(BENCHMARKS); do echo "bench: $$name" >&2; $(RUN)/rayrec benchmark $$name; done

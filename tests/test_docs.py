@@ -1,6 +1,6 @@
 """The documentation tells the truth: its commands and code run, its links lead somewhere, its flags exist.
 
-In README.md, the pages in docs/ and the notebooks of examples/:
+In README.md and other pages of the root, the pages in docs/ and the notebooks of examples/:
 - blocks fenced as `python` are run, those of one page in one process and namespace, in order; one that begins with a comment
   `# NAME.py` is that file, and is written instead;
 - in blocks fenced as `bash`, lines that begin with `rayrec`, or run such a file with `python`, are run, in order with the
@@ -45,7 +45,8 @@ from rayrec.verbs import VERBS
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "docs" / "quickstart.md"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ROOT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")]
+PAGES = [*ROOT_PAGES, *sorted((ROOT / "docs").rglob("*.md"))]
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 LIMIT_S = 900  # of one page; half a minute on a quiet machine
 
@@ -253,7 +254,8 @@ def _slug(heading: str) -> str:
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    for target in re.findall(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"", text):
+        target = "".join(target)
         if re.match(r"[a-z]+:", target):
             continue
         place, _, anchor = target.partition("#")
@@ -264,6 +266,16 @@ def test_links_lead_somewhere(page: Path) -> None:
                 r"^#+ (.+)$", re.sub(r"```.*?```", "", file.read_text(), flags=re.DOTALL), re.MULTILINE
             )
             assert anchor in {_slug(heading) for heading in headings}, target
+
+
+def test_pictures_are_what_their_command_draws() -> None:
+    """`make pictures`, from the committed results; the screenshot stays small."""
+    assets = ROOT / "docs" / "assets"
+    drawn = _tool("pictures").files()
+    assert {path.name for path in assets.glob("*.svg")} == set(drawn)
+    for name, content in drawn.items():
+        assert (assets / name).read_text() == content, f"{name}: run make pictures"
+    assert (assets / "report.png").stat().st_size < 200_000
 
 
 def test_named_tests_exist() -> None:
@@ -291,7 +303,7 @@ INDEX = ROOT / "docs" / "index.md"
 def test_every_page_is_in_the_index_once() -> None:
     """In a table below a heading, from which the site's navigation comes."""
     listed = re.findall(r"^\| \[[^\]]+\]\(([^)#]+)\) \|", INDEX.read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(page.relative_to(INDEX.parent).as_posix() for page in PAGES[1:] if page != INDEX)
+    assert sorted(listed) == sorted(page.relative_to(INDEX.parent).as_posix() for page in PAGES if page.is_relative_to(INDEX.parent) and page != INDEX)
 
 
 @pytest.fixture(scope="module")

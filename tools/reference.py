@@ -226,23 +226,30 @@ def events_page() -> str:
 
 
 def written_events() -> Iterator[tuple[str, set[str]]]:
-    """Kind and named fields of each place in the code that writes an event."""
-    for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not (isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant | ast.Name)):
+    """Kind and named fields of each place in the code that writes an event; a kind is a text, or a module's constant KIND."""
+    trees = {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+    constants = {
+        path.stem: line.value.value
+        for path, tree in trees.items()
+        for line in tree.body
+        if isinstance(line, ast.Assign | ast.AnnAssign) and isinstance(line.value, ast.Constant)
+        if ast.unparse(line.targets[0] if isinstance(line, ast.Assign) else line.target) == "KIND"
+    }
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or not node.args:
                 continue
-            name = ast.unparse(node.func).rpartition(".")
-            events = name[2] in ("log", "_log", "tell") or (
-                name[2] == "write" and name[0].rpartition(".")[2] in ("events", "_events")
+            owner, _, method = ast.unparse(node.func).rpartition(".")
+            writes = method in ("log", "_log", "tell") or (
+                method == "write" and owner.rpartition(".")[2] in ("events", "_events")
             )
-            kind = node.args[0].value if isinstance(node.args[0], ast.Constant) else None
-            if node.args[0] and isinstance(node.args[0], ast.Name) and node.args[0].id == "KIND":
-                kind = next(
-                    ast.literal_eval(line.value)
-                    for line in ast.parse(path.read_text()).body
-                    if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "KIND"
-                )
-            if events and isinstance(kind, str) and kind.isidentifier():
+            first = node.args[0]
+            if isinstance(first, ast.Constant):
+                kind = first.value
+            else:
+                module, _, name = ast.unparse(first).rpartition(".")
+                kind = constants.get(module or path.stem) if name == "KIND" else None
+            if writes and isinstance(kind, str) and kind.isidentifier():
                 of_dict = [key for argument in node.args[1:] if isinstance(argument, ast.Dict) for key in argument.keys]
                 keys = {key.value for key in of_dict if isinstance(key, ast.Constant)}
                 yield kind, keys | {keyword.arg for keyword in node.keywords if keyword.arg}

@@ -1,0 +1,368 @@
+"""Draws the pictures of README and docs into docs/assets, light and dark: `python tools/pictures.py` (make pictures).
+
+`numbers` is drawn from rows of benchmarks/results, `kill` from docs/assets/kill.jsonl, which tools/kill_run.py records; `flow`
+and `batch` are drawings. `python tools/pictures.py report`
+trains on a synthetic log and takes a screenshot of the report with Chromium.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.sax.saxutils import escape
+
+ROOT = Path(__file__).parents[1]
+ASSETS = ROOT / "docs" / "assets"
+RESULTS = ROOT / "benchmarks" / "results"
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
+
+
+class Theme(NamedTuple):
+    """Colors of a picture."""
+
+    text: str
+    quiet: str
+    ours: str
+    peer: str
+    box: str
+    line: str
+    alarm: str
+
+
+THEMES = {
+    "light": Theme("#1f2328", "#59636e", "#2f6fde", "#b6bec9", "#f3f5f8", "#8b949e", "#cf222e"),
+    "dark": Theme("#e6edf3", "#9198a1", "#5b9bff", "#565f6b", "#1c232c", "#8b949e", "#ff7b72"),
+}
+
+
+def text(
+    x: float, y: float, words: str, color: str, *, size: int = 14, anchor: str = "start", bold: bool = False
+) -> str:
+    weight = ' font-weight="600"' if bold else ""
+    return f'<text x="{x:g}" y="{y:g}" fill="{color}" font-size="{size}" text-anchor="{anchor}"{weight}>{escape(words)}</text>'
+
+
+def rectangle(
+    x: float, y: float, width: float, height: float, fill: str, *, stroke: str = "none", round_: float = 3
+) -> str:
+    shape = f'x="{x:g}" y="{y:g}" width="{width:.1f}" height="{height:g}" rx="{round_:g}"'
+    return f'<rect {shape} fill="{fill}" stroke="{stroke}"/>'
+
+
+def line(x1: float, y1: float, x2: float, y2: float, color: str, *, width: float = 1.5, more: str = "") -> str:
+    return f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{color}" stroke-width="{width:g}"{more}/>'
+
+
+def arrow(x1: float, y1: float, x2: float, y2: float, color: str) -> str:
+    """Horizontal or vertical, with a head of 7 pixels at its end."""
+    if y1 == y2:
+        head = 7 if x2 > x1 else -7
+        tip = f"M{x2:g} {y2:g}l{-head} -4v8z"
+    else:
+        head = 7 if y2 > y1 else -7
+        tip = f"M{x2:g} {y2:g}l-4 {-head}h8z"
+    return line(x1, y1, x2, y2, color) + f'<path d="{tip}" fill="{color}"/>'
+
+
+def picture(width: int, height: int, title: str, parts: list[str]) -> str:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+    body = "\n".join(parts)
+    return f'{head}role="img" font-family="{FONT}">\n<title>{escape(title)}</title>\n{body}\n</svg>\n'
+
+
+class Shown(NamedTuple):
+    """A row of benchmarks/results that the front page shows."""
+
+    name: str
+    peer: str
+    workload: str
+    title: str
+    peer_title: str
+
+
+SHOWN = (
+    Shown(
+        "ingest",
+        "Ray DLRM notebook's pipeline",
+        "criteo kaggle TSV -> shuffled batches of 2048, 2 CPUs",
+        "Raw log to shuffled batches",
+        "Ray's DLRM notebook",
+    ),
+    Shown(
+        "vocabulary",
+        "Spark groupBy on RayDP, start-up left out",
+        "index and count 26 columns of 800,000 Criteo rows, 2 CPUs",
+        "Raw log to vocabulary",
+        "Spark groupBy on RayDP",
+    ),
+    Shown(
+        "train",
+        "TorchRec's own DLRM on preprocessed batches",
+        "criteo_kaggle network, fp32, batch 2048, 1 worker, from raw TSV",
+        "Raw log to trained DLRM",
+        "TorchRec, data in memory",
+    ),
+)
+
+
+def result(shown: Shown) -> dict[str, Any]:
+    """The newest row of benchmarks/results with this name, peer and workload."""
+    rows = [json.loads(row) for path in sorted(RESULTS.glob("*.jsonl")) for row in path.read_text().splitlines()]
+    fitting = [row for row in rows if (row["name"], row["peer"], row["workload"]) == shown[:3]]
+    if not fitting:
+        raise SystemExit(
+            f"pictures: no row {shown[:3]} in {RESULTS.relative_to(ROOT)}; correct SHOWN in tools/pictures.py"
+        )
+    return fitting[-1]
+
+
+def numbers(theme: Theme) -> str:
+    """rows/s of rayrec and of a peer, side by side: a pair of bars for each of SHOWN."""
+    parts, panel = [], 290
+    for place, shown in enumerate(SHOWN):
+        row, left = result(shown), place * panel + 10
+        ours, peer = row["rows_per_s"], row["peer_rows_per_s"]
+        ratio = f"{ours / peer:.1f}" if ours / peer < 20 else f"{ours / peer:.0f}"
+        parts += [
+            text(left, 24, shown.title, theme.text, size=15, bold=True),
+            text(left, 62, f"{ratio}×", theme.ours, size=30, bold=True),
+            rectangle(left, 78, 250, 16, theme.ours),
+            text(left, 112, f"rayrec {ours:,.0f} rows/s", theme.text, size=13),
+            rectangle(left, 124, max(250 * peer / ours, 2), 16, theme.peer),
+            text(left, 158, f"{shown.peer_title} {peer:,.0f}", theme.quiet, size=13),
+        ]
+    hardware = result(SHOWN[0])["hardware"]
+    parts.append(
+        text(
+            10, 188, f"Rows/s, same run, {hardware}. Synthetic logs in Criteo's format. CPU only.", theme.quiet, size=12
+        )
+    )
+    return picture(3 * panel, 200, "rayrec and peers: rows a second", parts)
+
+
+def kill(theme: Theme) -> str:
+    """A run in which a worker was killed, step against time, from docs/assets/kill.jsonl."""
+    events = [json.loads(row) for row in (ASSETS / "kill.jsonl").read_text().splitlines()]
+    steps = [event for event in events if event["kind"] in ("start", "step", "finish") and "step" in event]
+    width, height, left, bottom, top = 870, 330, 60, 270, 50
+    start_s = min(event["seconds"] for event in steps) - 2
+    end_s = max(event["seconds"] for event in events if event["kind"] == "summary")
+    most = max(event["step"] for event in steps)
+
+    def x(seconds: float) -> float:
+        return left + (seconds - start_s) / (end_s - start_s) * (width - left - 20)
+
+    def y(step: float) -> float:
+        return bottom - step / most * (bottom - top)
+
+    parts = [
+        text(10, 22, "A worker is killed: what the run does", theme.text, size=16, bold=True),
+        line(left, bottom, width - 20, bottom, theme.line),
+        line(left, top, left, bottom, theme.line),
+    ]
+    for step in range(0, most + 1, most // 4):
+        parts.append(text(left - 8, y(step) + 4, f"{step:,}", theme.quiet, size=12, anchor="end"))
+    for second in range(0, int(end_s - start_s), 20):
+        parts.append(text(x(start_s + second), bottom + 18, f"{second} s", theme.quiet, size=12, anchor="middle"))
+    attempt: list[str] = []
+    for event in steps:
+        if event["kind"] == "start" and attempt:
+            parts.append(
+                f'<polyline points="{" ".join(attempt)}" fill="none" stroke="{theme.ours}" stroke-width="2.5"/>'
+            )
+            attempt = []
+        attempt.append(f"{x(event['seconds']):.1f},{y(event['step']):.1f}")
+    parts.append(f'<polyline points="{" ".join(attempt)}" fill="none" stroke="{theme.ours}" stroke-width="2.5"/>')
+    for event in events:
+        if event["kind"] == "checkpoint":
+            place = f'cx="{x(event["seconds"]):.1f}" cy="{y(event["step"]):.1f}"'
+            parts.append(f'<circle {place} r="4.5" fill="{theme.box}" stroke="{theme.ours}" stroke-width="2"/>')
+    (killed,) = (event["seconds"] for event in events if event["kind"] == "SIGKILL")
+    resumed = next(event for event in events if event["kind"] == "start" and event["seconds"] > killed)
+    stepped = next(event for event in events if event["kind"] == "step" and event["seconds"] > resumed["seconds"])
+    before = max(event["step"] for event in steps if event["seconds"] < killed)
+    parts += [
+        line(x(killed), top - 8, x(killed), bottom, theme.alarm, more=' stroke-dasharray="5 4"'),
+        text(x(killed) - 6, top + 4, "kill -9 of a worker", theme.alarm, size=13, anchor="end", bold=True),
+        text(
+            x(resumed["seconds"]) + 8,
+            y(resumed["step"]) + 22,
+            f"resumes from the checkpoint of step {resumed['step']:,}",
+            theme.text,
+            size=13,
+        ),
+        text(
+            x(resumed["seconds"]) + 8,
+            y(resumed["step"]) + 40,
+            f"{stepped['seconds'] - killed:.1f} s to the next logged step; "
+            f"{max(before - resumed['step'], 0):,} steps repeated",
+            theme.quiet,
+            size=13,
+        ),
+        text(
+            10,
+            316,
+            "Step against time, two workers on two cores. Circles are checkpoints. The final weights have the SHA-256 "
+            "of a run that nothing disturbed.",
+            theme.quiet,
+            size=12,
+        ),
+    ]
+    return picture(width, height, "A run in which a worker is killed", parts)
+
+
+class Box(NamedTuple):
+    """A step of a drawing: where it is, and its lines; the first is its title."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    lines: tuple[str, ...]
+
+
+def boxes(found: list[Box], theme: Theme) -> list[str]:
+    parts = []
+    for box in found:
+        parts.append(rectangle(box.x, box.y, box.width, box.height, theme.box, stroke=theme.line, round_=6))
+        for number, words in enumerate(box.lines):
+            middle = box.x + box.width / 2
+            color, size = (theme.text, 14) if number == 0 else (theme.quiet, 12)
+            parts.append(
+                text(middle, box.y + 24 + 18 * number, words, color, size=size, anchor="middle", bold=number == 0)
+            )
+    return parts
+
+
+def flow(theme: Theme) -> str:
+    """From the raw log to the served model, and the one Preprocessor that all of it uses."""
+    found = [
+        Box(10, 40, 150, 70, ("Raw log", "TSV, CSV, Parquet", "disk, s3, gs, az")),
+        Box(205, 40, 150, 70, ("Index", "faults counted", "rows numbered")),
+        Box(400, 40, 165, 70, ("Data tasks", "parse, shuffle, encode", "threads, Ray, Spark")),
+        Box(610, 40, 165, 70, ("Workers", "one loop, TorchRec", "process, torchrun, Ray")),
+        Box(820, 40, 150, 70, ("Checkpoint", "plan-free, no pickle", "exact position")),
+        Box(302, 165, 265, 54, ("Preprocessor", "schema, constants, vocabularies; hashed")),
+        Box(610, 165, 165, 54, ("Evaluate, predict", "slices, intervals")),
+        Box(820, 165, 150, 54, ("Export, serve", "HTTP, swap, shadow")),
+        Box(10, 165, 230, 54, ("events.jsonl", "console, top, report, trackers")),
+    ]
+    arrows = [
+        arrow(160, 75, 204, 75, theme.line),
+        arrow(355, 75, 399, 75, theme.line),
+        arrow(565, 75, 609, 75, theme.line),
+        arrow(775, 75, 819, 75, theme.line),
+        line(280, 110, 280, 137, theme.line),
+        line(280, 137, 330, 137, theme.line),
+        arrow(330, 137, 330, 164, theme.line),
+        arrow(482, 164, 482, 111, theme.line),
+        arrow(895, 110, 895, 164, theme.line),
+        line(895, 137, 707, 137, theme.line),
+        arrow(707, 137, 707, 164, theme.line),
+        arrow(567, 192, 609, 192, theme.line),
+    ]
+    return picture(
+        980,
+        235,
+        "How data flows through rayrec",
+        [
+            text(10, 22, "One Preprocessor from the first row to the last request", theme.text, size=16, bold=True),
+            *arrows,
+            *boxes(found, theme),
+        ],
+    )
+
+
+def batch(theme: Theme) -> str:
+    """What happens to the rows of one batch, in the order in which it happens."""
+    steps = [
+        ("Segment", "a byte range", "of the index"),
+        ("Block", "segments by seed", "rows permuted"),
+        ("Columns", "parsed in C", "faults skipped"),
+        ("Ids", "one lookup", "per category"),
+        ("Batch", "cut at an", "exact position"),
+        ("Step", "forward, backward", "fused optimizer"),
+    ]
+    width = 140
+    found = [Box(10 + 163 * place, 40, width, 70, lines) for place, lines in enumerate(steps)]
+    arrows = [arrow(box.x + width, 75, box.x + 162, 75, theme.line) for box in found[:-1]]
+    return picture(
+        990,
+        165,
+        "The life of a batch",
+        [
+            text(10, 22, "The life of a batch", theme.text, size=16, bold=True),
+            *arrows,
+            *boxes(found, theme),
+            text(
+                10,
+                145,
+                "The order is a function of log, seed and epoch; a checkpoint stores the position in it, "
+                "for any number of workers.",
+                theme.quiet,
+                size=12,
+            ),
+        ],
+    )
+
+
+DRAWN: dict[str, Callable[[Theme], str]] = {"numbers": numbers, "kill": kill, "flow": flow, "batch": batch}
+"""Each picture by its name."""
+
+
+def files() -> dict[str, str]:
+    """The content of every drawn file by its name in docs/assets."""
+    return {f"{name}-{theme}.svg": draw(colors) for name, draw in DRAWN.items() for theme, colors in THEMES.items()}
+
+
+def report() -> None:
+    """Writes docs/assets/report.png: the upper part of the report of a run on a synthetic log, two epochs of 150,000 rows."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        raise SystemExit("pictures: no chromium; install Debian's package chromium")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        rayrec = [sys.executable, "-m", "rayrec"]
+        train = [*rayrec, "train", "criteo_demo", "--train-data.path", "log/train.txt", "--scaling.num-workers", "1"]
+        train += ["--epochs", "2", "--name", "demo"]
+        for command in ([*rayrec, "generate", "log", "--rows", "150000"], train):
+            subprocess.run(
+                command,
+                cwd=folder,
+                check=True,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+            )
+        page = folder / "runs" / "demo" / "report.html"
+        shown = page.read_text().replace(str(ROOT / "src" / "rayrec" / "__main__.py"), "rayrec")
+        page.write_text(shown)
+        camera = [
+            chromium,
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--virtual-time-budget=3000",
+        ]
+        camera += ["--window-size=1200,1180", f"--screenshot={ASSETS / 'report.png'}", page.as_uri()]
+        subprocess.run(camera, check=True, stderr=subprocess.DEVNULL)
+
+
+def main() -> None:
+    if sys.argv[1:] == ["report"]:
+        report()
+        return
+    ASSETS.mkdir(exist_ok=True)
+    for name, content in files().items():
+        (ASSETS / name).write_text(content)
+
+
+if __name__ == "__main__":
+    main()
