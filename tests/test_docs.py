@@ -303,7 +303,11 @@ INDEX = ROOT / "docs" / "index.md"
 def test_every_page_is_in_the_index_once() -> None:
     """In a table below a heading, from which the site's navigation comes."""
     listed = re.findall(r"^\| \[[^\]]+\]\(([^)#]+)\) \|", INDEX.read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(page.relative_to(INDEX.parent).as_posix() for page in PAGES if page.is_relative_to(INDEX.parent) and page != INDEX)
+    assert sorted(listed) == sorted(
+        page.relative_to(INDEX.parent).as_posix()
+        for page in PAGES
+        if page.is_relative_to(INDEX.parent) and page != INDEX
+    )
 
 
 @pytest.fixture(scope="module")

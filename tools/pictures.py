@@ -331,7 +331,7 @@ def report() -> None:
         folder = Path(name)
         rayrec = [sys.executable, "-m", "rayrec"]
         train = [*rayrec, "train", "criteo_demo", "--train-data.path", "log/train.txt", "--scaling.num-workers", "1"]
-        train += ["--epochs", "2", "--name", "demo"]
+        train += ["--scaling.threads-per-worker", "1", "--epochs", "2", "--name", "demo"]
         for command in ([*rayrec, "generate", "log", "--rows", "150000"], train):
             subprocess.run(
                 command,
