@@ -15,6 +15,7 @@ The site (mkdocs.yml) is built from the same pages, and from the code.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import importlib.util
@@ -266,6 +267,49 @@ def test_links_lead_somewhere(page: Path) -> None:
                 r"^#+ (.+)$", re.sub(r"```.*?```", "", file.read_text(), flags=re.DOTALL), re.MULTILINE
             )
             assert anchor in {_slug(heading) for heading in headings}, target
+
+
+def test_messages_of_troubleshooting_are_in_the_source() -> None:
+    """Each heading in code style is a message; between its dots are parts of one text of the source, in this order."""
+    page = ROOT / "docs" / "troubleshooting.md"
+    shown = re.findall(r"^### `(.+)`$", page.read_text(), re.MULTILINE)
+    assert len(shown) > 20
+    texts = [text for path in (ROOT / "src").rglob("*.py") for text in _messages(ast.parse(path.read_text()))]
+    for message in shown:
+        wanted = re.compile(".*".join(re.escape(part) for part in message.split("...") if part), re.DOTALL)
+        assert any(wanted.search(text) for text in texts), message
+
+
+def _messages(tree: ast.AST) -> Iterator[str]:
+    """The texts of a file, with an empty text for each value in them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_guarantees_name_the_target_that_runs_their_tests() -> None:
+    marks: dict[str, set[str]] = {}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        tree = ast.parse(path.read_text())
+        of_file = {
+            line.value for line in tree.body if isinstance(line, ast.Assign) and "pytestmark" in ast.unparse(line)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                places = [*map(ast.unparse, of_file), *map(ast.unparse, node.decorator_list)]
+                found = " ".join(place for place in places if "parametrize" not in place)
+                marks[node.name] = set(re.findall(r"mark\.(\w+)", found))
+    rows = re.findall(
+        r"^\|.+\| (`test_.+`) \| `(make [a-z-]+)`", (ROOT / "docs" / "guarantees.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) > 15
+    for names, target in rows:
+        for name in re.findall(r"`(test_\w+)`", names):
+            of_test = marks[name]
+            runs = "exhaustive" if "exhaustive" in of_test else "extended" if "extended" in of_test else ""
+            assert target == f"make test{runs and '-'}{runs}", name
 
 
 def test_pictures_are_what_their_command_draws() -> None:
