@@ -119,8 +119,9 @@ docs: setup ## runs every example of the documentation, but for two notebooks th
 site: setup ## the documentation as a site in build/site, with reference pages made from the code; no network
 	@NO_MKDOCS_2_WARNING=1 $(RUN)/python -m mkdocs build --quiet --strict
 
-pictures: setup ## the drawings of docs/assets, from benchmarks/results and docs/assets/kill.jsonl
+pictures: setup ## the drawings of docs/assets and the first table of docs/benchmarks.md, from benchmarks/results
 	@$(RUN)/python tools/pictures.py
+	@$(RUN)/python tools/results.py
 
 bench: setup ## benchmarks, one JSON object a row: BENCHMARKS="ingest vocabulary ...", by default all but quality
 	@for name in $(BENCHMARKS); do echo "bench: $$name" >&2; $(RUN)/rayrec benchmark $$name; done

@@ -322,6 +322,13 @@ def test_pictures_are_what_their_command_draws() -> None:
     assert (assets / "report.png").stat().st_size < 200_000
 
 
+def test_the_summary_of_benchmarks_is_of_committed_rows() -> None:
+    """`make pictures` writes it."""
+    results = _tool("results")
+    text = results.PAGE.read_text()
+    assert results.page(text) == text, "docs/benchmarks.md: run make pictures"
+
+
 def test_named_tests_exist() -> None:
     """A name that ends in `...` is the beginning of one."""
     files = list((ROOT / "tests").rglob("test_*.py"))

@@ -15,12 +15,15 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import results  # noqa: E402  (a file of this folder)
+
 ASSETS = ROOT / "docs" / "assets"
-RESULTS = ROOT / "benchmarks" / "results"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 
 
@@ -77,73 +80,31 @@ def picture(width: int, height: int, title: str, parts: list[str]) -> str:
     return f'{head}role="img" font-family="{FONT}">\n<title>{escape(title)}</title>\n{body}\n</svg>\n'
 
 
-class Shown(NamedTuple):
-    """A row of benchmarks/results that the front page shows."""
-
-    name: str
-    peer: str
-    workload: str
-    title: str
-    peer_title: str
-
-
 SHOWN = (
-    Shown(
-        "ingest",
-        "Ray DLRM notebook's pipeline",
-        "criteo kaggle TSV -> shuffled batches of 2048, 2 CPUs",
-        "Raw log to shuffled batches",
-        "Ray's DLRM notebook",
-    ),
-    Shown(
-        "vocabulary",
-        "Spark groupBy on RayDP, start-up left out",
-        "index and count 26 columns of 800,000 Criteo rows, 2 CPUs",
-        "Raw log to vocabulary",
-        "Spark groupBy on RayDP",
-    ),
-    Shown(
-        "train",
-        "TorchRec's own DLRM on preprocessed batches",
-        "criteo_kaggle network, fp32, batch 2048, 1 worker, from raw TSV",
-        "Raw log to trained DLRM",
-        "TorchRec, data in memory",
-    ),
+    (results.SUMMARY[0], "Raw log to shuffled batches"),
+    (results.SUMMARY[1], "Raw log to vocabulary"),
+    (results.SUMMARY[4], "Raw log to trained DLRM"),
 )
-
-
-def result(shown: Shown) -> dict[str, Any]:
-    """The newest row of benchmarks/results with this name, peer and workload."""
-    rows = [json.loads(row) for path in sorted(RESULTS.glob("*.jsonl")) for row in path.read_text().splitlines()]
-    fitting = [row for row in rows if (row["name"], row["peer"], row["workload"]) == shown[:3]]
-    if not fitting:
-        raise SystemExit(
-            f"pictures: no row {shown[:3]} in {RESULTS.relative_to(ROOT)}; correct SHOWN in tools/pictures.py"
-        )
-    return fitting[-1]
+"""Lines of the summary that the front page shows, with their titles there."""
 
 
 def numbers(theme: Theme) -> str:
     """rows/s of rayrec and of a peer, side by side: a pair of bars for each of SHOWN."""
-    parts, panel = [], 290
-    for place, shown in enumerate(SHOWN):
-        row, left = result(shown), place * panel + 10
-        ours, peer = row["rows_per_s"], row["peer_rows_per_s"]
+    parts, panel, hardware = [], 290, ""
+    for place, (shown, title) in enumerate(SHOWN):
+        _, row = results.find(shown.name, shown.workload, shown.peer)
+        left, ours, peer, hardware = place * panel + 10, row["rows_per_s"], row["peer_rows_per_s"], row["hardware"]
         ratio = f"{ours / peer:.1f}" if ours / peer < 20 else f"{ours / peer:.0f}"
         parts += [
-            text(left, 24, shown.title, theme.text, size=15, bold=True),
+            text(left, 24, title, theme.text, size=15, bold=True),
             text(left, 62, f"{ratio}×", theme.ours, size=30, bold=True),
             rectangle(left, 78, 250, 16, theme.ours),
             text(left, 112, f"rayrec {ours:,.0f} rows/s", theme.text, size=13),
             rectangle(left, 124, max(250 * peer / ours, 2), 16, theme.peer),
-            text(left, 158, f"{shown.peer_title} {peer:,.0f}", theme.quiet, size=13),
+            text(left, 158, f"{shown.peer_text} {peer:,.0f}", theme.quiet, size=13),
         ]
-    hardware = result(SHOWN[0])["hardware"]
-    parts.append(
-        text(
-            10, 188, f"Rows/s, same run, {hardware}. Synthetic logs in Criteo's format. CPU only.", theme.quiet, size=12
-        )
-    )
+    where = f"Rows/s, same run, {hardware}. Synthetic logs in Criteo's format. CPU only."
+    parts.append(text(10, 188, where, theme.quiet, size=12))
     return picture(3 * panel, 200, "rayrec and peers: rows a second", parts)
 
 
