@@ -348,6 +348,18 @@ def test_named_tests_exist() -> None:
             assert re.search(rf"^ *(async )?def {wanted}", functions, re.MULTILINE), name
 
 
+LIMITS = re.compile(r"limit|\bonly\b|\bnot\b|\bnever\b|\bnone\b|\bno\b", re.IGNORECASE)
+
+
+@pytest.mark.parametrize("page", PAGES[len(ROOT_PAGES) :], ids=_name)
+def test_a_page_begins_with_its_limits(page: Path) -> None:
+    """In its first paragraphs, five lines or so: what it does not do, or what was not tested."""
+    begin = re.sub(r"<[^>]+>", "", page.read_text().partition("\n## ")[0])
+    assert LIMITS.search("\n".join(begin.splitlines()[1:9])), (
+        "say in the first lines what does not work or was not tested"
+    )
+
+
 INDEX = ROOT / "docs" / "index.md"
 
 

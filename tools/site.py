@@ -17,6 +17,9 @@ import reference  # noqa: E402  (a file of this folder)
 REFERENCE, AFTER = "Reference", "Guides"
 """The group that the generated pages are in, and the group of docs/index.md that it follows."""
 
+PROJECT = {"Contributing": "CONTRIBUTING.md", "Changelog": "CHANGELOG.md", "Security": "SECURITY.md"}
+"""Pages of the root, which are the last group."""
+
 LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 
 
@@ -39,17 +42,34 @@ def on_config(config: Any) -> Any:
         nav.append({group: [{title: path} for title, path in pages]})
         if group == AFTER:
             nav.append({REFERENCE: [{title: f"reference/{name}.md"} for name, (title, _) in reference.PAGES.items()]})
+    nav.append({"Project": [{title: name.lower()} for title, name in PROJECT.items()]})
     config.nav = nav
     return config
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the generated pages."""
+    """Adds the generated pages, and those of the root."""
     for name in reference.PAGES:
         page = File.generated(config, f"reference/{name}.md", content=reference.page(name))
         page.edit_uri = None
         files.append(page)
+    for name in PROJECT.values():
+        files.append(File.generated(config, name.lower(), content=from_the_root((ROOT / name).read_text())))
     return files
+
+
+def from_the_root(text: str) -> str:
+    """A page of the root as one of docs/: with links that lead from there."""
+
+    def moved(link: re.Match[str]) -> str:
+        words, target = link[1], link[2]
+        if re.match(r"[a-z]+:|#", target):
+            return link[0]
+        if target in PROJECT.values():
+            return f"[{words}]({target.lower()})"
+        return f"[{words}]({target.removeprefix('docs/')})" if target.startswith("docs/") else f"[{words}](../{target})"
+
+    return LINK.sub(moved, text)
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
