@@ -117,7 +117,7 @@ docs: setup ## runs every example of the documentation, but for two notebooks th
 	@if [ -e tests/test_docs.py ]; then $(RUN)/python -m pytest tests/test_docs.py -m "not exhaustive" -n 2 --dist worksteal; else echo "docs: no tests/test_docs.py"; fi
 
 site: setup ## the documentation as a site in build/site, with reference pages made from the code; no network
-	@NO_MKDOCS_2_WARNING=1 $(RUN)/python -m mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(RUN)/python -m mkdocs build --strict
 
 pictures: setup ## the drawings of docs/assets and the first table of docs/benchmarks.md, from benchmarks/results
 	@$(RUN)/python tools/pictures.py

@@ -374,14 +374,13 @@ def test_every_page_is_in_the_index_once() -> None:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(pages: Pages, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the site, built strictly: a link, an anchor or a page of the navigation that does not exist is an error."""
     folder = tmp_path_factory.mktemp("site")
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    built = subprocess.run(build, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stdout + built.stderr
-    return folder
+    command = ["build", "--strict", "--config-file", str(ROOT / "mkdocs.yml"), "--site-dir", str(folder / "built")]
+    build = f"from mkdocs.__main__ import cli\ncli({command!r}, standalone_mode=False)\n"
+    pages.run("mkdocs.yml", [Block("python", 0, build)], folder, NO_MKDOCS_2_WARNING="1")
+    return folder / "built"
 
 
 @pytest.mark.slow
