@@ -348,6 +348,13 @@ def test_named_tests_exist() -> None:
             assert re.search(rf"^ *(async )?def {wanted}", functions, re.MULTILINE), name
 
 
+def test_scripts_of_the_cookbook_are_short() -> None:
+    files = {(page.name, block.line): block for page in PAGES for block in runnable(page) if block.kind == "file"}
+    cookbook = {place: block for place, block in files.items() if (ROOT / "docs" / "cookbook" / place[0]).exists()}
+    assert len(cookbook) >= 7
+    assert [place for place, block in cookbook.items() if block.text.count("\n") > 40] == []
+
+
 LIMITS = re.compile(r"limit|\bonly\b|\bnot\b|\bnever\b|\bnone\b|\bno\b", re.IGNORECASE)
 
 
