@@ -5,8 +5,8 @@ SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
-FITS := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
-PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
+FITS := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
   $$python -c '$(FITS)' 2>/dev/null && { command -v $$python; break; }; done)
 VENV := .venv
 RUN := $(VENV)/bin
@@ -26,7 +26,7 @@ TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 BENCHMARKS ?= ingest vocabulary preprocess train checkpoint recover predict serve observe mnist gpt2
 export DATA # the shell, not make, puts it into commands, so that it may hold spaces
 
-.PHONY: help setup demo test test-extended test-exhaustive drills fuzz chaos check lint format types layers spelling words docs site pictures bench clean
+.PHONY: help setup demo test test-extended test-exhaustive drills fuzz chaos check lint format types layers spelling words docs site pictures wheel bench clean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,7 +39,7 @@ $(VENV)/.locked-installed: requirements.lock $(SHIM)/pyproject.toml
 	@test -x $(RUN)/pip || { \
 	  python="$(PYTHON)"; \
 	  "$${python:-python3}" -c '$(FITS)' 2>/dev/null || { \
-	    echo "make setup: needs Python 3.11 or 3.12; name one: make setup PYTHON=/path/to/python3.11" >&2; exit 2; }; \
+	    echo "make setup: needs Python 3.11, 3.12 or 3.13; name one: make setup PYTHON=/path/to/python3.11" >&2; exit 2; }; \
 	  echo "setup: $(VENV) with $$("$$python" --version)"; \
 	  "$$python" -m venv $(VENV); }
 	@echo "setup: $$(grep -c '^[a-z]' requirements.lock) distributions of requirements.lock"
@@ -53,6 +53,7 @@ $(VENV)/.locked-installed: requirements.lock $(SHIM)/pyproject.toml
 
 $(VENV)/.rayrec-installed: $(VENV)/.locked-installed pyproject.toml setup.py $(NATIVE)
 	@echo "setup: rayrec and its kernels"
+	@rm -f src/rayrec/native/*.so # one built for a single Python would be found first
 	@$(PIP) --no-build-isolation --editable .
 	@touch $@
 	@echo "setup: done; $(RUN)/rayrec --help"
@@ -123,10 +124,19 @@ pictures: setup ## the drawings of docs/assets and the first table of docs/bench
 	@$(RUN)/python tools/pictures.py
 	@$(RUN)/python tools/results.py
 
+WHEEL_TOOLS := build/wheel-tools
+$(WHEEL_TOOLS)/.installed: packaging/wheel-tools.txt | setup
+	@$(RUN)/python -m venv --clear $(WHEEL_TOOLS)
+	@$(WHEEL_TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps -r $<
+	@touch $@
+
+wheel: $(WHEEL_TOOLS)/.installed ## wheel (Linux, Python 3.11 and later), source archive and fbgemm's stand-in in dist/, checked
+	@$(WHEEL_TOOLS)/bin/python tools/wheels.py
+
 bench: setup ## benchmarks, one JSON object a row: BENCHMARKS="ingest vocabulary ...", by default all but quality
 	@for name in $(BENCHMARKS); do echo "bench: $$name" >&2; $(RUN)/rayrec benchmark $$name; done
 
 clean: ## removes the environment and everything made here, the demo's log and runs too
-	@rm -rf $(VENV) build demo src/rayrec.egg-info $(SHIM)/build $(SHIM)/*.egg-info .*_cache .hypothesis
+	@rm -rf $(VENV) build dist demo src/rayrec.egg-info $(SHIM)/build $(SHIM)/*.egg-info .*_cache .hypothesis
 	@rm -f src/rayrec/native/*.so
 	@find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,7 @@
-"""Builds the native kernels; everything else about the package is in pyproject.toml."""
+"""Builds the native kernels; everything else about the package is in pyproject.toml.
+
+The module keeps to Python's stable ABI, so that one wheel serves 3.11 and every later version.
+"""
 
 from setuptools import Extension, setup
 
@@ -24,6 +27,9 @@ setup(
             depends=["src/rayrec/native/kernels.h", "src/rayrec/native/format.h"],
             extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra", "-fno-math-errno"],
             libraries=["m"],
+            define_macros=[("Py_LIMITED_API", "0x030B0000")],
+            py_limited_api=True,
         )
-    ]
+    ],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -157,7 +157,6 @@ def _wanted() -> list[tuple[str, Requirement]]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     shim = tomllib.loads((ROOT / "packaging" / "fbgemm-gpu-cpu" / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    torchrec = [text for text in extras["cuda"] if text.startswith("torchrec")]
     texts = [
         *project["dependencies"],
         *(
@@ -165,7 +164,6 @@ def _wanted() -> list[tuple[str, Requirement]]:
             for name in ("test", "check", "docs", "spark", "language", "mlflow", "wandb", "onnx")
             for text in extras[name]
         ),
-        *torchrec,
         *shim["dependencies"],
     ]
     return list(closure(map(Requirement, texts), installed_distributions()))
@@ -188,8 +186,10 @@ def test_the_lock_holds_every_requirement_and_nothing_else() -> None:
 def test_both_builds_of_fbgemm_are_of_one_version() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     shim = tomllib.loads((ROOT / "packaging" / "fbgemm-gpu-cpu" / "pyproject.toml").read_text())["project"]
-    cuda = dict(text.split("==") for text in project["optional-dependencies"]["cuda"])
-    lock = _lock()
-    assert shim["version"] == f"{cuda['fbgemm-gpu']}+cpu"
-    assert shim["dependencies"] == [f"fbgemm-gpu-cpu=={cuda['fbgemm-gpu']}"]
-    assert (lock["torchrec"], lock["fbgemm-gpu-cpu"]) == (cuda["torchrec"], cuda["fbgemm-gpu"])
+    pins = dict(text.split("==") for text in project["dependencies"] if "==" in text)
+    fbgemm, lock = pins["fbgemm-gpu"], _lock()
+    assert shim["version"] == f"{fbgemm}+cpu"
+    assert shim["dependencies"] == [f"fbgemm-gpu-cpu=={fbgemm}"]
+    assert project["optional-dependencies"]["cpu"] == [f"fbgemm-gpu=={fbgemm}+cpu"]
+    assert project["optional-dependencies"]["cuda"] == [f"fbgemm-gpu=={fbgemm},!={fbgemm}+cpu"]
+    assert (lock["torchrec"], lock["fbgemm-gpu-cpu"]) == (pins["torchrec"], fbgemm)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rayrec.config import InputError
 from rayrec.launch.installation import (
+    EXTRAS,
     FBGEMM,
     PROBED,
     UNNEEDED,
@@ -54,6 +55,8 @@ class Report:
     machine: Machine
     installed: dict[str, str]
     """Versions by distribution, of those that rayrec names itself."""
+    extras: dict[str, str]
+    """What makes an extra complete that is not installed: a command, by extra."""
     probes: dict[str, Probe]
     """What came of importing, by module."""
     kernels: str | None
@@ -83,6 +86,7 @@ class Report:
         ]
         rows += [(f"import {name}", _probe_text(probe)) for name, probe in self.probes.items()]
         rows += list(self.installed.items())
+        rows += [(f"extra {name}", f"not installed: {command}") for name, command in self.extras.items()]
         width = max(len(name) for name, _ in rows) + 2
         lines = [f"{name:{width}}{value}" for name, value in rows]
         for finding in self.findings:
@@ -114,10 +118,12 @@ def doctor(
     probes = probe_all(PROBED) if probes is None else probes
     machine = this_machine() if machine is None else machine
     kernels = kernels_fault()
-    named = dict.fromkeys(["rayrec", *sorted(map(_name, _own_requirements(installed))), "torchrec", *FBGEMM])
+    own = {_name(each) for each in _own_requirements(installed)} - {"torch", "torchrec", *FBGEMM}
+    named = ("rayrec", *sorted(own), "torch", "torchrec", *FBGEMM)
     return Report(
         machine=machine,
         installed={name: _version_text(name, installed[name]) for name in named if name in installed},
+        extras={extra: f"{pip} install 'rayrec[{extra}]'" for extra in extras(installed, there=False)},
         probes=dict(probes),
         kernels=kernels,
         findings=tuple(diagnose(installed, probes, machine, kernels=kernels, pip=pip)),
@@ -165,6 +171,15 @@ def closure(roots: Iterable[Requirement], installed: Mapping[str, Installed]) ->
                 waiting.append((name, inner))
 
 
+def extras(installed: Mapping[str, Installed], *, there: bool) -> list[str]:
+    """rayrec's EXTRAS that are installed, or those that are not. Pure.
+
+    One is taken to be meant if the first distribution that it names is installed, which rayrec needs for nothing else.
+    """
+    named = {extra: _extra_requirements(installed, extra) for extra in EXTRAS}
+    return [extra for extra, adds in named.items() if adds and (_name(adds[0]) in installed) == there]
+
+
 def _needs(asker: str, requirement: Requirement) -> bool:
     return _name(requirement) not in UNNEEDED.get(asker, ())
 
@@ -207,6 +222,11 @@ def _fbgemm_findings(
         yield Finding("problem", both, reinstall)
     elif is_cuda_build and not has_cuda:
         yield Finding("problem", "fbgemm-gpu is the CUDA build, which does not import without a CUDA device", reinstall)
+    elif is_cuda_build and installed.get("torch", Installed("")).version.endswith("+cpu"):
+        mixed = (
+            f"fbgemm-gpu is the CUDA build, torch {installed['torch'].version} a CPU build: they do not import together"
+        )
+        yield Finding("problem", mixed, (f"{pip} uninstall -y torch", f"{pip} install {_torch_pin(installed)}"))
     elif holders and fails:
         yield Finding("problem", f"fbgemm_gpu does not import: {probes['fbgemm_gpu'].error}", reinstall)
     elif holders and has_cuda and not is_cuda_build:
@@ -232,11 +252,9 @@ def _fbgemm_findings(
 
 def _requirement_findings(installed: Mapping[str, Installed], pip: str) -> Iterator[Finding]:
     """Everything else that rayrec and TorchRec need, directly or through others: missing, or of another version."""
-    from packaging.requirements import Requirement
-
-    roots = [*_own_requirements(installed), Requirement("torchrec")]
-    if "mosaicml-streaming" in installed:  # nothing else here brings it, so that the extra was meant to be there
-        roots += _extra_requirements(installed, "language")
+    roots = _own_requirements(installed)
+    for extra in extras(installed, there=True):
+        roots += _extra_requirements(installed, extra)
     asked: dict[str, set[tuple[str, str]]] = {}
     for asker, requirement in closure(roots, installed):
         name, specifier = _name(requirement), str(requirement.specifier)
@@ -258,7 +276,7 @@ def _import_findings(
 ) -> Iterator[Finding]:
     """What is installed and does not import, though what it stands on does."""
     torch = probes.get("torch")
-    pin = next((str(each) for each in _own_requirements(installed) if _name(each) == "torch"), "torch")
+    pin = _torch_pin(installed)
     if torch is not None and not torch.ok and "torch" in installed:
         why = f"torch does not import: {torch.error}"
         if re.search(r"libcu|libnv|libnccl|CUDA", torch.error) and not machine.cuda_devices:
@@ -297,10 +315,14 @@ def _machine_findings(machine: Machine) -> Iterator[Finding]:
 
 
 def _tested_versions(installed: Mapping[str, Installed]) -> tuple[str, str, str]:
-    """`torchrec`, `fbgemm-gpu` and `fbgemm-gpu-cpu` with the versions that rayrec's extra `cuda` names."""
-    pins = {_name(each): str(each.specifier) for each in _extra_requirements(installed, "cuda")}
+    """`torchrec`, `fbgemm-gpu` and `fbgemm-gpu-cpu` with the versions that rayrec names."""
+    pins = {_name(each): str(each.specifier) for each in _own_requirements(installed)}
     fbgemm = pins.get("fbgemm-gpu", "")
     return f"torchrec{pins.get('torchrec', '')}", f"fbgemm-gpu{fbgemm}", f"fbgemm-gpu-cpu{fbgemm}"
+
+
+def _torch_pin(installed: Mapping[str, Installed]) -> str:
+    return next((str(each) for each in _own_requirements(installed) if _name(each) == "torch"), "torch")
 
 
 def _own_requirements(installed: Mapping[str, Installed]) -> list[Requirement]:

@@ -20,6 +20,8 @@ PROBED = ("torch", "fbgemm_gpu", "torchrec", "ray")
 """Modules that are imported to see whether they do; the first three each need those before them."""
 FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 """The distributions that bring the module fbgemm_gpu."""
+EXTRAS = ("spark", "language", "mlflow", "wandb", "onnx")
+"""rayrec's extras that add something to it; the first distribution that each names tells whether it is meant to be there."""
 UNNEEDED = {
     "mosaicml-streaming": frozenset(
         {

@@ -32,11 +32,15 @@ RAYREC = Installed(
         "torch==2.13.0",
         "ray[data]==2.60.0",
         "packaging>=24",
-        'torchrec==1.8.0; extra == "cuda"',
-        'fbgemm-gpu==1.8.0; extra == "cuda"',
+        "torchrec==1.8.0",
+        "fbgemm-gpu==1.8.0",
+        'fbgemm-gpu==1.8.0+cpu; extra == "cpu"',
+        'fbgemm-gpu!=1.8.0+cpu,==1.8.0; extra == "cuda"',
+        'onnx>=1.17; extra == "onnx"',
+        'onnxruntime>=1.20; extra == "onnx"',
         'pytest>=8; extra == "test"',
     ),
-    requires_python=">=3.11,<3.13",
+    requires_python=">=3.11,<3.14",
 )
 CPU = {
     "rayrec": RAYREC,
@@ -90,6 +94,34 @@ def test_what_the_language_extra_can_do_without_is_not_missed() -> None:
     found = _only(diagnose(_without(with_it, "xxhash"), WORKS, MACHINE))
     assert found.text == "not installed: xxhash; mosaicml-streaming needs xxhash<4"
     assert diagnose(_without(with_it, "xxhash", "mosaicml-streaming"), WORKS, MACHINE) == []
+
+
+def test_an_extra_that_is_not_there_is_listed_and_one_in_part_is_a_problem() -> None:
+    report = doctor(installed=CPU, probes=WORKS, machine=MACHINE, pip="pip")
+    assert report.ok
+    assert report.extras == {"onnx": "pip install 'rayrec[onnx]'"}
+    assert any(
+        line.split(maxsplit=2) == ["extra", "onnx", "not installed: pip install 'rayrec[onnx]'"]
+        for line in report.lines()
+    )
+    in_part = {**CPU, "onnx": Installed("1.19")}
+    assert doctor(installed=in_part, probes=WORKS, machine=MACHINE).extras == {}
+    assert _only(diagnose(in_part, WORKS, MACHINE)) == Finding(
+        "problem", "not installed: onnxruntime; rayrec needs onnxruntime>=1.20", ("pip install 'onnxruntime>=1.20'",)
+    )
+    whole = {**in_part, "onnxruntime": Installed("1.30")}
+    assert diagnose(whole, WORKS, MACHINE) == []
+
+
+def test_cuda_build_of_fbgemm_beside_a_cpu_build_of_torch() -> None:
+    fails = Probe(ok=False, error="OSError: undefined symbol")
+    installed = {**CUDA, "torch": CPU["torch"]}
+    finding = next(iter(diagnose(installed, {**WORKS, "fbgemm_gpu": fails, "torchrec": fails}, GPU_MACHINE)))
+    assert finding == Finding(
+        "problem",
+        "fbgemm-gpu is the CUDA build, torch 2.13.0+cpu a CPU build: they do not import together",
+        ("pip uninstall -y torch", "pip install torch==2.13.0"),
+    )
 
 
 def test_pytorch_s_own_cpu_build_of_fbgemm_gpu_fits() -> None:
@@ -233,7 +265,7 @@ def test_closure_ends_where_requirements_go_round() -> None:
 
 
 def test_python_kernels_and_rayrec_itself() -> None:
-    assert "needs >=3.11,<3.13" in _only(diagnose(CPU, WORKS, replace(MACHINE, python="3.13.0"))).text
+    assert "needs >=3.11,<3.14" in _only(diagnose(CPU, WORKS, replace(MACHINE, python="3.14.0"))).text
     finding = _only(diagnose(CPU, WORKS, MACHINE, kernels="no such file"))
     assert (finding.kind, finding.text) == ("problem", "the compiled kernels do not load: no such file")
     assert "only found on the path" in diagnose(_without(CPU, "rayrec"), WORKS, MACHINE)[0].text
@@ -339,7 +371,7 @@ def test_this_machine_is_seen() -> None:
 
 def test_this_interpreter_s_distributions_are_seen() -> None:
     installed = installed_distributions()
-    assert installed["rayrec"].requires_python == "<3.13,>=3.11"
+    assert installed["rayrec"].requires_python == "<3.14,>=3.11"
     assert any(requirement.startswith("torch==") for requirement in installed["rayrec"].requires)
     holders = [name for name, each in installed.items() if each.holds_fbgemm]
     assert holders in (["fbgemm-gpu-cpu"], ["fbgemm-gpu"])

