@@ -1,0 +1,65 @@
+"""The files for Slurm, under a real Slurm: a job interrupted twice is requeued, resumes, and ends with the same weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import slurm_cluster
+from processes import small_run
+from slurm_cluster import SlurmCluster
+
+from rayrec import storage
+from rayrec.observe.events import read_events
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.extended,
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(slurm_cluster.missing() is not None, reason=f"Slurm: {slurm_cluster.missing()}"),
+]
+
+FILES = Path(__file__).parents[2] / "deploy" / "slurm"
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[SlurmCluster]:
+    (tmp_path / "slurm").mkdir()
+    cluster = SlurmCluster(tmp_path / "slurm", cache=tmp_path / "cache")
+    yield cluster
+    cluster.end()
+
+
+@pytest.mark.parametrize("file", ["srun.sbatch", "ray.sbatch"])
+def test_a_job_that_slurm_interrupts_twice(
+    file: str, slurm: SlurmCluster, click_log: Path, undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    """First by a signal to its script, then for a job of more priority."""
+    config = small_run(click_log, str(tmp_path), steps=undisturbed["steps"], cluster={})
+    config = config.replace(name=None, checkpoint={"every": 10_000})  # what the notice saves, or nothing
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    job = slurm.submit(str(FILES / file), "--config", str(tmp_path / "config.yaml"))
+    events = f"{tmp_path}/rayrec-{job}/events.jsonl"
+
+    def wait_for_step(step: int) -> None:
+        deadline_s = time.monotonic() + 180
+        while not (storage.exists(events) and any(event["step"] >= step for event in read_events(events, kinds=("step",)))):
+            assert time.monotonic() < deadline_s, slurm.log(job)
+            time.sleep(0.1)
+
+    wait_for_step(60)
+    slurm.call("scancel", "--batch", "--signal=USR1", job)
+    slurm.wait_for(job, "RUNNING", restarts=1)
+    wait_for_step(200)
+    urgent = slurm.submit("--partition=urgent", "--nodes=2", "--wrap", "sleep 3")
+    slurm.wait_for(urgent, "COMPLETED", restarts=0)
+    slurm.wait_for(job, "COMPLETED", restarts=2)
+
+    summary = storage.read_json(f"{tmp_path}/rayrec-{job}/summary.json")
+    assert summary["weights_sha256"] == undisturbed["weights_sha256"]
+    assert (summary["rows_lost"], summary["rows_repeated"], summary["steps_redone"]) == (0, 0, 0)
+    assert slurm.log(job).count("saved, stopping (SIGTERM)") == 2

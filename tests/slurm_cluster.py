@@ -1,0 +1,133 @@
+"""A Slurm cluster for tests: the real daemons, one controller and two nodes of one CPU, on this machine.
+
+Needs root and Debian's packages slurmctld, slurmd, slurm-client and munge; `missing()` says what this machine lacks.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from ports import free_ports
+from processes import environment_for
+
+COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "scancel")
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost=localhost
+SlurmctldPort={ports[0]}
+SlurmUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1,preempt_send_user_signal
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+KillWait=10
+ReturnToService=2
+NodeName=n0 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1 State=UNKNOWN
+NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[2]} CPUs=1 State=UNKNOWN
+PartitionName=spot Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=90 State=UP
+PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF State=UP
+"""
+"""`cred_expire`: how long a requeued job waits before it may start; Slurm's default is 120 s."""
+
+
+def missing() -> str | None:
+    """What this machine lacks for a Slurm cluster, and how to get it; None if nothing."""
+    if os.geteuid() != 0:
+        return "needs root"
+    lacking = [command for command in COMMANDS if shutil.which(command) is None]
+    return f"lacks {lacking[0]}: apt-get install slurmctld slurmd slurm-client munge" if lacking else None
+
+
+class SlurmCluster:
+    """`folder` is for its files, and for what jobs print."""
+
+    def __init__(self, folder: Path, *, cache: Path) -> None:
+        self.folder = folder
+        self._pid_files = [folder / name for name in ("slurmd.n0.pid", "slurmd.n1.pid", "slurmctld.pid", "munge.pid")]
+        python = str(Path(sys.executable).parent)
+        path = f"{python}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        self._environment = environment_for(cache, SLURM_CONF=str(folder / "slurm.conf"), PATH=path)
+        (folder / "state").mkdir()
+        first = free_ports(3)
+        (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, ports=range(first, first + 3)))
+        key = folder / "munge.key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o600)
+        folder.chmod(0o755)
+        try:
+            self._start()
+        except BaseException:
+            self._end_daemons()
+            raise
+
+    def _start(self) -> None:
+        folder = self.folder
+        places = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        self.call("munged", "--force", *(f"--{flag}={folder}/munge.{end}" for flag, end in places.items()))
+        self.call("slurmctld", "-c")
+        for node in ("n0", "n1"):
+            self.call("slurmd", "-N", node)
+
+    def call(self, *command: str) -> str:
+        """What the command prints. Fails unless it succeeds."""
+        out = self.folder / "call"  # a file: daemons keep what they are given open
+        with open(out, "w") as file:
+            done = subprocess.run(
+                command, stdout=file, stderr=file, env=self._environment, cwd=self.folder, timeout=60, check=False
+            )
+        assert done.returncode == 0, (command, out.read_text()[-2000:])
+        return out.read_text().strip()
+
+    def submit(self, *arguments: str) -> str:
+        """With the arguments of sbatch; the id of the job."""
+        return self.call("sbatch", "--parsable", "--cpus-per-task=1", *arguments)
+
+    def field(self, job: str, name: str) -> str:
+        """Of what Slurm shows about a job: `JobState`, `Restarts` and others."""
+        shown = dict(word.split("=", 1) for word in self.call("scontrol", "show", "job", job).split() if "=" in word)
+        return shown[name]
+
+    def wait_for(self, job: str, state: str, *, restarts: int, timeout_s: float = 240) -> None:
+        """Until the job has been requeued so often, and is in this state."""
+        deadline_s = time.monotonic() + timeout_s
+        while (self.field(job, "Restarts"), self.field(job, "JobState")) != (str(restarts), state):
+            assert time.monotonic() < deadline_s, self.call("scontrol", "show", "job", job) + self.log(job)
+            time.sleep(0.2)
+
+    def log(self, job: str) -> str:
+        """The end of what it printed, in all its attempts."""
+        return "".join(log.read_text()[-6000:] for log in self.folder.glob(f"*-{job}.log"))
+
+    def end(self) -> None:
+        """Ends all jobs, then the daemons."""
+        self.call("scancel", "--user=root")
+        deadline_s = time.monotonic() + 60
+        while self.call("squeue", "--noheader") and time.monotonic() < deadline_s:
+            time.sleep(0.2)
+        self._end_daemons()
+
+    def _end_daemons(self) -> None:
+        for file in self._pid_files:
+            if file.exists():
+                os.kill(int(file.read_text()), signal.SIGTERM)

@@ -1,0 +1,136 @@
+"""The manifests for Kubernetes: what they say to rayrec and to Ray Serve is accepted by these, and they fit together.
+
+RAYREC_CRDS=FOLDER with KubeRay's CRDs (`ray-operator/config/crd/bases` of its repository) also validates against those.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from rayrec.commands.arguments import parse_config
+from rayrec.serve.deployment import APPLICATION, build_application, read_user_config
+
+FOLDER = Path(__file__).parents[3] / "deploy" / "kubernetes"
+CRDS = os.environ.get("RAYREC_CRDS")
+FILES = {"RayCluster": "cluster/raycluster", "RayJob": "train/rayjob", "RayService": "serve/rayservice"}
+
+
+def _manifest(kind: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((FOLDER / f"{FILES[kind]}.yaml").read_text())
+    assert found["kind"] == kind
+    return found
+
+
+def _cluster(kind: str) -> dict[str, Any]:
+    spec = _manifest(kind)["spec"]
+    found: dict[str, Any] = {"RayCluster": spec, "RayJob": spec.get("rayClusterSpec")}.get(kind) or spec[
+        "rayClusterConfig"
+    ]
+    return found
+
+
+def _pods(kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    cluster = _cluster(kind)
+    yield "head", cluster["headGroupSpec"]
+    for group in cluster["workerGroupSpecs"]:
+        yield group["groupName"], group
+
+
+def test_every_manifest_is_in_a_kustomization() -> None:
+    listed = set()
+    for file in FOLDER.rglob("kustomization.yaml"):
+        for resource in yaml.safe_load(file.read_text())["resources"]:
+            assert (file.parent / resource).exists(), (file, resource)
+            listed.add((file.parent / resource).resolve())
+    assert {path.resolve() for path in FOLDER.rglob("*.yaml") if path.name != "kustomization.yaml"} <= listed
+
+
+def test_the_command_of_the_job() -> None:
+    words = shlex.split(_manifest("RayJob")["spec"]["entrypoint"])
+    assert words[:2] == ["rayrec", "train"]
+    config, _ = parse_config("train", words[2:])
+    assert config.name == "nightly"
+    trainers = dict(_pods("RayJob"))["trainers"]
+    resources = yaml.safe_load(yaml.safe_load(trainers["rayStartParams"]["resources"]))
+    assert config.scaling.resources_per_worker == resources
+    assert config.scaling.num_workers == (1, trainers["maxReplicas"])
+    cpus = trainers["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"]
+    assert config.scaling.cpus_per_worker is not None
+    assert config.scaling.cpus_per_worker <= float(cpus)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_pods(kind: str) -> None:
+    for name, group in _pods(kind):
+        spec = group["template"]["spec"]
+        (container,) = spec["containers"]
+        assert container["image"] == "rayrec", "what kustomizations replace"
+        assert spec["serviceAccountName"] == "rayrec"
+        assert "metrics" in {port["name"] for port in container["ports"]}, "what the PodMonitor scrapes"
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+        pool = spec["nodeSelector"]["rayrec/pool"]
+        tolerated = {toleration["value"] for toleration in spec.get("tolerations", [])}
+        assert tolerated == {pool} - {"on-demand"}, name
+        if name == "head":
+            assert pool == "on-demand"
+            assert group["rayStartParams"]["num-cpus"] == "0"
+    assert _cluster(kind)["rayVersion"] == version("ray")
+
+
+def test_the_cluster_that_stays_is_that_of_the_job() -> None:
+    assert _cluster("RayCluster") == _cluster("RayJob")
+
+
+def test_the_configuration_of_serve() -> None:
+    config = yaml.safe_load(_manifest("RayService")["spec"]["serveConfigV2"])
+    checked = ServeDeploySchema.model_validate(config)
+    (application,) = checked.applications
+    assert application.import_path == "rayrec.serve:build"
+    assert build_application(application.args) is not None
+    (deployment,) = application.deployments
+    assert deployment.name == APPLICATION
+    assert read_user_config(deployment.user_config).model == application.args["model"]
+    groups = dict(_pods("RayService"))
+    autoscaling = application.args["autoscaling"]
+    cpus = float(groups["replicas"]["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"])
+    assert (
+        autoscaling["max_replicas"] * application.args["cpus_per_replica"] <= cpus * groups["replicas"]["maxReplicas"]
+    )
+
+
+def _strict(schema: Any) -> Any:
+    """The same schema, in which a field that it does not name is an error, as it is to `kubectl --validate=strict`."""
+    if isinstance(schema, list):
+        return [_strict(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    changed = {key: _strict(part) for key, part in schema.items()}
+    open_ = "additionalProperties" in schema or schema.get("x-kubernetes-preserve-unknown-fields")
+    if isinstance(schema.get("properties"), dict) and not open_ and schema.get("type") == "object":
+        changed["additionalProperties"] = False
+    return changed
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(CRDS is None, reason="RAYREC_CRDS names no folder with KubeRay's CRDs")
+@pytest.mark.parametrize("kind", FILES)
+def test_the_schema_of_kuberay(kind: str) -> None:
+    assert CRDS is not None
+    definition = yaml.load((Path(CRDS) / f"ray.io_{kind.lower()}s.yaml").read_text(), yaml.CSafeLoader)
+    (schema,) = (one["schema"]["openAPIV3Schema"] for one in definition["spec"]["versions"] if one["name"] == "v1")
+    schema = _strict(schema)
+    schema["properties"]["metadata"] = {"type": "object"}
+    found = _manifest(kind)
+    jsonschema.validate(found, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**found, "spec": {**found["spec"], "backoffLimits": 3}}, schema)

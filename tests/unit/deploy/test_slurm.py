@@ -1,0 +1,109 @@
+"""The files for Slurm decide rightly what to do when a run ends; Slurm's commands are stand-ins (tests/integration/test_slurm.py
+has the real ones)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from rayrec.commands.arguments import parse_config
+
+FOLDER = Path(__file__).parents[3] / "deploy" / "slurm"
+FILES = [FOLDER / "ray.sbatch", FOLDER / "srun.sbatch"]
+JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "rayrec", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1"}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_a_file_is_bash(file: Path) -> None:
+    subprocess.run(["bash", "-n", file], check=True)
+    if shellcheck := shutil.which("shellcheck"):
+        subprocess.run([shellcheck, file], check=True)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_the_command_in_its_first_lines(file: Path) -> None:
+    comment = "".join(re.findall(r"^#   (.*\n)", file.read_text(), re.MULTILINE)).replace("\\\n", " ")
+    words = shlex.split(comment)
+    config, _ = parse_config("train", words[words.index(file.name) + 1 :])
+    assert config.scaling.use_gpu
+
+
+def test_both_handle_notices_and_ends_alike() -> None:
+    one, other = (file.read_text() for file in FILES)
+    for begin, end in (("# A requeued job", "\n\n"), ("say() {", "\n}\n\n"), ("# 0: done;", 'exit "$status"\n')):
+        part = one[one.index(begin) :]
+        part = part[: part.index(end) + len(end)] if begin != "# 0: done;" else part
+        assert part in other
+
+
+class Started:
+    """srun.sbatch with stand-ins for Slurm's commands, which write down how they are called."""
+
+    def __init__(self, folder: Path, *arguments: str, srun: str, state: str = "RUNNING", **environment: str) -> None:
+        commands = {"srun": srun, "squeue": f"echo {state}", "scontrol": 'echo "$*" >>scontrol.called'}
+        for name, text in commands.items():
+            (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+            (folder / name).chmod(0o755)
+        self._folder = folder
+        path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+        self.process = subprocess.Popen(
+            ["bash", FILES[1], "criteo_demo", *arguments],
+            cwd=folder,
+            env={**os.environ, **JOB, "SLURM_CPUS_PER_TASK": "1", "PATH": path, **environment},
+        )
+
+    def read(self, name: str) -> str:
+        file = self._folder / name
+        return file.read_text() if file.exists() else ""
+
+
+@pytest.mark.parametrize(
+    ("status", "environment", "requeued"),
+    [
+        (0, {}, False),
+        (2, {}, False),
+        (130, {}, False),
+        (143, {}, True),
+        (1, {}, True),
+        (137, {"SLURM_RESTART_COUNT": "19"}, True),
+        (1, {"SLURM_RESTART_COUNT": "20"}, False),
+        (143, {"state": "COMPLETING"}, False),  # cancelled, or preempted: Slurm requeues it
+    ],
+)
+def test_what_is_requeued(status: int, environment: dict[str, str], requeued: bool, tmp_path: Path) -> None:
+    started = Started(tmp_path, srun=f"exit {status}", **environment)
+    assert started.process.wait(timeout=60) == status
+    assert started.read("scontrol.called") == ("requeue 7\n" if requeued else "")
+
+
+@pytest.mark.parametrize("sent", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_notice_saves_and_requeues(sent: signal.Signals, tmp_path: Path) -> None:
+    """The second notice, while the run saves, changes nothing."""
+    started = Started(tmp_path, srun='trap "sleep 0.3; exit 143" TERM; touch begun; while :; do sleep 0.05; done')
+    deadline_s = time.monotonic() + 30
+    while not (tmp_path / "begun").exists():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    started.process.send_signal(sent)
+    time.sleep(0.1)
+    started.process.send_signal(sent)
+    assert started.process.wait(timeout=60) == 143
+    assert started.read("scontrol.called") == "requeue 7\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [((), "--name rayrec-7"), (("--name", "x"), "--name x"), (("--name=x",), "--name=x")],
+)
+def test_a_run_always_has_a_name_that_stays(given: tuple[str, ...], expected: str, tmp_path: Path) -> None:
+    started = Started(tmp_path, *given, srun='echo "$*" >srun.called')
+    assert started.process.wait(timeout=60) == 0
+    assert started.read("srun.called").endswith(f"rayrec criteo_demo {expected}\n")
