@@ -1,0 +1,108 @@
+"""The files for spot machines: Ray's launcher accepts the cluster, rayrec the command, and a notice reaches Ray."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import re
+import shlex
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+from rayrec.commands.arguments import parse_config
+
+FOLDER = Path(__file__).parents[3] / "deploy"
+AWS = FOLDER / "aws"
+
+
+def _cluster() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((AWS / "cluster.yaml").read_text())
+    return found
+
+
+def test_ray_accepts_the_cluster() -> None:
+    validate_config(prepare_config(_cluster()))
+    with pytest.raises(Exception, match="max_worker"):
+        validate_config(prepare_config({**_cluster(), "max_worker": 3}))
+
+
+def test_only_the_head_is_on_demand() -> None:
+    cluster = _cluster()
+    for name, kind in cluster["available_node_types"].items():
+        is_spot = kind["node_config"].get("InstanceMarketOptions") == {"MarketType": "spot"}
+        is_head = name == cluster["head_node_type"]
+        assert is_spot != is_head
+        assert kind["node_config"]["IamInstanceProfile"]["Name"] == ("rayrec-head" if is_head else "rayrec-worker")
+    assert cluster["available_node_types"][cluster["head_node_type"]]["resources"]["CPU"] == 0
+    assert (AWS / cluster["file_mounts"]["/home/ubuntu/spot-notice.sh"]).exists()
+
+
+@pytest.mark.parametrize("name", ["head", "worker"])
+def test_a_policy_names_what_it_allows(name: str) -> None:
+    policy = json.loads((AWS / f"{name}-policy.json").read_text())
+    for statement in policy["Statement"]:
+        actions = statement["Action"]
+        for action in [actions] if isinstance(actions, str) else actions:
+            assert "*" not in action
+            reads = re.match(r"ec2:Describe", action)  # which AWS limits to no resource
+            assert reads or statement["Resource"] != "*", action
+
+
+def test_the_command_of_skypilot() -> None:
+    task = yaml.safe_load((FOLDER / "skypilot" / "train.yaml").read_text())
+    words = shlex.split(task["run"].replace("$(head -n1 <<<", "$(").replace("\\\n", " "))
+    config, _ = parse_config("train", words[words.index("rayrec") + 2 :])
+    assert config.name == "nightly"
+    assert config.storage_path.startswith("s3://")
+    assert "BUCKET" in task["envs"]
+
+
+class Metadata(http.server.BaseHTTPRequestHandler):
+    """What AWS's metadata service (version 2) answers: no notice to the first two questions, then one."""
+
+    asked = 0
+
+    def do_PUT(self) -> None:
+        self._answer(200, "a-token")
+
+    def do_GET(self) -> None:
+        assert self.headers["X-aws-ec2-metadata-token"] == "a-token"
+        type(self).asked += 1
+        at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 120))
+        self._answer(*((404, "") if self.asked < 3 else (200, json.dumps({"action": "terminate", "time": at}))))
+
+    def _answer(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_notice_of_aws_reaches_ray(tmp_path: Path) -> None:
+    """`ray` is a stand-in, which fails the first time."""
+    (tmp_path / "ray").write_text('#!/bin/bash\nprintf "%s\\n" "$@" >called\n[ -e once ] || { touch once; exit 1; }\n')
+    (tmp_path / "ray").chmod(0o755)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        environment = {
+            **os.environ,
+            "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+            "RAYREC_METADATA_URL": f"http://127.0.0.1:{server.server_port}",
+            "RAYREC_NOTICE_EVERY_S": "0.05",
+        }
+        subprocess.run(["bash", AWS / "spot-notice.sh"], cwd=tmp_path, env=environment, timeout=60, check=True)
+        server.shutdown()
+    assert Metadata.asked == 4
+    called = (tmp_path / "called").read_text().splitlines()
+    assert called[:3] == ["drain-node", "--address=auto", "--reason=DRAIN_NODE_REASON_PREEMPTION"]
+    assert 100 < int(called[-1].removeprefix("--deadline-remaining-seconds=")) <= 120
