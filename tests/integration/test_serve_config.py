@@ -77,7 +77,8 @@ def _no_serve() -> Iterator[None]:
 
 
 def test_the_documented_file_and_another_model(tmp_path: Path, places: list[str]) -> None:
-    """Started by `serve run FILE`; with another model in user_config the replica stays, and answers all the time."""
+    """Started by `serve run FILE`; with another model in user_config the replica stays, and answers all the time, also while
+    another application joins it."""
     config = _documented()
     port = free_ports(1)
     config["http_options"]["port"] = port
@@ -89,6 +90,12 @@ def test_the_documented_file_and_another_model(tmp_path: Path, places: list[str]
         (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
         ran = CliRunner().invoke(cli, ["run", "--non-blocking", str(tmp_path / "serve.yaml")])
         assert ran.exit_code == 0, ran.output
+
+    def add_application() -> None:
+        second = {**config["applications"][0], "name": "second", "route_prefix": "/second"}
+        second["args"] = {"model": places[1], "cpus_per_replica": 0.5}
+        config["applications"].append(second)
+        deploy()
 
     def change(model: str) -> None:
         config["applications"][0]["deployments"] = [{"name": APPLICATION, "user_config": {"model": model}}]
@@ -110,6 +117,9 @@ def test_the_documented_file_and_another_model(tmp_path: Path, places: list[str]
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     replicas = _replicas()
+    add_application()
+    _wait_for_model(f"{url}/second", _version(places[1]))
+    assert _score(url)["model"] == first
     change(places[1])
     _wait_for_model(url, _version(places[1]))
     _wait_for_deployed()
@@ -120,8 +130,9 @@ def test_the_documented_file_and_another_model(tmp_path: Path, places: list[str]
     asking.join()
     assert not failures
     assert _replicas() == replicas
-    coordinator: Any = ray.get_actor(f"{COORDINATOR}-{config['applications'][0]['name']}", namespace=NAMESPACE)
-    ray.kill(coordinator)
+    for application in config["applications"]:
+        coordinator: Any = ray.get_actor(f"{COORDINATOR}-{application['name']}", namespace=NAMESPACE)
+        ray.kill(coordinator)
 
 
 def _application() -> dict[str, Any]:
