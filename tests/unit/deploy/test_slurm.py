@@ -48,7 +48,12 @@ class Started:
     """srun.sbatch with stand-ins for Slurm's commands, which write down how they are called."""
 
     def __init__(self, folder: Path, *arguments: str, srun: str, state: str = "RUNNING", **environment: str) -> None:
-        commands = {"srun": srun, "squeue": f"echo {state}", "scontrol": 'echo "$*" >>scontrol.called'}
+        commands = {
+            "srun": srun,
+            "squeue": f"echo {state}",
+            "scancel": 'echo "$*" >>scancel.called; kill -TERM "$(cat begun)"',
+            "scontrol": 'echo "$*" >>scontrol.called',
+        }
         for name, text in commands.items():
             (folder / name).write_text(f"#!/bin/bash\n{text}\n")
             (folder / name).chmod(0o755)
@@ -87,15 +92,16 @@ def test_what_is_requeued(status: int, environment: dict[str, str], requeued: bo
 @pytest.mark.parametrize("sent", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_notice_saves_and_requeues(sent: signal.Signals, tmp_path: Path) -> None:
     """The second notice, while the run saves, changes nothing."""
-    started = Started(tmp_path, srun='trap "sleep 0.3; exit 143" TERM; touch begun; while :; do sleep 0.05; done')
+    started = Started(tmp_path, srun='trap "sleep 0.3; exit 143" TERM; echo $$ >begun; while :; do sleep 0.05; done')
     deadline_s = time.monotonic() + 30
-    while not (tmp_path / "begun").exists():
+    while not started.read("begun"):
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
     started.process.send_signal(sent)
     time.sleep(0.1)
     started.process.send_signal(sent)
     assert started.process.wait(timeout=60) == 143
+    assert set(started.read("scancel.called").splitlines()) == {"--signal=TERM 7.0"}
     assert started.read("scontrol.called") == "requeue 7\n"
 
 
