@@ -67,20 +67,22 @@ def _name(page: Path) -> str:
 
 
 def blocks(page: Path) -> list[Block]:
-    """The fenced blocks of a page."""
+    """The fenced blocks of a page, also those within lists."""
     if not page.exists():
         return []
     found: list[Block] = []
     opened: tuple[str, int, list[str]] | None = None
+    indent = ""
     for number, line in enumerate(page.read_text().splitlines(), start=1):
-        fence = re.match(r"^```(\w*)\s*$", line)
+        fence = re.match(r"^( *)```(\w*)\s*$", line)
         if opened is None and fence:
-            opened = fence[1], number, []
+            indent = fence[1]
+            opened = fence[2], number, []
         elif opened is not None and fence:
             found.append(Block(opened[0], opened[1], "\n".join(opened[2]) + "\n"))
             opened = None
         elif opened is not None:
-            opened[2].append(line)
+            opened[2].append(line.removeprefix(indent))
     assert opened is None, f"{page}: the block of line {opened[1]} has no end"
     return found
 
