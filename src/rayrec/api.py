@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -180,6 +181,7 @@ def train(
     eval_data: pandas.DataFrame | ray.data.Dataset | None = None,
     console: Console | None = None,
     stopwatch: Stopwatch | None = None,
+    stop: threading.Event | None = None,
 ) -> Result:
     """Trains a recipe, on the data that `config.train_data` names, or on a DataFrame or Dataset; see
     `rayrec.training.trainer.train`."""
@@ -187,7 +189,7 @@ def train(
 
     console = _console(console)
     require_files(config, note=console.note)
-    return run(config, data=data, eval_data=eval_data, console=console, stopwatch=stopwatch)
+    return run(config, data=data, eval_data=eval_data, console=console, stopwatch=stopwatch, stop=stop)
 
 
 def supervise(

@@ -15,13 +15,23 @@ from rayrec.workloads.base import FailureConfig
 
 class Signals:
     """While it is entered (by the main thread; elsewhere it does nothing), SIGTERM raises SystemExit(143) and Ctrl-C
-    KeyboardInterrupt; between `held` the first signal is only noted, and the second raises."""
+    KeyboardInterrupt; between `held` the first signal is only noted, and the second raises. `asked`, set by another thread,
+    counts as a noted SIGTERM."""
 
-    def __init__(self) -> None:
-        self.cause: str | None = None
-        """What was noted: SIGTERM or SIGINT."""
+    def __init__(self, asked: threading.Event | None = None) -> None:
+        self._asked = asked or threading.Event()
+        self._noted: str | None = None
         self._held = False
         self._before: dict[int, Any] = {}
+
+    @property
+    def cause(self) -> str | None:
+        """What was noted: SIGTERM, SIGINT or a request to stop."""
+        return self._noted or ("a request to stop" if self._asked.is_set() else None)
+
+    @cause.setter
+    def cause(self, noted: str | None) -> None:
+        self._noted = noted
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -35,16 +45,16 @@ class Signals:
         self._before = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        first = self.cause is None
-        self.cause = self.cause or signal.Signals(number).name
+        first = self._noted is None
+        self._noted = self._noted or signal.Signals(number).name
         if not (first and self._held):
             self.throw()
 
     def throw(self) -> None:
         """Raises what the noted signal stands for."""
-        if self.cause == "SIGTERM":
-            raise SystemExit(143)
-        raise KeyboardInterrupt
+        if self.cause == "SIGINT":
+            raise KeyboardInterrupt
+        raise SystemExit(143)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,7 @@ def train(
     eval_data: Table | None = None,
     console: Console | None = None,
     stopwatch: start_up.Stopwatch | None = None,
+    stop: threading.Event | None = None,
 ) -> Result:
     """Trains a recipe: on the Ray that `config.cluster.address` names, that this process is connected to, or that RAY_ADDRESS
     names; else in this process if there is one worker, and on a local Ray if there are several. In processes that torchrun has
@@ -95,8 +97,8 @@ def train(
 
     A second call with the same storage_path and name resumes from the newest good checkpoint; a finished run is not
     trained again, unless for more steps or epochs. The first SIGTERM or Ctrl-C (in the main thread) saves a checkpoint
-    before it raises SystemExit(143) or KeyboardInterrupt. Raises InputError for what the user can fix. `stopwatch` runs
-    since the command began; None: since this call.
+    before it raises SystemExit(143) or KeyboardInterrupt; `stop`, set by another thread, does what SIGTERM does. Raises
+    InputError for what the user can fix. `stopwatch` runs since the command began; None: since this call.
 
     A click model may be given `data` and `eval_data`, each a pandas DataFrame or a `ray.data.Dataset` with the columns of its
     schema, in place of `train_data.path` and `eval_data.path`. Before anything starts, these columns are written once as Parquet
@@ -113,8 +115,8 @@ def train(
     given: dict[str, Table | None] = {"train_data": data, "eval_data": eval_data}
     launched = Launched.of_environment()
     if launched is None:
-        return _drive(config, given, console, stopwatch, launcher_of)
-    return _drive_launched(config, given, console, stopwatch, launched)
+        return _drive(config, given, console, stopwatch, launcher_of, stop)
+    return _drive_launched(config, given, console, stopwatch, launched, stop)
 
 
 def _drive_launched(
@@ -123,6 +125,7 @@ def _drive_launched(
     console: Console,
     stopwatch: start_up.Stopwatch,
     launched: Launched,
+    stop: threading.Event | None,
 ) -> Result:
     """As one of several processes, of which the first drives the run; the result is the same in all of them."""
     from rayrec.training.torchrun import TorchrunLauncher, fitted
@@ -137,7 +140,9 @@ def _drive_launched(
         return Result(**found)
     how: dict[str, Any] = {"status": 1}
     try:
-        result = _drive(config, given, console, stopwatch, lambda named: TorchrunLauncher(named, launched, meeting))
+        result = _drive(
+            config, given, console, stopwatch, lambda named: TorchrunLauncher(named, launched, meeting), stop
+        )
         how = vars(result)
     except InputError:
         how = {"status": 2}
@@ -159,6 +164,7 @@ def _drive(
     console: Console,
     stopwatch: start_up.Stopwatch,
     make_launcher: Callable[[TrainConfig], Launcher],
+    stop: threading.Event | None,
 ) -> Result:
     stopwatch.lap("imports")
     config = config.replace(name=config.name or f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -176,7 +182,7 @@ def _drive(
     launcher = _connected(make_launcher(config), root, console, stopwatch)
     from rayrec.checkpoint import latest
 
-    with Signals() as signals:  # not before: ray.init puts a handler of its own in place
+    with Signals(stop) as signals:  # not before: ray.init puts a handler of its own in place
         goes_on = latest(folder) is not None
         shares = launcher.share_out(goes_on=goes_on, note=console.note)
         # Nor shall a new run wait for long at a wrong endpoint.
@@ -216,7 +222,7 @@ def _drive(
             if goes_on:  # not before everything that may be refused here
                 with storage.patience(patience_s):
                     _write_config(folder, config)
-            with console.training(lambda stop: follow(place, stop=stop)):
+            with console.training(lambda over: follow(place, stop=over)):
                 finish = launcher.run(
                     folder,
                     prepared,

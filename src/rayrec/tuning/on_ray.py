@@ -96,6 +96,7 @@ def run_trials(
             mode="max" if options.metric == "auroc" else "min",
             scheduler=scheduler,
             max_concurrent_trials=options.concurrent,
+            reuse_actors=True,  # importing torch and TorchRec takes a process longer than a short trial
         ),
         run_config=tune.RunConfig(
             name="ray",

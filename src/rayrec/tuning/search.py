@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -91,13 +92,22 @@ def tune(
         _trial_config(config, number, values, folder=folder, data=data, options=options)
         for number, values in enumerate(all_values)
     ]
-    left = [number for number, trial in enumerate(configs) if Ended.of(folder_of(trial)) is None]
+    order = order_of_trials(len(configs), options.seed)
+    left = [number for number in order if Ended.of(folder_of(configs[number])) is None]
     if left:
         from rayrec.tuning.on_ray import run_trials
 
         run_trials(configs, left, config.cluster, folder=folder, options=options, console=console)
     trials = [_trial(number, all_values[number], configs[number], options) for number in range(len(configs))]
     return _concluded(config, configs, trials, prepared, folder=folder, options=options, console=console)
+
+
+def order_of_trials(count: int, seed: int) -> list[int]:
+    """The numbers of trials in the order in which they start: 0, then the others at random. Those of a grid go from one end of a
+    field to the other; if that is from worse to better, each trial is among the best so far, and ASHA stops none. Pure."""
+    others = list(range(1, count))
+    random.Random(seed).shuffle(others)
+    return [0, *others]
 
 
 def _check_same(folder: str, config: TrainConfig, space: Space, options: TuneConfig) -> None:

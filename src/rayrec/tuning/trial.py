@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from rayrec.workloads.base import TrainConfig
 
 RESULT: Final = "trial.json"
 """File in a trial's folder that says how it ended."""
+_STOP_S: Final = 120
+"""Seconds that a stopped trial has to save and end; then its process is replaced."""
 State = Literal["finished", "stopped", "failed", "interrupted"]
 
 
@@ -42,28 +45,38 @@ def folder_of(config: TrainConfig) -> str:
 
 
 def run_trial(number: Mapping[str, int], *, configs: list[TrainConfig]) -> None:
-    """The function that Ray Tune calls in a process of its own: trains trial `number["trial"]` and reports its validations."""
+    """The function that Ray Tune calls in a process that trains one trial after another: trains trial `number["trial"]` and
+    reports its validations. Ray Tune ends a trial by a SystemExit of `tune.report`."""
     from ray import tune
 
     config = configs[number["trial"]]
     folder = folder_of(config)
-    over = threading.Event()
+    over, stop = threading.Event(), threading.Event()
+    os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = str(_STOP_S)
     errors: list[Exception] = []
 
     def work() -> None:
         try:
-            train(config, console=Console(quiet=True))
+            train(config, console=Console(quiet=True), stop=stop)
+        except SystemExit:
+            pass  # it was stopped
         except Exception as error:
             errors.append(error)
         finally:
             over.set()
 
-    threading.Thread(target=work, name="trial", daemon=True).start()
+    thread = threading.Thread(target=work, name="trial", daemon=True)
+    thread.start()
     done = 0
     for event in follow(storage.join(folder, "events.jsonl"), stop=over):
         if event["kind"] == "evaluate" and event["set"] == "validation":
             done += 1
-            tune.report({"evaluation": done, "auroc": event["auroc"], "logloss": event["logloss"]})
+            try:
+                tune.report({"evaluation": done, "auroc": event["auroc"], "logloss": event["logloss"]})
+            except SystemExit:
+                stop.set()
+                thread.join()
+                raise
     if errors:
         # A wrong setting ends this trial, and no other one: it is not tried again.
         Ended("failed", line_of(errors[0])).save(folder)

@@ -179,26 +179,37 @@ def test_an_error_of_the_worker_is_raised_as_itself(tmp_path: Path, error: Excep
 
 
 @pytest.mark.parametrize(
-    ("number", "raised"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)], ids=["SIGTERM", "SIGINT"]
+    ("number", "cause", "raised"),
+    [
+        (signal.SIGTERM, "SIGTERM", SystemExit),
+        (signal.SIGINT, "SIGINT", KeyboardInterrupt),
+        (None, "a request to stop", SystemExit),
+    ],
+    ids=["SIGTERM", "SIGINT", "event"],
 )
 def test_a_signal_saves_and_the_same_call_resumes(
-    tmp_path: Path, expected: str, number: signal.Signals, raised: type[BaseException]
+    tmp_path: Path, expected: str, number: signal.Signals | None, cause: str, raised: type[BaseException]
 ) -> None:
+    stop_event = threading.Event()
+
     def act(step: int) -> None:
         if step == 3:
-            os.kill(os.getpid(), number)
+            if number is None:
+                stop_event.set()
+            else:
+                os.kill(os.getpid(), number)
             assert STOP_ASKED.wait(WAIT_S)
 
     STATE.act = act
     with pytest.raises(raised) as ended:
-        run(tmp_path)
+        trainer.train(config(tmp_path), console=Console(quiet=True), stop=stop_event)
     if isinstance(ended.value, SystemExit):
         assert ended.value.code == 143
     saved = latest(str(tmp_path / "run"))
     assert saved is not None
     assert 3 <= saved.step < STEPS
     stop = events(tmp_path)[-1]
-    assert (stop["kind"], stop["cause"], stop["step"], stop["last"]) == ("stop", number.name, saved.step, True)
+    assert (stop["kind"], stop["cause"], stop["step"], stop["last"]) == ("stop", cause, saved.step, True)
     STATE.act = lambda step: None
     summary = run(tmp_path).summary
     assert STATE.number == STEPS  # no step was trained twice
