@@ -28,6 +28,8 @@ NAMES = (
     "scale",
     "plan",
     "warm-start",
+    "truths",
+    "movielens",
 )
 
 

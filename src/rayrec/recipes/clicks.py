@@ -29,14 +29,14 @@ def clicks(path: str | None = None, schema: Schema = PLACEHOLDER) -> TrainConfig
                 cross_low_rank=64,
                 embedding_penalty=1e-3,
             ),
-            sparse_optimizer=SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.02),
+            sparse_optimizer=SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.1, eps=0.005),
             dense_optimizer=DenseOptimizerConfig(kind="adam", learning_rate=0.001),
             schedule=LearningRateSchedule(decay_fraction=0.8),
         ),
         train_data=DataConfig(path=path),
         epochs=3,
         batch_size=1024,
-        min_steps_per_epoch=128,
+        min_steps_per_epoch=512,
         early_stopping=EarlyStoppingConfig(patience=3),
     )
 

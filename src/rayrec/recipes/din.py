@@ -29,7 +29,7 @@ def clicks_din(path: str | None = None, schema: Schema = PLACEHOLDER) -> TrainCo
             schema=schema,
             preset=RAYREC,
             model=DINConfig(embedding_dim=16, attention=(64,), mlp=(128, 64)),
-            sparse_optimizer=SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.1),
+            sparse_optimizer=SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.1, eps=0.005),
             dense_optimizer=DenseOptimizerConfig(kind="adam", learning_rate=0.003),
             schedule=LearningRateSchedule(decay_fraction=0.8),
         ),

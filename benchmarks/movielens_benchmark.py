@@ -1,0 +1,124 @@
+"""MovieLens-100K, a rating of at least 4 counted as a click, beside RecBole's models on the same random split (80, 10, 10 %).
+
+`--recbole PYTHON` names the interpreter of an environment with RecBole, whose package ships the data: `pip install
+recbole==1.2.1 pandas==2.1.4 numpy==1.26.4 scipy==1.11.4 scikit-learn==1.4.2`. RecBole's models have their default settings,
+embeddings of 16, and at most 30 epochs with early stopping after 5."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from rows import emit, say
+
+import rayrec
+from rayrec.config import InputError
+from rayrec.observe.console import Console
+from rayrec.recipes import clicks
+from rayrec.schema import Schema
+
+PEERS = ("FM", "DeepFM", "DCNV2", "AutoInt", "xDeepFM")
+COLUMNS = ("user_id", "item_id", "age", "gender", "occupation", "zip_code", "release_year", "class")
+OURS: dict[str, dict[str, Any]] = {"defaults": {}, "6 epochs, batch 256": {"epochs": 6, "batch_size": 256}}
+
+
+def main(*, quick: bool) -> None:
+    arguments = sys.argv[1:]
+    if "--recbole" not in arguments:
+        raise InputError(
+            "rayrec benchmark movielens: --recbole PYTHON names the interpreter of an environment with RecBole"
+        )
+    python = arguments[arguments.index("--recbole") + 1]
+    with tempfile.TemporaryDirectory() as folder:
+        data = ratings(_package(python))
+        log = os.path.join(folder, "log")
+        os.makedirs(log)
+        data.assign(**{"class": data["class"].str.replace(" ", "|")}).to_csv(f"{log}/train.csv", index=False)
+        _for_recbole(data, folder)
+        ours = {name: _ours(log, folder, name, **changes) for name, changes in OURS.items()}
+        for peer in PEERS[:1] if quick else PEERS:
+            text = _run(
+                [
+                    python,
+                    "-W",
+                    "ignore",
+                    os.path.join(os.path.dirname(__file__), "peers", "recbole_models.py"),
+                    peer,
+                    folder,
+                ]
+            )
+            found = json.loads(text.splitlines()[-1])
+            say(f"  RecBole {peer}: {found}")
+            for name, metrics in ours.items():
+                emit(
+                    "movielens",
+                    peer=f"RecBole 1.2.1, {peer}",
+                    workload=f"{len(data):,} ratings, {name}",
+                    unit="auroc",
+                    value=metrics["auroc"],
+                    ratio=(metrics["auroc"] - 0.5) / (found["auroc"] - 0.5),
+                    repeats=1,
+                    logloss=round(metrics["logloss"], 4),
+                    peer_auroc=found["auroc"],
+                    peer_logloss=found["logloss"],
+                )
+
+
+def ratings(package: str) -> pd.DataFrame:
+    """The ratings with what is known of user and film, in a random order; the file's names end with `:type`."""
+    tables = [
+        pd.read_csv(os.path.join(package, "dataset_example", "ml-100k", f"ml-100k.{kind}"), sep="\t", dtype=str)
+        for kind in ("inter", "user", "item")
+    ]
+    rated, users, films = (table.rename(columns=lambda name: name.split(":")[0]) for table in tables)
+    joined = rated.merge(users, on="user_id").merge(films[["item_id", "release_year", "class"]], on="item_id")
+    joined = joined.fillna({"release_year": "none", "class": "none"})
+    joined["label"] = (joined["rating"].astype(float) >= 4).astype(int)
+    order = np.random.default_rng(0).permutation(len(joined))
+    return joined[["label", *COLUMNS]].iloc[order].reset_index(drop=True)
+
+
+def _for_recbole(data: pd.DataFrame, folder: str) -> None:
+    os.makedirs(os.path.join(folder, "ml"))
+    types = {"label": "float", "class": "token_seq"}
+    named = data.rename(columns={name: f"{name}:{types.get(name, 'token')}" for name in data.columns})
+    ends = [0, len(data) * 8 // 10, len(data) * 9 // 10, len(data)]
+    for part, begin, end in zip(("train", "valid", "test"), ends, ends[1:], strict=False):
+        named[begin:end].to_csv(os.path.join(folder, "ml", f"ml.{part}.inter"), sep="\t", index=False)
+
+
+def _ours(log: str, folder: str, name: str, **changes: Any) -> dict[str, Any]:
+    schema = Schema(label="label", dense=(), sparse=COLUMNS, lists=("class",), tokens="any", delimiter=",")
+    config = clicks(log, schema)
+    split = config.workload.preset.split.replace(kind="fraction")
+    workload = config.workload.replace(preset=config.workload.preset.replace(split=split))
+    config = config.replace(
+        workload=workload,
+        storage_path=os.path.join(folder, "runs"),
+        name=name.replace(", ", "-").replace(" ", "-"),
+        scaling={"num_workers": 1},
+        trackers={"prometheus": False, "tensorboard": False},
+        **changes,
+    )
+    metrics = rayrec.train(config, console=Console(quiet=True)).metrics
+    say(f"  rayrec, {name}: AUROC {metrics['auroc']:.4f}, log loss {metrics['logloss']:.4f}")
+    return metrics
+
+
+def _package(python: str) -> str:
+    return os.path.dirname(_run([python, "-c", "import recbole; print(recbole.__file__)"]).strip())
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    if done.returncode:
+        raise InputError(f"{command[0]}: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+    return done.stdout

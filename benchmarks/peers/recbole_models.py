@@ -1,0 +1,60 @@
+"""RecBole's click models on a given split, run by the Python of an environment that has RecBole: prints a JSON line.
+
+python recbole_models.py MODEL FOLDER   # FOLDER/ml/ml.{train,valid,test}.inter
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import types
+
+sys.modules["ray"] = types.ModuleType(
+    "ray"
+)  # RecBole imports Ray for its own search of settings, which is not used here
+sys.modules["ray.tune"] = sys.modules["ray"].tune = types.ModuleType("ray.tune")  # type: ignore[attr-defined]
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+for name, kind in (("float_", np.float64), ("bool8", np.bool_), ("complex_", np.complex128), ("unicode_", np.str_)):
+    if not hasattr(np, name):
+        setattr(np, name, kind)  # names that RecBole still uses
+_load = torch.load
+torch.load = lambda *args, **kwargs: _load(*args, **{**kwargs, "weights_only": False})  # of its own checkpoint
+
+
+def main(model: str, folder: str) -> None:
+    from recbole.quick_start import run_recbole
+
+    columns = ["user_id", "item_id", "age", "gender", "occupation", "zip_code", "release_year", "class", "label"]
+    settings = {
+        "data_path": folder,
+        "checkpoint_dir": f"{folder}/checkpoints",
+        "benchmark_filename": ["train", "valid", "test"],
+        "field_separator": "\t",
+        "seq_separator": " ",
+        "LABEL_FIELD": "label",
+        "load_col": {"inter": columns},
+        "eval_args": {"split": {"RS": [0.8, 0.1, 0.1]}, "group_by": "None", "order": "RO", "mode": "labeled"},
+        "metrics": ["AUC", "LogLoss"],
+        "valid_metric": "AUC",
+        "train_neg_sample_args": None,
+        "epochs": 30,
+        "stopping_step": 5,
+        "train_batch_size": 1024,
+        "eval_batch_size": 8192,
+        "learning_rate": 1e-3,
+        "embedding_size": 16,
+        "seed": 0,
+        "state": "ERROR",
+        "show_progress": False,
+    }
+    begin = time.monotonic()
+    found = run_recbole(model=model, dataset="ml", config_dict=settings)["test_result"]
+    print(json.dumps({"auroc": found["auc"], "logloss": found["logloss"], "seconds": time.monotonic() - begin}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

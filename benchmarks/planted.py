@@ -1,0 +1,149 @@
+"""Click logs whose truth needs one thing: products of features, interests in a list, or labels that say the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from rayrec.data.synthetic import exact_auroc
+from rayrec.schema import Schema, load_schema
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A log, its schema, and what the true probabilities score on its last rows."""
+
+    table: pa.Table
+    schema: dict[str, Any]
+    logits: dict[str, np.ndarray]
+    """True log-odds of each label, (rows,)."""
+
+    def write(self, folder: str) -> Schema:
+        """The log, as Parquet in a new folder."""
+        os.makedirs(folder)
+        pq.write_table(self.table, os.path.join(folder, "train.parquet"), row_group_size=1 << 16)
+        return load_schema(yaml.safe_dump(self.schema), "planted")
+
+    def best(self, label: str, rows: int) -> float:
+        """AUROC of the truth over the last `rows` rows that have the label."""
+        values = self.table[label].slice(len(self.table) - rows)
+        known = values.is_valid().to_numpy()
+        found = exact_auroc(self.logits[label][-rows:][known], values.drop_null().to_numpy())
+        assert found is not None
+        return found
+
+
+def crosses(rows: int, seed: int = 0, *, fields: int = 9, values: int = 14, products: int = 6) -> Planted:
+    """Each of six products of three fields raises or lowers the odds; a field alone says little."""
+    rng = np.random.default_rng(seed)
+    columns = _popular(rng, values, (rows, fields), 0.5)
+    logits = 0.3 * sum(rng.normal(0, 1, values)[columns[:, field]] for field in range(fields))
+    for chosen in [rng.permutation(fields)[:3] for _ in range(products)]:
+        signs = rng.choice([-1, 1], (3, values)) * (0.5 + rng.random((3, values)))
+        factors = [signs[place][columns[:, field]] for place, field in enumerate(chosen)]
+        logits = logits + 2 * np.prod(factors, axis=0) / products**0.5
+    logits = _with_rate(logits, 0.3)
+    names = [f"field_{field}" for field in range(fields)]
+    table = pa.table({"click": _drawn(rng, logits), **{name: columns[:, i] for i, name in enumerate(names)}})
+    return Planted(table, {"label": "click", "dense": [], "sparse": names}, {"click": logits})
+
+
+def interests(
+    rows: int, seed: int = 0, *, items: int = 200, topics: int = 10, users: int = 20_000, length: int = 10
+) -> Planted:
+    """An item is of one topic; a user is likelier to click it if any of the items clicked before is of that topic."""
+    rng = np.random.default_rng(seed)
+    topic = np.sort(rng.integers(0, topics, items))
+    begins = np.searchsorted(topic, np.arange(topics + 1))
+    naming = rng.permutation(items)  # so that the number of an item says nothing
+
+    def of(wanted: np.ndarray) -> np.ndarray:
+        """An item of each wanted topic."""
+        return begins[wanted] + (rng.random(wanted.shape) * (begins[wanted + 1] - begins[wanted])).astype(np.int64)
+
+    likes = rng.integers(0, topics, (users, 3))
+    user = _popular(rng, users, (rows,), 0.5)
+    own = likes[user]
+    item = np.where(rng.random(rows) < 0.3, of(own[:, 0]), _popular(rng, items, (rows,), 0.8))
+    history = _popular(rng, items, (rows, length), 0.8)
+    chosen = np.take_along_axis(own, rng.integers(0, 3, (rows, length)), axis=1)
+    history = np.where(rng.random((rows, length)) < 0.25, of(chosen), history)
+    lengths = rng.integers(length // 2, length + 1, rows)
+    there = np.arange(length) < lengths[:, None]
+    match = ((topic[history] == topic[item][:, None]) & there).any(axis=1)
+    logits = _with_rate(3 * match + rng.normal(0, 0.5, items)[item], 0.25)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    lists = pa.ListArray.from_arrays(offsets, naming[history[there]])
+    table = pa.table({"click": _drawn(rng, logits), "user": user, "item": naming[item], "history": lists})
+    schema = {
+        "label": "click",
+        "dense": [],
+        "sparse": ["user", "item", "history"],
+        "lists": ["history"],
+        "features": [{"name": "history", "vocabulary": "item", "max_length": 50}],
+    }
+    return Planted(table, schema, {"click": logits})
+
+
+def labels(rows: int, seed: int = 0, *, users: int = 200, items: int = 150, known: float = 0.05) -> Planted:
+    """What fits a user decides about clicks, which all rows have, and about purchases, which one row in twenty has."""
+    rng = np.random.default_rng(seed)
+    user, item = _popular(rng, users, (rows,), 0.5), _popular(rng, items, (rows,), 0.6)
+    hour, device = rng.integers(0, 24, rows), _popular(rng, 6, (rows,), 0.8)
+    fit = 0.75 * (rng.normal(0, 1, (users, 4))[user] * rng.normal(0, 1, (items, 4))[item]).sum(1)
+    click = _with_rate(fit + rng.normal(0, 0.5, items)[item] + rng.normal(0, 0.4, 24)[hour], 0.25)
+    bought = _with_rate(fit + rng.normal(0, 0.7, items)[item] + rng.normal(0, 0.5, 6)[device], 0.1)
+    table = pa.table(
+        {
+            "click": _drawn(rng, click),
+            "bought": pa.array(_drawn(rng, bought), mask=rng.random(rows) >= known),
+            "user": user,
+            "item": item,
+            "hour": hour,
+            "device": device,
+        }
+    )
+    schema = {
+        "label": "click",
+        "labels": [{"name": "bought"}],
+        "dense": [],
+        "sparse": ["user", "item", "hour", "device"],
+    }
+    return Planted(table, schema, {"click": click, "bought": bought})
+
+
+def only(planted: Planted, label: str) -> Planted:
+    """The rows that have `label`, which is then the only one."""
+    known = planted.table[label].is_valid().to_numpy()
+    schema = {**planted.schema, "label": label, "labels": []}
+    return Planted(planted.table.filter(pa.array(known)), schema, {label: planted.logits[label][known]})
+
+
+TRUTHS: dict[str, Callable[[int], Planted]] = {"crosses": crosses, "interests": interests, "labels": labels}
+
+
+def _popular(rng: np.random.Generator, count: int, shape: tuple[int, ...], exponent: float) -> np.ndarray:
+    """Numbers below `count`, low ones more often."""
+    weights = (np.arange(count) + 6.0) ** -exponent
+    return np.searchsorted(np.cumsum(weights / weights.sum())[:-1], rng.random(shape))
+
+
+def _with_rate(logits: np.ndarray, rate: float) -> np.ndarray:
+    """Shifted so that the mean probability is `rate`."""
+    low, high = -30.0, 30.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        above = (1 / (1 + np.exp(-(logits + middle)))).mean() > rate
+        low, high = (low, middle) if above else (middle, high)
+    return logits + low
+
+
+def _drawn(rng: np.random.Generator, logits: np.ndarray) -> np.ndarray:
+    return (rng.random(len(logits)) < 1 / (1 + np.exp(-logits))).astype(np.int8)

@@ -1,0 +1,97 @@
+"""Models on logs whose truth was planted so as to need them, beside DLRM: AUROC on the last fourteenth of the rows. What drifting
+categories need, `rayrec benchmark warm-start` shows."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import planted
+from rows import emit, say
+
+import rayrec
+from rayrec.models.base import ClickModelConfig
+from rayrec.models.ranking.dcnv2 import DCNv2Config
+from rayrec.models.ranking.gdcn import GDCNConfig
+from rayrec.models.ranking.mmoe import MMoEConfig
+from rayrec.models.ranking.ple import PLEConfig
+from rayrec.observe.console import Console
+from rayrec.recipes import clicks, clicks_din
+
+
+@dataclass(frozen=True)
+class Contest:
+    """DLRM's forms and the models made for a truth, on one log."""
+
+    truth: str
+    label: str
+    rows: int
+    models: dict[str, ClickModelConfig | str]
+    """The recipe's DLRM with an interaction of this name, or a model in its place."""
+    recipe: Any = clicks
+    epochs: int = 3
+    forms: tuple[str, ...] = ("dot", "cross")
+    """Interactions of the DLRM beside them, of which the better one counts."""
+
+
+CONTESTS = (
+    Contest("crosses", "click", 300_000, {
+        "dlrm, cross": "cross",
+        "dcnv2": DCNv2Config(embedding_dim=16),
+        "gdcn": GDCNConfig(embedding_dim=16),
+    }, forms=("dot",)),
+    Contest("interests", "click", 600_000, {"din": "recipe"}, clicks_din, epochs=6),
+    Contest("labels", "bought", 400_000, {
+        "dlrm, both labels": "cross",
+        "mmoe": MMoEConfig(embedding_dim=16),
+        "ple": PLEConfig(embedding_dim=16),
+    }),
+)  # fmt: skip
+
+
+def main(*, quick: bool) -> None:
+    for contest in CONTESTS:
+        rows = contest.rows // 10 if quick else contest.rows
+        data = planted.TRUTHS[contest.truth](rows)
+        with tempfile.TemporaryDirectory() as folder:
+            alone = planted.only(data, contest.label) if contest.truth == "labels" else data
+            peers = {form: _auroc(folder, alone, contest, f"dlrm-{form}", form, clicks) for form in contest.forms}
+            best_peer = max(peers, key=lambda form: peers[form])
+            best = data.best(contest.label, rows - rows * 13 // 14)
+            say(f"  {contest.truth}: best possible {best:.4f}, DLRM {peers}")
+            for name, model in contest.models.items():
+                found = _auroc(folder, data, contest, name.replace(", ", "-").replace(" ", "-"), model, contest.recipe)
+                say(f"  {contest.truth}: {name} {found:.4f}")
+                emit(
+                    "truths",
+                    peer=f"dlrm, {best_peer}" + (f", {contest.label} alone" if contest.truth == "labels" else ""),
+                    workload=f"{contest.truth}, {rows:,} rows, {name}",
+                    unit="auroc",
+                    value=found,
+                    ratio=(found - 0.5) / (peers[best_peer] - 0.5),
+                    repeats=1,
+                    peer_auroc=round(peers[best_peer], 4),
+                    best_auroc=round(best, 4),
+                )
+
+
+def _auroc(
+    folder: str, data: planted.Planted, contest: Contest, name: str, model: ClickModelConfig | str, recipe: Any
+) -> float:
+    """On the test rows, of the checkpoint that the recipe chooses by the validation rows."""
+    log = os.path.join(folder, "-".join(["log", *data.logits, name]))
+    config = recipe(log, data.write(log))
+    if model != "recipe":
+        chosen = model if isinstance(model, ClickModelConfig) else config.workload.model.replace(interaction=model)
+        config = config.replace(workload=config.workload.replace(model=chosen))
+    config = config.replace(
+        epochs=contest.epochs,
+        storage_path=os.path.join(folder, "runs"),
+        name=os.path.basename(log),
+        scaling={"num_workers": 1},
+        trackers={"prometheus": False, "tensorboard": False},
+    )
+    metrics = rayrec.train(config, console=Console(quiet=True)).metrics
+    return float(metrics["auroc" if data.schema["label"] == contest.label else f"{contest.label}.auroc"])
