@@ -66,7 +66,7 @@ def main() -> None:
     environment = {"CC": compiler, "LDFLAGS": "-s", **({"SOURCE_DATE_EPOCH": epoch.strip()} if epoch else {})}
     with tempfile.TemporaryDirectory() as scratch:
         made, source = Path(scratch) / "made", Path(scratch) / "source"
-        shutil.copytree(ROOT, source, ignore=_left_out)  # setuptools writes beside the sources
+        copy_sources(source)
         _build(source, made, environment)  # the archive, then the wheel from the archive
         (archive,), (wheel,) = made.glob("*.tar.gz"), made.glob("*.whl")
         faults = [*wheel_faults(_names(wheel), package_files(ROOT)), *sdist_faults(_names(archive), ROOT)]
@@ -92,6 +92,11 @@ def main() -> None:
         _build(source / STAND_IN, dist, environment, "--wheel")
     for path in sorted(dist.iterdir()):
         print(f"{path.stat().st_size:>9} bytes  dist/{path.name}")
+
+
+def copy_sources(target: Path) -> None:
+    """Copies what a build needs, for setuptools writes beside the sources."""
+    shutil.copytree(ROOT, target, ignore=_left_out)
 
 
 def _build(source: Path, target: Path, environment: dict[str, str], *flags: str) -> None:

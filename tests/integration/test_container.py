@@ -1,0 +1,71 @@
+"""deploy/Dockerfile carried out for real, on a Debian that debootstrap makes (as root; needs debootstrap and a Debian mirror)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from dockerfile import build
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.extended,
+    pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("debootstrap"), reason="needs root and debootstrap"),
+]
+
+
+def _said(*command: str) -> list[str]:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.split()
+
+
+def _size(root: Path) -> int:
+    return int(_said("du", "--summarize", "--one-file-system", "--block-size=1", str(root))[0])
+
+
+def _debian(scratch: Path) -> Path:
+    """A Debian with what it cannot do without; RAYREC_TEST_CACHE keeps it for the next run too."""
+    folder = Path(os.environ.get("RAYREC_TEST_CACHE") or scratch) / "debian"
+    if not (folder / "complete").exists():
+        mirror = _said("apt-get", "indextargets", "--format", "$(REPO_URI)", "Codename: bookworm")[0]
+        command = ["debootstrap", "--variant=minbase", "bookworm", str(folder / "base"), mirror]
+        subprocess.run(command, check=True, capture_output=True)
+        (folder / "complete").touch()
+    return folder / "base"
+
+
+def test_the_image_is_built_and_its_demo_runs(tmp_path: Path) -> None:
+    base, work = _debian(tmp_path), tmp_path / "stages"
+    work.mkdir()
+    # What Docker would bring: names. What a company's network would: pip's certificates and folder of wheels.
+    binds = {Path("/etc/resolv.conf"): "/etc/resolv.conf", Path("/etc/hosts"): "/etc/hosts"}
+    arguments = {"BUILD": "cpu"}
+    (wheels,) = _said(sys.executable, "-m", "pip", "config", "get", "global.find-links") or ("",)
+    if wheels:
+        (base / "wheels").mkdir(exist_ok=True)
+        binds[Path(wheels)] = "/wheels"
+        arguments["PIP_FIND_LINKS"] = "/wheels"
+    for file in ("/etc/resolv.conf", "/etc/hosts"):
+        (base / file[1:]).touch()
+    began = time.monotonic()
+    image = build(ROOT / "deploy" / "Dockerfile", ROOT, work, base=base, arguments=arguments, binds=binds)
+    built_s = time.monotonic() - began
+    doctor = image.run("rayrec", "doctor", binds=binds, timeout_s=600)
+    assert doctor.returncode == 0, doctor.stdout + doctor.stderr
+    who = image.run("id", "--user", binds=binds, timeout_s=60)
+    assert who.stdout.strip() == "10001"
+    assert image.run("touch", "/opt/rayrec/file", binds=binds, timeout_s=60).returncode != 0
+    began = time.monotonic()
+    demo = image.run(*image.command, binds=binds, timeout_s=1800)
+    demo_s = time.monotonic() - began
+    assert demo.returncode == 0, demo.stdout + demo.stderr
+    assert (image.root / "home/rayrec/runs/demo/summary.json").exists()
+    grown = (_size(image.root) - _size(base)) / 1e6
+    print(f"built in {built_s:.0f} s, {grown:.0f} MB beyond Debian's {_size(base) / 1e6:.0f}; demo in {demo_s:.0f} s")
