@@ -17,7 +17,7 @@ mount -t proc proc "$ROOT/proc"
 mount --rbind /dev "$ROOT/dev"
 mount -t tmpfs -o size=64m,mode=1777 tmpfs "$ROOT/dev/shm"
 while read -r from to; do mount --bind "$from" "$ROOT$to"; done < "$BINDS"
-exec chroot --userspec="$USERSPEC" "$ROOT" env -i "$@"
+exec chroot --userspec="$USERSPEC" "$ROOT" env -i --chdir="$FOLDER" "$@"
 """
 """As Docker sets a container up: /proc, /dev, 64 MiB of /dev/shm, an environment of the image's alone."""
 
@@ -74,22 +74,23 @@ class Stage:
             "ROOT": str(self.root),
             "BINDS": str(listed),
             "USERSPEC": f"{self.user}:{self.user}",
+            "FOLDER": self.folder,
             "PATH": path,
         }
         return subprocess.run(
             # A mount namespace of its own: what is mounted is gone when it ends.
             [*("unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "sh", "-ec", _INSIDE, "sh"),
-             *(f"{name}={value}" for name, value in inner.items()), "--chdir", self.folder, *command],
+             *(f"{name}={value}" for name, value in inner.items()), *command],
             env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False,
         )  # fmt: skip
 
 
 def build(
-    dockerfile: Path, context: Path, work: Path, *, base: Path, arguments: Mapping[str, str], binds: Mapping[Path, str]
+    dockerfile: Path, context: Path, work: Path, *, base: Stage, arguments: Mapping[str, str], binds: Mapping[Path, str]
 ) -> Stage:
-    """Carries out all stages in `work`; `base` is the root file system that stands for the image of the first FROM."""
+    """Carries out all stages in `work`; `base` stands for the image of the first FROM."""
     stages: dict[str, Stage] = {}
-    stage = Stage(base)
+    stage = base
     defaults: dict[str, str] = {}
     rules = (context / ".dockerignore").read_text()
     for number, instruction in enumerate(instructions(dockerfile.read_text())):
@@ -98,7 +99,7 @@ def build(
             rest = string.Template(rest).substitute({**defaults, **stage.arguments, **stage.environment})
         if word == "FROM":
             origin, _, name = rest.partition(" AS ")
-            parent = stages.get(origin, Stage(base))
+            parent = stages.get(origin, base)
             root = work / (name or "final")
             subprocess.run(["cp", "-a", "--reflink=auto", str(parent.root), str(root)], check=True)
             stage = stages[name or "final"] = Stage(root, environment=dict(parent.environment))

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from dockerfile import build
+from dockerfile import Stage, build
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,10 +52,17 @@ def test_the_image_is_built_and_its_demo_runs(tmp_path: Path) -> None:
         (base / "wheels").mkdir(exist_ok=True)
         binds[Path(wheels)] = "/wheels"
         arguments["PIP_FIND_LINKS"] = "/wheels"
+    environment = {}
+    if certificates := _said(sys.executable, "-m", "pip", "config", "get", "global.cert"):
+        (base / "certificates.pem").touch()
+        binds[Path(certificates[0])] = "/certificates.pem"
+        environment["PIP_CERT"] = "/certificates.pem"
     for file in ("/etc/resolv.conf", "/etc/hosts"):
         (base / file[1:]).touch()
     began = time.monotonic()
-    image = build(ROOT / "deploy" / "Dockerfile", ROOT, work, base=base, arguments=arguments, binds=binds)
+    image = build(
+        ROOT / "deploy" / "Dockerfile", ROOT, work, base=Stage(base, environment), arguments=arguments, binds=binds
+    )
     built_s = time.monotonic() - began
     doctor = image.run("rayrec", "doctor", binds=binds, timeout_s=600)
     assert doctor.returncode == 0, doctor.stdout + doctor.stderr
