@@ -81,7 +81,12 @@ def _config(path: str, folder: Path, schema: Schema = SCHEMA) -> rayrec.TrainCon
         "dense_optimizer": {"learning_rate": 0.02},
     }
     return recipes.clicks(path).replace(
-        workload=workload, batch_size=100, storage_path=str(folder), steps=120, evaluate_every=60
+        workload=workload,
+        batch_size=100,
+        min_steps_per_epoch=1,
+        storage_path=str(folder),
+        steps=120,
+        evaluate_every=60,
     )
 
 

@@ -86,6 +86,9 @@ def config(path: str, folder: Path, name: str, **workload: Any) -> rayrec.TrainC
         storage_path=str(folder),
         steps=8,
         evaluate_every=8,
+        early_stopping={
+            "patience": 0
+        },  # the last weights, not the best of the evaluations, of which a resumed run has more
         seed=SEED,
         trackers={"prometheus": False, "tensorboard": False},
         observe={"times": False},
