@@ -110,7 +110,8 @@ class SaveReporter:
         while not self._closed.wait(POLL_S):
             if (now := written_bytes()) > before:
                 before = now
-                mailbox.wrote(rank, now)
+                with contextlib.suppress(OSError):  # the run is over
+                    mailbox.wrote(rank, now)
 
     def close(self) -> None:
         self._closed.set()

@@ -49,20 +49,34 @@ class Meeting:
         attempt = f"attempt_{launched.restarts}"
         self.group_store = distributed.PrefixStore(f"{attempt}/group", store)
         self._store, self._lock = distributed.PrefixStore(f"{attempt}/rayrec", store.clone()), threading.Lock()
+        self._closed = False
 
     def publish(self, key: str, value: bytes) -> None:
-        with self._lock:
+        with self._open():
             self._store.set(key, value)  # type: ignore[arg-type]  # bytes too, which torch's stubs do not know
 
     def found(self, key: str) -> bytes | None:
         """What was published; None: nothing yet. Raises RuntimeError if the store is gone."""
-        with self._lock:
+        with self._open():
             return self._store.get(key) if self._store.check([key]) else None
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a counter -> its new value."""
-        with self._lock:
+        with self._open():
             return self._store.add(key, amount)
+
+    def close(self) -> None:
+        """Before the process ends: from now on every call raises OSError. A thread that is inside the store's C++ while Python
+        shuts down ends the process by `std::terminate` (status 134)."""
+        with self._lock:
+            self._closed = True
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[None]:
+        with self._lock:
+            if self._closed:
+                raise OSError("the run of this process is over")
+            yield
 
 
 @final

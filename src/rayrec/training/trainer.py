@@ -132,30 +132,30 @@ def _drive_launched(
     from rayrec.training.torchrun_worker import Meeting, end, train_other
 
     config = fitted(config, launched)
-    meeting = Meeting(launched)
-    if launched.rank:
-        found = train_other(config, launched, meeting)
-        if "status" in found:
-            raise SystemExit(found["status"])
-        return Result(**found)
-    how: dict[str, Any] = {"status": 1}
-    try:
-        result = _drive(
-            config, given, console, stopwatch, lambda named: TorchrunLauncher(named, launched, meeting), stop
-        )
-        how = vars(result)
-    except InputError:
-        how = {"status": 2}
-        raise
-    except KeyboardInterrupt:
-        how = {"status": 130}
-        raise
-    except SystemExit as error:
-        how = {"status": error.code}
-        raise
-    finally:
-        end(meeting, launched, how)
-    return result
+    with contextlib.closing(Meeting(launched)) as meeting:
+        if launched.rank:
+            found = train_other(config, launched, meeting)
+            if "status" in found:
+                raise SystemExit(found["status"])
+            return Result(**found)
+        how: dict[str, Any] = {"status": 1}
+        try:
+            result = _drive(
+                config, given, console, stopwatch, lambda named: TorchrunLauncher(named, launched, meeting), stop
+            )
+            how = vars(result)
+        except InputError:
+            how = {"status": 2}
+            raise
+        except KeyboardInterrupt:
+            how = {"status": 130}
+            raise
+        except SystemExit as error:
+            how = {"status": error.code}
+            raise
+        finally:
+            end(meeting, launched, how)
+        return result
 
 
 def _drive(

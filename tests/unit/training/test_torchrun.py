@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -117,3 +118,16 @@ def test_one_process_trains_what_a_run_without_torchrun_does(
         trainer.train(config.replace(name="other", train_data={"path": None}), console=quiet)
     stored = json.loads((tmp_path / "launched" / "summary.json").read_text())
     assert stored == launched.summary
+
+
+def test_after_a_run_no_thread_of_it_uses_the_store(alone: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchrun_worker, "_WISH_S", 0.0)
+    meeting = Meeting(alone)
+    before = set(threading.enumerate())
+    StoreMailbox(meeting, alone).watch(lambda wish: None)
+    (watching,) = set(threading.enumerate()) - before
+    meeting.close()
+    watching.join(10)
+    assert not watching.is_alive()
+    with pytest.raises(OSError, match="over"):
+        meeting.found("anything")
