@@ -1,8 +1,9 @@
 """Raw TSV rows in, scores out, over HTTP with criteo_kaggle's network: latency and requests/s at 1, 16 and 64 connections, of
 single rows and of 256 and 2048, with the load from a separate process. Peers: bare Ray Serve handlers (the same forward
-over preprocessed rows; a small MLP), the limit of Ray Serve's proxy, and our server without that proxy (--ingress
-direct); within one process against the bare forward and ONNX Runtime. `--soak MINUTES` instead: 70 % of
-the peak with another model every 20 s, the checkpoint and its export in turn, by either ingress; failures and memory."""
+over preprocessed rows; a small MLP), the limit of Ray Serve's proxy; our server without that proxy (--ingress direct), and
+behind the HAProxy that Ray Serve has in place of its own (RAY_SERVE_ENABLE_HA_PROXY=1); within one process against the bare
+forward and ONNX Runtime. `--soak MINUTES` instead: 70 % of the peak with another model every 20 s, the checkpoint and its export
+in turn, by either ingress; failures and memory."""
 
 from __future__ import annotations
 
@@ -109,6 +110,17 @@ def host_direct(*, path: str, checkpoint: str, port: int) -> None:
         sys.stdin.read()
 
 
+def host_haproxy(*, path: str, checkpoint: str, port: int) -> None:
+    """Our server behind Ray Serve's HAProxy, until standard input ends."""
+    import rayrec
+    from rayrec.observe.console import Console
+
+    quiet = Console(quiet=True)
+    with rayrec.serving(checkpoint, port=port, ingress="serve", cpus_per_replica=0.5, **ROOM, console=quiet):
+        print("ready", flush=True)
+        sys.stdin.read()
+
+
 def host_swapping(*, path: str, checkpoint: str, export: str, ingress: Any, port: int) -> None:
     """Our server, which goes from the checkpoint to the export and back, each time loading it again, every SWAP_EVERY_S; prints
     swaps and memory as JSON at the end."""
@@ -191,6 +203,8 @@ def hosted(role: str, **arguments: Any) -> Iterator[dict[str, Any]]:
     """A process that serves; on leaving, what it printed last is in `told`."""
     told: dict[str, Any] = {}
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    if role == "host_haproxy":
+        environment["RAY_SERVE_ENABLE_HA_PROXY"] = "1"
     process = subprocess.Popen(
         [sys.executable, __file__, role, json.dumps(arguments)],
         stdin=subprocess.PIPE,
@@ -240,6 +254,7 @@ def compare_http(
         name: (ports["ray"], f"{path}?rows={size}" if name != "ours" else path) for name, path in TARGETS.items()
     }
     targets["ours with --ingress direct"] = (ports["direct"], TARGETS["ours"])
+    targets["ours behind Ray Serve's HAProxy"] = (ports["haproxy"], TARGETS["ours"])
     rates: dict[str, list[float]] = {name: [] for name in targets}
     taken: dict[str, list[float]] = {name: [] for name in targets}
     for _ in range(repeats):
@@ -342,10 +357,11 @@ def main(*, quick: bool) -> None:
         repeats = 1 if quick else 3
         for size in SIZES:
             compare_in_process(size=size, repeats=repeats, export=export, **common)
-        ports = {"ray": free_ports(1), "direct": free_ports(1)}
+        ports = {"ray": free_ports(1), "direct": free_ports(1), "haproxy": free_ports(1)}
         with (
             hosted("host_ray", **common, port=ports["ray"]),
             hosted("host_direct", **common, port=ports["direct"]),
+            hosted("host_haproxy", **common, port=ports["haproxy"]),
         ):
             for size in SIZES:
                 for connections in CONNECTIONS:
@@ -356,4 +372,4 @@ def main(*, quick: bool) -> None:
 
 
 if __name__ == "__main__":
-    run_task(prepare, in_process, host_ray, host_direct, host_swapping)
+    run_task(prepare, in_process, host_ray, host_direct, host_haproxy, host_swapping)
