@@ -25,17 +25,19 @@ def checkpoint_of(path: str) -> str:
     from rayrec import checkpoint as checkpoints
     from rayrec import recipes, storage
     from rayrec.data.preprocessor import Preprocessor
+    from rayrec.models.base import ModelInputs
+    from rayrec.models.click_model import build_click_model
 
     run = os.path.join(os.path.dirname(path), "run")
     folder = checkpoints.folder_of(run, STEP)
     if not os.path.exists(folder):
         config = recipes.criteo_kaggle(path)
         preprocessor = Preprocessor.load(preprocessor_of(path))
-        model = config.workload.model.build(  # type: ignore[attr-defined]
+        model = build_click_model(
+            config.workload.model,  # type: ignore[attr-defined]
+            ModelInputs.of(preprocessor.inputs),
             num_embeddings=preprocessor.num_embeddings,
-            num_dense=len(preprocessor.inputs.dense),
             embedding_device="cpu",
-            features=preprocessor.inputs.sparse,
         )
 
         def extra_files(target: str) -> None:
@@ -55,16 +57,17 @@ class WithoutModel:
 
     def load(self, device: str) -> Any:
         import numpy as np
-        import ray
 
         from rayrec.workloads.recsys_scoring import _BlockScorer
 
         class Nothing:
-            def score(self, rows: Any) -> Any:
-                return np.zeros(len(rows), np.float32)
+            labels = ("label",)
+
+            def score_labels(self, rows: Any) -> Any:
+                return {"label": np.zeros(len(rows), np.float32)}
 
         told = self.process
-        return _BlockScorer(told, ray.get(told.preprocessor), ray.get(told.blocks), Nothing())  # type: ignore[arg-type]
+        return _BlockScorer(told, told.preprocessor.get(), told.blocks.get(), Nothing())  # type: ignore[arg-type]
 
 
 def predicted(*, path: str, checkpoint: str, with_model: bool, memory: bool = False) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Draws the pictures of README and docs into docs/assets, light and dark: `python tools/pictures.py` (make pictures).
 
-`numbers` is drawn from rows of benchmarks/results, `kill` from docs/assets/kill.jsonl, which tools/kill_run.py records; `flow`
-and `batch` are drawings. `python tools/pictures.py report`
-trains on a synthetic log and takes a screenshot of the report with Chromium.
+`numbers` is drawn from rows of benchmarks/results, `kill` from docs/assets/kill.jsonl, which tools/kill_run.py records, `top`
+from docs/assets/top.txt; `flow` and `batch` are drawings. `python tools/pictures.py report` trains on a synthetic log, takes a
+screenshot of the report with Chromium, and records what `rayrec top` shows while it trains.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).parents[1]
@@ -274,7 +275,21 @@ def batch(theme: Theme) -> str:
     )
 
 
-DRAWN: dict[str, Callable[[Theme], str]] = {"numbers": numbers, "kill": kill, "flow": flow, "batch": batch}
+def top(theme: Theme) -> str:
+    """What `rayrec top` showed in a terminal."""
+    lines = (ASSETS / "top.txt").read_text().rstrip().splitlines()
+    width, height = round(7.8 * max(map(len, lines))) + 30, 18 * len(lines) + 56
+    parts = [rectangle(1, 1, width - 2, height - 2, theme.box, stroke=theme.line, round_=8)]
+    parts.append(text(16, 26, "$ rayrec top runs/demo", theme.quiet, size=13))
+    # Each character has its own place, so that columns stand below each other in any font.
+    for number, shown in enumerate(lines):
+        places = " ".join(f"{16 + 7.8 * column:g}" for column in range(len(shown)))
+        at = f'x="{places}" y="{50 + 18 * number}"'
+        parts.append(f'<text {at} fill="{theme.text}" font-size="13" font-family="monospace">{escape(shown)}</text>')
+    return picture(width, height, "rayrec top", parts)
+
+
+DRAWN: dict[str, Callable[[Theme], str]] = {"numbers": numbers, "kill": kill, "flow": flow, "batch": batch, "top": top}
 """Each picture by its name."""
 
 
@@ -284,7 +299,8 @@ def files() -> dict[str, str]:
 
 
 def report() -> None:
-    """Writes docs/assets/report.png: the upper part of the report of a run on a synthetic log, two epochs of 150,000 rows."""
+    """Writes docs/assets/report.png, the upper part of the report of a run on a synthetic log, two epochs of 150,000 rows, and
+    docs/assets/top.txt, what `rayrec top` shows after its first evaluations."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
         raise SystemExit("pictures: no chromium; install Debian's package chromium")
@@ -293,14 +309,16 @@ def report() -> None:
         rayrec = [sys.executable, "-m", "rayrec"]
         train = [*rayrec, "train", "criteo_demo", "--train-data.path", "log/train.txt", "--scaling.num-workers", "1"]
         train += ["--scaling.threads-per-worker", "1", "--epochs", "2", "--name", "demo"]
-        for command in ([*rayrec, "generate", "log", "--rows", "150000"], train):
-            subprocess.run(
-                command,
-                cwd=folder,
-                check=True,
-                stdout=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-            )
+        how: dict[str, Any] = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "104"}}
+        subprocess.run([*rayrec, "generate", "log", "--rows", "150000"], check=True, stdout=subprocess.DEVNULL, **how)
+        with subprocess.Popen(train, stdout=subprocess.DEVNULL, **how) as training:
+            events = folder / "runs" / "demo" / "events.jsonl"
+            while training.poll() is None and not (events.exists() and events.read_text().count('"evaluate"') >= 3):
+                time.sleep(0.1)
+            once = [*rayrec, "top", "runs/demo", "--once"]
+            shown = subprocess.run(once, check=True, capture_output=True, text=True, **how)
+        (ASSETS / "top.txt").write_text(shown.stdout or shown.stderr)
+        assert training.returncode == 0
         page = folder / "runs" / "demo" / "report.html"
         shown = page.read_text().replace(str(ROOT / "src" / "rayrec" / "__main__.py"), "rayrec")
         page.write_text(shown)
