@@ -284,8 +284,9 @@ def top(theme: Theme) -> str:
     # Each character has its own place, so that columns stand below each other in any font.
     for number, shown in enumerate(lines):
         places = " ".join(f"{16 + 7.8 * column:g}" for column in range(len(shown)))
+        kept = shown.replace(" ", "\u00a0")  # SVG makes one of several spaces
         at = f'x="{places}" y="{50 + 18 * number}"'
-        parts.append(f'<text {at} fill="{theme.text}" font-size="13" font-family="monospace">{escape(shown)}</text>')
+        parts.append(f'<text {at} fill="{theme.text}" font-size="13" font-family="monospace">{escape(kept)}</text>')
     return picture(width, height, "rayrec top", parts)
 
 
