@@ -51,7 +51,8 @@ def main(*, quick: bool) -> None:
                     os.path.join(os.path.dirname(__file__), "peers", "recbole_models.py"),
                     peer,
                     folder,
-                ]
+                ],
+                cwd=folder,  # RecBole writes its logs into the current folder
             )
             found = json.loads(text.splitlines()[-1])
             say(f"  RecBole {peer}: {found}")
@@ -115,9 +116,9 @@ def _package(python: str) -> str:
     return os.path.dirname(_run([python, "-c", "import recbole; print(recbole.__file__)"]).strip())
 
 
-def _run(command: list[str]) -> str:
+def _run(command: list[str], cwd: str | None = None) -> str:
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command, capture_output=True, text=True, check=False, cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     if done.returncode:
         raise InputError(f"{command[0]}: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
