@@ -48,7 +48,7 @@ def main(*, quick: bool) -> None:
                     python,
                     "-W",
                     "ignore",
-                    os.path.join(os.path.dirname(__file__), "peers", "recbole_models.py"),
+                    os.path.join(os.path.dirname(os.path.abspath(__file__)), "peers", "recbole_models.py"),
                     peer,
                     folder,
                 ],
