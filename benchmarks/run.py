@@ -18,6 +18,7 @@ NAMES = (
     "tables",
     "checkpoint",
     "recover",
+    "preempt",
     "mnist",
     "gpt2",
     "predict",

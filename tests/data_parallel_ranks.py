@@ -186,7 +186,7 @@ def train(folder: str, rank: int, configuration: TrainConfig, *, from_step: int 
         progress,
         log=lambda kind, fields: events.append({"kind": kind, **fields}),
         save=save,
-        interruption=SimpleNamespace(seen=lambda: (False, False), preempted=lambda *, due: False, urgent=lambda: False),
+        interruption=SimpleNamespace(seen=lambda: (False, False), preempted=lambda: False, urgent=lambda: False),
     )
     loader.close()
     return events

@@ -41,15 +41,17 @@ from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
 memory = {"object_store_memory": 200_000_000}
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **memory})
+nodes = []
 for line in sys.stdin:
     asked = json.loads(line)
     if "drain_s" in asked:
         deadline_ms = int((time.time() + asked["drain_s"]) * 1000)
         reason = DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
-        print(GcsClient(address=cluster.address).drain_node(newest.node_id, reason, "it will go", deadline_ms), flush=True)
+        gcs = GcsClient(address=cluster.address)
+        print(gcs.drain_node(nodes[asked["node"]].node_id, reason, "it will go", deadline_ms), flush=True)
     else:
-        newest = cluster.add_node(**asked, **memory)
-        print(cluster.address, flush=True)
+        nodes.append(cluster.add_node(**asked, **memory))
+        print(cluster.address, nodes[-1].all_processes["raylet"][0].process.pid, flush=True)
 """
 
 
@@ -200,15 +202,26 @@ class RayCluster(Session):
             output=folder / "cluster",
             stdin=subprocess.PIPE,
         )
+        self._raylets: list[int] = []
 
     def add_node(self, node: str, *, timeout_s: float = 240) -> str:
-        """Adds a node, by the JSON of what `ray.cluster_utils.Cluster.add_node` takes; returns the cluster's address."""
-        return self._ask(node, timeout_s=timeout_s)
+        """Adds a node, by the JSON of what `ray.cluster_utils.Cluster.add_node` takes; returns the cluster's address. Nodes are
+        counted from 0 in the order in which they were added, those that are gone included."""
+        address, raylet = self._ask(node, timeout_s=timeout_s).split()
+        self._raylets.append(int(raylet))
+        return address
 
-    def drain_newest_node(self, seconds: float, *, timeout_s: float = 240) -> None:
-        """Announces that the node added last will be gone in so many seconds."""
-        answer = self._ask(json.dumps({"drain_s": seconds}), timeout_s=timeout_s)
+    def drain_node(self, seconds: float, *, node: int = -1, timeout_s: float = 240) -> None:
+        """Announces that a node, by default the one added last, will be gone in so many seconds."""
+        answer = self._ask(json.dumps({"drain_s": seconds, "node": node}), timeout_s=timeout_s)
         assert answer.startswith("(True"), answer
+
+    def kill_node(self, node: int) -> None:
+        """SIGKILLs all that runs on a node, like the loss of a machine; what has ended before is left."""
+        raylet = self._raylets[node]
+        for process in (raylet, *(each.pid for each in self.processes() if each.parent == raylet)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
     def _ask(self, request: str, *, timeout_s: float) -> str:
         before = len(self.out.splitlines())
@@ -256,13 +269,17 @@ class RayHead(Session):
 class Run:
     """One run of `rayrec train`, through as many commands as it takes; ends what is left of them when it is left."""
 
-    def __init__(self, config: TrainConfig, folder: Path, *, cache: Path, **environment: str) -> None:
-        """`folder` is for the configuration and the commands' output; the run itself is where `config` says."""
+    def __init__(
+        self, config: TrainConfig, folder: Path, *, cache: Path, recipe: str | None = None, **environment: str
+    ) -> None:
+        """`folder` is for the configuration and the commands' output; the run itself is where `config` says. `recipe`: the
+        FILE.py:FUNCTION of a configuration that is of no recipe of rayrec's."""
         assert config.name is not None
         folder.mkdir(parents=True, exist_ok=True)
         self.config = config
         self.path = storage.join(config.storage_path, config.name)
         self._folder = folder
+        self._recipe = (recipe,) if recipe is not None else ()
         self._environment = environment_for(cache, **environment)
         self._sessions: list[Session] = []
         (folder / "config.yaml").write_text(config.to_yaml())
@@ -278,7 +295,8 @@ class Run:
 
     def start(self) -> None:
         """Runs the command, the same each time."""
-        command = [sys.executable, "-m", "rayrec", "train", "--config", str(self._folder / "config.yaml")]
+        settings = ("--config", str(self._folder / "config.yaml"))
+        command = [sys.executable, "-m", "rayrec", "train", *self._recipe, *settings]
         output = self._folder / f"command_{len(self._sessions) + 1}"
         self._sessions.append(Session(command, environment=self._environment, output=output))
 

@@ -30,6 +30,8 @@ FirstStep = Callable[[float, float], None]
 be more than one, and with all seconds since it began."""
 _LOOK_S = 5.0
 """Between two looks for reasons to save, as far as whole steps allow: what `failure.grace_s` is not to be lost to."""
+_LOOK_PREEMPTED_S = 1.0
+"""The same, after a notice that a node is preempted: how far before its deadline a run ends depends on it."""
 Cut = Literal["none", "save", "stop"]
 """What came up in a segment: nothing, a save that cannot wait, a wish to save and end."""
 _EVALUATION_POLL_S = 2.0
@@ -168,14 +170,13 @@ def next_boundary(step: int, total: int, *, evaluate_every: int, save_every: int
 class Interruption(Protocol):
     """Reasons to save before a save is due."""
 
-    def seen(self) -> tuple[bool, int]:
-        """(this worker was asked to stop; 1: this worker finds it time to look for preemption notices, 2: and to save before a
-        node is preempted, 0: neither); cheap and local."""
+    def seen(self) -> tuple[bool, bool]:
+        """(this worker was asked to stop, or finds that a node is about to go; it is time to look for preemption notices); cheap
+        and local."""
         ...
 
-    def preempted(self, *, due: bool) -> bool:
-        """Whether to save, because there is a new notice that a worker's node will go, or because it is `due` on some worker;
-        collective."""
+    def preempted(self) -> bool:
+        """Whether to save, because there is a new notice that a worker's node will go; collective."""
         ...
 
     def urgent(self) -> bool:
@@ -342,6 +343,7 @@ class Account:
         """Rows that this worker trained since the last log."""
         self._look_at = progress.step + 1
         """Step of the next look for reasons to save; of the first one, which takes longest, nothing is known before."""
+        self._look_s = _LOOK_S
         self.total = progress.step + loader.steps
         """The run's steps."""
         self.cut: Cut = "none"
@@ -405,13 +407,14 @@ class Account:
         further ahead than the attempt has come, since its first steps say little of the later ones."""
         step_s = elapsed_s / len(self._losses)
         so_far = self._progress.step - self._first_step
-        self._look_at = self._progress.step + max(1, min(int(_LOOK_S / max(step_s, 1e-6)), so_far))
+        self._look_at = self._progress.step + max(1, min(int(self._look_s / max(step_s, 1e-6)), so_far))
 
     def _heed(self, asked: float, look: float) -> None:
         if asked:
             self.cut = "stop"
-        elif look and self._interruption.preempted(due=look > 1) and self.cut == "none":
-            self.cut = "save"
+        elif look and self._interruption.preempted():
+            self._look_s, self._look_at = _LOOK_PREEMPTED_S, self._progress.step + 1
+            self.cut = "save" if self.cut == "none" else self.cut
 
     def _log_steps(
         self,
@@ -545,7 +548,7 @@ class EvaluationWatch:
         )
         ahead = int(_EVALUATION_POLL_S * self._batches / max(elapsed_s, 1e-6))
         self._poll_at += max(1, min(ahead, self._batches))
-        preempted = bool(poll) and self._interruption.preempted(due=poll > 1)
+        preempted = bool(poll) and self._interruption.preempted()
         if self._save is not None and not asked and (preempted or elapsed_s >= self._save_after_s):
             self._save()
             self._save, self.saved = None, True

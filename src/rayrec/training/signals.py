@@ -1,4 +1,4 @@
-"""Stops from outside: SIGTERM and Ctrl-C of a driver, how long a stop waits for the last checkpoint, and when to save before a
+"""Stops from outside: SIGTERM and Ctrl-C of a driver, how long a stop waits for the last checkpoint, and when to stop before a
 node is preempted."""
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def unsaved_cause(cause: str | None, failure: FailureConfig) -> str:
 
 
 def last_save_s(deadline_s: float, *, write_s: float, between_s: float) -> float:
-    """When to begin the last save before a node is preempted at `deadline_s`. Pure.
+    """When to save and end before a node is preempted at `deadline_s`. Pure.
 
     `write_s`: what the last save took; `between_s`: the time between two looks at the clock, which a step may lengthen.
     """

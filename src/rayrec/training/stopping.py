@@ -14,13 +14,14 @@ from rayrec.training.signals import last_save_s
 
 MORE_WORKERS = "there is room for more workers"
 NO_DATA_NODES = "the nodes that ran data tasks are gone, and others can run them"
-RESUMES = (MORE_WORKERS, NO_DATA_NODES)
+NODE_GOES = "a node is about to be preempted, as announced"
+RESUMES = (MORE_WORKERS, NO_DATA_NODES, NODE_GOES)
 """Reasons to stop that another attempt of the same run follows."""
 POLL_S = 0.5
 _OTHERS_POLL_S = 5.0
 """Seconds between two polls of the workers other than worker 0."""
 PREEMPTION_POLL_S = 5.0
-"""As often as Ray Train itself looks for nodes that are to go."""
+"""Seconds between two questions to Ray Train for nodes that are to go: all workers ask at once, and wait for each other."""
 
 
 class PreemptionInfo(Protocol):
@@ -43,10 +44,11 @@ class StopWatch:
         self.write_s: Callable[[], float] = lambda: 0.0
         """What the last save took."""
         self._first = rank == 0
-        self._looked_s = self._seen_s = time.monotonic()
+        self._looked_s = time.monotonic()
+        self._seen_s: float | None = self._looked_s
         self._between_s = 0.0
         self._deadline_s: float | None = None
-        """When a machine is preempted, in Unix time, as long as a save is due before that."""
+        """When a machine is preempted, in Unix time."""
         self._known: set[str] = set()
         self._closed = threading.Event()
         STOP_ASKED.clear()
@@ -63,35 +65,36 @@ class StopWatch:
         if self._first:
             self.cause = cause
 
-    def seen(self) -> tuple[bool, int]:
+    def seen(self) -> tuple[bool, bool]:
         now_s = time.monotonic()
-        self._between_s, self._seen_s = now_s - self._seen_s, now_s
-        asked = self.cause is not None
+        if self._seen_s is not None:
+            self._between_s = now_s - self._seen_s
+        self._seen_s = now_s
         if not self._first:
-            return asked, 0
-        if self._deadline_s is not None and time.time() >= self._last_save_s(self._deadline_s):
-            return asked, 2
-        return asked, int(now_s - self._looked_s >= PREEMPTION_POLL_S)
+            return self.cause is not None, False
+        if self.cause in (None, MORE_WORKERS) and self._is_last_moment():
+            self.cause = NODE_GOES
+        return self.cause is not None, now_s - self._looked_s >= PREEMPTION_POLL_S
 
     def urgent(self) -> bool:
         """Whether the cause is not room for more workers, which can wait for the end of an evaluation."""
         return self.cause is not None and self.cause != MORE_WORKERS
 
-    def preempted(self, *, due: bool) -> bool:
+    def preempted(self) -> bool:
         self._looked_s = time.monotonic()
         info = self._preemption()
         new = set(info.preempted_node_ids) - self._known if info else set()
         self._known |= new
-        if due:
-            self._deadline_s = None
-        if new and info is not None and info.deadline_ms:
-            self._deadline_s = info.deadline_ms / 1000
-            if time.time() >= self._last_save_s(self._deadline_s):  # the save at this notice is the last one
-                self._deadline_s = None
-        return bool(new) or due
+        if new and info is not None:
+            self._seen_s = None  # the save that follows is no time between two looks
+            self._deadline_s = info.deadline_ms / 1000 if info.deadline_ms else self._deadline_s
+        return bool(new)
 
-    def _last_save_s(self, deadline_s: float) -> float:
-        return last_save_s(deadline_s, write_s=self.write_s(), between_s=self._between_s)
+    def _is_last_moment(self) -> bool:
+        """Whether the run has to save and end now, to be through before a machine is preempted."""
+        if self._deadline_s is None:
+            return False
+        return time.time() >= last_save_s(self._deadline_s, write_s=self.write_s(), between_s=self._between_s)
 
     def close(self) -> None:
         self._closed.set()

@@ -320,6 +320,7 @@ def _set_environment() -> None:
     # Before Ray starts: its workers inherit these.
     defaults = {
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # how soon a dead worker is seen
+        "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",  # how soon a notice is: a cloud may give 30 s
         "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }

@@ -1,4 +1,4 @@
-"""How long a stop waits for the last checkpoint, and when the last save before a preemption begins."""
+"""How long a stop waits for the last checkpoint, and when an attempt ends before a preemption."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from ray.train import PreemptionInfo
 
 from rayrec.training.signals import Grace, last_save_s
-from rayrec.training.stopping import StopWatch
+from rayrec.training.stopping import MORE_WORKERS, NODE_GOES, RESUMES, StopWatch
 from rayrec.workloads.base import FailureConfig
 
 
@@ -42,35 +42,62 @@ def test_no_grace_is_no_grace() -> None:
 
 @pytest.mark.parametrize("write_s", [0.0, 0.1, 3.0, 40.0])
 @pytest.mark.parametrize("step_s", [0.001, 0.2, 5.0, 30.0])
-def test_the_last_save_ends_before_the_node_goes_and_little_is_trained_after_it(write_s: float, step_s: float) -> None:
+def test_the_last_save_ends_before_the_node_goes_and_little_is_left_untrained(write_s: float, step_s: float) -> None:
     deadline_s, between_s = 120.0, max(step_s, 1.0)
     begin_s = last_save_s(deadline_s, write_s=write_s, between_s=between_s)
     saved_s = 0.0
     while saved_s < begin_s:  # the first look behind the moment, after which the step is ended
         saved_s += between_s
     assert saved_s + step_s + write_s <= deadline_s
-    assert deadline_s - (saved_s + write_s) <= 0.5 * write_s + 2 * between_s + 2.0  # what is lost
+    assert deadline_s - (saved_s + write_s) <= 0.5 * write_s + 2 * between_s + 2.0  # what is not used
 
 
-def test_a_notice_saves_at_once_and_again_before_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("deadline_s", "save_s", "ended_at"),
+    [
+        (100, 0, 81),  # 100 - (1.5 * 10 + 2 * 1 + 2) = 81
+        (100, 30, 81),  # the save at the notice is no step
+        (100, 70, 90),  # the first look after that save
+        (30, 0, 21),  # too near for another save than the one at the notice
+        (None, 0, None),  # nobody knows when the node goes
+    ],
+)
+def test_a_notice_saves_at_once_and_ends_the_attempt_before_its_deadline(
+    monkeypatch: pytest.MonkeyPatch, deadline_s: int | None, save_s: int, ended_at: int | None
+) -> None:
     now: dict[str, Any] = {"s": 5000.0, "info": None}
     monkeypatch.setattr(time, "time", lambda: now["s"])
     monkeypatch.setattr(time, "monotonic", lambda: now["s"])
     watch, other = (StopWatch(None, rank=1, preemption=lambda: now["info"]) for _ in range(2))
     watch._first = True  # as rank 0, without the thread that asks the driver
     watch.write_s = lambda: 10.0
-    saves = []
-    for second in range(200):
+    saves, ended, second = [], None, 0
+    while second < 200 and ended is None:
         now["s"] = 5000.0 + second
-        if second == 20:
-            now["info"] = PreemptionInfo(deadline_ms=5_100_000, preempted_node_to_ranks={"a": [1]})
-        if second == 150:  # too near for another save than the one at once
-            nodes = {"a": [1], "b": [0]}
-            now["info"] = PreemptionInfo(deadline_ms=5_160_000, preempted_node_to_ranks=nodes)
-        _, look = watch.seen()
-        assert other.seen() == (False, 0)  # only rank 0 looks at the clock
-        if look:
-            cut = watch.preempted(due=look > 1)
-            assert other.preempted(due=look > 1) == cut
+        if second >= 20:
+            deadline_ms = None if deadline_s is None else 5_000_000 + 1000 * deadline_s
+            now["info"] = PreemptionInfo(deadline_ms=deadline_ms, preempted_node_to_ranks={"a": [1]})
+        asked, look = watch.seen()
+        assert other.seen() == (False, False)  # only rank 0 looks at the clock
+        if asked:
+            ended = second
+        elif look:
+            cut = watch.preempted()
+            assert other.preempted() == cut
             saves += [second] if cut else []
-    assert saves == [20, 81, 151]  # 100 - (1.5 * 10 + 2 * 1 + 2) = 81
+            second += save_s if cut else 0
+        second += 1
+    assert (saves, ended) == ([20], None if ended_at is None else max(ended_at, 21 + save_s))
+    assert watch.cause == (None if ended_at is None else NODE_GOES)
+    assert watch.urgent() == (ended_at is not None)  # an evaluation is not waited for
+
+
+def test_a_notice_comes_before_room_for_more_workers_and_after_a_signal() -> None:
+    for cause, expected in ((MORE_WORKERS, NODE_GOES), ("SIGTERM", "SIGTERM")):
+        info = PreemptionInfo(deadline_ms=1, preempted_node_to_ranks={"a": [1]})
+        watch = StopWatch(None, rank=0, preemption=lambda info=info: info)  # type: ignore[misc]
+        assert watch.preempted()
+        watch.cause = cause
+        assert watch.seen()[0]
+        assert watch.cause == expected
+    assert NODE_GOES in RESUMES  # the driver starts another attempt

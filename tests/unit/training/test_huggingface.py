@@ -55,7 +55,7 @@ class Interruption:
     def urgent(self) -> bool:
         return self.progress.step >= self.stop_at
 
-    def preempted(self, *, due: bool) -> bool:
+    def preempted(self) -> bool:
         self.preempt_at = math.inf
         return True
 

@@ -110,15 +110,11 @@ class Interruption:
     preempt_at: int | None = None
     stop_after_scored: int | None = None
     preempt_after_scored: int | None = None
-    due_at: int | None = None
-    """The last save before the node goes."""
     told: bool = False
 
-    def seen(self) -> tuple[bool, int]:
+    def seen(self) -> tuple[bool, bool]:
         done = len(self.pipeline.trained)
         scored = self.preempt_after_scored
-        if self.due_at is not None and done >= self.due_at:
-            return False, 2
         return (
             (self.stop_at is not None and done >= self.stop_at) or self.urgent(),
             (self.preempt_at is not None and done >= self.preempt_at)
@@ -128,10 +124,7 @@ class Interruption:
     def urgent(self) -> bool:
         return self.stop_after_scored is not None and self.pipeline.scored >= self.stop_after_scored
 
-    def preempted(self, *, due: bool) -> bool:
-        if due:
-            self.due_at = None
-            return True
+    def preempted(self) -> bool:
         self.told, before = True, self.told
         return not before
 
@@ -228,14 +221,6 @@ def test_a_stop_where_an_evaluation_is_due_leaves_it_to_the_next_start(stop_at: 
     assert again.saves[0][:3] == (step, 10 * step, 0.5 + step / 100)
     assert [at for kind, at in again.events if kind == "evaluate"] == ([16, 20] if step == 16 else [20])
     assert not again.progress.evaluation_due
-
-
-def test_the_step_before_a_node_goes_is_saved_too() -> None:
-    run = Run(ahead=3)
-    run.interruption.due_at = 10
-    assert run.run()
-    assert [save[0] for save in run.saves] == [8, 14, 16, 20]
-    assert run.pipeline.trained == list(range(20))
 
 
 def test_a_preemption_notice_saves_once_and_goes_on() -> None:
@@ -388,6 +373,16 @@ def test_a_wish_to_stop_is_seen_between_logs(
     # What was trained is logged, so that it is accounted for.
     assert [step for kind, step in run.events if kind == "step"] == sorted({seen_at, stopped})
     assert run.progress.train_s == pytest.approx(stopped * step_s)
+
+
+def test_after_a_notice_looks_come_every_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the run ends near the deadline of the notice, and not a look of 5 s before it."""
+    for noticed, stopped in ((False, 16), (True, 12)):
+        run = slow_run(monkeypatch, 0.5, ahead=1, evaluate_every=20)
+        run.interruption.preempt_at = 4 if noticed else None
+        run.interruption.stop_at = 12
+        assert not run.run()
+        assert run.saves[-1][0] == stopped
 
 
 @pytest.mark.parametrize("start", [0, 7])

@@ -72,7 +72,7 @@ def train(
         Progress(),
         log=log,
         save=save,
-        interruption=SimpleNamespace(seen=lambda: (False, False), preempted=lambda *, due: False, urgent=lambda: False),
+        interruption=SimpleNamespace(seen=lambda: (False, False), preempted=lambda: False, urgent=lambda: False),
     )
     loader.close()
     # Beside so few steps the evaluation at the end would be the largest part.

@@ -1,0 +1,231 @@
+"""What preemptions with notice cost, by the protocol of Ray's own benchmark of them (ray-project/ray#65047), on one machine.
+
+Eight workers, one on each of eight Ray nodes. Four times, at random steps from a seed, a node is announced to go, is killed at
+its deadline, and another joins some seconds later. The same with notices ignored, so that only periodic checkpoints count, is
+the baseline. A run that nothing happens to has the weights to compare with.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import stamped_clicks
+from logs import synthetic_log
+from processes import RayCluster, Run, small_run
+from rows import emit
+
+WORKERS = 8
+NOTICE_S = 20.0
+"""From a notice to the kill."""
+REPLACEMENT_S = 5.0
+"""From a kill until another node starts."""
+PACE_S = 0.4
+"""That a step takes at least, so that as many steps as on other machines are between a notice and its kill."""
+WAIT_S = 300.0
+NODE = json.dumps({"num_cpus": 1, "resources": {"slot": 1}})
+UNDISTURBED = "no preemption"
+PERIODIC = "notices ignored, periodic checkpoints alone"
+UNSEEN = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
+"""Makes Ray Train keep notices from its workers."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The steps of one attempt, `begin` to `end` - 1, and the Unix times at which the first and the last of them began."""
+
+    begin: int
+    end: int
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What one preemption cost."""
+
+    steps_redone: int
+    idle_s: float
+    """From the beginning of the last step before it to the first step after it; of all restarts that it caused."""
+    after_kill_s: float
+    """Of it, what came after the kill."""
+
+
+def stretches(stamps: str) -> list[Stretch]:
+    """Of the file that `stamped_clicks` writes, in order; a line that is not whole is left out. Pure."""
+    lines = [line.split() for line in stamps.splitlines(keepends=True) if line.endswith("\n")]
+    found = []
+    for _, of_process in groupby(lines, key=lambda line: line[0]):
+        (_, first, first_s), *_ = own = list(of_process)
+        _, last, last_s = own[-1]
+        found.append(Stretch(int(first), int(last) + 1, float(first_s), float(last_s)))
+    return found
+
+
+def losses(attempts: Sequence[Stretch], preemptions: Sequence[tuple[float, float]]) -> list[Loss]:
+    """Of each preemption, a pair of the Unix times of its notice and of its kill, in order: the restarts between its notice and
+    the next one's are its own. Pure."""
+    found = []
+    for number, (notice_s, kill_s) in enumerate(preemptions):
+        end_s = preemptions[number + 1][0] if number + 1 < len(preemptions) else float("inf")
+        own = [(before, after) for before, after in pairwise(attempts) if notice_s <= after.begin_s < end_s]
+        found.append(
+            Loss(
+                steps_redone=sum(before.end - after.begin for before, after in own),
+                idle_s=sum(after.begin_s - before.end_s for before, after in own),
+                after_kill_s=sum(max(0.0, after.begin_s - max(kill_s, before.end_s)) for before, after in own),
+            )
+        )
+    return found
+
+
+def moments(steps: int, number: int, *, seed: int) -> list[int]:
+    """The steps at which notices come: at random in the first two fifths of each of `number` equal parts. Pure."""
+    chosen, part = random.Random(seed), steps // number
+    return [part * each + chosen.randrange(2 * part // 5) for each in range(number)]
+
+
+class Arm:
+    """One run on eight nodes for workers and one for data tasks, and what happens to its nodes."""
+
+    def __init__(
+        self, folder: Path, log: Path, *, steps: int, every: int, seen: bool = True, least: int = WORKERS
+    ) -> None:
+        """`seen`: whether the workers receive notices. `least`: the workers that the run continues with if there are no more."""
+        self._stamps = folder / "stamps"
+        self._cluster = RayCluster(folder, cache=folder / "cache")
+        self._cluster.add_node(json.dumps({"num_cpus": 2}))
+        for _ in range(WORKERS):
+            address = self._cluster.add_node(NODE)
+        self._hosts = list(range(1, WORKERS + 1))
+        workers = WORKERS if least == WORKERS else (least, WORKERS)
+        config = small_run(
+            log,
+            str(folder),
+            steps=steps,
+            evaluate_every=steps,
+            log_every=100,
+            checkpoint={"every": every, "num_to_keep": 2},
+            cluster={"address": address, "data_nodes": "separate"},
+            scaling={"num_workers": workers, "threads_per_worker": 1, "resources_per_worker": {"slot": 1.0}},
+            failure={"standby_after_s": 15.0},
+        )
+        recipe = stamped_clicks.stamped().replace(workload={"stamps": str(self._stamps), "pace_s": PACE_S})
+        config = config.replace(recipe=recipe.recipe, workload=recipe.workload)
+        source = f"{stamped_clicks.__file__}:stamped"
+        quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        self._run = Run(
+            config, folder / "commands", cache=folder / "cache", recipe=source, **quiet, **({} if seen else UNSEEN)
+        )
+
+    def end(self) -> None:
+        self._run.end()
+        self._cluster.end()
+
+    def attempts(self) -> list[Stretch]:
+        return stretches(self._stamps.read_text()) if self._stamps.exists() else []
+
+    def measure(self, notices: Sequence[int], *, seed: int) -> dict[str, Any]:
+        """Runs to the end, with a preemption at each of these steps -> `losses`, `attempts`, `wall_s` and the run's `summary`."""
+        chosen, preemptions = random.Random(seed), []
+        begin_s = time.time()
+        self._run.start()
+        for step in notices:
+            self._wait_for(step)
+            host = self._hosts.pop(chosen.randrange(len(self._hosts)))
+            self._cluster.drain_node(NOTICE_S, node=host)
+            notice_s = time.time()
+            time.sleep(NOTICE_S)
+            self._cluster.kill_node(host)
+            preemptions.append((notice_s, time.time()))
+            assert self._run.session.process.poll() is None, "the run was over before the kill"
+            time.sleep(REPLACEMENT_S)
+            self._cluster.add_node(NODE)
+            self._hosts.append(max(self._hosts) + 1)
+            self._wait_for(step, since_s=preemptions[-1][1])
+        summary = self._run.summary(timeout_s=1800)
+        attempts = self.attempts()
+        return {
+            "losses": losses(attempts, preemptions),
+            "attempts": attempts,
+            "wall_s": time.time() - begin_s,
+            "summary": summary,
+        }
+
+    def _wait_for(self, step: int, *, since_s: float = 0.0) -> None:
+        """Until the newest attempt has come to this step, and has begun one since that Unix time."""
+        deadline_s = time.monotonic() + WAIT_S
+        while not ((attempts := self.attempts()) and attempts[-1].end > step and attempts[-1].end_s > since_s):
+            assert self._run.session.process.poll() is None, self._run.session.err[-4000:]
+            assert time.monotonic() < deadline_s, self._run.session.err[-4000:]
+            time.sleep(0.1)
+
+
+def measured(log: Path, notices: Sequence[int], *, seed: int, **arm: Any) -> dict[str, Any]:
+    """What `Arm.measure` returns of an arm in a folder of its own."""
+    with tempfile.TemporaryDirectory(prefix="preempt-") as folder:
+        made = Arm(Path(folder), log, **arm)
+        try:
+            return made.measure(notices, seed=seed)
+        finally:
+            made.end()
+
+
+def main(*, quick: bool) -> None:
+    steps, number, seed = (200, 2, 0) if quick else (400, 4, 0)
+    every = steps // number * 4 // 5  # so that kills come at all places between two saves
+    notices = moments(steps, number, seed=seed)
+    log = Path(synthetic_log(20_000)).parent
+    arms: dict[str, dict[str, Any]] = {
+        UNDISTURBED: {"notices": ()},
+        PERIODIC: {"notices": notices, "seen": False},
+        "notices heeded": {"notices": notices},
+    }
+    if not quick:
+        arms["notices heeded, 4 to 8 workers"] = {"notices": notices, "least": WORKERS // 2}
+    found: dict[str, dict[str, Any]] = {}
+    for name, arm in arms.items():
+        found[name] = measured(log, seed=seed, **{"steps": steps, "every": every, **arm})
+        report(name, found, workload=f"criteo_demo network, 8 workers on 8 nodes, {steps} steps, saved every {every}")
+
+
+def report(name: str, found: dict[str, dict[str, Any]], *, workload: str) -> None:
+    """Emits the row of an arm; the two that others are compared with were measured before."""
+    result, expected, baseline = found[name], found[UNDISTURBED], found.get(PERIODIC)
+    summary, lost, attempts = result["summary"], result["losses"], result["attempts"]
+    begun = sum(attempt.end - attempt.begin for attempt in attempts)
+    redone = begun - summary["steps"]
+    assert redone == sum(loss.steps_redone for loss in lost), (begun, lost)
+    peer = sum(loss.steps_redone for loss in baseline["losses"]) if baseline and baseline is not result else None
+    emit(
+        "preempt",
+        peer=None if peer is None else PERIODIC,
+        workload=f"{workload}; {name}",
+        unit="steps_redone",
+        value=redone,
+        ratio=redone / peer if peer else None,
+        repeats=1,
+        config_hash=summary["config_hash"],
+        preemptions=len(lost),
+        notice_s=NOTICE_S,
+        replacement_s=REPLACEMENT_S,
+        steps_redone_each=[loss.steps_redone for loss in lost],
+        idle_s_each=[round(loss.idle_s, 1) for loss in lost],
+        after_kill_s_each=[round(loss.after_kill_s, 1) for loss in lost],
+        step_s=round(statistics.median((each.end_s - each.begin_s) / (each.end - each.begin) for each in attempts), 2),
+        goodput=round(summary["steps"] / begun, 4),
+        wall_s=round(result["wall_s"]),
+        restarts=summary["restarts"],
+        rows_lost=summary["rows_lost"],
+        rows_repeated=summary["rows_repeated"],
+        same_weights=summary["weights_sha256"] == expected["summary"]["weights_sha256"],
+        peer_steps_redone=peer,
+    )
