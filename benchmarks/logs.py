@@ -8,11 +8,12 @@ import tempfile
 from rayrec.data.synthetic import generate
 
 
-def synthetic_log(rows: int) -> str:
+def synthetic_log(rows: int, *, seed: int = 0) -> str:
     """Path of a generated Kaggle-format log of so many rows; made once per machine."""
-    folder = os.path.join(tempfile.gettempdir(), f"rayrec-benchmark-{os.getuid()}", f"kaggle-{rows}")
+    name = f"kaggle-{rows}-{seed}" if seed else f"kaggle-{rows}"
+    folder = os.path.join(tempfile.gettempdir(), f"rayrec-benchmark-{os.getuid()}", name)
     if not os.path.exists(os.path.join(folder, "truth.json")):
-        generate(folder, rows=rows)
+        generate(folder, rows=rows, seed=seed)
     return os.path.join(folder, "train.txt")
 
 

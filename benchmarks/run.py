@@ -31,6 +31,7 @@ NAMES = (
     "warm-start",
     "truths",
     "movielens",
+    "tune",
 )
 
 

@@ -1,10 +1,12 @@
-"""A search on Ray Tune: trials that share one reading of the log, one that fails, and the same call again."""
+"""A search in processes of Ray: it ends as one in this process does, and a trial whose process dies resumes in another one."""
 
 from __future__ import annotations
 
-import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,82 +14,93 @@ import rayrec
 from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.observe.console import Console
-from rayrec.training.trainer import train
-from rayrec.workloads.base import TrainConfig
+from rayrec.training.signals import Signals
+from rayrec.tuning.config import TuneConfig
+from rayrec.tuning.on_ray import RayPool
+from rayrec.tuning.trial import Job, Standing, folder_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended]
 
 RATE = "workload.dense_optimizer.learning_rate"
-SEARCH: dict[str, Any] = {RATE: {"grid": [0.004, 1e30]}}
-"""The recipe's own settings, better ones, and some that no run survives."""
 QUIET = Console(quiet=True)
 
 
-@pytest.fixture(scope="module")
-def config(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    return recipes.criteo_demo(str(click_log / "train.txt")).replace(
-        storage_path=str(tmp_path_factory.mktemp("searches")),
-        name="search",
-        steps=24,
-        evaluate_every=8,
+def test_a_search_on_ray_ends_as_one_in_this_process(local_ray: None, click_log: Path, tmp_path: Path) -> None:
+    config = recipes.criteo_demo(str(click_log / "train.txt")).replace(
+        storage_path=str(tmp_path),
+        steps=27,
         batch_size=256,
-        workload={"dense_optimizer": {"learning_rate": 1e-5}, "schedule": {"decay_fraction": 0.0}},
+        early_stopping={"patience": 0},
+        trackers={"prometheus": False, "tensorboard": False},
+        workload={"dense_optimizer": {"learning_rate": 1e-5}},
     )
+    found = []
+    for name, address in (("here", "none"), ("ray", None)):
+        searched = config.replace(name=name, cluster={"address": address})
+        found.append(rayrec.tune(searched, search={RATE: {"grid": [0.004, 1e-4, 1e30]}}, console=QUIET))
+    names = ("number", "state", "error", "step", "rows", "best", "curve")
+    here, there = ([[trial[name] for name in names] for trial in each["trials"]] for each in found)
+    assert there == here
+    assert {state for _, state, *_ in here} == {"finished", "stopped", "failed"}
+    assert found[0]["compared"] == found[1]["compared"]
 
 
-@pytest.fixture(scope="module")
-def found(local_ray: None, config: TrainConfig) -> dict[str, Any]:
-    return rayrec.tune(config, search=SEARCH, console=QUIET)
+def jobs(folder: Path, count: int) -> list[Job]:
+    config = recipes.criteo_demo("log").replace(storage_path=str(folder))
+    return [Job(number, config.replace(name=f"trial_{number}"), 0, 1.0, "auroc") for number in range(count)]
 
 
-def test_the_best_trial_is_told_from_the_recipes_settings(found: dict[str, Any], config: TrainConfig) -> None:
-    folder = Path(found["folder"])
-    assert [trial["number"] for trial in found["trials"]] == [1, 0, 2]
-    best, own, failed = found["trials"]
-    assert (best["state"], own["state"], failed["state"]) == ("finished", "finished", "failed")
-    assert "the loss is nan" in failed["error"]
-    assert [step for step, _ in best["curve"]] == [8, 16, 24]
-    assert found["best"] == {
-        "number": 1,
-        "values": {RATE: 0.004},
-        "auroc": best["best"],
-        "checkpoint": best["checkpoint"],
-    }
-    assert (found["validation_rows"], found["test_rows"]) == (1429, 1428)
-    compared = found["compared"]["auroc"]
-    assert compared["low"] < compared["difference"] < compared["high"]
-    metrics = [
-        json.loads((folder / "trials" / f"trial_000{number}" / "summary.json").read_text())["metrics"]
-        for number in (1, 0)
-    ]
-    assert compared["difference"] == pytest.approx(metrics[0]["auroc"] - metrics[1]["auroc"], abs=1e-6)
-    assert json.loads((folder / "trials.json").read_text())["best"] == found["best"]
-    assert "auroc by workload.dense_optimizer.learning_rate" in (folder / "report.html").read_text()
-    winner = recipes.load_config((folder / "best.yaml").read_text())
-    assert winner == config.replace(name=None, workload={"dense_optimizer": {"learning_rate": 0.004}})
+def dies(job: Job, *, stop: threading.Event) -> None:
+    """Trial 0 always does, trial 1 once; trial 3 waits to be stopped, the others end."""
+    folder = Path(folder_of(job.config))
+    folder.mkdir(exist_ok=True)
+    (folder / f"{len(list(folder.iterdir()))}").touch()
+    if job.number == 0 or (job.number == 1 and len(list(folder.iterdir())) == 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if job.number == 3:
+        assert stop.wait(60)
+        (folder / "stopped").touch()
+        raise SystemExit(143)
+    Standing("finished", (0.5,)).save(str(folder))
 
 
-def test_a_trial_trains_what_the_recipe_does(found: dict[str, Any], config: TrainConfig, tmp_path: Path) -> None:
-    """From the preprocessed rows that all trials share."""
-    alone = config.replace(
-        storage_path=str(tmp_path), name="alone", scaling={"num_workers": 1}, cluster={"address": "none", "num_cpus": 1}
-    )
-    summary = json.loads(Path(found["folder"], "trials", "trial_0000", "summary.json").read_text())
-    assert train(alone, console=QUIET).summary["weights_sha256"] == summary["weights_sha256"]
+def test_a_trial_whose_process_dies_resumes_in_another_one(local_ray: None, tmp_path: Path) -> None:
+    pool = RayPool(TuneConfig(concurrent=2), Signals(), max_failures=1, note=QUIET.note, train=dies)
+    try:
+        first = jobs(tmp_path, 3)
+        for job in first:
+            pool.submit(job)
+        assert sorted(pool.next().number for _ in first) == [0, 1, 2]
+    finally:
+        pool.close()
+    standings = [Standing.of(folder_of(job.config)) for job in first]
+    assert [standing.state for standing in standings] == ["failed", "finished", "finished"]
+    assert standings[0].error is not None
+    assert standings[0].error.startswith("its process died 2 times")
 
 
-def test_the_same_call_trains_nothing_twice(
-    found: dict[str, Any], config: TrainConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events = [Path(found["folder"], "trials", f"trial_000{number}", "events.jsonl") for number in range(3)]
-    before = [place.read_bytes() for place in events]
-    monkeypatch.setattr("rayrec.tuning.on_ray.run_trials", None)
-    again = rayrec.tune(config, search=SEARCH, console=QUIET)
-    assert again == found
-    assert [place.read_bytes() for place in events] == before
-    for changes, message in (
-        ({"search": {RATE: {"grid": [0.1]}}}, "holds a search with another space; give the same ones"),
-        ({"trials": 3}, "holds a search with another options"),
-    ):
-        with pytest.raises(InputError, match=message):
-            rayrec.tune(config, **{"search": SEARCH, "console": QUIET, **changes})
+def test_a_signal_stops_the_trials_in_progress(local_ray: None, tmp_path: Path) -> None:
+    asked = threading.Event()
+    pool = RayPool(TuneConfig(concurrent=1), Signals(asked), max_failures=1, note=QUIET.note, train=dies)
+    try:
+        pool.submit(jobs(tmp_path, 4)[3])
+        place = tmp_path / "trial_3"
+
+        def ask() -> None:
+            deadline_s = time.monotonic() + 60
+            while not place.exists() and time.monotonic() < deadline_s:
+                time.sleep(0.05)
+            asked.set()
+
+        threading.Thread(target=ask).start()
+        with pytest.raises(SystemExit):
+            pool.next()
+    finally:
+        pool.close()
+    assert (place / "stopped").exists()
+    assert Standing.of(str(place)).state == "new"
+
+
+def test_a_trial_that_fits_on_no_node_is_refused(local_ray: None) -> None:
+    with pytest.raises(InputError, match=r"a trial needs 1000 CPUs and 0 GPUs, which no node has; lower --tune"):
+        RayPool(TuneConfig(cpus_per_trial=1000), Signals(), max_failures=0, note=QUIET.note)

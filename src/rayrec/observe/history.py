@@ -34,7 +34,7 @@ def restarts(events: Iterable[Mapping[str, Any]]) -> list[Restart]:
         if kind == "failure":
             # What ends a driver is told last, and what ended the training before it counts.
             cause = (event.get("last") and cause) or event["cause"]
-        elif kind == "stop":
+        elif kind == "stop" and not _is_asked_for(event):
             cause = cause or f"stopped: {event['cause']}"
         elif kind == "run" and alive_s is not None:
             cause = cause or "the driver was lost"
@@ -49,14 +49,19 @@ def restarts(events: Iterable[Mapping[str, Any]]) -> list[Restart]:
         if kind in ("step", "finish", "summary") and pending is not None:
             found.append(Restart(pending[0], event["time"] - pending[1], pending[2]))
             pending = None
-        if kind in _SIGNS_OF_LIFE:
-            alive_s = event["time"]
-        elif kind == "summary":  # a finished run that is trained for longer was not held up
+        if _is_asked_for(event):  # a run that is trained for longer, or was paused, was not held up
             alive_s = cause = None
+        elif kind in _SIGNS_OF_LIFE:
+            alive_s = event["time"]
     if pending is not None:
         assert alive_s is not None
         found.append(Restart(pending[0], alive_s - pending[1], pending[2]))
     return found
+
+
+def _is_asked_for(event: Mapping[str, Any]) -> bool:
+    """Whether an event ends the training as its driver wished; what comes later was asked for besides."""
+    return event["kind"] == "summary" or bool(event["kind"] == "stop" and event.get("paused"))
 
 
 def costs(events: Iterable[Mapping[str, Any]], *, train_s: float) -> dict[str, Any]:
@@ -160,8 +165,8 @@ def attempts(events: Sequence[Event]) -> list[Attempt]:
             found[-1] = replace(found[-1], last_step=event["step"], end=f"stopped: {event['cause']}")
         elif found and kind == "finish":
             found[-1] = replace(found[-1], last_step=event["step"], end="finished")
-        elif kind == "summary":
-            begun = False  # what comes now was asked for besides
+        if _is_asked_for(event):
+            begun = False
     return found
 
 

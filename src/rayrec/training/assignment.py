@@ -31,6 +31,8 @@ class Assignment:
     """When the driver's last stage of the start, or the attempt before, ended, seconds since 1970."""
     warm_start: WarmStart | None = None
     """Of a run that starts with the weights of another one and has no checkpoint yet."""
+    pause_at: float | None = None
+    """Share of the run's steps after which it pauses; None: at its end."""
     begun_s: float = dataclasses.field(default_factory=time.time)
     """When the driver has begun the attempt, seconds since 1970."""
 

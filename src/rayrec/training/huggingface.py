@@ -43,9 +43,10 @@ def run(
     save: Save,
     interruption: Interruption,
     first_step: FirstStep | None = None,
+    pause_at: float | None = None,
 ) -> bool:
     """What `loop.run` does, to the same steps and with the same events; Trainer makes the steps."""
-    course = steer(config, setup, loader, progress, log=log, save=save, interruption=interruption)
+    course = steer(config, setup, loader, progress, log=log, save=save, interruption=interruption, pause_at=pause_at)
     account = Account(config, setup, loader, progress, log=log, interruption=interruption, first_step=first_step)
     try:
         stop = next(course)

@@ -28,8 +28,8 @@ class InProcessLauncher:
 
     on_ray: Final = False
 
-    def __init__(self, config: TrainConfig) -> None:
-        self._config = config
+    def __init__(self, config: TrainConfig, *, pause_at: float | None = None) -> None:
+        self._config, self._pause_at = config, pause_at
 
     def connect(self, folder: str, console: Console) -> None:
         torch = sys.modules.get("torch")
@@ -74,6 +74,7 @@ class InProcessLauncher:
             since_s=since_s,
             warm_start=warm_start,
             signals=signals,
+            pause_at=self._pause_at,
         )
         if outcome is None:
             events.write("failure", cause=unsaved_cause(signals.cause, config.failure), last=True)

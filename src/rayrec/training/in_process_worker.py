@@ -38,11 +38,12 @@ def train_here(
     since_s: float,
     warm_start: WarmStart | None,
     signals: Signals,
+    pause_at: float | None = None,
 ) -> dict[str, Any] | None:
     """What `run_worker` returns; None if a signal ended the run and the worker did not save within its `Grace`."""
     mailbox = LocalMailbox()
     token = write_token(folder, max_outage_s=config.failure.max_outage_s)
-    assignment = Assignment(config, prepared, folder, engine, mailbox, token, since_s, warm_start)
+    assignment = Assignment(config, prepared, folder, engine, mailbox, token, since_s, warm_start, pause_at)
     return watched(lambda: _work(assignment, cpus=cpus), config, folder, mailbox=mailbox, signals=signals)
 
 

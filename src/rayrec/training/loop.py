@@ -38,6 +38,8 @@ _EVALUATION_POLL_S = 2.0
 """Seconds between two polls for a stop during an evaluation, as far as whole batches allow."""
 _EVALUATION_GRACE_SHARE = 0.25
 """An evaluation that takes longer than this share of `failure.grace_s` saves its step while it runs."""
+_ROUNDING = 1e-6
+"""Steps by which a share of a run's steps may be off for the rounding of floats."""
 TRAINING_COST = 3
 """Of a step, in forward passes: the backward pass has two products for each of the forward's."""
 
@@ -153,18 +155,23 @@ class Boundary:
     save: bool
 
 
-def next_boundary(step: int, total: int, *, evaluate_every: int, save_every: int | None) -> Boundary:
+def next_boundary(step: int, end: int, *, evaluate_every: int, save_every: int | None) -> Boundary:
     """The end of the segment that begins at `step`. Pure.
 
     Saves coincide with evaluations where no interval is given; the end is always evaluated and saved.
     """
-    ahead = [evaluate_every - step % evaluate_every, total - step]
+    ahead = [evaluate_every - step % evaluate_every, end - step]
     if save_every is not None:
         ahead.append(save_every - step % save_every)
     stop = step + min(ahead)
-    evaluate = stop % evaluate_every == 0 or stop == total
-    save = (stop % save_every == 0 if save_every is not None else evaluate) or stop == total
+    evaluate = stop % evaluate_every == 0 or stop == end
+    save = (stop % save_every == 0 if save_every is not None else evaluate) or stop == end
     return Boundary(stop, evaluate, save)
+
+
+def last_step(total: int, share: float | None) -> int:
+    """The first step at which `share` of a run's `total` steps is done; None: all of them. Pure."""
+    return total if share is None else min(total, max(1, math.ceil(total * share - _ROUNDING)))
 
 
 class Interruption(Protocol):
@@ -205,13 +212,14 @@ def run(
     save: Save,
     interruption: Interruption,
     first_step: FirstStep | None = None,
+    pause_at: float | None = None,
 ) -> bool:
     """Trains from `progress` on until the loader ends, the step limit, or early stopping; False where it was asked to stop
-    before, and has saved.
+    before, or has done the share `pause_at` of its steps, and has saved.
 
     `log(kind, fields)` is called on every worker with the same values. Raises InputError where the loss is not finite.
     """
-    course = steer(config, setup, loader, progress, log=log, save=save, interruption=interruption)
+    course = steer(config, setup, loader, progress, log=log, save=save, interruption=interruption, pause_at=pause_at)
     account = Account(config, setup, loader, progress, log=log, interruption=interruption, first_step=first_step)
     cut: Cut | None = None
     while True:
@@ -245,17 +253,22 @@ def steer(
     log: Callable[[str, dict[str, Any]], None],
     save: Save,
     interruption: Interruption,
+    pause_at: float | None = None,
 ) -> Generator[int, Cut, bool]:
     """What happens between segments, for any loop: evaluation, saving, early stopping.
 
     Yields the step to train up to, before which a segment may end where a save cannot wait; is sent what came up meanwhile;
     returns what `run` does. A stop ends an evaluation between two batches; the next attempt repeats the evaluation.
+
+    The step to pause at is evaluated and saved. If it is not one of the run's own evaluations, neither early stopping nor
+    `plateau` counts it, so that a run that was paused learns what one does that was not.
     """
     patience = config.early_stopping.patience
     if 0 < patience <= progress.since_best:
         return True  # it had stopped before
     total = progress.step + loader.steps
     evaluate_every = config.evaluate_every or max(1, math.ceil(loader.steps_per_epoch / 4))
+    end = last_step(total, pause_at)
     setup.model.train()
     saved_step = progress.step  # the start, and a checkpoint that training resumed from, need no save
 
@@ -268,10 +281,10 @@ def steer(
         cut: Cut = "none"
         save_due = progress.evaluation_due  # of the step that an earlier attempt stopped at
         if not progress.evaluation_due:
-            if progress.step >= total:
-                return True
+            if progress.step >= end:
+                return end == total
             boundary = next_boundary(
-                progress.step, total, evaluate_every=evaluate_every, save_every=config.checkpoint.every
+                progress.step, end, evaluate_every=evaluate_every, save_every=config.checkpoint.every
             )
             cut = yield boundary.step
             setup.clock.stop()
@@ -298,9 +311,9 @@ def steer(
             saved_in_evaluation = watch.saved
             progress.evaluation_due = False
             progress.metrics = metrics
-            score = config.workload.score(progress.metrics)
-            judge(progress, score, min_improvement=config.early_stopping.min_improvement)
-            lowered = lower_on_plateau(progress, score, config.plateau)
+            own = progress.step != end or end == total or progress.step % evaluate_every == 0
+            score = config.workload.score(progress.metrics) if own else None
+            lowered = score is not None and _registered(progress, score, config)
             log("evaluate", {"step": progress.step, "set": "validation", **progress.metrics})
             if lowered:
                 log("plateau", {"step": progress.step, "learning_rate_scale": progress.learning_rate_scale})
@@ -308,13 +321,19 @@ def steer(
         learnt = 0 < patience <= progress.since_best
         # With early stopping the best weights are the ones to use, so they are always saved.
         best = bool(patience) and progress.best_step == progress.step
-        last = learnt or progress.step == total
+        last = learnt or progress.step == end
         if save_due or last or best:
             # The score of a step that was saved without one must not be lost because that save is still in progress.
             save_now(score=score, needed=last or best or saved_in_evaluation, complete=last)
         if learnt:
             log("early_stop", {"step": progress.step, "best_step": progress.best_step, "best_score": progress.best})
             return True
+
+
+def _registered(progress: Progress, score: float, config: TrainConfig) -> bool:
+    """Registers the score of an evaluation for early stopping and `plateau`; True if the learning rates are lower from now on."""
+    judge(progress, score, min_improvement=config.early_stopping.min_improvement)
+    return lower_on_plateau(progress, score, config.plateau)
 
 
 class Account:

@@ -115,8 +115,30 @@ def train(
     given: dict[str, Table | None] = {"train_data": data, "eval_data": eval_data}
     launched = Launched.of_environment()
     if launched is None:
-        return _drive(config, given, console, stopwatch, launcher_of, stop)
+        return _whole(_drive(config, given, console, stopwatch, launcher_of, stop))
     return _drive_launched(config, given, console, stopwatch, launched, stop)
+
+
+def train_until(
+    config: TrainConfig, share: float, *, console: Console | None = None, stop: threading.Event | None = None
+) -> Result | None:
+    """Trains a run in this process as `train` does, but only until `share` of its steps (above 0, at most 1) are done -> None if
+    it paused there: this step is evaluated and saved, and the next call resumes from it. Otherwise the finished run.
+
+    Learning rates and the order of rows are those of the whole run, so that a run trained in several parts ends with the
+    weights of one that was never paused.
+    """
+    from rayrec.training.in_process import InProcessLauncher
+
+    def launcher(config: TrainConfig) -> Launcher:
+        return InProcessLauncher(config, pause_at=share)
+
+    return _drive(config, {}, console or Console(), start_up.Stopwatch(), launcher, stop)
+
+
+def _whole(result: Result | None) -> Result:
+    assert result is not None, "only `train_until` pauses a run"
+    return result
 
 
 def _drive_launched(
@@ -140,8 +162,10 @@ def _drive_launched(
             return Result(**found)
         how: dict[str, Any] = {"status": 1}
         try:
-            result = _drive(
-                config, given, console, stopwatch, lambda named: TorchrunLauncher(named, launched, meeting), stop
+            result = _whole(
+                _drive(
+                    config, given, console, stopwatch, lambda named: TorchrunLauncher(named, launched, meeting), stop
+                )
             )
             how = vars(result)
         except InputError:
@@ -165,7 +189,8 @@ def _drive(
     stopwatch: start_up.Stopwatch,
     make_launcher: Callable[[TrainConfig], Launcher],
     stop: threading.Event | None,
-) -> Result:
+) -> Result | None:
+    """The finished run; None if it paused."""
     stopwatch.lap("imports")
     config = config.replace(name=config.name or f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
     root = storage.absolute(config.storage_path)
@@ -234,12 +259,16 @@ def _drive(
                     note=console.note,
                 )
             with storage.patience(config.failure.max_outage_s):
-                result = finish and summarize(config, folder, prepared, finish, events=events, note=console.note)
-        if result:
+                result = (
+                    None
+                    if finish is None
+                    else summarize(config, folder, prepared, finish, events=events, note=console.note)
+                )
+        if result or signals.cause is None:
             return result
         console.note(f"{folder}: stopped; the same command resumes from {_newest(folder)}")
         signals.throw()
-    raise AssertionError("a run ends without a result only where a signal came")
+    raise AssertionError("the signal was thrown")
 
 
 def _connected(launcher: Launcher, root: str, console: Console, stopwatch: start_up.Stopwatch) -> Launcher:

@@ -183,6 +183,7 @@ def _train(
                 save=save,
                 interruption=watch,
                 first_step=partial(_log_first_step, log),
+                pause_at=assignment.pause_at,
             )
         saver.wait()
     except BaseException:
@@ -207,8 +208,15 @@ def _train(
         watch.close()
     if told:
         return told
-    log("stop", {"cause": watch.cause, "step": progress.step, "last": watch.cause not in RESUMES})
-    return {"stopped": watch.cause}
+    return _stopped(watch.cause, progress.step, log)
+
+
+def _stopped(cause: str | None, step: int, log: Log) -> dict[str, Any]:
+    """Logs that a worker ends before the run does; without a cause the run paused."""
+    paused = {} if cause else {"paused": True}
+    cause = cause or "a planned pause"
+    log("stop", {"cause": cause, "step": step, "last": cause not in RESUMES, **paused})
+    return {"stopped": cause}
 
 
 def _measured_peak(worker: WorkerContext, stopwatch: Stopwatch) -> float:

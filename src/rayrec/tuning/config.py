@@ -19,10 +19,11 @@ class TuneConfig(Config):
     seed: int = 0
     """Of the values that are drawn."""
     stop_early: bool = True
-    """Stop trials that are not among the best of those at the same evaluation (ASHA), but never the recipe's own settings. A
-    trial is evaluated as often as the recipe says (evaluate_every)."""
+    """Train all trials for the first part of their steps only, then the best of them for longer, and so on (successive halving);
+    the recipe's own settings are always trained to the end. False: all trials are."""
     keep_fraction: float = 1 / 3
-    """Share of the trials that train on at each of the first, third, ninth, ... evaluation."""
+    """Share of the trials that train on after each part. By default trials are compared when 1/27, 1/9 and 1/3 of their steps are
+    done."""
     cpus_per_trial: int = 1
     """Threads of a trial, which trains in one process."""
     gpus_per_trial: float = 0.0
@@ -40,8 +41,3 @@ class TuneConfig(Config):
             raise InputError(f"keep_fraction: {self.keep_fraction} must be above 0 and at most 0.5")
         if self.gpus_per_trial < 0:
             raise InputError(f"gpus_per_trial: {self.gpus_per_trial} must be at least 0")
-
-    @property
-    def reduction(self) -> float:
-        """ASHA's reduction factor."""
-        return 1 / self.keep_fraction

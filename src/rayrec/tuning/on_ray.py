@@ -1,107 +1,178 @@
-"""Trials on Ray Tune: where they train, when one is stopped, and what people see meanwhile."""
+"""Trials in processes of Ray, each of which trains one part of a trial after the other."""
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Sequence
-from typing import Any, final
+import contextlib
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import Any, Final, final
 
-from ray import tune
-from ray.tune import Callback
-from ray.tune.experiment import Trial as RayTrial
-from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, TrialScheduler
+import ray
 
-from rayrec import storage
+from rayrec.config import InputError
 from rayrec.launch import cluster
 from rayrec.observe.console import Console
+from rayrec.training.signals import Signals
 from rayrec.tuning.config import TuneConfig
-from rayrec.tuning.trial import Ended, folder_of, run_trial
+from rayrec.tuning.trial import Job, failed, train_part
 from rayrec.workloads.base import ClusterConfig, TrainConfig
 
-_MOST_EVALUATIONS = 1 << 30
-"""Of a trial: its own steps or epochs end it."""
+_POLL_S: Final = 0.2
+_NOTE_S: Final = 30.0
+"""Seconds without a process that trains after which this is reported."""
+_NODES_POLL_S: Final = 10.0
+"""Seconds between two looks for nodes that have joined."""
 
 
-@final
-class _SparesTheFirst(AsyncHyperBandScheduler):
-    """ASHA that never stops trial 0, which the best one is compared with."""
-
-    def on_trial_result(self, tune_controller: Any, trial: RayTrial, result: dict[str, Any]) -> str:
-        decision = super().on_trial_result(tune_controller, trial, result)
-        return TrialScheduler.CONTINUE if trial.config["trial"] == 0 else decision
-
-
-@final
-class _Told(Callback):
-    """Writes down which trials were stopped, and shows how many have ended."""
-
-    def __init__(self, configs: Sequence[TrainConfig], num_left: int, metric: str, console: Console) -> None:
-        self._configs, self._metric, self._console = configs, metric, console
-        self._ended, self._num_left = 0, num_left
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}  # Tune stores its callbacks, and we never restore them: trials resume by themselves
-
-    def on_trial_complete(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
-        folder = folder_of(self._configs[trial.config["trial"]])
-        if Ended.of(folder) is None:
-            Ended("stopped").save(folder)
-        self._tell(trial)
-
-    def on_trial_error(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
-        self._tell(trial)
-
-    def _tell(self, trial: RayTrial) -> None:
-        self._ended += 1
-        number = trial.config["trial"]
-        ended, value = Ended.of(folder_of(self._configs[number])), (trial.last_result or {}).get(self._metric)
-        state = "interrupted" if ended is None else ended.error or ended.state
-        known = "" if value is None else f", {self._metric} {value:.5f}"
-        self._console.note(f"trial {number}: {state}{known} ({self._ended} of {self._num_left})")
-
-
-def run_trials(
-    configs: Sequence[TrainConfig],
-    left: Sequence[int],
-    wanted: ClusterConfig,
-    *,
-    folder: str,
-    options: TuneConfig,
-    console: Console,
-) -> None:
-    """Trains those of `configs` whose numbers are `left`, as many at once as there is room for. A trial that fails ends alone."""
-    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # whose tables cannot be turned off
-    os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # a trial has events and a report of its own
-    logging.getLogger("ray.tune").setLevel(logging.ERROR)
+@contextlib.contextmanager
+def ray_pool(wanted: ClusterConfig, options: TuneConfig, config: TrainConfig, *, console: Console) -> Iterator[RayPool]:
+    """A pool on the Ray that `wanted` names, or a local one, for trials like `config`. Raises InputError if a trial fits on no
+    node."""
     cluster.connect(
         wanted.address,
         num_cpus=wanted.num_cpus,
         object_store_bytes=wanted.object_store_bytes,
         log_to_driver=console.verbose,
     )
-    cluster.ship_code(configs[0])
-    scheduler: TrialScheduler = FIFOScheduler()
-    if options.stop_early:
-        scheduler = _SparesTheFirst(
-            time_attr="evaluation", grace_period=1, reduction_factor=options.reduction, max_t=_MOST_EVALUATIONS
-        )
-    resources = {"cpu": float(options.cpus_per_trial), "gpu": options.gpus_per_trial}
-    trainable = tune.with_resources(tune.with_parameters(run_trial, configs=list(configs)), resources)
-    tune.Tuner(
-        trainable,
-        param_space={"trial": tune.grid_search(list(left))},
-        tune_config=tune.TuneConfig(
-            metric=options.metric,
-            mode="max" if options.metric == "auroc" else "min",
-            scheduler=scheduler,
-            max_concurrent_trials=options.concurrent,
-            reuse_actors=True,  # importing torch and TorchRec takes a process longer than a short trial
-        ),
-        run_config=tune.RunConfig(
-            name="ray",
-            storage_path=storage.join(folder, "tune"),
-            verbose=0,
-            callbacks=[_Told(configs, len(left), options.metric, console)],
-        ),
-    ).fit()
+    cluster.ship_code(config)
+    with Signals() as signals, signals.held():
+        pool = RayPool(options, signals, max_failures=config.failure.max_failures, note=console.note)
+        try:
+            yield pool
+        finally:
+            pool.close()
+
+
+@final
+class RayPool:
+    """See `rayrec.tuning.halving.Pool`. There are as many processes as the cluster has room for, and stay until the end.
+
+    A trial whose process dies (killed for memory, say, or its node lost) resumes in another one, `max_failures` times (-1:
+    without limit); then it has failed.
+    """
+
+    def __init__(
+        self,
+        options: TuneConfig,
+        signals: Signals,
+        *,
+        max_failures: int,
+        note: Callable[[str], Any],
+        train: Callable[..., None] = train_part,
+    ) -> None:
+        self._options, self._signals, self._max_failures, self._train = options, signals, max_failures, train
+        self._note = note
+        self._queue: deque[Job] = deque()
+        self._deaths: Counter[int] = Counter()
+        self._starting: dict[Any, Any] = {}
+        """Processes that are not there yet, by the reference to their first answer."""
+        self._idle: list[Any] = []
+        self._busy: dict[Any, tuple[Any, Job]] = {}
+        """Processes and their jobs, by the reference to the end of it."""
+        self._room, self._looked_s = 0, -_NODES_POLL_S
+        if not self._look_for_room():
+            raise InputError(
+                f"tune: a trial needs {options.cpus_per_trial} CPUs and {options.gpus_per_trial:g} GPUs, which no node has; "
+                "lower --tune.cpus-per-trial or --tune.gpus-per-trial"
+            )
+
+    def submit(self, job: Job) -> None:
+        self._queue.append(job)
+
+    def next(self) -> Job:
+        note_s = time.monotonic() + _NOTE_S
+        while True:
+            if not self._busy and time.monotonic() > note_s:
+                self._note(
+                    "waiting for nodes, or for resources that others hold: no process of a trial has started yet"
+                )
+                note_s = math.inf
+            self._start_processes()
+            while self._queue and self._idle:
+                process, job = self._idle.pop(), self._queue.popleft()
+                self._busy[process.run.remote(job)] = process, job
+            awaited = [*self._busy, *self._starting]
+            done, _ = ray.wait(awaited, num_returns=1, timeout=_POLL_S) if awaited else ([], [])
+            if not awaited:  # all nodes were lost
+                time.sleep(_POLL_S)
+            if self._signals.cause is not None:
+                self._stop()
+                self._signals.throw()
+            for reference in done:
+                job_done = self._take(reference)
+                if job_done is not None:
+                    return job_done
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process in [*self._idle, *self._starting.values(), *(process for process, _ in self._busy.values())]:
+            ray.kill(process)
+
+    def _start_processes(self) -> None:
+        there = len(self._idle) + len(self._starting) + len(self._busy)
+        missing = min(self._look_for_room() - there, len(self._queue) - len(self._idle) - len(self._starting))
+        for _ in range(missing):
+            process = _Process.options(  # type: ignore[attr-defined]  # an actor's class
+                num_cpus=self._options.cpus_per_trial, num_gpus=self._options.gpus_per_trial, max_concurrency=2
+            ).remote(self._train)
+            self._starting[process.ready.remote()] = process
+
+    def _look_for_room(self) -> int:
+        """Processes that the cluster has room for, but for what others hold."""
+        if time.monotonic() - self._looked_s >= _NODES_POLL_S:
+            self._looked_s, cpus, gpus = time.monotonic(), self._options.cpus_per_trial, self._options.gpus_per_trial
+            self._room = sum(_room(node.resources, cpus=cpus, gpus=gpus) for node in cluster.alive_nodes())
+        return self._room if self._options.concurrent is None else min(self._room, self._options.concurrent)
+
+    def _take(self, reference: Any) -> Job | None:
+        """The job that has ended; None if a process is there now, or a job is to be done again."""
+        starting = self._starting.pop(reference, None)
+        process, job = (starting, None) if starting is not None else self._busy.pop(reference)
+        try:
+            ray.get(reference)
+        except ray.exceptions.RayError as error:
+            ray.kill(process)
+            if job is None:
+                return None  # another one takes its place
+            self._deaths[job.number] += 1
+            if 0 <= self._max_failures < self._deaths[job.number]:
+                failed(job, f"its process died {self._deaths[job.number]} times ({type(error).__name__})")
+                return job
+            self._queue.appendleft(job)
+            return None
+        self._idle.append(process)
+        return job
+
+    def _stop(self) -> None:
+        """Has all trials in progress save and end. What they may take, `failure.max_grace_s` says, which they keep to."""
+        for process, _ in self._busy.values():
+            process.stop.remote()
+        if self._busy:
+            ray.wait([*self._busy], num_returns=len(self._busy))
+
+
+@ray.remote
+class _Process:
+    """Trains parts of trials."""
+
+    def __init__(self, train: Callable[..., None]) -> None:
+        self._train, self._asked = train, threading.Event()
+
+    def ready(self) -> None:
+        pass
+
+    def run(self, job: Job) -> None:
+        with contextlib.suppress(SystemExit):  # it was stopped
+            self._train(job, stop=self._asked)
+
+    def stop(self) -> None:
+        self._asked.set()
+
+
+def _room(resources: dict[str, float], *, cpus: int, gpus: float) -> int:
+    """Trials that fit on a node with these resources."""
+    rooms = [resources.get(name, 0.0) / each for name, each in (("CPU", cpus), ("GPU", gpus)) if each]
+    return int(min(rooms) + 1e-9)

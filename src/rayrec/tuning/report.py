@@ -47,6 +47,10 @@ def _notes(found: Mapping[str, Any]) -> list[str]:
         f"Trial {best['number']} is best: {metric} {best[metric]:.5f} on {found['validation_rows']:,} validation rows, by which "
         f"it was chosen, so that this flatters it. {values or 'It has the settings of the recipe.'}"
     ]
+    if found["trained_share"] is not None and found["trained_share"] < 1:
+        notes.append(
+            f"{found['trained_share']:.1%} of the rows of these trials were trained; the others were stopped early."
+        )
     compared = found["compared"]
     if compared is not None:
         auroc = compared["auroc"]

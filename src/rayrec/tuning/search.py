@@ -1,10 +1,11 @@
-"""A search: the data prepared once, trials on Ray Tune, the best of them, and how sure that is."""
+"""A search: the data prepared once, trials, the best of them, and how sure that is."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import math
-import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -22,14 +23,17 @@ from rayrec.inference.scoring import ScoringRequest
 from rayrec.launch import cluster
 from rayrec.observe.console import Console
 from rayrec.observe.events import read_events
+from rayrec.observe.history import working_s
 from rayrec.prepare.config import PreparationConfig
 from rayrec.prepare.preprocess import preprocess
 from rayrec.significance import METRICS, Resampling, compare_models
 from rayrec.training.preflight import check_settings, preflight
 from rayrec.tuning.config import TuneConfig
+from rayrec.tuning.halving import Pool, cost, run_waves, shares_of
+from rayrec.tuning.here import HerePool
 from rayrec.tuning.report import render, table_text
 from rayrec.tuning.space import Space, with_values
-from rayrec.tuning.trial import Ended, folder_of
+from rayrec.tuning.trial import Standing, chosen, folder_of, validations_in
 from rayrec.workloads.base import ClusterConfig, RunContext, TrainConfig
 from rayrec.workloads.recsys import ClickWorkload, Prepared
 
@@ -50,10 +54,12 @@ class Trial:
     step: int
     rows: int
     seconds: float
+    share: float
+    """Of its steps, that were trained."""
     curve: tuple[tuple[int, float], ...]
     """(step, the metric) of each validation."""
     best: float | None
-    """The best of these."""
+    """The metric of the weights to use: those of the last validation, with early stopping those of the best one."""
     checkpoint: str | None
     """Of a finished trial: the one to use."""
 
@@ -63,12 +69,14 @@ def tune(
 ) -> dict[str, Any]:
     """Tries settings of a click recipe -> `folder`, `best` (number, values, validation metric), `best_config` (a file for
     `rayrec train --config`), `trials` (a dict each), `compared` (the best one less the recipe's own settings on the test rows:
-    differences with intervals and p-values; None if the recipe's settings are best), `validation_rows`, `test_rows`. Plain JSON.
+    differences with intervals and p-values; None if the recipe's settings are best), `validation_rows`, `test_rows`,
+    `trained_share` (of the rows of a search that trains all trials to their end). Plain JSON.
 
-    The log is indexed, counted and parsed once, into `FOLDER/data`; trials train from that, each in one process of Ray, and stop
-    early by ASHA (Li et al., "A System for Massively Parallel Hyperparameter Tuning", MLSys 2020). FOLDER is storage_path/name;
-    the same call again goes on with trials that have not ended. Raises InputError for what is wrong with recipe, space or data,
-    before anything starts; and if no trial could be trained.
+    The log is indexed, counted and parsed once, into `FOLDER/data`; trials train from that, each in one process of Ray, or with
+    `cluster.address` none in this process, one after the other. `rayrec.tuning.halving` says which trials train on. FOLDER is
+    storage_path/name; the same call again resumes the search. The result depends on no timing.
+
+    Raises InputError for what is wrong with recipe, space or data, before anything starts; and if no trial could be trained.
     """
     options, console = options or TuneConfig(), console or Console()
     config = config.replace(name=config.name or f"tune-{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -92,22 +100,28 @@ def tune(
         _trial_config(config, number, values, folder=folder, data=data, options=options)
         for number, values in enumerate(all_values)
     ]
-    order = order_of_trials(len(configs), options.seed)
-    left = [number for number in order if Ended.of(folder_of(configs[number])) is None]
-    if left:
-        from rayrec.tuning.on_ray import run_trials
-
-        run_trials(configs, left, config.cluster, folder=folder, options=options, console=console)
-    trials = [_trial(number, all_values[number], configs[number], options) for number in range(len(configs))]
+    standings = _trained(configs, config.cluster, options, console)
+    trials = [_trial(number, all_values[number], configs[number], standings[number], options) for number in standings]
     return _concluded(config, configs, trials, prepared, folder=folder, options=options, console=console)
 
 
-def order_of_trials(count: int, seed: int) -> list[int]:
-    """The numbers of trials in the order in which they start: 0, then the others at random. Those of a grid go from one end of a
-    field to the other; if that is from worse to better, each trial is among the best so far, and ASHA stops none. Pure."""
-    others = list(range(1, count))
-    random.Random(seed).shuffle(others)
-    return [0, *others]
+def _trained(
+    configs: Sequence[TrainConfig], wanted: ClusterConfig, options: TuneConfig, console: Console
+) -> dict[int, Standing]:
+    """How all trials stand at the end of the search."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def pool() -> Pool:
+            share = cost(len(configs), options)
+            console.note(f"{len(configs)} trials, of which {share:.1%} of all steps are to be trained")
+            if wanted.address == cluster.IN_PROCESS:
+                return HerePool()
+            from rayrec.tuning.on_ray import ray_pool
+
+            return stack.enter_context(ray_pool(wanted, options, configs[0], console=console))
+
+        return run_waves(configs, pool, options, note=console.note)
 
 
 def _check_same(folder: str, config: TrainConfig, space: Space, options: TuneConfig) -> None:
@@ -116,6 +130,7 @@ def _check_same(folder: str, config: TrainConfig, space: Space, options: TuneCon
         "config": config.replace(cluster=ClusterConfig()).to_dict(),
         "space": space.plain(),
         "options": {name: value for name, value in options.to_dict().items() if name != "concurrent"},
+        "waves": shares_of(options),
     }
     place = storage.join(folder, SEARCH)
     if storage.exists(place):
@@ -201,27 +216,26 @@ def _trial_config(
     )
 
 
-def _trial(number: int, values: Mapping[str, Any], config: TrainConfig, options: TuneConfig) -> Trial:
+def _trial(
+    number: int, values: Mapping[str, Any], config: TrainConfig, standing: Standing, options: TuneConfig
+) -> Trial:
     """What a trial's folder says of it."""
     folder = folder_of(config)
-    ended = Ended.of(folder) or Ended("interrupted")
     place, summary = storage.join(folder, "events.jsonl"), storage.join(folder, "summary.json")
     events = read_events(place) if storage.exists(place) else []
-    validations = [event for event in events if event["kind"] == "evaluate" and event["set"] == "validation"]
+    validations = validations_in(events)
     steps = [event for event in events if event["kind"] == "step"]
-    curve = tuple((event["step"], event[options.metric]) for event in validations)
-    known = [value for _, value in curve if value is not None and math.isfinite(value)]
-    better = max if options.metric == "auroc" else min
     return Trial(
         number,
         values,
-        ended.state,
-        ended.error,
+        "stopped" if standing.state == "paused" else standing.state,
+        standing.error,
         step=validations[-1]["step"] if validations else 0,
         rows=steps[-1]["rows"] if steps else 0,
-        seconds=events[-1]["time"] - events[0]["time"] if events else 0.0,
-        curve=curve,
-        best=better(known) if known else None,
+        seconds=working_s(events),
+        share=steps[-1]["step"] / steps[-1]["steps"] if steps else 0.0,
+        curve=tuple((event["step"], event[options.metric]) for event in validations),
+        best=chosen(validations, config, options.metric),
         checkpoint=storage.read_json(summary)["checkpoint"] if storage.exists(summary) else None,
     )
 
@@ -264,6 +278,7 @@ def _concluded(
         "validation_rows": prepared.sets["validation"].rows,
         "test_rows": prepared.sets["test"].rows if "test" in prepared.sets else 0,
         "compared": compared,
+        "trained_share": _trained_share(trials),
         "trials": [{**vars(trial), "values": dict(trial.values)} for trial in ranked],
     }
     plain: dict[str, Any] = json_values(_plain(found))
@@ -273,6 +288,14 @@ def _concluded(
     console.note(table_text(plain))
     console.note(f"best settings: {best_config}, report: {page}")
     return {**plain, "report": page}
+
+
+def _trained_share(trials: Sequence[Trial]) -> float | None:
+    """Rows that were trained, of the rows of all these trials if each were trained to its end; those that failed before their
+    first step are left out."""
+    begun = [trial for trial in trials if trial.share]
+    whole = sum(trial.rows / trial.share for trial in begun)
+    return sum(trial.rows for trial in begun) / whole if whole else None
 
 
 def _best_yaml(config: TrainConfig, best: Trial, options: TuneConfig, prepared: Prepared) -> str:

@@ -1,42 +1,67 @@
-"""One trial of a search: a run of its own, whose evaluations are reported to Ray Tune."""
+"""One trial of a search: a run of its own, which trains in parts, pauses between them, and notes how it stands."""
 
 from __future__ import annotations
 
-import os
+import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from rayrec import storage
-from rayrec.config import InputError, line_of
+from rayrec.config import line_of
 from rayrec.observe.console import Console
-from rayrec.observe.events import follow
-from rayrec.training.trainer import train
+from rayrec.observe.events import read_events
+from rayrec.training.trainer import train_until
 from rayrec.workloads.base import TrainConfig
 
-RESULT: Final = "trial.json"
-"""File in a trial's folder that says how it ended."""
-_STOP_S: Final = 120
-"""Seconds that a stopped trial has to save and end; then its process is replaced."""
-State = Literal["finished", "stopped", "failed", "interrupted"]
+STANDING: Final = "trial.json"
+"""File in a trial's folder that says how it stands."""
+State = Literal["new", "paused", "finished", "failed"]
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a trial ended."""
+class Standing:
+    """How a trial stands after the parts that it has trained."""
 
     state: State
+    values: tuple[float | None, ...] = ()
+    """The metric after each wave that it was in; of a finished trial the last one is that of its weights to use."""
     error: str | None = None
 
     def save(self, folder: str) -> None:
-        storage.write_json(storage.join(folder, RESULT), vars(self))
+        storage.write_json(storage.join(folder, STANDING), vars(self))
 
     @classmethod
-    def of(cls, folder: str) -> Ended | None:
-        """None if the trial is still to be trained, or to be trained on."""
-        place = storage.join(folder, RESULT)
-        return cls(**storage.read_json(place)) if storage.exists(place) else None
+    def of(cls, folder: str) -> Standing:
+        place = storage.join(folder, STANDING)
+        if not storage.exists(place):
+            return cls("new")
+        found = storage.read_json(place)
+        return cls(found["state"], tuple(found["values"]), found["error"])
+
+    def has_ended(self, wave: int) -> bool:
+        """Whether nothing is left to train in this wave."""
+        return self.state in ("finished", "failed") or len(self.values) > wave
+
+    def value(self, wave: int) -> float | None:
+        """The metric after a wave; of a trial that had finished by then, that of its weights to use. None if it has none, or failed
+        before."""
+        if wave < len(self.values):
+            return self.values[wave]
+        return self.values[-1] if self.state == "finished" else None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A part of a trial that is to be trained."""
+
+    number: int
+    config: TrainConfig
+    wave: int
+    share: float
+    """Of the trial's steps, after which it pauses; 1: it trains to its end."""
+    metric: str
 
 
 def folder_of(config: TrainConfig) -> str:
@@ -44,43 +69,44 @@ def folder_of(config: TrainConfig) -> str:
     return storage.join(config.storage_path, str(config.name))
 
 
-def run_trial(number: Mapping[str, int], *, configs: list[TrainConfig]) -> None:
-    """The function that Ray Tune calls in a process that trains one trial after another: trains trial `number["trial"]` and
-    reports its validations. Ray Tune ends a trial by a SystemExit of `tune.report`."""
-    from ray import tune
-
-    config = configs[number["trial"]]
-    folder = folder_of(config)
-    over, stop = threading.Event(), threading.Event()
-    os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = str(_STOP_S)
-    errors: list[Exception] = []
-
-    def work() -> None:
-        try:
-            train(config, console=Console(quiet=True), stop=stop)
-        except SystemExit:
-            pass  # it was stopped
-        except Exception as error:
-            errors.append(error)
-        finally:
-            over.set()
-
-    thread = threading.Thread(target=work, name="trial", daemon=True)
-    thread.start()
-    done = 0
-    for event in follow(storage.join(folder, "events.jsonl"), stop=over):
-        if event["kind"] == "evaluate" and event["set"] == "validation":
-            done += 1
-            try:
-                tune.report({"evaluation": done, "auroc": event["auroc"], "logloss": event["logloss"]})
-            except SystemExit:
-                stop.set()
-                thread.join()
-                raise
-    if errors:
-        # A wrong setting ends this trial, and no other one: it is not tried again.
-        Ended("failed", line_of(errors[0])).save(folder)
-        if not isinstance(errors[0], InputError):
-            raise errors[0]
+def train_part(job: Job, *, stop: threading.Event | None = None) -> None:
+    """Trains a part of a trial in this process and writes down how it stands then. An error ends the trial, and is written down;
+    `stop` and signals are as for `rayrec.training.trainer.train`, and write nothing."""
+    folder = folder_of(job.config)
+    before = Standing.of(folder).values[: job.wave]
+    try:
+        result = train_until(job.config, job.share, console=Console(quiet=True), stop=stop)
+    except Exception as error:
+        failed(job, line_of(error))
         return
-    Ended("finished").save(folder)
+    evaluations = validations_in(read_events(storage.join(folder, "events.jsonl")))
+    value = chosen(evaluations, job.config, job.metric)
+    Standing("paused" if result is None else "finished", (*before, value)).save(folder)
+
+
+def failed(job: Job, error: str) -> None:
+    """Writes down that a trial has failed; it is not trained again."""
+    folder = folder_of(job.config)
+    Standing("failed", Standing.of(folder).values, error).save(folder)
+
+
+def validations_in(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The evaluations of the validation rows among a run's events."""
+    return [event for event in events if event["kind"] == "evaluate" and event["set"] == "validation"]
+
+
+def chosen(evaluations: Iterable[Mapping[str, Any]], config: TrainConfig, metric: str) -> float | None:
+    """The metric of the weights that a run which ended here would have: those of its last evaluation, with early stopping those
+    of its best one. None if there is none, or it is not finite. Pure."""
+    found = list(evaluations)
+    if config.early_stopping.patience:
+        found.sort(key=lambda event: _score(event, config))
+    value = found[-1][metric] if found else None
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _score(event: Mapping[str, Any], config: TrainConfig) -> float:
+    metrics = {
+        name: math.nan if value is None else value for name, value in event.items() if name in ("auroc", "logloss")
+    }
+    return config.workload.score(metrics)

@@ -11,7 +11,7 @@ import pytest
 
 from rayrec.config import InputError
 from rayrec.observe.events import EventWriter, metrics_dataframe
-from rayrec.observe.history import attempts, logged, standing
+from rayrec.observe.history import attempts, logged, restarts, standing
 from rayrec.observe.run_view import RunView
 
 
@@ -134,6 +134,22 @@ def test_attempts_nobody_told_the_end_of() -> None:
     assert [attempt.restart is not None for attempt in found] == [False, False, True]
     running = made_up_run.run(finished=False)
     assert attempts(running)[-1].end is None
+
+
+def test_a_pause_is_no_restart() -> None:
+    events = made_up_run.Events()
+    made_up_run.begin(events)
+    events.steps(10, 20)
+    events.add("stop", step=20, cause="a planned pause", last=True, paused=True)
+    events.add("run", recipe="x", name="y", config_hash="", versions={})
+    events.add("attempt", number=1, num_workers=2)
+    events.add("start", step=20, steps=200, world_size=2, checkpoint=None)
+    events.steps(30, 40)
+    assert restarts(events.all) == []
+    assert [(attempt.first_step, attempt.end, attempt.restart) for attempt in attempts(events.all)] == [
+        (0, "stopped: a planned pause", None),
+        (20, None, None),
+    ]
 
 
 def test_an_error_of_a_driver_is_not_that_of_the_attempt_before() -> None:

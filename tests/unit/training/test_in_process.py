@@ -217,6 +217,30 @@ def test_a_signal_saves_and_the_same_call_resumes(
     assert [event["checkpoint"] for event in events(tmp_path) if event["kind"] == "start"] == [None, saved.path]
 
 
+def test_a_run_that_is_trained_in_parts_learns_what_a_whole_one_does(tmp_path: Path) -> None:
+    patient: dict[str, Any] = {"plateau": {"patience": 1, "min_improvement": 1e3, "factor": 0.5}}
+    whole = run(tmp_path / "whole", **patient).summary
+    STATE.number = 0
+    console = Console(quiet=True)
+    reached = []
+    for share in (1 / 12, 1 / 4, 1 / 4, 1 / 2):  # after 1, 3 and 6 of 12 steps, of which 6 is evaluated in any case
+        assert trainer.train_until(config(tmp_path, **patient), share, console=console) is None
+        saved = latest(str(tmp_path / "run"))
+        assert saved is not None
+        reached.append((STATE.number, saved.step))
+    assert reached == [(1, 1), (3, 3), (3, 3), (6, 6)]
+    stop = events(tmp_path)[-1]
+    assert (stop["kind"], stop["cause"], stop["last"], stop["paused"]) == ("stop", "a planned pause", True, True)
+    result = trainer.train_until(config(tmp_path, **patient), 1.0, console=console)
+    assert result is not None
+    for name in ("weights_sha256", "steps", "rows", "restarts", "rows_lost", "rows_repeated", "validation"):
+        assert result.summary[name] == whole[name], name
+    assert STATE.number == STEPS
+    lowered = [event["step"] for event in events(tmp_path) if event["kind"] == "plateau"]
+    assert lowered == [event["step"] for event in events(tmp_path / "whole") if event["kind"] == "plateau"]
+    assert trainer.train_until(config(tmp_path, **patient), 0.5, console=console) == result  # it is finished
+
+
 def test_a_resumed_run_has_the_learning_rates_of_its_plateau(tmp_path: Path) -> None:
     plateau = {"patience": 1, "min_improvement": 1e3, "factor": 0.5}
     settings: dict[str, Any] = {

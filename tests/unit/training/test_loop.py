@@ -149,7 +149,7 @@ class Run:
         fields = {"evaluate_every": 8, "log_every": 4, "early_stopping": {"patience": 0}, **config}
         self.config = recipes.criteo_demo("none").replace(**fields)
 
-    def run(self) -> bool:
+    def run(self, *, pause_at: float | None = None) -> bool:
         setup = SimpleNamespace(
             pipeline=self.pipeline,
             clock=self.clock,
@@ -182,7 +182,34 @@ class Run:
             save=save,
             interruption=self.interruption,
             first_step=lambda blocked_s, elapsed_s: self.first_steps.append((blocked_s, elapsed_s)),
+            pause_at=pause_at,
         )
+
+
+@pytest.mark.parametrize(
+    ("share", "step"), [(None, 54), (1.0, 54), (1 / 27, 2), ((1 / 3) ** 3, 2), (1 / 9, 6), (0.1, 6), (1e-9, 1)]
+)
+def test_the_last_step_of_a_share(share: float | None, step: int) -> None:
+    assert loop.last_step(54, share) == step
+
+
+def test_a_pause_is_evaluated_and_saved_and_the_run_learns_nothing_of_it() -> None:
+    run = Run(ahead=3)
+    assert not run.run(pause_at=0.25)
+    assert run.pipeline.trained == list(range(5))
+    assert run.events[-1] == ("evaluate", 5)
+    assert run.saves == [(5, 50, None, True, True)]  # without a score, since this is no evaluation of the run's own
+    assert (run.progress.best, run.progress.evaluation_due) == (None, False)
+    again = Run(progress=run.progress, start=5)
+    assert not again.run(pause_at=0.25)  # nothing is left to train
+    assert (again.pipeline.trained, again.saves, again.events) == ([], [], [])
+    assert not again.run(pause_at=0.4)  # where the run evaluates in any case
+    assert again.saves == [(8, 80, 0.58, True, True)]
+    assert again.progress.best_step == 8
+    last = Run(progress=again.progress, start=8)
+    assert last.run(pause_at=1.0)
+    assert last.pipeline.trained == list(range(8, 20))
+    assert last.saves == [(16, 160, 0.66, False, False), (20, 200, 0.7, True, True)]
 
 
 @pytest.mark.parametrize("ahead", [1, 3])

@@ -1,0 +1,169 @@
+"""Successive halving against a full grid of 48 trials: the share of rows and of seconds that it trains, whether it finds the best
+trial of the grid, and the AUROC that it loses if not. Also what it costs to resume a paused trial, and to read the log."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from logs import synthetic_log
+from rows import emit, say
+
+import rayrec
+from rayrec.observe.console import Console
+from rayrec.observe.events import read_events
+from rayrec.recipes import criteo_demo
+from rayrec.storage import read_json
+from rayrec.tuning import search
+
+GRID: dict[str, Any] = {
+    "workload.dense_optimizer.learning_rate": {"grid": [0.0003, 0.001, 0.003, 0.01]},
+    "workload.sparse_optimizer.learning_rate": {"grid": [0.01, 0.03, 0.1, 0.3]},
+    "workload.model.embedding_penalty": {"grid": [0.0, 3e-4, 1e-3]},
+}
+LOGS = ((120_000, 0), (120_000, 1), (600_000, 2))
+"""Rows and seed."""
+EVALUATIONS = 27
+
+
+@dataclass(frozen=True)
+class Searched:
+    """A search, with the metrics of its best trial's weights on the test rows."""
+
+    found: dict[str, Any]
+    folder: str
+    test_auroc: float
+    prepare_s: float
+    """Seconds in which the log was indexed, counted and parsed."""
+
+    @property
+    def seconds(self) -> float:
+        """Of all trials, without the time in which they were paused."""
+        return sum(trial["seconds"] for trial in self.found["trials"])
+
+    @property
+    def rows(self) -> int:
+        return sum(trial["rows"] for trial in self.found["trials"])
+
+    def events(self) -> list[list[dict[str, Any]]]:
+        """Of each trial."""
+        trials = (f"trial_{trial['number']:04d}" for trial in self.found["trials"])
+        return [read_events(os.path.join(self.folder, "trials", name, "events.jsonl")) for name in trials]
+
+
+def main(*, quick: bool) -> None:
+    for rows, seed in ((20_000, 0),) if quick else LOGS:
+        path = synthetic_log(rows, seed=seed)
+        with tempfile.TemporaryDirectory() as storage:
+            halving = _searched(path, storage, "halving", GRID, stop_early=True)
+            full = _searched(path, storage, "full", GRID, stop_early=False)
+            one = _searched(path, storage, "one", {"seed": {"grid": [0]}}, stop_early=False)
+            _report(f"{rows:,} rows, seed {seed}", halving, full, one)
+
+
+def _searched(path: str, storage: str, name: str, grid: dict[str, Any], *, stop_early: bool) -> Searched:
+    config = criteo_demo(path).replace(
+        storage_path=storage,
+        name=name,
+        early_stopping={"patience": 0},
+        trackers={"prometheus": False, "tensorboard": False},
+        cluster={"address": "local", "num_cpus": 2},
+    )
+    config = config.replace(evaluate_every=_steps(config, path) // EVALUATIONS)
+    seconds: list[float] = []
+    prepared = search._prepared  # nothing else says what it takes
+
+    def timed(*arguments: Any) -> Any:
+        start_s = time.perf_counter()
+        result = prepared(*arguments)
+        seconds.append(time.perf_counter() - start_s)
+        return result
+
+    search._prepared = timed
+    try:
+        found = rayrec.tune(config, search=grid, stop_early=stop_early, console=Console(quiet=True))
+    finally:
+        search._prepared = prepared
+    folder = found["folder"]
+    best = os.path.join(folder, "trials", f"trial_{found['best']['number']:04d}", "summary.json")
+    searched = Searched(found, folder, read_json(best)["metrics"]["auroc"], seconds[0])
+    say(
+        f"  {name}: best {found['best']['values']}, validation {found['best']['auroc']:.5f}, test {searched.test_auroc:.5f}, "
+        f"{searched.rows:,} rows, {searched.seconds:.0f} s"
+    )
+    return searched
+
+
+def _steps(config: rayrec.TrainConfig, path: str) -> int:
+    """Of a trial on this log, nearly: twelve of fourteen parts of it are trained on."""
+    with open(path, "rb") as file:
+        rows = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 24), b"")) * 12 // 14
+    size = min(config.batch_size, rows // config.min_steps_per_epoch)
+    return config.epochs * -(-rows // size)
+
+
+def _report(workload: str, halving: Searched, full: Searched, one: Searched) -> None:
+    trials = full.found["trials"]
+    ranked = {trial["number"]: place for place, trial in enumerate(trials)}
+    chosen = halving.found["best"]["number"]
+    emit(
+        "tune",
+        peer=f"full grid of {len(trials)} trials",
+        workload=workload,
+        unit="trained_share",
+        value=halving.rows / full.rows,
+        ratio=halving.seconds / full.seconds,
+        repeats=1,
+        same_best=chosen == full.found["best"]["number"],
+        place_in_grid=1 + ranked[chosen],
+        validation_auroc=round(halving.found["best"]["auroc"], 5),
+        peer_validation_auroc=round(full.found["best"]["auroc"], 5),
+        test_auroc=round(halving.test_auroc, 5),
+        peer_test_auroc=round(full.test_auroc, 5),
+        worst_validation_auroc=round(min(trial["best"] for trial in trials if trial["best"] is not None), 5),
+    )
+    resumed = [start for events in halving.events() for start in _starts(events)[1:]]
+    emit(
+        "tune",
+        peer=None,
+        workload=f"{workload}, a paused trial resumes",
+        unit="seconds",
+        value=statistics.median(resumed),
+        ratio=None,
+        repeats=len(resumed),
+        longest_s=round(max(resumed), 2),
+    )
+    ingest, alone = (searched.prepare_s + sum(map(_read_s, searched.events())) for searched in (full, one))
+    emit(
+        "tune",
+        peer="one trial",
+        workload=f"{workload}, ingest of {len(trials)} trials",
+        unit="seconds",
+        value=ingest,
+        ratio=ingest / alone,
+        repeats=1,
+        peer_seconds=round(alone, 2),
+        prepare_s=round(full.prepare_s, 2),
+    )
+
+
+def _starts(events: list[dict[str, Any]]) -> list[float]:
+    """Seconds from the start of each part of a trial to the end of its first step."""
+    found, begun_s = [], 0.0
+    for event in events:
+        if event["kind"] == "run":
+            begun_s = event["time"]
+        elif event["kind"] == "start_up" and "first_step" in event["stages"]:
+            found.append(event["time"] - begun_s)
+    return found
+
+
+def _read_s(events: list[dict[str, Any]]) -> float:
+    """Seconds in which a trial opened the preprocessed rows and waited for them."""
+    stages = [event["stages"] for event in events if event["kind"] == "start_up"]
+    opened = sum(part.get(name, 0.0) for part in stages for name in ("index", "vocabulary", "prepare", "loader"))
+    return opened + sum(event["times_s"].get("data", 0.0) for event in events if event["kind"] == "step")

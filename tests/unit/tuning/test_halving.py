@@ -1,0 +1,130 @@
+"""Which trials train on: shares, how many go on, and that the result depends on no timing, kill or failure."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayrec import recipes
+from rayrec.tuning.config import TuneConfig
+from rayrec.tuning.halving import best_of, cost, num_kept, order_of_trials, run_waves, shares_of
+from rayrec.tuning.trial import Job, Standing, chosen, folder_of
+from rayrec.workloads.base import TrainConfig
+
+THIRDS = TuneConfig()
+
+
+def test_the_recipe_is_first_and_the_others_come_in_a_random_order_of_the_seed() -> None:
+    order = order_of_trials(50, seed=0)
+    assert order[0] == 0
+    assert sorted(order) == list(range(50))
+    assert order == order_of_trials(50, seed=0) != order_of_trials(50, seed=1)
+
+
+def test_shares_and_cost() -> None:
+    assert shares_of(THIRDS) == pytest.approx((1 / 27, 1 / 9, 1 / 3, 1))
+    assert shares_of(TuneConfig(stop_early=False)) == (1.0,)
+    assert shares_of(TuneConfig(keep_fraction=0.5))[0] == 1 / 32
+    # 48 trials beside the recipe's own, of which 16, 6 and 2 train on.
+    assert cost(49, THIRDS) == pytest.approx((27 + 48 + 16 * 2 + 6 * 6 + 2 * 18) / (27 * 49))
+    assert cost(1, THIRDS) == 1.0
+    assert cost(10, TuneConfig(stop_early=False)) == pytest.approx(1.0)
+    for keep in (0.05, 0.1, 0.2, 0.25, 1 / 3, 0.4, 0.5):
+        for trials in (60, 100, 1000):
+            assert cost(trials, TuneConfig(keep_fraction=keep)) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("count", "keep", "kept"), [(48, 1 / 3, 16), (16, 1 / 3, 6), (3, 1 / 3, 1), (1, 1 / 3, 1), (4, 0.5, 2)]
+)
+def test_how_many_go_on(count: int, keep: float, kept: int) -> None:
+    assert num_kept(count, keep) == kept
+
+
+def test_the_best_go_on_and_failed_ones_never() -> None:
+    values = {1: 0.7, 2: 0.9, 3: None, 4: 0.9, 5: 0.8, 6: None}
+    assert best_of(values, 0.5, sign=1.0) == [2, 4, 5]
+    assert best_of(values, 0.5, sign=-1.0) == [1, 5, 2]
+    assert best_of({1: None, 2: None}, 0.5, sign=1.0) == []
+
+
+class Pool:
+    """Trains nothing: writes down what each trial's curve is after a wave, in any order among those submitted."""
+
+    def __init__(self, seed: int, *, killed_after: int | None = None) -> None:
+        self.trained: list[tuple[int, int]] = []
+        self._waiting: list[Job] = []
+        self._chance, self._killed_after = random.Random(seed), killed_after
+
+    def submit(self, job: Job) -> None:
+        self._waiting.append(job)
+
+    def next(self) -> Job:
+        if len(self.trained) == self._killed_after:
+            raise KeyboardInterrupt
+        job = self._waiting.pop(self._chance.randrange(len(self._waiting)))
+        self.trained.append((job.number, job.wave))
+        folder = folder_of(job.config)
+        before = Standing.of(folder)
+        assert job.number == 0 or len(before.values) == job.wave
+        if job.number == 5 or (job.number, job.wave) == (17, 1):
+            Standing("failed", before.values, "it is wrong").save(folder)
+        elif job.number == 9:  # stops early by itself
+            Standing("finished", (0.645,)).save(folder)
+        else:
+            value = (
+                None if job.number == 6 else (0.5, 0.7, 0.7, 0.7)[job.wave] + job.number / 100 * (-1) ** (job.wave == 1)
+            )
+            Standing("finished" if job.share == 1 else "paused", (*before.values, value)).save(folder)
+        return job
+
+
+def configs(folder: Path, count: int) -> list[TrainConfig]:
+    config = recipes.criteo_demo("log").replace(storage_path=str(folder))
+    return [config.replace(name=f"trial_{number:04d}") for number in range(count)]
+
+
+def searched(folder: Path, pool: Pool) -> dict[int, Standing]:
+    return run_waves(configs(folder, 19), lambda: pool, THIRDS, note=lambda text: None)
+
+
+def test_the_same_trials_train_on_whatever_ends_first(tmp_path: Path) -> None:
+    pools = [Pool(seed) for seed in range(5)]
+    found = [searched(tmp_path / str(number), pool) for number, pool in enumerate(pools)]
+    assert all(each == found[0] for each in found)
+    assert all(sorted(pool.trained) == sorted(pools[0].trained) for pool in pools)
+    # Of 18, six train on after the first wave; number 9 had finished then, and trains no more. Number 17 fails in the second.
+    waves = [{number for number, wave in pools[0].trained if wave == each} for each in range(4)]
+    assert waves == [set(range(1, 19)), {18, 17, 16, 15, 14}, {14}, {0, 14}]
+    states = {number: standing.state for number, standing in found[0].items()}
+    assert {number for number, state in states.items() if state == "finished"} == {0, 9, 14}
+    assert {number for number, state in states.items() if state == "failed"} == {5, 17}
+    assert found[0][6].values == (None,)
+
+
+@pytest.mark.parametrize("killed_after", [0, 1, 7, 18, 19, 22, 25])
+def test_a_search_that_was_killed_goes_on_where_it_was(tmp_path: Path, killed_after: int) -> None:
+    whole = Pool(0)
+    expected = searched(tmp_path / "whole", whole)
+    first, second = Pool(1, killed_after=killed_after), Pool(2)
+    with pytest.raises(KeyboardInterrupt):
+        searched(tmp_path / "killed", first)
+    assert searched(tmp_path / "killed", second) == expected
+    assert sorted(first.trained + second.trained) == sorted(whole.trained)
+
+    def none() -> Pool:
+        raise AssertionError("nothing is left to train")
+
+    assert run_waves(configs(tmp_path / "killed", 19), none, THIRDS, note=lambda text: None) == expected
+
+
+@pytest.mark.parametrize(("patience", "expected"), [(0, 0.71), (2, 0.74)])
+def test_a_trial_is_as_good_as_the_weights_it_would_end_with(patience: int, expected: float) -> None:
+    config = recipes.criteo_demo("log").replace(early_stopping={"patience": patience})
+    events: list[dict[str, Any]] = [{"auroc": value, "logloss": 0.5} for value in (0.7, 0.74, None, 0.71)]
+    assert chosen(events, config, "auroc") == expected
+    assert chosen(events[:3], config.replace(early_stopping={"patience": 0}), "auroc") is None
+    assert chosen([], config, "auroc") is None
