@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rayrec import recipes
     from rayrec.api import (
+        adopt,
         compare,
         doctor,
         ensemble,
@@ -60,6 +61,7 @@ __all__ = [
     "Schema",
     "SuperviseConfig",
     "TrainConfig",
+    "adopt",
     "compare",
     "doctor",
     "ensemble",

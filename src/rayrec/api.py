@@ -118,6 +118,21 @@ def preprocess(
     )
 
 
+def adopt(path: str, *, out: str | None = None, console: Console | None = None, **options: Any) -> dict[str, Any]:
+    """Makes a folder of arrays that TorchRec's scripts wrote (day_N_dense.npy, day_N_sparse.npy or day_N_sparse_multi_hot.npz,
+    day_N_labels.npy) trainable, without copying them: checks all of them, and writes dataset.json and a Preprocessor next to
+    them, or into the new folder `out`, which has links to them.
+
+    `options` are the fields of `rayrec.prepare.adopt.AdoptionConfig`: num_embeddings_per_feature, files, split, and so on.
+    Returns rows, sets, num_embeddings, modulo, bad_rows, hashes; see `rayrec.prepare.adopt.adopt`. Raises InputError for arrays
+    that cannot be trained on.
+    """
+    from rayrec.prepare.adopt import AdoptionConfig
+    from rayrec.prepare.adopt import adopt as run
+
+    return run(path, out=out, config=AdoptionConfig().updated(options), console=_console(console))
+
+
 def split(path: str, *, out: str, by: By, console: Console | None = None, **options: Any) -> dict[str, Any]:
     """Writes a raw log's rows into folder `out` as files train-*, validation-* and test-*, which split kind `named_files` reads;
     the folder appears complete or not at all, and an interrupted call made again resumes.
@@ -235,6 +250,7 @@ def require_files(config: TrainConfig, *, note: Callable[[str], None]) -> None:
     and where they are published. Files of an unlikely size are noted."""
     from rayrec import recipes
     from rayrec.data.materialized import is_preprocessed
+    from rayrec.data.opening import refuse_foreign
     from rayrec.datasets import fetch as fetching
     from rayrec.datasets import remote
 
@@ -243,7 +259,11 @@ def require_files(config: TrainConfig, *, note: Callable[[str], None]) -> None:
         return
     named = config.train_data.files
     wanted = [file for file in fetching.files_of(name) if re.sub(r"(\.txt)?(\.gz)?$", "", file.name) in named]
-    remote.require_files(path, wanted, fetch_name=name, note=note)
+    try:
+        remote.require_files(path, wanted, fetch_name=name, note=note)
+    except InputError:
+        refuse_foreign(path, storage.list_files(path))
+        raise
 
 
 def plan(config: TrainConfig, *, cluster: str | None = None, tables: Sequence[int] | None = None) -> str:
@@ -255,6 +275,7 @@ def plan(config: TrainConfig, *, cluster: str | None = None, tables: Sequence[in
     of the log that is read and trained on here (some twenty seconds); without a Preprocessor the tables are then the slice's.
     Raises InputError when the tables do not fit, with what they need, and for data that cannot be trained on.
     """
+    config = config.workload.adapted(config)
     if tables is None:
         config.workload.check_data(config)
     if cluster is None:

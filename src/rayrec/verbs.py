@@ -9,6 +9,10 @@ VERBS = {
         "PATH --out DIR --format F",
         "writes a log as parquet, npy, binary or npz, preprocessed; text as mds",
     ),
+    "adopt": (
+        "FOLDER [--out DIR]",
+        "makes arrays of TorchRec's scripts trainable as they are: checks them, copies nothing",
+    ),
     "split": (
         "PATH --out DIR --by KIND",
         "writes training, validation and test files of a log: random rows or groups, by time, last per user",

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 
 MODULES = {
-    "preparing": ("generate", "fetch", "vocabulary", "preprocess", "split", "validate"),
+    "preparing": ("generate", "fetch", "vocabulary", "preprocess", "adopt", "split", "validate"),
     "training": ("recipes", "config", "plan", "train", "tune", "supervise"),
     "scoring": ("evaluate", "compare", "ensemble", "predict", "export", "serve"),
     "observing": ("top", "report", "profile", "benchmark"),

@@ -13,6 +13,7 @@ import tyro
 
 from rayrec import recipes, storage
 from rayrec.config import CLASS, InputError, renamed
+from rayrec.data.presets import MLPERF_NUM_EMBEDDINGS
 from rayrec.models import ranking
 from rayrec.models.base import ClickModelConfig
 from rayrec.models.ranking.ensemble import EnsembleConfig
@@ -198,6 +199,16 @@ def _kind_of_model(name: str) -> type[ClickModelConfig]:
         )
         raise InputError(f"--model: no model {name}; {hint}")
     return kind
+
+
+def table_sizes(option: str, text: str) -> tuple[int, ...]:
+    """Rows of each embedding table, from the value of an option: mlperf, or numbers with commas between them."""
+    if text == "mlperf":
+        return MLPERF_NUM_EMBEDDINGS
+    sizes = tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(","))
+    if min(sizes) < 1:
+        raise InputError(f"{option}: {text!r} is neither mlperf nor numbers of rows, such as 1000,200, each at least 1")
+    return sizes
 
 
 def with_schema(arguments: list[str]) -> tuple[list[str], Schema | None]:

@@ -1,4 +1,4 @@
-"""Commands on data: generate, fetch, vocabulary, preprocess, split, validate."""
+"""Commands on data: generate, fetch, vocabulary, preprocess, adopt, split, validate."""
 
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
@@ -6,9 +6,20 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from rayrec import api
-from rayrec.commands.arguments import Out, Path_, flags, print_json, results_alone, with_schema
+from rayrec.commands.arguments import (
+    Out,
+    Path_,
+    flags,
+    print_json,
+    results_alone,
+    table_sizes,
+    take_option,
+    with_schema,
+)
 from rayrec.config import InputError
 from rayrec.observe.console import Console
+from rayrec.prepare.adopt import AdoptionConfig
+from rayrec.prepare.adopt import adopt as prepare_adopt
 from rayrec.prepare.config import PreparationConfig
 from rayrec.prepare.preprocess import Format
 from rayrec.prepare.preprocess import preprocess as prepare_preprocess
@@ -59,6 +70,7 @@ def generate(arguments: list[str]) -> None:
 
 
 Preparation = Annotated[PreparationConfig, tyro.conf.arg(name="")]
+DEFAULT_ADOPTION = AdoptionConfig()
 DEFAULT_GATES = Gates()
 DEFAULT_TEXT = TextConfig()
 
@@ -132,6 +144,33 @@ def preprocess(arguments: list[str]) -> None:
         return run
 
     print_json(_prepare("preprocess", command, arguments))
+
+
+def adopt(arguments: list[str]) -> None:
+    arguments, sizes = take_option(
+        arguments, "--num-embeddings-per-feature", what="mlperf, or the rows of each table, such as 1000,200"
+    )
+    default = DEFAULT_ADOPTION
+    if sizes is not None:
+        default = default.replace(num_embeddings_per_feature=table_sizes("--num-embeddings-per-feature", sizes))
+
+    def run(
+        path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")],
+        out: str | None = None,
+        config: Annotated[AdoptionConfig, tyro.conf.arg(name="")] = default,
+    ) -> dict[str, Any]:
+        """Make arrays that TorchRec's scripts wrote trainable as they are: check all of them, and write dataset.json and a
+        Preprocessor next to them. --num-embeddings-per-feature takes the value that dlrm_main.py has: 1000,200,...
+
+        Args:
+            path: Folder of day_N_dense.npy, day_N_labels.npy, and day_N_sparse.npy or day_N_sparse_multi_hot.npz.
+            out: New folder to write to, with links to the arrays; else their own folder is written to.
+            config: How they are read, checked and split.
+        """
+        with results_alone():
+            return prepare_adopt(path, out=out, config=config, console=Console())
+
+    print_json(flags("adopt", run, arguments))
 
 
 def split(arguments: list[str]) -> None:

@@ -14,10 +14,10 @@ from rayrec.commands.arguments import (
     parsed,
     print_json,
     results_alone,
+    table_sizes,
     take_option,
 )
 from rayrec.config import InputError
-from rayrec.data.presets import MLPERF_NUM_EMBEDDINGS
 from rayrec.launch.policy import Policy
 from rayrec.launch.supervision import SuperviseConfig
 from rayrec.launch.torchrun import Launched
@@ -46,16 +46,7 @@ def plan(arguments: list[str]) -> None:
     )
     arguments, tables = take_option(arguments, "--tables", what="mlperf, or the rows of each table, such as 1000,200")
     resolved, _ = parse_config("plan", arguments)
-    print(api.plan(resolved, cluster=cluster, tables=None if tables is None else _table_sizes(tables)))
-
-
-def _table_sizes(text: str) -> tuple[int, ...]:
-    if text == "mlperf":
-        return MLPERF_NUM_EMBEDDINGS
-    sizes = tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(","))
-    if min(sizes) < 1:
-        raise InputError(f"--tables: {text!r} is neither mlperf nor numbers of rows, such as 1000,200, each at least 1")
-    return sizes
+    print(api.plan(resolved, cluster=cluster, tables=None if tables is None else table_sizes("--tables", tables)))
 
 
 def train(arguments: list[str]) -> None:

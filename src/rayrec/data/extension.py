@@ -46,6 +46,8 @@ def rules_of(old: Preprocessor, where: str) -> Preset:
             f"{where}: makes a bag of every id, which depends on the number of rows of its tables (multi_hot); it cannot be "
             "extended, count all days again"
         )
+    if "rules" not in old.constants:
+        raise InputError(f"{where}: its categories are ids of data that was adopted; there is no vocabulary to extend")
     return Preset().updated(old.constants["rules"], where=f"{where}: ")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Sequence
 from typing import Final
@@ -12,6 +13,7 @@ from rayrec.data import materialized
 from rayrec.data.arrow_columns import check_types
 from rayrec.data.csv_text import check_columns, csv_columns
 from rayrec.data.log import GZIP_MAGIC, Chunk, head_of, index_chunk, is_gzip
+from rayrec.data.opening import refuse_foreign
 from rayrec.data.parsing import MAX_LINE_BYTES
 from rayrec.data.row_groups import is_parquet, open_parquet
 from rayrec.data.tables import column_names, is_table
@@ -29,7 +31,13 @@ def check_head(path: str, schema: Schema, *, files: Sequence[str] = ()) -> None:
         return
     if materialized.is_preprocessed(path):
         return
-    found = storage.list_files(path, names=files)
+    try:
+        found = storage.list_files(path, names=files)
+    except InputError:
+        if os.path.isdir(path):  # whose files have other names, since they are another program's
+            refuse_foreign(path, storage.list_files(path))
+        raise
+    refuse_foreign(path, found)
     first = next((file for file in found if file.size_bytes), None)
     if first is None:
         raise InputError(f"{path}: no usable rows; {'its files are' if found[1:] else 'it is'} empty")

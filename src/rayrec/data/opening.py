@@ -217,9 +217,10 @@ def refuse_foreign(path: str, files: Sequence[storage.File]) -> None:
     names = [storage.name_of(file.path) for file in files]
     arrays = [name for name in names if name.endswith((".npy", ".npz"))]
     if arrays:
+        folder = storage.folder_of(files[0].path)
         raise InputError(
-            f"{path}: holds {arrays[0]}, an array as TorchRec's scripts write them, without the vocabulary and the sizes of the "
-            "tables; give the raw log that it was made from (`rayrec preprocess LOG --format npy` writes files for both)"
+            f"{path}: holds {arrays[0]}, an array as TorchRec's scripts write them; `rayrec adopt {folder}` checks such arrays "
+            "once and makes the folder usable, without copying them"
         )
     shards = [name for name in names if re.search(r"\.mds(\.\w+)?$", name)]
     if shards:

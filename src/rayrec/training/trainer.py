@@ -287,6 +287,7 @@ def _checked(
 
     tables = {field: table for field, table in given.items() if table is not None}
     config = materialized.with_paths(config, folder, tables)
+    config = config.workload.adapted(config)
     check_settings(config)
     changes = _changes(folder, config)
     if tables:

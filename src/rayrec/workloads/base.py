@@ -493,6 +493,11 @@ class Workload(Config, abc.ABC):
     def score(self, metrics: dict[str, float]) -> float:
         """A finite number that says how good the weights are that gave these metrics; higher is better."""
 
+    def adapted(self, config: TrainConfig) -> TrainConfig:
+        """On the driver, before anything is started: the configuration with what its data brings in place of the recipe's own,
+        such as the columns of adopted data. Reads little."""
+        return config
+
     def check(self, config: TrainConfig) -> None:
         """On the driver, before anything is started: raises InputError for what can be seen to be missing."""
 

@@ -103,6 +103,20 @@ class ClickWorkload(Workload):
 
     # -- on the driver
 
+    def adapted(self, config: TrainConfig) -> TrainConfig:
+        """With the schema of adopted data, whose rows are not those that the recipe's preset makes."""
+        path = config.train_data.path
+        if path is None or not materialized.is_preprocessed(path):
+            return config
+        data = materialized.open_preprocessed(path)
+        if not data.adopted:
+            return config
+        schema = Preprocessor.load(data.preprocessor).schema.replace(group=self.schema.group)
+        preset = Preset(
+            name=data.manifest["preset"], dense="identity", dense_standardized=False, split=self.preset.split
+        )
+        return config.replace(workload=self.replace(schema=schema, preset=preset))
+
     def check(self, config: TrainConfig) -> None:
         if config.train_data.path is None:
             raise InputError(
@@ -313,8 +327,10 @@ class ClickWorkload(Workload):
     def plan(self, config: TrainConfig, *, target: Target | None = None, tables: Sequence[int] | None = None) -> str:
         from rayrec.workloads.recsys_plan import plan
 
-        if tables is None and self.preprocessor is None:
-            tables = self.preset.num_embeddings
+        preprocessor = None if tables is not None else self._known_preprocessor(config)
+        if preprocessor is not None:
+            return plan(self, config, preprocessor.num_embeddings, inputs=preprocessor.inputs, target=target)
+        tables = tables or self.preset.num_embeddings
         if tables is not None:
             inputs = self.preset.inputs(self.schema)
             if len(tables) != len(inputs.sparse):
@@ -322,13 +338,19 @@ class ClickWorkload(Workload):
                     f"plan: {len(tables)} table sizes for {len(inputs.sparse)} sparse columns; give one for each"
                 )
             return plan(self, config, list(tables), inputs=inputs, target=target)
-        if self.preprocessor is None:
-            raise InputError(
-                "plan: the sizes of the tables come from a Preprocessor; make one with `rayrec vocabulary PATH --out DIR` "
-                "and pass --workload.preprocessor DIR, or give the sizes: --tables mlperf, or --tables 1000,200,... (rows)"
-            )
-        preprocessor = Preprocessor.load(self.preprocessor)
-        return plan(self, config, preprocessor.num_embeddings, inputs=preprocessor.inputs, target=target)
+        raise InputError(
+            "plan: the sizes of the tables come from a Preprocessor; make one with `rayrec vocabulary PATH --out DIR` "
+            "and pass --workload.preprocessor DIR, or give the sizes: --tables mlperf, or --tables 1000,200,... (rows)"
+        )
+
+    def _known_preprocessor(self, config: TrainConfig) -> Preprocessor | None:
+        """The one that is given, or that of preprocessed data."""
+        if self.preprocessor is not None:
+            return Preprocessor.load(self.preprocessor)
+        path = config.train_data.path
+        if path is None or not materialized.is_preprocessed(path):
+            return None
+        return Preprocessor.load(materialized.open_preprocessed(path).preprocessor)
 
     def probe_speed(self, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool) -> MeasuredSpeed:
         from rayrec.workloads.recsys_speed_probe import probe_speed

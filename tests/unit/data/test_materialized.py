@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
-import types
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +15,7 @@ import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
+from torchrec_scripts import torchrec_criteo
 
 from rayrec import storage
 from rayrec.config import InputError
@@ -353,19 +352,9 @@ def test_binary_rows_are_labels_integers_and_ids(days: LogIndex, tmp_path: Path)
 
 
 @pytest.fixture
-def torchrec_reader(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """TorchRec's own reader; a stand-in for iopath, which it needs for remote files only."""
-
-    class PathManagerFactory:
-        def get(self, key: str) -> object:
-            return types.SimpleNamespace(open=open)
-
-    for name in ("iopath", "iopath.common", "iopath.common.file_io"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    sys.modules["iopath.common.file_io"].PathManagerFactory = PathManagerFactory  # type: ignore[attr-defined]
-    from torchrec.datasets.criteo import InMemoryBinaryCriteoIterDataPipe
-
-    return InMemoryBinaryCriteoIterDataPipe
+def torchrec_reader() -> Iterator[Any]:
+    with torchrec_criteo() as criteo:
+        yield criteo.InMemoryBinaryCriteoIterDataPipe
 
 
 @pytest.mark.parametrize("mapped", [False, True])

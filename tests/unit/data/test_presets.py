@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 import math
-import sys
-import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from torchrec_scripts import torchrec_criteo
 
 from rayrec import storage
 from rayrec.config import InputError
@@ -270,19 +270,9 @@ def test_names() -> None:
 
 
 @pytest.fixture
-def torchrec_utils(monkeypatch: pytest.MonkeyPatch) -> type:
-    """TorchRec's preprocessing, whose file access goes through iopath, which is not needed for local files."""
-    manager = types.SimpleNamespace(open=open, set_strict_kwargs_checking=lambda _: None)
-    factory = types.SimpleNamespace(get=lambda _: manager)
-    module = types.ModuleType("iopath.common.file_io")
-    module.PathManagerFactory = lambda: factory  # type: ignore[attr-defined]
-    module.PathManager = object  # type: ignore[attr-defined]
-    for name in ("iopath", "iopath.common"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, "iopath.common.file_io", module)
-    from torchrec.datasets.criteo import BinaryCriteoUtils
-
-    return BinaryCriteoUtils
+def torchrec_utils() -> Iterator[type]:
+    with torchrec_criteo() as criteo:
+        yield criteo.BinaryCriteoUtils
 
 
 @pytest.mark.parametrize("min_count", [1, 3])

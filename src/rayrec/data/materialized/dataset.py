@@ -6,6 +6,8 @@ orders and positions are the same, and rows are a matter of looking them up.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import posixpath
 from bisect import bisect_right
 from collections import deque
@@ -24,6 +26,7 @@ from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
 from rayrec.data.engine import Engine
 from rayrec.data.log import LogIndex, Segment, row_numbers
+from rayrec.data.materialized.adopted import PRESET
 from rayrec.data.materialized.checks import check_checksums, wrong_id
 from rayrec.data.materialized.files import FORMATS, MAPPED, file_checksum
 from rayrec.data.materialized.formats import from_named_columns
@@ -66,6 +69,11 @@ class PreprocessedDataset:
         return self.manifest["format"]
 
     @property
+    def adopted(self) -> bool:
+        """Whether its arrays were written by another program, and its ids are not those of raw values that rayrec knows."""
+        return self.manifest["preset"] == PRESET
+
+    @property
     def labelled(self) -> bool:
         return self.manifest["labelled"]
 
@@ -83,9 +91,14 @@ class PreprocessedDataset:
         if any(known is preprocessor for known in self._checked):
             return
         if preprocessor.hash() != self.manifest["preprocessor"]:
+            again = (
+                "adopt it with the model's: --preprocessor RUN --out DIR"
+                if self.adopted
+                else "make it again with `rayrec preprocess`"
+            )
             raise InputError(
                 f"{self.path}: made with Preprocessor {self.manifest['preprocessor']}, not with {preprocessor.hash()}; use "
-                f"the one in {self.preprocessor}, or make the dataset again with `rayrec preprocess`"
+                f"the one in {self.preprocessor}, or {again}"
             )
         self._checked[:] = [preprocessor]
 
@@ -96,6 +109,18 @@ _OPENED: dict[str, PreprocessedDataset] = {}
 def is_preprocessed(path: str) -> bool:
     """Whether `path` is a folder that `preprocess` wrote and finished."""
     return storage.exists(storage.join(path, MANIFEST))
+
+
+def write_manifest(folder: str, manifest: dict[str, Any]) -> None:
+    """Writes dataset.json, which makes the folder a preprocessed dataset."""
+    # A line an entry: indented as other JSON files are, a long log's would be ten times as long.
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in manifest.items())
+    storage.write_bytes(storage.join(folder, MANIFEST), f"{{\n{lines}\n}}\n".encode())
+
+
+def hash_of(files: list[dict[str, Any]]) -> str:
+    """Hash of the rows as they are stored, from the names, sizes and checksums of their files."""
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
 
 
 def open_preprocessed(path: str, *, verify: bool = False) -> PreprocessedDataset:

@@ -215,7 +215,7 @@ def finish_files(
     files = []
     for plan in plans:
         ranges = sorted(of_file.get(plan.name, []))
-        with open(storage.join(folder, plan.name), "r+b") as file:
+        with open(storage.join(folder, plan.name), "r+b" if plan.archive else "rb") as file:
             if plan.archive:
                 _put(file, archive_records(plan, _matrix_checksums(plan, ranges)))
             checksum = done = 0

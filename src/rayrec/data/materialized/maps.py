@@ -88,10 +88,15 @@ class RowMaps:
         dense = self._gather("dense", runs, order)
         if format == "npy":
             columns: Any = self._gather("sparse", runs, order, transposed=True)
-            return EncodedRows(dense, columns, labels)
+            for number in self.manifest.get("modulo", ()):
+                columns[number] %= preprocessor.num_embeddings[number]
+            return EncodedRows(dense, columns.astype(preprocessor.id_dtype, copy=False), labels)
         ids: list[Ids] = []
         for number, size in enumerate(preprocessor.hotness):
-            column = self._gather(str(number), runs, order).astype(preprocessor.id_dtype, copy=False)
+            column = self._gather(str(number), runs, order)
+            if number in self.manifest.get("modulo", ()):
+                column %= preprocessor.num_embeddings[number]
+            column = column.astype(preprocessor.id_dtype, copy=False)
             ids.append(column.reshape(-1) if size == 1 else column)
         return EncodedRows(dense, ids, labels)
 
@@ -143,9 +148,20 @@ class RowMaps:
         return _CRuns(addresses.ctypes.data, starts.ctypes.data, len(runs)), (addresses, starts)
 
     def _gather(self, name: str, runs: Sequence[Run], order: np.ndarray, *, transposed: bool = False) -> np.ndarray:
-        """Rows of a matrix: (rows, columns), or (columns, rows)."""
+        """Rows of a matrix: (rows, columns), or (columns, rows). If files have different dtypes, the one that fits all."""
         matrix, values, _ = self._matrix(runs[0].file, name)
+        dtypes = [self._matrix(run.file, name)[1].dtype for run in runs]
         shape = (matrix.columns, len(order)) if transposed else (len(order), matrix.columns)
+        if len(set(dtypes)) > 1:
+            out = np.empty(shape, np.result_type(*dtypes))
+            of_run = np.searchsorted([run.start for run in runs], order, "right") - 1
+            for dtype in set(dtypes):
+                mine = [run for run, other in zip(runs, dtypes, strict=True) if other == dtype]
+                chosen = np.isin(of_run, [runs.index(run) for run in mine])
+                out[(..., chosen) if transposed else chosen] = self._gather(
+                    name, mine, order[chosen], transposed=transposed
+                )
+            return out
         out = np.empty(shape, values.dtype)
         if out.size:
             c_runs, kept = self._c_runs(name, runs)

@@ -24,7 +24,7 @@ from rayrec.config import InputError
 from rayrec.data.engine import Engine, StreamEngine
 from rayrec.data.ingest import share_preprocessor
 from rayrec.data.log import LogIndex
-from rayrec.data.materialized.dataset import MANIFEST, VERSION
+from rayrec.data.materialized.dataset import MANIFEST, VERSION, hash_of, write_manifest
 from rayrec.data.materialized.files import FORMATS, create_files, finish_files, row_bytes
 from rayrec.data.materialized.formats import check
 from rayrec.data.materialized.plan import Layout, lay_out
@@ -113,7 +113,7 @@ def preprocess(
         "rows": index.rows,
         "out": out,
         "format": format,
-        "hash": _hash(files),
+        "hash": hash_of(files),
         "bytes": sum(file["bytes"] for file in files),
         "seconds": seconds,
         "rows_per_s": (index.rows - before) / seconds,
@@ -153,11 +153,6 @@ def _sources(index: LogIndex) -> list[storage.File]:
 def _identity(index: LogIndex, sources: Sequence[storage.File]) -> str:
     files = [[file.path, file.size_bytes, file.modified_ns] for file in sources]
     return hashlib.sha256(json.dumps([files, index.to_dict()], sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _hash(files: list[dict[str, Any]]) -> str:
-    """Of the rows as they are stored."""
-    return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
 
 
 def goes_on(work: str, made_of: dict[str, Any]) -> bool:
@@ -259,10 +254,7 @@ def _finish(
     else:
         files = [marker["file"] for marker in markers]
     parquet = [marker["parquet"] for marker in markers if "parquet" in marker]
-    manifest = {**description, "hash": _hash(files), "files": files, "parquet": parquet}
-    # A line an entry: indented as other JSON files are, a long log's would be ten times as long.
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in manifest.items())
-    storage.write_bytes(storage.join(work, MANIFEST), f"{{\n{lines}\n}}\n".encode())
+    write_manifest(work, {**description, "hash": hash_of(files), "files": files, "parquet": parquet})
     if work != out:
         os.rename(work, out)
     for name in ("done", "shuffle"):

@@ -1,0 +1,359 @@
+"""Arrays that TorchRec's scripts wrote, found in folders and checked: rows of a click log that need not be written again.
+
+`npy_preproc_criteo.py`, `contiguous_preproc_criteo.py` and `shuffle_preproc_criteo.py` write three arrays a day:
+day_N_dense.npy float32 (rows, 13), day_N_sparse.npy int32 or int64 (rows, 26) and day_N_labels.npy int32 (rows, 1).
+`materialize_synthetic_multihot_dataset.py` writes day_N_sparse_multi_hot.npz, an array "0", "1", ... (rows, ids) a feature.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, Final, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.data.arrow_arrays import arrow_texts
+from rayrec.data.materialized.files import FilePlan, Matrix, combine
+from rayrec.data.parsing import Fault, Faults
+from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
+from rayrec.schema import Schema
+
+IdFiles = Literal["sparse", "sparse_contig_freq", "sparse_multi_hot"]
+"""Ends of the names of files of ids."""
+PRESET: Final = "adopted"
+"""Preset of a Preprocessor whose ids are those of the rows."""
+MAX_FAULTY_ROWS: Final = 100_000
+"""The place of each is kept, to leave it out."""
+_NAME: Final = re.compile(
+    r"(?P<stem>.+?)_(?P<part>dense|labels|sparse|sparse_contig_freq)\.npy|(?P<npz>.+)_sparse_multi_hot\.npz"
+)
+_ID_FILES: Final[tuple[IdFiles, ...]] = ("sparse", "sparse_contig_freq", "sparse_multi_hot")
+_TASK_BYTES: Final = 64 << 20
+"""Bytes that one task reads and checks."""
+_LOCAL_HEADER_BYTES: Final = 30
+_NOT_FINITE: Final = "a number is not finite"
+_WRONG_LABEL: Final = "label is not 0 or 1"
+UNLABELLED: Final = -1
+"""The label that TorchRec's scripts write for a row that has none."""
+
+
+@dataclass(frozen=True)
+class Day:
+    """The arrays of some rows: those of one file of the raw log."""
+
+    name: str
+    """What the names of its files begin with: day_0, train."""
+    rows: int
+    plans: tuple[FilePlan, ...]
+    """Its files of dense, labels and ids, with the matrices in them."""
+    paths: tuple[str, ...]
+    """Where each of these files is."""
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        return [matrix for plan in self.plans for matrix in plan.matrices]
+
+    @property
+    def hotness(self) -> list[int]:
+        """Ids a row has in each sparse column."""
+        ids = self.plans[2].matrices
+        return [matrix.columns for matrix in ids] if ids[0].name != "sparse" else [1] * ids[0].columns
+
+
+def find_days(folders: Sequence[str], *, ids: IdFiles | None, names: Sequence[str]) -> list[Day]:
+    """The days whose arrays are in the folders, in the order of `names` (none: all, day_2 before day_10), from the headers of
+    their files. `ids`: which files of ids; None: the one kind that there is.
+
+    Raises InputError for a folder without them, for one with several kinds of ids, for a file that is missing, cut short, or not
+    as TorchRec's scripts write it, and for days of different columns.
+    """
+    found = _named_files(folders)
+    kinds = [kind for kind in _ID_FILES if any(kind in files for files in found.values())]
+    if not kinds:
+        raise InputError(
+            f"{' and '.join(folders)}: no arrays of ids as TorchRec's scripts write them, such as day_0_sparse.npy or "
+            "day_0_sparse_multi_hot.npz"
+        )
+    if ids is None and len(kinds) > 1:
+        raise InputError(
+            f"{' and '.join(folders)}: ids are in files *_{' and *_'.join(kinds)}; choose one with --ids {kinds[0]}"
+        )
+    kind = ids or kinds[0]
+    days = []
+    for name in names or _in_order(found):
+        files = found.get(name, {})
+        missing = [part for part in ("dense", "labels", kind) if part not in files]
+        if missing:
+            ending = "npz" if missing[0] == "sparse_multi_hot" else "npy"
+            raise InputError(
+                f"{' and '.join(folders)}: {name}_{missing[0]}.{ending} is missing; copy it there, or name the days to read with "
+                "--files"
+            )
+        days.append(_day(name, [files["dense"], files["labels"], files[kind]]))
+    for day in days[1:]:
+        for one, first in zip(day.matrices, days[0].matrices, strict=False):
+            if one.columns != first.columns:
+                raise InputError(
+                    f"{one.file}: its rows have {one.columns} values in array {one.name}, those of {first.file} {first.columns}"
+                )
+        if len(day.matrices) != len(days[0].matrices):
+            raise InputError(f"{day.plans[2].name}: has other columns than {days[0].plans[2].name}")
+    return days
+
+
+def _named_files(folders: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Paths by stem and part. Raises InputError for a file that is in two folders."""
+    found: dict[str, dict[str, str]] = {}
+    for folder in folders:
+        for file in storage.list_files(folder):
+            match = _NAME.fullmatch(storage.name_of(file.path))
+            if match is None:
+                continue
+            stem, part = match["npz"] or match["stem"], match["part"] or "sparse_multi_hot"
+            if part in found.setdefault(stem, {}):
+                raise InputError(f"{file.path}: {found[stem][part]} has the same name; keep one of them")
+            found[stem][part] = file.path
+    return found
+
+
+def _in_order(names: Mapping[str, Any]) -> list[str]:
+    return sorted(
+        names, key=lambda name: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+    )
+
+
+def _day(name: str, paths: Sequence[str]) -> Day:
+    dense, labels, ids = paths
+    plans = (
+        _npy(dense, "dense", kinds="f", sizes=(4,)),
+        _npy(labels, "labels", kinds="iuf", sizes=(1, 2, 4, 8)),
+        _npz(ids) if ids.endswith(".npz") else _npy(ids, "sparse", kinds="i", sizes=(4, 8)),
+    )
+    if plans[1].matrices[0].columns != 1:
+        raise InputError(f"{labels}: {plans[1].matrices[0].columns} labels a row; one is expected")
+    for plan, path in zip(plans, paths, strict=True):
+        if plan.rows != plans[0].rows:
+            raise InputError(f"{path}: has {plan.rows:,} rows, and {plans[0].name} {plans[0].rows:,}")
+    return Day(name, plans[0].rows, plans, tuple(paths))
+
+
+def _npy(path: str, name: str, *, kinds: str, sizes: Sequence[int]) -> FilePlan:
+    size_bytes = os.path.getsize(path)
+    with open(path, "rb") as file:
+        rows, matrix = _matrix(file, path, name, path, kinds, sizes)
+    expected = matrix.offset + rows * matrix.row_bytes
+    if size_bytes != expected:
+        raise InputError(f"{path}: has {size_bytes:,} bytes, its header says {expected:,}; copy it again")
+    return FilePlan(matrix.file, size_bytes, rows, (matrix,))
+
+
+def _npz(path: str) -> FilePlan:
+    matrices: list[Matrix] = []
+    rows: list[int] = []
+    size_bytes = os.path.getsize(path)
+    try:
+        with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+            members = archive.infolist()
+            names = {member.filename: member for member in members}
+            if set(names) != {f"{number}.npy" for number in range(len(members))}:
+                raise InputError(f"{path}: holds arrays {', '.join(sorted(names)[:4])}, ...; expected are 0, 1, 2, ...")
+            for number in range(len(members)):
+                member = names[f"{number}.npy"]
+                if member.compress_type != zipfile.ZIP_STORED:
+                    raise InputError(f"{path}: is compressed, so that it cannot be mapped; write it with numpy.savez")
+                file.seek(member.header_offset)
+                lengths = struct.unpack("<HH", file.read(_LOCAL_HEADER_BYTES)[-4:])
+                start = file.seek(member.header_offset + _LOCAL_HEADER_BYTES + sum(lengths))
+                count, matrix = _matrix(file, f"{path}: array {number}", str(number), path, "i", (4, 8))
+                if matrix.offset - start + count * matrix.row_bytes != member.file_size:
+                    raise InputError(f"{path}: array {number} has another size than its header says; copy it again")
+                rows.append(count)
+                matrices.append(matrix)
+    except (zipfile.BadZipFile, struct.error) as error:
+        raise InputError(f"{path}: cannot be read ({error}); copy it again") from None
+    if len(set(rows)) != 1:
+        raise InputError(f"{path}: its arrays have different numbers of rows; make it again")
+    return FilePlan(storage.name_of(path), size_bytes, rows[0], tuple(matrices))
+
+
+def _matrix(file: BinaryIO, where: str, name: str, path: str, kinds: str, sizes: Sequence[int]) -> tuple[int, Matrix]:
+    """(rows, matrix) of the array whose .npy header `file` is at."""
+    try:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, by_columns, dtype = read(file)
+    except (ValueError, EOFError) as error:
+        raise InputError(f"{where}: is no array of NumPy ({' '.join(str(error).split())})") from None
+    expected = f"{' or '.join({'f': 'float', 'i': 'int', 'u': 'uint'}[kind] for kind in kinds)}"
+    if dtype.kind not in kinds or dtype.itemsize not in sizes or dtype.byteorder == ">":
+        raise InputError(
+            f"{where}: holds {dtype}; expected is {expected} of {' or '.join(str(8 * size) for size in sizes)} bits"
+        )
+    if len(shape) not in (1, 2) or not shape[0] or not shape[-1]:
+        raise InputError(f"{where}: has shape {shape}; expected are rows and columns")
+    columns = shape[1] if len(shape) == 2 else 1
+    if by_columns and columns > 1:
+        raise InputError(f"{where}: is stored column by column; write it again with numpy.ascontiguousarray")
+    return shape[0], Matrix(name, storage.name_of(path), file.tell(), dtype.newbyteorder("<").str, columns)
+
+
+# Checks --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Rows [start, stop) of day number `day`."""
+
+    day: int
+    start: int
+    stop: int
+
+
+def stretches(days: Sequence[Day]) -> list[Stretch]:
+    """All rows, in pieces for tasks."""
+    return [
+        Stretch(number, start, min(start + step, day.rows))
+        for number, day in enumerate(days)
+        for step in [max(1, _TASK_BYTES // sum(matrix.row_bytes for matrix in day.matrices))]
+        for start in range(0, day.rows, step)
+    ]
+
+
+def scan(stretch: Stretch, *, days: Sequence[Day]) -> pa.Table:
+    """Reads all arrays of some rows: the checksums of their bytes, the least and greatest id of each column, and the rows that
+    cannot be trained on."""
+    day = days[stretch.day]
+    ranges: list[list[Any]] = []
+    lowest: list[int] = []
+    highest: list[int] = []
+    faulty: dict[str, np.ndarray] = {}
+    unlabelled = 0
+    for plan, path in zip(day.plans, day.paths, strict=True):
+        for matrix in plan.matrices:
+            rows, data = _read_rows(matrix, path, stretch)
+            start = matrix.offset + stretch.start * matrix.row_bytes
+            ranges.append([matrix.file, matrix.name, start, len(data), zlib.crc32(data.data)])
+            if matrix.name == "dense":
+                finite = np.isfinite(rows)
+                faulty[_NOT_FINITE] = np.empty(0, np.int64) if finite.all() else np.flatnonzero(~finite.all(axis=1))
+            elif matrix.name == "labels":
+                wrong = np.flatnonzero((rows[:, 0] != 0) & (rows[:, 0] != 1))
+                faulty[_WRONG_LABEL] = wrong[~np.isin(wrong, faulty[_NOT_FINITE])]  # a row has one fault
+                unlabelled = int(np.count_nonzero(rows[:, 0] == UNLABELLED))
+            else:
+                axis = 0 if matrix.name == "sparse" else None
+                lowest += np.atleast_1d(rows.min(axis=axis)).tolist()
+                highest += np.atleast_1d(rows.max(axis=axis)).tolist()
+    found = {
+        "rows": stretch.stop - stretch.start,
+        "ranges": ranges,
+        "lowest": lowest,
+        "highest": highest,
+        "faults": {kind: len(rows) for kind, rows in faulty.items()},
+        "faulty": {kind: (rows[:MAX_FAULTY_ROWS] + stretch.start).tolist() for kind, rows in faulty.items()},
+        "unlabelled": unlabelled,
+    }
+    return pa.table({"found": arrow_texts([json.dumps(found)])})
+
+
+def _read_rows(matrix: Matrix, path: str, stretch: Stretch) -> tuple[np.ndarray, np.ndarray]:
+    """(the rows, their bytes) of a stretch."""
+    data = np.empty((stretch.stop - stretch.start) * matrix.row_bytes, np.uint8)
+    if storage.read_into(path, matrix.offset + stretch.start * matrix.row_bytes, data) != len(data):
+        raise InputError(f"{path}: became shorter while it was read; copy it again")
+    return data.view(matrix.dtype).reshape(-1, matrix.columns), data
+
+
+@dataclass
+class Scanned:
+    """What the scans of all rows found."""
+
+    lowest: np.ndarray
+    """int64 (columns): the least id"""
+    highest: np.ndarray
+    """int64 (columns): the greatest id"""
+    labelled: bool = True
+    """False: no row has a label."""
+    faults: Faults = field(default_factory=Faults)
+    faulty_rows: list[np.ndarray] = field(default_factory=list)
+    """int64, ascending, for each day: the rows to leave out"""
+    ranges: list[tuple[str, int, int, int]] = field(default_factory=list)
+    """(file, first byte, bytes, CRC-32) of the rows of each array"""
+
+    @classmethod
+    def of(cls, days: Sequence[Day], results: Iterator[dict[str, Any]]) -> Scanned:
+        """From the results of `scan` for `stretches(days)`, in their order. Raises InputError for days of which some have no
+        labels, and for more faulty rows than can be left out."""
+        columns = len(days[0].hotness)
+        self = cls(np.full(columns, np.iinfo(np.int64).max), np.full(columns, np.iinfo(np.int64).min))
+        merged: dict[tuple[str, str], tuple[str, int, int, int]] = {}
+        unlabelled = [0] * len(days)
+        faulty: list[dict[str, list[int]]] = [{_NOT_FINITE: [], _WRONG_LABEL: []} for _ in days]
+        counts: list[dict[str, int]] = [{_NOT_FINITE: 0, _WRONG_LABEL: 0} for _ in days]
+        for stretch, found in zip(stretches(days), results, strict=True):
+            np.minimum(self.lowest, found["lowest"], out=self.lowest)
+            np.maximum(self.highest, found["highest"], out=self.highest)
+            for file, array, start, length, checksum in found["ranges"]:
+                _, first, before, of_before = merged.get((file, array), (file, start, 0, 0))
+                merged[file, array] = file, first, before + length, combine(of_before, checksum, length)
+            unlabelled[stretch.day] += found["unlabelled"]
+            for kind, rows in found["faulty"].items():
+                counts[stretch.day][kind] += found["faults"][kind]
+                faulty[stretch.day][kind] += rows[: MAX_FAULTY_ROWS + 1 - len(faulty[stretch.day][kind])]
+        self.ranges = list(merged.values())
+        self._judge_labels(days, unlabelled)
+        for number, day in enumerate(days):
+            if not self.labelled:
+                del faulty[number][_WRONG_LABEL], counts[number][_WRONG_LABEL]
+            self._add_faults(day, faulty[number], counts[number])
+        return self
+
+    def _judge_labels(self, days: Sequence[Day], unlabelled: Sequence[int]) -> None:
+        bare = [day.name for day, count in zip(days, unlabelled, strict=True) if count == day.rows]
+        self.labelled = len(bare) < len(days)
+        if bare and self.labelled:
+            others = " ".join(day.name for day in days if day.name not in bare)
+            raise InputError(
+                f"{bare[0]}: its labels are all {UNLABELLED}, so its rows have none; leave it out with --files {others}"
+            )
+
+    def _add_faults(self, day: Day, faulty: Mapping[str, Sequence[int]], counts: Mapping[str, int]) -> None:
+        files = {_NOT_FINITE: day.paths[0], _WRONG_LABEL: day.paths[1]}
+        faults = [Fault(files[kind], None, kind, "", row) for kind in faulty for row in faulty[kind][: Faults.keep]]
+        kinds = {kind: count for kind, count in counts.items() if count}
+        self.faults.add(Faults(kinds, sorted(faults, key=lambda fault: fault.row or 0)))
+        self.faulty_rows.append(np.unique(np.array([row for rows in faulty.values() for row in rows], np.int64)))
+
+
+# The Preprocessor ----------------------------------------------------------------------------------------------------
+
+
+def preprocessor_of(num_dense: int, hotness: Sequence[int], num_embeddings: Sequence[int]) -> Preprocessor:
+    """Columns int_0, int_1, ... as they are, and cat_0, cat_1, ... whose categories are ids: an id of num_embeddings or more is
+    taken modulo num_embeddings. Columns of several ids a row are lists."""
+    names = tuple(f"cat_{number}" for number in range(len(hotness)))
+    schema = Schema(
+        label="label",
+        dense=tuple(f"int_{number}" for number in range(num_dense)),
+        sparse=names,
+        tokens="any",
+        integers=names,
+        lists=tuple(name for name, size in zip(names, hotness, strict=True) if size > 1),
+    )
+    return Preprocessor(
+        preset=PRESET,
+        schema=schema,
+        dense=tuple(DenseColumn(kind="identity") for _ in range(num_dense)),
+        sparse=tuple(SparseColumn(rows, None, first_id=0, unknown_id=0, missing_id=0) for rows in num_embeddings),
+        tokens=np.empty(0, np.uint64),
+    )

@@ -1,0 +1,320 @@
+"""Makes data that another program prepared usable as it is: checks it, and writes what a run must know next to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+
+from rayrec import storage
+from rayrec.config import Config, InputError
+from rayrec.data import materialized
+from rayrec.data.engine import Engine
+from rayrec.data.extension import preprocessor_folder
+from rayrec.data.log import Entry, LogIndex, numbered
+from rayrec.data.materialized.adopted import (
+    MAX_FAULTY_ROWS,
+    PRESET,
+    Day,
+    IdFiles,
+    Scanned,
+    find_days,
+    preprocessor_of,
+    scan,
+    stretches,
+)
+from rayrec.data.materialized.dataset import VERSION, hash_of, write_manifest
+from rayrec.data.materialized.files import finish_files
+from rayrec.data.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
+from rayrec.data.split import NAMES, Kind, Split, SplitParts, check_parts
+from rayrec.observe.console import Console
+from rayrec.prepare.config import PreparationConfig, engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdoptionConfig(Config):
+    """How arrays of TorchRec's scripts are read, checked and split."""
+
+    sparse_path: str | None = None
+    """Folder of the files of ids, if it is not that of dense and labels; needs `out`."""
+    ids: Literal["auto"] | IdFiles = "auto"
+    """How the names of the files of ids end; auto: as those that are there."""
+    files: tuple[str, ...] = ()
+    """Days to read, in this order: what the names of their files begin with, such as day_0; empty: all, day_2 before day_10."""
+    num_embeddings_per_feature: tuple[int, ...] = ()
+    """Rows of each table; greater ids are taken modulo these, as TorchRec's loader does. Empty: the greatest id of each column
+    and one more."""
+    preprocessor: str | None = None
+    """Folder that has the Preprocessor to use, such as a run or data that was adopted before; None: a new one."""
+    split: Literal["auto", "none"] | Kind = "auto"
+    """Rows to hold out. auto: files named train, valid and test, else the last day, else the last seventh of a single day;
+    validation is the first half of the held-out rows, test the second, as in torchrec_dlrm. none: each run's recipe splits."""
+    parts: SplitParts = field(default_factory=SplitParts)
+    """Sizes of the parts, for --split fraction, days and named_days."""
+    rows_per_segment: int = 8192
+    """Rows that are shuffled as one; with --train-data.shuffle window, the rows of 16 segments are mixed."""
+    max_bad_fraction: float = 0.001
+    """Share of faulty rows above which the data is refused; below, they are left out."""
+    engine: Literal["auto", "threads", "ray"] = "auto"
+    """What reads and checks the data. auto: threads of this process, or ray if an address, RAY_ADDRESS or a connection of this
+    process names a Ray."""
+    address: str | None = None
+    """Address of a running Ray cluster; None: RAY_ADDRESS, else, with engine ray, a local Ray."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.split != "auto":
+            check_parts(self.split, self.parts)
+        elif self.parts != SplitParts():
+            raise InputError("parts: sizes of parts need a --split that reads them: fraction, days or named_days")
+        if self.num_embeddings_per_feature and min(self.num_embeddings_per_feature) < 1:
+            raise InputError("num_embeddings_per_feature: each must be at least 1")
+        if self.num_embeddings_per_feature and self.preprocessor:
+            raise InputError(
+                "num_embeddings_per_feature: the Preprocessor has the rows of each table; give one of them"
+            )
+        if self.rows_per_segment < 1:
+            raise InputError("rows_per_segment must be at least 1")
+
+    def split_of(self, days: Sequence[Day]) -> Split | None:
+        """The split of these days; None: there is none."""
+        if self.split == "none":
+            return None
+        if self.split != "auto":
+            return Split(kind=self.split, **vars(self.parts))
+        if all(day.name.startswith(tuple(name[:5] for name in NAMES)) for day in days) and len(days) > 1:
+            return Split(kind="named_files")
+        return Split(kind="last_file" if len(days) > 1 else "sevenths")
+
+
+def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console: Console) -> dict[str, Any]:
+    """Makes a folder of TorchRec's arrays trainable: reads all of them once, checks them, and writes dataset.json and a
+    Preprocessor into it, or into the new folder `out`, which then has links to the arrays. No row is copied or changed.
+
+    Returns rows, out, sets, num_embeddings, the columns taken modulo these, bad_rows, hashes and rows_per_s. Raises InputError
+    for a folder that was adopted before, for arrays that are missing, damaged or not as TorchRec's scripts write them, for ids
+    below 0 without num_embeddings_per_feature, and for more faulty rows than max_bad_fraction.
+    """
+    begun = time.perf_counter()
+    folders = [path, *([config.sparse_path] if config.sparse_path else [])]
+    for folder in folders:
+        _check_folder(folder)
+    if out is None:
+        _check_new(path)
+    if config.sparse_path and out is None:
+        raise InputError("sparse_path: arrays of two folders need --out DIR, a new folder that will have links to both")
+    if out is not None and storage.exists(out):
+        raise InputError(f"{out}: exists already; remove it or choose another --out")
+    given = Preprocessor.load(preprocessor_folder(config.preprocessor)) if config.preprocessor else None
+    days = find_days(folders, ids=None if config.ids == "auto" else config.ids, names=config.files)
+    _check_columns(days[0], config, given)
+    runs = PreparationConfig(engine=config.engine, address=config.address)
+    with console.preparing(), engine(runs, console, paths=folders) as running:
+        scanned = _scan(days, running, console)
+    preprocessor = given or preprocessor_of(
+        days[0].matrices[0].columns, days[0].hotness, config.num_embeddings_per_feature or _sizes(scanned, path)
+    )
+    if given is None and not config.num_embeddings_per_feature:
+        _note_hashes(preprocessor, sum(day.rows for day in days), console)
+    modulo = [
+        number
+        for number, rows in enumerate(preprocessor.num_embeddings)
+        if scanned.lowest[number] < 0 or scanned.highest[number] >= rows
+    ]
+    for number in modulo:
+        console.note(
+            f"{preprocessor.inputs.sparse[number]}: its ids are from {scanned.lowest[number]:,} to {scanned.highest[number]:,}; "
+            f"they are taken modulo {preprocessor.num_embeddings[number]:,}"
+        )
+    with _target(path, out, days) as (folder, place):
+        index = _index(folder, days, scanned, config.rows_per_segment)
+        index.check(config.max_bad_fraction, path)
+        if index.faults.total > MAX_FAULTY_ROWS:
+            raise InputError(
+                f"{path}: {index.faults.describe()}; at most {MAX_FAULTY_ROWS:,} rows can be left out; fix the arrays"
+            )
+        if index.faults.total:
+            console.note(f"{path}: {index.faults.describe()}; they are left out")
+        split = config.split_of(days)
+        sets = split.rows(index) if split and scanned.labelled else {}
+        manifest = _write(folder, days, scanned, index, preprocessor, modulo, sets)
+    seconds = time.perf_counter() - begun
+    return {
+        "out": place,
+        "format": manifest["format"],
+        "rows": index.rows,
+        "bad_rows": index.faults.total,
+        "days": [day.name for day in days],
+        "labelled": scanned.labelled,
+        "sets": manifest["sets"],
+        "num_embeddings": preprocessor.num_embeddings,
+        "modulo": [preprocessor.inputs.sparse[number] for number in modulo],
+        "preprocessor": manifest["preprocessor"],
+        "hash": manifest["hash"],
+        "bytes": sum(file["bytes"] for file in manifest["files"]),
+        "seconds": seconds,
+        "rows_per_s": index.rows / seconds,
+    }
+
+
+def _check_folder(path: str) -> None:
+    if storage.is_url(path):
+        raise InputError(f"{path}: arrays are mapped into memory, from a file system alone; copy them to one")
+    if not os.path.isdir(path):
+        raise InputError(f"{path}: no such folder; give the folder of the arrays")
+
+
+def _check_new(path: str) -> None:
+    """Raises InputError for a folder that runs can read already."""
+    if materialized.is_preprocessed(path):
+        adopted = materialized.open_preprocessed(path).manifest["preset"] == PRESET
+        remedy = "remove its dataset.json to adopt it again, or give --out DIR" if adopted else "train on it as it is"
+        raise InputError(f"{path}: has a dataset.json already, so that runs can read it; {remedy}")
+
+
+def _check_columns(day: Day, config: AdoptionConfig, given: Preprocessor | None) -> None:
+    """Raises InputError for table sizes or a Preprocessor of other columns than the arrays have."""
+    sizes, num_dense = config.num_embeddings_per_feature, day.matrices[0].columns
+    if sizes and len(sizes) != len(day.hotness):
+        raise InputError(
+            f"num_embeddings_per_feature: {len(sizes)} tables, and {day.plans[2].name} has {len(day.hotness)} columns"
+        )
+    if given is None:
+        return
+    if given.schema != preprocessor_of(num_dense, day.hotness, [1] * len(day.hotness)).schema:
+        raise InputError(
+            f"{config.preprocessor}: is the Preprocessor of other columns than these arrays have, or reads raw values; give that "
+            "of data that was adopted"
+        )
+
+
+def _scan(days: Sequence[Day], running: Engine, console: Console) -> Scanned:
+    total, done = sum(day.rows for day in days), 0
+
+    def results() -> Iterator[dict[str, Any]]:
+        nonlocal done
+        for table in running.run("adopt", partial(scan, days=days), stretches(days), block_bytes=1 << 16):
+            for text in table.column("found").to_pylist():
+                found = json.loads(text)
+                done += found["rows"]
+                console.progress("adopt (rows)", done, total)
+                yield found
+
+    return Scanned.of(days, results())
+
+
+def _sizes(scanned: Scanned, path: str) -> list[int]:
+    below = np.flatnonzero(scanned.lowest < 0)
+    if len(below):
+        raise InputError(
+            f"{path}: column {below[0]} has id {scanned.lowest[below[0]]:,}; give the rows of each table, modulo which "
+            "TorchRec's loader takes ids, with --num-embeddings-per-feature"
+        )
+    return (scanned.highest + 1).tolist()
+
+
+def _note_hashes(preprocessor: Preprocessor, rows: int, console: Console) -> None:
+    """Notes tables with more rows than contiguous ids of so many rows of data can need: their ids are hashes."""
+    large = {
+        name: size
+        for name, size in zip(preprocessor.inputs.sparse, preprocessor.num_embeddings, strict=True)
+        if name not in preprocessor.schema.lists and size > rows + 2
+    }
+    if large:
+        name = max(large, key=lambda name: large[name])
+        console.note(
+            f"{len(large)} columns have ids above the number of rows, {name} up to {large[name] - 1:,}; a table has a row for "
+            "each: --num-embeddings-per-feature takes ids modulo fewer, as TorchRec's loader does"
+        )
+
+
+def _index(folder: str, days: Sequence[Day], scanned: Scanned, rows_per_segment: int) -> LogIndex:
+    """Segments of good rows, in the order of the days; each is in one day, between faulty rows."""
+    names = sorted(day.name for day in days)
+    entries = []
+    for day, faulty in zip(days, scanned.faulty_rows, strict=True):
+        path = storage.join(folder, f"{names.index(day.name):05d}", day.name)
+        cuts = np.unique(np.concatenate([np.arange(0, day.rows, rows_per_segment), faulty, faulty + 1, [day.rows]]))
+        starts, stops = cuts[:-1], cuts[1:]
+        good = ~np.isin(starts, faulty)
+        for start, stop in zip(starts[good].tolist(), stops[good].tolist(), strict=True):
+            entries.append(Entry(path, start, stop, stop - start))
+    return LogIndex(numbered(entries, _format(days)), scanned.faults)
+
+
+def _format(days: Sequence[Day]) -> Literal["npy", "npz"]:
+    return "npy" if days[0].matrices[2].name == "sparse" else "npz"
+
+
+@contextmanager
+def _target(path: str, out: str | None, days: Sequence[Day]) -> Iterator[tuple[str, str]]:
+    """(where to write, what it is called afterwards): the folder of the arrays, or a new one with links to them, which appears
+    complete or not at all."""
+    if out is None:
+        place = storage.absolute(path).rstrip("/")
+        yield place, place
+        return
+    with storage.writing_folder(out) as folder:
+        for day in days:
+            for source in day.paths:
+                os.symlink(storage.absolute(source), storage.join(folder, storage.name_of(source)))
+        yield folder, storage.absolute(out).rstrip("/")
+
+
+def _write(
+    folder: str,
+    days: Sequence[Day],
+    scanned: Scanned,
+    index: LogIndex,
+    preprocessor: Preprocessor,
+    modulo: Sequence[int],
+    sets: dict[str, tuple[int, int]],
+) -> dict[str, Any]:
+    """The Preprocessor, then the manifest, which is also returned."""
+    by_name = sorted(days, key=lambda day: day.name)
+    plans = [plan for day in by_name for plan in day.plans]
+    try:
+        preprocessor.save(storage.join(folder, PREPROCESSOR_FOLDER))
+        files = finish_files(folder, plans, scanned.ranges)
+        manifest = {
+            "version": VERSION,
+            "format": index.format,
+            "preprocessor": preprocessor.hash(),
+            "sets": {name: list(rows) for name, rows in sets.items()},
+            "labelled": scanned.labelled,
+            "shuffle": "none",
+            "seed": None,
+            "preset": PRESET,
+            "schema": preprocessor.schema.to_dict(),
+            "rows": index.rows,
+            "modulo": list(modulo),
+            "source": [
+                {"path": path, "bytes": plan.size_bytes}
+                for day in by_name
+                for plan, path in zip(day.plans, day.paths, strict=True)
+            ],
+            "faults": index.faults.to_dict(),
+            "raw_files": [day.name for day in by_name],
+            "file_rows": [day.rows for day in by_name],
+            "matrices": [[list(vars(matrix).values()) for matrix in day.matrices] for day in by_name],
+            "segments": [
+                [int(storage.name_of(storage.folder_of(each.path))), each.start, each.stop, each.rows]
+                for each in index.segments
+            ],
+            "hash": hash_of(files),
+            "files": files,
+            "parquet": [],
+        }
+        write_manifest(folder, manifest)
+    except PermissionError as error:
+        raise InputError(
+            f"{folder}: cannot be written to ({error.strerror}); give --out DIR, a new folder that will have links to the arrays"
+        ) from None
+    return manifest

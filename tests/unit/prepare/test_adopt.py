@@ -1,0 +1,450 @@
+"""Arrays of TorchRec's own scripts train as the same rows do when they are given raw; what cannot be trained on is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from asgi_client import post
+from served_click_model import make_app
+from torchrec_scripts import PARTS, torchrec_criteo, write_contiguous_and_shuffled, write_npy
+
+import rayrec
+from rayrec import cli, recipes
+from rayrec.api import predict_to
+from rayrec.config import InputError
+from rayrec.data import materialized
+from rayrec.data.encoded import EncodedRows
+from rayrec.data.extension import rules_of
+from rayrec.data.preprocessor import Preprocessor
+from rayrec.inference.model import open_served
+from rayrec.observe.console import Console
+from rayrec.workloads.base import TrainConfig
+
+QUIET = Console(quiet=True)
+ROWS = [700, 650, 301]
+HOTNESS = (3, 1, *(1,) * 23, 2)
+SEGMENT = 128
+
+
+@pytest.fixture(scope="module")
+def npy(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three days by TorchRec's first script: ids are hashes, int64."""
+    folder = tmp_path_factory.mktemp("torchrec")
+    lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)
+    days = []
+    for number, rows in enumerate(ROWS):
+        days.append(folder / f"day_{number}")
+        first = sum(ROWS[:number])
+        days[-1].write_bytes(b"".join(lines[first : first + rows]))
+    write_npy(days, folder / "npy")
+    return folder / "npy"
+
+
+@pytest.fixture(scope="module")
+def arrays(npy: Path) -> Path:
+    """The same by all three scripts: contiguous ids, int32, shuffled but for the last day, whose ids stay int64."""
+    write_contiguous_and_shuffled(npy, npy.parent / "arrays", rows=ROWS, threshold=2)
+    return npy.parent / "arrays"
+
+
+@pytest.fixture(scope="module")
+def adopted(arrays: Path) -> Path:
+    """A folder of its own, since others adopt `arrays` themselves."""
+    rayrec.adopt(str(arrays), out=str(arrays.parent / "adopted"), rows_per_segment=SEGMENT, console=QUIET)
+    return arrays.parent / "adopted"
+
+
+@pytest.fixture(scope="module")
+def raw(arrays: Path, adopted: Path) -> Path:
+    """The rows of `arrays` as a raw log: a Parquet file a day, whose row groups are as large as the segments of `adopted`."""
+    folder = arrays.parent / "raw"
+    folder.mkdir()
+    for number in range(len(ROWS)):
+        dense, sparse, labels = loaded(arrays, f"day_{number}")
+        write_raw(folder / f"day_{number}.parquet", dense, list(sparse.T), labels)
+    return folder
+
+
+def loaded(folder: Path, day: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    dense, sparse, labels = (np.load(folder / f"{day}_{part}.npy") for part in PARTS)
+    return dense, sparse, labels
+
+
+def write_raw(path: Path, dense: np.ndarray, ids: list[np.ndarray], labels: np.ndarray) -> None:
+    columns = {"label": labels.reshape(-1)}
+    columns |= {f"int_{number}": values for number, values in enumerate(dense.T)}
+    columns |= {f"cat_{number}": values if values.ndim == 1 else values.tolist() for number, values in enumerate(ids)}
+    pq.write_table(pa.table(columns), path, row_group_size=SEGMENT)
+
+
+def config_of(path: Path, runs: Path, name: str, **changes: Any) -> TrainConfig:
+    return recipes.mlperf_dcnv2(str(path)).updated(
+        {
+            "workload": {
+                "model": {"embedding_dim": 8, "bottom_mlp": (16, 8), "top_mlp": (16, 1), "cross_low_rank": 4},
+                "sparse_optimizer": {"learning_rate": 0.1},
+            },
+            "steps": 16,
+            "batch_size": 64,
+            "evaluate_every": 8,
+            "checkpoint": {"every": 8, "num_to_keep": 3},
+            "scaling": {"num_workers": 1, "use_gpu": False},
+            "train_data": {"files": (), "block_bytes": 3 << 15, "segments_per_block": 4},
+            "storage_path": str(runs),
+            "name": name,
+            **changes,
+        }
+    )
+
+
+def from_raw(config: TrainConfig, adopted: Path) -> TrainConfig:
+    """As `config`, for the raw log of the rows of adopted data."""
+    preprocessor = Preprocessor.load(str(adopted / "preprocessor"))
+    workload = {"schema": preprocessor.schema.to_dict(), "preprocessor": str(adopted / "preprocessor")}
+    preset = {"multi_hot": None, "split": {"kind": "last_file"}}
+    return config.updated({"workload": {**workload, "preset": preset}})
+
+
+def read(folder: Path, order: np.ndarray | None = None) -> EncodedRows:
+    dataset = materialized.open_preprocessed(str(folder), verify=True)
+    index = dataset.index
+    order = np.arange(index.rows, dtype=np.int64) if order is None else order
+    return materialized.read(index.segments, order, Preprocessor.load(dataset.preprocessor))
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir() if path.suffix == ".npy"
+    }
+
+
+def copy_of(folder: Path, target: Path) -> Path:
+    shutil.copytree(folder, target)
+    return target
+
+
+# -- what is written
+
+
+def test_the_folder_gets_a_manifest_and_a_preprocessor_and_nothing_else(arrays: Path, tmp_path: Path) -> None:
+    folder = copy_of(arrays, tmp_path / "arrays")
+    before = hashes(folder)
+    made = rayrec.adopt(str(folder), console=QUIET)
+    assert hashes(folder) == before
+    assert {path.name for path in folder.iterdir()} == {*before, "dataset.json", "preprocessor"}
+    assert (made["rows"], made["bad_rows"], made["format"], made["labelled"]) == (sum(ROWS), 0, "npy", True)
+    assert made["sets"] == {"train": [0, 1350], "validation": [1350, 1501], "test": [1501, 1651]}
+    ids = np.concatenate([loaded(folder, f"day_{number}")[1] for number in range(3)])
+    assert made["num_embeddings"] == (ids.max(axis=0) + 1).tolist()
+    assert made["modulo"] == []
+    rows = read(folder)
+    assert rows.labels is not None
+    np.testing.assert_array_equal(np.array(rows.ids), ids.T)
+    np.testing.assert_array_equal(rows.dense, np.concatenate([loaded(folder, f"day_{n}")[0] for n in range(3)]))
+    np.testing.assert_array_equal(rows.labels, np.concatenate([loaded(folder, f"day_{n}")[2] for n in range(3)])[:, 0])
+    with pytest.raises(InputError, match=r"has a dataset\.json already, .*remove its dataset\.json"):
+        rayrec.adopt(str(folder), console=QUIET)
+
+
+def test_the_held_out_halves_are_those_of_torchrecs_loader(arrays: Path, adopted: Path) -> None:
+    sets = materialized.open_preprocessed(str(adopted)).sets
+    paths = [[str(arrays / f"day_2_{part}.npy")] for part in PARTS]
+    with torchrec_criteo() as criteo:
+        for stage, name in (("val", "validation"), ("test", "test")):
+            reader = criteo.InMemoryBinaryCriteoIterDataPipe(stage, *paths, batch_size=64, rank=0, world_size=1)
+            batches = list(reader)
+            rows = read(adopted, np.arange(*sets[name], dtype=np.int64))
+            np.testing.assert_array_equal(np.concatenate([b.dense_features.numpy() for b in batches]), rows.dense)
+            got = np.concatenate([b.sparse_features["cat_9"].values().numpy() for b in batches])
+            np.testing.assert_array_equal(got, rows.ids[9])
+
+
+def test_rows_of_files_of_other_integers_are_read_together(adopted: Path) -> None:
+    """The last day's ids have 64 bits, the others' 32."""
+    order = np.random.default_rng(0).permutation(sum(ROWS))
+    rows, ordered = read(adopted), read(adopted, order)
+    assert ordered.ids[0].dtype == np.int32
+    np.testing.assert_array_equal(np.array(ordered.ids), np.array(rows.ids)[:, order])
+    np.testing.assert_array_equal(ordered.dense, rows.dense[order])
+
+
+def test_ids_above_the_tables_are_taken_modulo_their_rows_as_by_torchrecs_loader(npy: Path, tmp_path: Path) -> None:
+    folder = copy_of(npy, tmp_path / "npy")
+    negative = np.load(folder / "day_1_sparse.npy")
+    negative[5, 3] = -17
+    np.save(folder / "day_1_sparse.npy", negative)
+    sizes = [100 + number for number in range(26)]
+    with pytest.raises(InputError, match=r"column 3 has id -17; .*--num-embeddings-per-feature"):
+        rayrec.adopt(str(folder), console=QUIET)
+    made = rayrec.adopt(str(folder), num_embeddings_per_feature=sizes, console=QUIET)
+    assert made["num_embeddings"] == sizes
+    assert len(made["modulo"]) > 20
+    with torchrec_criteo() as criteo:
+        paths = [[str(folder / f"day_{number}_{part}.npy") for number in range(3)] for part in PARTS]
+        (batch,) = criteo.InMemoryBinaryCriteoIterDataPipe(
+            "train", *paths, batch_size=sum(ROWS), rank=0, world_size=1, hashes=sizes
+        )
+    expected = batch.sparse_features.values().numpy().reshape(26, -1)
+    np.testing.assert_array_equal(np.array(read(folder).ids), expected)
+    assert expected[3, ROWS[0] + 5] == -17 % 103
+
+
+def test_hashes_without_sizes_are_pointed_out(npy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = rayrec.adopt(str(npy), out=str(tmp_path / "out"), console=Console())
+    assert max(made["num_embeddings"]) > 2**31
+    assert "columns have ids above the number of rows" in capsys.readouterr().err
+
+
+# -- training and after
+
+
+@pytest.fixture(scope="module")
+def runs(adopted: Path, raw: Path) -> tuple[Path, Path]:
+    """A run on adopted arrays, and one on the same rows given raw."""
+    folder = adopted.parent / "runs"
+    rayrec.train(config_of(adopted, folder, "adopted"), console=QUIET)
+    rayrec.train(from_raw(config_of(raw, folder, "raw"), adopted), console=QUIET)
+    return folder / "adopted", folder / "raw"
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return found
+
+
+def test_training_equals_training_on_the_same_rows_given_raw(runs: tuple[Path, Path]) -> None:
+    mine, other = map(summary_of, runs)
+    assert mine["weights_sha256"] == other["weights_sha256"]
+    for name in ("preprocessor", "rows_of_sets", "metrics", "validation", "rows"):
+        assert mine[name] == other[name], name
+
+
+def test_a_run_resumes_exactly(runs: tuple[Path, Path], adopted: Path, tmp_path: Path) -> None:
+    """Without its last checkpoint it is trained from the one before, in the middle of the epoch."""
+    run = copy_of(runs[0], tmp_path / "adopted")
+    shutil.rmtree(run / "checkpoints" / "step_00000016")
+    (run / "summary.json").unlink()
+    again = rayrec.train(config_of(adopted, tmp_path, "adopted"), console=QUIET)
+    assert again.summary["weights_sha256"] == summary_of(runs[0])["weights_sha256"]
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["kind"] == "start"] == [0, 8]
+
+
+def test_scores_are_those_of_the_raw_rows(
+    runs: tuple[Path, Path], adopted: Path, raw: Path, arrays: Path, tmp_path: Path
+) -> None:
+    """By evaluate and predict, by an export of the model, and over HTTP, where a row carries its numbers and ids as they are."""
+    run = str(runs[0])
+    assert rayrec.evaluate(run, str(adopted)) == rayrec.evaluate(run, str(raw))
+    for name, path in (("of-adopted", adopted), ("of-raw", raw)):
+        predict_to(run, str(path), out=str(tmp_path / name), console=QUIET)
+    scores = pq.read_table(tmp_path / "of-adopted")
+    assert scores == pq.read_table(tmp_path / "of-raw")
+    rayrec.export(run, out=str(tmp_path / "export"))
+    dense, sparse, _ = loaded(arrays, "day_0")
+    rows = [
+        {f"int_{n}": float(x) for n, x in enumerate(dense[row])}
+        | {f"cat_{n}": int(x) for n, x in enumerate(sparse[row])}
+        for row in range(40)
+    ]
+    for source in (run, str(tmp_path / "export")):
+        app = make_app(open_served(source))
+        found = post(app, {"rows": rows}).json()
+        np.testing.assert_allclose(found["logits"], scores["logit"][:40].to_numpy(), rtol=1e-5, atol=1e-6)
+        wrong = post(app, {"rows": [{**rows[0], "cat_3": "7e0ccccf"}]})
+        assert (wrong.status, wrong.json()["error"]["field"]) == (400, "cat_3")
+
+
+def test_other_days_are_adopted_with_the_preprocessor_of_a_run(
+    runs: tuple[Path, Path], arrays: Path, adopted: Path, tmp_path: Path
+) -> None:
+    """An id that the run's tables lack is taken modulo their rows."""
+    folder = tmp_path / "more"
+    folder.mkdir()
+    for part in PARTS:
+        shutil.copy(arrays / f"day_2_{part}.npy", folder)
+    assert rayrec.adopt(str(folder), out=str(tmp_path / "own"), console=QUIET)["preprocessor"]
+    with pytest.raises(InputError, match=r"adopt it with the model's: --preprocessor RUN --out DIR"):
+        rayrec.evaluate(str(runs[0]), str(tmp_path / "own"))
+    made = rayrec.adopt(str(folder), preprocessor=str(runs[0]), console=QUIET)
+    assert made["preprocessor"] == summary_of(runs[0])["preprocessor"]
+    assert rayrec.evaluate(str(runs[0]), str(folder))["rows"] == ROWS[2]
+    changed = config_of(adopted, tmp_path, "two").updated({"eval_data": {"path": str(folder), "files": ()}})
+    assert rayrec.train(changed, console=QUIET).summary["rows_of_sets"] == {"train": sum(ROWS), "validation": ROWS[2]}
+
+
+def test_a_plan_has_the_tables_of_the_arrays(adopted: Path, tmp_path: Path) -> None:
+    text = rayrec.plan(config_of(adopted, tmp_path, "planned"))
+    sizes = Preprocessor.load(str(adopted / "preprocessor")).num_embeddings
+    assert re.search(rf"^cat_9 +{sizes[9]:,} ", text, re.MULTILINE)
+
+
+# -- bags of ids
+
+
+def test_multi_hot_arrays_train_as_lists_do(arrays: Path, tmp_path: Path) -> None:
+    """Archives as materialize_synthetic_multihot_dataset.py writes them, in a folder without labels and dense features."""
+    bags, raw = tmp_path / "bags", tmp_path / "raw"
+    bags.mkdir()
+    raw.mkdir()
+    rng = np.random.default_rng(1)
+    for number, rows in enumerate(ROWS):
+        dense, sparse, labels = loaded(arrays, f"day_{number}")
+        ids = [
+            np.concatenate([sparse[:, [column]], rng.integers(0, 50, (rows, size - 1))], axis=1).astype(np.int32)
+            for column, size in enumerate(HOTNESS)
+        ]
+        np.savez(bags / f"day_{number}_sparse_multi_hot.npz", **{str(column): each for column, each in enumerate(ids)})
+        plain = [each[:, 0] if each.shape[1] == 1 else each for each in ids]
+        write_raw(raw / f"day_{number}.parquet", dense, plain, labels)
+    both = {"sparse_path": str(bags), "ids": "sparse_multi_hot", "rows_per_segment": SEGMENT, "console": QUIET}
+    with pytest.raises(InputError, match=r"^sparse_path: arrays of two folders need --out DIR"):
+        rayrec.adopt(str(arrays), **both)
+    made = rayrec.adopt(str(arrays), out=str(tmp_path / "out"), **both)
+    assert (made["format"], made["rows"], made["num_embeddings"][0] >= 50) == ("npz", sum(ROWS), True)
+    mine = rayrec.train(config_of(tmp_path / "out", tmp_path, "mine", steps=6), console=QUIET)
+    other = from_raw(config_of(raw, tmp_path, "other", steps=6), tmp_path / "out")
+    assert rayrec.train(other, console=QUIET).summary["weights_sha256"] == mine.summary["weights_sha256"]
+    assert rayrec.evaluate(mine.checkpoint, str(tmp_path / "out")) == rayrec.evaluate(mine.checkpoint, str(raw))
+    app = make_app(open_served(mine.checkpoint))
+    row = pq.read_table(raw / "day_0.parquet").slice(0, 1).to_pylist()[0]
+    assert len(post(app, {"rows": [row]}).json()["scores"]) == 1
+
+
+# -- what is faulty
+
+
+def changed(folder: Path, name: str, change: Callable[[np.ndarray], np.ndarray | None]) -> None:
+    array = np.load(folder / name)
+    result = change(array)
+    np.save(folder / name, array if result is None else result)
+
+
+def test_faulty_rows_are_left_out(arrays: Path, tmp_path: Path) -> None:
+    """An infinite number, as TorchRec's scripts of before June 2025 write for -3, and a label that is none."""
+    folder = copy_of(arrays, tmp_path / "arrays")
+
+    def spoil(dense: np.ndarray) -> None:
+        dense[[0, 131, 132], 2] = -np.inf, np.nan, np.inf
+
+    def mislabel(labels: np.ndarray) -> None:
+        labels[[200, 0]] = 2
+
+    changed(folder, "day_0_dense.npy", spoil)
+    changed(folder, "day_0_labels.npy", mislabel)
+    with pytest.raises(
+        InputError, match=r"4 faulty rows \(3 x a number is not finite, 1 x label is not 0 or 1\); first: .*at row 0"
+    ):
+        rayrec.adopt(str(folder), console=QUIET)
+    made = rayrec.adopt(str(folder), max_bad_fraction=0.01, rows_per_segment=100, console=QUIET)
+    assert made["bad_rows"] == 4
+    kept = np.delete(np.arange(ROWS[0]), [0, 131, 132, 200])
+    assert made["rows"] == sum(ROWS) - 4
+    rows = read(folder)
+    np.testing.assert_array_equal(rows.dense[: len(kept)], np.load(folder / "day_0_dense.npy")[kept])
+    np.testing.assert_array_equal(rows.dense[len(kept) : len(kept) + ROWS[1]], np.load(folder / "day_1_dense.npy"))
+    assert np.isfinite(rows.dense).all()
+
+
+def test_unlabelled_arrays_are_scored_and_not_evaluated(runs: tuple[Path, Path], arrays: Path, tmp_path: Path) -> None:
+    folder = copy_of(arrays, tmp_path / "arrays")
+    changed(folder, "day_2_labels.npy", lambda labels: np.full_like(labels, -1))
+    with pytest.raises(InputError, match=r"^day_2: its labels are all -1, .* leave it out with --files day_0 day_1$"):
+        rayrec.adopt(str(folder), console=QUIET)
+    options = {"files": ("day_2",), "preprocessor": str(runs[0]), "console": QUIET}
+    assert not rayrec.adopt(str(folder), **options)["labelled"]
+    with pytest.raises(InputError, match="holds no labels"):
+        rayrec.evaluate(str(runs[0]), str(folder))
+    assert predict_to(str(runs[0]), str(folder), out=str(tmp_path / "scores"), console=QUIET)["rows"] == ROWS[2]
+
+
+def truncated(folder: Path) -> None:
+    path = folder / "day_1_sparse.npy"
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def by_columns(folder: Path) -> None:
+    changed(folder, "day_1_dense.npy", np.asfortranarray)
+
+
+def no_array(folder: Path) -> None:
+    (folder / "day_1_labels.npy").write_bytes(b"nothing of the kind")
+
+
+def compressed(folder: Path) -> None:
+    for day in range(3):
+        (folder / f"day_{day}_sparse.npy").unlink()
+        np.savez_compressed(folder / f"day_{day}_sparse_multi_hot.npz", **{"0": np.zeros((ROWS[day], 2), np.int32)})
+
+
+def of_other_numbers(folder: Path) -> None:
+    for day in range(3):
+        (folder / f"day_{day}_sparse.npy").unlink()
+        np.savez(folder / f"day_{day}_sparse_multi_hot.npz", **{"1": np.zeros((ROWS[day], 2), np.int32)})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "options", "message"),
+    [
+        (lambda folder: (folder / "day_1_labels.npy").unlink(), {}, r"day_1_labels\.npy is missing; .*--files"),
+        (truncated, {}, r"day_1_sparse\.npy: has [\d,]+ bytes, its header says [\d,]+; copy it again"),
+        (lambda folder: changed(folder, "day_1_dense.npy", lambda x: x[:-1]), {}, r"day_1_labels\.npy: has 650 rows, .* 649"),
+        (lambda folder: changed(folder, "day_1_dense.npy", lambda x: x[:, 1:]), {}, r"12 values in array dense, .* 13"),
+        (lambda folder: changed(folder, "day_0_dense.npy", lambda x: x.astype(np.float64)), {}, "holds float64; expected"),
+        (lambda folder: changed(folder, "day_0_sparse.npy", lambda x: x.astype(np.float32)), {}, "holds float32; expected"),
+        (by_columns, {}, "stored column by column; write it again with"),
+        (no_array, {}, r"day_1_labels\.npy: is no array of NumPy"),
+        (compressed, {}, r"is compressed, so that it cannot be mapped; write it with numpy\.savez"),
+        (of_other_numbers, {}, "holds arrays 1.npy, ...; expected are 0, 1, 2"),
+        (lambda folder: (folder / "day_0_sparse_multi_hot.npz").write_bytes(b"PK"), {}, r"choose one with --ids sparse$"),
+        (lambda folder: None, {"num_embeddings_per_feature": (5, 6)}, "2 tables, and day_0_sparse.npy has 26 columns"),
+        (lambda folder: None, {"files": ("day_7",)}, r"day_7_dense\.npy is missing"),
+        (lambda folder: None, {"split": "days", "parts": {"validation_days": 2, "test_days": 2}}, "leave none for training"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_one_line(
+    arrays: Path, tmp_path: Path, spoil: Callable[[Path], Any], options: dict[str, Any], message: str
+) -> None:
+    folder = copy_of(arrays, tmp_path / "arrays")
+    spoil(folder)
+    with pytest.raises(InputError, match=message) as found:
+        rayrec.adopt(str(folder), console=QUIET, **options)
+    assert "\n" not in str(found.value)
+    assert not (folder / "dataset.json").exists()
+
+
+def test_a_file_that_changed_since_is_refused(arrays: Path, tmp_path: Path) -> None:
+    folder = copy_of(arrays, tmp_path / "arrays")
+    rayrec.adopt(str(folder), console=QUIET)
+    changed(folder, "day_1_sparse.npy", lambda ids: ids[::-1])
+    with pytest.raises(InputError, match=r"day_1_sparse\.npy: has other bytes than were written"):
+        rayrec.train(config_of(folder, tmp_path, "run"), console=QUIET)
+
+
+def test_arrays_that_were_not_adopted_name_the_command(npy: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"as TorchRec's scripts write them; `rayrec adopt [^`]*npy` checks"):
+        rayrec.train(config_of(npy, tmp_path, "run"), console=QUIET)
+
+
+def test_an_adopted_preprocessor_is_not_extended(adopted: Path) -> None:
+    with pytest.raises(InputError, match="there is no vocabulary to extend"):
+        rules_of(Preprocessor.load(str(adopted / "preprocessor")), "here")
+
+
+def test_the_command(arrays: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ",".join(["40"] * 26)
+    command = ["adopt", str(arrays), "--out", str(tmp_path / "out"), "--num-embeddings-per-feature", sizes]
+    assert cli.run([*command, "--files", "day_1", "day_2", "--split", "none"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert (made["days"], made["sets"], made["num_embeddings"]) == (["day_1", "day_2"], {}, [40] * 26)
+    assert (tmp_path / "out" / "day_1_dense.npy").is_symlink()
