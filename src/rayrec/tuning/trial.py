@@ -45,8 +45,8 @@ class Standing:
         return self.state in ("finished", "failed") or len(self.values) > wave
 
     def value(self, wave: int) -> float | None:
-        """The metric after a wave; of a trial that had finished by then, that of its weights to use. None if it has none, or failed
-        before."""
+        """The metric after a wave; of a trial that had finished by then, that of its weights to use. None if it has none, or
+        failed before."""
         if wave < len(self.values):
             return self.values[wave]
         return self.values[-1] if self.state == "finished" else None

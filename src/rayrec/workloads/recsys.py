@@ -186,7 +186,8 @@ class ClickWorkload(Workload):
 
         config = context.config
         assert config.train_data.path is not None
-        given = self.preprocessor or self.teacher.checkpoint or _resumes(folder)
+        teacher = open_teacher(self.teacher, run=context.folder)
+        given = self.preprocessor or teacher or _resumes(folder)
         index = self._index(config.train_data, context, index_text=index_log if given else counting.index)
         bad_rows = index.faults.total
         if config.eval_data.path is None:
@@ -203,7 +204,6 @@ class ClickWorkload(Workload):
             held_out = {
                 "validation": _order(eval_index, (0, eval_index.rows), config.eval_data.replace(shuffle="none"), 0)
             }
-        teacher = open_teacher(self.teacher, run=context.folder)
         preprocessor = self._preprocessor(folder, index, context, teacher, counting)
         context.stopwatch.lap("vocabulary")
         _check_sparse(preprocessor.inputs)
@@ -272,28 +272,33 @@ class ClickWorkload(Workload):
         assert path is not None
         if _resumes(folder):
             return Preprocessor.load(folder)
-        given = self._given_preprocessors(path, teacher)
-        preprocessor = next(iter(given.values()), None)
-        for place, other in given.items():
-            if preprocessor is not None and other.hash() != preprocessor.hash():
-                raise InputError(
-                    f"{place}: was made with Preprocessor {other.hash()}, {next(iter(given))} with {preprocessor.hash()}, and a "
-                    "run has one; leave --workload.preprocessor out, or preprocess the log again"
-                )
-        preprocessor = preprocessor or self._counted_preprocessor(index, context, counting)
+        preprocessor = self._given_preprocessor(path, teacher) or self._counted_preprocessor(index, context, counting)
         preprocessor.save(folder)
         return preprocessor
 
-    def _given_preprocessors(self, path: str, teacher: Teacher | None) -> dict[str, Preprocessor]:
-        """By what brings them: preprocessed data, a teacher, the configuration."""
+    def _given_preprocessor(self, path: str, teacher: Teacher | None) -> Preprocessor | None:
+        """That of preprocessed data, the teacher's models and the configuration, as far as there are any. Raises InputError if
+        they bring different ones. Memory: two of them."""
+        teachers = () if teacher is None else teacher.checkpoints
         places = {}
         if materialized.is_preprocessed(path):
             places[path] = materialized.open_preprocessed(path).preprocessor
-        if teacher is not None:
-            places[teacher.checkpoint] = storage.join(teacher.checkpoint, PREPROCESSOR_FOLDER)
+        places |= {checkpoint: storage.join(checkpoint, PREPROCESSOR_FOLDER) for checkpoint in teachers}
         if self.preprocessor is not None:
             places[self.preprocessor] = self.preprocessor
-        return {place: Preprocessor.load(folder) for place, folder in places.items()}
+        first, preprocessor = "", None
+        for place, folder in places.items():
+            other = Preprocessor.load(folder)
+            if preprocessor is None:
+                first, preprocessor = place, other
+            elif other.hash() != preprocessor.hash() and {first, place} <= set(teachers):
+                raise InputError(f"teacher.checkpoint: {other_preprocessor(place, first)}")
+            elif other.hash() != preprocessor.hash():
+                raise InputError(
+                    f"{place}: was made with Preprocessor {other.hash()}, {first} with {preprocessor.hash()}, and a "
+                    "run has one; leave --workload.preprocessor out, or preprocess the log again"
+                )
+        return preprocessor
 
     def _counted_preprocessor(self, index: LogIndex, context: RunContext, counting: CountingIndexer) -> Preprocessor:
         from rayrec.data.counting import problems_of
@@ -396,6 +401,14 @@ class ClickWorkload(Workload):
         return load_scorer(
             self.model, precision=config.precision, checkpoint=checkpoint, preprocessor=preprocessor, device=device
         )
+
+
+def other_preprocessor(checkpoint: str, first: str) -> str:
+    """What is wrong with models of different Preprocessors that are to be one model."""
+    return (
+        f"{checkpoint}: was trained with another Preprocessor than {first}, so that their ids differ; train all with one "
+        "(--workload.preprocessor DIR)"
+    )
 
 
 def _resumes(folder: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast, final
 
 import numpy as np
@@ -171,12 +171,17 @@ def load_scorer(
     """
     model = empty_model(config, preprocessor=preprocessor, precision=precision)
     check_weights(checkpoint, wanted_weights(model, preprocessor))
-    weights = {name.removeprefix(PREFIX): tensor for name, tensor in full_tensors(Checkpoint(checkpoint), PREFIX)}
+    return make_scorer_of(model, dict(full_tensors(Checkpoint(checkpoint), PREFIX)), device=device)
+
+
+def make_scorer_of(model: PlainModel, weights: Mapping[str, torch.Tensor], *, device: str) -> ClickScorer:
+    """A scorer of all the weights of a checkpoint, by their names there."""
+    left = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
     names = model.table_weights().values()
-    tables = {name: weights.pop(name) for name in dict.fromkeys(names)}
+    tables = {name: left.pop(name) for name in dict.fromkeys(names)}
     arrays = [tables[name] for name in names]
-    model.network.load_state_dict(weights, assign=True)
-    return make_scorer(model, arrays, row_format=RowFormat("fp32", config.table_width), device=device)
+    model.network.load_state_dict(left, assign=True)
+    return make_scorer(model, arrays, row_format=RowFormat("fp32", model.width), device=device)
 
 
 def make_scorer(

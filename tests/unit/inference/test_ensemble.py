@@ -54,7 +54,7 @@ def test_it_scores_as_the_mean_of_the_logits(models: list[Saved], together: str)
     np.testing.assert_allclose(served.score(rows), np.mean(alone, axis=0), atol=1e-6)
     assert served.weight_bytes == sum(open_served(str(model.run)).weight_bytes for model in models)
     assert np.abs(alone[0] - alone[1]).max() > 0.1
-    targets = load_targets(Teacher(together, 1.0), models[0].preprocessor)
+    targets = load_targets(Teacher((together,), 1.0), models[0].preprocessor)
     labelled = models[0].rows(200, labelled=True)
     np.testing.assert_allclose(targets(labelled), 1 / (1 + np.exp(-served.score(labelled))), atol=1e-6)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from saved_clicks import criteo_preprocessor, save_clicks
 from whole_click_model import whole_model
 
+import rayrec
 from rayrec import checkpoint as checkpoints
 from rayrec import recipes
 from rayrec.config import InputError
@@ -19,6 +22,8 @@ from rayrec.data.loader import Slicer, sparse_features
 from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.models.ranking.dlrm import DLRMConfig
+from rayrec.observe.console import Console
+from rayrec.training.trainer import train
 from rayrec.workloads.distillation import RECORD, Teacher, TeacherConfig, load_targets, open_teacher
 
 NUM_EMBEDDINGS = [5 + column for column in range(26)]
@@ -79,7 +84,7 @@ def test_targets_are_labels_and_probabilities(run: Path, preprocessor: Preproces
             torch.from_numpy(rows.dense), sparse_features(SCHEMA.sparse, rows.ids, len(rows))
         )
     for weight in (0.25, 1.0):
-        teacher = Teacher(str(run / "checkpoints" / "step_00000002"), weight)
+        teacher = Teacher((str(run / "checkpoints" / "step_00000002"),), weight)
         targets = load_targets(teacher, preprocessor)(rows)
         assert targets.dtype == np.float32
         expected = (1 - weight) * rows.labels + weight * torch.sigmoid(logits).numpy()
@@ -88,7 +93,7 @@ def test_targets_are_labels_and_probabilities(run: Path, preprocessor: Preproces
 
 def test_batches_have_the_same_targets_wherever_a_run_goes_on(run: Path, preprocessor: Preprocessor) -> None:
     """Bit for bit: each batch is scored as a whole, and not as the pieces come that it is made of."""
-    targets = load_targets(Teacher(str(run / "checkpoints" / "step_00000001"), 0.5), preprocessor)
+    targets = load_targets(Teacher((str(run / "checkpoints" / "step_00000001"),), 0.5), preprocessor)
     rows = _rows(500)
 
     def labels(start: int, piece: int) -> list[np.ndarray]:
@@ -116,11 +121,13 @@ def test_a_run_keeps_its_teacher(run: Path, tmp_path: Path) -> None:
     student = tmp_path / "student"
     config = TeacherConfig(checkpoint=str(teachers), weight=0.5)
     teacher = open_teacher(config, run=str(student))
-    assert teacher == Teacher(str(teachers / "checkpoints" / "step_00000002"), 0.5)
+    assert teacher == Teacher((str(teachers / "checkpoints" / "step_00000002"),), 0.5)
     shutil.copytree(teachers / "checkpoints" / "step_00000001", teachers / "checkpoints" / "step_00000003")
     assert open_teacher(config, run=str(student)) == teacher  # though there is a newer one
-    record = json.loads((student / RECORD).read_text())
-    (student / RECORD).write_text(json.dumps({**record, "weights": "0" * 16}))
+    (record,) = json.loads((student / RECORD).read_text())
+    (student / RECORD).write_text(json.dumps(record))  # as an earlier version wrote it
+    assert open_teacher(config, run=str(student)) == teacher
+    (student / RECORD).write_text(json.dumps([{**record, "weights": "0" * 16}]))
     with pytest.raises(InputError, match="the teacher's weights changed since"):
         open_teacher(config, run=str(student))
     assert open_teacher(TeacherConfig(), run=str(student)) is None
@@ -139,3 +146,43 @@ def test_a_teacher_needs_a_weight_and_a_weight_a_teacher() -> None:
         none.workload.check(none)
     with pytest.raises(InputError, match=r"weight: 1\.5 must lie between 0 and 1"):
         TeacherConfig(checkpoint="runs/teacher", weight=1.5)
+    for nothing in ("", (), ("runs/teacher", "")):
+        with pytest.raises(InputError, match=r"teacher.checkpoint: names no folder; give one or more"):
+            TeacherConfig(checkpoint=nothing, weight=0.5)
+
+
+def test_several_teachers_are_their_ensemble(click_log: Path, tmp_path: Path) -> None:
+    small = {"embedding_dim": 4, "bottom_mlp": (8, 4), "top_mlp": (8, 1)}
+    recipe = recipes.criteo_demo(str(click_log / "train.txt")).replace(
+        storage_path=str(tmp_path),
+        steps=4,
+        batch_size=256,
+        scaling={"num_workers": 1},
+        trackers={"prometheus": False, "tensorboard": False},
+        workload={"model": small},
+    )
+
+    def trained(name: str, **changes: Any) -> rayrec.Result:
+        return train(recipe.replace(name=name, **changes), console=Console(quiet=True))
+
+    def student(name: str, *teachers: str) -> rayrec.Result:
+        given = teachers if len(teachers) > 1 else teachers[0]
+        return trained(name, workload={"model": small, "teacher": {"checkpoint": given, "weight": 0.5}})
+
+    first = trained("first").folder
+    second = trained("second", seed=1, workload={"model": {**small, "embedding_dim": 8, "bottom_mlp": (8,)}}).folder
+    rayrec.ensemble([first, second], out=str(tmp_path / "both"))
+    several, one = student("several", first, second), student("one", str(tmp_path / "both"))
+    assert several.summary["weights_sha256"] == one.summary["weights_sha256"]
+    assert several.summary["weights_sha256"] != student("alone", first).summary["weights_sha256"]
+    record = json.loads(Path(several.folder, RECORD).read_text())
+    assert [Path(each["checkpoint"]).parents[1].name for each in record] == ["first", "second"]
+    stored = recipes.load_config(Path(several.folder, "config.yaml").read_text())
+    assert stored.workload.teacher.checkpoint == (first, second)  # type: ignore[attr-defined]
+
+    elsewhere = save_clicks(tmp_path / "elsewhere", preprocessor=criteo_preprocessor(SCHEMA, NUM_EMBEDDINGS))
+    with pytest.raises(InputError, match=r"teacher.checkpoint: .*elsewhere.* another Preprocessor than .*first"):
+        student("refused", first, str(elsewhere.run))
+    rounded = trained("rounded", precision="bf16").folder
+    with pytest.raises(InputError, match=r"rounded.* is of precision bf16, and .*first.* of fp32; give models of one"):
+        student("mixed", first, rounded)
