@@ -22,7 +22,7 @@ from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig
 from rayrec.schema import Feature, Label, Schema
 from rayrec.sharding import ShardingConfig
-from rayrec.training.state import all_tensors
+from rayrec.training.state import all_tensors, restore_all
 from rayrec.workloads.base import ScalingConfig, TrainConfig, WorkerContext
 from rayrec.workloads.recsys import ClickWorkload
 
@@ -183,6 +183,23 @@ def train(folder: str, tables: list[int], rank: int, *, node: str = "", **settin
             json.dump(losses, file)
 
 
+def train_in_attempts(folder: str, tables: list[int], rank: int, *attempts: range, node: str) -> None:
+    """Trains the steps of each attempt, from what the one before has saved, and saves FOLDER/STEP after each."""
+    world_size, before = distributed.get_world_size(), None
+    network = DLRMConfig(interaction="dot", embedding_dim=DIM, bottom_mlp=(128, 64, DIM), top_mlp=(128, 64, 1))
+    configuration = config(tables, world_size).replace(workload={"model": network})
+    for steps in attempts:
+        setup = configuration.workload.set_up(context(configuration, rank, world_size, node=node), prepared(tables))
+        if before is not None:
+            restore_all(Checkpoint(before), setup.model, setup.optimizer)
+        batches = iter([batch(tables, step, rank, world_size) for step in steps])
+        for step in steps:
+            setup.begin_step(step, attempts[-1].stop)
+            setup.pipeline.progress(batches)
+        before = f"{folder}/{steps.stop}"
+        checkpoint.save(before, all_tensors(setup.model, setup.optimizer), state={})
+
+
 def on_unequal_nodes(folder: str, rank: int) -> None:
     """Ranks 0 and 1 run on one machine, rank 2 on another."""
     logging.disable(logging.WARNING)
@@ -193,6 +210,9 @@ def on_unequal_nodes(folder: str, rank: int) -> None:
         train(f"{folder}/{name}_3", tables, rank, node="a" if rank < 2 else "b", **ADAM)
     rounded = ShardingConfig(exchange_precision="fp16")
     train(f"{folder}/rounded_3", EQUAL, rank, node="a" if rank < 2 else "b", sharding=rounded)
+    node = "a" if rank < 2 else "b"
+    train_in_attempts(f"{folder}/whole", EQUAL, rank, range(6), node=node)
+    train_in_attempts(f"{folder}/parts", EQUAL, rank, range(2), range(2, 4), range(4, 6), node=node)
 
 
 def alone(folder: str, rank: int) -> None:

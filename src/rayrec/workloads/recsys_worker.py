@@ -7,13 +7,14 @@ import logging
 import math
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.model_parallel import DataParallelWrapper
+from torchrec.distributed.model_parallel import DataParallelWrapper, DefaultDataParallelWrapper
 from torchrec.distributed.train_pipeline import TrainPipeline
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer
@@ -164,7 +165,7 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
         device=context.device,
         plan=plan,
         sharders=embedding_sharders(workload.sharding, device="cuda" if context.device.type == "cuda" else "cpu"),
-        data_parallel_wrapper=None if context.world_size > 1 else Unwrapped(),
+        data_parallel_wrapper=gradient_exchange(context),
     )
     initialize_shards(sharded, seed=config.seed, start=workload.table_start)
     optimizer = make_optimizer(
@@ -301,6 +302,21 @@ class Unwrapped(DataParallelWrapper):
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         move_wrapped_module(dmp, device)
+
+
+def gradient_exchange(context: WorkerContext) -> DataParallelWrapper | None:
+    """What averages the replicated part's gradients; None: TorchRec's default.
+
+    On CPU its sums do not change when a run restarts. By default DistributedDataParallel lays out its buckets again after its
+    first step, by the order in which gradients came, and where a gradient is in a bucket decides the order in which three or more
+    workers add it. It does not if it looks for unused parameters.
+    """
+    if context.world_size == 1:
+        return Unwrapped()
+    if context.world_size == 2 or context.device.type == "cuda":  # bit for bit is promised on CPU
+        return None
+    warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
+    return DefaultDataParallelWrapper(static_graph=False, find_unused_parameters=True)
 
 
 def make_pipeline(
