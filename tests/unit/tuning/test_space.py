@@ -89,7 +89,6 @@ def test_fields_that_are_refused(field: str, values: list[Any], message: str) ->
 
 
 def test_settings_of_a_search() -> None:
-    assert TuneConfig().reduction == pytest.approx(3)
     for wrong, message in (
         ({"trials": 0}, "trials: 0 must be at least 1"),
         ({"concurrent": 0}, "concurrent: 0 must be at least 1"),
