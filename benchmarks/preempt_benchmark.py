@@ -97,11 +97,19 @@ class Arm:
     """One run on eight nodes for workers and one for data tasks, and what happens to its nodes."""
 
     def __init__(
-        self, folder: Path, log: Path, *, steps: int, every: int, seen: bool = True, least: int = WORKERS
+        self,
+        cluster: RayCluster,
+        folder: Path,
+        log: Path,
+        *,
+        steps: int,
+        every: int,
+        seen: bool = True,
+        least: int = WORKERS,
     ) -> None:
         """`seen`: whether the workers receive notices. `least`: the workers that the run continues with if there are no more."""
         self._stamps = folder / "stamps"
-        self._cluster = RayCluster(folder, cache=folder / "cache")
+        self._cluster = cluster
         self._cluster.add_node(json.dumps({"num_cpus": 2}))
         for _ in range(WORKERS):
             address = self._cluster.add_node(NODE)
@@ -122,13 +130,9 @@ class Arm:
         config = config.replace(recipe=recipe.recipe, workload=recipe.workload)
         source = f"{stamped_clicks.__file__}:stamped"
         quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        self._run = Run(
+        self.run = Run(
             config, folder / "commands", cache=folder / "cache", recipe=source, **quiet, **({} if seen else UNSEEN)
         )
-
-    def end(self) -> None:
-        self._run.end()
-        self._cluster.end()
 
     def attempts(self) -> list[Stretch]:
         return stretches(self._stamps.read_text()) if self._stamps.exists() else []
@@ -137,7 +141,7 @@ class Arm:
         """Runs to the end, with a preemption at each of these steps -> `losses`, `attempts`, `wall_s` and the run's `summary`."""
         chosen, preemptions = random.Random(seed), []
         begin_s = time.time()
-        self._run.start()
+        self.run.start()
         for step in notices:
             self._wait_for(step)
             host = self._hosts.pop(chosen.randrange(len(self._hosts)))
@@ -146,12 +150,12 @@ class Arm:
             time.sleep(NOTICE_S)
             self._cluster.kill_node(host)
             preemptions.append((notice_s, time.time()))
-            assert self._run.session.process.poll() is None, "the run was over before the kill"
+            assert self.run.session.process.poll() is None, "the run was over before the kill"
             time.sleep(REPLACEMENT_S)
             self._cluster.add_node(NODE)
             self._hosts.append(max(self._hosts) + 1)
             self._wait_for(step, since_s=preemptions[-1][1])
-        summary = self._run.summary(timeout_s=1800)
+        summary = self.run.summary(timeout_s=1800)
         attempts = self.attempts()
         return {
             "losses": losses(attempts, preemptions),
@@ -164,19 +168,19 @@ class Arm:
         """Until the newest attempt has come to this step, and has begun one since that Unix time."""
         deadline_s = time.monotonic() + WAIT_S
         while not ((attempts := self.attempts()) and attempts[-1].end > step and attempts[-1].end_s > since_s):
-            assert self._run.session.process.poll() is None, self._run.session.err[-4000:]
-            assert time.monotonic() < deadline_s, self._run.session.err[-4000:]
+            assert self.run.session.process.poll() is None, self.run.session.err[-4000:]
+            assert time.monotonic() < deadline_s, self.run.session.err[-4000:]
             time.sleep(0.1)
 
 
 def measured(log: Path, notices: Sequence[int], *, seed: int, **arm: Any) -> dict[str, Any]:
     """What `Arm.measure` returns of an arm in a folder of its own."""
-    with tempfile.TemporaryDirectory(prefix="preempt-") as folder:
-        made = Arm(Path(folder), log, **arm)
-        try:
-            return made.measure(notices, seed=seed)
-        finally:
-            made.end()
+    with tempfile.TemporaryDirectory(prefix="preempt-") as name:
+        folder = Path(name)
+        with RayCluster(folder, cache=folder / "cache") as cluster:
+            made = Arm(cluster, folder, log, **arm)
+            with made.run:
+                return made.measure(notices, seed=seed)
 
 
 def main(*, quick: bool) -> None:

@@ -9,10 +9,12 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+from ports import free_ports
 
 from rayrec.commands.arguments import parse_config
 
@@ -113,3 +115,55 @@ def test_a_run_always_has_a_name_that_stays(given: tuple[str, ...], expected: st
     started = Started(tmp_path, *given, srun='echo "$*" >srun.called')
     assert started.process.wait(timeout=60) == 0
     assert started.read("srun.called").endswith(f"rayrec criteo_demo {expected}\n")
+
+
+_ON_RAY = {
+    # One node: its task, and what becomes of it.
+    "srun": 'while [[ $1 == --* ]]; do shift; done; echo $$ >task; SLURM_PROCID=0 exec "$@"',
+    "ray": "exec {python} -c 'import os, socket, time\n"
+    'port = socket.create_server(("127.0.0.1", int(os.environ["RAY_PORT"])))\n'
+    'open("ray.pid", "w").write(str(os.getpid()))\n'
+    "time.sleep(300)'",
+    "python": """case "$*" in
+  *get_node_ip_address*) echo 127.0.0.1 ;;
+  *ray.nodes*) ;;
+  *"-m rayrec train"*)
+    trap 'kill -0 "$(cat ray.pid)" && echo with Ray >saved; exit 143' TERM
+    echo begun >begun
+    while :; do sleep 0.05; done ;;
+  *) exec {python} "$@" ;;
+esac""",
+    "scancel": """echo "$*" >>scancel.called
+case "$1" in
+  --batch) kill -USR1 "$(cat script)" ;;
+  --signal=KILL) kill -KILL "$(cat ray.pid)" ;;
+esac""",
+    "squeue": "echo RUNNING",
+    "scontrol": 'echo "$*" >>scontrol.called',
+}
+
+
+def test_a_preemption_that_signals_ray_alone_saves_and_requeues(tmp_path: Path) -> None:
+    """The run saves while Ray is still there."""
+    for name, text in _ON_RAY.items():
+        (tmp_path / name).write_text("#!/bin/bash\n" + text.replace("{python}", sys.executable) + "\n")
+        (tmp_path / name).chmod(0o755)
+    job = str(free_ports(1) - 20_000)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    variables = {**os.environ, **JOB, "SLURM_JOB_ID": job, "SLURM_CPUS_PER_TASK": "1", "PATH": path}
+    with subprocess.Popen(["bash", FILES[0], "criteo_demo"], cwd=tmp_path, env=variables) as script:
+        (tmp_path / "script").write_text(str(script.pid))
+        deadline_s = time.monotonic() + 60
+        while not (tmp_path / "begun").exists():
+            assert time.monotonic() < deadline_s
+            assert script.poll() is None
+            time.sleep(0.02)
+        for name in ("task", "ray.pid"):  # all processes of the tasks
+            os.kill(int((tmp_path / name).read_text()), signal.SIGTERM)
+        assert script.wait(timeout=60) == 143
+    assert (tmp_path / "saved").exists()
+    assert (tmp_path / "scancel.called").read_text().split("\n")[:2] == [
+        f"--batch --signal=USR1 {job}",
+        f"--signal=KILL {job}.0",
+    ]
+    assert (tmp_path / "scontrol.called").read_text() == f"requeue {job}\n"
