@@ -121,7 +121,8 @@ def preprocess(
 def adopt(path: str, *, out: str | None = None, console: Console | None = None, **options: Any) -> dict[str, Any]:
     """Makes a folder of arrays that TorchRec's scripts wrote (day_N_dense.npy, day_N_sparse.npy or day_N_sparse_multi_hot.npz,
     day_N_labels.npy) trainable, without copying them: checks all of them, and writes dataset.json and a Preprocessor next to
-    them, or into the new folder `out`, which has links to them.
+    them, or into the new folder `out`, which has links to them. MDS shards of tokens become trainable in the same way, with
+    the option `tokenizer`, the folder of the tokenizer that made them.
 
     `options` are the fields of `rayrec.prepare.adopt.AdoptionConfig`: num_embeddings_per_feature, files, split, and so on.
     Returns rows, sets, num_embeddings, modulo, bad_rows, hashes; see `rayrec.prepare.adopt.adopt`. Raises InputError for arrays

@@ -11,7 +11,7 @@ VERBS = {
     ),
     "adopt": (
         "FOLDER [--out DIR]",
-        "makes arrays of TorchRec's scripts trainable as they are: checks them, copies nothing",
+        "makes TorchRec's arrays, or MDS shards of tokens, trainable as they are: checks them, copies nothing",
     ),
     "split": (
         "PATH --out DIR --by KIND",

@@ -160,10 +160,12 @@ def adopt(arguments: list[str]) -> None:
         config: Annotated[AdoptionConfig, tyro.conf.arg(name="")] = default,
     ) -> dict[str, Any]:
         """Make arrays that TorchRec's scripts wrote trainable as they are: check all of them, and write dataset.json and a
-        Preprocessor next to them. --num-embeddings-per-feature takes the value that dlrm_main.py has: 1000,200,...
+        Preprocessor next to them. --num-embeddings-per-feature takes the value that dlrm_main.py has: 1000,200,... Or make MDS
+        shards of tokens trainable, next to the tokenizer that made them.
 
         Args:
-            path: Folder of day_N_dense.npy, day_N_labels.npy, and day_N_sparse.npy or day_N_sparse_multi_hot.npz.
+            path: Folder of day_N_dense.npy, day_N_labels.npy, and day_N_sparse.npy or day_N_sparse_multi_hot.npz; or of MDS
+                shards.
             out: New folder to write to, with links to the arrays; else their own folder is written to.
             config: How they are read, checked and split.
         """

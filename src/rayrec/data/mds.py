@@ -43,7 +43,7 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.mds_index import COLUMN, INDEX, Index, Shard
+from rayrec.data.mds_index import COLUMN, INDEX, Index, Shard, TokenColumn, damaged, unpacked_index
 from rayrec.data.shard_cache import LEAST_FILES, ShardCache, default_folder, in_use
 from rayrec.extras import require_language
 
@@ -96,18 +96,28 @@ def write_index(folder: str, shards: Sequence[Mapping[str, Any]]) -> None:
 @final
 class TokenRows:
     """Rows of a set's folder (index.json and shards, local or at a URL), as a RowSource: tokens int64 (n, block_size).
+    `column`: which column of a set of another program has them; None: the set is rayrec's own.
 
-    Is made in the process that reads, and not pickled; one thread reads, another may call `will_read`. Shards at a URL are
-    kept in `cache_folder` (default: shards in $RAYREC_CACHE, else in ~/.cache/rayrec), which the processes of a node share, so
-    that each is fetched once; beyond `cache_bytes` of one set, those go that are not in use and were not for longest. Each
-    is checked against the index before its rows are used. Raises InputError where the folder cannot be read.
+    Is made in the process that reads, and not pickled; one thread reads, another may call `will_read`. Shards at a URL, and
+    those that are compressed, are kept, plain, in `cache_folder` (default: shards in $RAYREC_CACHE, else in ~/.cache/rayrec),
+    which the processes of a node share, so that each is fetched once; beyond `cache_bytes` of one set, those go that are not in
+    use and were not for longest. Each is checked against the index before its rows are used. Raises InputError where the folder
+    cannot be read.
     """
 
-    def __init__(self, path: str, *, cache_folder: str | None = None, cache_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        column: TokenColumn | None = None,
+        cache_folder: str | None = None,
+        cache_bytes: int | None = None,
+    ) -> None:
         path = storage.absolute(path).rstrip("/")
         content = storage.read_bytes(storage.join(path, INDEX))
         self._index = index = Index.parse(content, storage.join(path, INDEX))
-        self.block_size = index.block_size
+        self._column = column = column or index.own_column(storage.join(path, INDEX))
+        self.block_size = column.block_size
         self.chunk_rows: Sequence[int] = tuple(shard.rows for shard in index.shards)
         self.downloaded_bytes = 0
         """By this process."""
@@ -116,7 +126,7 @@ class TokenRows:
         self._cache: ShardCache | None = None
         self._most_open = _OPEN_SHARDS
         self._ahead: ThreadPoolExecutor | None = None
-        if storage.is_url(path):
+        if storage.is_url(path) or any(shard.packed for shard in index.shards):
             sizes_bytes = {shard.name: shard.size_bytes for shard in index.shards}
             cache = ShardCache(
                 path,
@@ -125,7 +135,7 @@ class TokenRows:
                 folder=cache_folder or default_folder(),
                 limit_bytes=cache_bytes,
             )
-            storage.write_bytes(os.path.join(cache.folder, INDEX), content)
+            storage.write_bytes(os.path.join(cache.folder, INDEX), unpacked_index(content))
             if cache_bytes is not None:  # what is mapped cannot go
                 self._most_open = min(_OPEN_SHARDS, cache_bytes // max(sizes_bytes.values()) // LEAST_FILES)
             self._folder, self._cache = cache.folder, cache
@@ -211,12 +221,7 @@ class TokenRows:
         if number not in self._checked:
             _check(content, shard, path)
             self._checked.add(number)
-        start = np.frombuffer(content, "<u4", shard.rows + 2)
-        row_bytes = self.block_size * self._index.dtype.itemsize
-        if (start[0], start[-1] - start[1], start[-1]) != (shard.rows, shard.rows * row_bytes, shard.size_bytes):
-            raise _damaged(path, f"does not hold {shard.rows:,} rows of {self.block_size} tokens")
-        rows = np.frombuffer(content, self._index.dtype, shard.rows * self.block_size, int(start[1]))
-        return rows.reshape(shard.rows, self.block_size)
+        return self._index.rows(content, shard, self._column, path)
 
     def _prepare_ahead(self, number: int) -> None:
         with suppress(InputError, OSError):
@@ -232,28 +237,61 @@ class TokenRows:
             with open(local, "rb") as file:
                 _check(_mapped(file.fileno(), shard, path), shard, path)
 
-        fetched_bytes = self._cache.fetch(name, check)
+        fetched_bytes = self._cache.fetch(name, check, lambda: shard_content(self._path, self._by_name[name]))
         with self._counting:
             self.downloaded_bytes += fetched_bytes
+
+
+def shard_content(folder: str, shard: Shard) -> Iterator[bytes]:
+    """The content of a shard in a folder, local or at a URL, unpacked if it is compressed. Raises InputError for a compressed
+    file that is damaged."""
+    packed = shard.packed
+    if packed is None:
+        yield from storage.read_stream(storage.join(folder, shard.name))
+        return
+    path = storage.join(folder, packed.name)
+    content = storage.read_bytes(path)
+    if len(content) != packed.size_bytes:
+        raise damaged(path, f"has {len(content):,} bytes, its index says {packed.size_bytes:,}")
+    _check_bytes(content, packed.checksum, path)
+    compression = importlib.import_module("streaming.base.compression")
+    if not compression.is_compression(packed.algorithm):
+        raise InputError(f"{path}: compressed by {packed.algorithm}, which streaming does not know")
+    try:
+        plain = compression.decompress(packed.algorithm, content)
+    except Exception as error:  # each library has a kind of its own
+        raise damaged(path, f"cannot be unpacked ({' '.join(str(error).split())[:100]})") from None
+    yield plain
+
+
+def map_shard(path: str, shard: Shard) -> mmap.mmap:
+    """A plain shard's content, mapped and checked against its index."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        content = _mapped(descriptor, shard, path)
+    finally:
+        os.close(descriptor)
+    _check(content, shard, path)
+    return content
 
 
 def _mapped(descriptor: int, shard: Shard, path: str) -> mmap.mmap:
     size_bytes = os.fstat(descriptor).st_size
     if size_bytes != shard.size_bytes or size_bytes < 4 * (shard.rows + 2):
-        raise _damaged(path, f"has {size_bytes:,} bytes, its index says {shard.size_bytes:,}")
+        raise damaged(path, f"has {size_bytes:,} bytes, its index says {shard.size_bytes:,}")
     return mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
 
 
 def _check(content: mmap.mmap, shard: Shard, path: str) -> None:
     """Raises InputError where the content is not what the index has a checksum of."""
-    if shard.checksum is not None:
-        algorithm, digits = shard.checksum
+    _check_bytes(content, shard.checksum, path)
+
+
+def _check_bytes(content: bytes | mmap.mmap, checksum: tuple[str, str] | None, path: str) -> None:
+    if checksum is not None:
+        algorithm, digits = checksum
         if importlib.import_module("streaming.base.hashing").get_hash(algorithm, content) != digits:
-            raise _damaged(path, f"its {algorithm} is not {digits}, as its index says")
-
-
-def _damaged(path: str, how: str) -> InputError:
-    return InputError(f"{path}: damaged: {how}; copy it again or prepare the text again")
+            raise damaged(path, f"its {algorithm} is not {digits}, as its index says")
 
 
 # A data set alone in the world ---------------------------------------------------------------------------------------

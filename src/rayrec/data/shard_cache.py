@@ -7,7 +7,7 @@ import glob
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Final, final
 
@@ -58,8 +58,9 @@ class ShardCache:
         self._source, self._sizes_bytes, self._limit_bytes = source, sizes_bytes, limit_bytes
         os.makedirs(os.path.join(self.folder, ".locks"), exist_ok=True)
 
-    def fetch(self, name: str, check: Callable[[str], None]) -> int:
-        """Fetches a file that is not here, unless another process has meanwhile; returns the bytes fetched.
+    def fetch(self, name: str, check: Callable[[str], None], read: Callable[[], Iterable[bytes]] | None = None) -> int:
+        """Fetches a file that is not here, unless another process has meanwhile; returns the bytes fetched. `read` gives its
+        content (None: what the store has by its name).
 
         `check` is given the local path before the file appears and raises what keeps it from appearing. Raises InputError
         where the store has no such file, OSError where it is out for too long.
@@ -75,7 +76,7 @@ class ShardCache:
             self._make_room(self._sizes_bytes[name])
             with storage.writing(target) as local:
                 with open(local, "wb") as file:
-                    for piece in storage.read_stream(storage.join(self._source, name)):
+                    for piece in read() if read else storage.read_stream(storage.join(self._source, name)):
                         file.write(piece)
                 check(local)
             return self._sizes_bytes[name]

@@ -10,12 +10,21 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.mds_index import COLUMN
+from rayrec.data.mds_index import COLUMN, INDEX, TokenColumn
 from rayrec.data.rows import ArrayRows, RowSource
 from rayrec.data.text_parts import read_texts
 from rayrec.data.tokenizer import TextTokenizer, copy_tokenizer, load_tokenizer
 
-__all__ = ["TextTokenizer", "TokenFolder", "copy_tokenizer", "is_tokens", "load_tokenizer", "open_tokens", "text_rows"]
+__all__ = [
+    "TextTokenizer",
+    "TokenFolder",
+    "copy_tokenizer",
+    "is_tokens",
+    "load_tokenizer",
+    "open_tokens",
+    "sets_of_shards",
+    "text_rows",
+]
 
 MANIFEST: Final = "manifest.json"
 FORMAT: Final = "rayrec-tokens"
@@ -24,7 +33,7 @@ VERSION: Final = 1
 
 @dataclass(frozen=True)
 class TokenFolder:
-    """What `rayrec preprocess --format mds` wrote."""
+    """What `rayrec preprocess --format mds` wrote, or a folder of another program's shards that was adopted."""
 
     path: str
     block_size: int
@@ -40,6 +49,10 @@ class TokenFolder:
     """Rows of train and, where text was held out, validation."""
     hash: str
     """Of all rows and the tokenizer."""
+    set_folders: Mapping[str, str]
+    """Folder of each set, below `path`; those of rayrec's own sets have their names."""
+    columns: Mapping[str, TokenColumn]
+    """Of sets that another program wrote: where their tokens are."""
 
     @property
     def tokenizer(self) -> str:
@@ -48,7 +61,19 @@ class TokenFolder:
 
     def set_path(self, name: str) -> str:
         """The folder of a set: its index.json and shards."""
-        return storage.join(self.path, name)
+        folder = self.set_folders[name]
+        return storage.join(self.path, folder) if folder else self.path
+
+
+def sets_of_shards(path: str) -> dict[str, str]:
+    """The sets of MDS shards in a folder by name, train and validation, with their folders: itself (""), or train and one of
+    validation, val, valid, eval and test; none if there are no shards."""
+    if storage.exists(storage.join(path, INDEX)):
+        return {"train": ""}
+    found = {"train": "train"} if storage.exists(storage.join(path, "train", INDEX)) else {}
+    names = ("validation", "val", "valid", "eval", "test") if found else ()
+    held_out = next((name for name in names if storage.exists(storage.join(path, name, INDEX))), None)
+    return found if held_out is None else {**found, "validation": held_out}
 
 
 def is_tokens(path: str) -> bool:
@@ -77,6 +102,12 @@ def open_tokens(path: str) -> TokenFolder:
         end_token=found["end_token"],
         sets={name: described["blocks"] for name, described in found["sets"].items()},
         hash=found["hash"],
+        set_folders={name: described.get("folder", name) for name, described in found["sets"].items()},
+        columns={
+            name: TokenColumn(**described["column"])
+            for name, described in found["sets"].items()
+            if "column" in described
+        },
     )
 
 

@@ -34,13 +34,18 @@ from rayrec.data.materialized.dataset import VERSION, hash_of, write_manifest
 from rayrec.data.materialized.files import finish_files
 from rayrec.data.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.data.split import NAMES, Kind, Split, SplitParts, check_parts
+from rayrec.data.tokens import sets_of_shards
 from rayrec.observe.console import Console
+from rayrec.prepare.adopt_tokens import adopt_tokens
 from rayrec.prepare.config import PreparationConfig, engine
+
+_OF_SHARDS = ("tokenizer", "column", "token_dtype")
+"""Options of MDS shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdoptionConfig(Config):
-    """How arrays of TorchRec's scripts are read, checked and split."""
+    """How arrays of TorchRec's scripts are read, checked and split, or MDS shards of tokens are."""
 
     sparse_path: str | None = None
     """Folder of the files of ids, if it is not that of dense and labels; needs `out`."""
@@ -67,6 +72,12 @@ class AdoptionConfig(Config):
     process names a Ray."""
     address: str | None = None
     """Address of a running Ray cluster; None: RAY_ADDRESS, else, with engine ray, a local Ray."""
+    tokenizer: str | None = None
+    """Of MDS shards: local folder of the HuggingFace tokenizer that made their tokens."""
+    column: str | None = None
+    """Of MDS shards: the column of tokens; None: tokens, else input_ids, else the only one."""
+    token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "int64"
+    """Of MDS shards whose tokens are in a column of bytes: the type of a token."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,13 +107,28 @@ class AdoptionConfig(Config):
 
 def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console: Console) -> dict[str, Any]:
     """Makes a folder of TorchRec's arrays trainable: reads all of them once, checks them, and writes dataset.json and a
-    Preprocessor into it, or into the new folder `out`, which then has links to the arrays. No row is copied or changed.
+    Preprocessor into it, or into the new folder `out`, which then has links to the arrays. No row is copied or changed. For a
+    folder of MDS shards see rayrec.prepare.adopt_tokens.
 
     Returns rows, out, sets, num_embeddings, the columns taken modulo these, bad_rows, hashes and rows_per_s. Raises InputError
     for a folder that was adopted before, for arrays that are missing, damaged or not as TorchRec's scripts write them, for ids
     below 0 without num_embeddings_per_feature, and for more faulty rows than max_bad_fraction.
     """
     begun = time.perf_counter()
+    if not storage.is_url(path) and sets_of_shards(path):
+        _refuse(config, but=_OF_SHARDS, why="for arrays of TorchRec's scripts, not for MDS shards")
+        if out is not None and storage.exists(out):
+            raise InputError(f"{out}: exists already; remove it or choose another --out")
+        return adopt_tokens(
+            path,
+            out=out,
+            tokenizer=config.tokenizer,
+            column=config.column,
+            token_dtype=config.token_dtype,
+            console=console,
+        )
+    own = [name for name in vars(config) if name not in _OF_SHARDS]
+    _refuse(config, but=own, why="for MDS shards, not for arrays of TorchRec's scripts")
     folders = [path, *([config.sparse_path] if config.sparse_path else [])]
     for folder in folders:
         _check_folder(folder)
@@ -162,6 +188,14 @@ def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console:
         "seconds": seconds,
         "rows_per_s": index.rows / seconds,
     }
+
+
+def _refuse(config: AdoptionConfig, *, but: Sequence[str], why: str) -> None:
+    """Raises InputError for an option other than `but` that is given."""
+    default = AdoptionConfig()
+    for name, value in vars(config).items():
+        if name not in but and value != getattr(default, name):
+            raise InputError(f"--{name.replace('_', '-')}: an option {why}; leave it out")
 
 
 def _check_folder(path: str) -> None:

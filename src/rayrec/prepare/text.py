@@ -103,6 +103,11 @@ def preprocess_text(
     out = storage.absolute(out).rstrip("/")
     _check_target(out)
     given = None if text.tokenizer in ("bytes_bpe", "characters") else _given(text.tokenizer)
+    if tokens.sets_of_shards(path):
+        raise InputError(
+            f"{path}: holds MDS shards, not plain text; shards of tokens are made usable by `rayrec adopt {path} --tokenizer "
+            "DIR`, and a column of text is to be written into a file first, a document a line"
+        )
     files = storage.list_files(path, names=config.files)
     with console.preparing(), engine(config, console, paths=(path, out)) as running:
         sources = _sources(files, running, console)
@@ -154,8 +159,8 @@ class _Work:
     def begin(self, files: Sequence[storage.File], given: Files | None) -> None:
         """The tokenizer, and last what all is being made of; both are there already where a call goes on."""
         identity = [[file.path, file.size_bytes, file.modified_ns] for file in files]
-        options = {**self.text.to_dict(), "tokenizer": _hash(given) if given else self.text.tokenizer}
-        made_of = {"version": tokens.VERSION, "format": tokens.FORMAT, "text": _hash(identity), **options}
+        options = {**self.text.to_dict(), "tokenizer": hash_of(given) if given else self.text.tokenizer}
+        made_of = {"version": tokens.VERSION, "format": tokens.FORMAT, "text": hash_of(identity), **options}
         folder = storage.join(self.folder, "tokenizer")
         if goes_on(self.folder, made_of):
             self.console.note(f"{self.folder}: going on")
@@ -233,7 +238,7 @@ class _Work:
             "sets": sets,
             "tokens_left_out": sum(described["tokens_left_out"] for described in sets.values()),
             "source": [{"path": file.path, "bytes": file.size_bytes} for file in files],
-            "hash": _hash([self.tokenizer.hash, shards]),
+            "hash": hash_of([self.tokenizer.hash, shards]),
         }
         with disk_errors(self.folder):
             for name, infos in shards.items():
@@ -268,7 +273,7 @@ class _Work:
             yield table
 
 
-def _hash(value: Any) -> str:
+def hash_of(value: Any) -> str:
     """16 hexadecimal digits."""
     if isinstance(value, dict):
         value = {name: hashlib.sha256(content).hexdigest() for name, content in value.items()}

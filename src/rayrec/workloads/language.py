@@ -19,6 +19,7 @@ from rayrec.data.tokens import (
     is_tokens,
     load_tokenizer,
     open_tokens,
+    sets_of_shards,
     text_rows,
 )
 from rayrec.extras import require_language
@@ -178,9 +179,14 @@ class LanguageWorkload(DataParallelWorkload):
 
         config = context.config
         if name == "train":
-            return TokenRows(prepared.train.set_path("train"), cache_bytes=config.train_data.cache_bytes)
-        path = prepared.validation.set_path(prepared.validation_set)
-        return TokenRows(path, cache_bytes=config.eval_data.cache_bytes)
+            folder = prepared.train
+            return TokenRows(
+                folder.set_path(name), column=folder.columns.get(name), cache_bytes=config.train_data.cache_bytes
+            )
+        folder, name = prepared.validation, prepared.validation_set
+        return TokenRows(
+            folder.set_path(name), column=folder.columns.get(name), cache_bytes=config.eval_data.cache_bytes
+        )
 
     def build(self, prepared: Prepared) -> GPT2LMHeadModel:
         train = prepared.train
@@ -246,8 +252,10 @@ class LanguageWorkload(DataParallelWorkload):
             raise InputError(
                 f"{path}: its tokens are of another tokenizer than the model's; preprocess the text with --tokenizer {tokenizer}"
             )
-        path = folder.set_path(_validation_set(folder, own=True))
-        return TokenRows(path, cache_bytes=config.eval_data.cache_bytes)
+        name = _validation_set(folder, own=True)
+        return TokenRows(
+            folder.set_path(name), column=folder.columns.get(name), cache_bytes=config.eval_data.cache_bytes
+        )
 
     def open_inputs(self, config: TrainConfig, *, checkpoint: str, path: str) -> ArrayRows:
         """A text with a prompt on each line; an empty line stands for a line break. Of a prompt longer than the model's block
@@ -291,6 +299,11 @@ def _must_be_tokens(name: str, path: str) -> None:
         return
     if not storage.exists(path):
         raise InputError(f"{name}.path: {path}: no such file or folder")
+    if sets_of_shards(path):
+        raise InputError(
+            f"{name}.path: {path} holds MDS shards of another program; `rayrec adopt {path} --tokenizer DIR` makes them usable, "
+            "without copying them"
+        )
     raise InputError(
         f"{name}.path: {path} holds no blocks of tokens; make them with `rayrec preprocess {path} --format mds --out DIR` and "
         f"pass --{name.replace('_', '-')}.path DIR"

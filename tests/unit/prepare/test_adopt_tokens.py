@@ -1,0 +1,210 @@
+"""Shards that MosaicML's own writer made are read and trained on as they are; what cannot be is refused in one line."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rayrec
+from rayrec import recipes
+from rayrec.config import InputError
+from rayrec.data import mds
+from rayrec.data.mds import TokenRows
+from rayrec.data.tokenizer import bytes_bpe, write_tokenizer
+from rayrec.data.tokens import open_tokens
+from rayrec.observe.console import Console
+
+QUIET = Console(quiet=True)
+BLOCK = 16
+ROWS = np.random.default_rng(0).integers(0, 260, (60, BLOCK))
+MASK = np.ones(BLOCK, np.uint8)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ids below 260."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(bytes_bpe(["the cat and the hat and the bat"] * 4, 260), str(folder))
+    return folder
+
+
+def write(
+    folder: Path,
+    columns: dict[str, str],
+    sample: Callable[[np.ndarray], dict[str, Any]],
+    rows: np.ndarray = ROWS,
+    **options: Any,
+) -> Path:
+    with mds.load_streaming().MDSWriter(out=str(folder), columns=columns, size_limit=1200, **options) as writer:
+        for row in rows:
+            writer.write(sample(row))
+    return folder
+
+
+def adopted_rows(place: str, cache: Path) -> np.ndarray:
+    tokens = open_tokens(place)
+    rows = TokenRows(tokens.set_path("train"), column=tokens.columns["train"], cache_folder=str(cache))
+    assert len(rows.chunk_rows) > 1
+    order = np.random.default_rng(1).permutation(len(rows))
+    rows.will_read(order[:7])
+    found = rows.read(order)["tokens"]
+    rows.close()
+    assert found.dtype == np.int64
+    return found[np.argsort(order)]
+
+
+@pytest.mark.parametrize(
+    ("columns", "sample", "options"),
+    [
+        ({"tokens": "ndarray:int32:16"}, lambda row: {"tokens": row.astype(np.int32)}, {}),
+        ({"tokens": "ndarray:int32"}, lambda row: {"tokens": row.astype(np.int32)}, {"hashes": ["sha1", "xxh64"]}),
+        ({"input_ids": "ndarray"}, lambda row: {"input_ids": row.astype(np.uint16)}, {"compression": "zstd:7"}),
+        ({"tokens": "bytes"}, lambda row: {"tokens": row.astype(np.int64).tobytes()}, {"compression": "gz"}),
+        (
+            {"attention_mask": "ndarray:uint8", "input_ids": "ndarray:int64", "label": "int"},
+            lambda row: {"attention_mask": MASK, "input_ids": row.astype(np.int64), "label": 3},
+            {"compression": "br:2", "hashes": ["md5"]},
+        ),
+        ({"ids": "ndarray:uint32:16"}, lambda row: {"ids": row.astype(np.uint32)}, {"compression": "snappy"}),
+        ({"ids": "ndarray:uint16:16"}, lambda row: {"ids": row.astype(np.uint16)}, {"compression": "bz2"}),
+    ],
+    ids=["fixed", "dynamic", "any-zstd", "bytes-gz", "others-br", "snappy", "bz2"],
+)
+def test_rows_are_those_that_were_written(
+    tmp_path: Path, tokenizer: Path, columns: dict[str, str], sample: Callable[[np.ndarray], Any], options: Any
+) -> None:
+    folder = write(tmp_path / "set", columns, sample, **options)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    made = rayrec.adopt(str(folder), tokenizer=str(tokenizer), console=QUIET)
+    assert (made["block_size"], made["sets"]["train"]["blocks"]) == (BLOCK, 60)
+    for place in (str(folder), f"file://{folder}"):  # the latter takes the way of a store's
+        np.testing.assert_array_equal(adopted_rows(place, tmp_path / "cache"), ROWS)
+    assert {path.name for path in folder.iterdir()} == {*before, "manifest.json", "tokenizer"}
+    assert all((folder / name).read_bytes() == content for name, content in before.items())
+
+
+def test_training_equals_training_on_rayrecs_own_shards(tmp_path: Path, tokenizer: Path) -> None:
+    """The same tokens, written by rayrec and, compressed and with other columns, by MosaicML's writer; linked to, not copied."""
+    columns = {"attention_mask": "ndarray:uint8", "input_ids": "ndarray:int32"}
+    for name, rows in (("train", ROWS[:48]), ("val", ROWS[48:])):
+        write(
+            tmp_path / "theirs" / name,
+            columns,
+            lambda row: {"attention_mask": MASK, "input_ids": row.astype(np.int32)},
+            rows,
+            compression="zstd",
+        )
+    out = tmp_path / "adopted"
+    rayrec.adopt(str(tmp_path / "theirs"), out=str(out), tokenizer=str(tokenizer), console=QUIET)
+    assert (out / "val").is_symlink()
+    theirs = json.loads((out / "manifest.json").read_text())
+    assert {name: found["blocks"] for name, found in theirs["sets"].items()} == {"train": 48, "validation": 12}
+    own = tmp_path / "own"
+    for name, rows in (("train", ROWS[:48]), ("validation", ROWS[48:])):
+        sizes = [
+            s["samples"]
+            for s in json.loads((out / name[: 5 if name == "train" else 3] / "index.json").read_text())["shards"]
+        ]
+        edges = np.cumsum([0, *sizes])
+        infos = [
+            mds.write_shard(rows[low:high].astype(np.uint16), str(own / name / f"shard.{number:05d}.mds"))
+            for number, (low, high) in enumerate(itertools.pairwise(edges))
+        ]
+        mds.write_index(str(own / name), infos)
+    write_tokenizer({path.name: path.read_bytes() for path in tokenizer.iterdir()}, str(own / "tokenizer"))
+    sets = {name: {"blocks": found["blocks"]} for name, found in theirs["sets"].items()}
+    (own / "manifest.json").write_text(json.dumps({**theirs, "sets": sets}))
+    found = [trained(path, tmp_path / "runs") for path in (out, own)]
+    assert found[0]["weights_sha256"] == found[1]["weights_sha256"]
+    assert found[0]["metrics"] == found[1]["metrics"]
+    run = str(tmp_path / "runs" / "adopted")
+    assert rayrec.evaluate(run, str(out))["loss"] == pytest.approx(found[0]["metrics"]["loss"])
+
+
+def trained(path: Path, runs: Path) -> dict[str, Any]:
+    model = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": BLOCK}
+    config = recipes.gpt2_tiny(str(path)).replace(
+        workload={"model": model, "max_new_tokens": 2},
+        steps=6,
+        batch_size=8,
+        train_data={"shuffle": "window", "segments_per_block": 2},
+        scaling={"num_workers": 1},
+        storage_path=str(runs),
+        name=path.name,
+    )
+    return rayrec.train(config, console=QUIET).summary
+
+
+FIXED = {"tokens": "ndarray:uint16:16"}
+
+
+def fixed(row: np.ndarray) -> dict[str, Any]:
+    return {"tokens": row.astype(np.uint16)}
+
+
+def flipped(folder: Path) -> Path:
+    """A bit of the second shard."""
+    path = sorted(folder.glob("shard*"))[1]
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 4
+    path.write_bytes(data)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda f: write(f, FIXED, fixed), {"tokenizer": None}, r"give the tokenizer .*: --tokenizer DIR$"),
+        (lambda f: write(f, {"text": "str"}, lambda row: {"text": "a cat"}), {}, r"is text, not tokens; .*--format mds"),
+        (
+            lambda f: write(f, {"a": "ndarray:uint16:16", "b": "int"}, lambda row: {"a": row.astype(np.uint16), "b": 1}),
+            {},
+            r"its rows have a \(ndarray:uint16:16\), b \(int\); name the column of tokens with --column$",
+        ),
+        (lambda f: write(f, FIXED, fixed), {"column": "ids"}, r"with --column, ids is none$"),
+        (lambda f: write(f, {"tokens": "json"}, lambda row: {"tokens": row.tolist()}), {}, "is of type json; tokens are read"),
+        (
+            lambda f: write(f, {"tokens": "ndarray:int32"}, lambda row: {"tokens": row[: 5 + row[0] % 2].astype(np.int32)}),
+            {},
+            r"its rows do not all have \d tokens of int32 at the same place; write rows of one length",
+        ),
+        (
+            lambda f: write(f, {"tokens": "ndarray"}, lambda row: {"tokens": row.astype(np.float32)}),
+            {},
+            "not of whole numbers",
+        ),
+        (
+            lambda f: write(f, {"tokens": "bytes"}, lambda row: {"tokens": row.astype(np.int32).tobytes()}),
+            {},
+            r"the tokenizer has ids below 260; .*another --token-dtype",
+        ),
+        (lambda f: write(f, FIXED, lambda row: fixed(row + 3)), {}, r"has tokens from \d+ to 262, .*ids below 260"),
+        (lambda f: flipped(write(f, FIXED, fixed, hashes=["sha1"])), {}, r"shard\.00001\.mds: damaged: its sha1 is not"),
+        (lambda f: flipped(write(f, FIXED, fixed, compression="zstd", hashes=["md5"])), {}, r"\.zstd: damaged: its md5 is not"),
+        (lambda f: write(f, FIXED, fixed), {"split": "sevenths"}, r"^--split: an option for arrays .*not for MDS shards"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_one_line(
+    tmp_path: Path, tokenizer: Path, make: Callable[[Path], Path], options: dict[str, Any], message: str
+) -> None:
+    folder = make(tmp_path / "set")
+    with pytest.raises(InputError, match=message) as found:
+        rayrec.adopt(str(folder), console=QUIET, **{"tokenizer": str(tokenizer), **options})
+    assert "\n" not in str(found.value)
+    assert not (folder / "manifest.json").exists()
+
+
+def test_shards_that_were_not_adopted_name_the_command(tmp_path: Path) -> None:
+    folder = str(write(tmp_path / "set", FIXED, fixed))
+    with pytest.raises(InputError, match=r"`rayrec adopt [^`]*set --tokenizer DIR`"):
+        rayrec.train(recipes.gpt2_tiny(folder).replace(scaling={"num_workers": 1}), console=QUIET)
+    with pytest.raises(
+        InputError, match=r"holds MDS shards, not plain text; .*`rayrec adopt [^`]*set --tokenizer DIR`"
+    ):
+        rayrec.preprocess(folder, out=str(tmp_path / "out"), format="mds", console=QUIET)
