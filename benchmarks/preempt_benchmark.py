@@ -30,7 +30,7 @@ REPLACEMENT_S = 5.0
 """From a kill until another node starts."""
 PACE_S = 0.4
 """That a step takes at least, so that as many steps as on other machines are between a notice and its kill."""
-WAIT_S = 300.0
+WAIT_S = 1800.0
 NODE = json.dumps({"num_cpus": 1, "resources": {"slot": 1}})
 UNDISTURBED = "no preemption"
 PERIODIC = "notices ignored, periodic checkpoints alone"
