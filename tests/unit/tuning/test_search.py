@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -121,13 +122,17 @@ def test_the_same_call_trains_nothing_twice(
 
 
 def test_a_killed_search_ends_like_one_that_was_not(
-    found: dict[str, Any], config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+    found: dict[str, Any], config: TrainConfig, click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed after a trial had paused and before that was written down, which trains no step again."""
+    """Killed after a trial had paused and before that was written down: no step is trained twice. And no trial reads the log."""
+    log, away = tmp_path / "train.txt", tmp_path / "away"
+    shutil.copy(click_log / "train.txt", log)
     parts: list[tuple[int, int]] = []
     train_until = of_trials.train_until
 
     def killed(config: TrainConfig, share: float, **options: Any) -> Any:
+        if log.exists():
+            log.rename(away)
         result = train_until(config, share, **options)
         parts.append((int(str(config.name)[-1]), round(54 * share)))
         if len(parts) == 3:
@@ -135,9 +140,10 @@ def test_a_killed_search_ends_like_one_that_was_not(
         return result
 
     monkeypatch.setattr(of_trials, "train_until", killed)
-    searched = config.replace(name="killed")
+    searched = config.replace(name="killed", train_data={"path": str(log)})
     with pytest.raises(KeyboardInterrupt):
         rayrec.tune(searched, search=SEARCH, console=QUIET)
+    away.rename(log)
     again = rayrec.tune(searched, search=SEARCH, console=QUIET)
     assert sorted(set(parts)) == [(0, 54), (1, 2), (1, 6), (1, 18), (1, 54), (3, 2), (3, 6), (4, 2)]
     assert len(parts) == len(set(parts)) + 1
