@@ -16,6 +16,7 @@ NAMES = (
     "preprocess",
     "train",
     "tables",
+    "models",
     "checkpoint",
     "recover",
     "preempt",

@@ -46,8 +46,8 @@ def batches_of(batch_size: int, number: int) -> list[Any]:
     return found
 
 
-def setup_of(kind: str, *, batch_size: int) -> Any:
-    """What trains criteo_kaggle's network with its tables by this optimizer, in this process."""
+def setup_of(kind: str, *, batch_size: int, model: Any = None) -> Any:
+    """What trains a model (None: criteo_kaggle's own) with its tables by this optimizer, in this process."""
     import torch
 
     from rayrec.data.engine import InProcess
@@ -62,6 +62,8 @@ def setup_of(kind: str, *, batch_size: int) -> Any:
     config = criteo_kaggle("").replace(
         batch_size=batch_size, workload={"sparse_optimizer": {"kind": kind, "learning_rate": 0.001}}
     )
+    if model is not None:
+        config = config.replace(workload=config.workload.replace(model=model))
     order = EpochOrder((Part(Segment("", 0, 1, 0, 10**9), 0, 10**9),), "none", 0, 1)
     preprocessor: Any = type("Columns", (), {"sparse": [], "multi_hot": object()})()
     prepared = Prepared(InProcess(preprocessor), "", SCHEMA, list(SIZES), {"train": order}, 0, "", None)

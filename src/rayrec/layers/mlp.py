@@ -201,9 +201,11 @@ class MLP(nn.Module):
             self.layers.append(layer)
             in_features = out_features
         self._relus = (True,) * (len(sizes) - 1) + (final_activation,)
-        self._float_last = not final_activation
+        self.final_activation = final_activation
         self._dtype = compute_dtype(precision)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         parameters: list[Any] = [tensor for layer in self.layers for tensor in (layer.weight, layer.bias)]
-        return linear_stack(inputs, parameters, relus=self._relus, dtype=self._dtype, float_last=self._float_last)
+        return linear_stack(
+            inputs, parameters, relus=self._relus, dtype=self._dtype, float_last=not self.final_activation
+        )

@@ -1,0 +1,82 @@
+"""Training speed of every model for one label and single categories, beside the same network in a plain PyTorch loop: on the same
+batches in memory, in one process, in turn, sparse Adam on the tables."""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+import tempfile
+import time
+from itertools import cycle
+from typing import Any, Final
+
+from rows import emit, say
+from tables_benchmark import SIZES, batches_of, setup_of, times
+
+MODELS: Final = (
+    "dlrm", "linear", "widedeep", "deepfm", "xdeepfm", "autoint", "dcnv2", "gdcn", "dcnv3", "masknet", "finalmlp", "finalnet",
+    "wukong",
+)  # fmt: skip
+BATCH: Final = 2048
+
+
+def main(*, quick: bool) -> None:
+    import torch
+
+    from rayrec.datasets.criteo import SCHEMA
+    from rayrec.models import ranking
+    from rayrec.models.base import ModelInputs
+    from rayrec.native import keep_freed_memory
+    from rayrec.recipes import criteo_kaggle
+    from rayrec.workloads.recsys_cost import network_cost
+
+    keep_freed_memory()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(os.cpu_count() or 1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/init", rank=0, world_size=1)
+    rounds, steps = (2, 10) if quick else (5, 20)
+    batches, inputs = batches_of(BATCH, number=steps), ModelInputs.of(SCHEMA)
+    own = criteo_kaggle("").workload.model
+    for name in MODELS:
+        cls = ranking.config_class(name)
+        assert cls is not None
+        config = own if isinstance(own, cls) else cls.in_place_of(own)
+        setup = setup_of("sparse_adam", batch_size=BATCH, model=config)
+        plain = _plain(config, inputs)
+        spent: dict[str, list[float]] = {"ours": [], "plain": []}
+        for number in range(rounds + 1):
+            measured = times(setup, cycle(batches), steps)[0], _seconds(plain, batches)
+            if number:  # the first round warms up
+                for seconds, found in zip(measured, spent.values(), strict=True):
+                    found.append(seconds)
+        ours, theirs = (steps * BATCH / statistics.median(found) for found in spent.values())
+        macs = network_cost(config.network(inputs), inputs, config).multiply_adds
+        say(f"  {name}: {ours:,.0f} rows/s, plain PyTorch {theirs:,.0f}: {ours / theirs:.2f}")
+        emit(
+            "models",
+            peer="the same network in a plain PyTorch loop",
+            workload=f"{name}, {len(SIZES)} tables, {sum(SIZES):,} rows of 16, sparse Adam, batch {BATCH}, 1 worker, no Ray",
+            value=ours,
+            ratio=statistics.median(b / a for a, b in zip(*spent.values(), strict=True)),
+            repeats=rounds,
+            peer_rows_per_s=round(theirs),
+            multiply_adds_per_row=macs,
+            gflop_per_s=round(6 * macs * ours / 1e9, 1),
+        )
+    torch.distributed.destroy_process_group()
+
+
+def _plain(config: Any, inputs: Any) -> Any:
+    import torch
+    from peers.plain_clicks import PlainClicks
+
+    torch.manual_seed(0)
+    return PlainClicks(config.network(inputs), inputs.features, SIZES, dim=config.table_width)
+
+
+def _seconds(plain: Any, batches: list[Any]) -> float:
+    start = time.perf_counter()
+    for batch in batches:
+        plain.step(batch)
+    return time.perf_counter() - start

@@ -1,0 +1,53 @@
+"""A click model as a user of PyTorch trains it without a framework: an `nn.Embedding` a feature, `nn.Linear` layers, the loop of
+PyTorch's tutorials, Adam on the network and SparseAdam on the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from rayrec.layers.embedded import Embedded
+from rayrec.layers.mlp import MLP
+
+
+class PlainClicks:
+    """A network of rayrec's (`ClickModelConfig.build`), whose MLPs are made of plain layers, with tables of its own."""
+
+    def __init__(self, network: nn.Module, features: Sequence[str], sizes: Sequence[int], *, dim: int) -> None:
+        self.network, self._features, self._dim = _with_plain_mlps(network).train(), list(features), dim
+        self.tables = nn.ModuleList(nn.Embedding(size, dim, sparse=True) for size in sizes)
+        self._dense = torch.optim.Adam(self.network.parameters(), lr=0.001)
+        self._sparse = torch.optim.SparseAdam(list(self.tables.parameters()), lr=0.001)
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """Of a batch with one id a feature and row; the mean loss."""
+        ids = batch.sparse_features.values().view(len(self._features), -1)
+        vectors = torch.cat([table(column) for table, column in zip(self.tables, ids, strict=True)], dim=1)
+        outputs = self.network(batch.tensors["dense"], Embedded.in_order(self._features, self._dim, vectors))
+        if hasattr(self.network, "loss"):
+            loss = self.network.loss(outputs, batch.labels).mean()
+        else:
+            loss = functional.binary_cross_entropy_with_logits(outputs["label"], batch.labels["label"])
+        self._dense.zero_grad()
+        self._sparse.zero_grad()
+        loss.backward()
+        self._dense.step()
+        self._sparse.step()
+        return loss.detach()
+
+
+def _with_plain_mlps(network: nn.Module) -> nn.Module:
+    for name, child in network.named_children():
+        if isinstance(child, MLP):
+            layers: list[nn.Module] = []
+            for number, layer in enumerate(child.layers):
+                last = number == len(child.layers) - 1
+                layers += [layer] if last and not child.final_activation else [layer, nn.ReLU()]
+            setattr(network, name, nn.Sequential(*layers))
+        else:
+            _with_plain_mlps(child)
+    return network
