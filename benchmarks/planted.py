@@ -79,17 +79,23 @@ def interests(
     there = np.arange(length) < lengths[:, None]
     match = ((topic[history] == topic[item][:, None]) & there).any(axis=1)
     logits = _with_rate(3 * match + rng.normal(0, 0.5, items)[item], 0.25)
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    lists = pa.ListArray.from_arrays(offsets, naming[history[there]])
-    table = pa.table({"click": _drawn(rng, logits), "user": user, "item": naming[item], "history": lists})
-    schema = {
-        "label": "click",
-        "dense": [],
-        "sparse": ["user", "item", "history"],
-        "lists": ["history"],
-        "features": [{"name": "history", "vocabulary": "item", "max_length": 50}],
-    }
-    return Planted(table, schema, {"click": logits})
+    return _listed(rng, logits, item, history, there, naming=naming, user=user)
+
+
+def returns(
+    rows: int, seed: int = 0, *, items: int = 1000, length: int = 20, rate: float = 0.3, exponent: float = 0.5
+) -> Planted:
+    """An item that is among those seen before is likelier clicked: which one of many, a sum of embeddings does not hold."""
+    rng = np.random.default_rng(seed)
+    history = _popular(rng, items, (rows, length), exponent)
+    lengths = rng.integers(length // 2, length + 1, rows)
+    place = (rng.random(rows) * lengths).astype(np.int64)
+    again = rng.random(rows) < rate
+    item = np.where(again, history[np.arange(rows), place], _popular(rng, items, (rows,), exponent))
+    there = np.arange(length) < lengths[:, None]
+    seen = ((history == item[:, None]) & there).any(axis=1)
+    logits = _with_rate(3 * seen + rng.normal(0, 0.5, items)[item], 0.25)
+    return _listed(rng, logits, item, history, there, naming=rng.permutation(items))
 
 
 def labels(rows: int, seed: int = 0, *, users: int = 200, items: int = 150, known: float = 0.05) -> Planted:
@@ -126,7 +132,36 @@ def only(planted: Planted, label: str) -> Planted:
     return Planted(planted.table.filter(pa.array(known)), schema, {label: planted.logits[label][known]})
 
 
-TRUTHS: dict[str, Callable[[int], Planted]] = {"crosses": crosses, "interests": interests, "labels": labels}
+TRUTHS: dict[str, Callable[[int], Planted]] = {
+    "crosses": crosses,
+    "interests": interests,
+    "returns": returns,
+    "labels": labels,
+}
+
+
+def _listed(
+    rng: np.random.Generator,
+    logits: np.ndarray,
+    item: np.ndarray,
+    history: np.ndarray,
+    there: np.ndarray,
+    *,
+    naming: np.ndarray,
+    **more: np.ndarray,
+) -> Planted:
+    """A log of items and what came before them, (rows, length), where `there` is true; `naming` gives each item its number."""
+    offsets = np.concatenate([[0], np.cumsum(there.sum(axis=1))]).astype(np.int32)
+    lists = pa.ListArray.from_arrays(offsets, naming[history[there]])
+    table = pa.table({"click": _drawn(rng, logits), **more, "item": naming[item], "history": lists})
+    schema = {
+        "label": "click",
+        "dense": [],
+        "sparse": [*more, "item", "history"],
+        "lists": ["history"],
+        "features": [{"name": "history", "vocabulary": "item", "max_length": 50}],
+    }
+    return Planted(table, schema, {"click": logits})
 
 
 def _popular(rng: np.random.Generator, count: int, shape: tuple[int, ...], exponent: float) -> np.ndarray:

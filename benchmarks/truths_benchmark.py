@@ -43,6 +43,7 @@ CONTESTS = (
         "gdcn": GDCNConfig(embedding_dim=16),
     }, forms=("dot",)),
     Contest("interests", "click", 600_000, {"din": "recipe"}, clicks_din, epochs=6),
+    Contest("returns", "click", 600_000, {"din": "recipe"}, clicks_din),
     Contest("labels", "bought", 400_000, {
         "dlrm, both labels": "cross",
         "mmoe": MMoEConfig(embedding_dim=16),
