@@ -27,6 +27,7 @@ NAMES = (
     "serve",
     "observe",
     "quality",
+    "zoo",
     "scale",
     "plan",
     "warm-start",

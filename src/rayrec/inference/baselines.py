@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import numpy as np
 
@@ -64,8 +64,10 @@ class Baselines:
     cache: str
     config: TrainConfig
 
-    def fit(self, kind: Kind) -> Scorer:
-        return _Trees.fit(self) if kind == "lightgbm" else _Logistic.fit(self)
+    def fit(self, kind: Kind, **settings: Any) -> Scorer:
+        """`settings`: parameters of LightGBM beside or in place of its defaults, or `strengths`: the inverse L2 penalties that
+        are tried."""
+        return _Trees.fit(self, **settings) if kind == "lightgbm" else _Logistic.fit(self, **settings)
 
     def rows(self, path: str) -> Iterator[EncodedRows]:
         """Those of a labelled log, in its order. Raises InputError for a log that cannot be read or has too many faulty lines."""
@@ -163,7 +165,7 @@ class _Trees:
         self._rates, self._booster = rates, booster
 
     @classmethod
-    def fit(cls, given: Baselines) -> _Trees:
+    def fit(cls, given: Baselines, **settings: Any) -> _Trees:
         import lightgbm
 
         rows, labels = given.train, _labels(given.train)
@@ -192,6 +194,7 @@ class _Trees:
             "seed": 0,
             "deterministic": True,
             "force_row_wise": True,
+            **settings,
         }
         stop = lightgbm.early_stopping(_PATIENCE, verbose=False)
         made._booster = lightgbm.train(parameters, known, _TREES, valid_sets=[held_out_rows], callbacks=[stop])
@@ -218,14 +221,14 @@ class _Logistic:
         self._model, self._trained = model, trained
 
     @classmethod
-    def fit(cls, given: Baselines) -> _Logistic:
+    def fit(cls, given: Baselines, *, strengths: tuple[float, ...] = _STRENGTHS) -> _Logistic:
         from sklearn.linear_model import LogisticRegression
 
         features, held_out = one_hot(given.train), one_hot(given.validation)
         trained = np.flatnonzero(features.getnnz(axis=0))
         features, held_out = features[:, trained], held_out[:, trained]
         best: tuple[float, object] | None = None
-        for strength in _STRENGTHS:
+        for strength in strengths:
             model = LogisticRegression(C=strength, max_iter=200, tol=1e-3).fit(features, _labels(given.train))
             logits = model.decision_function(held_out).astype(np.float32)
             loss = binary_metrics(logits, _labels(given.validation))["logloss"]

@@ -1,0 +1,192 @@
+"""Every model's quality on a small log, each tuned with the same budget, beside LightGBM and logistic regression.
+
+`--data PATH` names a log in Criteo's format; without it a synthetic one of 20,000 rows is used. The log is rotated: each time
+another fourteenth of its rows is the test, and the one before it validates. The settings of a model are chosen on the validation
+rows of the first rotations; test rows take no part.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+from logs import synthetic_log
+from rows import emit, say
+
+import rayrec
+from rayrec.inference.baselines import Kind, open_baselines
+from rayrec.metrics.binary import binary_metrics
+from rayrec.observe.console import Console
+from rayrec.recipes import criteo_demo, criteo_ensemble
+from rayrec.workloads.base import TrainConfig
+
+MODELS: Final = (
+    "dlrm", "linear", "widedeep", "deepfm", "xdeepfm", "autoint", "dcnv2", "gdcn", "dcnv3", "masknet", "finalmlp", "finalnet",
+    "wukong",
+)  # fmt: skip
+ROTATIONS: Final = 5
+TUNED_ON: Final = 3
+"""Rotations whose validation rows choose the settings."""
+BUDGET: Final = 6
+"""Settings that are tried of every model, its defaults first."""
+
+
+@dataclass(frozen=True)
+class Log:
+    """A rotation of the log."""
+
+    path: str
+    test_path: str
+    """Its test rows alone."""
+    number: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one training."""
+
+    validation_logloss: float
+    auroc: float
+    logloss: float
+
+
+Fit = Callable[[dict[str, float], Log], Found]
+
+
+def main(*, quick: bool) -> None:
+    arguments = sys.argv[1:]
+    path = arguments[arguments.index("--data") + 1] if "--data" in arguments else synthetic_log(20_000)
+    budget, rotations, models = (2, 2, MODELS[:2]) if quick else (BUDGET, ROTATIONS, MODELS)
+    with tempfile.TemporaryDirectory() as folder:
+        with gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb") as file:
+            lines = file.readlines()
+        logs = [_rotated(lines, folder, number) for number in range(rotations)]
+        dlrm: list[Found] = []
+        for name in models:
+            fit = partial(_trained, criteo_demo, folder, name)
+            found = _contest(name, fit, _network_settings(budget), logs, dlrm, rows=len(lines))
+            dlrm = dlrm or found
+        _contest("criteo_ensemble", partial(_trained, criteo_ensemble, folder, None), [{}], logs, dlrm, rows=len(lines))
+        for kind, settings in _baseline_settings(budget).items():
+            _contest(kind, partial(_baseline, folder, kind), settings, logs, dlrm, rows=len(lines))
+
+
+def _contest(
+    name: str, fit: Fit, settings: list[dict[str, float]], logs: list[Log], dlrm: list[Found], *, rows: int
+) -> list[Found]:
+    """Tunes, trains on every rotation, and emits a row; what was found on each rotation. `dlrm`: that of DLRM, or nothing."""
+    tuning = logs[: TUNED_ON if len(settings) > 1 else 0]
+    tried = [[fit(chosen, log) for log in tuning] for chosen in settings]
+    best = min(range(len(settings)), key=lambda number: _mean("validation_logloss", tried[number]) if tuning else 0)
+    found = tried[best] + [fit(settings[best], log) for log in logs[len(tuning) :]]
+    better = [one.auroc - other.auroc for one, other in zip(found, dlrm or found, strict=True)]
+    auroc, peer = _mean("auroc", found), _mean("auroc", dlrm or found)
+    error = statistics.stdev(better) / math.sqrt(len(better)) if len(better) > 1 else 0.0
+    chosen = {field: float(f"{value:.3g}") for field, value in settings[best].items()}
+    say(f"  {name}: {auroc:.4f} {_mean('logloss', found):.4f}, over DLRM {auroc - peer:+.4f} ± {error:.4f}, {chosen}")
+    emit(
+        "zoo",
+        peer="dlrm" if dlrm else None,
+        workload=f"{name}, {rows:,} rows, {len(settings)} settings tried on {len(tuning)} rotations",
+        unit="auroc",
+        value=auroc,
+        ratio=(auroc - 0.5) / (peer - 0.5) if dlrm else None,
+        repeats=len(found),
+        logloss=round(_mean("logloss", found), 4),
+        over_dlrm=round(auroc - peer, 4),
+        standard_error=round(error, 4),
+        settings=chosen,
+    )
+    return found
+
+
+def _mean(name: str, found: Sequence[Found]) -> float:
+    return statistics.mean(getattr(one, name) for one in found)
+
+
+def _rotated(lines: list[bytes], folder: str, number: int) -> Log:
+    fourteenth = len(lines) // 14
+    first = 2 * number * fourteenth
+    rotated = lines[first:] + lines[:first]
+    log = Log(os.path.join(folder, f"log-{number}.txt"), os.path.join(folder, f"test-{number}.txt"), number)
+    begin = (len(lines) * 6 // 7 + len(lines)) // 2
+    for path, part in ((log.path, rotated), (log.test_path, rotated[begin:])):
+        with open(path, "wb") as file:
+            file.writelines(part)
+    return log
+
+
+def _network_settings(budget: int) -> list[dict[str, float]]:
+    draw = np.random.default_rng(0)
+    ranges = {"network": (3e-4, 1e-2), "tables": (0.01, 0.3), "penalty": (3e-5, 3e-3)}
+    return [{}, *({name: _log_uniform(draw, *ends) for name, ends in ranges.items()} for _ in range(budget - 1))]
+
+
+def _baseline_settings(budget: int) -> dict[Kind, list[dict[str, float]]]:
+    draw = np.random.default_rng(0)
+    ranges = {
+        "learning_rate": (0.01, 0.1), "num_leaves": (4, 63), "min_data_in_leaf": (10, 300), "lambda_l2": (0.1, 100),
+        "feature_fraction": (0.3, 1), "bagging_fraction": (0.5, 1),
+    }  # fmt: skip
+    trees = [{name: _log_uniform(draw, *ends) for name, ends in ranges.items()} for _ in range(budget - 1)]
+    return {"lightgbm": [{}, *trees], "logistic": [{"strength": float(c)} for c in np.geomspace(0.003, 1, budget)]}
+
+
+def _log_uniform(draw: np.random.Generator, low: float, high: float) -> float:
+    return float(np.exp(draw.uniform(np.log(low), np.log(high))))
+
+
+def _trained(recipe: Any, folder: str, model: str | None, settings: dict[str, float], log: Log) -> Found:
+    summary = rayrec.train(_config(recipe, folder, model, settings, log), console=Console(quiet=True)).summary
+    metrics = summary["metrics"]
+    return Found(summary["validation"]["logloss"], metrics["auroc"], metrics["logloss"])
+
+
+def _config(recipe: Any, folder: str, model: str | None, settings: dict[str, float], log: Log) -> TrainConfig:
+    config = recipe(log.path)
+    workload = config.workload
+    if model not in (None, "dlrm"):
+        workload = workload.replace(model=workload.model.of_class(model))
+    if settings:
+        workload = workload.replace(
+            model=workload.model.replace(embedding_penalty=settings["penalty"]),
+            dense_optimizer=workload.dense_optimizer.replace(learning_rate=settings["network"]),
+            sparse_optimizer=workload.sparse_optimizer.replace(learning_rate=settings["tables"]),
+        )
+    made: TrainConfig = config.replace(
+        workload=workload,
+        storage_path=os.path.join(folder, "runs"),
+        name="-".join([model or recipe.__name__, str(log.number), *(f"{value:.6g}" for value in settings.values())]),
+        seed=log.number,
+        scaling={"num_workers": 1},
+        trackers={"prometheus": False, "tensorboard": False},
+    )
+    return made
+
+
+def _baseline(folder: str, kind: Kind, settings: dict[str, float], log: Log) -> Found:
+    """On the Preprocessor and the split of DLRM's run with its defaults, which resumes, and so ends at once, if it was made."""
+    config = _config(criteo_demo, folder, "dlrm", {}, log)
+    checkpoint = rayrec.train(config, console=Console(quiet=True)).summary["checkpoint"]
+    given = open_baselines(config, checkpoint, most_rows=10**7, kinds=(kind,))
+    if kind == "logistic":
+        fitted = given.fit(kind, strengths=tuple(settings.values()))
+    else:
+        whole = {name: round(settings[name]) for name in ("num_leaves", "min_data_in_leaf") if name in settings}
+        fitted = given.fit(kind, **{"bagging_freq": 1, **settings, **whole} if settings else {})
+    test = list(given.rows(log.test_path))
+    logits, labels = (
+        np.concatenate(parts) for parts in zip(*((fitted.logits(r), r.labels) for r in test), strict=True)
+    )
+    metrics = binary_metrics(logits, labels)
+    validation = binary_metrics(fitted.logits(given.validation), given.validation.labels)
+    return Found(validation["logloss"], metrics["auroc"], metrics["logloss"])
