@@ -29,31 +29,16 @@ OURS: dict[str, dict[str, Any]] = {"defaults": {}, "6 epochs, batch 256": {"epoc
 
 
 def main(*, quick: bool) -> None:
-    arguments = sys.argv[1:]
-    if "--recbole" not in arguments:
-        raise InputError(
-            "rayrec benchmark movielens: --recbole PYTHON names the interpreter of an environment with RecBole"
-        )
-    python = arguments[arguments.index("--recbole") + 1]
+    python = recbole_python()
     with tempfile.TemporaryDirectory() as folder:
-        data = ratings(_package(python))
+        data = ratings(package_of(python))
         log = os.path.join(folder, "log")
         os.makedirs(log)
         data.assign(**{"class": data["class"].str.replace(" ", "|")}).to_csv(f"{log}/train.csv", index=False)
         _for_recbole(data, folder)
         ours = {name: _ours(log, folder, name, **changes) for name, changes in OURS.items()}
         for peer in PEERS[:1] if quick else PEERS:
-            text = _run(
-                [
-                    python,
-                    "-W",
-                    "ignore",
-                    os.path.join(os.path.dirname(os.path.abspath(__file__)), "peers", "recbole_models.py"),
-                    peer,
-                    folder,
-                ],
-                cwd=folder,  # RecBole writes its logs into the current folder
-            )
+            text = run_peer(python, peer, folder, "clicks")
             found = json.loads(text.splitlines()[-1])
             say(f"  RecBole {peer}: {found}")
             for name, metrics in ours.items():
@@ -72,12 +57,8 @@ def main(*, quick: bool) -> None:
 
 
 def ratings(package: str) -> pd.DataFrame:
-    """The ratings with what is known of user and film, in a random order; the file's names end with `:type`."""
-    tables = [
-        pd.read_csv(os.path.join(package, "dataset_example", "ml-100k", f"ml-100k.{kind}"), sep="\t", dtype=str)
-        for kind in ("inter", "user", "item")
-    ]
-    rated, users, films = (table.rename(columns=lambda name: name.split(":")[0]) for table in tables)
+    """The ratings with what is known of user and film, in a random order."""
+    rated, users, films = tables_of(package)
     joined = rated.merge(users, on="user_id").merge(films[["item_id", "release_year", "class"]], on="item_id")
     joined = joined.fillna({"release_year": "none", "class": "none"})
     joined["label"] = (joined["rating"].astype(float) >= 4).astype(int)
@@ -112,7 +93,33 @@ def _ours(log: str, folder: str, name: str, **changes: Any) -> dict[str, Any]:
     return metrics
 
 
-def _package(python: str) -> str:
+def tables_of(package: str) -> list[pd.DataFrame]:
+    """Ratings, users and films, as text; the file's names end with `:type`."""
+    tables = [
+        pd.read_csv(os.path.join(package, "dataset_example", "ml-100k", f"ml-100k.{kind}"), sep="\t", dtype=str)
+        for kind in ("inter", "user", "item")
+    ]
+    return [table.rename(columns=lambda name: name.split(":")[0]) for table in tables]
+
+
+def recbole_python() -> str:
+    """The interpreter that `--recbole` names. Raises InputError without it."""
+    arguments = sys.argv[1:]
+    if "--recbole" not in arguments:
+        raise InputError(
+            f"rayrec benchmark {arguments[0]}: --recbole PYTHON names the interpreter of an environment with RecBole"
+        )
+    return arguments[arguments.index("--recbole") + 1]
+
+
+def run_peer(python: str, model: str, folder: str, task: str) -> str:
+    """What a model of RecBole's prints on FOLDER/ml; it writes its logs into the folder."""
+    script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "peers", "recbole_models.py")
+    return _run([python, "-W", "ignore", script, model, folder, task], cwd=folder)
+
+
+def package_of(python: str) -> str:
+    """RecBole's folder."""
     return os.path.dirname(_run([python, "-c", "import recbole; print(recbole.__file__)"]).strip())
 
 

@@ -34,6 +34,7 @@ NAMES = (
     "truths",
     "movielens",
     "tune",
+    "movielens-top-k",
 )
 
 

@@ -1,6 +1,6 @@
-"""RecBole's click models on a given split, run by the Python of an environment that has RecBole: prints a JSON line.
+"""RecBole's models on a given split, run by the Python of an environment that has RecBole: prints a JSON line of test metrics.
 
-python recbole_models.py MODEL FOLDER   # FOLDER/ml/ml.{train,valid,test}.inter
+python recbole_models.py MODEL FOLDER clicks|top-k   # FOLDER/ml/ml.{train,valid,test}.inter
 """
 
 from __future__ import annotations
@@ -25,35 +25,53 @@ _load = torch.load
 torch.load = lambda *args, **kwargs: _load(*args, **{**kwargs, "weights_only": False})  # of its own checkpoint
 
 
-def main(model: str, folder: str) -> None:
+SHARED = {
+    "benchmark_filename": ["train", "valid", "test"],
+    "field_separator": "\t",
+    "seq_separator": " ",
+    "seed": 0,
+    "state": "ERROR",
+    "show_progress": False,
+}
+CLICKS = {
+    "LABEL_FIELD": "label",
+    "load_col": {
+        "inter": ["user_id", "item_id", "age", "gender", "occupation", "zip_code", "release_year", "class", "label"]
+    },
+    "eval_args": {"split": {"RS": [0.8, 0.1, 0.1]}, "group_by": "None", "order": "RO", "mode": "labeled"},
+    "metrics": ["AUC", "LogLoss"],
+    "valid_metric": "AUC",
+    "train_neg_sample_args": None,
+    "epochs": 30,
+    "stopping_step": 5,
+    "train_batch_size": 1024,
+    "eval_batch_size": 8192,
+    "learning_rate": 1e-3,
+    "embedding_size": 16,
+}
+TOP_K = {
+    "load_col": {"inter": ["user_id", "item_id"]},
+    "eval_args": {"split": {"LS": "valid_and_test"}, "group_by": "user", "order": "RO", "mode": "full"},
+    "metrics": ["Recall", "NDCG"],
+    "topk": [10],
+    "valid_metric": "NDCG@10",
+}
+
+
+def main(model: str, folder: str, task: str) -> None:
     from recbole.quick_start import run_recbole
 
-    columns = ["user_id", "item_id", "age", "gender", "occupation", "zip_code", "release_year", "class", "label"]
     settings = {
+        **SHARED,
+        **(CLICKS if task == "clicks" else TOP_K),
         "data_path": folder,
         "checkpoint_dir": f"{folder}/checkpoints",
-        "benchmark_filename": ["train", "valid", "test"],
-        "field_separator": "\t",
-        "seq_separator": " ",
-        "LABEL_FIELD": "label",
-        "load_col": {"inter": columns},
-        "eval_args": {"split": {"RS": [0.8, 0.1, 0.1]}, "group_by": "None", "order": "RO", "mode": "labeled"},
-        "metrics": ["AUC", "LogLoss"],
-        "valid_metric": "AUC",
-        "train_neg_sample_args": None,
-        "epochs": 30,
-        "stopping_step": 5,
-        "train_batch_size": 1024,
-        "eval_batch_size": 8192,
-        "learning_rate": 1e-3,
-        "embedding_size": 16,
-        "seed": 0,
-        "state": "ERROR",
-        "show_progress": False,
     }
     begin = time.monotonic()
     found = run_recbole(model=model, dataset="ml", config_dict=settings)["test_result"]
-    print(json.dumps({"auroc": found["auc"], "logloss": found["logloss"], "seconds": time.monotonic() - begin}))
+    named = {"auc": "auroc"}
+    metrics = {named.get(name, name): float(value) for name, value in found.items()}
+    print(json.dumps({**metrics, "seconds": time.monotonic() - begin}))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,186 @@
+"""MovieLens-100K as a ranking task, beside RecBole's models: each user's last film is the test and the one before it validates;
+all films that the user has not rated before are ranked. A rating of any height counts.
+
+`--recbole PYTHON` as in `rayrec benchmark movielens`. RecBole's models have their default settings, and stop early. Ours learn
+from each rating and four films that the user has not rated."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+from movielens_benchmark import package_of, recbole_python, run_peer, tables_of
+from rows import emit, say
+
+import rayrec
+from rayrec.observe.console import Console
+from rayrec.recipes import clicks, clicks_din
+from rayrec.schema import load_schema
+
+PEERS: Final = ("Pop", "BPR", "NeuMF", "LightGCN", "EASE")
+OURS: Final[dict[str, Any]] = {"clicks": clicks, "clicks_din": clicks_din}
+NEGATIVES: Final = 4
+HISTORY: Final = 20
+SCHEMA: Final[dict[str, Any]] = {
+    "label": "label",
+    "dense": [],
+    "sparse": ["user_id", "item_id", "age", "gender", "occupation", "release_year", "class", "history"],
+    "lists": ["class", "history"],
+    "group": "user_id",
+    "features": [{"name": "history", "vocabulary": "item_id", "max_length": HISTORY}],
+}
+
+
+@dataclass(frozen=True)
+class Ratings:
+    """In the order of time."""
+
+    user: np.ndarray
+    """int64 (ratings,), from 0."""
+    item: np.ndarray
+    """int64 (ratings,), from 0."""
+    before: np.ndarray
+    """int64 (ratings, HISTORY): the user's last films before this one, the latest first; -1: none."""
+    last: np.ndarray
+    """int64 (ratings,): how many ratings of the user follow."""
+    users: pd.DataFrame
+    items: pd.DataFrame
+
+    def part(self, name: str) -> np.ndarray:
+        """Numbers of the ratings of a part: train, valid or test."""
+        chosen = {"train": self.last >= 2, "valid": self.last == 1, "test": self.last == 0}[name]
+        return np.flatnonzero(chosen)
+
+    def rated(self, *parts: str) -> np.ndarray:
+        """bool (users, items): what a user has rated in these parts."""
+        found = np.zeros((len(self.users), len(self.items)), bool)
+        for name in parts:
+            rows = self.part(name)
+            found[self.user[rows], self.item[rows]] = True
+        return found
+
+    def table(self, label: np.ndarray, user: np.ndarray, item: np.ndarray, before: np.ndarray) -> pa.Table:
+        """Rows of a log."""
+        users, items = self.users.iloc[user], self.items.iloc[item]
+        there = before >= 0
+        offsets = np.concatenate([[0], np.cumsum(there.sum(axis=1))]).astype(np.int32)
+        named = self.items["item_id"].to_numpy()
+        return pa.table(
+            {
+                "label": label.astype(np.int8),
+                "user_id": users["user_id"].to_numpy(),
+                "item_id": items["item_id"].to_numpy(),
+                **{name: users[name].to_numpy() for name in ("age", "gender", "occupation")},
+                "release_year": items["release_year"].to_numpy(),
+                "class": pa.array(items["class"].str.split(" ").to_numpy(), pa.list_(pa.string())),
+                "history": pa.ListArray.from_arrays(offsets, named[before[there]]),
+            }
+        )
+
+
+def main(*, quick: bool) -> None:
+    python = recbole_python()
+    package = package_of(python)
+    with tempfile.TemporaryDirectory() as folder:
+        ratings = read(package)
+        _write_logs(ratings, folder)
+        _write_for_recbole(ratings, folder)
+        ours = {name: _ours(recipe, folder) for name, recipe in OURS.items()}
+        for peer in PEERS[:1] if quick else PEERS:
+            found = json.loads(run_peer(python, peer, folder, "top-k").splitlines()[-1])
+            say(f"  RecBole {peer}: {found}")
+            for name, metrics in ours.items():
+                emit(
+                    "movielens-top-k",
+                    peer=f"RecBole 1.2.1, {peer}",
+                    workload=f"{len(ratings.user):,} ratings, last film of {len(ratings.users)} users, {name}",
+                    unit="ndcg_at_10",
+                    value=metrics["ndcg_at_10"],
+                    ratio=metrics["ndcg_at_10"] / found["ndcg@10"],
+                    repeats=1,
+                    recall_at_10=round(metrics["recall_at_10"], 4),
+                    peer_ndcg_at_10=found["ndcg@10"],
+                    peer_recall_at_10=found["recall@10"],
+                )
+
+
+def read(package: str) -> Ratings:
+    rated, users, items = tables_of(package)
+    rated = rated.assign(timestamp=rated["timestamp"].astype(float))
+    rated = rated.sort_values(["timestamp", "user_id", "item_id"], kind="stable")
+    items = items.fillna({"release_year": "none", "class": "none"}).reset_index(drop=True)
+    users = users.reset_index(drop=True)
+    user = pd.Index(users["user_id"]).get_indexer(rated["user_id"])
+    item = pd.Index(items["item_id"]).get_indexer(rated["item_id"])
+    before = np.full((len(rated), HISTORY), -1)
+    count = np.bincount(user, minlength=len(users))
+    last = np.empty(len(rated), np.int64)
+    for number in range(len(users)):
+        rows = np.flatnonzero(user == number)
+        last[rows] = np.arange(count[number])[::-1]
+        for back in range(1, HISTORY + 1):
+            before[rows[back:], back - 1] = item[rows[: len(rows) - back]]
+    return Ratings(user, item, before, last, users, items)
+
+
+def _write_logs(ratings: Ratings, folder: str) -> None:
+    """`train` and `valid`: ratings and four films a rating that the user has not rated; `test`: all films not rated before."""
+    draw = np.random.default_rng(0)
+    for name, known in (("train", ("train",)), ("valid", ("train", "valid"))):
+        rows, rated = ratings.part(name), ratings.rated(*known)
+        of = np.repeat(rows, 1 + NEGATIVES)
+        item = draw.integers(0, len(ratings.items), len(of))
+        while (again := rated[ratings.user[of], item]).any():
+            item[again] = draw.integers(0, len(ratings.items), int(again.sum()))
+        positive = np.arange(len(of)) % (1 + NEGATIVES) == 0
+        item[positive] = ratings.item[rows]
+        order = draw.permutation(len(of)) if name == "train" else np.arange(len(of))
+        of, item, positive = of[order], item[order], positive[order]
+        _write(ratings.table(positive, ratings.user[of], item, ratings.before[of]), folder, name)
+    test, rated = ratings.part("test"), ratings.rated("train", "valid")
+    place, item = np.nonzero(~rated[ratings.user[test]])
+    of = test[place]
+    _write(ratings.table(item == ratings.item[of], ratings.user[of], item, ratings.before[of]), folder, "test")
+
+
+def _write(table: pa.Table, folder: str, name: str) -> None:
+    os.makedirs(os.path.join(folder, name))
+    pq.write_table(table, os.path.join(folder, name, "log.parquet"), row_group_size=1 << 16)
+
+
+def _write_for_recbole(ratings: Ratings, folder: str) -> None:
+    os.makedirs(os.path.join(folder, "ml"))
+    for name in ("train", "valid", "test"):
+        rows = ratings.part(name)
+        frame = pd.DataFrame(
+            {
+                "user_id:token": ratings.users["user_id"].to_numpy()[ratings.user[rows]],
+                "item_id:token": ratings.items["item_id"].to_numpy()[ratings.item[rows]],
+            }
+        )
+        frame.to_csv(os.path.join(folder, "ml", f"ml.{name}.inter"), sep="\t", index=False)
+
+
+def _ours(recipe: Any, folder: str) -> dict[str, Any]:
+    config = recipe(os.path.join(folder, "train"), load_schema(yaml.safe_dump(SCHEMA), "movielens"))
+    config = config.replace(
+        eval_data={"path": os.path.join(folder, "valid")},
+        storage_path=os.path.join(folder, "runs"),
+        name=recipe.__name__,
+        scaling={"num_workers": 1},
+        trackers={"prometheus": False, "tensorboard": False},
+    )
+    run = rayrec.train(config, console=Console(quiet=True)).folder
+    found = rayrec.evaluate(
+        run, os.path.join(folder, "test"), group="user_id", ranking_k=(10,), console=Console(quiet=True)
+    )
+    say(f"  rayrec, {recipe.__name__}: NDCG@10 {found['ndcg_at_10']:.4f}, recall@10 {found['recall_at_10']:.4f}")
+    return found
