@@ -148,7 +148,8 @@ def flop_per_token(path: str) -> float:
     from rayrec.data.tokens import open_tokens
     from rayrec.recipes import gpt2_tiny
 
-    tokens, model = open_tokens(path), gpt2_tiny().workload.model
+    workload: Any = gpt2_tiny().workload
+    tokens, model = open_tokens(path), workload.model
     weights = 12 * model.n_layer * model.n_embd**2 + tokens.vocabulary_size * model.n_embd
     attention = 2 * model.n_layer * tokens.block_size * model.n_embd
     return 6 * (weights + attention)

@@ -37,11 +37,11 @@ def main(*, quick: bool) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/init", rank=0, world_size=1)
     rounds, steps = (2, 10) if quick else (5, 20)
     batches, inputs = batches_of(BATCH, number=steps), ModelInputs.of(SCHEMA)
-    own = criteo_kaggle("").workload.model
+    workload: Any = criteo_kaggle("").workload
     for name in MODELS:
         cls = ranking.config_class(name)
         assert cls is not None
-        config = own if isinstance(own, cls) else cls.in_place_of(own)
+        config = workload.model if isinstance(workload.model, cls) else cls.in_place_of(workload.model)
         setup = setup_of("sparse_adam", batch_size=BATCH, model=config)
         plain = _plain(config, inputs)
         spent: dict[str, list[float]] = {"ours": [], "plain": []}
@@ -51,7 +51,7 @@ def main(*, quick: bool) -> None:
                 for seconds, found in zip(measured, spent.values(), strict=True):
                     found.append(seconds)
         ours, theirs = (steps * BATCH / statistics.median(found) for found in spent.values())
-        macs = network_cost(config.network(inputs), inputs, config).multiply_adds
+        macs = network_cost(config.network(inputs), inputs, config).multiply_adds or 0
         say(f"  {name}: {ours:,.0f} rows/s, plain PyTorch {theirs:,.0f}: {ours / theirs:.2f}")
         emit(
             "models",

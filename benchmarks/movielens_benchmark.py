@@ -20,7 +20,7 @@ from rows import emit, say
 import rayrec
 from rayrec.config import InputError
 from rayrec.observe.console import Console
-from rayrec.recipes import clicks
+from rayrec.recipes.clicks import clicks
 from rayrec.schema import Schema
 
 PEERS = ("FM", "DeepFM", "DCNV2", "AutoInt", "xDeepFM")
@@ -77,7 +77,7 @@ def _for_recbole(data: pd.DataFrame, folder: str) -> None:
 
 def _ours(log: str, folder: str, name: str, **changes: Any) -> dict[str, Any]:
     schema = Schema(label="label", dense=(), sparse=COLUMNS, lists=("class",), tokens="any", delimiter=",")
-    config = clicks(log, schema)
+    config: Any = clicks(log, schema)
     split = config.workload.preset.split.replace(kind="fraction")
     workload = config.workload.replace(preset=config.workload.preset.replace(split=split))
     config = config.replace(

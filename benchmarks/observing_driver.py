@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
-from typing import Final, final
+from typing import Any, Final, final
 
 from children import run_task
 
@@ -32,7 +32,7 @@ def drive(*, folder: str) -> dict[str, float]:
 
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     console, place = Console(), os.path.join(folder, "events.jsonl")
-    makers = {
+    makers: dict[str, Any] = {
         "TensorBoard": partial(TensorBoardTracker, folder, config="recipe: criteo_demo\n"),
         "Prometheus": partial(PrometheusTracker, "observed", since_s=0.0),
     }

@@ -125,7 +125,7 @@ def bare(*, path: str, checkpoint: str, threads: int, seconds: float, ours: bool
     parse_into(raw, padded(text), len(text))
     weights = {name.removeprefix("model."): tensor for name, tensor in full_tensors(Checkpoint(checkpoint), "model.")}
     model = BareDLRM(weights, SCHEMA.sparse)
-    encoded = [
+    encoded: list[Any] = [
         served.preprocessor.encode(raw, np.arange(start, start + BATCH_ROWS))
         for start in range(0, raw.rows - BATCH_ROWS, BATCH_ROWS)
     ]

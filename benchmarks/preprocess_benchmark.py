@@ -104,7 +104,7 @@ def main(*, quick: bool) -> None:
         )
     # The disk limits the above; what more CPUs give shows where files are written to memory.
     say("scaling:")
-    scaled = {}
+    scaled: dict[str, float] = {}
     for name, cluster_of in (("one", lambda: local(1)), ("two", lambda: local(2)), ("nodes", two_nodes)):
         with cluster_of():
             rate(path, preprocessor, "binary", target=MEMORY)

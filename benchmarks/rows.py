@@ -9,9 +9,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from rayrec.launch.provenance import versions
+
+Found = TypeVar("Found")
 
 
 def hardware() -> str:
@@ -34,7 +36,6 @@ def emit(
     value: float,
     ratio: float | None,
     repeats: int,
-    config_hash: str = "",
     **more: Any,
 ) -> None:
     """Prints one row on standard output. `ratio`: ours / the peer's, measured in the same run."""
@@ -47,7 +48,7 @@ def emit(
         "repeats": repeats,
         "hardware": hardware(),
         "versions": versions(),
-        "config_hash": config_hash,
+        "config_hash": "",
         **more,
     }
     print(json.dumps(row), flush=True)
@@ -57,7 +58,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def timed(function: Callable[[], int]) -> tuple[int, float]:
+def timed(function: Callable[[], Found]) -> tuple[Found, float]:
     """What the function returns, and its seconds."""
     start = time.perf_counter()
     result = function()

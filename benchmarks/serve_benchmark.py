@@ -130,7 +130,9 @@ def host_swapping(*, path: str, checkpoint: str, export: str, ingress: Any, port
     from rayrec.observe.console import Console
     from rayrec.serve.client import wait_for_change
 
-    swaps, memory, stop = [], [], threading.Event()
+    swaps: list[str] = []
+    memory: list[int] = []
+    stop = threading.Event()
     with rayrec.serving(checkpoint, port=port, ingress=ingress, console=Console(quiet=True)) as server:
 
         def swap() -> None:

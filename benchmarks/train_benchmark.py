@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import time
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -193,14 +194,14 @@ def main(*, quick: bool) -> None:
         default_peak = child(__file__, "matrix_peak", precision=precision, engine="default")
         for batch_size in (2048, 8192):
             steps = (60 if quick else 450) * 2048 // batch_size
-            common = {"path": path, "precision": precision, "batch_size": batch_size, "steps": steps}
+            common: dict[str, Any] = {"path": path, "precision": precision, "batch_size": batch_size, "steps": steps}
             say(f"{precision}, batch {batch_size}:")
             rates = interleaved(
                 repeats,
-                raw=lambda common=common: child(__file__, "from_raw", workers=1, **common),
-                binary=lambda common=common: child(__file__, "from_binary", workers=1, **common),
-                ready=lambda common=common: child(__file__, "from_ready", **common),
-                torchrec=lambda common=common: child(__file__, "torchrec_dlrm", **common),
+                raw=partial(child, __file__, "from_raw", workers=1, **common),
+                binary=partial(child, __file__, "from_binary", workers=1, **common),
+                ready=partial(child, __file__, "from_ready", **common),
+                torchrec=partial(child, __file__, "torchrec_dlrm", **common),
             )
             workload = f"criteo_kaggle network, {precision}, batch {batch_size}, 1 worker, from raw TSV"
             limit = peak / FLOP_PER_ROW

@@ -181,8 +181,11 @@ def _baseline(folder: str, kind: Kind, settings: dict[str, float], log: Log) -> 
     if kind == "logistic":
         fitted = given.fit(kind, strengths=tuple(settings.values()))
     else:
-        whole = {name: round(settings[name]) for name in ("num_leaves", "min_data_in_leaf") if name in settings}
-        fitted = given.fit(kind, **{"bagging_freq": 1, **settings, **whole} if settings else {})
+        whole: dict[str, Any] = {
+            name: round(settings[name]) for name in ("num_leaves", "min_data_in_leaf") if name in settings
+        }
+        chosen: dict[str, Any] = {"bagging_freq": 1, **settings, **whole} if settings else {}
+        fitted = given.fit(kind, **chosen)
     test = list(given.rows(log.test_path))
     logits, labels = (
         np.concatenate(parts) for parts in zip(*((fitted.logits(r), r.labels) for r in test), strict=True)

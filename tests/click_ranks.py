@@ -65,7 +65,7 @@ DIM, ROWS, STEPS = 8, 12, 3
 
 
 DLRM = DLRMConfig(interaction="dot", embedding_dim=DIM, bottom_mlp=(8, DIM), top_mlp=(8, 1))
-ADAM = {
+ADAM: dict[str, Any] = {
     # With an eps that does not make much of the last digits of small gradients.
     "sparse_optimizer": SparseOptimizerConfig(kind="adam", learning_rate=0.05, eps=0.01, weight_decay=0.1),
     "max_gradient_norm": 0.5,
@@ -152,9 +152,9 @@ def batch(tables: list[int], step: int, rank: int, world_size: int, *, rows: int
     count, keys, sequences = len(labels[mine]), schema(tables).sparse, None
     if tables == SEQUENCES:
         listed = torch.randint(tables[2], (rows, 4), generator=chance).int()
-        lengths = torch.randint(0, 5, (rows,), generator=chance)[mine]
-        values = listed[mine][torch.arange(4) < lengths[:, None]]
-        bags = Bags(values.numpy(), lengths.int().numpy())
+        counts = torch.randint(0, 5, (rows,), generator=chance)[mine]
+        values = listed[mine][torch.arange(4) < counts[:, None]]
+        bags = Bags(values.numpy(), counts.int().numpy())
         sequences = sparse_features([keys[0], keys[2]], [columns[0], bags], count)
         keys, columns = keys[1:2], columns[1:2]
     features = sparse_features(keys, columns, count, weighted=tables == SHARED)

@@ -19,19 +19,20 @@ class PlainClicks:
 
     def __init__(self, network: nn.Module, features: Sequence[str], sizes: Sequence[int], *, dim: int) -> None:
         self.network, self._features, self._dim = _with_plain_mlps(network).train(), list(features), dim
-        self.tables = nn.ModuleList(nn.Embedding(size, dim, sparse=True) for size in sizes)
+        self.tables = [nn.Embedding(size, dim, sparse=True) for size in sizes]
         self._dense = torch.optim.Adam(self.network.parameters(), lr=0.001)
-        self._sparse = torch.optim.SparseAdam(list(self.tables.parameters()), lr=0.001)
+        self._sparse = torch.optim.SparseAdam([table.weight for table in self.tables], lr=0.001)
 
     def step(self, batch: Any) -> torch.Tensor:
         """Of a batch with one id a feature and row; the mean loss."""
         ids = batch.sparse_features.values().view(len(self._features), -1)
         vectors = torch.cat([table(column) for table, column in zip(self.tables, ids, strict=True)], dim=1)
         outputs = self.network(batch.tensors["dense"], Embedded.in_order(self._features, self._dim, vectors))
-        if hasattr(self.network, "loss"):
-            loss = self.network.loss(outputs, batch.labels).mean()
-        else:
+        own_loss: Any = getattr(self.network, "loss", None)
+        if own_loss is None:
             loss = functional.binary_cross_entropy_with_logits(outputs["label"], batch.labels["label"])
+        else:
+            loss = own_loss(outputs, batch.labels).mean()
         self._dense.zero_grad()
         self._sparse.zero_grad()
         loss.backward()

@@ -47,7 +47,7 @@ def train(rank: int, arguments: dict[str, Any], scratch: str) -> None:
     if workers > 1:
         distributed.init_process_group("gloo", init_method=f"file://{scratch}/init", rank=rank, world_size=workers)
     rows = data_set(arguments["path"])
-    sampler = DistributedSampler(rows, num_replicas=workers, rank=rank, shuffle=True, seed=arguments["seed"])
+    sampler: Any = DistributedSampler(rows, num_replicas=workers, rank=rank, shuffle=True, seed=arguments["seed"])
     batch_size, loader_workers = arguments["batch_size"] // workers, arguments["loader_workers"]
     loader = DataLoader(
         rows, batch_size, sampler=sampler, num_workers=loader_workers, persistent_workers=loader_workers > 0
