@@ -82,7 +82,7 @@ def _searched(
     )
     config = config.replace(evaluate_every=_steps(config, path) // EVALUATIONS)
     seconds: list[float] = []
-    prepared = search._prepared  # nothing else says what it takes
+    prepared: Any = search._prepared  # nothing else says what it takes
 
     def timed(*arguments: Any) -> Any:
         start_s = time.perf_counter()
@@ -90,7 +90,7 @@ def _searched(
         seconds.append(time.perf_counter() - start_s)
         return result
 
-    search._prepared = timed
+    search._prepared = timed  # type: ignore[assignment]
     try:
         found = rayrec.tune(config, search=grid, stop_early=stop_early, console=Console(quiet=True))
     finally:
