@@ -35,7 +35,7 @@ def main(*, quick: bool) -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(os.cpu_count() or 1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/init", rank=0, world_size=1)
-    rounds, steps = (2, 10) if quick else (5, 20)
+    rounds, steps = (2, 5) if quick else (3, 10)
     batches, inputs = batches_of(BATCH, number=steps), ModelInputs.of(SCHEMA)
     workload: Any = criteo_kaggle("").workload
     for name in MODELS:
