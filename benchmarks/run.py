@@ -29,6 +29,7 @@ NAMES = (
     "quality",
     "zoo",
     "scale",
+    "links",
     "plan",
     "warm-start",
     "truths",

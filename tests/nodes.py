@@ -245,6 +245,19 @@ class Node:
             *("delay", f"{delay_ms}ms", "loss", f"{loss_percent}%"),
         )
 
+    def limit(self, *, gbit_per_s: float) -> None:
+        """At most so much leaves the node; needs the command `tc` and the qdisc tbf."""
+        self._space.call(
+            *("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf"),
+            *("rate", f"{gbit_per_s}gbit", "burst", "512kb", "latency", "20ms"),
+        )
+
+    def sent_bytes(self) -> int:
+        """What has left the node since it was made."""
+        lines = self.run("cat", "/proc/net/dev").out.splitlines()
+        (eth0,) = (line.split(":", 1)[1] for line in lines if line.strip().startswith("eth0:"))
+        return int(eth0.split()[8])
+
     def end(self) -> None:
         """The machine goes, with all that runs on it."""
         self._space.end()
