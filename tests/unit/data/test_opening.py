@@ -191,7 +191,7 @@ def test_tables_written_from_older_versions_go(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("day_0_sparse.npy", "holds day_0_sparse.npy, an array as TorchRec's scripts write them.*give the raw log"),
+        ("day_0_sparse.npy", "holds day_0_sparse.npy, an array as TorchRec's scripts write them; `rayrec adopt "),
         ("shard.00000.mds.zstd", "holds shard.00000.mds.zstd, an MDS shard; click logs are read from"),
     ],
 )

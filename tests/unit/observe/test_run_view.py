@@ -264,7 +264,8 @@ def test_top_once(tmp_path: Path) -> None:
         top(str(tmp_path / "nowhere"))
 
 
-def test_top_follows_until_the_run_is_finished(tmp_path: Path) -> None:
+def test_top_follows_until_the_run_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")  # on a dumb terminal nothing is drawn until the end
     events = made_up_run.run()
     cut = next(number for number, event in enumerate(events) if event["kind"] == "failure")
     write(tmp_path, events[:cut])
