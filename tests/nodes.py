@@ -306,7 +306,7 @@ class Network:
         security = (
             {"RAY_AUTH_MODE": "disabled"} if token is None else {"RAY_AUTH_TOKEN": token, "RAY_AUTH_MODE": "token"}
         )
-        started = []
+        started: list[Command] = []
         for machine, has in zip(machines, nodes, strict=True):
             resources = {name: amount for name, amount in has.items() if name != "cpus"}
             machine.environment.update(security)
