@@ -1,5 +1,5 @@
-"""Training on several hosts with slow links between them: torchrun on 1, 2 and 4 hosts, which are network namespaces on this
-machine with one worker of one thread each, on preprocessed data. The machine's cores bound what all hosts compute together."""
+"""Training on several hosts with slow links between them, beside what `rayrec plan` forecasts: torchrun on 1, 2 and 4 hosts,
+which are network namespaces on this machine with one core and one worker each (4 hosts share 2 cores), on preprocessed data."""
 
 from __future__ import annotations
 
@@ -7,63 +7,111 @@ import json
 import os
 import sys
 import tempfile
-from typing import Any
+from dataclasses import dataclass
 
 from logs import preprocessor_of, synthetic_log
-from nodes import Network, missing
+from measured import warm_speed
+from nodes import Network, missing, missing_tbf
 from rows import emit, say
 
 import rayrec
+from rayrec import recipes
 from rayrec.config import InputError
+from rayrec.data.preprocessor import Preprocessor
+from rayrec.observe.events import read_events
+from rayrec.workloads.recsys import ClickWorkload
+from rayrec.workloads.recsys_plan import memory_here, tables_of
+from rayrec.workloads.speed_probe import Target
+from rayrec.workloads.traffic import Links, Traffic
 
-ROWS, STEPS = 400_000, 120
+ROWS, STEPS, FEW_STEPS, WARM_STEPS = 400_000, 120, 20, 20
 LINKS_GBIT = (None, 10.0, 1.0)
 PORT = 29500
 
 
+@dataclass(frozen=True)
+class Trained:
+    """A run on several hosts."""
+
+    rows_per_s: float
+    """Behind the warm-up."""
+    batch_size: int
+    """Rows of a worker in a step."""
+    rows: int
+    sent_bytes: int
+    """By all hosts, from the start to the end of the processes, with the headers of Ethernet, IP and TCP."""
+
+
 def main(*, quick: bool) -> None:
-    if lacks := missing():
+    if lacks := missing() or missing_tbf():
         raise InputError(f"rayrec benchmark links: {lacks}")
-    path, steps = synthetic_log(ROWS), 40 if quick else STEPS
+    path, steps, cores = synthetic_log(ROWS), 40 if quick else STEPS, os.cpu_count() or 1
+    preprocessor = preprocessor_of(path)
     with tempfile.TemporaryDirectory() as folder:
         data = os.path.join(folder, "data")
-        rayrec.preprocess(path, out=data, format="binary", preprocessor=preprocessor_of(path))
-        alone = _trained(folder, data, hosts=1, gbit=None, steps=steps)["rows_per_s"]
+        rayrec.preprocess(path, out=data, format="binary", preprocessor=preprocessor)
+        alone = _trained(folder, data, hosts=1, gbit=None, steps=steps).rows_per_s
         say(f"  1 host: {alone:,.0f} rows/s")
         for hosts in (2,) if quick else (2, 4):
+            # What the start, an evaluation and the end send is the same in a shorter run.
+            short = _trained(folder, data, hosts=hosts, gbit=None, steps=FEW_STEPS)
+            times = min(hosts, cores)
             for gbit in LINKS_GBIT:
                 found = _trained(folder, data, hosts=hosts, gbit=gbit, steps=steps)
+                sent = (found.sent_bytes - short.sent_bytes) / (found.rows - short.rows)
+                traffic = _forecast(preprocessor, hosts=hosts, batch_size=found.batch_size)
+                (_, told_sent), links = traffic.bytes_per_row(), Links(gbit)
+                told, limit = traffic.limit(alone * times, links)
                 link = "links without a limit" if gbit is None else f"links of {gbit:g} Gbit/s"
-                rate, cores = found["rows_per_s"], min(hosts, os.cpu_count() or 1)
                 say(
-                    f"  {hosts} hosts, {link}: {rate:,.0f} rows/s, {rate / alone / cores:.2f} of {cores} times one host, "
-                    f"{found['sent_bytes_per_row']:,.0f} bytes sent a row"
+                    f"  {hosts} hosts, {link}: {found.rows_per_s:,.0f} rows/s, forecast {told:,.0f} ({limit}); "
+                    f"{found.rows_per_s / alone / times:.2f} of {times} times one host; "
+                    f"{sent:,.0f} bytes sent a row, forecast {told_sent:,.0f}"
                 )
                 emit(
                     "links",
-                    peer=f"one host, times {cores} (the machine's cores)",
-                    workload=f"criteo_kaggle network, batch 2048 over all, {hosts} hosts of one thread, {link}, torchrun",
-                    value=rate,
-                    ratio=rate / alone / cores,
+                    peer=f"one host, times {times} (the machine's cores)",
+                    workload=f"criteo_kaggle network, batch {found.batch_size} a host, {hosts} hosts of one core, {link}",
+                    value=found.rows_per_s,
+                    ratio=found.rows_per_s / alone / times,
                     repeats=1,
-                    peer_rows_per_s=round(alone),
-                    sent_bytes_per_row=round(found["sent_bytes_per_row"]),
+                    peer_rows_per_s=round(alone * times),
+                    forecast_rows_per_s=round(told),
+                    sent_bytes_per_row=round(sent),
+                    forecast_bytes_per_row=round(told_sent),
                 )
 
 
-def _trained(folder: str, data: str, *, hosts: int, gbit: float | None, steps: int) -> dict[str, Any]:
-    """`rows_per_s` of training, and what all hosts sent for a row."""
-    name = f"hosts-{hosts}-{gbit or 'free'}"
+def _forecast(preprocessor: str, *, hosts: int, batch_size: int) -> Traffic:
+    """What `rayrec plan` would compute for hosts of one worker."""
+    config, known = recipes.criteo_kaggle(), Preprocessor.load(preprocessor)
+    config = config.replace(batch_size=batch_size, min_steps_per_epoch=1, scaling={"num_workers": hosts})
+    assert isinstance(config.workload, ClickWorkload)
+    return tables_of(
+        config.workload,
+        config,
+        known.num_embeddings,
+        inputs=known.inputs,
+        target=Target(hosts, 1),
+        memory_bytes=memory_here(config, workers=hosts),
+        hotness=known.hotness,
+    ).traffic
+
+
+def _trained(folder: str, data: str, *, hosts: int, gbit: float | None, steps: int) -> Trained:
+    name = f"hosts-{hosts}-{gbit or 'free'}-{steps}"
     with Network() as network:
         nodes = [network.add() for _ in range(hosts)]
         for node in nodes if gbit else ():
             node.limit(gbit_per_s=gbit or 0)
         commands = [
             node.start(
+                *("taskset", "--cpu-list", str(rank % (os.cpu_count() or 1))),
                 *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(hosts), "--node-rank", str(rank)),
                 *("--nproc-per-node", "1", "--master-addr", nodes[0].address, "--master-port", str(PORT)),
                 *("-m", "rayrec", "train", "criteo_kaggle", "--train-data.path", data, "--steps", str(steps)),
                 *("--storage-path", os.path.join(folder, "runs"), "--name", name, "--evaluate-every", "100000000"),
+                *("--log-every", "10"),
                 OMP_NUM_THREADS="1",
             )
             for rank, node in enumerate(nodes)
@@ -74,5 +122,7 @@ def _trained(folder: str, data: str, *, hosts: int, gbit: float | None, steps: i
                 raise InputError(f"rayrec benchmark links: {hosts} hosts: {one.err.strip().splitlines()[-1:]}")
         sent = sum(node.sent_bytes() for node in nodes)
     with open(os.path.join(folder, "runs", name, "summary.json")) as file:
-        summary = json.load(file)
-    return {"rows_per_s": summary["rows_per_s"], "sent_bytes_per_row": sent / summary["rows"]}
+        rows = json.load(file)["rows"]
+    events = read_events(os.path.join(folder, "runs", name, "events.jsonl"), kinds={"step"})
+    speed = warm_speed(events, warm_steps=min(WARM_STEPS, steps // 2))["rows_per_s"]
+    return Trained(speed, round(rows / steps / hosts), rows, sent)

@@ -25,14 +25,19 @@ def measured_run(config: TrainConfig, *, warm_steps: int) -> dict[str, Any]:
         result = rayrec.train(config.replace(storage_path=storage, name="run"), console=Console(quiet=True))
         events = read_events(os.path.join(result.folder, "events.jsonl"), kinds={"step"})
     found = {"losses": [event["loss"] for event in events], "config_hash": result.summary["config_hash"]}
+    return {**found, **warm_speed(events, warm_steps=warm_steps)}
+
+
+def warm_speed(events: list[dict[str, Any]], *, warm_steps: int) -> dict[str, float]:
+    """`rows_per_s` and `blocked_fraction` of a run's step events behind the warm-up; empty if there are none."""
     late = [(a["rows"], b) for a, b in pairwise(events) if a["step"] >= warm_steps]
     if not late:
-        return found
+        return {}
     # Each event's speed is that of the steps since the one before.
     seconds = [(event["rows"] - rows) / event["rows_per_s"] for rows, event in late]
     blocked_s = sum(event["blocked_fraction"] * of for (_, event), of in zip(late, seconds, strict=True))
     rows = late[-1][1]["rows"] - late[0][0]
-    return {**found, "rows_per_s": rows / sum(seconds), "blocked_fraction": blocked_s / sum(seconds)}
+    return {"rows_per_s": rows / sum(seconds), "blocked_fraction": blocked_s / sum(seconds)}
 
 
 def largest_difference(losses: list[float], peer: list[float]) -> float:

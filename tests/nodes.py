@@ -67,11 +67,21 @@ def missing() -> str | None:
 @functools.cache
 def missing_netem() -> str | None:
     """Why links cannot be given delay and loss here; None if they can."""
-    trial = "ip link add name va type veth peer name vb && tc qdisc add dev va root netem delay 1ms"
+    return _missing_qdisc("netem", "delay 1ms")
+
+
+@functools.cache
+def missing_tbf() -> str | None:
+    """Why links cannot be given a speed here; None if they can."""
+    return _missing_qdisc("tbf", "rate 1gbit burst 512kb latency 20ms")
+
+
+def _missing_qdisc(kind: str, settings: str) -> str | None:
+    trial = f"ip link add name va type veth peer name vb && tc qdisc add dev va root {kind} {settings}"
     done = subprocess.run(["unshare", "--net", "sh", "-c", trial], capture_output=True, text=True, check=False)
-    return (
-        None if done.returncode == 0 else "needs a kernel with the qdisc netem (module sch_netem) and the command `tc`"
-    )
+    if done.returncode == 0:
+        return None
+    return f"needs a kernel with the qdisc {kind} (module sch_{kind}) and the command `tc` (package iproute2)"
 
 
 class _Space:
@@ -246,10 +256,11 @@ class Node:
         )
 
     def limit(self, *, gbit_per_s: float) -> None:
-        """At most so much leaves the node; needs the command `tc` and the qdisc tbf."""
+        """At most so much leaves the node; see `missing_tbf`."""
+        burst = max(64 << 10, int(gbit_per_s * 50_000))  # what 0.4 ms carry, a packet of Linux at least
         self._space.call(
             *("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf"),
-            *("rate", f"{gbit_per_s}gbit", "burst", "512kb", "latency", "20ms"),
+            *("rate", f"{gbit_per_s}gbit", "burst", f"{burst}b", "latency", "20ms"),
         )
 
     def sent_bytes(self) -> int:

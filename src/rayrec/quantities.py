@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -16,6 +17,11 @@ def number_text(value: float) -> str:
         if abs(value) >= limit:
             return f"{value / (1e3 if unit == 'k' else limit):.4g}{unit}"
     return f"{0.0 if abs(value) < 1e-12 else value:.6g}"
+
+
+def estimate_text(value: float) -> str:
+    """A positive estimate: three digits of it, no more than whole ones."""
+    return number_text(round(value, -max(0, math.floor(math.log10(max(value, 1.0))) - 2)))
 
 
 def value_text(value: Any) -> str:

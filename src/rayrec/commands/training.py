@@ -42,7 +42,7 @@ def config(arguments: list[str]) -> None:
 
 def plan(arguments: list[str]) -> None:
     arguments, cluster = take_option(
-        arguments, "--cluster", what="the resources of its nodes, such as cpus=16,gpus=1,nodes=2"
+        arguments, "--cluster", what="the resources of its nodes, such as cpus=16,gpus=1,nodes=2,network_gbit=100"
     )
     arguments, tables = take_option(arguments, "--tables", what="mlperf, or the rows of each table, such as 1000,200")
     resolved, _ = parse_config("plan", arguments)

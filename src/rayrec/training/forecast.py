@@ -10,13 +10,16 @@ from typing import Final, Literal
 from rayrec import machine
 from rayrec.config import InputError
 from rayrec.launch.cluster import Layout, Node, layout
-from rayrec.quantities import duration_text, number_text, size_text
+from rayrec.quantities import duration_text, estimate_text, size_text
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.speed_probe import MeasuredSpeed, Target
+from rayrec.workloads.traffic import Links
 
-Limit = Literal["model", "data", "cpus"]
+Limit = Literal["model", "network", "data", "cpus"]
 _KEPT_IN_RESERVE: Final = 0.5
 """Of the CPUs of a pipeline that has room for several tasks; see data/ray_tasks.py."""
+_OPTIONAL: Final = ("memory_gb", "gpu_memory_gb", "gpu_rows_per_s", "network_gbit", "inside_gbit")
+"""What a cluster may leave open."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,10 @@ class ClusterShape:
     """Of each GPU; None: that of the GPU here."""
     gpu_rows_per_s: float | None = None
     """That one GPU trains; None: it is measured here."""
+    network_gbit: float | None = None
+    """Gbit/s of each node's link to the other nodes, in each direction; None: no limit."""
+    inside_gbit: float | None = None
+    """Gbit/s of each worker's link to the others of its node, in each direction; None: no limit."""
 
     @classmethod
     def parse(cls, text: str) -> ClusterShape:
@@ -55,7 +62,7 @@ class ClusterShape:
         if not values.get("cpus") or values.get("nodes", 1) < 1:
             raise InputError(f"--cluster: {text!r} needs cpus=N, of each node, and a node at least")
         gpus, nodes, cpu_nodes = values.get("gpus", 0.0), int(values.get("nodes", 1)), int(values.get("cpu_nodes", 0))
-        given = {name: values.get(name) for name in ("memory_gb", "gpu_memory_gb", "gpu_rows_per_s")}
+        given = {name: values.get(name) for name in _OPTIONAL}
         for name, value in given.items():
             if value == 0 or (value and name.startswith("gpu_") and not gpus):
                 raise InputError(f"--cluster: {text!r}: {name} must be more than 0, and those of GPUs need gpus=N")
@@ -74,7 +81,12 @@ class ClusterShape:
             None if memory_gb is None else int(memory_gb * 1e9),
             self.gpu_rows_per_s,
             int(host_gb * 1e9) if self.gpus and host_gb else None,
+            self.links,
         )
+
+    @property
+    def links(self) -> Links:
+        return Links(self.network_gbit, self.inside_gbit)
 
     def resources(self) -> list[Node]:
         gpu = {"GPU": self.gpus} if self.gpus else {}
@@ -108,11 +120,16 @@ class Forecast:
 
     @property
     def bottleneck(self) -> Limit:
-        """model; data: what their tasks can make; cpus: of the nodes, which workers and data tasks share."""
+        """model; network: the exchange between workers takes more of a step than the model; data: what their tasks can make;
+        cpus: of the nodes, which workers and data tasks share."""
         return self._limits()[0][1]
 
     def _limits(self) -> list[tuple[float, Limit]]:
-        limits: list[tuple[float, Limit]] = [(self.model_rows_per_s, "model"), (self.data_rows_per_s, "data")]
+        traffic = self.measured_speed.traffic
+        steps: tuple[float, Limit] = self.model_rows_per_s, "model"
+        if traffic is not None:
+            steps = traffic.limit(self.model_rows_per_s, self.shape.links)
+        limits: list[tuple[float, Limit]] = [steps, (self.data_rows_per_s, "data")]
         if self.cpu_rows_per_s is not None:
             limits.append((self.cpu_rows_per_s, "cpus"))
         return sorted(limits)
@@ -129,16 +146,23 @@ class Forecast:
             f"On {what}: {self.num_workers} workers; data tasks get {self.data_cpus:g} CPUs.",
         ]
         for name, wall_s in measured_speed.stage_wall_s.items():
-            lines.append(f"  {name:8} {number_text(_rounded(1 / wall_s))} rows/s a CPU")
-        lines.append(f"  {'data':8} {number_text(_rounded(self.data_rows_per_s))} rows/s in all")
+            lines.append(f"  {name:8} {estimate_text(1 / wall_s)} rows/s a CPU")
+        lines.append(f"  {'data':8} {estimate_text(self.data_rows_per_s)} rows/s in all")
         given = ", by gpu_rows_per_s: given, not measured" if measured_speed.given else ""
-        lines.append(f"  {'model':8} {number_text(_rounded(self.model_rows_per_s))} rows/s in all{given}")
+        lines.append(f"  {'model':8} {estimate_text(self.model_rows_per_s)} rows/s in all{given}")
         if self.cpu_rows_per_s is not None:
-            lines.append(f"  {'CPUs':8} {number_text(_rounded(self.cpu_rows_per_s))} rows/s, all work on a row counted")
-        why = {"model": "the model", "data": "data tasks", "cpus": "the CPUs, which workers and data tasks share"}
+            lines.append(f"  {'CPUs':8} {estimate_text(self.cpu_rows_per_s)} rows/s, all work on a row counted")
+        if measured_speed.traffic is not None:
+            lines.append(measured_speed.traffic.text(shape.links))
+        why = {
+            "model": "the model",
+            "network": "the network between workers",
+            "data": "data tasks",
+            "cpus": "the CPUs, which workers and data tasks share",
+        }
         lines.append(
-            f"About {number_text(_rounded(self.rows_per_s))} rows/s, limited by {why[self.bottleneck]}; an epoch of about "
-            f"{number_text(_rounded(measured_speed.rows))} rows takes {duration_text(measured_speed.rows / self.rows_per_s)}."
+            f"About {estimate_text(self.rows_per_s)} rows/s, limited by {why[self.bottleneck]}; an epoch of about "
+            f"{estimate_text(measured_speed.rows)} rows takes {duration_text(measured_speed.rows / self.rows_per_s)}."
         )
         if self.cpus_per_gpu is not None:
             nodes = math.ceil(self.cpus_per_gpu / shape.cpus)
@@ -154,11 +178,6 @@ class Forecast:
                 "--workload.preprocessor DIR give real ones."
             )
         return "\n".join([*lines, *measured_speed.notes])
-
-
-def _rounded(value: float) -> float:
-    """Three digits: what is told is an estimate."""
-    return round(value, -max(0, math.floor(math.log10(max(value, 1.0))) - 2))
 
 
 def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
@@ -214,7 +233,7 @@ def _require_gpu() -> None:
 def extrapolate(
     measured_speed: MeasuredSpeed, shape: ClusterShape, shares: Layout, *, threads_per_worker: int | None
 ) -> Forecast:
-    """What was measured here, carried over to a cluster: as fast a CPU or GPU, and a network that is no limit. Pure."""
+    """What was measured here, carried over to a cluster: as fast a CPU or GPU, and the links that its shape gives. Pure."""
     workers = shares.num_workers
     if measured_speed.device == "cuda":
         model = measured_speed.rows_per_s * workers / measured_speed.num_workers

@@ -334,7 +334,14 @@ class ClickWorkload(Workload):
 
         preprocessor = None if tables is not None else self._known_preprocessor(config)
         if preprocessor is not None:
-            return plan(self, config, preprocessor.num_embeddings, inputs=preprocessor.inputs, target=target)
+            return plan(
+                self,
+                config,
+                preprocessor.num_embeddings,
+                inputs=preprocessor.inputs,
+                hotness=preprocessor.hotness,
+                target=target,
+            )
         tables = tables or self.preset.num_embeddings
         if tables is not None:
             inputs = self.preset.inputs(self.schema)

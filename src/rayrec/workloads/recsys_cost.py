@@ -16,7 +16,7 @@ _FEW_ROWS: Final = 16
 """Of a batch whose memory is measured, and twice as many: their difference is what rows take."""
 
 
-_USUAL_LENGTH: Final = 20
+USUAL_LENGTH: Final = 20
 """Of a sequence whose feature has no max_length."""
 
 
@@ -31,7 +31,7 @@ def network_multiply_adds(network: torch.nn.Module, inputs: ModelInputs, config:
 def sequence_lengths(config: ClickModelConfig, inputs: ModelInputs) -> dict[str, int]:
     """The length that costs are computed for, of each feature that the model takes as a sequence."""
     most = dict(inputs.lists)
-    return {name: most.get(name) or _USUAL_LENGTH for name in config.sequences(inputs)}
+    return {name: most.get(name) or USUAL_LENGTH for name in config.sequences(inputs)}
 
 
 def _made_up(

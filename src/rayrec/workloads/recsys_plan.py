@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from rayrec import machine
 from rayrec.config import InputError
-from rayrec.models.base import ModelInputs
+from rayrec.models.base import ModelInputs, unpooled_features
 from rayrec.schema import Schema
 from rayrec.sharding import describe, placements, plan_sharding
+from rayrec.workloads.base import effective_batch_size
 from rayrec.workloads.recsys_memory import PROCESS_BYTES, WorkerMemory, worker_memories
 from rayrec.workloads.speed_probe import Target
+from rayrec.workloads.traffic import Lookup, Traffic, traffic_of
 
 if TYPE_CHECKING:
     from rayrec.models.click_model import ClickModel
@@ -22,6 +25,9 @@ _UNKNOWN_BYTES: Final = 2**50
 """More than any tables take."""
 _OBJECT_STORE_SHARE: Final = 0.3
 """Of the free memory, which a local Ray reserves for its object store."""
+_MANY_ROWS: Final = 2**62
+"""Of a log that is not known."""
+_EXCHANGE_BYTES: Final = {"fp32": 4, "fp16": 2, "bf16": 2}
 NOT_CHECKED: Final = (
     "Not checked: whether the tables fit the GPUs, of which this machine has none; --cluster gpus=N,gpu_memory_gb=N,... says "
     "what theirs have."
@@ -34,18 +40,23 @@ def plan(
     num_embeddings: list[int],
     *,
     inputs: Schema,
+    hotness: Sequence[int | None] | None = None,
     target: Target | None = None,
 ) -> str:
     """The plan as text: for the workers of `target`, or, without one, for workers that share this machine's memory or have a
-    GPU like this machine's.
+    GPU like this machine's. `hotness`: see `tables_of`.
 
     Raises InputError when the tables do not fit, with what they need.
     """
     workers = config.scaling.max_workers
-    target = target or Target(workers, workers)
-    memory_bytes, notes = memory_of_target(config, target)
-    tables = tables_of(workload, config, num_embeddings, inputs=inputs, target=target, memory_bytes=memory_bytes)
-    return "\n".join([tables.text, *notes])
+    place = target or Target(workers, workers)
+    memory_bytes, notes = memory_of_target(config, place)
+    tables = tables_of(
+        workload, config, num_embeddings, inputs=inputs, target=place, memory_bytes=memory_bytes, hotness=hotness
+    )
+    gpus = place.gpu_rows_per_s and place.gpu_rows_per_s * place.num_workers
+    exchange = [] if target is None else [tables.traffic.text(target.links, gpus)]
+    return "\n".join([tables.text, *exchange, *notes])
 
 
 def memory_of_target(config: TrainConfig, target: Target) -> tuple[int, list[str]]:
@@ -132,6 +143,8 @@ class Tables:
     """Tables and optimizer state of each worker."""
     memories: tuple[WorkerMemory, ...]
     """All memory of each worker."""
+    traffic: Traffic
+    """What workers send each other."""
 
 
 def tables_of(
@@ -142,9 +155,12 @@ def tables_of(
     inputs: Schema,
     target: Target,
     memory_bytes: int,
+    hotness: Sequence[int | None] | None = None,
+    rows: int = _MANY_ROWS,
 ) -> Tables:
     """The tables over the workers of `target`, who may fill `memory_bytes` each; `inputs` are the model's columns, which a
-    Preprocessor may have made from others. Raises InputError as `plan`."""
+    Preprocessor may have made from others. `hotness`: ids of a row in each categorical column, None: any number (None for all:
+    as the recipe's preset makes them); `rows`: of an epoch. Raises InputError as `plan`."""
     from rayrec.workloads.recsys_cost import network_cost, sequence_lengths
 
     model = build_model(workload, num_embeddings, inputs=inputs)
@@ -161,14 +177,14 @@ def tables_of(
         config=workload.sharding,
         state_bytes=state_bytes,
     )
-    rows = placements(made, model, state_bytes=state_bytes)
+    placed = placements(made, model, state_bytes=state_bytes)
     of_model = ModelInputs.of(inputs)
     cost = network_cost(model.head.network, of_model, workload.model)
     lengths = sequence_lengths(workload.model, of_model).values()
     memories = worker_memories(
         workload,
         config,
-        rows,
+        placed,
         cost=cost,
         num_vectors=len(inputs.sparse) - len(lengths) + sum(lengths),
         batch_size=config.batch_size,
@@ -182,5 +198,31 @@ def tables_of(
             *([] if cost.multiply_adds is None else [f"{cost.multiply_adds:,.0f} multiply-adds a row, forward"]),
         ]
     )
-    held = tuple(sum(row.bytes_of_rank.get(rank, 0) for row in rows) for rank in range(workers))
-    return Tables(text, held, tuple(memories))
+    held = tuple(sum(row.bytes_of_rank.get(rank, 0) for row in placed) for rank in range(workers))
+    traffic = traffic_of(
+        placed,
+        lookups_of(workload, of_model, hotness),
+        num_workers=workers,
+        workers_per_node=target.workers_per_node,
+        batch_size=effective_batch_size(config, rows=rows, world_size=workers),
+        dense_weights=cost.weights,
+        exchange_bytes=_EXCHANGE_BYTES[workload.sharding.exchange_precision],
+        id_bytes=4 if max(num_embeddings) <= 2**31 else 8,
+    )
+    return Tables(text, held, tuple(memories), traffic)
+
+
+def lookups_of(
+    workload: ClickWorkload, inputs: ModelInputs, hotness: Sequence[int | None] | None
+) -> dict[str, list[Lookup]]:
+    """What a row looks up in each table. A list of any number of ids counts as its max_length, or 20."""
+    from rayrec.workloads.recsys_cost import USUAL_LENGTH
+
+    multi_hot, lists = workload.preset.multi_hot, dict(inputs.lists)
+    if hotness is None:
+        hotness = multi_hot.sizes if multi_hot else [None if name in lists else 1 for name in inputs.features]
+    unpooled, found = unpooled_features(workload.model, inputs), dict[str, list[Lookup]]()
+    for name, ids in zip(inputs.features, hotness, strict=True):
+        lookup = Lookup(ids or lists.get(name) or USUAL_LENGTH, name not in unpooled, inputs.weighted)
+        found.setdefault(inputs.table_of[name], []).append(lookup)
+    return found

@@ -100,6 +100,7 @@ def probe_speed(
         worker_bytes=tables.worker_bytes,
         sampled_vocabulary=piece.sampled_vocabulary,
         plan=tables.text,
+        traffic=tables.traffic,
         given=target.gpu_rows_per_s is not None,
         notes=tuple(notes),
     )
@@ -118,6 +119,8 @@ def _tables_there(
             inputs=piece.preprocessor.inputs,
             target=target,
             memory_bytes=memory_bytes,
+            hotness=piece.preprocessor.hotness,
+            rows=piece.rows_of_log,
         )
     except InputError as error:
         if target.memory_bytes is not None:

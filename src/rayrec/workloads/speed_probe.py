@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from rayrec.workloads.traffic import Links, Traffic
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,8 @@ class Target:
     """That one GPU trains, known from elsewhere; None: it is measured."""
     host_memory_bytes: int | None = None
     """With GPUs: host memory that one worker may fill, with a checkpoint's copy; None: not known."""
+    links: Links = field(default_factory=Links)
+    """Between its workers."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class MeasuredSpeed:
     """The tables' sizes are those of the slice, because there is no Preprocessor: real ones are larger."""
     plan: str
     """Which worker holds which table, readable."""
+    traffic: Traffic | None = None
+    """What workers of the run would send each other; None: not known."""
     given: bool = False
     """Whether `rows_per_s` was told and not measured."""
     notes: tuple[str, ...] = ()

@@ -11,6 +11,7 @@ from rayrec.config import InputError
 from rayrec.launch.cluster import Layout, layout
 from rayrec.training.forecast import ClusterShape, Forecast, extrapolate, forecast
 from rayrec.workloads.speed_probe import MeasuredSpeed, Target
+from rayrec.workloads.traffic import Flow, Links, Traffic
 
 MEASURED = MeasuredSpeed(
     num_workers=2,
@@ -77,6 +78,22 @@ def test_cpus_that_workers_and_data_tasks_share_are_the_limit() -> None:
     assert (found.bottleneck, found.rows_per_s) == ("cpus", pytest.approx(2 / 85e-6))
 
 
+def test_links_between_nodes_slow_the_model_or_are_the_limit() -> None:
+    flows = {name: Flow(2, 1) for name in ("ids", "embeddings", "gradients", "all_reduce")}
+    flows["embeddings"].add_all_to_all([500_000.0] * 2, to_owner=False)  # 4 Mbit from each node
+    flows["all_reduce"].add_ring(500_000.0)
+    measured = replace(MEASURED, traffic=Traffic(1000, flows))
+    free = of(measured, "cpus=1,nodes=2")
+    assert (free.bottleneck, free.rows_per_s) == ("model", 40_000)
+    assert "taken for no limit" in free.text()
+    fast = of(measured, "cpus=1,nodes=2,network_gbit=1")  # 4 ms of waiting on top of a step's 25
+    assert (fast.bottleneck, fast.rows_per_s) == ("model", pytest.approx(1000 / 0.029))
+    slow = of(measured, "cpus=1,nodes=2,network_gbit=0.1")
+    assert (slow.bottleneck, slow.rows_per_s) == ("network", pytest.approx(1000 / 0.08))
+    assert "  network  12.5k rows/s in all, by network_gbit=0.1\n" in slow.text()
+    assert "About 12.5k rows/s, limited by the network between workers" in slow.text()
+
+
 def test_cpus_that_keep_a_gpu_busy() -> None:
     measured = replace(MEASURED, device="cuda", num_workers=1, rows_per_s=1_000_000.0)
     found = of(measured, "cpus=16,gpus=1,nodes=2,cpu_nodes=3")
@@ -106,6 +123,7 @@ def test_what_a_gpu_trains_may_be_given() -> None:
         ("cpus=8,nodes=2,memory_gb=64", 4, Target(4, 2, 32_000_000_000)),
         ("cpus=8,gpus=2,nodes=2,memory_gb=64", 4, Target(4, 2, host_memory_bytes=32_000_000_000)),
         ("cpus=8,gpus=2,gpu_memory_gb=80,gpu_rows_per_s=1e6", 2, Target(2, 2, 80_000_000_000, 1e6)),
+        ("cpus=8,network_gbit=10,inside_gbit=200", 2, Target(2, 2, links=Links(10.0, 200.0))),
     ],
 )
 def test_memory_is_that_of_the_cluster(text: str, workers: int, target: Target) -> None:
@@ -126,6 +144,7 @@ def test_memory_is_that_of_the_cluster(text: str, workers: int, target: Target) 
         "cpus=2,memory_gb=0",
         "cpus=2,gpu_rows_per_s=5",
         "cpus=2,gpus=1,gpu_rows_per_s=0",
+        "cpus=2,nodes=2,network_gbit=0",
     ],
 )
 def test_a_cluster_that_is_none(text: str) -> None:

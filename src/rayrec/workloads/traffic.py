@@ -1,0 +1,226 @@
+"""Bytes that the workers of a click model send each other in a step, and the rows/s that the links between them carry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from rayrec.optim import FLOAT_BYTES
+from rayrec.quantities import estimate_text, size_text
+from rayrec.sharding import TablePlacement
+
+Exchange = Literal["ids", "embeddings", "gradients", "all_reduce"]
+_WAITED_FOR: Final[tuple[Exchange, ...]] = ("embeddings", "gradients")
+"""The exchanges during which a worker has nothing to compute. The ids of the next batch travel while the present one computes,
+and gradients of the dense part while the backward pass goes on."""
+_NAMES: Final[dict[Exchange, str]] = {
+    "ids": "ids",
+    "embeddings": "embeddings",
+    "gradients": "gradients of embeddings",
+    "all_reduce": "gradients of what every worker holds",
+}
+_LENGTH_BYTES: Final = 4
+_EXAMPLES_GBIT: Final = (10.0, 100.0, 400.0)
+
+
+@dataclass(frozen=True)
+class Links:
+    """Between workers, in Gbit/s of each direction; None: taken for no limit."""
+
+    network_gbit: float | None = None
+    """Of each node, to the other nodes."""
+    inside_gbit: float | None = None
+    """Of each worker, to the others of its node."""
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """What a row looks up in a table for one feature."""
+
+    ids: float = 1.0
+    """Ids of a row, on average."""
+    pooled: bool = True
+    """Whether their embeddings are summed before they are sent."""
+    weighted: bool = False
+    """Whether each id has a float32 weight."""
+
+
+class Flow:
+    """Payload bytes of one exchange in a step. Workers are numbered by rank; a node has consecutive ranks."""
+
+    def __init__(self, num_workers: int, workers_per_node: int) -> None:
+        self._nodes = [rank // workers_per_node for rank in range(num_workers)]
+        self._sizes = [self._nodes.count(node) for node in range(self._nodes[-1] + 1)]
+        self.sent_inside = [0.0] * num_workers
+        """By worker, to the others of its node."""
+        self.received_inside = [0.0] * num_workers
+        self.sent_between = [0.0] * len(self._sizes)
+        """By node, to the other nodes."""
+        self.received_between = [0.0] * len(self._sizes)
+
+    def add_all_to_all(self, held: Sequence[float], *, to_owner: bool, inside: bool = True) -> None:
+        """Each worker gets `held[rank]` bytes from each other `rank`; `to_owner`: sends them to it. Without `inside`, only from
+        those of other nodes."""
+        workers, total = len(self._nodes), sum(held)
+        of_node = [0.0] * len(self._sizes)
+        for node, size in zip(self._nodes, held, strict=True):
+            of_node[node] += size
+        outward, inward = (self.sent_between, self.received_between)[:: -1 if to_owner else 1]
+        for node, (size, there) in enumerate(zip(self._sizes, of_node, strict=True)):
+            outward[node] += there * (workers - size)
+            inward[node] += (total - there) * size
+        if not inside:
+            return
+        outward, inward = (self.sent_inside, self.received_inside)[:: -1 if to_owner else 1]
+        for rank, node in enumerate(self._nodes):
+            outward[rank] += held[rank] * (self._sizes[node] - 1)
+            inward[rank] += of_node[node] - held[rank]
+
+    def add_ring(self, size: float) -> None:
+        """Each worker sends so many bytes to the next one, the last to the first."""
+        workers = len(self._nodes)
+        for rank in range(workers if workers > 1 else 0):
+            other = (rank + 1) % workers
+            here, there = self._nodes[rank], self._nodes[other]
+            if here == there:
+                self.sent_inside[rank] += size
+                self.received_inside[other] += size
+            else:
+                self.sent_between[here] += size
+                self.received_between[there] += size
+
+    def add_rings_inside(self, size: float, ranks: Sequence[int]) -> None:
+        """Each of `ranks`, all of one node, sends so many bytes to the next of them."""
+        for rank in ranks:
+            self.sent_inside[rank] += size
+            self.received_inside[rank] += size
+
+    def seconds(self, links: Links) -> float:
+        """Until the worker and the node with most to send or to receive are done."""
+        found = 0.0
+        if links.network_gbit is not None:
+            found = max(*self.sent_between, *self.received_between) * 8e-9 / links.network_gbit
+        if links.inside_gbit is not None:
+            found = max(found, max(*self.sent_inside, *self.received_inside) * 8e-9 / links.inside_gbit)
+        return found
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What workers send each other in a step: payload, without headers of the network's protocols."""
+
+    rows: int
+    """Of all workers in a step."""
+    flows: Mapping[Exchange, Flow]
+
+    def bytes_per_row(self, *names: Exchange) -> tuple[float, float]:
+        """(inside nodes, between nodes) that all workers send in the named exchanges, or in all, for a row."""
+        flows = [self.flows[name] for name in names or self.flows]
+        inside = sum(sum(flow.sent_inside) for flow in flows) / self.rows
+        return inside, sum(sum(flow.sent_between) for flow in flows) / self.rows
+
+    def rows_per_s(self, links: Links) -> float | None:
+        """That the links carry, of all workers, if nothing else took time; None: they are no limit."""
+        seconds = self._seconds(links, tuple(self.flows))
+        return self.rows / seconds if seconds else None
+
+    def limit(self, model_rows_per_s: float, links: Links) -> tuple[float, Literal["model", "network"]]:
+        """What all workers train that would train `model_rows_per_s` over links without a limit, and which of both takes more of
+        a step. Workers wait for embeddings and their gradients, and exchange ids and other gradients while they compute."""
+        computed_s, exchanged_s = self.rows / model_rows_per_s, self._seconds(links, tuple(self.flows))
+        step_s = max(computed_s + self._seconds(links, _WAITED_FOR), exchanged_s)
+        return self.rows / step_s, "model" if computed_s >= exchanged_s else "network"
+
+    def _seconds(self, links: Links, names: Sequence[Exchange]) -> float:
+        return sum(self.flows[name].seconds(links) for name in names)
+
+    def text(self, links: Links, model_rows_per_s: float | None = None) -> str:
+        """For people: bytes of a row, what the links carry and, if the model's speed is given, what workers train."""
+        if len(self.flows["ids"].sent_inside) == 1:
+            return "One worker exchanges nothing."
+        inside, between = self.bytes_per_row()
+        parts = [f"{size_text(sum(self.bytes_per_row(name)))} {_NAMES[name]}" for name in self.flows]
+        lines = [
+            f"Workers send {size_text(inside + between)} a row ({', '.join(parts)}): {size_text(inside)} inside nodes, "
+            f"{size_text(between)} between them."
+        ]
+        carried = self.rows_per_s(links)
+        if carried is not None:
+            given = {"network_gbit": links.network_gbit, "inside_gbit": links.inside_gbit}
+            named = ", ".join(f"{name}={value:g}" for name, value in given.items() if value is not None)
+            lines.append(f"  {'network':8} {estimate_text(carried)} rows/s in all, by {named}")
+            if model_rows_per_s is not None:
+                rate, limit = self.limit(model_rows_per_s, links)
+                lines.append(
+                    f"About {estimate_text(rate)} rows/s of the {estimate_text(model_rows_per_s)} that GPUs of gpu_rows_per_s "
+                    f"would train; the {limit} takes more of a step."
+                )
+        if links.network_gbit is None and between:
+            rates = ", ".join(
+                f"{gbit:g} Gbit/s {estimate_text(rate)}"
+                for gbit in _EXAMPLES_GBIT
+                if (rate := self.rows_per_s(Links(gbit))) is not None
+            )
+            lines.append(
+                "The network between nodes is taken for no limit; network_gbit=N in --cluster gives each node's link. Links "
+                f"carry, rows/s in all: {rates}."
+            )
+        return "\n".join(lines)
+
+
+def traffic_of(
+    tables: Sequence[TablePlacement],
+    lookups: Mapping[str, Sequence[Lookup]],
+    *,
+    num_workers: int,
+    workers_per_node: int,
+    batch_size: int,
+    dense_weights: int,
+    exchange_bytes: int = FLOAT_BYTES,
+    id_bytes: int = 4,
+) -> Traffic:
+    """Pure. `lookups`: by table, one for each of its features. `batch_size`: rows of each worker. `dense_weights`: numbers in the
+    part that every worker holds. `exchange_bytes`: of a value of an embedding or its gradient as it is exchanged; other gradients
+    are float32. Ids are taken to fall evenly on the parts of a row_wise table.
+
+    Sums over workers go around a ring, as gloo and NCCL do it. Not counted: sums of batch normalization and sizes of messages,
+    some kB a step.
+    """
+    flows: dict[Exchange, Flow] = {name: Flow(num_workers, workers_per_node) for name in _NAMES}
+    ids, forward, backward, shared = flows["ids"], flows["embeddings"], flows["gradients"], flows["all_reduce"]
+    share = 2 * (num_workers - 1) / num_workers
+    shared.add_ring(share * dense_weights * FLOAT_BYTES)
+    for table in tables:
+        found, dim = lookups[table.table], table.embedding_dim * exchange_bytes * batch_size
+        if table.sharding_type == "data_parallel":
+            shared.add_ring(share * table.gradient_bytes)
+            continue
+        ranks = sorted(table.bytes_of_rank)
+        by_rows = table.sharding_type in ("row_wise", "table_row_wise")
+        parts = len(ranks) if by_rows else 1  # of a row's ids
+        wanted = sum(
+            _LENGTH_BYTES + one.ids / parts * (id_bytes + FLOAT_BYTES * one.weighted) for one in found
+        )  # lengths go to every part
+        ids.add_all_to_all(_of_ranks(num_workers, dict.fromkeys(ranks, wanted * batch_size)), to_owner=True)
+        pooled = sum(one.pooled for one in found) * dim
+        vectors = pooled + sum(one.ids for one in found if not one.pooled) * dim
+        if table.sharding_type == "row_wise" and pooled:
+            for flow in (forward, backward):  # reduce-scatter and all-gather of sums
+                flow.add_ring((num_workers - 1) * pooled)
+            vectors -= pooled
+        if (
+            table.sharding_type == "table_row_wise"
+        ):  # sums inside the node, then each worker sends its share to other nodes
+            for flow in (forward, backward):
+                flow.add_rings_inside((len(ranks) - 1) * num_workers / len(ranks) * pooled, ranks)
+        held = _of_ranks(
+            num_workers, {rank: vectors * size / table.total_bytes for rank, size in table.bytes_of_rank.items()}
+        )
+        forward.add_all_to_all(held, to_owner=False, inside=table.sharding_type != "table_row_wise")
+        backward.add_all_to_all(held, to_owner=True, inside=table.sharding_type != "table_row_wise")
+    return Traffic(num_workers * batch_size, flows)
+
+
+def _of_ranks(num_workers: int, sizes: Mapping[int, float]) -> list[float]:
+    return [sizes.get(rank, 0.0) for rank in range(num_workers)]

@@ -1,0 +1,161 @@
+"""Bytes that workers send each other in a step, against numbers computed by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from rayrec import recipes
+from rayrec.models.base import ModelInputs
+from rayrec.sharding import TablePlacement
+from rayrec.workloads.recsys import ClickWorkload
+from rayrec.workloads.recsys_plan import lookups_of
+from rayrec.workloads.traffic import Links, Lookup, Traffic, traffic_of
+
+ROWS = 10
+"""Of each worker."""
+ONE_ID = Lookup()
+
+
+def table(name: str, kind: str, ranks: list[int], *, dim: int = 16, rows: int = 100) -> TablePlacement:
+    return TablePlacement(
+        table=name,
+        num_embeddings=rows,
+        embedding_dim=dim,
+        sharding_type=kind,
+        bytes_of_rank=dict.fromkeys(ranks, rows * dim * 4 // (1 if kind == "data_parallel" else len(ranks))),
+    )
+
+
+def traffic(
+    *tables: TablePlacement,
+    lookup: Lookup = ONE_ID,
+    workers: int = 4,
+    per_node: int = 2,
+    dense_weights: int = 0,
+    exchange_bytes: int = 4,
+) -> Traffic:
+    return traffic_of(
+        tables,
+        {one.table: [lookup] for one in tables},
+        num_workers=workers,
+        workers_per_node=per_node,
+        batch_size=ROWS,
+        dense_weights=dense_weights,
+        exchange_bytes=exchange_bytes,
+    )
+
+
+def test_a_whole_table_is_asked_by_all_others() -> None:
+    found = traffic(table("a", "table_wise", [0]))
+    ids, forward, backward = found.flows["ids"], found.flows["embeddings"], found.flows["gradients"]
+    # 10 rows of 16 float32 to each worker: one in the node of worker 0, two in the other.
+    assert forward.sent_inside == [640, 0, 0, 0]
+    assert forward.received_inside == [0, 640, 0, 0]
+    assert (forward.sent_between, forward.received_between) == ([1280, 0], [0, 1280])
+    assert (backward.sent_inside, backward.received_inside) == (forward.received_inside, forward.sent_inside)
+    assert (backward.sent_between, backward.received_between) == ([0, 1280], [1280, 0])
+    assert (ids.sent_inside, ids.sent_between) == ([0, 80, 0, 0], [0, 160])  # an id and a length of 4 bytes a row
+    assert found.bytes_per_row() == ((640 + 640 + 80) / 40, (1280 + 1280 + 160) / 40)
+
+
+def test_tables_on_all_workers_send_and_receive_alike() -> None:
+    found = traffic(*(table(str(rank), "table_wise", [rank]) for rank in range(4))).flows["embeddings"]
+    assert found.sent_inside == found.received_inside == [640] * 4
+    assert found.sent_between == found.received_between == [2 * 1280] * 2
+
+
+def test_columns_are_sent_by_their_holders_and_ids_to_each() -> None:
+    found = traffic(table("a", "column_wise", [0, 2]))
+    assert found.flows["embeddings"].sent_between == [640, 640]  # 8 columns of 10 rows to two workers
+    assert found.flows["embeddings"].sent_inside == [320, 0, 320, 0]
+    assert found.flows["ids"].sent_inside == [0, 80, 0, 80]
+    assert found.flows["ids"].sent_between == [160, 160]
+
+
+def test_sums_of_a_table_split_by_rows_go_around_a_ring() -> None:
+    found = traffic(table("a", "row_wise", [0, 1, 2, 3]), lookup=Lookup(ids=2.0))
+    for name in ("embeddings", "gradients"):
+        flow = found.flows[name]
+        assert flow.sent_inside == [3 * 640, 0, 3 * 640, 0]  # of four parts, all but its own
+        assert flow.sent_between == flow.received_between == [3 * 640] * 2
+    # To each worker the length of each row, and a fourth of its two ids.
+    assert found.flows["ids"].sent_inside == [ROWS * (4 + 0.5 * 4)] * 4
+    assert found.flows["ids"].sent_between == [ROWS * (4 + 0.5 * 4) * 4] * 2
+
+
+def test_a_table_split_by_rows_within_a_node() -> None:
+    found = traffic(table("a", "table_row_wise", [0, 1])).flows["embeddings"]
+    assert found.sent_inside == [2 * 640, 2 * 640, 0, 0]  # half of the sums of 40 rows
+    assert (found.sent_between, found.received_between) == ([1280, 0], [0, 1280])
+
+
+def test_embeddings_that_are_not_summed_are_sent_for_each_id() -> None:
+    sequence = Lookup(ids=20.0, pooled=False)
+    assert traffic(table("a", "table_wise", [0]), lookup=sequence).flows["embeddings"].sent_between == [20 * 1280, 0]
+    by_rows = traffic(table("a", "row_wise", [0, 1, 2, 3]), lookup=sequence).flows["embeddings"]
+    assert by_rows.sent_between == [20 * 640] * 2  # a fourth of it by each worker, to two of the other node
+
+
+def test_what_every_worker_holds_is_reduced_in_float32_around_a_ring() -> None:
+    found = traffic(table("a", "data_parallel", [0, 1, 2, 3]), dense_weights=1000, exchange_bytes=2)
+    size = 2 * 3 / 4 * 4 * (1000 + 100 * 16)
+    assert found.flows["all_reduce"].sent_between == found.flows["all_reduce"].received_between == [size, size]
+    assert found.flows["all_reduce"].sent_inside == [size, 0, size, 0]
+    assert not any(found.flows["embeddings"].sent_between)
+
+
+def test_half_precision_halves_embeddings_and_weights_add_to_ids() -> None:
+    found = traffic(table("a", "table_wise", [0]), lookup=Lookup(ids=3.0, weighted=True), exchange_bytes=2)
+    assert found.flows["embeddings"].sent_between == [640, 0]
+    assert found.flows["ids"].sent_between == [0, 2 * ROWS * (4 + 3 * 8)]
+
+
+def test_one_worker_sends_nothing() -> None:
+    found = traffic(table("a", "table_wise", [0]), workers=1, per_node=1, dense_weights=1000)
+    assert found.bytes_per_row() == (0, 0)
+    assert found.rows_per_s(Links(10.0, 10.0)) is None
+    assert found.limit(5000.0, Links(10.0)) == (5000.0, "model")
+    assert found.text(Links(10.0)) == "One worker exchanges nothing."
+
+
+def test_what_links_carry() -> None:
+    found = traffic(table("a", "table_wise", [0]))
+    # A step of 40 rows: 1280 bytes forward, as many back, and 160 of ids, one exchange after the other.
+    seconds = (1280 + 1280 + 160) * 8 / 1e9
+    assert found.rows_per_s(Links(1.0)) == pytest.approx(40 / seconds)
+    assert found.rows_per_s(Links(inside_gbit=1.0)) == pytest.approx(40 * 1e9 / 8 / (640 + 640 + 80))
+    assert found.rows_per_s(Links(1.0, 1e-3)) == pytest.approx(40 * 1e6 / 8 / (640 + 640 + 80))
+    assert found.rows_per_s(Links()) is None
+
+
+def test_steps_wait_for_embeddings_and_overlap_the_rest() -> None:
+    found = traffic(table("a", "table_wise", [0]), dense_weights=1000)
+    waited_s, all_s = 2560 * 8 / 1e9, (2560 + 160 + 6000) * 8 / 1e9
+    computed_s = 2 * all_s
+    rate, limit = found.limit(40 / computed_s, Links(1.0))
+    assert (rate, limit) == (pytest.approx(40 / (computed_s + waited_s)), "model")
+    rate, limit = found.limit(40 / (0.1 * all_s), Links(1.0))
+    assert (rate, limit) == (pytest.approx(40 / all_s), "network")
+    assert found.limit(1000.0, Links()) == (1000.0, "model")
+
+
+def test_for_people() -> None:
+    found = traffic(table("a", "table_wise", [0]), dense_weights=1000)
+    text = found.text(Links())
+    assert "Workers send 702 B a row (6 B ids, 48 B embeddings, 48 B gradients of embeddings, 600 B gradients" in text
+    assert "334 B inside nodes, 368 B between them." in text
+    assert "is taken for no limit; network_gbit=N in --cluster" in text
+    assert "10 Gbit/s 5.73M, 100 Gbit/s 57.3M, 400 Gbit/s 229M." in text
+    text = found.text(Links(10.0), 1e6)
+    assert "  network  5.73M rows/s in all, by network_gbit=10\n" in text
+    assert "About 951k rows/s of the 1M that GPUs of gpu_rows_per_s would train; the model takes more" in text
+    assert "no limit" not in text
+
+
+def test_what_a_row_looks_up() -> None:
+    inputs = ModelInputs(2, ("a", "b", "c"), vocabularies=("a", "a", "c"), lists=(("b", 7), ("c", None)), weighted=True)
+    workload = recipes.criteo_demo().workload
+    assert isinstance(workload, ClickWorkload)
+    found = lookups_of(workload, inputs, None)
+    assert found == {"a": [Lookup(1, weighted=True), Lookup(7, weighted=True)], "c": [Lookup(20, weighted=True)]}
+    assert lookups_of(workload, inputs, [3, None, 2])["a"] == [Lookup(3, weighted=True), Lookup(7, weighted=True)]
