@@ -272,8 +272,9 @@ def plan(config: TrainConfig, *, cluster: str | None = None, tables: Sequence[in
 
     The tables' sizes come from `tables` (rows of each), a Preprocessor (`--workload.preprocessor DIR`), or a preset that fixes
     them. With a `cluster`, such as "cpus=16,gpus=1,nodes=2,gpu_memory_gb=80,network_gbit=100", the plan is for its workers, with
-    the bytes that they send each other and the rows/s that the network carries; if a log is given and no `tables`, the text also has rows/s of each stage there, the bottleneck and the CPUs that keep a GPU busy, from a slice
-    of the log that is read and trained on here (some twenty seconds); without a Preprocessor the tables are then the slice's.
+    the bytes that they send each other and the rows/s that its links carry. If a log is given and no `tables`, the text also has
+    rows/s of each stage there, the bottleneck and the CPUs that keep a GPU busy, from a slice of the log that is read and trained
+    on here (some twenty seconds); without a Preprocessor the tables are then the slice's.
     Raises InputError when the tables do not fit, with what they need, and for data that cannot be trained on.
     """
     config = config.workload.adapted(config)
