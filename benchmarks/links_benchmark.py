@@ -8,11 +8,12 @@ import os
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 
 from logs import preprocessor_of, synthetic_log
 from measured import warm_speed
 from nodes import Network, missing, missing_tbf
-from rows import emit, say
+from rows import emit, interleaved, say
 
 import rayrec
 from rayrec import recipes
@@ -24,7 +25,7 @@ from rayrec.workloads.recsys_plan import memory_here, tables_of
 from rayrec.workloads.speed_probe import Target
 from rayrec.workloads.traffic import Links, Traffic
 
-ROWS, STEPS, FEW_STEPS, WARM_STEPS = 400_000, 120, 20, 20
+ROWS, STEPS, FEW_STEPS, WARM_STEPS, REPEATS = 400_000, 120, 20, 20, 3
 LINKS_GBIT = (None, 10.0, 1.0)
 PORT = 29500
 
@@ -46,40 +47,57 @@ def main(*, quick: bool) -> None:
     if lacks := missing() or missing_tbf():
         raise InputError(f"rayrec benchmark links: {lacks}")
     path, steps, cores = synthetic_log(ROWS), 40 if quick else STEPS, os.cpu_count() or 1
+    repeats = 1 if quick else REPEATS
     preprocessor = preprocessor_of(path)
     with tempfile.TemporaryDirectory() as folder:
         data = os.path.join(folder, "data")
         rayrec.preprocess(path, out=data, format="binary", preprocessor=preprocessor)
-        alone = _trained(folder, data, hosts=1, gbit=None, steps=steps).rows_per_s
-        say(f"  1 host: {alone:,.0f} rows/s")
-        for hosts in (2,) if quick else (2, 4):
-            # What the start, an evaluation and the end send is the same in a shorter run.
-            short = _trained(folder, data, hosts=hosts, gbit=None, steps=FEW_STEPS)
-            times = min(hosts, cores)
-            for gbit in LINKS_GBIT:
-                found = _trained(folder, data, hosts=hosts, gbit=gbit, steps=steps)
-                sent = (found.sent_bytes - short.sent_bytes) / (found.rows - short.rows)
-                traffic = _forecast(preprocessor, hosts=hosts, batch_size=found.batch_size)
-                (_, told_sent), links = traffic.bytes_per_row(), Links(gbit)
-                told, limit = traffic.limit(alone * times, links)
-                link = "links without a limit" if gbit is None else f"links of {gbit:g} Gbit/s"
-                say(
-                    f"  {hosts} hosts, {link}: {found.rows_per_s:,.0f} rows/s, forecast {told:,.0f} ({limit}); "
-                    f"{found.rows_per_s / alone / times:.2f} of {times} times one host; "
-                    f"{sent:,.0f} bytes sent a row, forecast {told_sent:,.0f}"
-                )
-                emit(
-                    "links",
-                    peer=f"one host, times {times} (the machine's cores)",
-                    workload=f"criteo_kaggle network, batch {found.batch_size} a host, {hosts} hosts of one core, {link}",
-                    value=found.rows_per_s,
-                    ratio=found.rows_per_s / alone / times,
-                    repeats=1,
-                    peer_rows_per_s=round(alone * times),
-                    forecast_rows_per_s=round(told),
-                    sent_bytes_per_row=round(sent),
-                    forecast_bytes_per_row=round(told_sent),
-                )
+        last: dict[tuple[int, float | None], Trained] = {}
+
+        def rate(hosts: int, gbit: float | None = None, workers: int = 1) -> float:
+            last[hosts, gbit] = _trained(folder, data, hosts=hosts, workers=workers, gbit=gbit, steps=steps)
+            return last[hosts, gbit].rows_per_s
+
+        cases = [(hosts, gbit) for hosts in ((2,) if quick else (2, 4)) for gbit in LINKS_GBIT]
+        rates = interleaved(
+            repeats,
+            one_host=lambda: rate(1),
+            two_workers_on_one_host=lambda: rate(1, workers=2),
+            **{_name(*case): partial(rate, *case) for case in cases},
+        )
+        # What the start, an evaluation and the end send is the same in a shorter run.
+        short = {hosts: _trained(folder, data, hosts=hosts, gbit=None, steps=FEW_STEPS) for hosts, _ in cases}
+    alone, pair = rates["one_host"], rates["two_workers_on_one_host"]
+    say(f"  1 host: {alone:,.0f} rows/s; 2 workers on 1 host of 2 cores: {pair:,.0f} rows/s")
+    for hosts, gbit in cases:
+        found, before, times = last[hosts, gbit], short[hosts], min(hosts, cores)
+        sent = (found.sent_bytes - before.sent_bytes) / (found.rows - before.rows)
+        traffic = _forecast(preprocessor, hosts=hosts, batch_size=found.batch_size)
+        (_, told_sent), (told, limit) = traffic.bytes_per_row(), traffic.limit(pair * times / 2, Links(gbit))
+        speed = rates[_name(hosts, gbit)]
+        link = "links without a limit" if gbit is None else f"links of {gbit:g} Gbit/s"
+        say(
+            f"  {hosts} hosts, {link}: {speed:,.0f} rows/s, forecast {told:,.0f} ({limit}); "
+            f"{speed / alone / times:.2f} of {times} times one host; {sent:,.0f} bytes sent a row, forecast {told_sent:,.0f}"
+        )
+        emit(
+            "links",
+            peer=f"one host, times {times} (the machine's cores)",
+            workload=f"criteo_kaggle network, batch {found.batch_size} a host, {hosts} hosts of one core, {link}",
+            value=speed,
+            ratio=speed / alone / times,
+            repeats=repeats,
+            peer_rows_per_s=round(alone * times),
+            two_workers_one_host_rows_per_s=round(pair),
+            forecast_rows_per_s=round(told),
+            forecast_limit=limit,
+            sent_bytes_per_row=round(sent),
+            forecast_bytes_per_row=round(told_sent),
+        )
+
+
+def _name(hosts: int, gbit: float | None) -> str:
+    return f"hosts_{hosts}_free" if gbit is None else f"hosts_{hosts}_gbit_{gbit:g}"
 
 
 def _forecast(preprocessor: str, *, hosts: int, batch_size: int) -> Traffic:
@@ -98,19 +116,20 @@ def _forecast(preprocessor: str, *, hosts: int, batch_size: int) -> Traffic:
     ).traffic
 
 
-def _trained(folder: str, data: str, *, hosts: int, gbit: float | None, steps: int) -> Trained:
-    name = f"hosts-{hosts}-{gbit or 'free'}-{steps}"
-    with Network() as network:
+def _trained(folder: str, data: str, *, hosts: int, workers: int = 1, gbit: float | None, steps: int) -> Trained:
+    """`workers`: of each host, with a core each."""
+    cores = os.cpu_count() or 1
+    with Network() as network, tempfile.TemporaryDirectory(dir=folder) as runs:
         nodes = [network.add() for _ in range(hosts)]
         for node in nodes if gbit else ():
             node.limit(gbit_per_s=gbit or 0)
         commands = [
             node.start(
-                *("taskset", "--cpu-list", str(rank % (os.cpu_count() or 1))),
+                *("taskset", "--cpu-list", ",".join(str((rank * workers + one) % cores) for one in range(workers))),
                 *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(hosts), "--node-rank", str(rank)),
-                *("--nproc-per-node", "1", "--master-addr", nodes[0].address, "--master-port", str(PORT)),
+                *("--nproc-per-node", str(workers), "--master-addr", nodes[0].address, "--master-port", str(PORT)),
                 *("-m", "rayrec", "train", "criteo_kaggle", "--train-data.path", data, "--steps", str(steps)),
-                *("--storage-path", os.path.join(folder, "runs"), "--name", name, "--evaluate-every", "100000000"),
+                *("--storage-path", runs, "--name", "run", "--evaluate-every", "100000000"),
                 *("--log-every", "10"),
                 OMP_NUM_THREADS="1",
             )
@@ -121,8 +140,8 @@ def _trained(folder: str, data: str, *, hosts: int, gbit: float | None, steps: i
             if one.status:
                 raise InputError(f"rayrec benchmark links: {hosts} hosts: {one.err.strip().splitlines()[-1:]}")
         sent = sum(node.sent_bytes() for node in nodes)
-    with open(os.path.join(folder, "runs", name, "summary.json")) as file:
-        rows = json.load(file)["rows"]
-    events = read_events(os.path.join(folder, "runs", name, "events.jsonl"), kinds={"step"})
+        with open(os.path.join(runs, "run", "summary.json")) as file:
+            rows = json.load(file)["rows"]
+        events = read_events(os.path.join(runs, "run", "events.jsonl"), kinds={"step"})
     speed = warm_speed(events, warm_steps=min(WARM_STEPS, steps // 2))["rows_per_s"]
-    return Trained(speed, round(rows / steps / hosts), rows, sent)
+    return Trained(speed, round(rows / steps / hosts / workers), rows, sent)

@@ -257,7 +257,9 @@ class Node:
 
     def limit(self, *, gbit_per_s: float) -> None:
         """At most so much leaves the node; see `missing_tbf`."""
-        burst = max(64 << 10, int(gbit_per_s * 50_000))  # what 0.4 ms carry, a packet of Linux at least
+        burst = max(
+            128 << 10, int(gbit_per_s * 50_000)
+        )  # 0.4 ms; the kernel cuts its packets of 64 KiB where it is less
         self._space.call(
             *("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf"),
             *("rate", f"{gbit_per_s}gbit", "burst", f"{burst}b", "latency", "20ms"),

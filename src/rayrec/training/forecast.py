@@ -191,7 +191,10 @@ def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
         if shape.gpu_rows_per_s is None:
             _require_gpu()
     else:
-        local_workers = min(-(-shares.num_workers // shape.nodes), machine.usable_cpus())
+        per_node = max(
+            -(-shares.num_workers // shape.nodes), min(2, shares.num_workers)
+        )  # two show what an exchange costs
+        local_workers = min(per_node, machine.usable_cpus())
     measured_speed = config.workload.probe_speed(
         config, target=shape.target(shares.num_workers), local_workers=local_workers, cuda=config.scaling.use_gpu
     )

@@ -11,7 +11,7 @@ from rayrec.config import InputError
 from rayrec.launch.cluster import Layout, layout
 from rayrec.training.forecast import ClusterShape, Forecast, extrapolate, forecast
 from rayrec.workloads.speed_probe import MeasuredSpeed, Target
-from rayrec.workloads.traffic import Flow, Links, Traffic
+from rayrec.workloads.traffic import Exchange, Flow, Links, Traffic
 
 MEASURED = MeasuredSpeed(
     num_workers=2,
@@ -79,7 +79,8 @@ def test_cpus_that_workers_and_data_tasks_share_are_the_limit() -> None:
 
 
 def test_links_between_nodes_slow_the_model_or_are_the_limit() -> None:
-    flows = {name: Flow(2, 1) for name in ("ids", "embeddings", "gradients", "all_reduce")}
+    names: tuple[Exchange, ...] = ("ids", "embeddings", "gradients", "all_reduce")
+    flows = {name: Flow(2, 1) for name in names}
     flows["embeddings"].add_all_to_all([500_000.0] * 2, to_owner=False)  # 4 Mbit from each node
     flows["all_reduce"].add_ring(500_000.0)
     measured = replace(MEASURED, traffic=Traffic(1000, flows))
