@@ -11,9 +11,6 @@ from rayrec.quantities import estimate_text, size_text
 from rayrec.sharding import TablePlacement
 
 Exchange = Literal["ids", "embeddings", "gradients", "all_reduce"]
-_WAITED_FOR: Final[tuple[Exchange, ...]] = ("embeddings", "gradients")
-"""The exchanges during which a worker has nothing to compute. The ids of the next batch travel while the present one computes,
-and gradients of the dense part while the backward pass goes on."""
 _NAMES: Final[dict[Exchange, str]] = {
     "ids": "ids",
     "embeddings": "embeddings",
@@ -122,18 +119,19 @@ class Traffic:
 
     def rows_per_s(self, links: Links) -> float | None:
         """That the links carry, of all workers, if nothing else took time; None: they are no limit."""
-        seconds = self._seconds(links, tuple(self.flows))
+        seconds = self._seconds(links)
         return self.rows / seconds if seconds else None
 
     def limit(self, model_rows_per_s: float, links: Links) -> tuple[float, Literal["model", "network"]]:
         """What all workers train that would train `model_rows_per_s` over links without a limit, and which of both takes more of
-        a step. Workers wait for embeddings and their gradients, and exchange ids and other gradients while they compute."""
-        computed_s, exchanged_s = self.rows / model_rows_per_s, self._seconds(links, tuple(self.flows))
-        step_s = max(computed_s + self._seconds(links, _WAITED_FOR), exchanged_s)
-        return self.rows / step_s, "model" if computed_s >= exchanged_s else "network"
+        a step. Nothing is taken to be computed during an exchange: a step needs embeddings before its network computes, and sends
+        their gradients and those of the network's first layers after it."""
+        computed_s, exchanged_s = self.rows / model_rows_per_s, self._seconds(links)
+        return self.rows / (computed_s + exchanged_s), "model" if computed_s >= exchanged_s else "network"
 
-    def _seconds(self, links: Links, names: Sequence[Exchange]) -> float:
-        return sum(self.flows[name].seconds(links) for name in names)
+    def _seconds(self, links: Links) -> float:
+        """Of a step's exchanges, one after the other."""
+        return sum(flow.seconds(links) for flow in self.flows.values())
 
     def text(self, links: Links, model_rows_per_s: float | None = None) -> str:
         """For people: bytes of a row, what the links carry and, if the model's speed is given, what workers train."""
