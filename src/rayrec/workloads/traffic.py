@@ -156,9 +156,7 @@ class Traffic:
                 )
         if links.network_gbit is None and between:
             rates = ", ".join(
-                f"{gbit:g} Gbit/s {estimate_text(rate)}"
-                for gbit in _EXAMPLES_GBIT
-                if (rate := self.rows_per_s(Links(gbit))) is not None
+                f"{gbit:g} Gbit/s {estimate_text(self.rows / self._seconds(Links(gbit)))}" for gbit in _EXAMPLES_GBIT
             )
             lines.append(
                 "The network between nodes is taken for no limit; network_gbit=N in --cluster gives each node's link. Links "
