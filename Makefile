@@ -26,7 +26,7 @@ TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 BENCHMARKS ?= ingest vocabulary preprocess train checkpoint recover predict serve observe mnist gpt2
 export DATA # the shell, not make, puts it into commands, so that it may hold spaces
 
-.PHONY: help setup demo test test-extended test-exhaustive test-gpu drills fuzz chaos check lint format types layers spelling words docs site pictures wheel bench clean
+.PHONY: help setup demo test test-extended test-exhaustive test-gpu gpu drills fuzz chaos check lint format types layers spelling words docs site pictures wheel bench clean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -88,8 +88,11 @@ $(FUZZER): tests/fuzz/kernels_fuzz.c $(NATIVE)
 	@$(CC) -g -O1 -std=c11 -Wall -Wextra -Wno-unused-value -fsanitize=address,undefined -fno-sanitize-recover=all -Isrc/rayrec/native \
 	  $(filter-out %/module.c %.h,$^) -lm -o $@
 
-test-gpu: setup ## what only a GPU shows; skipped without one (docs/install.md tells how to install for CUDA)
-	@$(RUN)/python -m pytest tests/gpu
+test-gpu: $(if $(GPU_PYTHON),,setup) ## what only a GPU shows; skipped without one; GPU_PYTHON=python of an environment with CUDA
+	@$(or $(GPU_PYTHON),$(RUN)/python) -m pytest tests/gpu
+
+gpu: ## on a machine with a GPU: an environment for CUDA, test-gpu and `rayrec benchmark gpu`, into gpu-results (docs/gpu.md)
+	@sh tools/gpu.sh
 
 fuzz: $(FUZZER) ## random inputs for the C kernels under AddressSanitizer and UBSan for FUZZ_S=10 seconds; FUZZ_SEED repeats a run
 	@$(FUZZER) $(FUZZ_S) $(FUZZ_SEED)

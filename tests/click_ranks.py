@@ -109,8 +109,10 @@ def schema(tables: list[int]) -> Schema:
     )
 
 
-def context(configuration: TrainConfig, rank: int, world_size: int, *, node: str = "") -> WorkerContext:
-    return WorkerContext(configuration, rank, world_size, torch.device("cpu"), None, node)  # type: ignore[arg-type]
+def context(
+    configuration: TrainConfig, rank: int, world_size: int, *, node: str = "", device: str = "cpu"
+) -> WorkerContext:
+    return WorkerContext(configuration, rank, world_size, torch.device(device), None, node)  # type: ignore[arg-type]
 
 
 def config(tables: list[int], world_size: int, **settings: Any) -> TrainConfig:
@@ -161,11 +163,12 @@ def batch(tables: list[int], step: int, rank: int, world_size: int, *, rows: int
     return Batch({DENSE: dense[mine]}, world_size / rows, features, named, sequence_features=sequences)
 
 
-def train(folder: str, tables: list[int], rank: int, *, node: str = "", **settings: Any) -> None:
+def train(folder: str, tables: list[int], rank: int, *, node: str = "", device: str = "cpu", **settings: Any) -> None:
     """Saves FOLDER/start and, after some steps, FOLDER/end, and writes each step's mean loss into FOLDER/losses.json."""
     world_size = distributed.get_world_size()
     configuration = config(tables, world_size, **settings)
-    setup = configuration.workload.set_up(context(configuration, rank, world_size, node=node), prepared(tables))
+    place = context(configuration, rank, world_size, node=node, device=device)
+    setup = configuration.workload.set_up(place, prepared(tables))
     checkpoint.save(f"{folder}/start", all_tensors(setup.model, setup.optimizer), state={})
     losses = []
     batches = iter([batch(tables, step, rank, world_size) for step in range(STEPS)])
@@ -225,3 +228,10 @@ def alone(folder: str, rank: int) -> None:
 
 def weights(folder: str) -> str:
     return checkpoint.weights_sha256(Checkpoint(folder))
+
+
+def on_one_gpu(folder: str, rank: int) -> None:
+    """All workers have the same GPU, and exchange by gloo, since NCCL refuses two ranks on one GPU."""
+    logging.disable(logging.WARNING)
+    for name, tables in CASES.items():
+        train(f"{folder}/{name}_gpu", tables, rank, device="cuda:0")

@@ -12,7 +12,7 @@ from rayrec.config import Config, InputError
 
 if TYPE_CHECKING:
     from torch import nn
-    from torchrec.distributed.types import ModuleSharder, QuantizedCommCodecs, ShardingPlan
+    from torchrec.distributed.types import ModuleSharder, ParameterSharding, QuantizedCommCodecs, ShardingPlan
 
 StateBytes = Callable[[int, int], int]
 """(rows, columns) of a table or a part of it -> bytes of state that its optimizer keeps."""
@@ -23,6 +23,8 @@ _WHOLE = {"table_wise", "data_parallel"}  # a worker that holds any of a table h
 _OF_SEQUENCES = {"table_wise", "column_wise", "row_wise"}  # the others TorchRec lacks, or gets wrong (data_parallel)
 _WITHIN_NODES = {"table_row_wise"}  # TorchRec builds process groups of one node each, all of the same size
 _FLOAT_BYTES = 4
+_UNKNOWN_BYTES = 2**50  # more than any tables take
+_CACHED_KERNEL = "fused_uvm_caching"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,11 @@ class ShardingConfig(Config):
     """Part of each worker's memory kept free for the dense model, activations and batches in flight."""
     exchange_precision: Literal["fp32", "fp16", "bf16"] = "fp32"
     """Type in which workers exchange embeddings and their gradients; fp16 and bf16 halve the traffic and round. CPU: no bf16."""
+    uvm_caching: bool = False
+    """GPUs: tables that the GPUs have no room for are stored in host memory, and a GPU keeps a cache of the rows used last
+    (fbgemm's UVM caching). Lookups outside the cache are slower. Not for sparse_optimizer.kind adam, adamw and sparse_adam."""
+    uvm_cache_fraction: float = 0.1
+    """Share of the rows of such a table that its cache has room for."""
     optimizer_floats_per_row: int = 1
     """Deprecated and ignored: the optimizer knows the size of its state."""
 
@@ -50,6 +57,10 @@ class ShardingConfig(Config):
             raise InputError(f"ShardingConfig.reserved_fraction: {self.reserved_fraction} must be in [0, 1)")
         if self.min_column_width < 4 or self.min_column_width % 4:
             raise InputError(f"ShardingConfig.min_column_width: {self.min_column_width} must be a multiple of 4")
+        if not 0 < self.uvm_cache_fraction < 1:
+            raise InputError(
+                f"ShardingConfig.uvm_cache_fraction: {self.uvm_cache_fraction} must be above 0 and below 1"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +73,16 @@ class TablePlacement:
     sharding_type: str
     bytes_of_rank: dict[int, int]
     """Weights and optimizer state, by the ranks that hold a part of the table."""
+    device_share: float = 1.0
+    """Share of these bytes that a rank's GPU has; the rest is in host memory (`ShardingConfig.uvm_caching`)."""
+
+    def host_bytes(self, rank: int) -> int:
+        """Bytes of host memory next to the GPU that `rank` keeps the table in: all of it, of which the GPU has a cache."""
+        return self.bytes_of_rank.get(rank, 0) if self.device_share < 1 else 0
+
+    def device_bytes(self, rank: int) -> int:
+        """Bytes of the device's own memory that `rank` keeps the table, or its cache, in."""
+        return int(self.bytes_of_rank.get(rank, 0) * self.device_share)
 
     @property
     def total_bytes(self) -> int:
@@ -84,7 +105,11 @@ def embedding_sharders(
 
     codecs = _exchange_codecs(config.exchange_precision if config else "fp32", device)
     # The default sets an id outside its table to 0 and trains on that row.
-    fused_params = {"bounds_check_mode": BoundsCheckMode.FATAL}
+    fused_params: dict[str, Any] = {"bounds_check_mode": BoundsCheckMode.FATAL}
+    if config is not None and config.uvm_caching and device == "cuda":
+        fused_params["uvm_host_mapped"] = (
+            True  # pinned host memory; CUDA's managed memory may move to the GPU and fill it
+        )
     return [
         EmbeddingBagCollectionSharder(fused_params=fused_params, qcomm_codecs_registry=codecs),
         EmbeddingCollectionSharder(fused_params=fused_params, qcomm_codecs_registry=codecs),
@@ -134,6 +159,7 @@ def plan_sharding(
     from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
     from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
     from torchrec.distributed.planner.types import KernelConfig, PlannerError, TopologyFactory, TrainerConfig
+    from torchrec.distributed.types import CacheParams
 
     config = config or ShardingConfig()
     per_node = workers_per_node(nodes or [""] * world_size)
@@ -144,10 +170,15 @@ def plan_sharding(
             f"ShardingConfig.sharding_types: {', '.join(config.sharding_types)} is not for tables of sequences "
             f"({', '.join(sorted(one_by_one))}) on {device}; add table_wise"
         )
+    cached = config.uvm_caching and device == "cuda"
     room = _room_for_tables(config, device=device, memory_bytes=memory_bytes, host_memory_bytes=host_memory_bytes)
+    host_room = _host_room(config, host_memory_bytes) if cached else None
     sizes = {name: _table_bytes(rows, dim, state_bytes) for name, (rows, dim) in tables.items()}
-    _refuse_what_cannot_fit(tables, sizes, allowed, world_size=world_size, room=room)
+    most = room if host_room is None else room.together_with(host_room)
+    _refuse_what_cannot_fit(tables, sizes, allowed, world_size=world_size, room=most)
     kernels = [EmbeddingComputeKernel.FUSED.value]
+    if cached:
+        kernels.append(EmbeddingComputeKernel.FUSED_UVM_CACHING.value)
     if "data_parallel" in allowed:
         kernels.append(EmbeddingComputeKernel.DENSE.value)  # which TorchRec offers for no other sharding type
     constraints = {
@@ -155,13 +186,18 @@ def plan_sharding(
             sharding_types=[kind for kind in allowed if name not in one_by_one or kind in _OF_SEQUENCES],
             compute_kernels=kernels,
             min_partition=min(config.min_column_width, dim),
+            cache_params=CacheParams(load_factor=config.uvm_cache_fraction) if cached else None,
         )
         for name, (_, dim) in tables.items()
     }
     if device == "cpu":
         capacity = {"ddr_cap_bytes": room.size_bytes}
     else:
-        capacity = {"hbm_cap_bytes": room.size_bytes, "ddr_cap_bytes": host_memory_bytes or memory_bytes}
+        host_bytes = host_memory_bytes or memory_bytes
+        capacity = {
+            "hbm_cap_bytes": room.size_bytes,
+            "ddr_cap_bytes": host_room.size_bytes if host_room else host_bytes,
+        }
     planner = EmbeddingShardingPlanner(
         topology=TopologyFactory.create_topology(
             # With unequal nodes the largest number that divides all: TorchRec takes one number, and only estimates traffic by it.
@@ -180,11 +216,14 @@ def plan_sharding(
         need = _readable(sum(sizes.values()))
         raise InputError(
             f"sharding: no plan puts {len(tables)} tables ({need}) on {world_size} workers with "
-            f"{room} each for tables, next to the buffers of batches of {batch_size} rows; use more "
+            f"{most} each for tables, next to the buffers of batches of {batch_size} rows; use more "
             "workers, more memory, a smaller batch_size or embedding_dim, or a higher min_count "
             f"(planner: {_first_line(error)})"
         ) from error
-    _refuse_overfull(placements(made, model, state_bytes=state_bytes), device=device, room=room)
+    rows = placements(made, model, state_bytes=state_bytes)
+    _refuse_overfull(rows, device=device, room=room)
+    if cached and host_memory_bytes is not None:
+        _refuse_overfull_host(rows, host_bytes=int(host_memory_bytes * (1 - config.reserved_fraction)))
     if devices is not None:
         _place_on(made, devices)
     return made
@@ -201,6 +240,9 @@ class _Room:
     def __str__(self) -> str:
         return f"{_readable(self.size_bytes)} ({self.reason})"
 
+    def together_with(self, other: _Room) -> _Room:
+        return _Room(self.size_bytes + other.size_bytes, f"{self}, and {other}")
+
 
 def _room_for_tables(config: ShardingConfig, *, device: str, memory_bytes: int, host_memory_bytes: int | None) -> _Room:
     kept = f"{config.reserved_fraction:.0%} kept free"
@@ -210,12 +252,35 @@ def _room_for_tables(config: ShardingConfig, *, device: str, memory_bytes: int, 
             usable // 2, f"{_readable(memory_bytes)} are free, {kept}, half of the rest for a checkpoint's copy"
         )
     room = _Room(usable, f"of its device's {_readable(memory_bytes)}, {kept}")
-    if host_memory_bytes is None:
+    if host_memory_bytes is None or config.uvm_caching:
         return room
     host = int(host_memory_bytes * (1 - config.reserved_fraction))
     if host >= usable:
         return room
     return _Room(host, f"{_readable(host_memory_bytes)} of host memory, {kept}, must hold a checkpoint's copy of them")
+
+
+def _host_room(config: ShardingConfig, host_memory_bytes: int | None) -> _Room:
+    """Host memory of one worker for tables of which its GPU has a cache."""
+    if host_memory_bytes is None:
+        return _Room(_UNKNOWN_BYTES, "of host memory, whose size is not known")
+    usable = int(host_memory_bytes * (1 - config.reserved_fraction))
+    return _Room(
+        usable // 2, f"of host memory, half of {_readable(usable)}, whose other half is for a checkpoint's copy"
+    )
+
+
+def _refuse_overfull_host(rows: list[TablePlacement], *, host_bytes: int) -> None:
+    """Tables in host memory and a checkpoint's copy of all tables, those of the GPU included."""
+    for rank in sorted({rank for row in rows for rank in row.bytes_of_rank}):
+        cached = sum(row.host_bytes(rank) for row in rows)
+        copy = sum(row.bytes_of_rank.get(rank, 0) for row in rows)
+        if cached and cached + copy > host_bytes:
+            raise InputError(
+                f"sharding: worker {rank} needs {_readable(cached + copy)} of host memory, {_readable(cached)} for tables "
+                f"(uvm_caching) and {_readable(copy)} for a checkpoint's copy of all its tables, and has "
+                f"{_readable(host_bytes)}; use more workers, more memory, a smaller embedding_dim, or a higher min_count"
+            )
 
 
 def _refuse_overfull(rows: list[TablePlacement], *, device: str, room: _Room) -> None:
@@ -288,9 +353,18 @@ def placements(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes)
                     embedding_dim=dim,
                     sharding_type=sharding.sharding_type,
                     bytes_of_rank=bytes_of_rank,
+                    device_share=_device_share(sharding),
                 )
             )
     return sorted(found, key=lambda placement: _natural(placement.table))
+
+
+def _device_share(sharding: ParameterSharding) -> float:
+    if sharding.compute_kernel != _CACHED_KERNEL:
+        return 1.0
+    factor = sharding.cache_params.load_factor if sharding.cache_params else None
+    assert factor is not None
+    return factor
 
 
 def data_parallel_tables(plan: ShardingPlan) -> list[str]:
@@ -312,7 +386,7 @@ def describe(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes) -
             row.table,
             f"{row.num_embeddings:,}",
             str(row.embedding_dim),
-            row.sharding_type,
+            row.sharding_type + (f", {row.device_share:.0%} cached" if row.device_share < 1 else ""),
             _ranges(sorted(row.bytes_of_rank)),
             _readable(row.total_bytes),
         )

@@ -6,18 +6,32 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import click_ranks
+import numpy as np
 import pytest
 import torch
+from checkpoint_ranks import run_ranks
 from digits import write_digits
+from torch import distributed
 
 import rayrec
+from rayrec.checkpoint import Checkpoint, full_tensors
+from rayrec.data.parsing import RawRows, max_rows_in, padded, parse_into
 from rayrec.data.synthetic import generate
+from rayrec.datasets.criteo import SCHEMA
+from rayrec.inference.model import open_served
 from rayrec.observe.console import Console
 from rayrec.observe.events import read_events
-from rayrec.recipes import criteo_demo, mnist_resnet18
+from rayrec.recipes import criteo_demo, gpt2_tiny, mnist_resnet18
+from rayrec.training.process_group import group_arguments, use_device
 from rayrec.workloads.base import TrainConfig
 
 DEVICE = os.environ.get("RAYREC_GPU_TESTS_ON", "cuda")
@@ -67,6 +81,39 @@ def test_the_losses_are_those_of_the_cpu(log: str, tmp_path: Path, name: str) ->
     assert gpu_losses[0] == pytest.approx(cpu[0], abs=1e-5)
 
 
+@pytest.mark.parametrize("name", [*click_ranks.CASES, *click_ranks.BY_ADAM])
+def test_tables_of_every_kind_learn_what_they_learn_on_the_cpu(tmp_path: Path, name: str) -> None:
+    """Shared tables, lists with weights, sequences under DIN, several labels, and Adam's own rule."""
+    tables = (click_ranks.CASES | click_ranks.BY_ADAM)[name]
+    settings = click_ranks.ADAM if name in click_ranks.BY_ADAM else {}
+    for device in ("cpu", f"{DEVICE}:0" if DEVICE == "cuda" else "cpu"):
+        place = torch.device(device)
+        use_device(place)
+        arguments = group_arguments(place, timeout_s=60.0)
+        distributed.init_process_group(store=distributed.HashStore(), rank=0, world_size=1, **arguments)
+        try:
+            folder = tmp_path / ("there" if device == "cpu" and not (tmp_path / "there").exists() else "here")
+            click_ranks.train(str(folder), tables, 0, device=device, **settings)
+        finally:
+            distributed.destroy_process_group()
+    same_weights(tmp_path / "here" / "end", tmp_path / "there" / "end")
+
+
+def test_two_workers_on_one_gpu_learn_what_one_does_on_the_cpu(tmp_path: Path) -> None:
+    run_ranks(click_ranks.alone, 1, str(tmp_path))
+    if DEVICE == "cuda":
+        run_ranks(click_ranks.on_one_gpu, 2, str(tmp_path))
+        for name in click_ranks.CASES:
+            same_weights(tmp_path / f"{name}_gpu" / "end", tmp_path / f"{name}_1" / "end")
+
+
+def same_weights(found: Path, expected: Path) -> None:
+    here, there = (dict(full_tensors(Checkpoint(str(place)))) for place in (found, expected))
+    assert here.keys() == there.keys()
+    for key, tensor in there.items():
+        torch.testing.assert_close(here[key], tensor, msg=key, rtol=1e-4, atol=1e-5)
+
+
 def test_a_checkpoint_goes_to_the_gpu_and_back_bit_for_bit(log: str, tmp_path: Path) -> None:
     """Nothing learns, so every save has the weights and states that the one before had."""
     still = {"sparse_optimizer": {"learning_rate": 0.0}, "dense_optimizer": {"kind": "sgd", "learning_rate": 0.0}}
@@ -85,6 +132,39 @@ def test_a_run_is_continued_without_a_row_lost(log: str, tmp_path: Path) -> None
     train(config(log, tmp_path, "whole", gpu=True, workload=constant))
     assert (summary["rows_lost"], summary["rows_repeated"]) == (0, 0)
     assert losses(tmp_path, "continued") == pytest.approx(losses(tmp_path, "whole"), abs=2e-3)
+
+
+def test_a_killed_run_resumes_without_a_row_lost(log: str, tmp_path: Path) -> None:
+    """The whole process group and its CUDA context go, as when a machine does."""
+    flags = {"train-data.path": log, "storage-path": tmp_path, "name": "killed", "steps": 400, "checkpoint.every": 20}
+    command = [sys.executable, "-m", "rayrec", "train", "criteo_demo", "--scaling.num-workers", "1"]
+    command += [f"--{name}={value}" for name, value in flags.items()]
+    command += ["--scaling.use-gpu"] * (DEVICE == "cuda")
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline_s = time.monotonic() + timedelta(minutes=3).total_seconds()
+    while not list((tmp_path / "killed").glob("checkpoints/*/manifest.json")) and time.monotonic() < deadline_s:
+        assert process.poll() is None, "it ended before its first checkpoint"
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "killed" / "summary.json").exists()
+    subprocess.run(command, check=True, capture_output=True)
+    summary = json.loads((tmp_path / "killed" / "summary.json").read_text())
+    assert (summary["steps"], summary["rows_lost"], summary["rows_repeated"]) == (400, 0, 0)
+
+
+def test_a_served_model_scores_as_on_the_cpu(log: str, tmp_path: Path) -> None:
+    """Without HTTP, which is the same on any device."""
+    train(config(log, tmp_path, "served", gpu=True))
+    text = Path(log).read_bytes()[:60_000]
+    text = text[: text.rindex(b"\n") + 1]
+    raw = RawRows(SCHEMA, max_rows_in(SCHEMA, len(text)))
+    parse_into(raw, padded(text), len(text))
+    found = []
+    for device in ("cpu", DEVICE):
+        served = open_served(str(tmp_path / "served"), device=device)  # type: ignore[arg-type]
+        found.append(served.scorer.score(served.preprocessor.encode(raw, np.arange(raw.rows))))
+    assert found[1] == pytest.approx(found[0], abs=1e-4)
 
 
 def test_scores_are_those_of_the_cpu(log: str, tmp_path: Path) -> None:
@@ -112,17 +192,42 @@ def test_the_memory_of_the_device_is_reported(log: str, tmp_path: Path) -> None:
     assert ("device_memory_bytes" in text) == (DEVICE == "cuda")
 
 
-def test_resnet18_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_resnet18_trains(tmp_path: Path, parallel: str) -> None:
     write_digits(tmp_path / "digits", train=256, test=64)
     made = mnist_resnet18(str(tmp_path / "digits")).replace(
         storage_path=str(tmp_path),
         name="vision",
         steps=4,
         batch_size=32,
+        workload={"parallel": parallel},
         scaling={"num_workers": 1, "use_gpu": DEVICE == "cuda"},
         trackers={"prometheus": False, "tensorboard": False},
     )
     assert train(made)["steps"] == 4
+
+
+def test_gpt2_trains(tmp_path: Path) -> None:
+    for package in ("transformers", "streaming"):
+        pytest.importorskip(package)
+    (tmp_path / "text.txt").write_text("the cat sees a dog.\n" * 2_000)
+    tokens, block = str(tmp_path / "tokens"), 32
+    rayrec.preprocess(
+        str(tmp_path / "text.txt"), out=tokens, format="mds", tokenizer="characters", block_size=block, console=QUIET
+    )
+    network = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": block}
+    made = gpt2_tiny(tokens).replace(
+        storage_path=str(tmp_path),
+        name="language",
+        steps=STEPS,
+        log_every=1,
+        scaling={"num_workers": 1, "use_gpu": DEVICE == "cuda"},
+        workload={"model": network, "max_new_tokens": 8},
+        trackers={"prometheus": False, "tensorboard": False},
+    )
+    train(made)
+    found = losses(tmp_path, "language")
+    assert found[-1] < found[0]
 
 
 def _trace(path: Path) -> Any:

@@ -188,6 +188,28 @@ def test_on_gpus_host_memory_must_hold_a_checkpoints_copy() -> None:
         plan(1, "cuda", host_memory_bytes=200 << 20)
 
 
+def test_tables_that_gpus_have_no_room_for_go_to_host_memory() -> None:
+    settings: Any = {"memory_bytes": 200 << 20, "host_memory_bytes": GIB}
+    cached = ShardingConfig(uvm_caching=True, uvm_cache_fraction=0.25)
+    with pytest.raises(InputError, match=r"workers have 170.0 MiB"):
+        plan(1, "cuda", **settings)
+    made = plan(1, "cuda", config=cached, **settings)
+    rows = placements(made, Model(SIZES), state_bytes=STATE)
+    moved = [row for row in rows if row.device_share < 1]
+    assert {row.device_share for row in moved} == {0.25}
+    assert sum(row.total_bytes for row in rows) == sum(SIZES) * 17 * 4
+    assert sum(row.device_bytes(0) for row in rows) <= 170 << 20
+    assert sum(row.host_bytes(0) for row in rows) == sum(row.total_bytes for row in moved) > 0
+    assert "table_wise, 25% cached" in describe(made, Model(SIZES), state_bytes=STATE)
+    # Host memory holds these tables, and a checkpoint's copy of all.
+    with pytest.raises(InputError, match=r"worker 0 needs .* of host memory, .* for tables \(uvm_caching\)"):
+        plan(1, "cuda", config=cached, memory_bytes=200 << 20, host_memory_bytes=310 << 20)
+    on_cpu = plan(config=cached)
+    assert {row.device_share for row in placements(on_cpu, Model(SIZES), state_bytes=STATE)} == {1.0}
+    with pytest.raises(InputError, match=r"uvm_cache_fraction: 1.0 must be above 0 and below 1"):
+        ShardingConfig(uvm_cache_fraction=1.0)
+
+
 def test_gradients_of_data_parallel_tables_count() -> None:
     alone = ShardingConfig(sharding_types=("data_parallel",), reserved_fraction=0.0)
     assert plan(memory_bytes=700 << 20, config=alone)  # 229 MiB, their copy, 216 MiB of gradients

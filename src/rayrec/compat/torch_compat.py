@@ -97,6 +97,16 @@ def set_optimizer_in_backward(
         parameter._optimizer_kwargs = [dict(arguments)]  # type: ignore[attr-defined]
 
 
+def forget_cached_rows(model: torch.nn.Module) -> None:
+    """Empties the caches of tables in host memory, after their rows were changed there; TorchRec does so after
+    `load_state_dict` alone."""
+    for module in model.modules():
+        for lookup in getattr(module, "_lookups", ()):
+            purge = getattr(lookup, "purge", None)  # data_parallel tables are wrapped, and have no cache
+            if purge is not None:
+                purge()
+
+
 def table_kernels(model: torch.nn.Module) -> Iterator[tuple[Any, list[tuple[str, int, int]]]]:
     """fbgemm's kernels with a fused optimizer in a sharded model, and what each of their tables is: (name, first row, first
     column), since a kernel may have only a part of it. TorchRec has no public way to its kernels."""

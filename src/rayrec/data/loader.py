@@ -209,7 +209,9 @@ class ClickLoader:
                 prefetch_blocks=self._prefetch_blocks,
                 account=self.stages,
             )
-        slicer = Slicer.of(rows, self._schema, targets=self._targets, unpooled=self._unpooled)
+        slicer = Slicer.of(
+            rows, self._schema, targets=self._targets, unpooled=self._unpooled, pin_constants=bool(self._ahead)
+        )
         for epoch, mine, everyone in self._sizes:
             yield slicer.take(mine, loss_weight=self._world_size / everyone, epoch=epoch)
 
@@ -237,11 +239,13 @@ class Slicer:
         weighted: bool = False,
         targets: Targets | None = None,
         unpooled: Sequence[str] = (),
+        pin_constants: bool = False,
     ) -> None:
         """`labels`: names of the rows' labels, the first of which `targets` changes. `weighted`: whether ids have weights.
-        `unpooled`: those of `keys` that go into `Batch.sequence_features`."""
+        `unpooled`: those of `keys` that go into `Batch.sequence_features`. `pin_constants`: lengths and offsets that are the same
+        in every batch are pinned once, and not in each batch, of which they are more than half."""
         self._rows, self._num_dense, self._keys, self._labels, self._targets = rows, num_dense, keys, labels, targets
-        self._weighted = weighted
+        self._weighted, self._pin_constants = weighted, pin_constants
         self._unpooled = [number for number, key in enumerate(keys) if key in unpooled]
         self._pooled = [number for number, key in enumerate(keys) if key not in unpooled]
         self._current: EncodedRows | None = None
@@ -257,6 +261,7 @@ class Slicer:
         *,
         targets: Targets | None = None,
         unpooled: Sequence[str] = (),
+        pin_constants: bool = False,
     ) -> Slicer:
         """`inputs`: the model's columns."""
         assert inputs.label is not None, "an unlabelled log is refused before"
@@ -268,6 +273,7 @@ class Slicer:
             weighted=bool(inputs.list_weights),
             targets=targets,
             unpooled=unpooled,
+            pin_constants=pin_constants,
         )
 
     def take(self, count: int, *, loss_weight: float, epoch: int = 0) -> Batch:
@@ -329,7 +335,11 @@ class Slicer:
         if not numbers:
             return None
         if len(numbers) == len(ids):
-            return sparse_features(self._keys, ids, count, self._constant, weighted=self._weighted)
+            features = sparse_features(self._keys, ids, count, self._constant, weighted=self._weighted)
+            if self._pin_constants and count in self._constant:
+                lengths, offsets = self._constant[count]
+                self._constant[count] = lengths.pin_memory(), offsets.pin_memory()  # what is pinned is not copied again
+            return features
         keys = [self._keys[number] for number in numbers]
         return sparse_features(keys, [ids[number] for number in numbers], count, weighted=self._weighted)
 

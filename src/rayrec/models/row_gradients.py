@@ -75,11 +75,13 @@ class Lookups:
 
     def of_tables(self, tables: Sequence[TableFeatures]) -> list[RowGradients]:
         """The gradients of each table. On CPU, sums are in the order of the lookups."""
-        if self.gradient.is_cuda:
-            return [self.by_operators(table) for table in tables]
         firsts = [table.first for table in tables] + [tables[-1].first + tables[-1].number]
-        starts = self.offsets[torch.tensor(firsts) * self.bags].tolist()
-        sizes = [stop - start for start, stop in pairwise(starts)]
+        ranges = list(
+            pairwise(self.offsets[torch.tensor(firsts) * self.bags].tolist())
+        )  # one device sync for all tables
+        if self.gradient.is_cuda:
+            return [self.by_operators(table, *ids) for table, ids in zip(tables, ranges, strict=True)]
+        sizes = [stop - start for start, stop in ranges]
         found = [
             RowGradients(torch.empty(size, dtype=torch.int64), torch.empty(size, table.columns))
             for size, table in zip(sizes, tables, strict=True)
@@ -107,12 +109,12 @@ class Lookups:
         }
         return [RowGradients(rows.ids[: counts[n]], rows.values[: counts[n]]) for n, rows in enumerate(found)]
 
-    def by_operators(self, table: TableFeatures) -> RowGradients:
-        """`of_tables` for one table by torch's operators, for any device; on a GPU, the host waits for the number of rows."""
+    def by_operators(self, table: TableFeatures, start: int, stop: int) -> RowGradients:
+        """`of_tables` for one table, whose ids are those from `start` to `stop`, by torch's operators, for any device; on a GPU,
+        the host waits for the number of rows."""
         columns, column, num_features = table.columns, table.column, table.number
         first = table.first * self.bags
         offsets = self.offsets[first : first + num_features * self.bags + 1]
-        start, stop = offsets[[0, -1]].tolist()
         ids = self.ids[start:stop]
         if self.pooled:
             end = column + num_features * columns

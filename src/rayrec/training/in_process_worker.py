@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +18,7 @@ from rayrec.checkpoint import write_token
 from rayrec.data.engine import STOP_ASKED, StreamEngine
 from rayrec.training.assignment import Assignment
 from rayrec.training.mailbox import LocalMailbox, Mailbox
+from rayrec.training.process_group import group_arguments, use_device
 from rayrec.training.profiling import watched_requests
 from rayrec.training.signals import Grace, Signals
 from rayrec.training.worker import Seat, run_worker
@@ -41,10 +41,11 @@ def train_here(
     pause_at: float | None = None,
 ) -> dict[str, Any] | None:
     """What `run_worker` returns; None if a signal ended the run and the worker did not save within its `Grace`."""
+    device = torch.device("cuda", torch.cuda.current_device()) if config.scaling.use_gpu else torch.device("cpu")
     mailbox = LocalMailbox()
     token = write_token(folder, max_outage_s=config.failure.max_outage_s)
     assignment = Assignment(config, prepared, folder, engine, mailbox, token, since_s, warm_start, pause_at)
-    return watched(lambda: _work(assignment, cpus=cpus), config, folder, mailbox=mailbox, signals=signals)
+    return watched(lambda: _work(assignment, device, cpus=cpus), config, folder, mailbox=mailbox, signals=signals)
 
 
 class OwnMailbox(Mailbox, Protocol):
@@ -87,12 +88,12 @@ def watched(
     return future.result()
 
 
-def _work(assignment: Assignment, *, cpus: int) -> dict[str, Any]:
+def _work(assignment: Assignment, device: torch.device, *, cpus: int) -> dict[str, Any]:
     config = assignment.config
-    device = torch.device("cuda", torch.cuda.current_device()) if config.scaling.use_gpu else torch.device("cpu")
+    use_device(device)
     stopwatch = assignment.stopwatch()
     seat = Seat(rank=0, world_size=1, device=device, node=platform.node(), cpus=cpus, stopwatch=stopwatch)
-    return work(assignment, seat, lambda: _process_group(config))
+    return work(assignment, seat, lambda: _process_group(config, device))
 
 
 def work(
@@ -111,17 +112,16 @@ def work(
 
 
 @contextlib.contextmanager
-def _process_group(config: TrainConfig) -> Iterator[None]:
+def _process_group(config: TrainConfig, device: torch.device) -> Iterator[None]:
     """Of this process alone; that of the caller if it has one."""
     if distributed.is_initialized():
         yield
         return
     distributed.init_process_group(
-        "nccl" if config.scaling.use_gpu else "gloo",
         store=distributed.HashStore(),
         rank=0,
         world_size=1,
-        timeout=timedelta(seconds=config.failure.max_outage_s + config.failure.collective_timeout_s),
+        **group_arguments(device, timeout_s=config.failure.max_outage_s + config.failure.collective_timeout_s),
     )
     try:
         yield

@@ -7,7 +7,6 @@ import os
 import socket
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Final
 
 import ray
@@ -69,9 +68,14 @@ def _free_address() -> tuple[str, int]:
 
 
 def _join(group: ProcessGroup, host: str, port: int) -> None:
+    import torch
     from ray.train.torch import get_device
     from torch import distributed
 
+    from rayrec.training.process_group import group_arguments, use_device
+
+    device = get_device() if group.backend == "nccl" else torch.device("cpu")
+    use_device(device)
     context = ray.train.get_context()
     os.environ.update(
         MASTER_ADDR=host,
@@ -81,9 +85,9 @@ def _join(group: ProcessGroup, host: str, port: int) -> None:
         LOCAL_RANK=str(context.get_local_rank()),
         LOCAL_WORLD_SIZE=str(context.get_local_world_size()),
         NODE_RANK=str(context.get_node_rank()),
-        ACCELERATE_TORCH_DEVICE=str(get_device()),  # which HuggingFace Accelerate would guess
+        ACCELERATE_TORCH_DEVICE=str(device),  # which HuggingFace Accelerate would guess
     )
-    distributed.init_process_group(group.backend, init_method="env://", timeout=timedelta(seconds=group.timeout_s))
+    distributed.init_process_group(init_method="env://", **group_arguments(device, timeout_s=group.timeout_s))
 
 
 def _leave() -> None:

@@ -19,6 +19,7 @@ from rayrec import machine, storage
 from rayrec.launch.prestart import imports_ahead, prestart
 from rayrec.observe.start_up import process_age_s
 from rayrec.training.assignment import Assignment
+from rayrec.training.process_group import use_device
 from rayrec.training.worker import Seat, run_worker
 from rayrec.training.worker_logs import worker_logs
 from rayrec.workloads.base import FailureConfig
@@ -46,8 +47,7 @@ def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
     store = int(resources.get("object_store_memory", 0))
     cpus = machine.usable_cpus(granted=float(resources.get("CPU", 0)))
     device = ray.train.torch.get_device() if assignment.config.scaling.use_gpu else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread
+    use_device(device)
     seat = Seat(
         rank=rank,
         world_size=context.get_world_size(),

@@ -28,6 +28,7 @@ from rayrec.compat.torch_compat import (
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
+    forget_cached_rows,
     sharded_tensor,
 )
 from rayrec.config import InputError
@@ -69,6 +70,13 @@ def restore_all(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: Any) 
     _refuse_surplus(checkpoint, stored, targets)
     restore(checkpoint, targets.tensors)
     targets.loaded()
+    forget_cached_rows(model)
+
+
+def restore_model(checkpoint: Checkpoint, model: torch.nn.Module) -> None:
+    """Brings the weights back alone; collective. Raises what `rayrec.checkpoint.restore` raises."""
+    restore(checkpoint, model_tensors(model))
+    forget_cached_rows(model)
 
 
 def start_from(start: WarmStart, model: torch.nn.Module, optimizer: Any) -> None:
@@ -90,6 +98,7 @@ def start_from(start: WarmStart, model: torch.nn.Module, optimizer: Any) -> None
     restore(checkpoint, {name: tensor for name, tensor in targets.tensors.items() if name not in by_rows})
     restore_rows(checkpoint, by_rows)
     targets.loaded()
+    forget_cached_rows(model)
 
 
 def _weight_of(name: str, weights: Collection[str]) -> str:

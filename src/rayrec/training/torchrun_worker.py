@@ -18,12 +18,13 @@ from torch import distributed
 
 from rayrec import storage
 from rayrec.checkpoint import write_token
-from rayrec.config import line_of
+from rayrec.config import InputError, line_of
 from rayrec.data.threads import ThreadEngine
 from rayrec.launch.torchrun import Launched
 from rayrec.training.assignment import Assignment
 from rayrec.training.in_process_worker import watched, work
 from rayrec.training.mailbox import LocalMailbox, Wish
+from rayrec.training.process_group import group_arguments, use_device
 from rayrec.training.signals import Signals
 from rayrec.training.worker import Seat
 from rayrec.workloads.base import TrainConfig, WarmStart
@@ -182,17 +183,29 @@ def _engine(config: TrainConfig, launched: Launched) -> ThreadEngine:
     return ThreadEngine(launched.cpus, max_outage_s=config.failure.max_outage_s)
 
 
+def device_of(launched: Launched, *, use_gpu: bool) -> torch.device:
+    """The device of a process, its GPU by its number among the processes of its machine. Raises InputError if the process sees no
+    GPU of this number."""
+    if not use_gpu:
+        return torch.device("cpu")
+    seen = torch.cuda.device_count()
+    if launched.local_rank >= seen:
+        raise InputError(
+            f"LOCAL_RANK={launched.local_rank} on {platform.node()}: this process sees {seen} GPUs; start one process for each "
+            "GPU, and let each see all of its machine (srun --gpu-bind=none, no CUDA_VISIBLE_DEVICES)"
+        )
+    return torch.device("cuda", launched.local_rank)
+
+
 def _work_of(
     assignment: Assignment, launched: Launched, meeting: Meeting, mailbox: StoreMailbox | LocalMailbox, signals: Signals
 ) -> dict[str, Any] | None:
     config = assignment.config
-    device = torch.device("cuda", launched.local_rank) if config.scaling.use_gpu else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = device_of(launched, use_gpu=config.scaling.use_gpu)
+    use_device(device)
 
     def run() -> dict[str, Any]:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # of this thread
+        use_device(device)
         seat = Seat(
             rank=launched.rank,
             world_size=launched.world_size,
@@ -201,20 +214,19 @@ def _work_of(
             cpus=launched.cpus,
             stopwatch=assignment.stopwatch(),
         )
-        return work(assignment, seat, lambda: _process_group(config, launched, meeting))
+        return work(assignment, seat, lambda: _process_group(config, launched, meeting, device))
 
     folder = assignment.folder if launched.rank == 0 else None
     return watched(run, config, folder, mailbox=mailbox, signals=signals)
 
 
 @contextlib.contextmanager
-def _process_group(config: TrainConfig, launched: Launched, meeting: Meeting) -> Iterator[None]:
+def _process_group(config: TrainConfig, launched: Launched, meeting: Meeting, device: torch.device) -> Iterator[None]:
     distributed.init_process_group(
-        "nccl" if config.scaling.use_gpu else "gloo",
         store=meeting.group_store,
         rank=launched.rank,
         world_size=launched.world_size,
-        timeout=timedelta(seconds=config.failure.max_outage_s + config.failure.collective_timeout_s),
+        **group_arguments(device, timeout_s=config.failure.max_outage_s + config.failure.collective_timeout_s),
     )
     try:
         yield

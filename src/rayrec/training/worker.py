@@ -24,7 +24,6 @@ from rayrec.checkpoint import (
     check_shared,
     folder_of,
     newest_good,
-    restore,
     step_of,
     weights_sha256,
 )
@@ -43,11 +42,12 @@ from rayrec.training import loop
 from rayrec.training.assignment import Assignment
 from rayrec.training.device_peak import multiply_adds_per_s_or_zero
 from rayrec.training.loop import Progress
-from rayrec.training.state import all_tensors, model_tensors, restore_all, start_from
+from rayrec.training.state import all_tensors, restore_all, restore_model, start_from
 from rayrec.training.step_profiler import make_profiler, profiled
 from rayrec.training.stopping import RESUMES, PreemptionInfo, SaveReporter, StopWatch
 from rayrec.training.store_watch import StoreWatch
 from rayrec.workloads.base import ScalingConfig, TrainConfig, TrainLoader, WorkerContext, WorkerSetup
+from rayrec.workloads.device_memory import memory_errors
 from rayrec.workloads.phases import waits_noticed
 
 Log = Callable[[str, dict[str, Any]], None]
@@ -173,7 +173,10 @@ def _train(
             saver.wait()
 
     try:
-        with waits_noticed(setup.clock):
+        with (
+            waits_noticed(setup.clock),
+            memory_errors(setup.described, rank=worker.rank, device=worker.device),
+        ):
             finished = _loop(config)(
                 config,
                 setup,
@@ -405,13 +408,13 @@ def _extra_files(assignment: Assignment) -> dict[str, bytes | str]:
     return {"config.yaml": config.to_yaml().encode(), **config.workload.checkpoint_files(assignment.prepared)}
 
 
-def _restore_chosen(chosen: Checkpoint, tensors: dict[str, Any], assignment: Assignment, log: Log) -> None:
+def _restore_chosen(chosen: Checkpoint, model: torch.nn.Module, assignment: Assignment, log: Log) -> None:
     try:
-        restore(chosen, tensors)
+        restore_model(chosen, model)
     except DamagedError:
         if not Ranks.all().from_first(lambda: _repaired(chosen, assignment, log)):
             raise
-        restore(chosen, tensors)
+        restore_model(chosen, model)
 
 
 def accounted(progress: Progress, expected: RowTally) -> dict[str, int | None]:
@@ -445,7 +448,7 @@ def finish(
     chosen = Checkpoint(folder_of(assignment.folder, step))
     if step != progress.step:
         try:
-            _restore_chosen(chosen, model_tensors(setup.model), assignment, log)
+            _restore_chosen(chosen, setup.model, assignment, log)
         except DamagedError as error:
             raise InputError(
                 f"{error}; these were the best weights of the run: train it again under another --name"

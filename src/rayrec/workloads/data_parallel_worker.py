@@ -20,6 +20,7 @@ from rayrec.data.rows import RowSource
 from rayrec.optim import NamedOptimizer, learning_rates, set_learning_rates
 from rayrec.workloads.base import DataConfig, WorkerContext, WorkerSetup, effective_batch_size, learning_rate_factor
 from rayrec.workloads.data_parallel import DataParallelWorkload
+from rayrec.workloads.device_memory import memory_errors
 from rayrec.workloads.phases import NoClock, StepClock, notice_exchange, step_clock
 from rayrec.workloads.row_cost import multiply_adds_per_row
 from rayrec.workloads.seeding import seed_generators, step_seed
@@ -58,7 +59,8 @@ def set_up(workload: DataParallelWorkload, context: WorkerContext, prepared: Any
     """Everything the loop needs."""
     config = context.config
     torch.manual_seed(config.seed)  # of the initial weights: the same on every worker
-    model = workload.build(prepared).to(context.device)
+    with memory_errors({"parallel": workload.parallel}, rank=context.rank, device=context.device):
+        model = workload.build(prepared).to(context.device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     sets = {name: workload.open_set(context, prepared, name) for name in workload.set_rows(prepared) if name != "train"}
     cost = multiply_adds_per_row(workload, model, sets, context) if config.observe.times else None

@@ -128,6 +128,11 @@ class ClickWorkload(Workload):
             self.unpooled(inputs)  # raises an error for columns that the model cannot take
         self.teacher.check()
         self._check_clipping()
+        if self.sharding.uvm_caching and self.sparse_optimizer.own_rule:
+            raise InputError(
+                f"workload.sharding.uvm_caching: {self.sparse_optimizer.kind} updates tables outside fbgemm's kernels, which "
+                "alone know the cache; choose sparse_optimizer.kind rowwise_adagrad, adagrad or sgd"
+            )
         if self.schema.labels and not self.model.SEVERAL_LABELS:
             raise InputError(
                 f"schema.labels: {type(self.model).__name__} predicts one label, and the schema has "

@@ -28,7 +28,7 @@ class WorkerMemory:
     """Bytes at the peak of training with a save."""
 
     tables: int
-    """Embedding tables and their optimizer state."""
+    """Embedding tables and their optimizer state; of tables in host memory, the GPU's cache."""
     gradients: int
     """Of data_parallel tables."""
     dense: int
@@ -39,9 +39,11 @@ class WorkerMemory:
     """Copy of what the worker saves, in host memory."""
     process: int = PROCESS_BYTES
     """The process itself, in host memory."""
+    host_tables: int = 0
+    """Tables in host memory (`ShardingConfig.uvm_caching`)."""
 
     def host_bytes(self, device: str) -> int:
-        return self.checkpoint + self.process + (self._trained if device == "cpu" else 0)
+        return self.checkpoint + self.process + self.host_tables + (self._trained if device == "cpu" else 0)
 
     def device_bytes(self, device: str) -> int:
         return 0 if device == "cpu" else self._trained
@@ -57,7 +59,11 @@ class WorkerMemory:
             + (f"gradients of data_parallel tables {size_text(self.gradients)}, " if self.gradients else "")
             + f"dense part {size_text(self.dense)}, a batch {size_text(self.batches)}"
         )
-        host = f"a checkpoint's copy {size_text(self.checkpoint)}, the process {size_text(self.process)}"
+        host = (
+            f"a checkpoint's copy {size_text(self.checkpoint)}, "
+            + (f"tables {size_text(self.host_tables)}, " if self.host_tables else "")
+            + f"the process {size_text(self.process)}"
+        )
         if device == "cpu":
             return f"{size_text(self.host_bytes(device))} of memory: {trained}, {host}"
         return (
@@ -86,7 +92,7 @@ def worker_memories(
     dense_saved = dense_weights * FLOAT_BYTES + dense_state
     found = []
     for rank in range(world_size):
-        held = sum(row.bytes_of_rank.get(rank, 0) for row in rows)
+        held = sum(row.device_bytes(rank) for row in rows)
         own = sum(row.bytes_of_rank.get(rank, 0) for row in rows if row.sharding_type != "data_parallel")
         found.append(
             WorkerMemory(
@@ -100,6 +106,7 @@ def worker_memories(
                     copies=_COPIES_OF_EMBEDDINGS + workload.sparse_optimizer.own_rule,  # gradients by row
                 ),
                 checkpoint=own + (data_parallel_bytes + dense_saved) // world_size,
+                host_tables=sum(row.host_bytes(rank) for row in rows),
             )
         )
     return found

@@ -43,6 +43,7 @@ from rayrec.sharding import (
     workers_per_node,
 )
 from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_size, learning_rate_factor
+from rayrec.workloads.device_memory import memory_errors
 from rayrec.workloads.distillation import load_targets
 from rayrec.workloads.phases import NoClock, StepClock, step_clock
 from rayrec.workloads.recsys import ClickWorkload
@@ -76,7 +77,12 @@ class Place:
     most_host_bytes: int
     """Its share if no other process held any host memory."""
     device_bytes: int | None
-    """Memory of its GPU; None on CPU."""
+    """Memory of its GPU that torch lets it use; None on CPU."""
+
+
+def _device_bytes(device: torch.device) -> int:
+    whole: int = torch.cuda.get_device_properties(device).total_memory
+    return int(whole * torch.cuda.get_per_process_memory_fraction(device))
 
 
 def places_of_ranks(context: WorkerContext, ranks: Ranks) -> list[Place]:
@@ -89,7 +95,7 @@ def places_of_ranks(context: WorkerContext, ranks: Ranks) -> list[Place]:
         str(context.device),
         max(0, memory.available - store) // workers,
         max(0, memory.total - store) // workers,
-        torch.cuda.get_device_properties(context.device).total_memory if context.device.type == "cuda" else None,
+        _device_bytes(context.device) if context.device.type == "cuda" else None,
     )
     return ranks.gather_all(place)
 
@@ -154,27 +160,30 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
     described = {
         "tables": [dataclasses.asdict(row) for row in placements(plan, model, state_bytes=state_bytes)],
         "plan": describe(plan, model, state_bytes=state_bytes),
+        "batch_size": batch_size,
+        "multiply_adds_per_row": cost,
     }
     process_group = torch.distributed.group.WORLD
     assert process_group is not None
     for tables in model.table_modules():
         leave_to_own_rule(tables, workload.sparse_optimizer)
-    sharded = DistributedModelParallel(
-        model,
-        env=ShardingEnv.from_process_group(process_group),
-        device=context.device,
-        plan=plan,
-        sharders=embedding_sharders(workload.sharding, device="cuda" if context.device.type == "cuda" else "cpu"),
-        data_parallel_wrapper=gradient_exchange(context),
-    )
-    initialize_shards(sharded, seed=config.seed, start=workload.table_start)
-    optimizer = make_optimizer(
-        sharded,
-        plan,
-        sparse=workload.sparse_optimizer,
-        dense=workload.dense_optimizer,
-        max_gradient_norm=workload.max_gradient_norm,
-    )
+    with memory_errors(described, rank=context.rank, device=context.device):
+        sharded = DistributedModelParallel(
+            model,
+            env=ShardingEnv.from_process_group(process_group),
+            device=context.device,
+            plan=plan,
+            sharders=embedding_sharders(workload.sharding, device="cuda" if context.device.type == "cuda" else "cpu"),
+            data_parallel_wrapper=gradient_exchange(context),
+        )
+        initialize_shards(sharded, seed=config.seed, start=workload.table_start)
+        optimizer = make_optimizer(
+            sharded,
+            plan,
+            sparse=workload.sparse_optimizer,
+            dense=workload.dense_optimizer,
+            max_gradient_norm=workload.max_gradient_norm,
+        )
     factor = learning_rate_factor(config.scaling, world_size=context.world_size)
     base_rates = [rate * factor for rate in learning_rates(optimizer)]
     schedule_for = lru_cache(maxsize=1)(workload.schedule.for_steps)
@@ -207,11 +216,7 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
         eval_batches={name: partial(eval_batches, name) for name in prepared.sets if name != "train"},
         make_metrics=counts.make_metrics,
         make_samples=counts.shown,
-        described={
-            **described,
-            "batch_size": batch_size,
-            "multiply_adds_per_row": cost,
-        },
+        described=described,
     )
 
 
@@ -322,8 +327,9 @@ def gradient_exchange(context: WorkerContext) -> DataParallelWrapper | None:
 def make_pipeline(
     model: torch.nn.Module, optimizer: Any, context: WorkerContext, clock: StepClock | None = None
 ) -> TrainPipeline:
-    """Several workers, or a GPU: the pipeline that exchanges ids and copies the next batch while the current one computes.
-    One worker on CPU has neither to hide, and its own look-ahead would only cost time."""
-    if context.world_size == 1 and context.device.type == "cpu":
+    """Several workers: the pipeline that exchanges ids and copies the next batch while the current one computes.
+    One worker exchanges nothing. TorchRec's exchange would only cost it time, on a GPU by making the host wait for the device
+    several times a step; the base pipeline copies the next batch to a GPU ahead as well."""
+    if context.world_size == 1:
         return TimedBase(model, optimizer, context.device, clock or NoClock())
     return TimedSparseDist(model, optimizer, context.device, clock or NoClock())

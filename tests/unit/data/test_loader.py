@@ -159,6 +159,28 @@ def test_batches_for_a_gpu_are_cut_and_pinned_by_a_thread(
     left.close()
 
 
+def test_what_is_the_same_in_every_batch_is_pinned_once(
+    prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned: list[torch.Tensor] = []
+
+    def pin_memory(values: torch.Tensor) -> torch.Tensor:  # as torch's, which copies nothing that is pinned
+        if any(values is other for other in pinned):
+            return values
+        pinned.append(values.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    ahead = loader(prepared, epochs=3, ahead=2)
+    batches = list(ahead)
+    ahead.close()
+    sizes = {len(batch) for batch in batches}
+    assert len(batches) > 4 * len(sizes)
+    for size in sizes:
+        offsets = [tensor for tensor in pinned if tensor.shape == (26 * size + 1,)]
+        assert 1 <= len(offsets) <= 2  # of the first batch, and then for good
+
+
 def test_without_shuffling_one_worker_reads_the_log_in_order(prepared: tuple[LogIndex, Preprocessor]) -> None:
     order = order_of(prepared[0], 90, 611, "none")
     rows = [row for batch in loader(prepared, order, epochs=2) for row in rows_of(batch)]

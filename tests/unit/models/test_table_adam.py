@@ -153,7 +153,9 @@ def test_gradients_of_rows_are_those_of_autograd(
     output.backward(gradient)
     lookups = Lookups(ids, offsets, weights, gradient, 10, pooled)
     features = [TableFeatures(0, 1, 0, 4), TableFeatures(1, 2, 4, 4)]
-    gradients = lookups.of_tables(features) if threads else [lookups.by_operators(table) for table in features]
+    ranges = [(int(offsets[0]), int(offsets[10])), (int(offsets[10]), int(offsets[30]))]
+    by_operators = [lookups.by_operators(table, *ids) for table, ids in zip(features, ranges, strict=True)]
+    gradients = lookups.of_tables(features) if threads else by_operators
     for number, found in enumerate(gradients):
         assert len(found.ids) == len(found.ids.unique())
         dense = torch.zeros(9, 4).index_add_(0, found.ids, found.values)

@@ -12,7 +12,15 @@ from rayrec.checkpoint import Checkpoint, folder_of, save
 from rayrec.config import InputError
 from rayrec.models.data_parallel_tables import data_parallel_optimizer
 from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig
-from rayrec.training.state import Targets, all_tensors, make_state, model_tensors, optimizer_tensors, restore_all
+from rayrec.training.state import (
+    Targets,
+    all_tensors,
+    make_state,
+    model_tensors,
+    optimizer_tensors,
+    restore_all,
+    restore_model,
+)
 
 NAME = "optimizer.weight.momentum1"
 
@@ -89,3 +97,21 @@ def test_state_is_made_once() -> None:
     before = {name: tensor.clone() for name, tensor in made.items()}
     make_state(optimizer)
     assert all(torch.equal(before[name], tensor) for name, tensor in optimizer_tensors(optimizer).items())
+
+
+def test_caches_of_tables_forget_what_was_restored_under_them(tmp_path: Path) -> None:
+    purged = []
+
+    class Lookup:
+        def purge(self) -> None:
+            purged.append(model.weight[0, 0].item())
+
+    model, optimizer = table()
+    save(str(tmp_path / "run"), all_tensors(model, optimizer), state={})
+    model._lookups = [Lookup(), object()]  # type: ignore[assignment]
+    stored = model.weight[0, 0].item()
+    for restore in (lambda at: restore_all(at, model, optimizer), lambda at: restore_model(at, model)):
+        with torch.no_grad():
+            model.weight.fill_(7.0)
+        restore(Checkpoint(str(tmp_path / "run")))
+    assert purged == [stored, stored]

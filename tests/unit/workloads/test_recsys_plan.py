@@ -112,6 +112,11 @@ def test_what_a_worker_needs_is_the_sum_of_its_parts() -> None:
     assert first.host_bytes("cpu") == parts + PROCESS_BYTES
     assert first.host_bytes("cuda") == first.checkpoint + PROCESS_BYTES
     assert first.device_bytes("cuda") == parts - first.checkpoint
+    cached = [replace(rows[0], device_share=0.25), rows[1]]
+    moved, _ = worker_memories(workload, config, cached, cost=cost, num_vectors=2, batch_size=8, world_size=2)
+    assert moved.device_bytes("cuda") == first.device_bytes("cuda") - 120
+    assert moved.host_bytes("cuda") == first.host_bytes("cuda") + 160
+    assert "tables 160 B" in moved.text("cuda")
 
 
 def test_on_this_machine_the_object_store_and_processes_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import click_ranks
 import pytest
@@ -14,6 +17,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from rayrec.checkpoint import Checkpoint, full_tensors, weights_sha256
+from rayrec.workloads.recsys_pipeline import TimedSparseDist
 from rayrec.workloads.recsys_worker import Unwrapped
 
 
@@ -31,6 +35,46 @@ def test_the_dense_part_of_a_single_worker_is_on_its_device(tmp_path: Path) -> N
     finally:
         distributed.destroy_process_group()
     assert {tensor.device.type for tensor in sharded.state_dict().values()} == {"meta"}
+
+
+def test_one_worker_waits_for_its_device_nowhere_in_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each of these methods makes the host wait. Those of torch's optimizers are of numbers in host memory."""
+    waits: list[str] = []
+
+    def counted(name: str) -> Any:
+        plain = getattr(torch.Tensor, name)
+
+        def method(self: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+            frame: FrameType | None = sys._getframe(1)
+            assert frame is not None
+            if "/torchrec/" in frame.f_code.co_filename or "/rayrec/" in frame.f_code.co_filename:
+                waits.append(f"{name} by {frame.f_code.co_qualname}")
+            return plain(self, *arguments, **named)
+
+        return method
+
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
+    try:
+        found = {}
+        for pipeline in (None, TimedSparseDist):
+            config = click_ranks.config(click_ranks.MANY, 1)
+            setup = config.workload.set_up(click_ranks.context(config, 0, 1), click_ranks.prepared(click_ranks.MANY))
+            made: Any = setup.pipeline
+            if pipeline is not None:
+                made = pipeline(setup.model, setup.optimizer, torch.device("cpu"), setup.clock)
+            batches = iter([click_ranks.batch(click_ranks.MANY, step, 0, 1) for step in range(6)])
+            made.progress(batches)  # builds what later steps use
+            with monkeypatch.context() as patched:
+                for name in ("item", "tolist", "cpu", "numpy", "nonzero", "unique", "__bool__", "__int__", "__float__"):
+                    patched.setattr(torch.Tensor, name, counted(name))
+                for step in range(1, 4):
+                    setup.begin_step(step, 6)
+                    made.progress(batches)
+            found[pipeline], waits = waits, []
+    finally:
+        distributed.destroy_process_group()
+    assert found[None] == []
+    assert len(found[TimedSparseDist]) >= 3  # which is why one worker does not have it
 
 
 @pytest.mark.slow

@@ -1,0 +1,636 @@
+"""What one GPU does: training speed from raw and from preprocessed data, its share of what memory and tensor cores allow, stalls
+of checkpoints, memory against its forecast, tables in host memory, device syncs in a trace, and the latency of scores.
+
+`rayrec benchmark gpu [--quick] [--parts train,dcnv2,...] [--out FOLDER]`. `RAYREC_GPU_TESTS_ON=cpu` tries all of it on the CPU,
+in tiny sizes; its rows then have the device `cpu` and say nothing about speed. Every measurement is a process of its own.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from children import child, run_task
+from logs import synthetic_log
+from measured import interleaved_rates, warm_speed
+from rows import emit, say
+
+from rayrec.config import InputError
+
+PARTS: Final = ("train", "dcnv2", "checkpoint", "memory", "uvm", "trace", "scores")
+PRECISIONS: Final[dict[str, dict[str, Any]]] = {
+    "fp32": {"precision": "fp32", "tf32": False},
+    "tf32": {"precision": "fp32", "tf32": True},
+    "bf16": {"precision": "bf16", "tf32": True},
+}
+SCORED_ROWS: Final = 2048
+_CATEGORIES: Final = "synthetic log, at most 100,000 categories a column"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    log_rows: int
+    table_rows: int
+    """Most rows of a table; MLPerf's sizes are cut to it."""
+    batch_size: int
+    steps: int
+    warm_steps: int
+    repeats: int
+    calls: int
+    """Of a scorer."""
+    large_table_rows: int
+    """Most rows of a table in the parts `checkpoint`, `memory` and `uvm`."""
+
+
+FULL: Final = Sizes(8_000_000, 1_000_000, 65_536, 600, 100, 3, 2_000, 4_000_000)
+QUICK: Final = Sizes(2_000_000, 1_000_000, 65_536, 200, 60, 1, 500, 2_000_000)
+TINY: Final = Sizes(6_000, 500, 64, 12, 4, 1, 5, 600)
+
+
+def device() -> str:
+    """cuda, or cpu where that is asked for. Raises InputError if there is no GPU and the CPU was not asked for."""
+    import torch
+
+    if os.environ.get("RAYREC_GPU_TESTS_ON") == "cpu":
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise InputError(
+            "rayrec benchmark gpu: torch sees no GPU here (`rayrec doctor` says why); RAYREC_GPU_TESTS_ON=cpu tries it on the CPU"
+        )
+    return "cuda"
+
+
+def chosen_parts(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Of `--parts A,B`, in the order of PARTS; all without it. Raises InputError for one that does not exist. Pure."""
+    if "--parts" not in arguments:
+        return PARTS
+    place = arguments.index("--parts") + 1
+    wanted = set(arguments[place].split(",")) if place < len(arguments) else {""}
+    if not wanted <= set(PARTS):
+        raise InputError(f"--parts: there are {', '.join(PARTS)}, with commas between them and no spaces")
+    return tuple(part for part in PARTS if part in wanted)
+
+
+def main(*, quick: bool) -> None:
+    on = device()
+    sizes = TINY if on == "cpu" else QUICK if quick else FULL
+    arguments = sys.argv[1:]
+    out = arguments[arguments.index("--out") + 1] if "--out" in arguments[:-1] else None
+    parts: dict[str, Callable[[Sizes, str, str | None], None]] = {
+        "train": train,
+        "dcnv2": dcnv2,
+        "checkpoint": checkpoint,
+        "memory": memory,
+        "uvm": uvm,
+        "trace": trace,
+        "scores": scores,
+    }
+    failed = []
+    for part in chosen_parts(arguments):
+        say(f"gpu: {part}")
+        try:
+            parts[part](sizes, on, out)
+        except Exception as error:  # the parts after it are worth having; a GPU is not lent for long
+            failed.append(part)
+            say(f"  {part} failed: {error}")
+    if failed:
+        raise InputError(f"rayrec benchmark gpu: {', '.join(failed)} failed, as said above")
+
+
+# What is trained ------------------------------------------------------------------------------------------------------
+
+
+def table_sizes(most: int) -> tuple[int, ...]:
+    """Rows of MLPerf's 26 tables, no more than `most` in any."""
+    from rayrec.data.presets import MLPERF_NUM_EMBEDDINGS
+
+    return tuple(min(rows, most) for rows in MLPERF_NUM_EMBEDDINGS)
+
+
+def preprocessor_of(path: str, *, table_rows: int, multi_hot: bool) -> str:
+    """Folder of a Preprocessor with tables of these rows. Its ids are hashes, so that tables are larger than a vocabulary of
+    the log would make them."""
+    from rayrec.data.multi_hot import MultiHot
+    from rayrec.data.presets import NVT, make_preprocessor
+    from rayrec.datasets.criteo import SCHEMA
+
+    folder = os.path.join(os.path.dirname(path), f"gpu-{table_rows}-{'multi' if multi_hot else 'one'}")
+    if not os.path.exists(os.path.join(folder, "preprocessor.json")):
+        preset = NVT.replace(num_embeddings=table_sizes(table_rows), multi_hot=MultiHot() if multi_hot else None)
+        make_preprocessor(preset, SCHEMA, preset.counting(SCHEMA).empty()).save(folder)
+    return folder
+
+
+def preprocessed(path: str, preprocessor: str) -> str:
+    """The same rows as memory-mapped binary files."""
+    from rayrec import preprocess
+
+    folder = preprocessor + "-binary"
+    if not os.path.exists(folder):
+        preprocess(path, out=folder, format="binary", preprocessor=preprocessor, split="sevenths")
+    return folder
+
+
+def config_of(
+    sizes: Sizes,
+    *,
+    on: str,
+    precision: str,
+    multi_hot: bool = False,
+    ready: bool = False,
+    large: bool = False,
+    **changes: Any,
+) -> Any:
+    """MLPerf's DLRM, or its DCNv2 with `multi_hot`, on the synthetic log; `ready`: from preprocessed data; `large`: with tables
+    of `large_table_rows`."""
+    from rayrec.data.split import Split
+    from rayrec.recipes import mlperf_dcnv2, mlperf_dlrm
+
+    path = synthetic_log(sizes.log_rows)
+    rows = sizes.large_table_rows if large else sizes.table_rows
+    preprocessor = preprocessor_of(path, table_rows=rows, multi_hot=multi_hot)
+    recipe = mlperf_dcnv2 if multi_hot else mlperf_dlrm
+    made = recipe(preprocessed(path, preprocessor) if ready else path)
+    workload: Any = made.workload
+    rate = {"learning_rate": 0.005}  # no figure is of quality, and a loss that is no number would end the run
+    return made.replace(
+        **PRECISIONS[precision],
+        batch_size=sizes.batch_size,
+        eval_batch_size=sizes.batch_size,
+        steps=sizes.steps,
+        evaluate_every=10**9,
+        log_every=10 if sizes.steps > 50 else 2,
+        checkpoint={"num_to_keep": 1, "keep_best": 0},
+        train_data={"files": ()},
+        scaling={"num_workers": 1, "use_gpu": on == "cuda"},
+        trackers={"prometheus": False, "tensorboard": False},
+        workload=workload.replace(
+            preprocessor=preprocessor,
+            preset=workload.preset.replace(split=Split()),
+            sparse_optimizer=rate,
+            dense_optimizer=rate,
+        ),
+    ).replace(**changes)
+
+
+def trained(config: Any, storage: str) -> tuple[str, dict[str, Any], list[dict[str, Any]]]:
+    """Folder, summary and events of a run below `storage`, whose index of the log is kept between runs."""
+    import rayrec
+    from rayrec.observe.console import Console
+    from rayrec.observe.events import read_events
+
+    cache = os.path.join(os.path.dirname(synthetic_log_of(config)), ".cache")
+    os.makedirs(cache, exist_ok=True)
+    os.symlink(cache, os.path.join(storage, ".cache"))
+    result = rayrec.train(config.replace(storage_path=storage, name="run"), console=Console(quiet=True))
+    return result.folder, result.summary, list(read_events(os.path.join(result.folder, "events.jsonl")))
+
+
+def synthetic_log_of(config: Any) -> str:
+    """The folder of a log or of preprocessed files, which is next to the log."""
+    path: str = config.train_data.path
+    return path
+
+
+def of_kind(events: Iterable[Mapping[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [dict(event) for event in events if event["kind"] == kind]
+
+
+# What a process measures ----------------------------------------------------------------------------------------------
+
+
+def speed(*, sizes: dict[str, Any], on: str, precision: str, **how: Any) -> dict[str, Any]:
+    """`rows_per_s`, `blocked_fraction`, `multiply_adds_per_row` and `config_hash` of a run."""
+    measured = Sizes(**sizes)
+    with tempfile.TemporaryDirectory() as storage:
+        _, summary, events = trained(config_of(measured, on=on, precision=precision, **how), storage)
+    return {
+        **warm_speed(of_kind(events, "step"), warm_steps=measured.warm_steps),
+        "multiply_adds_per_row": of_kind(events, "start")[-1]["multiply_adds_per_row"],
+        "config_hash": summary["config_hash"],
+    }
+
+
+def peaks(*, on: str) -> dict[str, float]:
+    """Of the device: FLOP/s of matrix products by precision, and bytes/s of copying from device memory to device memory, read and
+    written bytes counted."""
+    import torch
+
+    from rayrec.training.device_peak import multiply_adds_per_s
+    from rayrec.training.worker import allow_tf32
+
+    place = torch.device("cuda", 0) if on == "cuda" else torch.device("cpu")
+    found = {}
+    for name, settings in PRECISIONS.items():
+        allow_tf32(settings["tf32"])
+        found[name] = 2 * multiply_adds_per_s(place, precision=settings["precision"])
+    source = torch.ones((1 << 30 if on == "cuda" else 1 << 22) // 4, device=place)
+    target = torch.empty_like(source)
+    found["memory"] = 2 * source.nbytes / best_s(lambda: target.copy_(source), on=on)
+    return found
+
+
+def best_s(call: Callable[[], Any], *, on: str, repeats: int = 20) -> float:
+    """Seconds of the fastest of some calls, the device waited for."""
+    import torch
+
+    shortest = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        if on == "cuda":
+            torch.cuda.synchronize()
+        shortest = min(shortest, time.perf_counter() - start)
+    return shortest
+
+
+def row_bytes(*, sizes: dict[str, Any], on: str, multi_hot: bool) -> dict[str, float]:
+    """Bytes of device memory that one row moves at least, by what they are for."""
+    from rayrec.data.multi_hot import MLPERF_SIZES
+    from rayrec.datasets.criteo import SCHEMA
+    from rayrec.models.base import ModelInputs
+    from rayrec.workloads.recsys_cost import network_cost
+
+    workload = config_of(Sizes(**sizes), on=on, precision="fp32", multi_hot=multi_hot).workload
+    inputs = ModelInputs.of(SCHEMA)
+    cost = network_cost(workload.model.network(inputs), inputs, workload.model)
+    ids = sum(MLPERF_SIZES) if multi_hot else len(SCHEMA.sparse)
+    state_values = workload.sparse_optimizer.state_bytes(1, workload.model.table_width) // 4
+    return bytes_of_row(
+        ids=ids,
+        features=len(SCHEMA.sparse),
+        width=workload.model.table_width,
+        state_values=state_values,
+        saved_bytes=cost.saved_bytes_per_row,
+    )
+
+
+def bytes_of_row(*, ids: int, features: int, width: int, state_values: int, saved_bytes: float) -> dict[str, float]:
+    """Bytes of device memory that one row moves at least, float32. Pure.
+
+    `tables`: each id's row is read forward, and read and written backward, with its optimizer's state (`state_values` a row of a
+    table) read and written. `embeddings`: pooled embeddings and their gradients are written once and read once each.
+    `activations`: what the backward pass needs is written and read, and its gradient too. Weights and ids are left out: a batch
+    shares the weights, and ids are few bytes. An id that a batch has twice counts twice, although a cache may have its row.
+    """
+    return {
+        "tables": 4.0 * ids * (3 * width + 2 * state_values),
+        "embeddings": 4.0 * features * width * 4,
+        "activations": 4.0 * saved_bytes,
+    }
+
+
+def stalls(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
+    """What saves cost a run with large tables."""
+    measured = Sizes(**sizes)
+    saving = {"checkpoint": {"num_to_keep": 1, "keep_best": 0, "every": max(1, measured.steps // 4)}}
+    with tempfile.TemporaryDirectory() as storage:
+        config = config_of(measured, on=on, precision="bf16", ready=True, large=True, **saving)
+        _, summary, events = trained(config, storage)
+    saves = of_kind(events, "checkpoint")
+    return {
+        "stall_fraction": summary["checkpoint_stall_fraction"],
+        "stall_s": [round(event["stall_s"], 3) for event in saves],
+        "write_s": [round(event["write_s"], 3) for event in saves],
+        "bytes": saves[-1]["bytes"],
+        "train_s": summary["train_s"],
+        "config_hash": summary["config_hash"],
+    }
+
+
+def memories(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
+    """Bytes that `rayrec plan` forecasts for a worker's device, and the most that was allocated there in training, a save and an
+    evaluation; of the CPU, of the process."""
+    import torch
+
+    from rayrec.data.preprocessor import Preprocessor
+    from rayrec.datasets.criteo import SCHEMA
+    from rayrec.workloads.recsys_plan import tables_of
+    from rayrec.workloads.speed_probe import Target
+
+    config = config_of(Sizes(**sizes), on=on, precision="fp32", ready=True, large=True)
+    rows = Preprocessor.load(config.workload.preprocessor).num_embeddings
+    planned = tables_of(config.workload, config, rows, inputs=SCHEMA, target=Target(1, 1), memory_bytes=1 << 50)
+    with tempfile.TemporaryDirectory() as storage:
+        _, summary, events = trained(config, storage)
+    field = "device_memory_bytes" if on == "cuda" else "memory_bytes"
+    peak = max(event[field] for event in of_kind(events, "step"))
+    if on == "cuda":
+        peak = max(peak, torch.cuda.max_memory_allocated())
+    forecast = planned.memories[0]
+    return {
+        "forecast": forecast.device_bytes(on) if on == "cuda" else forecast.host_bytes(on),
+        "peak": peak,
+        "config_hash": summary["config_hash"],
+    }
+
+
+def cached_speed(*, sizes: dict[str, Any], on: str, uvm: bool) -> dict[str, Any]:
+    """`speed` with large tables in device memory or, with `uvm`, in a process that may use too little of it for them."""
+    import torch
+
+    measured = Sizes(**sizes)
+    how: dict[str, Any] = {"large": True, "ready": True, "batch_size": max(1, measured.batch_size // 4)}
+    if uvm:
+        config = config_of(measured, on=on, precision="bf16", large=True)
+        how["workload"] = config.workload.replace(sharding={"uvm_caching": True})
+        if on == "cuda":
+            tables = 4 * config.workload.model.table_width * sum(table_sizes(measured.large_table_rows))
+            share = 0.7 * tables / torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, share))
+    return speed(sizes=sizes, on=on, precision="bf16", **how)
+
+
+def traced(*, sizes: dict[str, Any], on: str, out: str | None) -> dict[str, Any]:
+    """Device syncs of a step, from a trace of torch's profiler, which is copied to `out`."""
+    measured = Sizes(**sizes)
+    steps = 5
+    window = f"{measured.steps // 2}:{measured.steps // 2 + steps}"
+    with tempfile.TemporaryDirectory() as storage:
+        config = config_of(measured, on=on, precision="bf16", ready=True, profile={"steps": window}, log_every=10**6)
+        folder, summary, _ = trained(config, storage)
+        (place,) = Path(folder, "profile").glob("*/rank_0/trace.json.gz")
+        with gzip.open(place, "rt") as file:
+            found = json.load(file)["traceEvents"]
+        if out is not None:
+            os.makedirs(out, exist_ok=True)
+            shutil.copy(place, os.path.join(out, "trace.json.gz"))
+            shutil.copy(place.parent / "operations.txt", out)
+    return {
+        "syncs": syncs_of(found),
+        "steps": steps,
+        "kernels": kernels_of(found),
+        "config_hash": summary["config_hash"],
+    }
+
+
+def syncs_of(events: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """How often each function of CUDA that makes the host wait for the device was called in a trace. Pure.
+
+    A copy to or from pageable memory waits too; in a trace it is told apart by the copy's name.
+    """
+    counts: dict[str, int] = {}
+    for event in events:
+        name = event.get("name", "")
+        waits = event.get("cat") == "cuda_runtime" and "Synchronize" in name
+        pageable = event.get("cat") == "gpu_memcpy" and "Pageable" in name
+        if waits or pageable:
+            counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def kernels_of(events: Iterable[Mapping[str, Any]]) -> int:
+    return sum(event.get("cat") == "kernel" for event in events)
+
+
+def latencies(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
+    """Milliseconds of scoring SCORED_ROWS encoded rows, scores back in host memory."""
+    import numpy as np
+
+    from rayrec.data.parsing import RawRows, max_rows_in, padded, parse_into
+    from rayrec.data.preprocessor import Preprocessor
+    from rayrec.datasets.criteo import SCHEMA
+
+    measured = Sizes(**sizes)
+    config = config_of(measured, on=on, precision="bf16", steps=min(measured.steps, 20))
+    path = config.train_data.path
+    with open(path, "rb") as file:
+        text = file.read(400 * SCORED_ROWS)
+    text = text[: text.rindex(b"\n") + 1]
+    raw = RawRows(SCHEMA, max_rows_in(SCHEMA, len(text)))
+    parse_into(raw, padded(text), len(text))
+    preprocessor = Preprocessor.load(config.workload.preprocessor)
+    rows = preprocessor.encode(raw, np.arange(SCORED_ROWS))
+    with tempfile.TemporaryDirectory() as storage:
+        _, summary, _ = trained(config, storage)
+        scorer = config.workload.load_scorer(
+            config, checkpoint=summary["checkpoint"], preprocessor=preprocessor, device=on
+        )
+        spent = []
+        for _ in range(measured.calls + 20):
+            start = time.perf_counter()
+            scorer.score(rows)
+            spent.append(1e3 * (time.perf_counter() - start))
+    ordered = sorted(spent[20:])
+    return {
+        "p50_ms": statistics.median(ordered),
+        "p99_ms": ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
+        "config_hash": summary["config_hash"],
+    }
+
+
+# The parts ------------------------------------------------------------------------------------------------------------
+
+TASKS: Final = (speed, peaks, row_bytes, stalls, memories, cached_speed, traced, latencies)
+
+
+def run(task: Callable[..., Any], **arguments: Any) -> Any:
+    """What a task returns, in a process of its own; on the CPU, where nothing is measured, in this one."""
+    if arguments["on"] == "cpu":
+        return task(**arguments)
+    return child(__file__, task.__name__, **arguments)
+
+
+def described(on: str) -> dict[str, Any]:
+    """Of every row."""
+    import torch
+
+    if on == "cpu":
+        return {"device": "cpu"}
+    return {"device": torch.cuda.get_device_name(0), "cuda": torch.version.cuda, "date": time.strftime("%Y-%m-%d")}
+
+
+def train(sizes: Sizes, on: str, out: str | None) -> None:
+    """DLRM from raw TSV against preprocessed data, by precision, with the roofline."""
+    given = {"sizes": asdict(sizes), "on": on}
+    peak, moved = run(peaks, on=on), run(row_bytes, multi_hot=False, **given)
+    for precision in PRECISIONS:
+        rates, last = interleaved_rates(
+            sizes.repeats,
+            raw=partial(run, speed, precision=precision, ready=False, **given),
+            ready=partial(run, speed, precision=precision, ready=True, **given),
+        )
+        _emit_speed(
+            f"MLPerf DLRM, one-hot, {precision}, from raw TSV",
+            peer="preprocessed binary files of the same rows",
+            rate=rates["raw"],
+            peer_rate=rates["ready"],
+            found=last["raw"],
+            roofline=roofline(rates["raw"], last["raw"]["multiply_adds_per_row"], moved, peak, precision=precision),
+            sizes=sizes,
+            on=on,
+        )
+
+
+def dcnv2(sizes: Sizes, on: str, out: str | None) -> None:
+    """MLPerf's DCNv2 with 214 ids a row, from preprocessed data."""
+    given = {"sizes": asdict(sizes), "on": on, "multi_hot": True}
+    peak, moved = run(peaks, on=on), run(row_bytes, **given)
+    for precision in ("tf32", "bf16"):
+        rates, last = interleaved_rates(
+            sizes.repeats, ready=partial(run, speed, precision=precision, ready=True, **given)
+        )
+        _emit_speed(
+            f"MLPerf DCNv2, multi-hot, {precision}, from preprocessed binary files",
+            peer=None,
+            rate=rates["ready"],
+            peer_rate=None,
+            found=last["ready"],
+            roofline=roofline(rates["ready"], last["ready"]["multiply_adds_per_row"], moved, peak, precision=precision),
+            sizes=sizes,
+            on=on,
+        )
+
+
+def roofline(
+    rows_per_s: float,
+    multiply_adds: float,
+    moved: Mapping[str, float],
+    peak: Mapping[str, float],
+    *,
+    precision: str,
+) -> dict[str, Any]:
+    """FLOP and bytes of a row, and the shares of the device's measured peaks that they make at this speed. Pure."""
+    flop, size = 6 * multiply_adds, sum(moved.values())
+    return {
+        "flop_per_row": round(flop),
+        "bytes_per_row": {name: round(part) for name, part in moved.items()},
+        "peak_flop_per_s": peak[precision],
+        "peak_bytes_per_s": peak["memory"],
+        "flop_share": round(rows_per_s * flop / peak[precision], 4),
+        "bytes_share": round(rows_per_s * size / peak["memory"], 4),
+        "bound_rows_per_s": round(min(peak[precision] / flop, peak["memory"] / size)),
+    }
+
+
+def _emit_speed(
+    what: str,
+    *,
+    peer: str | None,
+    rate: float,
+    peer_rate: float | None,
+    found: Mapping[str, Any],
+    roofline: Mapping[str, Any],
+    sizes: Sizes,
+    on: str,
+) -> None:
+    emit(
+        "gpu",
+        peer=peer,
+        workload=f"{what}, batch {sizes.batch_size:,}, tables of at most {sizes.table_rows:,} rows, {_CATEGORIES}, 1 worker",
+        value=rate,
+        ratio=None if peer_rate is None else rate / peer_rate,
+        repeats=sizes.repeats,
+        config_hash=found["config_hash"],
+        blocked_fraction=round(found["blocked_fraction"], 4),
+        **({} if peer_rate is None else {"peer_rows_per_s": round(peer_rate)}),
+        **roofline,
+        **described(on),
+    )
+
+
+def checkpoint(sizes: Sizes, on: str, out: str | None) -> None:
+    found = run(stalls, sizes=asdict(sizes), on=on)
+    emit(
+        "gpu",
+        peer=None,
+        workload=f"MLPerf DLRM, bf16, saves of {found['bytes'] / 1e9:.1f} GB while it trains for {found['train_s']:.0f} s",
+        unit="stall_fraction",
+        value=found["stall_fraction"],
+        ratio=None,
+        repeats=1,
+        config_hash=found["config_hash"],
+        stall_s=found["stall_s"],
+        write_s=found["write_s"],
+        **described(on),
+    )
+
+
+def memory(sizes: Sizes, on: str, out: str | None) -> None:
+    found = run(memories, sizes=asdict(sizes), on=on)
+    emit(
+        "gpu",
+        peer="the most that was allocated on the device",
+        workload=f"rayrec plan, MLPerf DLRM, fp32, batch {sizes.batch_size:,}, tables of at most {sizes.large_table_rows:,} rows",
+        unit="forecast_bytes",
+        value=found["forecast"],
+        ratio=found["forecast"] / found["peak"],
+        repeats=1,
+        config_hash=found["config_hash"],
+        peak_bytes=found["peak"],
+        **described(on),
+    )
+
+
+def uvm(sizes: Sizes, on: str, out: str | None) -> None:
+    given = {"sizes": asdict(sizes), "on": on}
+    rates, last = interleaved_rates(
+        sizes.repeats,
+        host=partial(run, cached_speed, uvm=True, **given),
+        device=partial(run, cached_speed, uvm=False, **given),
+    )
+    emit(
+        "gpu",
+        peer="the same tables in device memory",
+        workload=(
+            f"MLPerf DLRM, bf16, batch {max(1, sizes.batch_size // 4):,}, tables of at most {sizes.large_table_rows:,} rows, "
+            f"device memory for 0.7 of them, the others by UVM caching, {_CATEGORIES}"
+        ),
+        value=rates["host"],
+        ratio=rates["host"] / rates["device"],
+        repeats=sizes.repeats,
+        config_hash=last["host"]["config_hash"],
+        peer_rows_per_s=round(rates["device"]),
+        **described(on),
+    )
+
+
+def trace(sizes: Sizes, on: str, out: str | None) -> None:
+    found = run(traced, sizes=asdict(sizes), on=on, out=out)
+    emit(
+        "gpu",
+        peer=None,
+        workload="MLPerf DLRM, bf16, from preprocessed files: calls that make the host wait for the device, by torch's trace",
+        unit="syncs_per_step",
+        value=sum(found["syncs"].values()) / found["steps"],
+        ratio=None,
+        repeats=1,
+        config_hash=found["config_hash"],
+        syncs=found["syncs"],
+        traced_steps=found["steps"],
+        kernels=found["kernels"],
+        **described(on),
+    )
+
+
+def scores(sizes: Sizes, on: str, out: str | None) -> None:
+    found = run(latencies, sizes=asdict(sizes), on=on)
+    emit(
+        "gpu",
+        peer=None,
+        workload=f"scoring {SCORED_ROWS:,} encoded rows with MLPerf's DLRM, bf16, one call after the other, no HTTP",
+        unit="p99_ms",
+        value=found["p99_ms"],
+        ratio=None,
+        repeats=sizes.calls,
+        config_hash=found["config_hash"],
+        p50_ms=float(f"{found['p50_ms']:.4g}"),
+        **described(on),
+    )
+
+
+if __name__ == "__main__":
+    run_task(*TASKS)

@@ -1,0 +1,32 @@
+"""How workers join their process group, and which GPU is whose."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rayrec.config import InputError
+from rayrec.launch.torchrun import Launched
+from rayrec.training.process_group import group_arguments
+from rayrec.training.torchrun_worker import device_of
+
+
+def test_nccl_is_bound_to_the_workers_gpu() -> None:
+    found = group_arguments(torch.device("cuda", 5), timeout_s=60.0)
+    assert (found["backend"], found["device_id"], found["timeout"].total_seconds()) == (
+        "nccl",
+        torch.device("cuda", 5),
+        60,
+    )
+    found = group_arguments(torch.device("cpu"), timeout_s=60.0)
+    assert (found["backend"], found["device_id"]) == ("gloo", None)
+
+
+def test_a_process_has_the_gpu_of_its_number_on_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    last = Launched(rank=31, world_size=32, local_rank=7, local_world_size=8, restarts=0)
+    assert device_of(last, use_gpu=True) == torch.device("cuda", 7)
+    assert device_of(last, use_gpu=False) == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # Slurm has bound one GPU to each process
+    with pytest.raises(InputError, match=r"LOCAL_RANK=7 on .*: this process sees 1 GPUs; .*--gpu-bind=none"):
+        device_of(last, use_gpu=True)
