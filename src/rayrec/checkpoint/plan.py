@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +14,9 @@ import torch
 from rayrec.checkpoint.ranks import Ranks
 from rayrec.checkpoint.safetensors_header import DTYPES
 from rayrec.config import InputError
+from rayrec.quantities import size_text
+
+_logger = logging.getLogger(__name__)
 
 if (
     TYPE_CHECKING
@@ -168,11 +173,7 @@ class HostCopy:
         devices = {local.data(part).device for part in plan.parts}
         self._device = next((device for device in devices if device.type == "cuda"), None)
         self._stream = torch.cuda.Stream(self._device) if self._device else None
-        if self._device and plan.body_bytes:
-            # Pinned in place: torch's allocator of pinned memory would round up to a power of two.
-            torch.cuda.check_error(
-                int(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), plan.body_bytes, 0))
-            )
+        self._pinned = self._device is not None and plan.body_bytes > 0 and _pinned(self._bytes, self._device)
 
     def fill(self, local: TensorSource) -> None:
         """Copies the live values; on return they may change. One device sync."""
@@ -195,11 +196,31 @@ class HostCopy:
 
     def free(self) -> None:
         """Gives the memory back; not while the body is being written."""
-        if self._device and self.plan.body_bytes:
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())))
+        if self._pinned:
+            # An error of the device that ends the run is the one to report, not what comes of it here.
+            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
+        self._pinned = False
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self.plan = Plan((), {})
         self._device = self._stream = None
+
+
+def _pinned(memory: torch.Tensor, device: torch.device) -> bool:
+    """Pins host memory in place, since torch's allocator of pinned memory would round up to a power of two. False, with a
+    warning, if the system refuses: copies to it then take longer."""
+    code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if not code:
+        return True
+    with contextlib.suppress(Exception):
+        torch.zeros(
+            1, device=device
+        )  # CUDA gives the error again, to whichever operation asks next; after that it is cleared
+    _logger.warning(
+        "%s of host memory for checkpoints cannot be pinned (CUDA error %d): saves stall training for longer",
+        size_text(memory.nbytes),
+        code,
+    )
+    return False
 
 
 def untied(tensors: Mapping[str, Any]) -> dict[str, Any]:

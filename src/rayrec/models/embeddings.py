@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -13,12 +14,16 @@ from torchrec.distributed.types import ShardedTensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from rayrec import machine
 from rayrec.config import InputError
 from rayrec.models.table_start import TableStart
 from rayrec.models.tables import table_name, table_of_weight
 
 # Rows drawn from one seed. Small enough that a shard wastes little at its edges, large enough to cost nothing.
 _BLOCK_ROWS = 65_536
+_MOST_THREADS = (
+    8  # that fill one table: each has a block in host memory, and together they are as fast as a copy to a GPU
+)
 
 
 def feature_names(num_sparse: int) -> list[str]:
@@ -31,7 +36,6 @@ def _block_seed(seed: int, table: str, block: int) -> int:
     return int.from_bytes(digest, "little") >> 1  # torch wants a signed 64-bit seed
 
 
-@torch.no_grad()
 def fill_table_part(
     part: torch.Tensor,
     *,
@@ -42,37 +46,47 @@ def fill_table_part(
     row_offset: int = 0,
     column_offset: int = 0,
     start: TableStart | None = None,
+    threads: int | None = None,
 ) -> None:
     """Write the start values of one part of a table into `part`, in place.
 
     Row r, column c gets the same value of the distribution `start` (None: the default) in any shard: it depends on
-    (seed, table, r, c, shape of the table) alone.
+    (seed, table, r, c, shape of the table) alone. `threads` draw them; None: one for a table in host memory, and for one on a
+    device, which is too large for one thread to fill soon, as many as there are CPUs, up to 8.
     """
     distribution = start or TableStart()
     bound = num_embeddings**-0.5
-
-    def draw(values: torch.Tensor) -> torch.Tensor:
-        if distribution.kind == "normal":
-            return values.normal_(0.0, distribution.std, generator=generator)
-        return values.uniform_(-bound, bound, generator=generator)
-
     rows, columns = part.shape
-    generator = torch.Generator()
-    row = row_offset
-    while row < row_offset + rows:
-        block = row // _BLOCK_ROWS
+
+    @torch.no_grad()
+    def fill(block: int) -> None:
         block_start = block * _BLOCK_ROWS
         block_rows = min(_BLOCK_ROWS, num_embeddings - block_start)
-        stop = min(block_start + block_rows, row_offset + rows)
+        row, stop = max(row_offset, block_start), min(block_start + block_rows, row_offset + rows)
         target = part[row - row_offset : stop - row_offset]
-        generator.manual_seed(_block_seed(seed, table, block))
         whole = target.is_cpu and target.is_contiguous() and target.dtype == torch.float32
-        if whole and target.shape == (block_rows, embedding_dim):
-            draw(target)
+        in_place = whole and target.shape == (block_rows, embedding_dim)
+        values = target if in_place else torch.empty(block_rows, embedding_dim)
+        generator = torch.Generator().manual_seed(_block_seed(seed, table, block))
+        if distribution.kind == "normal":
+            values.normal_(0.0, distribution.std, generator=generator)
         else:
-            values = draw(torch.empty(block_rows, embedding_dim))
+            values.uniform_(-bound, bound, generator=generator)
+        if not in_place:
             target.copy_(values[row - block_start : stop - block_start, column_offset : column_offset + columns])
-        row = stop
+
+    if not rows:
+        return
+    blocks = range(row_offset // _BLOCK_ROWS, (row_offset + rows - 1) // _BLOCK_ROWS + 1)
+    if threads is None:
+        threads = 1 if part.device.type in ("cpu", "meta") else min(_MOST_THREADS, machine.usable_cpus(granted=None))
+    if min(threads, len(blocks)) <= 1:
+        for block in blocks:
+            fill(block)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="start-values") as pool:
+        for _ in pool.map(fill, blocks):
+            pass
 
 
 def _fill_whole(

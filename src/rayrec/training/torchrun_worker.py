@@ -230,5 +230,9 @@ def _process_group(config: TrainConfig, launched: Launched, meeting: Meeting, de
     )
     try:
         yield
-    finally:
-        distributed.destroy_process_group()
+    except BaseException:
+        # NCCL would wait for the others, which wait for this process; its end tells them.
+        if device.type != "cuda":
+            distributed.destroy_process_group()
+        raise
+    distributed.destroy_process_group()

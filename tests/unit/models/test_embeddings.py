@@ -24,6 +24,9 @@ def test_parts_agree_with_the_whole(start: TableStart | None) -> None:
         part = torch.empty(rows, columns)
         fill_table_part(part, **TABLE, row_offset=row, column_offset=column, start=start)
         assert torch.equal(part, whole[row : row + rows, column : column + columns])
+    by_threads = torch.empty(150_000, 8)
+    fill_table_part(by_threads, **TABLE, start=start, threads=3)
+    assert torch.equal(by_threads, whole)
 
 
 def test_values_fill_their_range_and_differ_between_blocks() -> None:
