@@ -34,6 +34,8 @@ PRECISIONS: Final[dict[str, dict[str, Any]]] = {
     "tf32": {"precision": "fp32", "tf32": True},
     "bf16": {"precision": "bf16", "tf32": True},
 }
+TRAINED: Final = tuple(PRECISIONS)
+"""What the part `train` measures."""
 SCORED_ROWS: Final = 2048
 _CATEGORIES: Final = "synthetic log, at most 100,000 categories a column"
 
@@ -57,7 +59,7 @@ class Sizes:
 
 FULL: Final = Sizes(8_000_000, 1_000_000, 65_536, 600, 100, 3, 2_000, 4_000_000)
 QUICK: Final = Sizes(2_000_000, 1_000_000, 65_536, 200, 60, 1, 500, 2_000_000)
-TINY: Final = Sizes(6_000, 500, 64, 12, 4, 1, 5, 600)
+TINY: Final = Sizes(6_000, 500, 32, 10, 4, 1, 5, 600)
 
 
 def device() -> str:
@@ -71,6 +73,11 @@ def device() -> str:
             "rayrec benchmark gpu: torch sees no GPU here (`rayrec doctor` says why); RAYREC_GPU_TESTS_ON=cpu tries it on the CPU"
         )
     return "cuda"
+
+
+def usual(on: str) -> str:
+    """The precision of the parts that compare none; many CPUs have no products of bf16."""
+    return "bf16" if on == "cuda" else "fp32"
 
 
 def chosen_parts(arguments: Sequence[str]) -> tuple[str, ...]:
@@ -134,13 +141,14 @@ def preprocessor_of(path: str, *, table_rows: int, multi_hot: bool) -> str:
     return folder
 
 
-def preprocessed(path: str, preprocessor: str) -> str:
-    """The same rows as memory-mapped binary files."""
+def preprocessed(path: str, preprocessor: str, *, multi_hot: bool) -> str:
+    """The same rows as memory-mapped files: binary, which holds one id a column, or npz."""
     from rayrec import preprocess
 
-    folder = preprocessor + "-binary"
+    form = "npz" if multi_hot else "binary"
+    folder = f"{preprocessor}-{form}"
     if not os.path.exists(folder):
-        preprocess(path, out=folder, format="binary", preprocessor=preprocessor, split="sevenths")
+        preprocess(path, out=folder, format=form, preprocessor=preprocessor, split="sevenths")
     return folder
 
 
@@ -163,7 +171,7 @@ def config_of(
     rows = sizes.large_table_rows if large else sizes.table_rows
     preprocessor = preprocessor_of(path, table_rows=rows, multi_hot=multi_hot)
     recipe = mlperf_dcnv2 if multi_hot else mlperf_dlrm
-    made = recipe(preprocessed(path, preprocessor) if ready else path)
+    made = recipe(preprocessed(path, preprocessor, multi_hot=multi_hot) if ready else path)
     workload: Any = made.workload
     rate = {"learning_rate": 0.005}  # no figure is of quality, and a loss that is no number would end the run
     return made.replace(
@@ -298,7 +306,7 @@ def stalls(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
     measured = Sizes(**sizes)
     saving = {"checkpoint": {"num_to_keep": 1, "keep_best": 0, "every": max(1, measured.steps // 4)}}
     with tempfile.TemporaryDirectory() as storage:
-        config = config_of(measured, on=on, precision="bf16", ready=True, large=True, **saving)
+        config = config_of(measured, on=on, precision=usual(on), ready=True, large=True, **saving)
         _, summary, events = trained(config, storage)
     saves = of_kind(events, "checkpoint")
     return {
@@ -345,13 +353,13 @@ def cached_speed(*, sizes: dict[str, Any], on: str, uvm: bool) -> dict[str, Any]
     measured = Sizes(**sizes)
     how: dict[str, Any] = {"large": True, "ready": True, "batch_size": max(1, measured.batch_size // 4)}
     if uvm:
-        config = config_of(measured, on=on, precision="bf16", large=True)
+        config = config_of(measured, on=on, precision=usual(on), large=True)
         how["workload"] = config.workload.replace(sharding={"uvm_caching": True})
         if on == "cuda":
             tables = 4 * config.workload.model.table_width * sum(table_sizes(measured.large_table_rows))
             share = 0.7 * tables / torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, share))
-    return speed(sizes=sizes, on=on, precision="bf16", **how)
+    return speed(sizes=sizes, on=on, precision=usual(on), **how)
 
 
 def traced(*, sizes: dict[str, Any], on: str, out: str | None) -> dict[str, Any]:
@@ -360,7 +368,7 @@ def traced(*, sizes: dict[str, Any], on: str, out: str | None) -> dict[str, Any]
     steps = 5
     window = f"{measured.steps // 2}:{measured.steps // 2 + steps}"
     with tempfile.TemporaryDirectory() as storage:
-        config = config_of(measured, on=on, precision="bf16", ready=True, profile={"steps": window}, log_every=10**6)
+        config = config_of(measured, on=on, precision=usual(on), ready=True, profile={"steps": window}, log_every=10**6)
         folder, summary, _ = trained(config, storage)
         (place,) = Path(folder, "profile").glob("*/rank_0/trace.json.gz")
         with gzip.open(place, "rt") as file:
@@ -405,7 +413,7 @@ def latencies(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
     from rayrec.datasets.criteo import SCHEMA
 
     measured = Sizes(**sizes)
-    config = config_of(measured, on=on, precision="bf16", steps=min(measured.steps, 20))
+    config = config_of(measured, on=on, precision=usual(on), steps=min(measured.steps, 20))
     path = config.train_data.path
     with open(path, "rb") as file:
         text = file.read(400 * SCORED_ROWS)
@@ -457,7 +465,7 @@ def train(sizes: Sizes, on: str, out: str | None) -> None:
     """DLRM from raw TSV against preprocessed data, by precision, with the roofline."""
     given = {"sizes": asdict(sizes), "on": on}
     peak, moved = run(peaks, on=on), run(row_bytes, multi_hot=False, **given)
-    for precision in PRECISIONS:
+    for precision in TRAINED:
         rates, last = interleaved_rates(
             sizes.repeats,
             raw=partial(run, speed, precision=precision, ready=False, **given),
@@ -479,12 +487,12 @@ def dcnv2(sizes: Sizes, on: str, out: str | None) -> None:
     """MLPerf's DCNv2 with 214 ids a row, from preprocessed data."""
     given = {"sizes": asdict(sizes), "on": on, "multi_hot": True}
     peak, moved = run(peaks, on=on), run(row_bytes, **given)
-    for precision in ("tf32", "bf16"):
+    for precision in ("tf32", "bf16") if on == "cuda" else ("fp32",):
         rates, last = interleaved_rates(
             sizes.repeats, ready=partial(run, speed, precision=precision, ready=True, **given)
         )
         _emit_speed(
-            f"MLPerf DCNv2, multi-hot, {precision}, from preprocessed binary files",
+            f"MLPerf DCNv2, multi-hot, {precision}, from preprocessed npz files",
             peer=None,
             rate=rates["ready"],
             peer_rate=None,
@@ -508,8 +516,8 @@ def roofline(
     return {
         "flop_per_row": round(flop),
         "bytes_per_row": {name: round(part) for name, part in moved.items()},
-        "peak_flop_per_s": peak[precision],
-        "peak_bytes_per_s": peak["memory"],
+        "peak_flop_per_s": round(peak[precision]),
+        "peak_bytes_per_s": round(peak["memory"]),
         "flop_share": round(rows_per_s * flop / peak[precision], 4),
         "bytes_share": round(rows_per_s * size / peak["memory"], 4),
         "bound_rows_per_s": round(min(peak[precision] / flop, peak["memory"] / size)),
@@ -547,7 +555,7 @@ def checkpoint(sizes: Sizes, on: str, out: str | None) -> None:
     emit(
         "gpu",
         peer=None,
-        workload=f"MLPerf DLRM, bf16, saves of {found['bytes'] / 1e9:.1f} GB while it trains for {found['train_s']:.0f} s",
+        workload=f"MLPerf DLRM, {usual(on)}, saves of {found['bytes'] / 1e9:.1f} GB while it trains for {found['train_s']:.0f} s",
         unit="stall_fraction",
         value=found["stall_fraction"],
         ratio=None,
@@ -586,8 +594,8 @@ def uvm(sizes: Sizes, on: str, out: str | None) -> None:
         "gpu",
         peer="the same tables in device memory",
         workload=(
-            f"MLPerf DLRM, bf16, batch {max(1, sizes.batch_size // 4):,}, tables of at most {sizes.large_table_rows:,} rows, "
-            f"device memory for 0.7 of them, the others by UVM caching, {_CATEGORIES}"
+            f"MLPerf DLRM, {usual(on)}, batch {max(1, sizes.batch_size // 4):,}, tables of at most "
+            f"{sizes.large_table_rows:,} rows, device memory for 0.7 of them, the others by UVM caching, {_CATEGORIES}"
         ),
         value=rates["host"],
         ratio=rates["host"] / rates["device"],
@@ -603,7 +611,7 @@ def trace(sizes: Sizes, on: str, out: str | None) -> None:
     emit(
         "gpu",
         peer=None,
-        workload="MLPerf DLRM, bf16, from preprocessed files: calls that make the host wait for the device, by torch's trace",
+        workload=f"MLPerf DLRM, {usual(on)}, from preprocessed files: calls that make the host wait for the device, in a trace",
         unit="syncs_per_step",
         value=sum(found["syncs"].values()) / found["steps"],
         ratio=None,
@@ -621,7 +629,7 @@ def scores(sizes: Sizes, on: str, out: str | None) -> None:
     emit(
         "gpu",
         peer=None,
-        workload=f"scoring {SCORED_ROWS:,} encoded rows with MLPerf's DLRM, bf16, one call after the other, no HTTP",
+        workload=f"scoring {SCORED_ROWS:,} encoded rows with MLPerf's DLRM, {usual(on)}, one call after the other, no HTTP",
         unit="p99_ms",
         value=found["p99_ms"],
         ratio=None,

@@ -20,6 +20,7 @@ ShardingType = Literal["table_wise", "column_wise", "table_column_wise", "row_wi
 
 _CPU_SHARDING_TYPES = {"table_wise", "column_wise", "table_column_wise", "data_parallel"}
 _WHOLE = {"table_wise", "data_parallel"}  # a worker that holds any of a table holds all of it
+_BY_ROWS = {"row_wise", "table_row_wise"}
 _OF_SEQUENCES = {"table_wise", "column_wise", "row_wise"}  # the others TorchRec lacks, or gets wrong (data_parallel)
 _WITHIN_NODES = {"table_row_wise"}  # TorchRec builds process groups of one node each, all of the same size
 _FLOAT_BYTES = 4
@@ -310,6 +311,8 @@ def _allowed_types(config: ShardingConfig, *, device: str, per_node: list[int]) 
         raise InputError(
             f"ShardingConfig.sharding_types: none of {', '.join(config.sharding_types)} runs on cpu; add table_wise"
         )
+    if per_node == [1] and "table_wise" in allowed:  # nobody to split rows with, and what sorts ids by part takes time
+        allowed = [kind for kind in allowed if kind not in _BY_ROWS]
     if len(set(per_node)) > 1:
         allowed = [kind for kind in allowed if kind not in _WITHIN_NODES]
         if not allowed:
