@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from children import child, run_task
 from logs import synthetic_log
@@ -145,7 +145,7 @@ def preprocessed(path: str, preprocessor: str, *, multi_hot: bool) -> str:
     """The same rows as memory-mapped files: binary, which holds one id a column, or npz."""
     from rayrec import preprocess
 
-    form = "npz" if multi_hot else "binary"
+    form: Literal["npz", "binary"] = "npz" if multi_hot else "binary"
     folder = f"{preprocessor}-{form}"
     if not os.path.exists(folder):
         preprocess(path, out=folder, format=form, preprocessor=preprocessor, split="sevenths")
@@ -304,7 +304,7 @@ def bytes_of_row(*, ids: int, features: int, width: int, state_values: int, save
 def stalls(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
     """What saves cost a run with large tables."""
     measured = Sizes(**sizes)
-    saving = {"checkpoint": {"num_to_keep": 1, "keep_best": 0, "every": max(1, measured.steps // 4)}}
+    saving: dict[str, Any] = {"checkpoint": {"num_to_keep": 1, "keep_best": 0, "every": max(1, measured.steps // 4)}}
     with tempfile.TemporaryDirectory() as storage:
         config = config_of(measured, on=on, precision=usual(on), ready=True, large=True, **saving)
         _, summary, events = trained(config, storage)
@@ -535,6 +535,7 @@ def _emit_speed(
     sizes: Sizes,
     on: str,
 ) -> None:
+    more: dict[str, Any] = {} if peer_rate is None else {"peer_rows_per_s": round(peer_rate)}
     emit(
         "gpu",
         peer=peer,
@@ -544,7 +545,7 @@ def _emit_speed(
         repeats=sizes.repeats,
         config_hash=found["config_hash"],
         blocked_fraction=round(found["blocked_fraction"], 4),
-        **({} if peer_rate is None else {"peer_rows_per_s": round(peer_rate)}),
+        **more,
         **roofline,
         **described(on),
     )

@@ -271,7 +271,8 @@ class DeviceTables(Tables):
 
     def one_by_one(self, column: int, ids: np.ndarray) -> torch.Tensor:
         table, lookup = self._tables[column], Lookup(ids)
-        return self._column(table, lookup, *self._moved([(table, lookup)]), len(ids))
+        (moved,) = self._moved([(table, lookup)])
+        return self._column(table, lookup, moved, len(ids))
 
     def _moved(self, given: Sequence[tuple[torch.Tensor, Lookup]]) -> tuple[torch.Tensor, ...]:
         """int64: the ids of each lookup on the device, in one copy, since each copy takes as long as a small lookup."""
