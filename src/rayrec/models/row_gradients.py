@@ -55,6 +55,8 @@ class TableFeatures:
     """If embeddings are pooled, the first column of the first feature in a row of all features."""
     columns: int
     """Of the table."""
+    rows: int
+    """Of the table, or of the part of it that is here."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Lookups:
             pairwise(self.offsets[torch.tensor(firsts) * self.bags].tolist())
         )  # one device sync for all tables
         if self.gradient.is_cuda:
-            return [self.by_operators(table, *ids) for table, ids in zip(tables, ranges, strict=True)]
+            return self.by_operators(tables, ranges)
         sizes = [stop - start for start, stop in ranges]
         found = [
             RowGradients(torch.empty(size, dtype=torch.int64), torch.empty(size, table.columns))
@@ -109,13 +111,27 @@ class Lookups:
         }
         return [RowGradients(rows.ids[: counts[n]], rows.values[: counts[n]]) for n, rows in enumerate(found)]
 
-    def by_operators(self, table: TableFeatures, start: int, stop: int) -> RowGradients:
-        """`of_tables` for one table, whose ids are those from `start` to `stop`, by torch's operators, for any device; on a GPU,
-        the host waits for the number of rows."""
+    def by_operators(self, tables: Sequence[TableFeatures], ranges: Sequence[tuple[int, int]]) -> list[RowGradients]:
+        """`of_tables` by torch's operators, for any device; `ranges`: first and last + 1 of each table's `ids`. Tables of equal
+        width are taken together: on a GPU the host waits for the device twice for each width, and not for each table."""
+        found: dict[int, RowGradients] = {}
+        for columns in dict.fromkeys(table.columns for table in tables):
+            chosen = [number for number, table in enumerate(tables) if table.columns == columns]
+            bases = list(accumulate((tables[number].rows for number in chosen), initial=0))
+            keys = torch.cat([self.ids[slice(*ranges[n])] + base for n, base in zip(chosen, bases, strict=False)])
+            values = torch.cat([self._values(tables[number], *ranges[number]) for number in chosen])
+            distinct, places = keys.unique(return_inverse=True)
+            sums = values.new_zeros(len(distinct), columns).index_add_(0, places, values)
+            starts = torch.searchsorted(distinct, torch.tensor(bases, device=distinct.device)).tolist()
+            for number, base, (start, stop) in zip(chosen, bases, pairwise(starts), strict=False):
+                found[number] = RowGradients(distinct[start:stop] - base, sums[start:stop])
+        return [found[number] for number in range(len(tables))]
+
+    def _values(self, table: TableFeatures, start: int, stop: int) -> torch.Tensor:
+        """(stop - start, columns of the table): the gradient of each of its lookups."""
         columns, column, num_features = table.columns, table.column, table.number
         first = table.first * self.bags
         offsets = self.offsets[first : first + num_features * self.bags + 1]
-        ids = self.ids[start:stop]
         if self.pooled:
             end = column + num_features * columns
             of_bags = self.gradient[:, column:end].reshape(self.bags, num_features, columns)
@@ -123,10 +139,7 @@ class Lookups:
             values = of_bags.repeat_interleave(offsets.diff(), dim=0, output_size=stop - start)
         else:
             values = self.gradient[start:stop, :columns]
-        if self.weights is not None:
-            values = values * self.weights[start:stop].unsqueeze(1)
-        distinct, places = ids.unique(return_inverse=True)
-        return RowGradients(distinct, values.new_zeros(len(distinct), columns).index_add_(0, places, values))
+        return values if self.weights is None else values * self.weights[start:stop].unsqueeze(1)
 
     def _structure(self) -> _CLookups:
         return _CLookups(
@@ -152,7 +165,7 @@ class RowGradientCollector:
         numbers = [kernel.feature_table_map.count(table) for table in range(len(self.weights))]
         columns = kernel.D_offsets.tolist()
         self._tables = [
-            TableFeatures(first, number, columns[first], weights.shape[1])
+            TableFeatures(first, number, columns[first], weights.shape[1], len(weights))
             for first, number, weights in zip(accumulate(numbers, initial=0), numbers, self.weights, strict=False)
         ]
         self._num_features = sum(numbers)

@@ -99,9 +99,6 @@ class TablePart:
     def update_by_operators(self, step: AdamStep, gradients: RowGradients) -> None:
         """`update` by torch's operators, for any device; takes room for the rows of the batch and for some more at a time."""
         ids, values = gradients.ids, gradients.values
-        if not step.every_row:
-            nonzero = values.any(dim=1)
-            ids, values = ids[nonzero], values[nonzero]
         tensors = (self.weights, self.exp_avg, self.exp_avg_sq)
         of_batch = [tensor[ids] for tensor in tensors]
         if step.every_row:  # as if none had a gradient; those of the batch are written afterwards
@@ -110,8 +107,10 @@ class TablePart:
                 self._update(weights, mean, square, weights * step.l2, step)
         weights, mean, square = of_batch
         self._update(weights, mean, square, values * step.gradient_scale + weights * step.l2, step)
+        # Chosen on the device: the host would have to wait for how many rows have a gradient that is not 0.
+        touched = None if step.every_row else values.any(dim=1, keepdim=True)
         for tensor, rows in zip(tensors, of_batch, strict=True):
-            tensor[ids] = rows
+            tensor[ids] = rows if touched is None else torch.where(touched, rows, tensor[ids])
 
     @staticmethod
     def _update(

@@ -152,16 +152,35 @@ def test_gradients_of_rows_are_those_of_autograd(
     gradient = torch.randn(output.shape, generator=generator)
     output.backward(gradient)
     lookups = Lookups(ids, offsets, weights, gradient, 10, pooled)
-    features = [TableFeatures(0, 1, 0, 4), TableFeatures(1, 2, 4, 4)]
+    features = [TableFeatures(0, 1, 0, 4, 9), TableFeatures(1, 2, 4, 4, 9)]
     ranges = [(int(offsets[0]), int(offsets[10])), (int(offsets[10]), int(offsets[30]))]
-    by_operators = [lookups.by_operators(table, *ids) for table, ids in zip(features, ranges, strict=True)]
-    gradients = lookups.of_tables(features) if threads else by_operators
+    gradients = lookups.of_tables(features) if threads else lookups.by_operators(features, ranges)
     for number, found in enumerate(gradients):
         assert len(found.ids) == len(found.ids.unique())
         dense = torch.zeros(9, 4).index_add_(0, found.ids, found.values)
         expected = tables[number].grad
         assert expected is not None
         torch.testing.assert_close(dense, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_tables_of_unequal_width_and_a_table_without_ids_keep_their_gradients_apart() -> None:
+    generator = torch.Generator().manual_seed(2)
+    bags, features = 6, [TableFeatures(0, 1, 0, 4, 5), TableFeatures(1, 1, 4, 8, 7), TableFeatures(2, 1, 12, 4, 3)]
+    features.append(TableFeatures(3, 1, 16, 4, 6))
+    lengths = torch.tensor([2] * bags + [1] * bags + [0] * bags + [1] * bags)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    rows = torch.tensor([5] * 2 * bags + [7] * bags + [6] * bags)
+    ids = (torch.rand(len(rows), generator=generator) * rows).long()
+    lookups = Lookups(ids, offsets, None, torch.randn(bags, 20, generator=generator), bags, True)
+    ranges = [(0, 12), (12, 18), (18, 18), (18, 24)]
+    expected, found = lookups.of_tables(features), lookups.by_operators(features, ranges)
+    for table, (kernel, operators) in zip(features, zip(expected, found, strict=True), strict=True):
+        dense = [
+            torch.zeros(table.rows, table.columns).index_add_(0, one.ids, one.values) for one in (kernel, operators)
+        ]
+        torch.testing.assert_close(dense[1], dense[0])
+        assert operators.values.is_contiguous()
+    assert [len(one.ids) for one in found] == [len(one.ids) for one in expected]
 
 
 def test_gradients_of_several_backward_passes_are_added() -> None:
