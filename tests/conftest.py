@@ -121,19 +121,12 @@ def undisturbed(click_log: Path, made_once: Callable[[str, Callable[[Path], obje
 
 @pytest.fixture(scope="session")
 def start_ray() -> Callable[[], None]:
-    """Starts a Ray of this machine alone with two CPUs, whose workers get this process's environment."""
+    """Starts a Ray of this machine alone with two CPUs, as a command does, whose workers get this process's environment."""
 
     def start() -> None:
-        import ray
+        from rayrec.launch import cluster
 
-        ray.init(
-            address="local",
-            num_cpus=2,
-            include_dashboard=False,
-            log_to_driver=False,
-            object_store_memory=300_000_000,
-            configure_logging=False,
-        )
+        cluster.connect("local", num_cpus=2, object_store_bytes=300_000_000, log_to_driver=False)
 
     return start
 

@@ -26,6 +26,7 @@ from rayrec.checkpoint import Checkpoint, committed, weights_sha256
 from rayrec.config import InputError
 from rayrec.data.loader import ClickLoader
 from rayrec.data.preprocessor import Preprocessor
+from rayrec.launch import fork_server
 from rayrec.observe.events import read_events
 from rayrec.training.trainer import Result, train
 from rayrec.workloads.base import TrainConfig, WorkerContext
@@ -334,6 +335,23 @@ def test_one_worker_on_ray_trains_what_this_process_trains(
     for name in ("steps", "rows", "metrics", "validation", "weights_sha256", "rows_lost", "rows_repeated", "bad_rows"):
         assert on_ray.summary[name] == here.summary[name], name
     assert losses(on_ray.folder) == losses(here.folder)
+
+
+def test_the_processes_of_a_local_ray_are_copies_that_share_no_identifiers(local_ray: None) -> None:
+    import ray
+
+    def seen() -> tuple[str, bool, int, str]:
+        parent = Path(f"/proc/{os.getppid()}/cmdline").read_text()
+        time.sleep(0.5)  # the other task needs a process of its own
+        return parent, "colorsys" in sys.modules, os.getpid(), ray.put(None).hex()
+
+    task = ray.remote(runtime_env={"env_vars": {fork_server.MODULES: "colorsys"}})(seen)
+    (parent, ahead, pid, name), (other_parent, _, other_pid, other_name) = ray.get([task.remote(), task.remote()])
+    assert parent == other_parent
+    assert fork_server.__name__ in parent
+    assert ahead
+    assert pid != other_pid
+    assert name != other_name
 
 
 def test_golden_loss_curves(finished: tuple[TrainConfig, Result], alone: tuple[TrainConfig, Result]) -> None:

@@ -3,6 +3,10 @@
 # ruff: noqa: F401  # the names are for other modules
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from rayrec.compat import PrivateName, resolve
@@ -128,3 +132,19 @@ def local_node() -> Any:
     from ray._private import worker
 
     return worker._global_node
+
+
+@contextlib.contextmanager
+def local_node_with(*, worker_program: str, log_monitor: bool) -> Iterator[None]:
+    """Within it a Ray that `ray.init` starts runs this program, in place of its own setup_worker.py, to start a worker's process.
+    It has no autoscaler, which has no machines to start, and a process that hands workers' output to the driver only if that
+    is asked for. `ray.init` has no settings for these."""
+    module: Any = importlib.import_module("ray._private.parameter")
+    whole = module.RayParams
+    module.RayParams = functools.partial(
+        whole, setup_worker_path=worker_program, no_monitor=True, include_log_monitor=log_monitor
+    )
+    try:
+        yield
+    finally:
+        module.RayParams = whole

@@ -14,6 +14,8 @@ from typing import Any, Final, Literal
 
 from rayrec.config import Config, InputError
 from rayrec.data.placement import TaskPlacement
+from rayrec.launch import forked_worker
+from rayrec.launch.fork_server import ForkServer
 
 DataNodes = Literal["auto", "any", "separate"]
 """Where data tasks run: see `layout`."""
@@ -30,6 +32,8 @@ _LOCAL_ENVIRONMENT: Final = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
 """Of the processes of a local Ray: its only node is not drained, so a process that watches for that would be in vain."""
 _started: set[str] = set()
 """Addresses of the local Rays that this process started."""
+_fork_server: ForkServer | None = None
+"""Of all of them."""
 _PROBE_S = 2.0
 _ROUNDING = 1e-4
 """Ray counts resources in ten-thousandths."""
@@ -140,10 +144,16 @@ def _join(address: str, source: str, *, log_to_driver: bool) -> None:
 
 
 def _start(*, num_cpus: int | None, object_store_bytes: int | None, log_to_driver: bool) -> None:
+    global _fork_server
+    if _fork_server is None:
+        _fork_server = ForkServer()  # imports while Ray starts
     import ray
 
+    from rayrec.compat.ray_compat import local_node_with
+
+    own = {**_LOCAL_ENVIRONMENT, forked_worker.SOCKET: _fork_server.address}
     try:
-        with _inherited(_LOCAL_ENVIRONMENT):
+        with _inherited(own), local_node_with(worker_program=forked_worker.__file__, log_monitor=log_to_driver):
             ray.init(
                 address="local",
                 num_cpus=num_cpus,

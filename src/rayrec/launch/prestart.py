@@ -11,11 +11,12 @@ import importlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from rayrec.compat.ray_compat import SETUP_HOOK_VARIABLE as HOOK
 from rayrec.launch.cluster import local_environment
+from rayrec.launch.fork_server import MODULES
 
 _IMPORT_MODULES: Final = f"{__name__}.import_modules"
 _MODULES: Final = "RAYREC_WORKER_MODULES"
@@ -24,9 +25,10 @@ _TIMEOUT_S: Final = 10.0
 _logger = logging.getLogger(__name__)
 
 
-def importing(modules: Iterable[str]) -> dict[str, str]:
-    """Variables of a runtime environment whose processes import `modules` when they start."""
-    return {HOOK: _IMPORT_MODULES, _MODULES: ",".join(modules)}
+def importing(modules: Sequence[str], *, without_ray: Sequence[str] = ()) -> dict[str, str]:
+    """Variables of a runtime environment whose processes import all these modules when they start. Those `without_ray`, which do
+    not import Ray, are imported once for all processes of a local Ray."""
+    return {HOOK: _IMPORT_MODULES, _MODULES: ",".join((*modules, *without_ray)), MODULES: ",".join(without_ray)}
 
 
 def import_modules() -> None:
@@ -46,7 +48,7 @@ def imports_ahead(variables: Mapping[str, str]) -> bool:
 def for_tasks_of(variables: Mapping[str, str]) -> dict[str, str]:
     """Variables for the tasks of a worker that has these, which they inherit: their processes import nothing ahead. A hook of
     the job's own stays."""
-    return {HOOK: ""} if imports_ahead(variables) else {}
+    return {HOOK: "", MODULES: ""} if imports_ahead(variables) else {}
 
 
 def is_possible() -> bool:

@@ -216,7 +216,7 @@ def worker_environment(config: TrainConfig) -> dict[str, str]:
     looked for them already."""
     variables = worker_variables(os.environ, network_interface=config.scaling.network_interface)
     if not config.scaling.use_gpu and prestart.is_possible():
-        variables.update(prestart.importing((WORKER_MODULE, *config.workload.WORKER_MODULES)))
+        variables.update(prestart.importing([WORKER_MODULE], without_ray=config.workload.WORKER_MODULES))
     return variables
 
 

@@ -273,7 +273,7 @@ def test_a_hook_of_the_job_reaches_data_tasks(monkeypatch: pytest.MonkeyPatch, t
         crowded=False,
     )
     assert (prestart.HOOK in attempts.worker_environment(config())) is possible
-    assert assigned[0].engine.environment == ({prestart.HOOK: ""} if possible else {})
+    assert assigned[0].engine.environment == ({prestart.HOOK: "", prestart.MODULES: ""} if possible else {})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,208 @@
+"""A process that has imported large libraries, and forks the worker processes of a local Ray, so that none imports these again.
+
+For each set of variables that runtime environments add it forks a template, which imports the modules that they name (`MODULES`),
+and forks the processes with these variables. Neither has imported Ray, whose random identifiers and settings must not be
+shared. The server ends when its standard input does, that is with the process that started Ray; its templates end with it,
+and workers with Ray.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import re
+import runpy
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, Final
+
+MODULES: Final = "RAYREC_TEMPLATE_MODULES"
+"""The variable that names the modules a template imports, with commas between them. They must not import Ray."""
+LIBRARIES: Final = (
+    *("pandas", "pyarrow.dataset", "pyarrow.parquet", "fsspec", "pydantic", "requests", "jsonschema", "yaml", "psutil"),
+    *(
+        "click",
+        "tqdm",
+        "google.protobuf.json_format",
+        "google.protobuf.descriptor_pb2",
+        "msgpack",
+        "uvloop",
+        "colorama",
+    ),
+    *(
+        "filelock",
+        "packaging.version",
+        "multiprocessing.connection",
+        "unittest.mock",
+        "http.server",
+        "rayrec.data.parsing",
+    ),
+)
+"""What Ray, Ray Data and Ray Train import."""
+_FILES: Final = 4
+"""Of a request: what `forked_worker.ask` sends."""
+_REQUEST_S: Final = 10.0
+_WAITING: Final = 1024
+
+_Next = Callable[[], Any]
+"""What a process does once it has left the frames of the one that it was forked from."""
+
+
+class ForkServer:
+    """The server of local Rays that this process starts. It ends with `close`, or with this process."""
+
+    def __init__(self, modules: Iterable[str] = LIBRARIES) -> None:
+        """`modules`: what every process has imported. Those that cannot be imported are left out."""
+        folder = tempfile.mkdtemp(prefix="rayrec-")  # for this user alone
+        self.address = os.path.join(folder, "fork")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self.address)
+            listener.listen(_WAITING)  # requests wait while the server imports
+            command = [sys.executable, "-m", __name__, str(listener.fileno()), *modules]
+            # Of this session, so that it is found with it; not of this process's group, to which Ctrl-C goes.
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], process_group=0
+            )
+        self._owner = os.getpid()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Does nothing in a process that was forked from the one that started it."""
+        atexit.unregister(self.close)
+        if os.getpid() != self._owner:
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        shutil.rmtree(os.path.dirname(self.address), ignore_errors=True)
+
+
+def main() -> None:
+    """Serves the listening socket whose number is the first argument; the others are modules."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended children leave nothing
+    with socket.socket(fileno=int(sys.argv[1])) as listener:
+        import_modules(sys.argv[2:])
+        following = _serve(listener)
+    while following is not None:
+        following = following()
+
+
+def import_modules(modules: Iterable[str]) -> None:
+    """A module that cannot be imported is left to the worker, whose error says more."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            print(f"rayrec: {module} is not imported ahead: {error}", file=sys.stderr, flush=True)
+    assert "ray" not in sys.modules, f"one of {modules} imports Ray"
+    gc.collect()
+    gc.freeze()  # a collection writes to all that it visits, which would copy the memory that processes share
+
+
+def _serve(listener: socket.socket) -> _Next | None:
+    """Hands requests on to templates. Returns None at the end of standard input, and in a new template what it does."""
+    templates: dict[str, socket.socket] = {}
+    while True:
+        ready, _, _ = select.select([listener.fileno(), 0], [], [])
+        if 0 in ready:
+            return None
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(_REQUEST_S)
+            try:
+                _, files, _, _ = socket.recv_fds(connection, 1, _FILES)
+            except OSError:
+                continue
+            if len(files) == _FILES:
+                added = _request(files[0])["added"]
+                name = json.dumps(added, sort_keys=True)
+                if name not in templates:
+                    ours, theirs = socket.socketpair()
+                    if os.fork() == 0:
+                        for each in (listener, ours, connection, *templates.values()):
+                            each.close()
+                        _close(files)
+                        return partial(_template, theirs, added)
+                    theirs.close()
+                    templates[name] = ours
+                try:
+                    socket.send_fds(templates[name], [b"r"], [connection.fileno(), *files])
+                except OSError:  # it ended: this process starts by itself, the next has a new template
+                    templates.pop(name).close()
+            _close(files)
+
+
+def _template(requests: socket.socket, added: Mapping[str, str]) -> _Next | None:
+    """Forks a process for each request until the server ends, and in it returns what it does."""
+    os.environ.update(expanded(added, os.environ))
+    import_modules(name for name in added.get(MODULES, "").split(",") if name)
+    while True:
+        message, files, _, _ = socket.recv_fds(requests, 1, 1 + _FILES)
+        if not message:
+            return None
+        if os.fork() == 0:
+            requests.close()
+            return partial(_worker, *files)
+        _close(files)
+
+
+def _worker(connection: int, request: int, *standard: int) -> None:
+    """Becomes the process of a request."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    wanted = _request(request)
+    if wanted["leads_group"]:
+        os.setpgid(0, 0)
+    os.setpriority(os.PRIO_PROCESS, 0, wanted["niceness"])
+    for number, file in enumerate(standard):
+        os.dup2(file, number)
+    _close((request, *standard))
+    os.chdir(wanted["folder"])
+    os.environ.clear()
+    os.environ.update(wanted["environment"])
+    os.environ.update(expanded(wanted["added"], os.environ))
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()  # not as its siblings
+    os.write(connection, b"s")  # it stays open until this process ends
+    program, *_ = sys.argv = wanted["arguments"]
+    sys.path[0] = os.path.dirname(program)
+    runpy.run_path(program, run_name="__main__")
+
+
+def expanded(added: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a runtime environment adds, with `${NAME}` replaced as Ray does: one after the other, and an unknown
+    name by nothing. Pure."""
+    known = dict(environment)
+    for name, value in added.items():
+        known[name] = re.sub(
+            r"\$(?:\{(\w+)\}|(\w+))", lambda found: known.get(found[1] or found[2], _kept(found)), value
+        )
+    return {name: known[name] for name in added}
+
+
+def _kept(found: re.Match[str]) -> str:
+    return "" if found[1] and re.fullmatch("[A-Z0-9_]+", found[1]) else found[0]
+
+
+def _request(file: int) -> dict[str, Any]:
+    with open(file, closefd=False) as opened:
+        opened.seek(0)
+        return json.load(opened)
+
+
+def _close(files: Iterable[int]) -> None:
+    for file in files:
+        os.close(file)
+
+
+if __name__ == "__main__":
+    main()
