@@ -199,7 +199,10 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
         loader = _loader(
             context, prepared, name, epochs=1, batch_size=config.eval_batch_size, position=Position(), max_steps=None
         )
-        return counts.counted(name, loader)
+        try:
+            yield from counts.counted(name, loader)
+        finally:
+            loader.close()  # an evaluation that is ended leaves a thread that cuts and pins batches
 
     def begin_step(step: int, total: int) -> None:
         seed_generators(step_seed(config.seed, step, context.rank), context.device)

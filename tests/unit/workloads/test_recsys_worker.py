@@ -17,6 +17,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from rayrec.checkpoint import Checkpoint, full_tensors, weights_sha256
+from rayrec.workloads import recsys_worker
 from rayrec.workloads.recsys_pipeline import TimedSparseDist
 from rayrec.workloads.recsys_worker import Unwrapped
 
@@ -75,6 +76,36 @@ def test_one_worker_waits_for_its_device_nowhere_in_a_step(tmp_path: Path, monke
         distributed.destroy_process_group()
     assert found[None] == []
     assert len(found[TimedSparseDist]) >= 3  # which is why one worker does not have it
+
+
+def test_an_evaluation_that_is_ended_stops_what_makes_its_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Loader:
+        closed = 0
+
+        def __iter__(self) -> Any:
+            return iter([click_ranks.batch(click_ranks.EQUAL, step, 0, 1) for step in range(3)])
+
+        def close(self) -> None:
+            self.closed += 1
+
+    loader = Loader()
+    monkeypatch.setattr(recsys_worker, "_loader", lambda *_, **__: loader)
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
+    try:
+        config, prepared = click_ranks.config(click_ranks.EQUAL, 1), click_ranks.prepared(click_ranks.EQUAL)
+        prepared.sets["validation"] = prepared.sets["train"]
+        setup = config.workload.set_up(click_ranks.context(config, 0, 1), prepared)
+    finally:
+        distributed.destroy_process_group()
+    batches: Any = setup.eval_batches["validation"]()
+    next(batches)
+    assert not loader.closed
+    batches.close()
+    assert loader.closed == 1
+    assert len(list(setup.eval_batches["validation"]())) == 3
+    assert loader.closed == 2
 
 
 @pytest.mark.slow
