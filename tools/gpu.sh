@@ -6,7 +6,8 @@
 # Ends with status 0 only if all tests and all measurements went well. Variables:
 #   OUT              folder of the results; default gpu-results
 #   PYTHON           interpreter that the environment is made with; its packages are seen in it; default python3
-#   RAYREC_WHEELS    folder of wheels: nothing is fetched, and exactly these are installed, without their requirements
+#   RAYREC_WHEELS    folder of wheels: nothing is fetched, and exactly these are installed, without their requirements; a wheel
+#                    may be in parts NAME.whl.00, NAME.whl.01, ... (split -d -b 60M NAME.whl NAME.whl.)
 #   GPU_PYTHON       python of an environment that is complete; nothing is installed
 #   PARTS            of the benchmark, such as train,trace; default all
 #   QUICK=1          smaller sizes
@@ -34,7 +35,11 @@ install() {
   "${PYTHON:-python3}" -m venv --system-site-packages build/gpu-venv || return
   pip="$GPU_PYTHON -m pip install --quiet --disable-pip-version-check --no-input"
   if [ -n "${RAYREC_WHEELS:-}" ]; then
-    $pip --no-index --no-deps "$RAYREC_WHEELS"/*.whl || return
+    mkdir -p build/wheels || return
+    for first in "$RAYREC_WHEELS"/*.whl.00; do
+      [ ! -e "$first" ] || cat "${first%.00}".[0-9][0-9] >"build/wheels/$(basename "${first%.00}")" || return
+    done
+    find "$RAYREC_WHEELS" build/wheels -name '*.whl' -exec $pip --no-index --no-deps {} + || return
     $pip --no-index --no-deps --no-build-isolation --editable . || return
   else
     $pip --constraint requirements.lock --editable '.[cuda,test]' || return
