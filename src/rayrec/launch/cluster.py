@@ -28,8 +28,12 @@ _OBJECT_STORE_SHARE = 0.25
 
 _ENOUGH_CPUS = 4.0
 """CPUs for each worker's data tasks that are enough to keep them off the workers' nodes."""
-_LOCAL_ENVIRONMENT: Final = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
-"""Of the processes of a local Ray: its only node is not drained, so a process that watches for that would be in vain."""
+_LOCAL_ENVIRONMENT: Final = {
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_worker_maximum_startup_concurrency": "64",
+}
+"""Of the processes of a local Ray. Its only node is not drained, so a process that watches for that would be in vain. By default
+a process waits while as many others start as there are CPUs."""
 _started: set[str] = set()
 """Addresses of the local Rays that this process started."""
 _fork_server: ForkServer | None = None
@@ -99,9 +103,16 @@ def is_connected() -> bool:
     return ray is not None and hasattr(ray, "is_initialized") and ray.is_initialized()
 
 
-def connect(address: str | None, *, num_cpus: int | None, object_store_bytes: int | None, log_to_driver: bool) -> str:
+def connect(
+    address: str | None,
+    *,
+    num_cpus: int | None,
+    object_store_bytes: int | None,
+    log_to_driver: bool,
+    ahead: Sequence[str] = (),
+) -> str:
     """Connects this process to Ray and returns the address of its head: of the existing connection, of the cluster at `address`
-    or RAY_ADDRESS (None: RAY_ADDRESS), or of a new local Ray.
+    or RAY_ADDRESS (None: RAY_ADDRESS), or of a new local Ray, which imports the modules `ahead` for processes that name them.
 
     Raises InputError within some 20 s if the address does not answer, and if the cluster refuses this user or this environment;
     OSError if a local Ray does not start.
@@ -119,7 +130,7 @@ def connect(address: str | None, *, num_cpus: int | None, object_store_bytes: in
     if address and address != "local":
         _join(address, source, log_to_driver=log_to_driver)
     else:
-        _start(num_cpus=num_cpus, object_store_bytes=object_store_bytes, log_to_driver=log_to_driver)
+        _start(num_cpus=num_cpus, object_store_bytes=object_store_bytes, log_to_driver=log_to_driver, ahead=ahead)
     import ray.data  # sets up its own logger, which is then quietened
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
@@ -143,10 +154,10 @@ def _join(address: str, source: str, *, log_to_driver: bool) -> None:
         ) from None
 
 
-def _start(*, num_cpus: int | None, object_store_bytes: int | None, log_to_driver: bool) -> None:
+def _start(*, num_cpus: int | None, object_store_bytes: int | None, log_to_driver: bool, ahead: Sequence[str]) -> None:
     global _fork_server
     if _fork_server is None:
-        _fork_server = ForkServer()  # imports while Ray starts
+        _fork_server = ForkServer(ahead)  # imports while Ray starts
     import ray
 
     from rayrec.compat.ray_compat import local_node_with

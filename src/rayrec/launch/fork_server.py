@@ -1,9 +1,9 @@
 """A process that has imported large libraries, and forks the worker processes of a local Ray, so that none imports these again.
 
-For each set of variables that runtime environments add it forks a template, which imports the modules that they name (`MODULES`),
-and forks the processes with these variables. Neither has imported Ray, whose random identifiers and settings must not be
-shared. The server ends when its standard input does, that is with the process that started Ray; its templates end with it,
-and workers with Ray.
+For each list of modules that a runtime environment names (`MODULES`) it forks a template, which imports them and forks the
+processes that want them; it forks the others itself. Neither has imported Ray, whose random identifiers and settings must not be
+shared. The server ends when its standard input does, that is with the process that started Ray; its templates end with it, and
+workers with Ray.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -61,14 +61,14 @@ _Next = Callable[[], Any]
 class ForkServer:
     """The server of local Rays that this process starts. It ends with `close`, or with this process."""
 
-    def __init__(self, modules: Iterable[str] = LIBRARIES) -> None:
-        """`modules`: what every process has imported. Those that cannot be imported are left out."""
+    def __init__(self, ahead: Sequence[str] = (), *, libraries: Sequence[str] = LIBRARIES) -> None:
+        """`ahead`: modules whose template is made at once. `libraries`: what every process has imported."""
         folder = tempfile.mkdtemp(prefix="rayrec-")  # for this user alone
         self.address = os.path.join(folder, "fork")
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.address)
             listener.listen(_WAITING)  # requests wait while the server imports
-            command = [sys.executable, "-m", __name__, str(listener.fileno()), *modules]
+            command = [sys.executable, "-m", __name__, str(listener.fileno()), ",".join(ahead), *libraries]
             # Of this session, so that it is found with it; not of this process's group, to which Ctrl-C goes.
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], process_group=0
@@ -88,11 +88,12 @@ class ForkServer:
 
 
 def main() -> None:
-    """Serves the listening socket whose number is the first argument; the others are modules."""
+    """Serves the listening socket whose number is the first argument; then come the modules of a template, and libraries."""
+    _, number, ahead, *libraries = sys.argv
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended children leave nothing
-    with socket.socket(fileno=int(sys.argv[1])) as listener:
-        import_modules(sys.argv[2:])
-        following = _serve(listener)
+    with socket.socket(fileno=int(number)) as listener:
+        import_modules(libraries)
+        following = _Server(listener).run(ahead)
     while following is not None:
         following = following()
 
@@ -109,43 +110,69 @@ def import_modules(modules: Iterable[str]) -> None:
     gc.freeze()  # a collection writes to all that it visits, which would copy the memory that processes share
 
 
-def _serve(listener: socket.socket) -> _Next | None:
-    """Hands requests on to templates. Returns None at the end of standard input, and in a new template what it does."""
-    templates: dict[str, socket.socket] = {}
-    while True:
-        ready, _, _ = select.select([listener.fileno(), 0], [], [])
-        if 0 in ready:
-            return None
-        connection, _ = listener.accept()
-        with connection:
-            connection.settimeout(_REQUEST_S)
-            try:
-                _, files, _, _ = socket.recv_fds(connection, 1, _FILES)
-            except OSError:
-                continue
-            if len(files) == _FILES:
-                added = _request(files[0])["added"]
-                name = json.dumps(added, sort_keys=True)
-                if name not in templates:
-                    ours, theirs = socket.socketpair()
-                    if os.fork() == 0:
-                        for each in (listener, ours, connection, *templates.values()):
-                            each.close()
-                        _close(files)
-                        return partial(_template, theirs, added)
-                    theirs.close()
-                    templates[name] = ours
+class _Server:
+    """Hands requests on to templates, or forks their processes itself."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._templates: dict[str, socket.socket] = {}
+
+    def run(self, ahead: str) -> _Next | None:
+        """Returns None at the end of standard input, and in a forked process what it does."""
+        if ahead and (following := self._new_template(ahead)):
+            return following
+        while True:
+            ready, _, _ = select.select([self._listener.fileno(), 0], [], [])
+            if 0 in ready:
+                return None
+            connection, _ = self._listener.accept()
+            with connection:
+                connection.settimeout(_REQUEST_S)
                 try:
-                    socket.send_fds(templates[name], [b"r"], [connection.fileno(), *files])
-                except OSError:  # it ended: this process starts by itself, the next has a new template
-                    templates.pop(name).close()
+                    _, files, _, _ = socket.recv_fds(connection, 1, _FILES)
+                except OSError:
+                    continue
+                following = self._answer(os.dup(connection.fileno()), files) if len(files) == _FILES else None
+            if following:
+                return following
             _close(files)
 
+    def _answer(self, connection: int, files: list[int]) -> _Next | None:
+        modules = _request(files[0])["added"].get(MODULES, "")
+        if modules and modules not in self._templates and (following := self._new_template(modules)):
+            _close((connection, *files))
+            return following
+        if modules:
+            try:
+                socket.send_fds(self._templates[modules], [b"r"], [connection, *files])
+            except OSError:  # it ended: this process starts by itself, the next has a new template
+                self._templates.pop(modules).close()
+        elif os.fork() == 0:
+            self._leave()
+            return partial(_worker, connection, *files)
+        os.close(connection)
+        return None
 
-def _template(requests: socket.socket, added: Mapping[str, str]) -> _Next | None:
+    def _new_template(self, modules: str) -> _Next | None:
+        """None in this process, in the new one what it does."""
+        ours, theirs = socket.socketpair()
+        if os.fork() == 0:
+            ours.close()
+            self._leave()
+            return partial(_template, theirs, modules)
+        theirs.close()
+        self._templates[modules] = ours
+        return None
+
+    def _leave(self) -> None:
+        """Closes what only the server has."""
+        for each in (self._listener, *self._templates.values()):
+            each.close()
+
+
+def _template(requests: socket.socket, modules: str) -> _Next | None:
     """Forks a process for each request until the server ends, and in it returns what it does."""
-    os.environ.update(expanded(added, os.environ))
-    import_modules(name for name in added.get(MODULES, "").split(",") if name)
+    import_modules(modules.split(","))
     while True:
         message, files, _, _ = socket.recv_fds(requests, 1, 1 + _FILES)
         if not message:

@@ -15,8 +15,8 @@ from typing import Any
 SOCKET = "RAYREC_FORK_SERVER"
 """The variable that names the fork server's Unix socket."""
 _CONTEXT = "--serialized-runtime-env-context="
-_READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_")
-"""Beginnings of the names of variables that only a new process reads."""
+_READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "KMP_", "MKL_", "KINETO_", "TORCH_", "PYTORCH_")
+"""Beginnings of the names of variables that a process reads when it starts or imports libraries."""
 
 
 def main() -> None:

@@ -65,6 +65,7 @@ class RayLauncher:
             num_cpus=config.cluster.num_cpus,
             object_store_bytes=config.cluster.object_store_bytes,
             log_to_driver=console.verbose,
+            ahead=() if config.scaling.use_gpu else config.workload.WORKER_MODULES,
         )
         require_reachable((folder, config.train_data.path, config.eval_data.path, config.init_from))
         cluster.ship_code(config)

@@ -26,7 +26,7 @@ print(json.dumps({
     "leads": os.getpgrp() == os.getpid(), "parent": os.getppid(), "name": __name__, "threads": len(os.listdir("/proc/self/task")),
     "files": [os.readlink(f"/proc/self/fd/{each}").partition(":")[0] for each in range(3, 100) if is_open(each)],
     "variables": [os.environ.get(name) for name in ("HERE", "FROM_HERE", "AWAY")],
-    "imported": [name for name in ("colorsys", "sndhdr", "this") if name in sys.modules],
+    "imported": [name for name in ("chunk", "colorsys", "sndhdr") if name in sys.modules],
 }))
 sys.exit(len(sys.argv))
 """
@@ -35,7 +35,7 @@ CONTEXT = "--serialized-runtime-env-context="
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    server = ForkServer(["colorsys"])
+    server = ForkServer(["sndhdr", "no_such_module"], libraries=["colorsys"])
     yield server
     server.close()
 
@@ -76,15 +76,22 @@ def test_a_forked_process_is_as_one_that_was_started(server: ForkServer, program
     assert found["files"] == ["socket"], "beside the standard ones: what the process that asked waits for"
 
 
-def test_processes_with_the_same_variables_share_what_these_name(server: ForkServer, program: Path) -> None:
-    added = {"FROM_HERE": "from ${HERE}${NOWHERE}", MODULES: "sndhdr,no_such_module"}
-    (one, _), (again, _), (other, _) = (
-        started(program, server.address, added=each) for each in (added, added, {"FROM_HERE": "x"})
+def test_processes_that_name_the_same_modules_share_them(server: ForkServer, program: Path) -> None:
+    names = {"FROM_HERE": "from ${HERE}${NOWHERE}", MODULES: "sndhdr,no_such_module"}
+    (one, _), (again, _), (other, _), (plain, _) = (
+        started(program, server.address, added=each)
+        for each in (names, {**names, "FROM_HERE": "x"}, {MODULES: "chunk"}, {"FROM_HERE": "${AWAY}"})
     )
     assert one["imported"] == again["imported"] == ["colorsys", "sndhdr"]
-    assert one["variables"] == ["here", "from here", None]
-    assert one["parent"] == again["parent"] != other["parent"]
-    assert (other["imported"], other["variables"]) == (["colorsys"], ["here", "x", None])
+    assert [found["variables"] for found in (one, again, plain)] == [
+        ["here", "from here", None],
+        ["here", "x", None],
+        ["here", "", None],
+    ]
+    assert other["imported"] == ["chunk", "colorsys"]
+    assert plain["imported"] == ["colorsys"]
+    assert one["parent"] == again["parent"]
+    assert len({found["parent"] for found in (one, other, plain)}) == 3
 
 
 def test_without_a_server_ray_starts_a_process_as_ever(program: Path, tmp_path: Path) -> None:
@@ -94,8 +101,8 @@ def test_without_a_server_ray_starts_a_process_as_ever(program: Path, tmp_path: 
 
 
 def test_a_closed_server_ends_with_its_templates(program: Path) -> None:
-    server = ForkServer(["colorsys"])
-    found, _ = started(program, server.address, added={"A": "b"})
+    server = ForkServer(libraries=["colorsys"])
+    found, _ = started(program, server.address, added={MODULES: "chunk"})
     server.close()
     assert not os.path.exists(os.path.dirname(server.address))
     deadline_s = time.monotonic() + 60
@@ -112,6 +119,7 @@ def test_a_closed_server_ends_with_its_templates(program: Path) -> None:
         ({"py_executable": "uv run python"}, "its runtime environment has a Python of its own"),
         ({"command_prefix": ["cd", "x"]}, "its runtime environment has a command of its own"),
         ({"env_vars": {"A": "b", "PYTHONPATH": "x"}}, "its runtime environment sets PYTHONPATH"),
+        ({"env_vars": {"OMP_NUM_THREADS": "1"}}, "its runtime environment sets OMP_NUM_THREADS"),
     ],
 )
 def test_which_runtime_environments_need_a_new_process(context: dict[str, Any], reason: str) -> None:
