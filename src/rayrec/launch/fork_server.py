@@ -9,6 +9,7 @@ workers with Ray.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
 import json
@@ -29,24 +30,28 @@ from typing import Any, Final
 MODULES: Final = "RAYREC_TEMPLATE_MODULES"
 """The variable that names the modules a template imports, with commas between them. They must not import Ray."""
 LIBRARIES: Final = (
-    *("pandas", "pyarrow.dataset", "pyarrow.parquet", "fsspec", "pydantic", "requests", "jsonschema", "yaml", "psutil"),
-    *(
-        "click",
-        "tqdm",
-        "google.protobuf.json_format",
-        "google.protobuf.descriptor_pb2",
-        "msgpack",
-        "uvloop",
-        "colorama",
-    ),
-    *(
-        "filelock",
-        "packaging.version",
-        "multiprocessing.connection",
-        "unittest.mock",
-        "http.server",
-        "rayrec.data.parsing",
-    ),
+    "pandas",
+    "pyarrow.dataset",
+    "pyarrow.parquet",
+    "fsspec",
+    "pydantic",
+    "requests",
+    "jsonschema",
+    "yaml",
+    "psutil",
+    "click",
+    "tqdm",
+    "msgpack",
+    "uvloop",
+    "colorama",
+    "filelock",
+    "google.protobuf.json_format",
+    "google.protobuf.descriptor_pb2",
+    "packaging.version",
+    "multiprocessing.connection",
+    "unittest.mock",
+    "http.server",
+    "rayrec.data.parsing",
 )
 """What Ray, Ray Data and Ray Train import."""
 _FILES: Final = 4
@@ -93,19 +98,18 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended children leave nothing
     with socket.socket(fileno=int(number)) as listener:
         import_modules(libraries)
-        following = _Server(listener).run(ahead)
+        following: _Next | None = _Server(listener).run(ahead)
     while following is not None:
         following = following()
 
 
-def import_modules(modules: Iterable[str]) -> None:
-    """A module that cannot be imported is left to the worker, whose error says more."""
+def import_modules(modules: Sequence[str]) -> None:
+    """A module that cannot be imported is left to the worker, whose error says more. Ends this process if one imports Ray."""
     for module in modules:
-        try:
+        with contextlib.suppress(Exception):
             importlib.import_module(module)
-        except Exception as error:
-            print(f"rayrec: {module} is not imported ahead: {error}", file=sys.stderr, flush=True)
-    assert "ray" not in sys.modules, f"one of {modules} imports Ray"
+    if "ray" in sys.modules:
+        raise SystemExit(f"rayrec: one of {', '.join(modules)} imports Ray, so workers import all modules themselves")
     gc.collect()
     gc.freeze()  # a collection writes to all that it visits, which would copy the memory that processes share
 
@@ -117,14 +121,14 @@ class _Server:
         self._listener = listener
         self._templates: dict[str, socket.socket] = {}
 
-    def run(self, ahead: str) -> _Next | None:
-        """Returns None at the end of standard input, and in a forked process what it does."""
+    def run(self, ahead: str) -> _Next:
+        """Ends with standard input. Returns in a forked process, what it does."""
         if ahead and (following := self._new_template(ahead)):
             return following
         while True:
             ready, _, _ = select.select([self._listener.fileno(), 0], [], [])
             if 0 in ready:
-                return None
+                os._exit(0)  # to take all libraries down would need seconds
             connection, _ = self._listener.accept()
             with connection:
                 connection.settimeout(_REQUEST_S)
@@ -170,13 +174,13 @@ class _Server:
             each.close()
 
 
-def _template(requests: socket.socket, modules: str) -> _Next | None:
-    """Forks a process for each request until the server ends, and in it returns what it does."""
+def _template(requests: socket.socket, modules: str) -> _Next:
+    """Forks a process for each request until the server ends. Returns in a forked process, what it does."""
     import_modules(modules.split(","))
     while True:
         message, files, _, _ = socket.recv_fds(requests, 1, 1 + _FILES)
         if not message:
-            return None
+            os._exit(0)
         if os.fork() == 0:
             requests.close()
             return partial(_worker, *files)
