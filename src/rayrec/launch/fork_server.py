@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
@@ -96,6 +97,8 @@ def main() -> None:
     """Serves the listening socket whose number is the first argument; then come the modules of a template, and libraries."""
     _, number, ahead, *libraries = sys.argv
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended children leave nothing
+    # Since Python 3.12. The threads are those of OpenBLAS, which ends them before a fork and starts its own after it.
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     with socket.socket(fileno=int(number)) as listener:
         import_modules(libraries)
         following: _Next | None = _Server(listener).run(ahead)
