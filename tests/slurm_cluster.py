@@ -116,8 +116,8 @@ class SlurmCluster:
             time.sleep(0.2)
 
     def log(self, job: str) -> str:
-        """The end of what it printed, in all its attempts."""
-        return "".join(log.read_text()[-6000:] for log in self.folder.glob(f"*-{job}.log"))
+        """What it printed, in all its attempts."""
+        return "".join(log.read_text() for log in self.folder.glob(f"*-{job}.log"))
 
     def end(self) -> None:
         """Ends all jobs, then the daemons."""
