@@ -388,7 +388,7 @@ def traced(*, sizes: dict[str, Any], on: str, out: str | None) -> dict[str, Any]
 def syncs_of(events: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """How often each function of CUDA that makes the host wait for the device was called in a trace. Pure.
 
-    A copy to or from pageable memory waits too; in a trace it is told apart by the copy's name.
+    A copy to or from pageable memory waits too; a trace distinguishes it by the name of the copy.
     """
     counts: dict[str, int] = {}
     for event in events:

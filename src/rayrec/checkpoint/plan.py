@@ -211,10 +211,9 @@ def _pinned(memory: torch.Tensor, device: torch.device) -> bool:
     code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if not code:
         return True
+    # CUDA gives the error again to the operation that asks next, and then clears it.
     with contextlib.suppress(Exception):
-        torch.zeros(
-            1, device=device
-        )  # CUDA gives the error again, to whichever operation asks next; after that it is cleared
+        torch.zeros(1, device=device)
     _logger.warning(
         "%s of host memory for checkpoints cannot be pinned (CUDA error %d): saves stall training for longer",
         size_text(memory.nbytes),

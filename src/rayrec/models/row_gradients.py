@@ -78,9 +78,8 @@ class Lookups:
     def of_tables(self, tables: Sequence[TableFeatures]) -> list[RowGradients]:
         """The gradients of each table. On CPU, sums are in the order of the lookups."""
         firsts = [table.first for table in tables] + [tables[-1].first + tables[-1].number]
-        ranges = list(
-            pairwise(self.offsets[torch.tensor(firsts) * self.bags].tolist())
-        )  # one device sync for all tables
+        # One device sync for all tables.
+        ranges = list(pairwise(self.offsets[torch.tensor(firsts) * self.bags].tolist()))
         if self.gradient.is_cuda:
             return self.by_operators(tables, ranges)
         sizes = [stop - start for start, stop in ranges]
