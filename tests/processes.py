@@ -241,7 +241,36 @@ class RayCluster(Session):
         os.kill(process.parent, signal.SIGKILL)
 
 
-class RayHead(Session):
+class RayNode(Session):
+    """A node that `ray start --block` started."""
+
+    def wait(self, *, timeout_s: float = 180) -> None:
+        """Until it takes work."""
+        deadline_s = time.monotonic() + timeout_s
+        while "Ray runtime started" not in self.out + self.err:
+            assert self.process.poll() is None, self.out + self.err
+            assert time.monotonic() < deadline_s, self.out + self.err
+            time.sleep(POLL_S)
+
+
+class RayPod(RayNode):
+    """A node of a Ray on this machine as KubeRay starts it: `ray start --block` is the process that gets SIGTERM first."""
+
+    def __init__(
+        self, folder: Path, *, cache: Path, address: str, num_cpus: int, resources: str, grace_s: float
+    ) -> None:
+        """`grace_s`: what its manifest gives Ray from the SIGTERM to the end."""
+        options = ("--num-cpus", str(num_cpus), "--resources", resources, "--object-store-memory", "200000000")
+        ports = ("--dashboard-agent-listen-port", str(free_ports(1)))
+        ray = str(Path(sys.executable).parent / "ray")
+        super().__init__(
+            [ray, "start", "--block", "--disable-usage-stats", "--address", address, *options, *ports],
+            environment=environment_for(cache, RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=str(grace_s)),
+            output=folder / "pod",
+        )
+
+
+class RayHead(RayNode):
     """A Ray of one node that `ray start --head` started, on ports of its own."""
 
     def __init__(self, folder: Path, *, cache: Path, num_cpus: int) -> None:
@@ -256,14 +285,6 @@ class RayHead(Session):
             environment=environment_for(cache, OMP_NUM_THREADS="1"),
             output=folder / "head",
         )
-
-    def wait(self, *, timeout_s: float = 180) -> None:
-        """Until it takes work."""
-        deadline_s = time.monotonic() + timeout_s
-        while "Ray runtime started" not in self.out + self.err:
-            assert self.process.poll() is None, self.out + self.err
-            assert time.monotonic() < deadline_s, self.out + self.err
-            time.sleep(POLL_S)
 
 
 class Run:

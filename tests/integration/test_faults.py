@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from damage import cut_short, flip_a_bit, remove_file, tear_manifest
-from processes import RayCluster, Run, Session, environment_for, small_run
+from processes import RayCluster, RayPod, Run, Session, environment_for, small_run
 
 from rayrec.checkpoint import committed
 from rayrec.checkpoint.persistence import PATIENCE_S
@@ -372,26 +372,30 @@ def test_a_node_with_the_workers_on_it(expected: dict[str, Any], begin: Begin, c
 
 @pytest.mark.exhaustive
 @pytest.mark.extended
-def test_workers_that_become_fewer_and_more_again(begin: Begin, cluster: RayCluster) -> None:
-    """As on spot machines: one node is announced to go, another joins, then one is lost without notice."""
+def test_workers_that_become_fewer_and_more_again(
+    begin: Begin, cluster: RayCluster, tmp_path: Path, cache: Path
+) -> None:
+    """As on spot machines: a pod gets SIGTERM, another node joins, then one is lost without notice."""
     node = json.dumps({"num_cpus": 1, "resources": {"slot": 1}})
-    cluster.add_node(node)
     address = cluster.add_node(node)
-    scaling = {"num_workers": (1, 2), "threads_per_worker": 1, "resources_per_worker": {"slot": 1.0}}
-    run = begin(
-        cluster={"address": address},
-        scaling={**scaling, "resize_interval_s": 1.0},
-        steps=None,
-        epochs=12,
-        checkpoint={"every": 1_000_000, "num_to_keep": 2},
-        failure={"max_failures": 1, "node_wait_s": 60},
-    )
-    both = run.wait_for("start")
-    assert both["world_size"] == 2
-    run.wait_for_step(60)
-    cluster.drain_node(15)
-    alone = run.wait_for("start", since=both["time"])
-    assert alone["world_size"] == 1
+    with RayPod(tmp_path, cache=cache, address=address, num_cpus=1, resources='{"slot": 1}', grace_s=15) as pod:
+        pod.wait()
+        scaling = {"num_workers": (1, 2), "threads_per_worker": 1, "resources_per_worker": {"slot": 1.0}}
+        run = begin(
+            cluster={"address": address},
+            scaling={**scaling, "resize_interval_s": 1.0},
+            steps=None,
+            epochs=12,
+            checkpoint={"every": 1_000_000, "num_to_keep": 2},
+            failure={"max_failures": 1, "node_wait_s": 60},
+        )
+        both = run.wait_for("start")
+        assert both["world_size"] == 2
+        run.wait_for_step(60)
+        pod.process.send_signal(signal.SIGTERM)
+        alone = run.wait_for("start", since=both["time"])
+        assert alone["world_size"] == 1
+        pod.process.wait(timeout=60)
     assert alone["step"] > 0  # no save was due but the one that the announcement asked for
 
     cluster.add_node(node)

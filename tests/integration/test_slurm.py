@@ -66,4 +66,5 @@ def test_a_job_that_slurm_interrupts_twice(
     assert (summary["rows_lost"], summary["rows_repeated"]) == (0, 0)
     assert slurm.log(job).count("saved, stopping (SIGTERM)") == 2
     assert summary["steps_redone"] == 0
-    assert slurm.log(job).count("notice from Slurm") >= 2
+    # Slurm's SIGTERM at a preemption reaches the tasks alone; Ray's first task passes it on to the script.
+    assert slurm.log(job).count("notice from Slurm") == (2 if file == "ray.sbatch" else 1)

@@ -15,10 +15,12 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from ray._private import ray_constants
 from ray.serve.schema import ServeDeploySchema
 
 from rayrec.commands.arguments import parse_config
 from rayrec.serve.deployment import APPLICATION, build_application, read_user_config
+from rayrec.workloads.base import TrainConfig
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "kubernetes"
 CRDS = os.environ.get("RAYREC_CRDS")
@@ -55,10 +57,14 @@ def test_every_manifest_is_in_a_kustomization() -> None:
     assert {path.resolve() for path in FOLDER.rglob("*.yaml") if path.name != "kustomization.yaml"} <= listed
 
 
-def test_the_command_of_the_job() -> None:
+def _config_of_the_job() -> TrainConfig:
     words = shlex.split(_manifest("RayJob")["spec"]["entrypoint"])
     assert words[:2] == ["rayrec", "train"]
-    config, _ = parse_config("train", words[2:])
+    return parse_config("train", words[2:])[0]
+
+
+def test_the_command_of_the_job() -> None:
+    config = _config_of_the_job()
     assert config.name == "nightly"
     trainers = dict(_pods("RayJob"))["trainers"]
     resources = yaml.safe_load(yaml.safe_load(trainers["rayStartParams"]["resources"]))
@@ -89,6 +95,18 @@ def test_pods(kind: str) -> None:
 
 def test_the_cluster_that_stays_is_that_of_the_job() -> None:
     assert _cluster("RayCluster") == _cluster("RayJob")
+
+
+@pytest.mark.parametrize("kind", ["RayCluster", "RayJob"])
+def test_a_trainer_that_goes_has_time_for_its_notice(kind: str) -> None:
+    """Ray ends the node before Kubernetes kills it, and the run ends before Ray does."""
+    spec = dict(_pods(kind))["trainers"]["template"]["spec"]
+    (variable,) = spec["containers"][0]["env"]
+    assert variable["name"] == "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+    assert hasattr(ray_constants, variable["name"]), "Ray knows it"
+    notice_s = float(variable["value"])
+    assert notice_s < spec["terminationGracePeriodSeconds"]
+    assert notice_s > _config_of_the_job().failure.grace_s
 
 
 def test_the_configuration_of_serve() -> None:
