@@ -258,11 +258,11 @@ def test_streamed_pieces_come_in_order(
     (block, *_) = EpochOrder(parts_of(index), "none", 0, 3).blocks(0)
     pieces = [(block, Piece(0, start, start + 100)) for start in (500, 0, 300, 1)]
     encoded = preprocessor.encode(read_segments([part.segment for part in block.parts], SCHEMA))
-    got = list(stream(pieces, shared, schema=SCHEMA, engine=RayEngine(PLACEMENT)))
+    got = list(stream(pieces, shared, most_rows=100, schema=SCHEMA, engine=RayEngine(PLACEMENT)))
     for (_, piece), rows in zip(pieces, got, strict=True):
         assert (rows.dense == encoded.dense[piece.start : piece.stop]).all()
         assert (np.stack(rows.ids) == encoded.ids[:, piece.start : piece.stop]).all()
-    assert list(stream([], shared, schema=SCHEMA, engine=RayEngine(PLACEMENT))) == []
+    assert list(stream([], shared, most_rows=100, schema=SCHEMA, engine=RayEngine(PLACEMENT))) == []
 
 
 def test_a_log_changed_under_a_run_stops_it(click_log: Path, tmp_path: Path, preprocessor: Preprocessor) -> None:

@@ -137,14 +137,21 @@ def local_node() -> Any:
 @contextlib.contextmanager
 def local_node_with(*, worker_program: str, log_monitor: bool) -> Iterator[None]:
     """Within it a Ray that `ray.init` starts runs this program, in place of its own setup_worker.py, to start a worker's process.
-    It has no autoscaler, which has no machines to start, and a process that hands workers' output to the driver only if that
-    is asked for. `ray.init` has no settings for these."""
+    It has no autoscaler, which has no machines to start; no server for Ray's dashboard and state API, which would take a tenth
+    of its start; and a process that hands workers' output to the driver only if that is asked for. Its agent listens on any
+    free port: on the usual one it would wait 3 s for another Ray of this machine. `ray.init` has no settings for these."""
     module: Any = importlib.import_module("ray._private.parameter")
-    whole = module.RayParams
+    node: Any = importlib.import_module("ray._private.node").Node
+    whole, start_api_server = module.RayParams, node.start_api_server
     module.RayParams = functools.partial(
-        whole, setup_worker_path=worker_program, no_monitor=True, include_log_monitor=log_monitor
+        whole,
+        setup_worker_path=worker_program,
+        no_monitor=True,
+        include_log_monitor=log_monitor,
+        dashboard_agent_listen_port=0,
     )
+    node.start_api_server = lambda self, **settings: None
     try:
         yield
     finally:
-        module.RayParams = whole
+        module.RayParams, node.start_api_server = whole, start_api_server

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -56,7 +56,7 @@ class StreamEngine(Engine, Protocol):
         self,
         name: str,
         function: Callable[[Any], pa.Table],
-        items: Sequence[Any],
+        items: Iterable[Any],
         *,
         block_bytes: int,
         prefetch_blocks: int,

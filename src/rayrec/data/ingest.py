@@ -7,7 +7,8 @@ import functools
 import queue
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
+from itertools import islice
 from typing import Final
 
 import pyarrow as pa
@@ -51,28 +52,31 @@ def encoded_block(item: tuple[Block, int, int], preprocessor: Preprocessor, *, l
 
 
 def stream(
-    pieces: Sequence[tuple[Block, Piece]],
+    pieces: Iterable[tuple[Block, Piece]],
     preprocessor: Shared[Preprocessor],
     *,
+    most_rows: int,
     schema: Schema,
     engine: StreamEngine,
     labelled: bool = True,
     prefetch_blocks: int = 2,
     account: StageAccount | None = None,
 ) -> Iterator[EncodedRows]:
-    """Encoded rows of the pieces, in order, made by tasks of `engine` ahead of the reader; `account` receives what they took.
+    """Encoded rows of the pieces, in order, made by tasks of `engine` ahead of the reader; `account` receives what they took. No
+    piece has more than `most_rows` rows. The pieces may be iterated again from the first.
 
     If the run is asked to stop and no block comes (the nodes that run data tasks may be gone), this process makes the blocks that
     are missing: other workers may have trained theirs of the same step, and a checkpoint needs a step that is whole.
     """
-    if not pieces:
-        return
-    items = [(block, piece.start, piece.stop) for block, piece in pieces]
+
+    def items() -> Iterator[tuple[Block, int, int]]:
+        return ((block, piece.start, piece.stop) for block, piece in pieces)
+
     made = engine.stream(
         "ingest",
         functools.partial(encode_task, preprocessor=preprocessor, labelled=labelled),
-        items,
-        block_bytes=max(stop - start for _, start, stop in items) * 4 * len(schema.columns),
+        items(),
+        block_bytes=most_rows * 4 * len(schema.columns),
         prefetch_blocks=prefetch_blocks,
     )
     num_made = 0
@@ -82,7 +86,7 @@ def stream(
         if account is not None and times is not None:
             account.add(times)
         yield from from_arrow(table)
-    for item in items[num_made:]:
+    for item in islice(items(), num_made, None):
         yield from from_arrow(encoded_block(item, preprocessor.get(), labelled=labelled))
 
 

@@ -6,8 +6,9 @@ import functools
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -83,10 +84,9 @@ class ClickLoader:
         self.steps = self._first_epoch_steps + max(0, epochs - position.epoch - 1) * self.steps_per_epoch
         if max_steps is not None:
             self.steps = min(self.steps, max_steps)
-        self._pieces, self._sizes = self._plan()
-        self._rows_until = np.concatenate(
-            [[0], np.cumsum([everyone for _, _, everyone in self._sizes], dtype=np.int64)]
-        )
+        # Epoch by epoch: the first of those left, then whole ones. A thread reads ahead in the next one.
+        self._plan = lru_cache(maxsize=3)(self._plan_of)
+        self._first_epoch_rows = int(self._plan(0).rows_until[-1]) if self.steps else 0
         self._batches: Generator[Batch, None, None] | Ahead[Batch] = self._make_batches()
         self._ahead = ahead
         self._first: Future[Batch] | None = None
@@ -123,7 +123,14 @@ class ClickLoader:
 
     def rows(self, batches: int) -> int:
         """Rows of all workers in the first `batches` batches."""
-        return int(self._rows_until[batches])
+        if not batches:
+            return 0
+        beyond = batches - self._first_epoch_steps
+        if beyond <= 0:
+            return int(self._plan(0).rows_until[batches])
+        epochs, step = divmod(beyond, self.steps_per_epoch)
+        before = self._first_epoch_rows + epochs * self._order.rows
+        return before + (int(self._plan(1 + epochs).rows_until[step]) if step else 0)
 
     def position(self) -> Position:
         """The position behind the batches handed out so far."""
@@ -165,36 +172,42 @@ class ClickLoader:
     def _epoch_start(self, epoch: int, step: int = 0) -> Position:
         return Position(epoch, step, self._world_size, self._batch_size, None)
 
-    def _plan(self) -> tuple[list[tuple[Block, Piece]], list[tuple[int, int, int]]]:
-        """The pieces this worker reads, and (epoch, its rows, rows of all workers) of every step."""
-        pieces: list[tuple[Block, Piece]] = []
-        sizes: list[tuple[int, int, int]] = []
-        start = self._start
-        while len(sizes) < self.steps:
-            blocks = self._order.blocks(start.epoch)
-            hands = start.hands(blocks)
-            pieces += [
-                (blocks[piece.block], piece)
-                for piece in after(hands[self._rank], start.step_in_deal * self._batch_size)
-            ]
-            totals = np.array([sum(piece.rows for piece in hand) for hand in hands])
-            for step in range(start.step_in_deal, start.step_in_deal + self._steps_left(start, hands)):
-                share = np.clip(totals - step * self._batch_size, 0, self._batch_size)
-                sizes.append((start.epoch, int(share[self._rank]), int(share.sum())))
-            start = self._epoch_start(start.epoch + 1)
-        return pieces, sizes[: self.steps]
+    def _plan_of(self, number: int) -> _EpochPlan:
+        """Of the epoch of the start position, for 0, and of those after it."""
+        start = self._start if number == 0 else self._epoch_start(self._start.epoch + number)
+        blocks = self._order.blocks(start.epoch)
+        hands = start.hands(blocks)
+        pieces = [
+            (blocks[piece.block], piece) for piece in after(hands[self._rank], start.step_in_deal * self._batch_size)
+        ]
+        totals = np.array([sum(piece.rows for piece in hand) for hand in hands])
+        steps = np.arange(start.step_in_deal, start.step_in_deal + self._steps_left(start, hands))
+        shares = np.clip(totals - steps[:, None] * self._batch_size, 0, self._batch_size)
+        return _EpochPlan(start.epoch, pieces, shares[:, self._rank], np.concatenate([[0], shares.sum(1).cumsum()]))
+
+    def _plans(self) -> Iterator[tuple[_EpochPlan, int]]:
+        """With the number of steps that are wanted of each."""
+        left, number = self.steps, 0
+        while left > 0:
+            plan = self._plan(number)
+            yield plan, min(left, len(plan.own_rows))
+            left, number = left - len(plan.own_rows), number + 1
+
+    def _sizes(self) -> Iterator[tuple[int, int, int]]:
+        """(epoch, its rows, rows of all workers) of every step."""
+        for plan, steps in self._plans():
+            for own, everyone in zip(
+                plan.own_rows[:steps].tolist(), np.diff(plan.rows_until[: steps + 1]).tolist(), strict=True
+            ):
+                yield plan.epoch, own, everyone
 
     def _make_batches(self) -> Generator[Batch, None, None]:
-        wanted = sum(mine for _, mine, _ in self._sizes)
-        kept, total = [], 0
-        for block, piece in self._pieces:  # no task for rows that no step wants
-            if total >= wanted:
-                break
-            kept.append((block, piece))
-            total += piece.rows
+        if not self.steps:
+            return
+        pieces = _Pieces(self._plans)
         if self._mapped is not None:
             rows = stream_preprocessed(
-                kept,
+                pieces,
                 self._mapped,
                 in_memory=self._in_memory,
                 prefetch_blocks=max(1, self._prefetch_blocks),
@@ -202,8 +215,9 @@ class ClickLoader:
             )
         else:
             rows = stream(
-                kept,
+                pieces,
                 self._preprocessor,
+                most_rows=max((block.rows for block, _ in self._plan(0).pieces or self._plan(1).pieces), default=1),
                 schema=self._schema,
                 engine=self._engine,
                 prefetch_blocks=self._prefetch_blocks,
@@ -212,7 +226,7 @@ class ClickLoader:
         slicer = Slicer.of(
             rows, self._schema, targets=self._targets, unpooled=self._unpooled, pin_constants=bool(self._ahead)
         )
-        for epoch, mine, everyone in self._sizes:
+        for epoch, mine, everyone in self._sizes():
             yield slicer.take(mine, loss_weight=self._world_size / everyone, epoch=epoch)
 
 
@@ -224,6 +238,34 @@ def numbers_of(part: Part) -> tuple[int, int]:
 
 def _numbers_in(block: Block, piece: Piece) -> np.ndarray:
     return row_numbers([part.segment for part in block.parts])[block.order()[piece.start : piece.stop]]
+
+
+class _EpochPlan(NamedTuple):
+    """What a worker has of an epoch, or of the rest of one."""
+
+    epoch: int
+    pieces: list[tuple[Block, Piece]]
+    """That it reads."""
+    own_rows: np.ndarray
+    """Of each step."""
+    rows_until: np.ndarray
+    """Of all workers, before each step and after the last."""
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """The pieces of all epochs, as often as they are iterated; none for rows that no step wants."""
+
+    plans: Callable[[], Iterator[tuple[_EpochPlan, int]]]
+
+    def __iter__(self) -> Iterator[tuple[Block, Piece]]:
+        for plan, steps in self.plans():
+            left = int(plan.own_rows[:steps].sum())
+            for block, piece in plan.pieces:
+                if left <= 0:
+                    break
+                yield block, piece
+                left -= piece.rows
 
 
 class Slicer:

@@ -6,17 +6,19 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import json
 import logging
 import math
 import os
 import re
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, islice, repeat
 from typing import Any, Final, Generic, TypeVar, final
 
 import pyarrow as pa
@@ -31,9 +33,14 @@ from rayrec.config import InputError
 from rayrec.data.engine import STOP_ASKED, Shared
 from rayrec.data.placement import TaskPlacement
 
-_ITEMS_A_DATASET: Final = 1024
-"""Of a stream; some 32 GB of text, at the usual size of a block. A Dataset stores all its read tasks before it makes the first
-row."""
+_ITEMS_A_DATASET: Final = (64, 256, 1024)
+"""Of the first Datasets of a stream, the last number also of all that follow: some 32 GB of text, at the usual size of a block. A
+Dataset stores all its read tasks, each in a millisecond or so, before it makes the first row."""
+ITEMS_A_TASK: Final = 2
+"""Of a stream, behind its first tasks. Of the time of a task that makes a block of the usual size Ray takes a fifth, whatever the
+task makes. With four items it gains no more."""
+_ITEMS: Final = b"rayrec.items"
+"""The key of a table's metadata under which a task of several items stores their rows and metadata."""
 _STARTED_AHEAD: Final = 16
 """Items left of a Dataset when the next one starts: it takes a second or so to make its first rows."""
 _CLOSE_S: Final = 5.0
@@ -208,46 +215,97 @@ class RayEngine:
         self,
         name: str,
         function: Callable[[Any], pa.Table],
-        items: Sequence[Any],
+        items: Iterable[Any],
         *,
         block_bytes: int,
         prefetch_blocks: int,
     ) -> Generator[pa.Table, None, None]:
+        begun = False
+
         def tables_of(some: Sequence[Any]) -> Generator[pa.Table, None, None]:
-            bounds = Bounds.of(self.placement, block_bytes=block_bytes, prefetch_blocks=prefetch_blocks)
+            nonlocal begun
+            one, several = (
+                Bounds.of(self.placement, block_bytes=block_bytes * size, prefetch_blocks=-(-prefetch_blocks // size))
+                for size in (1, ITEMS_A_TASK)
+            )
+            size = ITEMS_A_TASK if several.tasks == one.tasks else 1  # the object store may be too small
+            first, begun = 0 if begun else one.tasks, True
             dataset = tasks_dataset(
                 name,
-                function,
-                some,
+                functools.partial(joined_tables, function),
+                items_of_tasks(some, first=first, size=size),
                 placement=self.placement,
-                block_bytes=block_bytes,
-                bounds=bounds,
+                block_bytes=block_bytes * size,
+                bounds=several if size > 1 else one,
                 environment=self.environment,
             )
-            yield from tables(dataset)
+            for table in tables(dataset):
+                yield from tables_apart(table)
 
-        groups = [items[first : first + _ITEMS_A_DATASET] for first in range(0, len(items), _ITEMS_A_DATASET)]
-        return _one_after_another(groups, tables_of)
+        return _one_after_another(_groups(items), tables_of)
 
     def share(self, value: _Value) -> Shared[_Value]:
         return RayShared(ray.put(value))
 
 
+def items_of_tasks(items: Sequence[Any], *, first: int, size: int) -> list[Sequence[Any]]:
+    """The items of each task: one of the `first` tasks, whose rows are waited for, `size` of the others."""
+    singles, others = items[:first], items[first:]
+    return [*([item] for item in singles), *(others[start : start + size] for start in range(0, len(others), size))]
+
+
+def joined_tables(function: Callable[[Any], pa.Table], items: Sequence[Any]) -> pa.Table:
+    """The function's tables, as one that `tables_apart` divides."""
+    made = [function(item) for item in items]
+    if len(made) == 1:
+        return made[0]
+    kept = [
+        (table.num_rows, {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()})
+        for table in made
+    ]
+    table = pa.concat_tables([table.replace_schema_metadata(None) for table in made])
+    return table.replace_schema_metadata({_ITEMS: json.dumps(kept)})
+
+
+def tables_apart(table: pa.Table) -> Iterator[pa.Table]:
+    """The tables of a task's items, in order; uncopied."""
+    kept = (table.schema.metadata or {}).get(_ITEMS)
+    if kept is None:
+        yield table
+        return
+    start = 0
+    for rows, metadata in json.loads(kept):
+        yield table.slice(start, rows).replace_schema_metadata(metadata or None)
+        start += rows
+
+
+def _groups(items: Iterable[Any]) -> Iterator[Sequence[Any]]:
+    """The items of one Dataset each."""
+    source = iter(items)
+    for size in chain(_ITEMS_A_DATASET, repeat(_ITEMS_A_DATASET[-1])):
+        group = list(islice(source, size))
+        if not group:
+            return
+        yield group
+
+
 def _one_after_another(
-    groups: Sequence[Sequence[Any]], tables_of: Callable[[Sequence[Any]], Generator[pa.Table, None, None]]
+    groups: Iterable[Sequence[Any]], tables_of: Callable[[Sequence[Any]], Generator[pa.Table, None, None]]
 ) -> Generator[pa.Table, None, None]:
     """The tables of each group, one for each of its items. A thread makes the first table of the next group, and so starts its
     tasks, when `_STARTED_AHEAD` of the present group are left."""
     with contextlib.ExitStack() as opened:
-        following: _Started | None = None
-        for number, group in enumerate(groups):
+        source = iter(groups)
+        group, following = next(source, ()), None
+        while group:
             present = following or opened.enter_context(contextlib.closing(tables_of(group)))
-            following = None
+            next_group, following = next(source, ()), None
             for place, table in enumerate(present):
-                if following is None and place + _STARTED_AHEAD >= len(group) and number + 1 < len(groups):
-                    following = opened.enter_context(contextlib.closing(_Started(tables_of(groups[number + 1]))))
+                if following is None and next_group and place + _STARTED_AHEAD >= len(group):
+                    following = opened.enter_context(contextlib.closing(_Started(tables_of(next_group))))
                 yield table
             present.close()
+            group = next_group
 
 
 class _Started:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class ThreadEngine:
         self,
         name: str,
         function: Callable[[Any], pa.Table],
-        items: Sequence[Any],
+        items: Iterable[Any],
         *,
         block_bytes: int,
         prefetch_blocks: int,
@@ -52,7 +52,7 @@ class ThreadEngine:
         return InProcess(value)
 
     def _tables(
-        self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, ahead: int
+        self, name: str, function: Callable[[Any], pa.Table], items: Iterable[Any], *, ahead: int
     ) -> Generator[pa.Table, None, None]:
         patience = contextlib.nullcontext() if self.max_outage_s is None else storage.patience(self.max_outage_s)
         with patience:
@@ -65,7 +65,7 @@ class ThreadEngine:
 
 
 def in_order(
-    function: Callable[[_Item], _Result], items: Sequence[_Item], *, name: str, num_threads: int, ahead: int
+    function: Callable[[_Item], _Result], items: Iterable[_Item], *, name: str, num_threads: int, ahead: int
 ) -> Generator[_Result, None, None]:
     """The function's values for the items, in their order, made by threads; at most `num_threads` + `ahead` values exist or are
     being made beside the one that the reader holds. What the function raises is raised in its place."""

@@ -71,7 +71,7 @@ class Given(ThreadEngine):
 
 
 def numbers(pieces: list[tuple[Block, Piece]], preprocessor: Preprocessor, engine: Given) -> list[int]:
-    found = stream(pieces, InProcess(preprocessor), schema=SCHEMA, engine=engine)
+    found = stream(pieces, InProcess(preprocessor), most_rows=1000, schema=SCHEMA, engine=engine)
     return [number for rows in found if rows.row_numbers is not None for number in rows.row_numbers.tolist()]
 
 
@@ -123,7 +123,7 @@ def test_errors_of_data_tasks_and_an_early_end_go_through(
         numbers(pieces, preprocessor, Given(tables))
     assert closed.wait(5)
     closed.clear()
-    rows: Any = stream(pieces, InProcess(preprocessor), schema=SCHEMA, engine=Given(tables))
+    rows: Any = stream(pieces, InProcess(preprocessor), most_rows=1000, schema=SCHEMA, engine=Given(tables))
     next(rows)
     rows.close()
     assert closed.wait(5)

@@ -64,3 +64,29 @@ def test_an_error_comes_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="broken"):
         next(found)
     assert list(ray_tasks._one_after_another([], Datasets().tables_of)) == []
+
+
+def test_the_first_datasets_are_small_so_that_rows_come_soon() -> None:
+    groups = list(ray_tasks._groups(range(4000)))
+    assert [len(group) for group in groups] == [64, 256, 1024, 1024, 1024, 608]
+    assert [item for group in groups for item in group] == list(range(4000))
+
+
+@pytest.mark.parametrize(
+    ("count", "first", "tasks"),
+    [(1, 4, [[0]]), (3, 0, [[0, 1], [2]]), (5, 2, [[0], [1], [2, 3], [4]]), (4, 4, [[0], [1], [2], [3]])],
+)
+def test_the_first_tasks_make_one_item_each(count: int, first: int, tasks: list[list[int]]) -> None:
+    assert [list(each) for each in ray_tasks.items_of_tasks(range(count), first=first, size=2)] == tasks
+
+
+@pytest.mark.parametrize("rows", [(3,), (2, 0, 1), (0, 0)])
+def test_a_task_of_several_items_gives_the_table_of_each(rows: tuple[int, ...]) -> None:
+    def table_of(item: int) -> pa.Table:
+        values = [item * 10 + row for row in range(rows[item])]
+        return pa.table({"value": pa.array(values, pa.int64())}, metadata={"made": f"by {item}"} if item else None)
+
+    expected = [table_of(item) for item in range(len(rows))]
+    found = list(ray_tasks.tables_apart(ray_tasks.joined_tables(table_of, range(len(rows)))))
+    assert found == expected
+    assert [table.schema.metadata for table in found] == [table.schema.metadata for table in expected]

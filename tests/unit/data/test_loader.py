@@ -541,3 +541,29 @@ def test_faults_do_not_move_rows(prepared: tuple[LogIndex, Preprocessor]) -> Non
     text = Path(prepared[0].segments[0].path).read_bytes()
     assert parse(SCHEMA, text)[1].counts == {"too few columns": 1}
     assert isinstance(prepared[0].faults, Faults)
+
+
+def test_a_run_of_many_epochs_is_planned_as_it_comes_to_them(
+    prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[int] = []
+    blocks = EpochOrder.blocks
+
+    def noted(order: EpochOrder, epoch: int) -> Any:
+        planned.append(epoch)
+        return blocks(order, epoch)
+
+    monkeypatch.setattr(EpochOrder, "blocks", noted)
+    many = loader(prepared, epochs=1_000_000, batch_size=300)
+    assert many.steps == 3_000_000
+    for _ in range(4):
+        next(many)
+    assert max(planned) == 1
+    assert [many.rows(step) for step in (0, 1, 3, 4, 2_999_999)] == [0, 300, ROWS, ROWS + 300, 1_000_000 * ROWS - 100]
+    many.close()
+
+
+def test_more_workers_than_rows(prepared: tuple[LogIndex, Preprocessor]) -> None:
+    loaders = [loader(prepared, order_of(prepared[0], 0, 2), epochs=2, rank=rank, world_size=3) for rank in range(3)]
+    sizes = [[len(batch) for batch in each] for each in loaders]
+    assert sorted(sizes) == [[0, 0], [1, 1], [1, 1]]

@@ -11,9 +11,10 @@ import json
 import posixpath
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -321,7 +322,7 @@ def _schema_of(path: str) -> pa.Schema:
 
 
 def stream_preprocessed(
-    pieces: Sequence[tuple[Block, Piece]],
+    pieces: Iterable[tuple[Block, Piece]],
     preprocessor: Preprocessor,
     *,
     in_memory: bool = False,
@@ -330,12 +331,12 @@ def stream_preprocessed(
 ) -> Iterator[EncodedRows]:
     """Rows of the pieces, in order, read in this process by one thread that stays `prefetch_blocks` pieces ahead (the
     kernels release the GIL). With `in_memory`, the files the pieces are of are read wholly first, and stay in memory as
-    long as the process. `account` receives the time of each. For formats in MAPPED; ingest.stream reads the others."""
-    if not pieces:
-        return
+    long as the process; the pieces are then iterated twice. `account` receives the time of each. For formats in MAPPED;
+    ingest.stream reads the others."""
     if in_memory:
-        dataset, _ = _dataset_of(pieces[0][0].parts[0].segment)
-        dataset.maps.hold(sorted({_dataset_of(part.segment)[1] for block, _ in pieces for part in block.parts}))
+        files = {part.segment.path: _dataset_of(part.segment) for block, _ in pieces for part in block.parts}
+        for dataset, _ in islice(files.values(), 1):  # that of all
+            dataset.maps.hold(sorted({file for _, file in files.values()}))
     thread = ThreadPoolExecutor(1, thread_name_prefix="read-ready")
     ahead: deque[Future[tuple[EncodedRows, BlockTimes]]] = deque()
 
