@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 import socket
@@ -34,6 +35,10 @@ _LOCAL_ENVIRONMENT: Final = {
 }
 """Of the processes of a local Ray. Its only node is not drained, so a process that watches for that would be in vain. By default
 a process waits while as many others start as there are CPUs."""
+_SUBMITTED: Final = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""The variable in which Ray gives a submitted job its configuration, as JSON."""
+_OWN_PYTHON: Final = frozenset({"py_executable", "pip", "uv", "conda", "container", "image_uri"})
+"""Fields of a runtime environment that say which Python runs."""
 _started: set[str] = set()
 """Addresses of the local Rays that this process started."""
 _fork_server: ForkServer | None = None
@@ -143,15 +148,24 @@ def _join(address: str, source: str, *, log_to_driver: bool) -> None:
     from rayrec.launch.head import require_head
     from rayrec.launch.node_storage import runtime_env
 
-    job_env = runtime_env(os.environ)
+    job_env = {**(runtime_env(os.environ) or {}), **_python_of_workers(address, os.environ)}
     require_head(address, source=source)
     try:
-        ray.init(address=address, log_to_driver=log_to_driver, logging_level=logging.ERROR, runtime_env=job_env)
+        ray.init(address=address, log_to_driver=log_to_driver, logging_level=logging.ERROR, runtime_env=job_env or None)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise InputError(
             f"{source}: the Ray cluster answers, but this machine cannot join it ({_in_one_line(error)}); run the command on "
             "one of its nodes"
         ) from None
+
+
+def _python_of_workers(address: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """The part of a job's runtime environment that has the nodes fork its processes (`forked_worker.py`). Empty for Ray's client
+    server, which starts processes of its own, and in a job that was submitted with a Python of its own. Pure."""
+    submitted = json.loads(environment.get(_SUBMITTED, "{}")).get("runtime_env") or {}
+    if address.startswith("ray://") or not _OWN_PYTHON.isdisjoint(submitted):
+        return {}
+    return {"py_executable": forked_worker.python_of_a_job()}
 
 
 def _start(*, num_cpus: int | None, object_store_bytes: int | None, log_to_driver: bool, ahead: Sequence[str]) -> None:
@@ -190,9 +204,10 @@ def is_own() -> bool:
     return is_connected() and ray.get_runtime_context().gcs_address in _started
 
 
-def local_environment() -> Mapping[str, str]:
-    """The variables that processes of the connected Ray have from its start, beside this process's own."""
-    return _LOCAL_ENVIRONMENT if is_own() else {}
+def train_environment() -> dict[str, str]:
+    """The variables that Ray Train's controller has from the start of the connected Ray, beside this process's own, and hands on
+    to its workers."""
+    return {name: value for name, value in _LOCAL_ENVIRONMENT.items() if name.startswith("RAY_TRAIN_") and is_own()}
 
 
 @contextlib.contextmanager

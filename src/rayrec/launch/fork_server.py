@@ -1,9 +1,11 @@
-"""A process that has imported large libraries, and forks the worker processes of a local Ray, so that none imports these again.
+"""A process that has imported large libraries, and forks the worker processes of one Ray node, so that none imports these again.
 
-For each list of modules that a runtime environment names (`MODULES`) it forks a template, which imports them and forks the
+For each list of modules that a request names (`forked_worker.MODULES`) it forks a template, which imports them and forks the
 processes that want them; it forks the others itself. Neither has imported Ray, whose random identifiers and settings must not be
-shared. The server ends when its standard input does, that is with the process that started Ray; its templates end with it, and
-workers with Ray.
+shared. A server or template whose modules have changed on disk ends: what it has imported is old.
+
+The server of a local Ray ends when its standard input does, that is with the process that started Ray; that of a node ends with
+the node manager, and when it has been idle for long. Its templates end with it, and workers with Ray.
 """
 
 from __future__ import annotations
@@ -23,13 +25,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-MODULES: Final = "RAYREC_TEMPLATE_MODULES"
-"""The variable that names the modules a template imports, with commas between them. They must not import Ray."""
 LIBRARIES: Final = (
     "pandas",
     "pyarrow.dataset",
@@ -58,6 +59,7 @@ LIBRARIES: Final = (
 _FILES: Final = 4
 """Of a request: what `forked_worker.ask` sends."""
 _REQUEST_S: Final = 10.0
+_LOOK_S: Final = 2.0
 _WAITING: Final = 1024
 
 _Next = Callable[[], Any]
@@ -74,7 +76,7 @@ class ForkServer:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.address)
             listener.listen(_WAITING)  # requests wait while the server imports
-            command = [sys.executable, "-m", __name__, str(listener.fileno()), ",".join(ahead), *libraries]
+            command = [sys.executable, "-m", __name__, str(listener.fileno()), "0", "0", ",".join(ahead), *libraries]
             # Of this session, so that it is found with it; not of this process's group, to which Ctrl-C goes.
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], process_group=0
@@ -94,44 +96,74 @@ class ForkServer:
 
 
 def main() -> None:
-    """Serves the listening socket whose number is the first argument; then come the modules of a template, and libraries."""
-    _, number, ahead, *libraries = sys.argv
+    """The arguments: the number of the listening socket; that of a file that becomes readable when the server is to end; the
+    seconds without a request after which it ends, and also ends when its socket's file is gone, 0 for neither; the modules of a
+    template to be made ahead; libraries, by default `LIBRARIES`."""
+    _, listening, watched, idle_s, ahead, *libraries = sys.argv
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended children leave nothing
     # Since Python 3.12. The threads are those of OpenBLAS, which ends them before a fork and starts its own after it.
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-    with socket.socket(fileno=int(number)) as listener:
-        import_modules(libraries)
-        following: _Next | None = _Server(listener).run(ahead)
+    with socket.socket(fileno=int(listening)) as listener:
+        imported = _Imported(libraries or LIBRARIES)
+        server = _Server(listener, imported, watched=int(watched), idle_s=float(idle_s) or None)
+        following: _Next | None = server.run(ahead)
     while following is not None:
         following = following()
 
 
-def import_modules(modules: Sequence[str]) -> None:
-    """A module that cannot be imported is left to the worker, whose error says more. Ends this process if one imports Ray."""
-    for module in modules:
-        with contextlib.suppress(Exception):
-            importlib.import_module(module)
-    if "ray" in sys.modules:
-        raise SystemExit(f"rayrec: one of {', '.join(modules)} imports Ray, so workers import all modules themselves")
-    gc.collect()
-    gc.freeze()  # a collection writes to all that it visits, which would copy the memory that processes share
+class _Imported:
+    """The modules that this process has imported."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        """Imports them. One that cannot be imported is left to the worker, whose error says more. Ends this process if one
+        imports Ray."""
+        gc.disable()
+        for module in modules:
+            with contextlib.suppress(Exception):
+                importlib.import_module(module)
+        if "ray" in sys.modules:
+            raise SystemExit(
+                f"rayrec: one of {', '.join(modules)} imports Ray, so workers import all modules themselves"
+            )
+        files = {getattr(module, "__file__", None) for module in tuple(sys.modules.values())}
+        self._changed_ns = {file: _changed_ns(file) for file in files if isinstance(file, str)}
+        gc.collect()
+        gc.freeze()  # a collection writes to all that it visits, which would copy the memory that processes share
+        gc.enable()
+
+    def is_old(self) -> bool:
+        """Whether a file was changed or removed since."""
+        return any(_changed_ns(file) != then for file, then in self._changed_ns.items())
+
+
+def _changed_ns(file: str) -> int | None:
+    """When it was written; None if it is not there."""
+    try:
+        return os.stat(file).st_mtime_ns
+    except OSError:
+        return None
 
 
 class _Server:
     """Hands requests on to templates, or forks their processes itself."""
 
-    def __init__(self, listener: socket.socket) -> None:
-        self._listener = listener
+    def __init__(self, listener: socket.socket, imported: _Imported, *, watched: int, idle_s: float | None) -> None:
+        self._listener, self._imported = listener, imported
+        self._watched, self._idle_s = watched, idle_s
         self._templates: dict[str, socket.socket] = {}
 
     def run(self, ahead: str) -> _Next:
-        """Ends with standard input. Returns in a forked process, what it does."""
+        """Serves until it is to end. Returns in a forked process, what it does."""
         if ahead and (following := self._new_template(ahead)):
             return following
+        asked_s = time.monotonic()
         while True:
-            ready, _, _ = select.select([self._listener.fileno(), 0], [], [])
-            if 0 in ready:
+            ready, _, _ = select.select([self._listener.fileno(), self._watched], [], [], self._idle_s and _LOOK_S)
+            if self._watched in ready or (not ready and self._is_done(asked_s)) or self._imported.is_old():
                 os._exit(0)  # to take all libraries down would need seconds
+            if not ready:
+                continue
+            asked_s = time.monotonic()
             connection, _ = self._listener.accept()
             with connection:
                 connection.settimeout(_REQUEST_S)
@@ -144,21 +176,34 @@ class _Server:
                 return following
             _close(files)
 
+    def _is_done(self, asked_s: float) -> bool:
+        """Whether nobody asks any more, or can."""
+        assert self._idle_s is not None
+        return time.monotonic() - asked_s >= self._idle_s or not os.path.exists(self._listener.getsockname())
+
     def _answer(self, connection: int, files: list[int]) -> _Next | None:
-        modules = _request(files[0])["added"].get(MODULES, "")
-        if modules and modules not in self._templates and (following := self._new_template(modules)):
-            _close((connection, *files))
-            return following
-        if modules:
-            try:
-                socket.send_fds(self._templates[modules], [b"r"], [connection, *files])
-            except OSError:  # it ended: this process starts by itself, the next has a new template
-                self._templates.pop(modules).close()
-        elif os.fork() == 0:
+        modules = _request(files[0])["modules"]
+        if not modules and os.fork() == 0:
             self._leave()
             return partial(_worker, connection, *files)
+        if modules and not self._handed_on(modules, [connection, *files]):
+            if following := self._new_template(modules):
+                _close((connection, *files))
+                return following
+            self._handed_on(modules, [connection, *files])
         os.close(connection)
         return None
+
+    def _handed_on(self, modules: str, files: Sequence[int]) -> bool:
+        """Whether there is a template with these modules, to which a request goes."""
+        if modules not in self._templates:
+            return False
+        try:
+            socket.send_fds(self._templates[modules], [b"r"], files)
+        except OSError:  # it ended
+            self._templates.pop(modules).close()
+            return False
+        return True
 
     def _new_template(self, modules: str) -> _Next | None:
         """None in this process, in the new one what it does."""
@@ -175,14 +220,16 @@ class _Server:
         """Closes what only the server has."""
         for each in (self._listener, *self._templates.values()):
             each.close()
+        if self._watched:
+            os.close(self._watched)
 
 
 def _template(requests: socket.socket, modules: str) -> _Next:
     """Forks a process for each request until the server ends. Returns in a forked process, what it does."""
-    import_modules(modules.split(","))
+    imported = _Imported(modules.split(","))
     while True:
         message, files, _, _ = socket.recv_fds(requests, 1, 1 + _FILES)
-        if not message:
+        if not message or imported.is_old():
             os._exit(0)
         if os.fork() == 0:
             requests.close()

@@ -1,5 +1,6 @@
-"""What the node manager of a local Ray runs, in place of Ray's `setup_worker.py`, to start a worker process: it asks the fork
-server (`fork_server.py`) for a copy of a process that has imported the large libraries, and lives as long as that copy.
+"""Starts a worker process of Ray as a copy of a process that has imported the large libraries (`fork_server.py`), and lives as
+long as that copy. The node manager of a local Ray runs it in place of Ray's `setup_worker.py`; it asks the server of the command
+that started Ray. On a running Ray it is the job's Python (`python_of_a_job`); it asks the node's server, started if need be.
 
 Run by its path, with the worker's command as arguments. Imports next to nothing, since it runs once for every process.
 """
@@ -9,14 +10,23 @@ from __future__ import annotations
 import json
 import os
 import socket
+import stat
 import sys
 from typing import Any
 
 SOCKET = "RAYREC_FORK_SERVER"
-"""The variable that names the fork server's Unix socket."""
+"""The variable that names the Unix socket of a local Ray's fork server."""
+MODULES = "RAYREC_TEMPLATE_MODULES"
+"""The variable that names the modules of a worker's template, with commas between them. They must not import Ray."""
+IDLE_S = 600
+"""That a node's fork server waits for another request before it ends."""
+MOST_SERVERS = 3
+"""Of a node manager: jobs whose variables differ have one each, such as those submitted with a folder of code."""
 _CONTEXT = "--serialized-runtime-env-context="
 _READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "KMP_", "MKL_", "KINETO_", "TORCH_", "PYTORCH_")
 """Beginnings of the names of variables that a process reads when it starts or imports libraries."""
+_RAYS_OWN = "tr '\\0' '\\n' </proc/$PPID/cmdline | sed -n 's/^--python_worker_command=\\([^ ]*\\).*/\\1/p'"
+"""A shell's command that prints the Python that the node manager, its parent, would run."""
 
 
 def main() -> None:
@@ -29,8 +39,7 @@ def main() -> None:
     reason = misfit(context)
     if not reason:
         try:
-            with socket.socket(socket.AF_UNIX) as server:
-                server.connect(os.environ[SOCKET])
+            with _server(arguments) as server:
                 ask(server, [each for each in arguments if not each.startswith((_CONTEXT, "--language="))], context)
                 if server.recv(1):
                     server.recv(1)  # nothing, when the process has ended
@@ -38,14 +47,21 @@ def main() -> None:
                 reason = "the fork server ended"
         except OSError as error:
             reason = f"the fork server does not answer: {error}"
-    start_alone(arguments, reason)
+    _start_alone(arguments, reason)
+
+
+def python_of_a_job() -> str:
+    """The `py_executable` of a runtime environment whose workers start through this program. Ray's agent gives it to bash. A node
+    that lacks this Python or program runs the Python that its Ray runs."""
+    own, program = sys.executable, os.path.abspath(__file__)
+    return f"$(if [ -x {own} ] && [ -r {program} ]; then echo {own} -S {program}; else {_RAYS_OWN}; fi)"
 
 
 def misfit(context: dict[str, Any]) -> str:
     """Why a process with this runtime environment, as Ray's agent resolved it, cannot be a copy; empty where it can. Pure."""
     if any(context.get(name) for name in ("command_prefix", "override_worker_entrypoint", "java_jars")):
         return "its runtime environment has a command of its own"
-    if context.get("py_executable", sys.executable) != sys.executable:
+    if context.get("py_executable", sys.executable) not in (sys.executable, python_of_a_job()):
         return "its runtime environment has a Python of its own"
     if names := [name for name in context.get("env_vars", {}) if name.startswith(_READ_AT_START)]:
         return f"its runtime environment sets {names[0]}"
@@ -54,10 +70,12 @@ def misfit(context: dict[str, Any]) -> str:
 
 def ask(server: socket.socket, arguments: list[str], context: dict[str, Any]) -> None:
     """Sends what the copy must have of this process: a file that holds it as JSON, and the three standard files."""
+    added = context.get("env_vars", {})
     request = {
         "arguments": arguments,
         "environment": dict(os.environ),
-        "added": context.get("env_vars", {}),
+        "added": added,
+        "modules": added.get(MODULES, os.environ.get(MODULES, "")),
         "folder": os.getcwd(),
         "niceness": os.getpriority(os.PRIO_PROCESS, 0),
         "leads_group": os.getpgrp() == os.getpid(),
@@ -68,13 +86,102 @@ def ask(server: socket.socket, arguments: list[str], context: dict[str, Any]) ->
         socket.send_fds(server, [b"r"], [file.fileno(), 0, 1, 2])
 
 
-def start_alone(arguments: list[str], reason: str) -> None:
-    """Becomes the process that Ray would have started."""
-    import ray
+def _server(arguments: list[str]) -> socket.socket:
+    """A connection to the fork server. Raises OSError if there is none, or if another user could read what is sent to it."""
+    if address := os.environ.get(SOCKET):
+        return _connection(address)
+    import fcntl
 
+    address = os.path.join(_private_folder(arguments), _name_of_server(os.getppid()))
+    try:
+        return _connection(address)
+    except OSError:
+        with open(f"{address}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one of all processes that start now starts the server
+            try:
+                return _connection(address)
+            except OSError:
+                _start_server(address, raylet=os.getppid())
+        return _connection(address)
+
+
+def _connection(address: str) -> socket.socket:
+    server = socket.socket(socket.AF_UNIX)
+    try:
+        server.connect(address)
+    except OSError:
+        server.close()
+        raise
+    return server
+
+
+def _private_folder(arguments: list[str]) -> str:
+    """In that of Ray's session, which a worker's arguments name."""
+    named = dict(each[2:].split("=", 1) for each in arguments if each.startswith("--") and "=" in each)
+    if not named.keys() >= {"temp-dir", "session-name"}:
+        raise FileNotFoundError("its arguments name no folder of Ray's session")
+    folder = os.path.join(named["temp-dir"], named["session-name"], "rayrec")
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} is not this user's alone")
+    return folder
+
+
+def _name_of_server(raylet: int) -> str:
+    """Its processes serve one node manager, whose process id is `raylet`, and have the variables that count at a start."""
+    import hashlib
+
+    with open(f"/proc/{raylet}/stat") as file:
+        began = file.read().rpartition(")")[2].split()[19]
+    variables = {name: value for name, value in os.environ.items() if name.startswith(_READ_AT_START)}
+    key = json.dumps([began, sys.executable, __file__, variables], sort_keys=True)
+    return f"{raylet}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+
+
+def _start_server(address: str, *, raylet: int) -> None:
+    """It ends with the node manager, `IDLE_S` after its last request, and when its socket is removed. What it prints is in
+    `address`.log."""
+    import subprocess
+
+    leave_newest(address, raylet=raylet)
+    watched = os.pidfd_open(raylet)
+    with socket.socket(socket.AF_UNIX) as listener, open(f"{address}.log", "ab") as log:
+        listener.bind(address)
+        listener.listen(1024)  # requests wait while the server imports
+        files = (listener.fileno(), watched)
+        command = [sys.executable, "-m", "rayrec.launch.fork_server", *map(str, files), str(IDLE_S)]
+        subprocess.Popen(
+            [*command, os.environ.get(MODULES, "")],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=files,
+            process_group=0,
+            cwd="/",
+        )
+    os.close(watched)
+
+
+def leave_newest(address: str, *, raylet: int) -> None:
+    """Removes the sockets of the oldest servers of the node manager with this process id, and one at `address`, so that one more
+    is `MOST_SERVERS`."""
+    import glob
+
+    sockets = glob.glob(os.path.join(glob.escape(os.path.dirname(address)), f"{raylet}-????????"))
+    others = sorted((file for file in sockets if file != address), key=os.path.getmtime)
+    for file in (*others[: max(0, len(others) + 1 - MOST_SERVERS)], *(file for file in sockets if file == address)):
+        os.unlink(file)
+
+
+def _start_alone(arguments: list[str], reason: str) -> None:
+    """Becomes the process that Ray would have started."""
     print(f"rayrec: this worker imports what it needs itself: {reason}", file=sys.stderr, flush=True)
-    setup = os.path.join(os.path.dirname(ray.__file__), "_private", "workers", "setup_worker.py")
-    through = [setup] if any(argument.startswith(_CONTEXT) for argument in arguments) else []
+    through = []
+    if any(argument.startswith(_CONTEXT) for argument in arguments):
+        import ray
+
+        through = [os.path.join(os.path.dirname(ray.__file__), "_private", "workers", "setup_worker.py")]
     os.execv(sys.executable, [sys.executable, *through, *arguments])
 
 

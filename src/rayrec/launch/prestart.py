@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from rayrec.compat.ray_compat import SETUP_HOOK_VARIABLE as HOOK
-from rayrec.launch.cluster import local_environment
-from rayrec.launch.fork_server import MODULES
+from rayrec.launch.cluster import train_environment
+from rayrec.launch.forked_worker import MODULES, python_of_a_job
 
 _IMPORT_MODULES: Final = f"{__name__}.import_modules"
 _MODULES: Final = "RAYREC_WORKER_MODULES"
@@ -52,20 +52,26 @@ def for_tasks_of(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_possible() -> bool:
-    """Whether this process is connected to Ray and its job has no runtime environment of its own, which all processes of the job
-    inherit and which may have another hook."""
+    """Whether this process is connected to Ray and its job has no runtime environment, which all processes of the job inherit
+    and which may have another hook, but the Python that rayrec gives it."""
     import ray
 
-    return ray.is_initialized() and not ray.get_runtime_context().runtime_env
+    return ray.is_initialized() and _of_job() in ({}, {"py_executable": python_of_a_job()})
+
+
+def _of_job() -> dict[str, Any]:
+    import ray
+
+    return dict(ray.get_runtime_context().runtime_env)
 
 
 def of_train_workers(variables: Mapping[str, str]) -> str:
-    """The runtime environment of Ray Train's workers that were given `variables`, as Ray writes it for a job that has none: they
-    inherit what Ray Train gives its controller."""
+    """The runtime environment of Ray Train's workers that were given `variables`, as Ray writes it: they inherit that of the job,
+    which has no variables (`is_possible`), and what Ray Train gives its controller."""
     from rayrec.compat.ray_compat import get_env_vars_to_propagate
 
-    of_controller = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **local_environment(), **get_env_vars_to_propagate()}
-    return json.dumps({"env_vars": {**of_controller, **variables}}, sort_keys=True, separators=(",", ":"))
+    of_controller = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **train_environment(), **get_env_vars_to_propagate()}
+    return json.dumps({**_of_job(), "env_vars": {**of_controller, **variables}}, sort_keys=True, separators=(",", ":"))
 
 
 def start_actors_of_data() -> None:

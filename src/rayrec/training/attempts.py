@@ -221,14 +221,15 @@ def worker_environment(config: TrainConfig) -> dict[str, str]:
 
 
 def start_ahead(config: TrainConfig, shares: cluster.Layout) -> None:
-    """Has the processes of the first attempt's workers started now, if their node and environment are known: on a local Ray."""
+    """Has the processes of the first attempt's workers started now, if their node and environment are known: on a Ray of one
+    node."""
     variables = worker_environment(config)
     if not prestart.imports_ahead(variables):
         return
     prestart.start_actors_of_data()
-    if cluster.is_own():
+    if len(nodes := [node for node in ray.nodes() if node["Alive"]]) == 1:
         environment = prestart.of_train_workers(variables)
-        prestart.prestart(ray.nodes()[0], environment, num_processes=shares.num_workers, keep_s=_START_AHEAD_S)
+        prestart.prestart(nodes[0], environment, num_processes=shares.num_workers, keep_s=_START_AHEAD_S)
 
 
 def process_group(config: TrainConfig) -> ProcessGroup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import ray
 
 from rayrec.config import InputError
+from rayrec.launch import cluster
 from rayrec.launch.cluster import Layout, Node, alive_nodes, layout, own_modules, ship_code, with_room_for_tasks
 from rayrec.models.base import ModelInputs
 from rayrec.user_code import function_in_file
@@ -186,3 +188,27 @@ def test_the_users_model_reaches_processes_that_lack_its_file(tmp_path: Path, mo
     assert received.workload.model.build(ModelInputs(1, ("a",))) is not None
     with pytest.raises(ModuleNotFoundError):  # what would happen if the module were not registered
         ray.cloudpickle.loads(by_reference)
+
+
+@pytest.mark.parametrize(
+    ("address", "submitted", "forked"),
+    [
+        ("auto", None, True),
+        ("10.0.0.1:6379", {"working_dir": "gcs://x.zip", "env_vars": {"A": "b"}}, True),
+        ("10.0.0.1:6379", {"pip": ["x"]}, False),
+        ("ray://10.0.0.1:10001", None, False),
+    ],
+)
+def test_which_jobs_have_their_processes_forked(
+    address: str, submitted: dict[str, object] | None, *, forked: bool
+) -> None:
+    environment = {} if submitted is None else {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": submitted})}
+    assert bool(cluster._python_of_workers(address, environment)) is forked
+
+
+def test_train_workers_have_no_variable_that_ray_train_does_not_hand_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else no process that was started ahead is taken for a worker."""
+    monkeypatch.setattr(cluster, "is_own", lambda: True)
+    assert cluster.train_environment() == {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
+    monkeypatch.setattr(cluster, "is_own", lambda: False)
+    assert cluster.train_environment() == {}

@@ -1,4 +1,4 @@
-"""The fork server of a local Ray: what a process that it forks has, and what happens without it."""
+"""The fork servers of a local Ray and of a node: what a process that they fork has, and what happens without them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from rayrec.launch import forked_worker
-from rayrec.launch.fork_server import MODULES, ForkServer
+from rayrec.launch.fork_server import ForkServer
+from rayrec.launch.forked_worker import MODULES
 
 PROGRAM = """
 import contextlib, json, os, sys
@@ -105,10 +106,124 @@ def test_a_closed_server_ends_with_its_templates(program: Path) -> None:
     found, _ = started(program, server.address, added={MODULES: "chunk"})
     server.close()
     assert not os.path.exists(os.path.dirname(server.address))
+    wait_until_gone(found["parent"])  # when the template has read the end of its requests
+
+
+NODE_MANAGER = """
+import json, subprocess, sys
+for line in sys.stdin:
+    command, environment = json.loads(line)
+    subprocess.run(["bash", "-c", f"exec {command}"], env=environment, stdin=subprocess.DEVNULL)
+    print("done", flush=True)
+"""
+"""Stands for that of a running Ray: runs each command as Ray's agent does."""
+SMALL = """
+import json, os, sys
+print(json.dumps([os.getppid(), getattr(sys.modules.get("changes"), "SAID", None), "pandas" in sys.modules]))
+"""
+
+
+class NodeManager:
+    """Starts programs by the Python of a job, in a session of Ray that is in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "session_1").mkdir()
+        self._folder, self._errors = folder, folder / "errors"
+        with open(self._errors, "wb") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", NODE_MANAGER, "--python_worker_command=/bin/echo setup_worker.py"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+
+    def start(self, program: Path, python: str, **added: str) -> str:
+        """What the program prints."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        command = f"{python} {program} --temp-dir={self._folder} --session-name=session_1"
+        variables = {name: value for name, value in os.environ.items() if name != forked_worker.SOCKET}
+        print(json.dumps([command, {**variables, **added}]), file=self._process.stdin, flush=True)
+        return "".join(iter(self._process.stdout.readline, "done\n"))
+
+    def errors(self) -> str:
+        """What all programs so far wrote to standard error."""
+        return self._errors.read_text()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.fixture
+def node_manager(tmp_path: Path) -> Iterator[NodeManager]:
+    manager = NodeManager(tmp_path)
+    yield manager
+    manager.kill()
+
+
+def wait_until_gone(process: int) -> None:
     deadline_s = time.monotonic() + 60
-    while Path(f"/proc/{found['parent']}").exists():  # until the template reads the end of its requests
+    while Path(f"/proc/{process}").exists():
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
+
+
+def test_a_node_has_one_server_that_ends_with_its_ray(node_manager: NodeManager, tmp_path: Path) -> None:
+    program, module = tmp_path / "program.py", tmp_path / "changes.py"
+    program.write_text(SMALL)
+    module.write_text("SAID = 'old'")
+
+    def started(**added: str) -> list[Any]:
+        found: list[Any] = json.loads(
+            node_manager.start(program, forked_worker.python_of_a_job(), PYTHONPATH=str(tmp_path), **added)
+        )
+        return found
+
+    server, *found = started()
+    assert found == [None, True]
+    assert started() == [server, None, True]
+    template, *found = started(**{MODULES: "changes"})
+    assert found == ["old", True]
+    assert started(**{MODULES: "changes"}) == [template, "old", True]
+    assert not node_manager.errors()
+
+    module.write_text("SAID = 'not old'")
+    assert started(**{MODULES: "changes"})[1:] == [None, False], "its template ends"
+    assert "rayrec: this worker imports what it needs itself: the fork server ended" in node_manager.errors()
+    assert started(**{MODULES: "changes"})[1:] == ["not old", True]
+    other, *_ = started(OMP_NUM_THREADS="3")
+    assert other != server, "it has what a process reads when it starts"
+    oldest, newest = sorted((tmp_path / "session_1" / "rayrec").glob("*-????????"), key=os.path.getmtime)
+    oldest.unlink()
+    wait_until_gone(server)
+    assert newest.exists()
+    node_manager.kill()
+    wait_until_gone(other)
+
+
+def test_a_node_keeps_the_newest_servers(tmp_path: Path) -> None:
+    files = [f"7-{number:08x}" for number in range(4)]
+    for age_s, name in enumerate([*files, "7-00000000.lock", "7-00000000.log", "8-00000000"]):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (1e9 - age_s, 1e9 - age_s))
+    forked_worker.leave_newest(str(tmp_path / files[1]), raylet=7)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {files[0], files[2], "7-00000000.lock", "7-00000000.log", "8-00000000"}
+
+
+def test_a_node_without_this_python_runs_its_own(node_manager: NodeManager, program: Path) -> None:
+    elsewhere = forked_worker.python_of_a_job().replace(sys.executable, "/nowhere/python")
+    assert node_manager.start(program, elsewhere).startswith(str(program)), "the echo of its arguments"
+
+
+def test_a_server_that_others_could_listen_to_is_not_asked(node_manager: NodeManager, tmp_path: Path) -> None:
+    (tmp_path / "session_1" / "rayrec").mkdir(mode=0o755)
+    (tmp_path / "program.py").write_text(SMALL)
+    found = json.loads(node_manager.start(tmp_path / "program.py", forked_worker.python_of_a_job()))
+    assert found[1:] == [None, False]
+    assert "rayrec is not this user's alone" in node_manager.errors()
 
 
 @pytest.mark.parametrize(
@@ -117,6 +232,7 @@ def test_a_closed_server_ends_with_its_templates(program: Path) -> None:
         ({}, ""),
         ({"py_executable": sys.executable, "env_vars": {"RAYREC": "1"}, "command_prefix": []}, ""),
         ({"py_executable": "uv run python"}, "its runtime environment has a Python of its own"),
+        ({"py_executable": forked_worker.python_of_a_job()}, ""),
         ({"command_prefix": ["cd", "x"]}, "its runtime environment has a command of its own"),
         ({"env_vars": {"A": "b", "PYTHONPATH": "x"}}, "its runtime environment sets PYTHONPATH"),
         ({"env_vars": {"OMP_NUM_THREADS": "1"}}, "its runtime environment sets OMP_NUM_THREADS"),

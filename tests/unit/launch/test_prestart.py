@@ -26,9 +26,11 @@ def test_the_hook_imports_what_can_be_imported(tmp_path: Path, monkeypatch: pyte
 
 
 def test_which_processes_import_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prestart, "local_environment", dict)
+    monkeypatch.setattr(prestart, "train_environment", dict)
+    monkeypatch.setattr(prestart, "_of_job", lambda: {"py_executable": "python"})
     of_workers = prestart.of_train_workers({"GLOO_SOCKET_IFNAME": "eth1", **prestart.importing(["torch"])})
     variables = json.loads(of_workers)["env_vars"]
+    assert json.loads(of_workers)["py_executable"] == "python"
     assert prestart.imports_ahead(variables)
     assert variables["GLOO_SOCKET_IFNAME"] == "eth1"
     # What a worker's tasks inherit is overridden.

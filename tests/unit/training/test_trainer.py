@@ -144,6 +144,7 @@ def failing(
     monkeypatch.setattr(on_ray.cluster, "ship_code", lambda *_: None)
     monkeypatch.setattr(on_ray, "share_out", lambda *_: SimpleNamespace(driver=TaskPlacement(), num_nodes=1))
     monkeypatch.setattr(on_ray, "wait_for_room", on_ray.share_out)
+    monkeypatch.setattr(on_ray, "start_ahead", lambda *_: None)  # a test before may have left a Ray
     monkeypatch.setattr(on_ray, "run_attempts", run_attempts)
     monkeypatch.setenv("RAY_ADDRESS", "a-head:6379")
     config = data_parallel_ranks.config(1).replace(
