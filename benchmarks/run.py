@@ -42,7 +42,7 @@ OTHERS = ("gpu",)
 
 
 def main(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or {"-h", "--help"} & set(arguments):
         print(f"usage: rayrec benchmark NAME [--quick] [--data PATH]; NAME: {', '.join((*NAMES, *OTHERS, 'all'))}")
         return 0 if arguments else 2
     wanted = NAMES if arguments[0] == "all" else (arguments[0],)

@@ -48,7 +48,7 @@ SUMMARY = (
         INGEST,
         "Ray DLRM notebook's pipeline",
         "Ray's DLRM notebook",
-        "the same kernels on one core without Ray, times 2",
+        "the same kernels in two threads",
         "bare kernels",
     ),
     Measured(
