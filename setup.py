@@ -21,6 +21,8 @@ setup(
                 "src/rayrec/native/ready.c",
                 "src/rayrec/native/tables.c",
                 "src/rayrec/native/table_training.c",
+                "src/rayrec/native/dots.c",
+                "src/rayrec/native/threads.c",
                 "src/rayrec/native/checksum.c",
                 "src/rayrec/native/ranking.c",
             ],

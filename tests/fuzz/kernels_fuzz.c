@@ -259,16 +259,14 @@ static void fuzz_table_training(void) { /* gradients of rows add up to those of 
     offsets[0] = 0;
     for (int64_t i = 0; i < features * bags; i++) offsets[i + 1] = offsets[i] + below(4);
     const int64_t lookups = offsets[features * bags], stride = pooled ? features * dim : dim;
-    int64_t *ids = buffer(8 * lookups), *distinct = buffer(8 * lookups), slots = 1;
+    int64_t *ids = buffer(8 * lookups), *distinct = buffer(8 * lookups);
     float *weights = buffer(4 * lookups), *gradient = buffer(4 * (pooled ? bags : lookups) * stride);
     float *sums = buffer(4 * lookups * dim);
     for (int64_t i = 0; i < lookups; i++) ids[i] = below(rows), weights[i] = (float)below(4);
     for (int64_t i = 0; i < (pooled ? bags : lookups) * stride; i++) gradient[i] = (float)below(9) - 4; /* sums are exact */
-    while (slots < 2 * lookups) slots *= 2;
-    int32_t *room = buffer(4 * slots);
     const rayrec_looked_up looked_up = {ids, offsets, below(2) ? weights : NULL, gradient, bags, stride, pooled};
-    rayrec_gathered_table table = {0, features, 0, dim, distinct, sums, 0};
-    rayrec_gather_row_gradients(&looked_up, &table, 1, room);
+    rayrec_gathered_table table = {&looked_up, 0, features, 0, dim, distinct, sums, 0};
+    CHECK(!rayrec_gather_row_gradients(&table, 0, 1));
     double expected = 0, found = 0;
     for (int64_t f = 0; f < features; f++)
         for (int64_t b = 0; b < bags; b++)
@@ -292,7 +290,9 @@ static void fuzz_table_training(void) { /* gradients of rows add up to those of 
         {values, mean, square, dim, &rule, NULL, NULL, marks, 0, cut, 0},
         {values, mean, square, dim, &rule, NULL, NULL, marks, cut, rows, 0},
     };
-    rayrec_update_by_adam(parts, 3);
+    rayrec_work work = {rayrec_update_by_adam, parts, 3, 1 + below(4), 0, 0};
+    rayrec_take_part(&work);
+    CHECK(work.next >= 3 && !work.failed);
     for (int64_t row = 0; row < rows; row++)
         for (int64_t d = 0; d < dim; d++) CHECK(marks[row] || values[row * dim + d] == 2);
     for (int64_t i = 0; i < table.found; i++) {
@@ -303,8 +303,49 @@ static void fuzz_table_training(void) { /* gradients of rows add up to those of 
             CHECK(any || !only_nonzero ? (gradients > 0) == (value < 2) && (gradients < 0) == (value > 2) : value == 1);
         }
     }
-    free(offsets), free(ids), free(distinct), free(weights), free(gradient), free(sums), free(room), free(marks);
+    free(offsets), free(ids), free(distinct), free(weights), free(gradient), free(sums), free(marks);
     free(values), free(mean), free(square);
+}
+
+static void fuzz_dots(void) { /* against products one by one, of small whole numbers, which float32 and bfloat16 hold exactly */
+    const int64_t rows = below(4), count = 1 + below(40), dim = 1 + below(40), pairs = count * (count - 1) / 2, size = dim + pairs;
+    float *dense = buffer(4 * rows * dim), *sparse = buffer(4 * rows * (count - 1) * dim), *out = buffer(4 * rows * size);
+    float *of_dense = buffer(4 * rows * dim), *of_sparse = buffer(4 * rows * (count - 1) * dim);
+    int64_t *places = buffer(8 * (count - 1));
+    for (int64_t i = 0; i < count - 1; i++) {
+        const int64_t other = below(i + 1);
+        places[i] = places[other], places[other] = i;
+    }
+    for (int64_t i = 0; i < rows * dim; i++) dense[i] = (float)(below(5) - 2);
+    for (int64_t i = 0; i < rows * (count - 1) * dim; i++) sparse[i] = (float)(below(5) - 2);
+    const rayrec_dots dots = {dense, sparse, places, count, dim, VALUES_FLOAT32, VALUES_FLOAT32, out, of_dense, of_sparse};
+    rayrec_work work = {rayrec_pairwise_dots, &dots, rows, 1 + below(3), 0, 0};
+    rayrec_take_part(&work);
+    CHECK(!work.failed);
+#define VECTOR(row, i) ((i) ? sparse + ((row) * (count - 1) + places[(i)-1]) * dim : dense + (row) * dim)
+#define GRADIENT(row, i) ((i) ? of_sparse + ((row) * (count - 1) + places[(i)-1]) * dim : of_dense + (row) * dim)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *found = out + row * size;
+        for (int64_t d = 0; d < dim; d++) CHECK(*found++ == dense[row * dim + d]);
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t j = i + 1; j < count; j++) {
+                float expected = 0;
+                for (int64_t d = 0; d < dim; d++) expected += VECTOR(row, i)[d] * VECTOR(row, j)[d];
+                CHECK(*found++ == expected);
+            }
+    }
+    for (int64_t i = 0; i < rows * size; i++) out[i] = (float)(below(5) - 2);
+    CHECK(!rayrec_pairwise_dots_backward(&dots, 0, rows));
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t d = 0; d < dim; d++) {
+            const float *given = out + row * size + dim;
+            float expected[41] = {out[row * size + d]};
+            for (int64_t i = 0; i < count; i++)
+                for (int64_t j = i + 1; j < count; j++, given++)
+                    expected[i] += *given * VECTOR(row, j)[d], expected[j] += *given * VECTOR(row, i)[d];
+            for (int64_t i = 0; i < count; i++) CHECK(GRADIENT(row, i)[d] == expected[i]);
+        }
+    free(dense), free(sparse), free(out), free(of_dense), free(of_sparse), free(places);
 }
 
 /* Rows of groups in parts, and what is summed up over them against pairs of rows counted one by one. */
@@ -358,7 +399,7 @@ static void fuzz_ranking(void) {
 
 int main(int count, char **arguments) {
     static void (*const targets[])(void) = {fuzz_parse_and_encode, fuzz_csv, fuzz_wide_look_up, fuzz_gather, fuzz_format,
-                                             fuzz_table_training, fuzz_ranking};
+                                             fuzz_table_training, fuzz_dots, fuzz_ranking};
     const double seconds = count > 1 ? atof(arguments[1]) : 10;
     const uint64_t seed = count > 2 ? strtoull(arguments[2], NULL, 10) : (uint64_t)time(NULL);
     const time_t end = time(NULL) + (time_t)seconds;

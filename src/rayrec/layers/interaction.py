@@ -8,44 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
+from rayrec.layers.dots import pairwise_dots
 from rayrec.layers.embedded import Embedded, Order, in_feature_order
 from rayrec.layers.mlp import MLP, Precision, compute_dtype, linear_stack, start_values
-
-
-class _PairwiseDots(torch.autograd.Function):
-    """(rows, D), (rows, F*D) -> (rows, D + pairs): the dense vector, then the chosen entries of all dot products."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, dense: torch.Tensor, sparse: torch.Tensor, pair_of: torch.Tensor, column_of: torch.Tensor
-    ) -> torch.Tensor:
-        rows, dim = dense.shape
-        num_vectors = 1 + sparse.shape[1] // dim
-        vectors = torch.cat([dense, sparse.to(dense.dtype)], dim=1).view(rows, num_vectors, dim)
-        dots = torch.bmm(vectors, vectors.transpose(1, 2)).view(rows, num_vectors * num_vectors)
-        # gather with an expanded index uses all threads; index_select along columns uses one.
-        pairs = torch.gather(dots, 1, pair_of.expand(rows, -1))
-        ctx.save_for_backward(vectors, column_of)
-        ctx.sparse_dtype = sparse.dtype
-        return torch.cat([dense, pairs], dim=1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        vectors, column_of = ctx.saved_tensors
-        rows, num_vectors, dim = vectors.shape
-        gradient = gradients[0].float()  # float32: gathering two-byte columns is slower, and tables learn in float32
-        # d(x_i . x_j) goes to both vectors: a symmetric matrix of gradients times the vectors.
-        symmetric = torch.gather(gradient, 1, column_of.expand(rows, -1)).view(rows, num_vectors, num_vectors)
-        symmetric.diagonal(dim1=1, dim2=2).zero_()
-        result = torch.bmm(symmetric, vectors.float())
-        dense_gradient = (result[:, 0] + gradient[:, :dim]).to(vectors.dtype)
-        sparse_gradient = result[:, 1:].reshape(rows, (num_vectors - 1) * dim).to(ctx.sparse_dtype)
-        return dense_gradient, sparse_gradient, None, None
 
 
 class Interaction(nn.Module, ABC):
@@ -72,28 +41,11 @@ class DotInteraction(Interaction):
         super().__init__(features, dim=dim)
         num_sparse = len(features)
         self.out_features = dim + num_sparse * (num_sparse + 1) // 2
-        self._indices: dict[tuple[Order, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def _pair_indices(self, order: Order, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where each pair stands among the dot products, and which output column each dot product feeds."""
-        known = self._indices.get((order, device))
-        if known is None:
-            num_vectors = self.num_sparse + 1
-            place_of = torch.empty(num_vectors, dtype=torch.long)
-            place_of[torch.tensor([0, *(feature + 1 for feature in order)])] = torch.arange(num_vectors)
-            first, second = torch.triu_indices(num_vectors, num_vectors, offset=1)
-            first, second = place_of[first], place_of[second]
-            columns = torch.zeros(num_vectors, num_vectors, dtype=torch.long)
-            columns[first, second] = columns[second, first] = self.dim + torch.arange(first.numel())
-            pair_of = first * num_vectors + second
-            known = pair_of.view(1, -1).to(device), columns.view(1, -1).to(device)
-            self._indices[order, device] = known
-        return known
 
     def combine(self, dense: torch.Tensor, sparse: torch.Tensor, order: Order) -> torch.Tensor:
         if torch.compiler.is_compiling():
             return self._plain(dense, in_feature_order(sparse, order, dim=self.dim))
-        return _PairwiseDots.apply(dense, sparse, *self._pair_indices(order, dense.device))
+        return pairwise_dots(dense, sparse, order)
 
     def _plain(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
         num_vectors = self.num_sparse + 1

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Any, final
 
 import torch
 
+from rayrec.layers.kernel_threads import run_kernel
 from rayrec.native import library
 
 
@@ -87,28 +85,18 @@ class Lookups:
             RowGradients(torch.empty(size, dtype=torch.int64), torch.empty(size, table.columns))
             for size, table in zip(sizes, tables, strict=True)
         ]
-        structures = [
-            _CGathered(table.first, table.number, table.column, table.columns, ids.data_ptr(), values.data_ptr(), 0)
-            for table, ids, values in (
-                (table, rows.ids, rows.values) for table, rows in zip(tables, found, strict=True)
-            )
-        ]
         lookups = self._structure()
-        num_slots = 1 << (2 * max(sizes)).bit_length()
-        shares = [range(first, len(tables), num) for num in (num_threads(len(tables)),) for first in range(num)]
-        arrays = [(_CGathered * len(share))(*(structures[number] for number in share)) for share in shares]
-
-        def gather(array: ctypes.Array[_CGathered]) -> None:
-            slots = torch.empty(num_slots, dtype=torch.int32)
-            _gather()(ctypes.byref(lookups), array, len(array), slots.data_ptr())
-
-        run_parallel([partial(gather, array) for array in arrays])
-        counts = {
-            number: row.found
-            for share, array in zip(shares, arrays, strict=True)
-            for number, row in zip(share, array, strict=True)
-        }
-        return [RowGradients(rows.ids[: counts[n]], rows.values[: counts[n]]) for n, rows in enumerate(found)]
+        gathered = (_CGathered * len(tables))()
+        for item, table, rows in zip(gathered, tables, found, strict=True):
+            item.lookup = ctypes.addressof(lookups)
+            item.first_feature, item.num_features = table.first, table.number
+            item.column, item.dim = table.column, table.columns
+            item.distinct, item.sums = rows.ids.data_ptr(), rows.values.data_ptr()
+        run_kernel(library().rayrec_gather_row_gradients, gathered, len(tables), at_once=1)
+        return [
+            RowGradients(rows.ids[: item.found], rows.values[: item.found])
+            for item, rows in zip(gathered, found, strict=True)
+        ]
 
     def by_operators(self, tables: Sequence[TableFeatures], ranges: Sequence[tuple[int, int]]) -> list[RowGradients]:
         """`of_tables` by torch's operators, for any device; `ranges`: first and last + 1 of each table's `ids`. Tables of equal
@@ -223,27 +211,6 @@ class _Looked(torch.autograd.Function):
         return (None,) * 5
 
 
-def num_threads(most: int) -> int:
-    """Threads for kernels, which are torch's, but no more than so many, and at least one."""
-    return max(1, min(torch.get_num_threads(), most))
-
-
-def run_parallel(tasks: Sequence[Callable[[], None]]) -> None:
-    """Runs tasks that spend their time in kernels, in as many threads as torch has."""
-    if num_threads(len(tasks)) == 1:
-        for task in tasks:
-            task()
-        return
-    for done in [_pool(os.getpid(), torch.get_num_threads()).submit(task) for task in tasks]:
-        done.result()
-
-
-@lru_cache(maxsize=1)
-def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """The threads of a process: a forked one has none of its parent's."""
-    return ThreadPoolExecutor(threads, thread_name_prefix="tables")
-
-
 class _CLookups(ctypes.Structure):
     _fields_ = [
         ("ids", ctypes.c_void_p),
@@ -258,6 +225,7 @@ class _CLookups(ctypes.Structure):
 
 class _CGathered(ctypes.Structure):
     _fields_ = [
+        ("lookup", ctypes.c_void_p),
         ("first_feature", ctypes.c_int64),
         ("num_features", ctypes.c_int64),
         ("column", ctypes.c_int64),
@@ -266,11 +234,3 @@ class _CGathered(ctypes.Structure):
         ("sums", ctypes.c_void_p),
         ("found", ctypes.c_int64),
     ]
-
-
-@lru_cache(maxsize=1)
-def _gather() -> Callable[..., None]:
-    kernel = library().rayrec_gather_row_gradients
-    kernel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-    kernel.restype = None
-    return kernel

@@ -6,14 +6,15 @@ import ctypes
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Final, final
 
 import torch
 from torchrec.optim.keyed import KeyedOptimizer
 
 from rayrec.compat.torch_compat import Shard, ShardedTensor, set_optimizer_in_backward, sharded_tensor, table_kernels
-from rayrec.models.row_gradients import RowGradientCollector, RowGradients, num_threads, run_parallel
+from rayrec.layers.kernel_threads import run_kernel
+from rayrec.models.row_gradients import RowGradientCollector, RowGradients
 from rayrec.native import library
 from rayrec.optim import SparseOptimizerConfig
 
@@ -288,11 +289,9 @@ def _ranges(count: int, at_once: int) -> Iterable[tuple[int, int]]:
 
 
 def _update_all(rows: Sequence[_CRows]) -> None:
-    """Updates rows of tables by the kernel, in as many threads as torch has."""
-    threads = num_threads(len(rows))
+    """Updates rows of tables by the kernel, the largest parts first, in as many threads as torch has."""
     by_size = sorted(rows, key=lambda part: (part.stop - part.start) * part.dim, reverse=True)
-    shares = [by_size[first::threads] for first in range(threads)]
-    run_parallel([partial(_kernel(), (_CRows * len(share))(*share), len(share)) for share in shares])
+    run_kernel(library().rayrec_update_by_adam, (_CRows * len(by_size))(*by_size), len(by_size), at_once=1)
 
 
 class _CRule(ctypes.Structure):
@@ -323,11 +322,3 @@ class _CRows(ctypes.Structure):
         ("stop", ctypes.c_int64),
         ("only_nonzero", ctypes.c_int64),
     ]
-
-
-@lru_cache(maxsize=1)
-def _kernel() -> Callable[..., None]:
-    kernel = library().rayrec_update_by_adam
-    kernel.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    kernel.restype = None
-    return kernel

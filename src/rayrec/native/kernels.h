@@ -117,6 +117,7 @@ typedef struct {
 
 /* The features of one table among those of a rayrec_looked_up, and where the gradients of its rows go. */
 typedef struct {
+    const rayrec_looked_up *lookup;
     int64_t first_feature;
     int64_t num_features;
     int64_t column; /* pooled: of `gradient`, where those of the first feature begin */
@@ -154,6 +155,36 @@ typedef struct {
     int64_t stop;
     int64_t only_nonzero; /* leave rows of ids unchanged whose gradient is 0 */
 } rayrec_adam_rows;
+
+enum rayrec_values_kind { VALUES_FLOAT32, VALUES_BFLOAT16 };
+
+/* The vectors of rows whose pairwise products are wanted: a dense one, and one of each feature. */
+typedef struct {
+    const void *dense; /* (rows, dim) */
+    const void *sparse; /* (rows, vectors - 1, dim) */
+    const int64_t *places; /* (vectors - 1): where the vector of each feature stands in `sparse` */
+    int64_t vectors; /* with the dense one, at least 1 */
+    int64_t dim;
+    int32_t dense_kind; /* of rayrec_values_kind; `out` has it too, and so do the vectors that products are made of */
+    int32_t sparse_kind;
+    void *out; /* (rows, dim + pairs): the dense vector, and the products of all pairs, those of the first vector first. Backward:
+                * the gradient of that */
+    void *dense_gradient; /* as `dense` */
+    void *sparse_gradient; /* as `sparse` */
+} rayrec_dots;
+
+/* A kernel that computes things from `start` to before `stop` of its arguments, and gives 0, or 1 if there is no memory. */
+typedef int32_t rayrec_kernel(const void *arguments, int64_t start, int64_t stop);
+
+/* Work for several threads. */
+typedef struct {
+    rayrec_kernel *kernel;
+    const void *arguments;
+    int64_t count;
+    int64_t at_once; /* things that a thread takes at a time */
+    int64_t next; /* thing that no thread has taken, from 0 */
+    int32_t failed; /* whether the kernel gave 1 to one of them */
+} rayrec_work;
 
 /* A row of a group, to be sorted. */
 typedef struct {
@@ -242,9 +273,14 @@ void rayrec_text_hexadecimal(const int64_t *offsets, const uint8_t *data, const 
 /* checksum.c: a checksum of `length` bytes, from 0 to 2^63 - 1. */
 int64_t rayrec_checksum(const uint8_t *data, int64_t length);
 
-/* table_training.c */
-void rayrec_gather_row_gradients(const rayrec_looked_up *lookup, rayrec_gathered_table *tables, int64_t count, int32_t *slots);
-void rayrec_update_by_adam(const rayrec_adam_rows *parts, int64_t count);
+/* table_training.c: of an array of rayrec_gathered_table, and of one of rayrec_adam_rows. */
+rayrec_kernel rayrec_gather_row_gradients, rayrec_update_by_adam;
+
+/* dots.c: of a rayrec_dots, whose things are rows. */
+rayrec_kernel rayrec_pairwise_dots, rayrec_pairwise_dots_backward;
+
+/* threads.c: what each thread calls with the same rayrec_work; gives back once everything is taken. */
+void rayrec_take_part(void *work);
 
 /* ranking.c: rows by the part of their group, rows of group 0 left out: those of part i are out[starts[i]] to out[starts[i + 1] - 1] of
  * 2^bits parts (bits from 0 to 62). Then the groups of a part; `room` is as large as its rows, and both are overwritten. */

@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 /* Rows that are fetched ahead of use. */
@@ -11,13 +12,15 @@ static inline uint64_t slot_of(int64_t id, uint64_t mask) {
     return ((uint64_t)id * 0x9E3779B97F4A7C15ULL >> 29) & mask;
 }
 
-static void gather(const rayrec_looked_up *lookup, rayrec_gathered_table *table, int32_t *restrict slots) {
+static int32_t gather(rayrec_gathered_table *table) {
+    const rayrec_looked_up *lookup = table->lookup;
     const int64_t bags = lookup->bags, dim = table->dim, stride = lookup->stride;
     const int64_t *all_offsets = lookup->offsets + table->first_feature * bags;
     const int64_t lookups = all_offsets[table->num_features * bags] - all_offsets[0];
     uint64_t mask = 1;
     while (mask < 2 * (uint64_t)lookups) mask *= 2;
-    memset(slots, 0, mask * sizeof *slots);
+    int32_t *restrict slots = calloc(mask, sizeof *slots);
+    if (!slots) return 1;
     mask--;
     int64_t *restrict distinct = table->distinct;
     int64_t found = 0;
@@ -44,13 +47,15 @@ static void gather(const rayrec_looked_up *lookup, rayrec_gathered_table *table,
         }
     }
     table->found = found;
+    free(slots);
+    return 0;
 }
 
-/* The gradients of the rows of `count` tables. `slots`: room for the smallest power of two that is at least twice the lookups of
- * any of them. */
-void rayrec_gather_row_gradients(const rayrec_looked_up *lookup, rayrec_gathered_table *tables, int64_t count,
-                                 int32_t *slots) {
-    for (int64_t number = 0; number < count; number++) gather(lookup, tables + number, slots);
+int32_t rayrec_gather_row_gradients(const void *arguments, int64_t start, int64_t stop) {
+    rayrec_gathered_table *tables = (rayrec_gathered_table *)arguments;
+    int32_t failed = 0;
+    for (int64_t number = start; number < stop; number++) failed |= gather(tables + number);
+    return failed;
 }
 
 /* Moments of rows that no batch touches shrink until they are subnormal, which a CPU computes a hundred times more slowly, and
@@ -102,9 +107,11 @@ static void update_unmarked(const rayrec_adam_rows *part) {
     }
 }
 
-void rayrec_update_by_adam(const rayrec_adam_rows *parts, int64_t count) {
-    for (int64_t number = 0; number < count; number++) {
+int32_t rayrec_update_by_adam(const void *arguments, int64_t start, int64_t stop) {
+    const rayrec_adam_rows *parts = arguments;
+    for (int64_t number = start; number < stop; number++) {
         if (parts[number].ids) update_rows(parts + number);
         else update_unmarked(parts + number);
     }
+    return 0;
 }

@@ -1,0 +1,153 @@
+"""DLRM's interaction: the dot products of all pairs of a row's vectors, with their gradients."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import Any, Final
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from rayrec.layers.embedded import Order
+from rayrec.layers.kernel_threads import run_kernel
+from rayrec.native import library
+
+_KINDS: Final = {torch.float32: 0, torch.bfloat16: 1}  # rayrec_values_kind of native/kernels.h
+_ROWS_AT_ONCE: Final = 256
+"""That a thread takes: they keep it busy for some 70 us."""
+
+
+def pairwise_dots(dense: torch.Tensor, sparse: torch.Tensor, order: Order) -> torch.Tensor:
+    """(rows, dim), (rows, features * dim) -> (rows, dim + pairs), in the type of `dense`: the dense vector, then the product of
+    each two vectors, the dense one first and then the features' in their own order: (0, 1), (0, 2), ..., (1, 2), ... `sparse` has
+    them in `order` (Naumov et al., DLRM, 2019).
+
+    On CPU a kernel does it, which reads and writes each value once and sums in float32.
+    """
+    if dense.is_cpu and dense.dtype in _KINDS and sparse.dtype in _KINDS:
+        return _KernelDots.apply(dense, sparse, sorted(range(len(order)), key=order.__getitem__))
+    return _OperatorDots.apply(dense, sparse, *_indices(order, dense.shape[1], dense.device))
+
+
+class _KernelDots(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dense: torch.Tensor, sparse: torch.Tensor, places: list[int]) -> torch.Tensor:
+        ctx.save_for_backward(dense, sparse)
+        ctx.places = places
+        return torch.ops.rayrec.pairwise_dots(dense, sparse, places)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *torch.ops.rayrec.pairwise_dots_backward(gradients[0], *ctx.saved_tensors, ctx.places), None
+
+
+class _OperatorDots(torch.autograd.Function):
+    """The same by torch's operators, for any device."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, dense: torch.Tensor, sparse: torch.Tensor, pair_of: torch.Tensor, column_of: torch.Tensor
+    ) -> torch.Tensor:
+        rows, dim = dense.shape
+        num_vectors = 1 + sparse.shape[1] // dim
+        vectors = torch.cat([dense, sparse.to(dense.dtype)], dim=1).view(rows, num_vectors, dim)
+        dots = torch.bmm(vectors, vectors.transpose(1, 2)).view(rows, num_vectors * num_vectors)
+        # gather with an expanded index uses all threads; index_select along columns uses one.
+        pairs = torch.gather(dots, 1, pair_of.expand(rows, -1))
+        ctx.save_for_backward(vectors, column_of)
+        ctx.sparse_dtype = sparse.dtype
+        return torch.cat([dense, pairs], dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        vectors, column_of = ctx.saved_tensors
+        rows, num_vectors, dim = vectors.shape
+        gradient = gradients[0].float()  # float32: gathering two-byte columns is slower, and tables learn in float32
+        # d(x_i . x_j) goes to both vectors: a symmetric matrix of gradients times the vectors.
+        symmetric = torch.gather(gradient, 1, column_of.expand(rows, -1)).view(rows, num_vectors, num_vectors)
+        symmetric.diagonal(dim1=1, dim2=2).zero_()
+        result = torch.bmm(symmetric, vectors.float())
+        dense_gradient = (result[:, 0] + gradient[:, :dim]).to(vectors.dtype)
+        sparse_gradient = result[:, 1:].reshape(rows, (num_vectors - 1) * dim).to(ctx.sparse_dtype)
+        return dense_gradient, sparse_gradient, None, None
+
+
+@lru_cache(maxsize=16)
+def _indices(order: Order, dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each pair stands among the dot products, and which output column each dot product feeds."""
+    num_vectors = len(order) + 1
+    place_of = torch.empty(num_vectors, dtype=torch.long)
+    place_of[torch.tensor([0, *(feature + 1 for feature in order)])] = torch.arange(num_vectors)
+    first, second = torch.triu_indices(num_vectors, num_vectors, offset=1)
+    first, second = place_of[first], place_of[second]
+    columns = torch.zeros(num_vectors, num_vectors, dtype=torch.long)
+    columns[first, second] = columns[second, first] = dim + torch.arange(first.numel())
+    pair_of = first * num_vectors + second
+    return pair_of.view(1, -1).to(device), columns.view(1, -1).to(device)
+
+
+class _CDots(ctypes.Structure):
+    """rayrec_dots of native/kernels.h."""
+
+    _fields_ = [
+        ("dense", ctypes.c_void_p),
+        ("sparse", ctypes.c_void_p),
+        ("places", ctypes.POINTER(ctypes.c_int64)),
+        ("vectors", ctypes.c_int64),
+        ("dim", ctypes.c_int64),
+        ("dense_kind", ctypes.c_int32),
+        ("sparse_kind", ctypes.c_int32),
+        ("out", ctypes.c_void_p),
+        ("dense_gradient", ctypes.c_void_p),
+        ("sparse_gradient", ctypes.c_void_p),
+    ]
+
+
+def _structure(dense: torch.Tensor, sparse: torch.Tensor, places: list[int], *results: torch.Tensor) -> _CDots:
+    array = (ctypes.c_int64 * len(places))(*places)  # which the structure keeps alive
+    kinds = _KINDS[dense.dtype], _KINDS[sparse.dtype]
+    pointers = [tensor.data_ptr() for tensor in (dense, sparse, *results)]
+    return _CDots(*pointers[:2], array, len(places) + 1, dense.shape[1], *kinds, *pointers[2:])
+
+
+def _dots(dense: torch.Tensor, sparse: torch.Tensor, places: list[int]) -> torch.Tensor:
+    dense, sparse = dense.contiguous(), sparse.contiguous()
+    pairs = len(places) * (len(places) + 1) // 2
+    output = dense.new_empty(len(dense), dense.shape[1] + pairs)
+    arguments = _structure(dense, sparse, places, output)
+    run_kernel(library().rayrec_pairwise_dots, arguments, len(dense), at_once=_ROWS_AT_ONCE)
+    return output
+
+
+def _dots_backward(
+    gradient: torch.Tensor, dense: torch.Tensor, sparse: torch.Tensor, places: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    gradient, dense, sparse = gradient.contiguous(), dense.contiguous(), sparse.contiguous()
+    gradients = torch.empty_like(dense), torch.empty_like(sparse)
+    arguments = _structure(dense, sparse, places, gradient, *gradients)
+    run_kernel(library().rayrec_pairwise_dots_backward, arguments, len(dense), at_once=_ROWS_AT_ONCE)
+    return gradients
+
+
+# Operators of torch, so that its modes and hooks see them.
+_OPERATORS: Final = torch.library.Library("rayrec", "DEF")
+_OPERATORS.define("pairwise_dots(Tensor dense, Tensor sparse, int[] places) -> Tensor")
+_OPERATORS.define(
+    "pairwise_dots_backward(Tensor gradient, Tensor dense, Tensor sparse, int[] places) -> (Tensor, Tensor)"
+)
+_OPERATORS.impl("pairwise_dots", _dots, "CPU")
+_OPERATORS.impl("pairwise_dots_backward", _dots_backward, "CPU")
+
+
+@register_flop_formula([torch.ops.rayrec.pairwise_dots])
+def _forward_operations(dense: Any, sparse: Any, places: Any, *_: Any, **__: Any) -> int:
+    """Two for each multiply-add of the product of all vectors with all, as `_OperatorDots` computes it: what a row costs does not
+    depend on the device."""
+    rows, dim = dense
+    return int(2 * rows * (len(places) + 1) ** 2 * dim)
+
+
+@register_flop_formula([torch.ops.rayrec.pairwise_dots_backward])
+def _backward_operations(gradient: Any, dense: Any, sparse: Any, places: Any, *_: Any, **__: Any) -> int:
+    return _forward_operations(dense, sparse, places)

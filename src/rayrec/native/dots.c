@@ -1,0 +1,174 @@
+/* The dot products of all pairs of a row's vectors, and their gradients: DLRM's interaction. */
+#include "kernels.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* A function compiled for CPUs with AVX-512, with AVX2 and with neither; the loader takes the one for this CPU. All that it calls
+ * must be part of it. Elsewhere it is compiled once. */
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define VECTORIZED \
+    __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"), optimize("fp-contract=fast")))
+#else
+#define VECTORIZED
+#endif
+#define PART_OF_IT static inline __attribute__((always_inline))
+
+/* Values that are computed at once: in one register, where the CPU has those of 64 bytes. */
+enum { LANES = 16, PAIR = 2 * LANES, BLOCK = 4 };
+typedef float lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
+typedef float quad __attribute__((vector_size(4 * sizeof(float)), aligned(sizeof(float)), may_alias));
+typedef int32_t places_of_quad __attribute__((vector_size(4 * sizeof(int32_t))));
+
+static int64_t up_to_multiple(int64_t value, int64_t of) { return (value + of - 1) / of * of; }
+
+PART_OF_IT float widened(uint16_t value) {
+    const uint32_t bits = (uint32_t)value << 16;
+    float out;
+    memcpy(&out, &bits, sizeof out);
+    return out;
+}
+
+/* To the nearest bfloat16, ties to the even one, as torch rounds. */
+PART_OF_IT uint16_t rounded(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    const uint32_t nearest = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+    return (uint16_t)((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : nearest);
+}
+
+/* As memcpy, whose call takes longer than so few values. */
+PART_OF_IT void copy(const float *from, int64_t count, float *to) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) *(lanes *)(to + i) = *(const lanes *)(from + i);
+    for (; i < count; i++) to[i] = from[i];
+}
+
+PART_OF_IT void read_values(const void *values, int32_t kind, int64_t first, int64_t count, float *restrict out) {
+    if (kind == VALUES_FLOAT32) copy((const float *)values + first, count, out);
+    else for (int64_t i = 0; i < count; i++) out[i] = widened(((const uint16_t *)values)[first + i]);
+}
+
+PART_OF_IT void write_values(const float *restrict values, int32_t kind, int64_t first, int64_t count, void *out) {
+    if (kind == VALUES_FLOAT32) copy(values, count, (float *)out + first);
+    else for (int64_t i = 0; i < count; i++) ((uint16_t *)out)[first + i] = rounded(values[i]);
+}
+
+/* The vectors of a row as float32 (vectors, width), the dense one first, then those of the features in their order. */
+PART_OF_IT void read_vectors(const rayrec_dots *dots, int64_t row, int64_t width, float *restrict vectors) {
+    const int64_t dim = dots->dim, features = dots->vectors - 1;
+    read_values(dots->dense, dots->dense_kind, row * dim, dim, vectors);
+    for (int64_t feature = 0; feature < features; feature++) {
+        float *restrict vector = vectors + (feature + 1) * width;
+        read_values(dots->sparse, dots->sparse_kind, (row * features + dots->places[feature]) * dim, dim, vector);
+        if (dots->dense_kind != VALUES_FLOAT32) /* products are of values of one type */
+            for (int64_t d = 0; d < dim; d++) vector[d] = widened(rounded(vector[d]));
+    }
+}
+
+#define INTERLEAVED(first, second, ...) __builtin_shuffle(first, second, (places_of_quad){__VA_ARGS__})
+
+/* (4, 4), of rows `stride` apart, to rows `out_stride` apart. */
+PART_OF_IT void transpose_tile(const float *restrict tile, int64_t stride, float *restrict out, int64_t out_stride) {
+    const quad a = *(const quad *)tile, b = *(const quad *)(tile + stride);
+    const quad c = *(const quad *)(tile + 2 * stride), d = *(const quad *)(tile + 3 * stride);
+    const quad ac_low = INTERLEAVED(a, c, 0, 4, 1, 5), ac_high = INTERLEAVED(a, c, 2, 6, 3, 7);
+    const quad bd_low = INTERLEAVED(b, d, 0, 4, 1, 5), bd_high = INTERLEAVED(b, d, 2, 6, 3, 7);
+    *(quad *)out = INTERLEAVED(ac_low, bd_low, 0, 4, 1, 5);
+    *(quad *)(out + out_stride) = INTERLEAVED(ac_low, bd_low, 2, 6, 3, 7);
+    *(quad *)(out + 2 * out_stride) = INTERLEAVED(ac_high, bd_high, 0, 4, 1, 5);
+    *(quad *)(out + 3 * out_stride) = INTERLEAVED(ac_high, bd_high, 2, 6, 3, 7);
+}
+
+VECTORIZED int32_t rayrec_pairwise_dots(const void *arguments, int64_t start, int64_t stop) {
+    const rayrec_dots *dots = arguments;
+    const int64_t count = dots->vectors, dim = dots->dim, size = dim + count * (count - 1) / 2;
+    const int64_t rows = up_to_multiple(count, BLOCK), width = up_to_multiple(dim, BLOCK), columns = up_to_multiple(count, PAIR);
+    float *room = calloc((size_t)(rows * width + width * columns + BLOCK * columns + size + 2 * LANES), sizeof *room);
+    if (!room) return 1;
+    float *restrict vectors = room, *restrict turned = vectors + rows * width, *restrict products = turned + width * columns;
+    float *restrict result = products + BLOCK * columns + LANES; /* what is copied in whole lanes may end behind either */
+    for (int64_t row = start; row < stop; row++) {
+        read_vectors(dots, row, width, vectors);
+        for (int64_t i = 0; i < rows; i += BLOCK)
+            for (int64_t d = 0; d < width; d += BLOCK)
+                transpose_tile(vectors + i * width + d, width, turned + d * columns + i, columns);
+        copy(vectors, dim, result);
+        float *restrict next = result + dim;
+        for (int64_t i = 0; i < count - 1; i += BLOCK) {
+            for (int64_t j = i / LANES * LANES; j < count; j += PAIR) {
+                lanes low[BLOCK] = {0}, high[BLOCK] = {0};
+                const int both = j + LANES < count;
+                for (int64_t d = 0; d < dim; d++) {
+                    const float *others = turned + d * columns + j;
+                    for (int b = 0; b < BLOCK; b++) low[b] += vectors[(i + b) * width + d] * *(const lanes *)others;
+                    if (both)
+                        for (int b = 0; b < BLOCK; b++)
+                            high[b] += vectors[(i + b) * width + d] * *(const lanes *)(others + LANES);
+                }
+                for (int b = 0; b < BLOCK; b++) {
+                    *(lanes *)(products + b * columns + j) = low[b];
+                    if (both) *(lanes *)(products + b * columns + j + LANES) = high[b];
+                }
+            }
+            for (int64_t b = 0; b < BLOCK && i + b < count - 1; b++) {
+                const int64_t others = count - 1 - (i + b);
+                const float *of_vector = products + b * columns + i + b + 1;
+                for (int64_t k = 0; k < others; k += LANES) *(lanes *)(next + k) = *(const lanes *)(of_vector + k);
+                next += others; /* the next vector's products overwrite what was too much */
+            }
+        }
+        write_values(result, dots->dense_kind, row * size, size, dots->out);
+    }
+    free(room);
+    return 0;
+}
+
+VECTORIZED int32_t rayrec_pairwise_dots_backward(const void *arguments, int64_t start, int64_t stop) {
+    const rayrec_dots *dots = arguments;
+    const int64_t count = dots->vectors, features = count - 1, dim = dots->dim, size = dim + count * features / 2;
+    const int64_t rows = up_to_multiple(count, BLOCK), width = up_to_multiple(dim, LANES);
+    float *room = calloc((size_t)(2 * rows * width + size + BLOCK), sizeof *room);
+    const float **of_pairs = malloc((size_t)rows * sizeof *of_pairs); /* of_pairs[i][j]: the gradient of x_i . x_j, i < j */
+    if (!room || !of_pairs) {
+        free(room);
+        free(of_pairs);
+        return 1;
+    }
+    float *restrict vectors = room, *restrict sums = vectors + rows * width, *restrict given = sums + rows * width;
+    const float *next = given + dim;
+    for (int64_t i = 0; i < rows; i++) {
+        of_pairs[i] = next - (i + 1);
+        if (i < features) next += features - i;
+    }
+    for (int64_t row = start; row < stop; row++) {
+        read_vectors(dots, row, width, vectors);
+        read_values(dots->out, dots->dense_kind, row * size, size, given);
+        /* The gradient of x_i . x_j goes to both, times the other one. */
+        for (int64_t i = 0; i < count; i += BLOCK) {
+            float near[BLOCK][BLOCK] = {0};
+            for (int64_t b = 0; b < BLOCK && i + b < count; b++)
+                for (int64_t c = b + 1; c < BLOCK && i + c < count; c++) near[b][c] = near[c][b] = of_pairs[i + b][i + c];
+            for (int64_t d = 0; d < width; d += LANES) {
+                const float *vector = vectors + d;
+                lanes sum[BLOCK] = {0};
+                int64_t j = 0;
+                for (; j < i; j++, vector += width)
+                    for (int b = 0; b < BLOCK; b++) sum[b] += of_pairs[j][i + b] * *(const lanes *)vector;
+                for (; j < i + BLOCK; j++, vector += width)
+                    for (int b = 0; b < BLOCK; b++) sum[b] += near[b][j - i] * *(const lanes *)vector;
+                for (; j < count; j++, vector += width)
+                    for (int b = 0; b < BLOCK; b++) sum[b] += of_pairs[i + b][j] * *(const lanes *)vector;
+                for (int b = 0; b < BLOCK; b++) *(lanes *)(sums + (i + b) * width + d) = sum[b];
+            }
+        }
+        for (int64_t d = 0; d < dim; d++) sums[d] += given[d];
+        write_values(sums, dots->dense_kind, row * dim, dim, dots->dense_gradient);
+        for (int64_t feature = 0; feature < features; feature++)
+            write_values(sums + (feature + 1) * width, dots->sparse_kind, (row * features + dots->places[feature]) * dim, dim,
+                         dots->sparse_gradient);
+    }
+    free(room);
+    free(of_pairs);
+    return 0;
+}

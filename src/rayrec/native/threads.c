@@ -1,0 +1,12 @@
+/* Kernels in several threads. */
+#include "kernels.h"
+
+void rayrec_take_part(void *arguments) {
+    rayrec_work *work = arguments;
+    for (;;) {
+        const int64_t start = __atomic_fetch_add(&work->next, work->at_once, __ATOMIC_RELAXED);
+        if (start >= work->count) return;
+        const int64_t stop = work->count - start < work->at_once ? work->count : start + work->at_once;
+        if (work->kernel(work->arguments, start, stop)) __atomic_store_n(&work->failed, 1, __ATOMIC_RELAXED);
+    }
+}

@@ -1,0 +1,81 @@
+"""The kernel of pairwise dot products against torch's operators."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from rayrec.layers import kernel_threads
+from rayrec.layers.dots import _indices, _OperatorDots, pairwise_dots
+
+
+def drawn(rows: int, features: int, dim: int, kinds: tuple[torch.dtype, torch.dtype]) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(rows + features + dim)
+    order = tuple(torch.randperm(features, generator=generator).tolist())
+    dense, sparse = (torch.randn(rows, width, generator=generator) for width in (dim, features * dim))
+    return dense.to(kinds[0]).requires_grad_(), sparse.to(kinds[1]).requires_grad_(), order  # type: ignore[return-value]
+
+
+FLOAT, HALF = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize("kinds", [(FLOAT, FLOAT), (HALF, FLOAT), (HALF, HALF), (FLOAT, HALF)])
+@pytest.mark.parametrize(
+    ("rows", "features", "dim"), [(0, 3, 4), (1, 1, 1), (5, 2, 3), (7, 26, 16), (3, 33, 20), (600, 16, 33), (4, 70, 64)]
+)
+def test_the_kernel_equals_operators(
+    rows: int, features: int, dim: int, kinds: tuple[torch.dtype, torch.dtype]
+) -> None:
+    dense, sparse, order = drawn(rows, features, dim, kinds)
+    by_kernel = pairwise_dots(dense, sparse, order)
+    by_operators = _OperatorDots.apply(dense, sparse, *_indices(order, dim, torch.device("cpu")))
+    assert by_kernel.dtype == by_operators.dtype == kinds[0]
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if kinds[0] == FLOAT else {"rtol": 1e-2, "atol": 1e-2}
+    torch.testing.assert_close(by_kernel, by_operators, **tolerance)
+    weights = torch.linspace(-1, 1, by_kernel.shape[1]).to(kinds[0])
+    results = [
+        torch.autograd.grad(output, (dense, sparse), weights.expand_as(output)) for output in (by_kernel, by_operators)
+    ]
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if HALF not in kinds else {"rtol": 2e-2, "atol": 2e-2}
+    for got, expected in zip(*results, strict=True):
+        assert got.dtype == expected.dtype
+        torch.testing.assert_close(got, expected, **tolerance)
+
+
+def test_no_number_of_threads_and_no_lack_of_openmp_changes_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, sparse, order = drawn(1_000, 26, 16, (FLOAT, FLOAT))
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(pairwise_dots(dense, sparse, order))
+    finally:
+        torch.set_num_threads(before)
+    monkeypatch.setattr(kernel_threads, "_openmp_parallel", lambda: None)
+    results.append(pairwise_dots(dense, sparse, order))
+    for result in results[1:]:
+        assert torch.equal(result, results[0])
+
+
+def test_several_threads_take_part() -> None:
+    assert kernel_threads._openmp_parallel() is not None
+
+
+def test_a_row_without_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, sparse = torch.zeros(1, 1), torch.zeros(1, 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    from rayrec.layers import dots
+
+    arguments = dots._structure(dense, sparse, [0], torch.zeros(1, 2))
+    arguments.vectors = 1 << 26  # their products are more than there are addresses
+    with pytest.raises(MemoryError, match="rayrec_pairwise_dots"):
+        kernel_threads.run_kernel(dots.library().rayrec_pairwise_dots, arguments, 1, at_once=1)
+
+
+def test_torch_counts_its_operations() -> None:
+    dense, sparse, order = drawn(8, 26, 16, (FLOAT, FLOAT))
+    with FlopCounterMode(display=False) as counter:
+        pairwise_dots(dense, sparse, order).sum().backward()
+    assert counter.get_total_flops() == 2 * 2 * 8 * 27 * 27 * 16
