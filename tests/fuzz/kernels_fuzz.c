@@ -348,6 +348,27 @@ static void fuzz_dots(void) { /* against products one by one, of small whole num
     free(dense), free(sparse), free(out), free(of_dense), free(of_sparse), free(places);
 }
 
+static void fuzz_relu(void) { /* a gradient stays where the output is above 0; its transpose and its sums are of what is left */
+    const int64_t rows = below(200), columns = 1 + below(70), blocks = (rows + RELU_BLOCK - 1) / RELU_BLOCK;
+    float *output = buffer(4 * rows * columns), *gradient = buffer(4 * rows * columns), *turned = buffer(4 * rows * columns);
+    float *given = buffer(4 * rows * columns), *sums = buffer(4 * blocks * columns);
+    for (int64_t i = 0; i < rows * columns; i++) output[i] = (float)(below(3) - 1), given[i] = gradient[i] = (float)(below(9) - 4);
+    for (int64_t i = 0; i < blocks * columns; i++) sums[i] = 0;
+    const rayrec_relu relu = {output, gradient, turned, sums, rows, columns};
+    CHECK(!rayrec_relu_backward(&relu, 0, blocks));
+    for (int64_t c = 0; c < columns; c++) {
+        float expected = 0, found = 0;
+        for (int64_t r = 0; r < rows; r++) {
+            const float kept = output[r * columns + c] > 0 ? given[r * columns + c] : 0;
+            CHECK(gradient[r * columns + c] == kept && turned[c * rows + r] == kept);
+            expected += kept;
+        }
+        for (int64_t block = 0; block < blocks; block++) found += sums[block * columns + c];
+        CHECK(found == expected);
+    }
+    free(output), free(gradient), free(turned), free(given), free(sums);
+}
+
 /* Rows of groups in parts, and what is summed up over them against pairs of rows counted one by one. */
 static void fuzz_ranking(void) {
     const int64_t rows = below(200), bits = below(11), num_ks = below(3), ks[] = {1 + below(3), 1 + below(300)};
@@ -399,7 +420,7 @@ static void fuzz_ranking(void) {
 
 int main(int count, char **arguments) {
     static void (*const targets[])(void) = {fuzz_parse_and_encode, fuzz_csv, fuzz_wide_look_up, fuzz_gather, fuzz_format,
-                                             fuzz_table_training, fuzz_dots, fuzz_ranking};
+                                             fuzz_table_training, fuzz_dots, fuzz_relu, fuzz_ranking};
     const double seconds = count > 1 ? atof(arguments[1]) : 10;
     const uint64_t seed = count > 2 ? strtoull(arguments[2], NULL, 10) : (uint64_t)time(NULL);
     const time_t end = time(NULL) + (time_t)seconds;

@@ -130,8 +130,8 @@ def _dots_backward(
     return gradients
 
 
-# Operators of torch, so that its modes and hooks see them.
-_OPERATORS: Final = torch.library.Library("rayrec", "DEF")
+# Operators of torch, so that its profiler and modes see them.
+_OPERATORS: Final = torch.library.Library("rayrec", "FRAGMENT")
 _OPERATORS.define("pairwise_dots(Tensor dense, Tensor sparse, int[] places) -> Tensor")
 _OPERATORS.define(
     "pairwise_dots_backward(Tensor gradient, Tensor dense, Tensor sparse, int[] places) -> (Tensor, Tensor)"

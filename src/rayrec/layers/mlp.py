@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from rayrec.compat.torch_compat import linear_pointwise, onednn_has_bfloat16
+from rayrec.layers.relu import relu_backward_
 
 Precision = Literal["fp32", "bf16"]
 
@@ -61,6 +62,20 @@ def _weight_gradient(gradient: torch.Tensor, inputs: torch.Tensor, *, fused: boo
     return gradient.t() @ inputs
 
 
+def _turns(gradient: torch.Tensor, inputs: torch.Tensor, *, fused: bool) -> bool:
+    """Whether the product for the weight's gradient is one that would copy `gradient` to transpose it."""
+    wide = gradient.shape[1] >= _NARROW_OUTPUT and inputs.shape[1] >= _NARROW_INPUT
+    return fused and wide and gradient.dtype == torch.float32 and gradient.is_contiguous()
+
+
+def _relu_gradient(gradient: torch.Tensor, output: torch.Tensor, *, in_place: bool) -> torch.Tensor:
+    if not in_place:
+        return torch.ops.aten.threshold_backward(gradient, output, 0)
+    # Fresh memory costs as much as the arithmetic.
+    torch.ops.aten.threshold_backward.grad_input(gradient, output, 0, grad_input=gradient)
+    return gradient
+
+
 class _LinearStack(torch.autograd.Function):
     """Linear layers in a row, each with or without ReLU; the backward pass is written out."""
 
@@ -105,17 +120,20 @@ class _LinearStack(torch.autograd.Function):
             inputs = activations[layer]
             if layer == layers - 1 and ctx.float_last:
                 inputs = inputs.float()
-            if ctx.relus[layer]:
-                output = activations[layer + 1]
-                if layer == layers - 1:
-                    gradient = torch.ops.aten.threshold_backward(gradient, output, 0)
-                else:  # in place: this gradient is ours alone, and fresh memory costs as much as the arithmetic
-                    torch.ops.aten.threshold_backward.grad_input(gradient, output, 0, grad_input=gradient)
+            last = layer == layers - 1  # whose gradient is not ours to write to
             input_major = not weights[layer].is_contiguous()
-            weight_gradient = _weight_gradient(gradient, inputs, fused=ctx.fused, input_major=input_major)
-            parameter_gradients[2 * layer] = weight_gradient.float()
-            if ctx.needs_input_grad[5 + 2 * layer]:
-                parameter_gradients[2 * layer + 1] = gradient.sum(0).float()
+            wants_bias = ctx.needs_input_grad[5 + 2 * layer]
+            if ctx.relus[layer] and _turns(gradient, inputs, fused=ctx.fused) and not input_major:
+                gradient = gradient.clone() if last else gradient
+                turned, sums = relu_backward_(gradient, activations[layer + 1])
+                weight_gradient = linear_pointwise(turned, inputs.t(), None, "none")
+                bias_gradient = sums if wants_bias else None
+            else:
+                if ctx.relus[layer]:
+                    gradient = _relu_gradient(gradient, activations[layer + 1], in_place=not last)
+                weight_gradient = _weight_gradient(gradient, inputs, fused=ctx.fused, input_major=input_major).float()
+                bias_gradient = gradient.sum(0).float() if wants_bias else None
+            parameter_gradients[2 * layer : 2 * layer + 2] = [weight_gradient, bias_gradient]
             if layer or ctx.needs_input_grad[0]:
                 gradient = _input_gradient(gradient.to(ctx.dtype), weights[layer], fused=ctx.low_fused)
         if ctx.needs_input_grad[0]:

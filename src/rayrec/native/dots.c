@@ -1,24 +1,11 @@
 /* The dot products of all pairs of a row's vectors, and their gradients: DLRM's interaction. */
 #include "kernels.h"
+#include "vectors.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* A function compiled for CPUs with AVX-512, with AVX2 and with neither; the loader takes the one for this CPU. All that it calls
- * must be part of it. Elsewhere it is compiled once. */
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define VECTORIZED \
-    __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"), optimize("fp-contract=fast")))
-#else
-#define VECTORIZED
-#endif
-#define PART_OF_IT static inline __attribute__((always_inline))
-
-/* Values that are computed at once: in one register, where the CPU has those of 64 bytes. */
-enum { LANES = 16, PAIR = 2 * LANES, BLOCK = 4 };
-typedef float lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
-typedef float quad __attribute__((vector_size(4 * sizeof(float)), aligned(sizeof(float)), may_alias));
-typedef int32_t places_of_quad __attribute__((vector_size(4 * sizeof(int32_t))));
+enum { PAIR = 2 * LANES, BLOCK = QUAD };
 
 static int64_t up_to_multiple(int64_t value, int64_t of) { return (value + of - 1) / of * of; }
 
@@ -64,20 +51,6 @@ PART_OF_IT void read_vectors(const rayrec_dots *dots, int64_t row, int64_t width
         if (dots->dense_kind != VALUES_FLOAT32) /* products are of values of one type */
             for (int64_t d = 0; d < dim; d++) vector[d] = widened(rounded(vector[d]));
     }
-}
-
-#define INTERLEAVED(first, second, ...) __builtin_shuffle(first, second, (places_of_quad){__VA_ARGS__})
-
-/* (4, 4), of rows `stride` apart, to rows `out_stride` apart. */
-PART_OF_IT void transpose_tile(const float *restrict tile, int64_t stride, float *restrict out, int64_t out_stride) {
-    const quad a = *(const quad *)tile, b = *(const quad *)(tile + stride);
-    const quad c = *(const quad *)(tile + 2 * stride), d = *(const quad *)(tile + 3 * stride);
-    const quad ac_low = INTERLEAVED(a, c, 0, 4, 1, 5), ac_high = INTERLEAVED(a, c, 2, 6, 3, 7);
-    const quad bd_low = INTERLEAVED(b, d, 0, 4, 1, 5), bd_high = INTERLEAVED(b, d, 2, 6, 3, 7);
-    *(quad *)out = INTERLEAVED(ac_low, bd_low, 0, 4, 1, 5);
-    *(quad *)(out + out_stride) = INTERLEAVED(ac_low, bd_low, 2, 6, 3, 7);
-    *(quad *)(out + 2 * out_stride) = INTERLEAVED(ac_high, bd_high, 0, 4, 1, 5);
-    *(quad *)(out + 3 * out_stride) = INTERLEAVED(ac_high, bd_high, 2, 6, 3, 7);
 }
 
 VECTORIZED int32_t rayrec_pairwise_dots(const void *arguments, int64_t start, int64_t stop) {

@@ -173,6 +173,18 @@ typedef struct {
     void *sparse_gradient; /* as `sparse` */
 } rayrec_dots;
 
+enum { RELU_BLOCK = 64 };
+
+/* The gradient of a ReLU's output, which becomes that of its input. */
+typedef struct {
+    const float *output; /* (rows, columns) */
+    float *gradient; /* (rows, columns) */
+    float *turned; /* (columns, rows): becomes the gradient transposed */
+    float *sums; /* (blocks, columns), 0: become the sums of the gradient over each RELU_BLOCK rows, the last block having fewer */
+    int64_t rows;
+    int64_t columns;
+} rayrec_relu;
+
 /* A kernel that computes things from `start` to before `stop` of its arguments, and gives 0, or 1 if there is no memory. */
 typedef int32_t rayrec_kernel(const void *arguments, int64_t start, int64_t stop);
 
@@ -278,6 +290,9 @@ rayrec_kernel rayrec_gather_row_gradients, rayrec_update_by_adam;
 
 /* dots.c: of a rayrec_dots, whose things are rows. */
 rayrec_kernel rayrec_pairwise_dots, rayrec_pairwise_dots_backward;
+
+/* relu.c: of a rayrec_relu, whose things are its blocks. */
+rayrec_kernel rayrec_relu_backward;
 
 /* threads.c: what each thread calls with the same rayrec_work; gives back once everything is taken. */
 void rayrec_take_part(void *work);

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from rayrec.layers.mlp import MLP, Precision, linear_stack
+from rayrec.layers.relu import relu_backward_
 
 
 def reference(mlp: MLP, *, final_activation: bool) -> nn.Sequential:
@@ -45,6 +46,26 @@ def test_fp32_equals_linear_layers(sizes: tuple[int, ...], rows: int, final_acti
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
 
 
+def test_no_number_of_threads_changes_a_bit_of_a_relus_backward_pass() -> None:
+    torch.manual_seed(0)
+    output, given = torch.randn(1000, 77), torch.randn(1000, 77)
+    output[3, 5], given[4, 6] = float("nan"), float("inf")
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            gradient = given.clone()
+            results.append((gradient, *relu_backward_(gradient, output)))
+    finally:
+        torch.set_num_threads(before)
+    expected = torch.ops.aten.threshold_backward(given, output, 0)
+    for gradient, turned, sums in results:
+        assert torch.equal(gradient, expected)
+        assert torch.equal(turned, expected.t())
+        torch.testing.assert_close(sums, expected.sum(0), rtol=1e-4, atol=1e-4)
+        assert torch.equal(sums, results[0][2])
+
+
 @pytest.mark.parametrize("final_activation", [True, False])
 def test_bf16_is_close_and_keeps_float32_gradients(final_activation: bool) -> None:
     torch.manual_seed(0)
@@ -78,9 +99,10 @@ def test_no_rows_give_zero_gradients(precision: str) -> None:
     assert all(torch.equal(parameter.grad, torch.zeros_like(parameter)) for parameter in mlp.parameters())
 
 
-def test_the_incoming_gradient_is_not_written_to() -> None:
-    mlp = MLP(13, (32, 16), final_activation=True)
-    output = mlp(torch.randn(8, 13))
+@pytest.mark.parametrize("in_features", [13, 70])
+def test_the_incoming_gradient_is_not_written_to(in_features: int) -> None:
+    mlp = MLP(in_features, (32, 16), final_activation=True)
+    output = mlp(torch.randn(8, in_features))
     incoming = torch.ones_like(output)
     output.backward(incoming)
     assert torch.equal(incoming, torch.ones_like(output))

@@ -1,0 +1,42 @@
+/* Vectors of values, for whatever registers a CPU has. */
+#ifndef RAYREC_VECTORS_H
+#define RAYREC_VECTORS_H
+
+#include <stdint.h>
+
+/* A function compiled for CPUs with AVX-512, with AVX2 and with neither; the loader takes the one for this CPU. All that it calls
+ * must be part of it. Elsewhere it is compiled once. */
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define VECTORIZED \
+    __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"), optimize("fp-contract=fast")))
+#else
+#define VECTORIZED
+#endif
+#define PART_OF_IT static inline __attribute__((always_inline))
+
+/* Values that are computed at once: in one register, where the CPU has those of 64 bytes. */
+enum { LANES = 16, QUAD = 4 };
+typedef float lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
+typedef float quad __attribute__((vector_size(QUAD * sizeof(float)), aligned(sizeof(float)), may_alias));
+typedef int32_t whole_lanes __attribute__((vector_size(LANES * sizeof(int32_t))));
+typedef int32_t places_of_quad __attribute__((vector_size(QUAD * sizeof(int32_t))));
+
+#if defined(__clang__)
+#define INTERLEAVED(first, second, ...) __builtin_shufflevector(first, second, __VA_ARGS__)
+#else
+#define INTERLEAVED(first, second, ...) __builtin_shuffle(first, second, (places_of_quad){__VA_ARGS__})
+#endif
+
+/* (4, 4), of rows `stride` apart, to rows `out_stride` apart. */
+PART_OF_IT void transpose_tile(const float *restrict tile, int64_t stride, float *restrict out, int64_t out_stride) {
+    const quad a = *(const quad *)tile, b = *(const quad *)(tile + stride);
+    const quad c = *(const quad *)(tile + 2 * stride), d = *(const quad *)(tile + 3 * stride);
+    const quad ac_low = INTERLEAVED(a, c, 0, 4, 1, 5), ac_high = INTERLEAVED(a, c, 2, 6, 3, 7);
+    const quad bd_low = INTERLEAVED(b, d, 0, 4, 1, 5), bd_high = INTERLEAVED(b, d, 2, 6, 3, 7);
+    *(quad *)out = INTERLEAVED(ac_low, bd_low, 0, 4, 1, 5);
+    *(quad *)(out + out_stride) = INTERLEAVED(ac_low, bd_low, 2, 6, 3, 7);
+    *(quad *)(out + 2 * out_stride) = INTERLEAVED(ac_high, bd_high, 0, 4, 1, 5);
+    *(quad *)(out + 3 * out_stride) = INTERLEAVED(ac_high, bd_high, 2, 6, 3, 7);
+}
+
+#endif
