@@ -7,8 +7,12 @@
 /* A function compiled for CPUs with AVX-512, with AVX2 and with neither; the loader takes the one for this CPU. All that it calls
  * must be part of it. Elsewhere it is compiled once. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#if __GNUC__ >= 12
 #define VECTORIZED \
     __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"), optimize("fp-contract=fast")))
+#else /* knows no such levels here */
+#define VECTORIZED __attribute__((target_clones("avx512f", "avx2", "default")))
+#endif
 #else
 #define VECTORIZED
 #endif
