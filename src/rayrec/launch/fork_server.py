@@ -29,7 +29,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 LIBRARIES: Final = (
     "pandas",
@@ -160,7 +160,7 @@ class _Server:
         while True:
             ready, _, _ = select.select([self._listener.fileno(), self._watched], [], [], self._idle_s and _LOOK_S)
             if self._watched in ready or (not ready and self._is_done(asked_s)) or self._imported.is_old():
-                os._exit(0)  # to take all libraries down would need seconds
+                self._end()
             if not ready:
                 continue
             asked_s = time.monotonic()
@@ -175,6 +175,11 @@ class _Server:
             if following:
                 return following
             _close(files)
+
+    def _end(self) -> NoReturn:
+        if self._idle_s is None:  # that of local Rays, whose owner may have been killed
+            shutil.rmtree(os.path.dirname(self._listener.getsockname()), ignore_errors=True)
+        os._exit(0)  # to take all libraries down would need seconds
 
     def _is_done(self, asked_s: float) -> bool:
         """Whether nobody asks any more, or can."""

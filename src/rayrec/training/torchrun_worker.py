@@ -35,7 +35,9 @@ _JOIN: Final = timedelta(minutes=30)
 """For which processes wait until the first one is there."""
 _LEAVE_S: Final = 30.0
 """For which the first process, which may hold the store, waits until the others have read how the run ended."""
-_ASSIGNMENT, _ENDED, _LEFT, _CAUSE, _WROTE, _WISHES = "assignment", "ended", "left", "cause", "wrote", "wishes"
+_ASSIGNMENT, _TAKEN, _ENDED, _LEFT = "assignment", "taken", "ended", "left"
+_CAUSE, _WROTE, _WISHES = "cause", "wrote", "wishes"
+_PIECE: Final = 4 << 20
 
 
 @final
@@ -53,13 +55,26 @@ class Meeting:
         self._closed = False
 
     def publish(self, key: str, value: bytes) -> None:
+        """Of any size: torch's store refuses a message of more than 8 MiB, which a vocabulary may be."""
+        pieces = [value[start : start + _PIECE] for start in range(0, len(value), _PIECE)]
         with self._open():
-            self._store.set(key, value)  # type: ignore[arg-type]  # bytes too, which torch's stubs do not know
+            for number, piece in enumerate(pieces):
+                self._store.set(f"{key}/{number}", piece)  # type: ignore[arg-type]  # bytes too, which torch's stubs do not know
+            self._store.set(key, str(len(pieces)))  # last: then all of them are there
 
     def found(self, key: str) -> bytes | None:
         """What was published; None: nothing yet. Raises RuntimeError if the store is gone."""
         with self._open():
-            return self._store.get(key) if self._store.check([key]) else None
+            if not self._store.check([key]):
+                return None
+            return b"".join(self._store.get(f"{key}/{number}") for number in range(int(self._store.get(key))))
+
+    def remove(self, key: str) -> None:
+        """What was published and nobody looks for any more."""
+        with self._open():
+            pieces = int(self._store.get(key))
+            for name in (key, *(f"{key}/{number}" for number in range(pieces))):
+                self._store.delete_key(name)
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a counter -> its new value."""
@@ -144,7 +159,8 @@ def train_first(
     assignment = Assignment(config, prepared, folder, engine, mailbox, token, since_s, warm_start)
     # What a process cannot share each of them makes again; the configuration is compared with what it was started with.
     shared = dataclasses.replace(assignment, config=None, engine=None, mailbox=None)  # type: ignore[arg-type]
-    meeting.publish(_ASSIGNMENT, pickle.dumps((config.to_dict(), shared)))
+    if launched.world_size > 1:
+        meeting.publish(_ASSIGNMENT, pickle.dumps((config.to_dict(), shared)))
     return _work_of(assignment, launched, meeting, mailbox, signals)
 
 
@@ -156,6 +172,8 @@ def train_other(config: TrainConfig, launched: Launched, meeting: Meeting) -> di
             if given is not None:
                 # Written by the first process of this very run, as torch's own collectives of objects are.
                 values, shared = pickle.loads(given)
+                if meeting.add(_TAKEN, 1) == launched.world_size - 1:
+                    meeting.remove(_ASSIGNMENT)  # nobody else needs it, and torchrun's agent would keep it
                 mailbox = StoreMailbox(meeting, launched)
                 config = config.updated(values)
                 assignment = dataclasses.replace(

@@ -109,6 +109,15 @@ def test_a_closed_server_ends_with_its_templates(program: Path) -> None:
     wait_until_gone(found["parent"])  # when the template has read the end of its requests
 
 
+def test_a_server_whose_owner_was_killed_leaves_nothing() -> None:
+    server = ForkServer(libraries=["colorsys"])
+    assert server._process.stdin is not None
+    server._process.stdin.close()  # as the kernel does for a process that is killed
+    server._process.wait(60)
+    assert not os.path.exists(os.path.dirname(server.address))
+    server.close()
+
+
 NODE_MANAGER = """
 import json, subprocess, sys
 for line in sys.stdin:

@@ -94,6 +94,21 @@ def test_messages(alone: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
         mailbox.read()
 
 
+def test_a_message_is_as_large_as_it_has_to_be(alone: Launched) -> None:
+    meeting = Meeting(alone)
+    assert meeting.found("large") is None
+    for value in (
+        b"",
+        b"small",
+        bytes(range(256)) * (80 << 10),
+    ):  # the last one is 20 MiB; a message to the store is 8 at most
+        meeting.publish("large", value)
+        assert meeting.found("large") == value
+    meeting.remove("large")
+    assert meeting.found("large") is None
+    assert meeting._store.num_keys() == 1  # no piece is left; one key is the store's own
+
+
 def test_the_others_learn_how_a_run_ended(alone: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchrun_worker, "_LEAVE_S", 0.2)
     meeting = Meeting(alone)
