@@ -11,10 +11,10 @@ the node manager, and when it has been idle for long. Its templates end with it,
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
 import importlib
 import json
+import logging
 import os
 import re
 import runpy
@@ -61,6 +61,8 @@ _FILES: Final = 4
 _REQUEST_S: Final = 10.0
 _LOOK_S: Final = 2.0
 _WAITING: Final = 1024
+
+_logger = logging.getLogger(__name__)
 
 _Next = Callable[[], Any]
 """What a process does once it has left the frames of the one that it was forked from."""
@@ -111,16 +113,22 @@ def main() -> None:
         following = following()
 
 
+def import_all(modules: Iterable[str]) -> None:
+    """Imports them. One that cannot be imported is left to the worker, whose error says more."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            _logger.info("%s is not imported ahead: %s", module, error)
+
+
 class _Imported:
     """The modules that this process has imported."""
 
     def __init__(self, modules: Sequence[str]) -> None:
-        """Imports them. One that cannot be imported is left to the worker, whose error says more. Ends this process if one
-        imports Ray."""
+        """Imports them. Ends this process if one imports Ray."""
         gc.disable()
-        for module in modules:
-            with contextlib.suppress(Exception):
-                importlib.import_module(module)
+        import_all(modules)
         if "ray" in sys.modules:
             raise SystemExit(
                 f"rayrec: one of {', '.join(modules)} imports Ray, so workers import all modules themselves"

@@ -7,7 +7,6 @@ whose job and runtime environment are the same. A hook in the environment import
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import os
@@ -16,6 +15,7 @@ from typing import Any, Final
 
 from rayrec.compat.ray_compat import SETUP_HOOK_VARIABLE as HOOK
 from rayrec.launch.cluster import train_environment
+from rayrec.launch.fork_server import import_all
 from rayrec.launch.forked_worker import MODULES, python_of_a_job
 
 _IMPORT_MODULES: Final = f"{__name__}.import_modules"
@@ -32,12 +32,8 @@ def importing(modules: Sequence[str], *, without_ray: Sequence[str] = ()) -> dic
 
 
 def import_modules() -> None:
-    """The hook. A module that cannot be imported is left to the worker, whose error says more."""
-    for module in os.environ[_MODULES].split(","):
-        try:
-            importlib.import_module(module)
-        except Exception as error:
-            _logger.info("%s is not imported ahead: %s", module, error)
+    """The hook."""
+    import_all(os.environ[_MODULES].split(","))
 
 
 def imports_ahead(variables: Mapping[str, str]) -> bool:
