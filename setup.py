@@ -3,6 +3,8 @@
 The module keeps to Python's stable ABI, so that one wheel serves 3.11 and every later version.
 """
 
+from glob import glob
+
 from setuptools import Extension, setup
 
 setup(
@@ -27,7 +29,7 @@ setup(
                 "src/rayrec/native/checksum.c",
                 "src/rayrec/native/ranking.c",
             ],
-            depends=["src/rayrec/native/kernels.h", "src/rayrec/native/format.h", "src/rayrec/native/vectors.h"],
+            depends=glob("src/rayrec/native/*.h"),
             extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra", "-fno-math-errno"],
             libraries=["m"],
             define_macros=[("Py_LIMITED_API", "0x030B0000")],

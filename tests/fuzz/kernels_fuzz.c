@@ -307,6 +307,17 @@ static void fuzz_table_training(void) { /* gradients of rows add up to those of 
     free(values), free(mean), free(square);
 }
 
+/* One of a kernel's variants that this CPU can run. */
+#if defined(__x86_64__)
+#define ANY_OF(name)                                                                          \
+    (below(2) && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw")     \
+             && __builtin_cpu_supports("avx512dq")                                            \
+         ? name##_avx512                                                                      \
+         : below(2) && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? name##_avx2 : name)
+#else
+#define ANY_OF(name) name
+#endif
+
 static void fuzz_dots(void) { /* against products one by one, of small whole numbers, which float32 and bfloat16 hold exactly */
     const int64_t rows = below(4), count = 1 + below(40), dim = 1 + below(40), pairs = count * (count - 1) / 2, size = dim + pairs;
     float *dense = buffer(4 * rows * dim), *sparse = buffer(4 * rows * (count - 1) * dim), *out = buffer(4 * rows * size);
@@ -319,7 +330,7 @@ static void fuzz_dots(void) { /* against products one by one, of small whole num
     for (int64_t i = 0; i < rows * dim; i++) dense[i] = (float)(below(5) - 2);
     for (int64_t i = 0; i < rows * (count - 1) * dim; i++) sparse[i] = (float)(below(5) - 2);
     const rayrec_dots dots = {dense, sparse, places, count, dim, VALUES_FLOAT32, VALUES_FLOAT32, out, of_dense, of_sparse};
-    rayrec_work work = {rayrec_pairwise_dots, &dots, rows, 1 + below(3), 0, 0};
+    rayrec_work work = {ANY_OF(rayrec_pairwise_dots), &dots, rows, 1 + below(3), 0, 0};
     rayrec_take_part(&work);
     CHECK(!work.failed);
 #define VECTOR(row, i) ((i) ? sparse + ((row) * (count - 1) + places[(i)-1]) * dim : dense + (row) * dim)
@@ -335,7 +346,7 @@ static void fuzz_dots(void) { /* against products one by one, of small whole num
             }
     }
     for (int64_t i = 0; i < rows * size; i++) out[i] = (float)(below(5) - 2);
-    CHECK(!rayrec_pairwise_dots_backward(&dots, 0, rows));
+    CHECK(!ANY_OF(rayrec_pairwise_dots_backward)(&dots, 0, rows));
     for (int64_t row = 0; row < rows; row++)
         for (int64_t d = 0; d < dim; d++) {
             const float *given = out + row * size + dim;
@@ -355,7 +366,7 @@ static void fuzz_relu(void) { /* a gradient stays where the output is above 0; i
     for (int64_t i = 0; i < rows * columns; i++) output[i] = (float)(below(3) - 1), given[i] = gradient[i] = (float)(below(9) - 4);
     for (int64_t i = 0; i < blocks * columns; i++) sums[i] = 0;
     const rayrec_relu relu = {output, gradient, turned, sums, rows, columns};
-    CHECK(!rayrec_relu_backward(&relu, 0, blocks));
+    CHECK(!ANY_OF(rayrec_relu_backward)(&relu, 0, blocks));
     for (int64_t c = 0; c < columns; c++) {
         float expected = 0, found = 0;
         for (int64_t r = 0; r < rows; r++) {

@@ -10,8 +10,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from rayrec.layers.embedded import Order
-from rayrec.layers.kernel_threads import run_kernel
-from rayrec.native import library
+from rayrec.layers.kernel_threads import run_kernel, vectorized
 
 _KINDS: Final = {torch.float32: 0, torch.bfloat16: 1}  # rayrec_values_kind of native/kernels.h
 _ROWS_AT_ONCE: Final = 256
@@ -116,7 +115,7 @@ def _dots(dense: torch.Tensor, sparse: torch.Tensor, places: list[int]) -> torch
     pairs = len(places) * (len(places) + 1) // 2
     output = dense.new_empty(len(dense), dense.shape[1] + pairs)
     arguments = _structure(dense, sparse, places, output)
-    run_kernel(library().rayrec_pairwise_dots, arguments, len(dense), at_once=_ROWS_AT_ONCE)
+    run_kernel(vectorized("rayrec_pairwise_dots"), arguments, len(dense), at_once=_ROWS_AT_ONCE)
     return output
 
 
@@ -126,7 +125,7 @@ def _dots_backward(
     gradient, dense, sparse = gradient.contiguous(), dense.contiguous(), sparse.contiguous()
     gradients = torch.empty_like(dense), torch.empty_like(sparse)
     arguments = _structure(dense, sparse, places, gradient, *gradients)
-    run_kernel(library().rayrec_pairwise_dots_backward, arguments, len(dense), at_once=_ROWS_AT_ONCE)
+    run_kernel(vectorized("rayrec_pairwise_dots_backward"), arguments, len(dense), at_once=_ROWS_AT_ONCE)
     return gradients
 
 

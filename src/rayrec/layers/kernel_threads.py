@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -12,6 +12,13 @@ from rayrec.native import library
 
 Kernel = Any
 """A function of `library()` that kernels.h declares as a `rayrec_kernel`."""
+
+
+@cache
+def vectorized(name: str) -> Kernel:
+    """The kernel of this name for this CPU, where `native/vectors.h` compiles it for several: by what torch's operators use."""
+    suffix = {"AVX2": "_avx2", "AVX512": "_avx512"}.get(torch.backends.cpu.get_cpu_capability(), "")
+    return getattr(library(), name + suffix)
 
 
 def run_kernel(kernel: Kernel, arguments: Any, count: int, *, at_once: int) -> None:

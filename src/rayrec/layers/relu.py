@@ -7,8 +7,7 @@ from typing import Final
 
 import torch
 
-from rayrec.layers.kernel_threads import run_kernel
-from rayrec.native import library
+from rayrec.layers.kernel_threads import run_kernel, vectorized
 
 _BLOCK: Final = 64  # RELU_BLOCK of native/kernels.h
 
@@ -26,7 +25,7 @@ def _relu_backward(gradient: torch.Tensor, output: torch.Tensor) -> tuple[torch.
     blocks = -(-rows // _BLOCK)
     turned, sums = gradient.new_empty(columns, rows), gradient.new_zeros(blocks, columns)
     pointers = [tensor.data_ptr() for tensor in (output, gradient, turned, sums)]
-    run_kernel(library().rayrec_relu_backward, _CRelu(*pointers, rows, columns), blocks, at_once=1)
+    run_kernel(vectorized("rayrec_relu_backward"), _CRelu(*pointers, rows, columns), blocks, at_once=1)
     return turned, sums.sum(0)
 
 

@@ -290,6 +290,10 @@ rayrec_kernel rayrec_gather_row_gradients, rayrec_update_by_adam;
 
 /* dots.c: of a rayrec_dots, whose things are rows. */
 rayrec_kernel rayrec_pairwise_dots, rayrec_pairwise_dots_backward;
+#if defined(__x86_64__) /* for CPUs with AVX2 and FMA; and with AVX-512 F, BW, DQ and VL, too */
+rayrec_kernel rayrec_pairwise_dots_avx2, rayrec_pairwise_dots_backward_avx2, rayrec_relu_backward_avx2;
+rayrec_kernel rayrec_pairwise_dots_avx512, rayrec_pairwise_dots_backward_avx512, rayrec_relu_backward_avx512;
+#endif
 
 /* relu.c: of a rayrec_relu, whose things are its blocks. */
 rayrec_kernel rayrec_relu_backward;

@@ -4,25 +4,10 @@
 
 #include <stdint.h>
 
-/* A function compiled for CPUs with AVX-512, with AVX2 and with neither; the loader takes the one for this CPU. All that it calls
- * must be part of it. Elsewhere it is compiled once. */
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#if __GNUC__ >= 12
-#define VECTORIZED \
-    __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"), optimize("fp-contract=fast")))
-#else /* knows no such levels here */
-#define VECTORIZED __attribute__((target_clones("avx512f", "avx2", "default")))
-#endif
-#else
-#define VECTORIZED
-#endif
 #define PART_OF_IT static inline __attribute__((always_inline))
 
-/* Values that are computed at once: in one register, where the CPU has those of 64 bytes. */
-enum { LANES = 16, QUAD = 4 };
-typedef float lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
+enum { QUAD = 4 };
 typedef float quad __attribute__((vector_size(QUAD * sizeof(float)), aligned(sizeof(float)), may_alias));
-typedef int32_t whole_lanes __attribute__((vector_size(LANES * sizeof(int32_t))));
 typedef int32_t places_of_quad __attribute__((vector_size(QUAD * sizeof(int32_t))));
 
 #if defined(__clang__)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from rayrec.layers import kernel_threads
+from rayrec.layers import dots, kernel_threads
 from rayrec.layers.dots import _indices, _OperatorDots, pairwise_dots
 
 
@@ -59,6 +59,24 @@ def test_no_number_of_threads_and_no_lack_of_openmp_changes_a_bit(monkeypatch: p
         assert torch.equal(result, results[0])
 
 
+@pytest.mark.parametrize("capability", ["DEFAULT", "AVX2", "AVX512"])
+def test_each_cpu_has_its_kernel(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = ("DEFAULT", "AVX2", "AVX512")
+    if torch.backends.cpu.get_cpu_capability() not in order[order.index(capability) :]:
+        pytest.skip("not this CPU")
+    dense, sparse, places = drawn(40, 26, 16, (FLOAT, FLOAT))
+    expected = pairwise_dots(dense, sparse, places)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    kernel_threads.vectorized.cache_clear()
+    try:
+        assert kernel_threads.vectorized("rayrec_pairwise_dots").__name__.endswith(
+            "dots" if capability == "DEFAULT" else capability.lower()
+        )
+        torch.testing.assert_close(pairwise_dots(dense, sparse, places), expected)
+    finally:
+        kernel_threads.vectorized.cache_clear()
+
+
 def test_several_threads_take_part() -> None:
     assert kernel_threads._openmp_parallel() is not None
 
@@ -66,12 +84,10 @@ def test_several_threads_take_part() -> None:
 def test_a_row_without_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     dense, sparse = torch.zeros(1, 1), torch.zeros(1, 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    from rayrec.layers import dots
-
     arguments = dots._structure(dense, sparse, [0], torch.zeros(1, 2))
     arguments.vectors = 1 << 26  # their products are more than there are addresses
     with pytest.raises(MemoryError, match="rayrec_pairwise_dots"):
-        kernel_threads.run_kernel(dots.library().rayrec_pairwise_dots, arguments, 1, at_once=1)
+        kernel_threads.run_kernel(kernel_threads.vectorized("rayrec_pairwise_dots"), arguments, 1, at_once=1)
 
 
 def test_torch_counts_its_operations() -> None:
