@@ -16,7 +16,7 @@ Kernel = Any
 
 @cache
 def vectorized(name: str) -> Kernel:
-    """The kernel of this name for this CPU, where `native/vectors.h` compiles it for several: by what torch's operators use."""
+    """The kernel of this name for this CPU, where `native/each_cpu.h` compiles it for several: by what torch's operators use."""
     suffix = {"AVX2": "_avx2", "AVX512": "_avx512"}.get(torch.backends.cpu.get_cpu_capability(), "")
     return getattr(library(), name + suffix)
 
