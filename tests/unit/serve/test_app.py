@@ -17,7 +17,7 @@ import orjson
 import pyarrow as pa
 import pytest
 from asgi_client import Reply, ask, post, post_async, request
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from served_click_model import (
@@ -311,8 +311,12 @@ def _as_text(rows: list[dict[str, Any]], schema: Schema, *, header: bool) -> byt
         "delimiter": "\t" if hexadecimal else ",",
         "lineterminator": "\n" if hexadecimal else "\r\n",
     }
-    writer = csv.writer(out, **settings, quoting=csv.QUOTE_NONE if hexadecimal else csv.QUOTE_MINIMAL)
     columns = schema.unlabelled().columns
+    texts = [text for row in rows for value in row.values() for text in (value if isinstance(value, list) else [value])]
+    # Fields without quotes lose the blanks around them.
+    blanks = any(text != text.strip(" \t") for text in texts if isinstance(text, str))
+    quoting = csv.QUOTE_NONE if hexadecimal else csv.QUOTE_ALL if blanks else csv.QUOTE_MINIMAL
+    writer = csv.writer(out, **settings, quoting=quoting)
     if header:
         writer.writerow(columns)
     for row in rows:
@@ -325,6 +329,7 @@ def _as_text(rows: list[dict[str, Any]], schema: Schema, *, header: bool) -> byt
 
 @settings(max_examples=60, deadline=None)
 @given(bodies())
+@example(("one", [{"shop": " "}, {"shop": ""}, {"shop": "a "}], [2, 0, 1]))
 def test_every_row_gets_its_own_score(body: tuple[str, list[dict[str, Any]], list[int]]) -> None:
     """As many scores as rows, in their order, whatever the format."""
     name, rows, order = body
