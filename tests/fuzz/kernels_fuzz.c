@@ -360,12 +360,13 @@ static void fuzz_dots(void) { /* against products one by one, of small whole num
 }
 
 static void fuzz_relu(void) { /* a gradient stays where the output is above 0; its transpose and its sums are of what is left */
-    const int64_t rows = below(200), columns = 1 + below(70), blocks = (rows + RELU_BLOCK - 1) / RELU_BLOCK;
+    const int64_t rows = below(200), columns = 1 + below(70), block = 1 + below(80);
+    const int64_t blocks = (rows + block - 1) / block;
     float *output = buffer(4 * rows * columns), *gradient = buffer(4 * rows * columns), *turned = buffer(4 * rows * columns);
     float *given = buffer(4 * rows * columns), *sums = buffer(4 * blocks * columns);
     for (int64_t i = 0; i < rows * columns; i++) output[i] = (float)(below(3) - 1), given[i] = gradient[i] = (float)(below(9) - 4);
     for (int64_t i = 0; i < blocks * columns; i++) sums[i] = 0;
-    const rayrec_relu relu = {output, gradient, turned, sums, rows, columns};
+    const rayrec_relu relu = {output, gradient, turned, sums, rows, columns, block};
     CHECK(!ANY_OF(rayrec_relu_backward)(&relu, 0, blocks));
     for (int64_t c = 0; c < columns; c++) {
         float expected = 0, found = 0;
@@ -374,7 +375,7 @@ static void fuzz_relu(void) { /* a gradient stays where the output is above 0; i
             CHECK(gradient[r * columns + c] == kept && turned[c * rows + r] == kept);
             expected += kept;
         }
-        for (int64_t block = 0; block < blocks; block++) found += sums[block * columns + c];
+        for (int64_t b = 0; b < blocks; b++) found += sums[b * columns + c];
         CHECK(found == expected);
     }
     free(output), free(gradient), free(turned), free(given), free(sums);

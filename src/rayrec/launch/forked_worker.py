@@ -168,9 +168,10 @@ def leave_newest(address: str, *, raylet: int) -> None:
     is `MOST_SERVERS`."""
     import glob
 
+    if os.path.lexists(address):
+        os.unlink(address)
     sockets = glob.glob(os.path.join(glob.escape(os.path.dirname(address)), f"{raylet}-????????"))
-    others = sorted((file for file in sockets if file != address), key=os.path.getmtime)
-    for file in (*others[: max(0, len(others) + 1 - MOST_SERVERS)], *(file for file in sockets if file == address)):
+    for file in sorted(sockets, key=os.path.getmtime)[: max(0, len(sockets) + 1 - MOST_SERVERS)]:
         os.unlink(file)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from rayrec.layers.embedded import Order
+from rayrec.layers.embedded import Order, places_of
 from rayrec.layers.kernel_threads import run_kernel, vectorized
 
 _KINDS: Final = {torch.float32: 0, torch.bfloat16: 1}  # rayrec_values_kind of native/kernels.h
@@ -25,7 +25,7 @@ def pairwise_dots(dense: torch.Tensor, sparse: torch.Tensor, order: Order) -> to
     On CPU a kernel does it, which reads and writes each value once and sums in float32.
     """
     if dense.is_cpu and dense.dtype in _KINDS and sparse.dtype in _KINDS:
-        return _KernelDots.apply(dense, sparse, sorted(range(len(order)), key=order.__getitem__))
+        return _KernelDots.apply(dense, sparse, places_of(order))
     return _OperatorDots.apply(dense, sparse, *_indices(order, dense.shape[1], dense.device))
 
 

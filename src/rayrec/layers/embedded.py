@@ -15,12 +15,16 @@ Delivery = tuple[torch.Tensor, Order]
 """(rows, num_features * dim) float32, and the order of the features in it."""
 
 
+def places_of(order: Order) -> list[int]:
+    """The place of each feature's embedding."""
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
 def in_feature_order(values: torch.Tensor, order: Order, *, dim: int) -> torch.Tensor:
     """Brings (rows, num_features * dim) embeddings into the order of the features; no copy when they already are."""
     if order == tuple(range(len(order))):
         return values
-    places = sorted(range(len(order)), key=order.__getitem__)
-    return torch.cat([values[:, place * dim : (place + 1) * dim] for place in places], dim=1)
+    return torch.cat([values[:, place * dim : (place + 1) * dim] for place in places_of(order)], dim=1)
 
 
 @final

@@ -9,7 +9,8 @@ import torch
 
 from rayrec.layers.kernel_threads import run_kernel, vectorized
 
-_BLOCK: Final = 64  # RELU_BLOCK of native/kernels.h
+_BLOCK: Final = 64
+"""Rows that a thread takes at a time, and over which it sums."""
 
 
 def relu_backward_(gradient: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,7 +26,7 @@ def _relu_backward(gradient: torch.Tensor, output: torch.Tensor) -> tuple[torch.
     blocks = -(-rows // _BLOCK)
     turned, sums = gradient.new_empty(columns, rows), gradient.new_zeros(blocks, columns)
     pointers = [tensor.data_ptr() for tensor in (output, gradient, turned, sums)]
-    run_kernel(vectorized("rayrec_relu_backward"), _CRelu(*pointers, rows, columns), blocks, at_once=1)
+    run_kernel(vectorized("rayrec_relu_backward"), _CRelu(*pointers, rows, columns, _BLOCK), blocks, at_once=1)
     return turned, sums.sum(0)
 
 
@@ -39,6 +40,7 @@ class _CRelu(ctypes.Structure):
         ("sums", ctypes.c_void_p),
         ("rows", ctypes.c_int64),
         ("columns", ctypes.c_int64),
+        ("block_rows", ctypes.c_int64),
     ]
 
 

@@ -173,16 +173,15 @@ typedef struct {
     void *sparse_gradient; /* as `sparse` */
 } rayrec_dots;
 
-enum { RELU_BLOCK = 64 };
-
 /* The gradient of a ReLU's output, which becomes that of its input. */
 typedef struct {
     const float *output; /* (rows, columns) */
     float *gradient; /* (rows, columns) */
     float *turned; /* (columns, rows): becomes the gradient transposed */
-    float *sums; /* (blocks, columns), 0: become the sums of the gradient over each RELU_BLOCK rows, the last block having fewer */
+    float *sums; /* (blocks, columns), 0: become the sums of the gradient over the rows of each block */
     int64_t rows;
     int64_t columns;
+    int64_t block_rows; /* of each block but the last, which may have fewer */
 } rayrec_relu;
 
 /* A kernel that computes things from `start` to before `stop` of its arguments, and gives 0, or 1 if there is no memory. */

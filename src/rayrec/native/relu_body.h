@@ -35,7 +35,8 @@ KERNEL int32_t NAMED(rayrec_relu_backward)(const void *arguments, int64_t start,
     const rayrec_relu *relu = arguments;
     const int64_t width = relu->columns;
     for (int64_t block = start; block < stop; block++) {
-        const int64_t first = block * RELU_BLOCK, end = first + RELU_BLOCK < relu->rows ? first + RELU_BLOCK : relu->rows;
+        const int64_t first = block * relu->block_rows, behind = first + relu->block_rows;
+        const int64_t end = behind < relu->rows ? behind : relu->rows;
         float *sums = relu->sums + block * width;
         int64_t column = 0;
         for (; column + TILE <= width; column += TILE) {
