@@ -59,6 +59,7 @@ def test_models_with_published_settings_are_trained_as_published(name: str) -> N
     assert workload.sparse_optimizer.learning_rate == workload.dense_optimizer.learning_rate == 1e-3
     assert (workload.max_gradient_norm, workload.table_start.std) == (10.0, 1e-4)
     assert (config.plateau.patience, config.early_stopping.patience) == (1, 2)
+    assert (config.evaluate_every, config.evaluations_per_epoch) == (None, 1)
     assert workload.model.embedding_dim == 16
     assert recipes.PUBLISHED[name] == "criteo_kaggle"
 

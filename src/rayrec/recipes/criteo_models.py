@@ -46,8 +46,8 @@ def criteo_dcnv3(path: str | None = None) -> TrainConfig:
 
 
 def _x4(recipe: str, path: str | None, model: ClickModelConfig, *, batch_size: int, seed: int) -> TrainConfig:
-    """FuxiCTR's training: Adam on tables and network, an L2 penalty on whole tables, and joint clipping of gradients. An epoch
-    without an improvement divides the learning rates by ten; two in a row end training."""
+    """FuxiCTR's training: Adam on tables and network, an L2 penalty on whole tables, and joint clipping of gradients. Evaluates
+    once per epoch: an epoch without an improvement divides the learning rates by ten, two in a row end training."""
     return TrainConfig(
         recipe=recipe,
         workload=ClickWorkload(
@@ -62,6 +62,7 @@ def _x4(recipe: str, path: str | None, model: ClickModelConfig, *, batch_size: i
         train_data=DataConfig(path=path, files=("train",)),
         epochs=_MOST_EPOCHS,
         batch_size=batch_size,
+        evaluations_per_epoch=1,
         seed=seed,
         plateau=PlateauConfig(patience=1, factor=0.1),
         early_stopping=EarlyStoppingConfig(patience=2, min_improvement=1e-6),

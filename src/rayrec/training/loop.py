@@ -267,7 +267,7 @@ def steer(
     if 0 < patience <= progress.since_best:
         return True  # it had stopped before
     total = progress.step + loader.steps
-    evaluate_every = config.evaluate_every or max(1, math.ceil(loader.steps_per_epoch / 4))
+    evaluate_every = config.evaluate_every or max(1, math.ceil(loader.steps_per_epoch / config.evaluations_per_epoch))
     end = last_step(total, pause_at)
     setup.model.train()
     saved_step = progress.step  # the start, and a checkpoint that training resumed from, need no save

@@ -263,7 +263,9 @@ class TrainConfig(Config):
     eval_batch_size: int = 8192
     """Rows a worker scores at once."""
     evaluate_every: int | None = None
-    """Steps between evaluations; None: four times an epoch."""
+    """Steps between evaluations; None: by `evaluations_per_epoch`."""
+    evaluations_per_epoch: int = 4
+    """Evaluations per epoch if `evaluate_every` is not set; the interval is rounded up to whole steps."""
     log_every: int = 20
     """Steps between progress events."""
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -308,7 +310,7 @@ class TrainConfig(Config):
         for name in ("epochs", "batch_size", "min_steps_per_epoch", "eval_batch_size", "log_every"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}: {getattr(self, name)} must be at least 1")
-        for name in ("steps", "evaluate_every"):
+        for name in ("steps", "evaluate_every", "evaluations_per_epoch"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name}: {value} must be at least 1")

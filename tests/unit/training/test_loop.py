@@ -133,21 +133,29 @@ class Run:
     """A run of 20 steps whose saves and events are written down."""
 
     def __init__(
-        self, *, ahead: int = 3, start: int = 0, progress: Progress | None = None, evaluation: int = 0, **config: Any
+        self,
+        *,
+        ahead: int = 3,
+        start: int = 0,
+        stop: int = 20,
+        progress: Progress | None = None,
+        evaluation: int = 0,
+        recipe: str = "criteo_demo",
+        **config: Any,
     ) -> None:
-        """`evaluation`: batches of an evaluation."""
+        """`stop`: the last step, of epochs of 20; `evaluation`: batches of an evaluation."""
         self.evaluation = evaluation
         self.pipeline = Pipeline(ahead)
         self.saves: list[tuple[int, int, float | None, bool, bool]] = []
         self.events: list[tuple[str, int]] = []
         self.progress = progress or Progress(step=start, rows=10 * start)
-        self.loader = Loader(start, 20)
+        self.loader = Loader(start, stop)
         self.interruption = Interruption(self.pipeline)
         self.clock: StepClock = NoClock()
         self.fields: list[dict[str, Any]] = []
         self.first_steps: list[tuple[float, float]] = []
         fields = {"evaluate_every": 8, "log_every": 4, "early_stopping": {"patience": 0}, **config}
-        self.config = recipes.criteo_demo("none").replace(**fields)
+        self.config = recipes.ALL[recipe]("none").replace(**fields)
 
     def run(self, *, pause_at: float | None = None) -> bool:
         setup = SimpleNamespace(
@@ -210,6 +218,25 @@ def test_a_pause_is_evaluated_and_saved_and_the_run_learns_nothing_of_it() -> No
     assert last.run(pause_at=1.0)
     assert last.pipeline.trained == list(range(8, 20))
     assert last.saves == [(16, 160, 0.66, False, False), (20, 200, 0.7, True, True)]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "config", "expected"),
+    [
+        ("criteo_demo", {}, [5, 10, 15, 20, 25, 30, 35, 40]),
+        ("criteo_demo", {"evaluations_per_epoch": 3}, [7, 14, 21, 28, 35, 40]),
+        ("criteo_demo", {"evaluations_per_epoch": 100}, list(range(1, 41))),
+        ("criteo_finalnet_x4", {}, [20, 40]),
+        ("criteo_finalmlp", {}, [20, 40]),
+        ("criteo_dcnv3", {}, [20, 40]),
+        ("criteo_dcnv3", {"evaluate_every": 16}, [16, 32, 40]),
+    ],
+)
+def test_evaluations_per_epoch(recipe: str, config: dict[str, Any], expected: list[int]) -> None:
+    """Recipes with published settings evaluate once an epoch, as their patience counts epochs; `evaluate_every` wins."""
+    run = Run(recipe=recipe, stop=40, **{"evaluate_every": None, **config})
+    assert run.run()
+    assert [step for kind, step in run.events if kind == "evaluate"] == expected
 
 
 @pytest.mark.parametrize("ahead", [1, 3])
