@@ -50,7 +50,7 @@ class Prepared:
     folder: str
     """Of the stored Preprocessor."""
     best_auroc: float | None
-    """The best any model could reach on the test rows; known for a synthetic log."""
+    """The best any model could reach on the test rows; known for the test rows of a synthetic log."""
     teacher: Teacher | None = None
 
     def open_preprocessor(self) -> Preprocessor:
@@ -196,19 +196,15 @@ class ClickWorkload(Workload):
         index = self._index(config.train_data, context, index_text=index_log if given else counting.index)
         bad_rows = index.faults.total
         if config.eval_data.path is None:
-            rows = self.split_rows(config.train_data.path, index)
-            train = _order(index, rows["train"], config.train_data, config.seed)
-            held_out = {
-                name: _order(index, rows[name], config.eval_data.replace(shuffle="none"), 0)
-                for name in ("validation", "test")
-            }
+            rows, evaluated = self.split_rows(config.train_data.path, index), index
+            best_auroc = _best_auroc(config.train_data.path, index, rows.get("test"))
         else:
-            train = _order(index, (0, index.rows), config.train_data, config.seed)
-            eval_index = self._index(config.eval_data, context, index_text=index_log)
-            bad_rows += eval_index.faults.total
-            held_out = {
-                "validation": _order(eval_index, (0, eval_index.rows), config.eval_data.replace(shuffle="none"), 0)
-            }
+            evaluated = self._index(config.eval_data, context, index_text=index_log)
+            bad_rows += evaluated.faults.total
+            rows, best_auroc = {"train": (0, index.rows), "validation": (0, evaluated.rows)}, None
+        in_order = config.eval_data.replace(shuffle="none")
+        held_out = {name: _order(evaluated, rows[name], in_order, 0) for name in rows if name != "train"}
+        train = _order(index, rows["train"], config.train_data, config.seed)
         preprocessor = self._preprocessor(folder, index, context, teacher, counting)
         context.stopwatch.lap("vocabulary")
         _check_sparse(preprocessor.inputs)
@@ -225,7 +221,7 @@ class ClickWorkload(Workload):
             sets={"train": train, **held_out},
             bad_rows=bad_rows,
             folder=folder,
-            best_auroc=_best_auroc(config.train_data.path, index) if config.eval_data.path is None else None,
+            best_auroc=best_auroc,
             teacher=teacher,
         )
 
@@ -460,11 +456,12 @@ def _order(index: LogIndex, rows: tuple[int, int], data: DataConfig, seed: int) 
     return EpochOrder(parts, data.shuffle, seed, data.segments_per_block)
 
 
-def _best_auroc(path: str, index: LogIndex) -> float | None:
-    """Of the test rows, from the truth.json beside a generated log; None where there is none or the rows are not its."""
+def _best_auroc(path: str, index: LogIndex, test: tuple[int, int] | None) -> float | None:
+    """Return the best AUROC of the test rows, from the truth.json beside a generated log; None if it is not known for them."""
     for folder in (path, storage.folder_of(path)):
         place = storage.join(folder, "truth.json")
         if storage.exists(place):
             truth = storage.read_json(place)
-            return truth["split"]["test"]["auroc"] if truth["rows"] == index.rows else None
+            known = truth["split"]["test"]
+            return known["auroc"] if (index.rows - known["rows"], truth["rows"]) == test else None
     return None
