@@ -61,6 +61,7 @@ def test_models_with_published_settings_are_trained_as_published(name: str) -> N
     assert (config.plateau.patience, config.early_stopping.patience) == (1, 2)
     assert (config.evaluate_every, config.evaluations_per_epoch) == (None, 1)
     assert workload.model.embedding_dim == 16
+    assert getattr(workload.model, "tower_losses", False) is False
     assert recipes.PUBLISHED[name] == "criteo_kaggle"
 
 

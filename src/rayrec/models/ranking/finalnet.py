@@ -20,7 +20,7 @@ from rayrec.models.checks import check_dropouts
 
 @dataclass(frozen=True, kw_only=True)
 class FinalNetConfig(ClickModelConfig):
-    """Two towers of factorized interaction layers, whose logits are averaged and which learn from their mean."""
+    """Two towers of factorized interaction layers, whose logits are averaged and which also learn from their mean."""
 
     first_tower: tuple[int, ...] = (400, 400)
     """Widths of its layers, each even."""
@@ -34,6 +34,8 @@ class FinalNetConfig(ClickModelConfig):
     """Normalize each layer's outputs over the global batch."""
     feature_gate: bool = True
     """The first tower also gets its embeddings times a weight that is computed from all features."""
+    tower_losses: bool = True
+    """Add each tower's cross entropy with the probability of their mean to the loss."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,7 +54,7 @@ class FinalNet(nn.Module):
 
     def __init__(self, config: FinalNetConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()
-        self._label, dim = inputs.label, config.embedding_dim
+        self._label, self._tower_losses, dim = inputs.label, config.tower_losses, config.embedding_dim
         count = inputs.num_dense + len(inputs.features)
         self.number_vectors = number_vectors(inputs.num_dense, dim)
         self.gate = EmptyLinear(count, count) if config.feature_gate else None
@@ -68,7 +70,7 @@ class FinalNet(nn.Module):
         )
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
-        """See `ClickModelConfig.build`; beside the label's logits those of each tower, where there are two."""
+        """See `ClickModelConfig.build`; for `tower_losses` also the logits of each tower if there are two."""
         vectors = fields(dense, self.number_vectors, embedded)
         plain = gated = vectors.flatten(1)
         if self.gate is not None:
@@ -78,10 +80,12 @@ class FinalNet(nn.Module):
         if self.second is None:
             return {self._label: first}
         second = self.second(plain)
-        return {self._label: (first + second) * 0.5, "first tower": first, "second tower": second}
+        outputs = {self._label: (first + second) * 0.5}
+        return {**outputs, "first tower": first, "second tower": second} if self._tower_losses else outputs
 
     def loss(self, outputs: dict[str, torch.Tensor], labels: dict[str, torch.Tensor]) -> torch.Tensor:
-        """(rows,): the cross entropy of the logit with the label, and of each tower with the logit's probability."""
+        """(rows,): the cross entropy of the logit with the label, and for `tower_losses` of each tower with the logit's
+        probability."""
         logits = outputs[self._label]
         loss = functional.binary_cross_entropy_with_logits(logits, labels[self._label], reduction="none")
         for tower in ("first tower", "second tower"):

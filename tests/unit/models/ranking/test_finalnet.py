@@ -70,6 +70,26 @@ def test_one_tower_has_no_other_to_learn_from() -> None:
     assert torch.equal(net.loss(outputs, {"click": torch.ones(5)}), expected)
 
 
+def test_tower_losses_are_a_setting() -> None:
+    """Without them only the cross entropy of the mean logit is trained, as in the runs that BARS published."""
+    net, plain = network().train(), network(SMALL.replace(tower_losses=False)).train()
+    assert_same_weights(net, plain)
+    dense, pooled, labels = torch.randn(ROWS, 2), torch.randn(ROWS, 12), torch.randint(0, 2, (ROWS,)).float()
+    outputs = plain(dense, Embedded.in_order(INPUTS.features, 4, pooled))
+    logits = reference(net, dense, pooled)[0]
+    torch.testing.assert_close(outputs["click"], logits, atol=1e-5, rtol=1e-5)
+    loss = plain.loss(outputs, {"click": labels})
+    expected = functional.binary_cross_entropy(torch.sigmoid(logits), labels, reduction="none")
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+    more = net.loss(net(dense, Embedded.in_order(INPUTS.features, 4, pooled)), {"click": labels})
+    assert (more > loss.detach() + 0.1).all()
+
+
+def assert_same_weights(first: nn.Module, second: nn.Module) -> None:
+    assert first.state_dict().keys() == second.state_dict().keys()
+    assert all(torch.equal(tensor, second.state_dict()[name]) for name, tensor in first.state_dict().items())
+
+
 def batch(rows: int) -> Batch:
     chance = torch.Generator().manual_seed(rows)
     ids = torch.cat([torch.randint(0, 9, (rows,), generator=chance) for _ in range(3)])
