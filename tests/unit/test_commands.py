@@ -157,6 +157,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         (("--step", "5"), "no flag --step; did you mean --steps?"),
         (("--batchsize=5",), "no flag --batchsize; did you mean --batch-size?"),
         (("--shuffl", "none"), "no flag --shuffl; did you mean --train-data.shuffle or --eval-data.shuffle?"),
+        (("--pin_memory",), "no flag --pin_memory; `rayrec config criteo_demo --help` shows every flag"),
         (("--qqqqqqq",), "no flag --qqqqqqq; `rayrec config criteo_demo --help` shows every flag"),
         (("more",), "takes no argument 'more'; `rayrec config criteo_demo --help` shows what it takes"),
         (

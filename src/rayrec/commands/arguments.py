@@ -111,13 +111,22 @@ def _refuse_unknown(prog: str, kind: Any, token: str, options: dict[str, Any]) -
         tyro.cli(kind, args=["--help"], prog=prog, **options)
     named = re.findall(r"^[│ ] (?:-\w, )?(--.*?)(?:  |│|$)", help_text.getvalue(), re.MULTILINE)
     known = dict.fromkeys(flag for line in named for flag in re.findall(r"--[a-z][\w.-]*", line))
-    near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.7)
+    near = [flag for flag in difflib.get_close_matches(wanted, known, cutoff=0.7) if _has_words_of(flag, wanted)][:1]
     if not near:  # a nested field without the names before its last dot
         last = {flag: flag.removeprefix("--").rpartition(".")[2] for flag in known}
         similar = difflib.get_close_matches(wanted.removeprefix("--").rpartition(".")[2], last.values(), n=1)
-        near = [flag for flag, name in last.items() if name in similar][:_MOST_MATCHES]
+        near = [flag for flag, name in last.items() if name in similar and _has_words_of(flag, wanted)][:_MOST_MATCHES]
     hint = f"did you mean {' or '.join(near)}?" if near else f"`{prog} --help` shows every flag"
     raise InputError(f"no flag {token.partition('=')[0]}; {hint}")
+
+
+def _has_words_of(flag: str, wanted: str) -> bool:
+    """Return whether each word of the wanted flag is similar to a word of the flag, short ones equal: pin-memory is not a typo of
+    no-memory or in-memory."""
+    words, wanted_words = re.findall(r"\w+", flag), re.findall(r"\w+", wanted)
+    if len(wanted_words) == 1:
+        return True
+    return all(word in words or (len(word) > 3 and difflib.get_close_matches(word, words)) for word in wanted_words)
 
 
 def _one_line(box: str) -> str:
