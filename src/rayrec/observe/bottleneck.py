@@ -195,8 +195,8 @@ def verdict(events: Sequence[Event]) -> Verdict | None:
     texts = {
         "host_to_device": "Copying batches to the device {share} of the time: the link to the device is the limit; fewer dense "
         "columns or ids a row would lift it.",
-        "evaluation": "Evaluating {share} of the time: a larger --evaluate-every, or fewer rows to evaluate on, would give it "
-        "to training.",
+        "evaluation": "Evaluating {share} of the time: a larger --evaluate-every, or a smaller log as --eval-data.path, would "
+        "give it to training.",
     }
     return Verdict(worst, share, None, texts[worst].format(share=_percent(share)))
 

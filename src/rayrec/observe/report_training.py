@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 from markupsafe import Markup
 
@@ -25,6 +25,17 @@ _PARTS_OF_RUN = 5
 """That the time split is shown for, beside the whole."""
 
 
+STEP_CHARTS: Final = (
+    ("Rows per second", "rows_per_s"),
+    ("Share of time blocked on data", "blocked_fraction"),
+    ("Share of the device's measured peak (a lower bound)", "peak_fraction"),
+    ("Learning rate", "learning_rate"),
+    ("Memory of the largest worker (bytes)", "memory_bytes"),
+    ("Most memory that tensors took of a GPU (bytes)", "device_memory_bytes"),
+)
+"""Title and field of step events of each chart over time."""
+
+
 def curves(
     rows: list[dict[str, Any]], events: Sequence[Event], tried: Sequence[Attempt], summary: Mapping[str, Any] | None
 ) -> Section:
@@ -39,15 +50,7 @@ def curves(
         line = Line(name.removeprefix(VALIDATION), points(rows, name))
         drawn.append(line_chart(f"Validation {line.name}", [line], x_label="step", marks=by_step))
     steps = [event for event in events if event["kind"] in ("step", "start")]  # a start breaks the line
-    for title, name in (
-        ("Rows per second", "rows_per_s"),
-        ("Share of time blocked on data", "blocked_fraction"),
-        ("Share of the device's measured peak (a lower bound)", "peak_fraction"),
-        ("Learning rate", "learning_rate"),
-        ("Gradient norm", "gradient_norm"),
-        ("Memory of the largest worker (bytes)", "memory_bytes"),
-        ("Most memory that tensors took of a GPU (bytes)", "device_memory_bytes"),
-    ):
+    for title, name in STEP_CHARTS:
         if any(name in event for event in steps):
             line = Line(title, [((event["time"] - events[0]["time"]) / unit_s, event.get(name)) for event in steps])
             drawn.append(line_chart(title, [line], x_label=f"time ({unit})", marks=by_time, from_zero=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -205,6 +206,12 @@ def test_slow_storage_for_checkpoints() -> None:
     bottleneck, _, text = told(run({"data": 0.02}, then=saves))
     assert bottleneck == "checkpoint"
     assert "25 % of the time: storage takes them at 2 MB/s, and 1 save was left out" in text
+
+
+def test_verdict_on_evaluation_names_both_remedies() -> None:
+    found = verdict(run({"data": 0.02}, then=[{"time": 60.0, "kind": "evaluate", "step": 40, "set": "validation"}]))
+    assert found is not None
+    assert re.findall(r"--[a-z-]+[.\w-]*\w", found.text) == ["--evaluate-every", "--eval-data.path"]
 
 
 def test_evaluation_that_takes_over() -> None:

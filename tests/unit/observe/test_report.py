@@ -22,6 +22,7 @@ from rayrec.observe.charts import NUM_SERIES, Line, Mark, Span, data_url, line_c
 from rayrec.observe.events import EventWriter
 from rayrec.observe.history import Price, cost
 from rayrec.observe.page import table
+from rayrec.observe.report_training import STEP_CHARTS
 from rayrec.quantities import clock_text, duration_text, durations_text, number_text, size_text, value_text
 
 VOID = {"meta", "img"}
@@ -105,6 +106,12 @@ def test_numbers_are_there(finished: str) -> None:
     assert "2026-09-21 14:13:21 UTC" in text
     assert "0:00:02" in text  # when the first attempt began
     assert re.search(r"20steps done again", text)
+
+
+def test_step_charts_draw_fields_of_step_events() -> None:
+    loop = (Path(rayrec.__file__).parent / "training" / "loop.py").read_text()
+    for title, name in STEP_CHARTS:
+        assert f'"{name}"' in loop, title
 
 
 def test_curves_and_marks(finished: str) -> None:
