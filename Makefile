@@ -140,7 +140,7 @@ $(WHEEL_TOOLS)/.installed: packaging/wheel-tools.txt | setup
 wheel: $(WHEEL_TOOLS)/.installed ## wheel (Linux, Python 3.11 and later), source archive and fbgemm's stand-in in dist/, checked
 	@$(WHEEL_TOOLS)/bin/python tools/wheels.py
 
-bench: setup ## benchmarks, one JSON object a row: BENCHMARKS="ingest vocabulary ...", by default all but quality
+bench: setup ## benchmarks, one JSON object a row: BENCHMARKS="ingest vocabulary ...", by default those above
 	@for name in $(BENCHMARKS); do echo "bench: $$name" >&2; $(RUN)/rayrec benchmark $$name; done
 
 clean: ## removes the environment and everything made here, the demo's log and runs too

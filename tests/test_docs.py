@@ -337,6 +337,83 @@ def test_the_summary_of_benchmarks_is_of_committed_rows() -> None:
     assert results.page(text) == text, "docs/benchmarks.md: run make pictures"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_tables_are_complete(page: Path) -> None:
+    """A head, a line of dashes, and rows of as many cells: otherwise the whole table is shown as text."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for table in re.findall(r"(?:^ *\|.*\n)+", text, re.MULTILINE):
+        head, dashes, *rows = (re.split(r"(?<!\\)\|", line.strip())[1:-1] for line in table.splitlines())
+        assert all(re.fullmatch(r" *:?-+:? *", cell) for cell in dashes), table
+        assert {len(row) for row in (dashes, *rows)} == {len(head)}, table
+        assert rows, table
+        assert all(re.fullmatch(r" *:?-+:? *", cell) is None for row in rows for cell in row), table
+
+
+def test_the_benchmarks_page_names_every_benchmark() -> None:
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    listed = re.findall(r"^rayrec benchmark ([a-z0-9-]+)", text, re.MULTILINE)
+    names = ast.literal_eval(_assigned(ROOT / "benchmarks" / "run.py", "NAMES"))
+    others = ast.literal_eval(_assigned(ROOT / "benchmarks" / "run.py", "OTHERS"))
+    assert set(listed) == {*names, *others}
+    by_make = re.search(r"^BENCHMARKS \?= (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    said = re.search(r"`make bench` runs (.*?), or", text, re.DOTALL)
+    assert by_make is not None
+    assert said is not None
+    assert re.findall(r"`([a-z0-9-]+)`", said[1]) == by_make[1].split()
+
+
+def _assigned(path: Path, name: str) -> str:
+    """The source of a module's constant."""
+    lines = (line for line in ast.parse(path.read_text()).body if isinstance(line, ast.Assign))
+    return next(ast.unparse(line.value) for line in lines if ast.unparse(line.targets[0]) == name)
+
+
+def test_example_categories_are_in_the_demo_log(tmp_path: Path) -> None:
+    """A request of the pages scores a category that the model of the quickstart knows."""
+    rayrec.generate(str(tmp_path), rows=2000)
+    rows = [line.split("\t") for line in (tmp_path / "train.txt").read_text().splitlines()]
+    shown = {found for page in PAGES for found in re.findall(r'"cat_(\d+)": "(\w+)"', page.read_text())}
+    assert shown
+    for column, category in shown:
+        assert sum(row[14 + int(column)] == category for row in rows) > 100, (column, category)
+
+
+def test_the_command_beside_dlrm_has_its_settings() -> None:
+    (block,) = (found for found in blocks(ROOT / "docs" / "from-torchrec-dlrm.md") if "dlrm_main.py" in found.text)
+    dlrm, ours = _commands(block)
+    given = dict(re.findall(r"--([a-z_]+) ([\w.,]+)", dlrm))
+    recipe = re.search(r"rayrec train (\w+)", ours)
+    assert recipe is not None
+    size = re.search(r"--batch-size (\d+)", ours)
+    assert size is not None
+    config = load_config(f"recipe: {recipe[1]}\nbatch_size: {size[1]}\n")
+    model, tables, network = (
+        getattr(config.workload, name) for name in ("model", "sparse_optimizer", "dense_optimizer")
+    )
+    settings = {
+        "nproc_per_node": re.search(r"--nproc-per-node (\d+)", ours)[1],  # type: ignore[index]
+        "embedding_dim": model.embedding_dim,
+        "dense_arch_layer_sizes": ",".join(map(str, model.bottom_mlp)),
+        "over_arch_layer_sizes": ",".join(map(str, model.top_mlp)),
+        "interaction_type": {"cross": "dcn"}[model.interaction],
+        "dcn_num_layers": model.cross_layers,
+        "dcn_low_rank_dim": model.cross_low_rank,
+        "batch_size": config.batch_size,
+        "epochs": config.epochs,
+        "learning_rate": tables.learning_rate,
+    }
+    assert {name: str(value) for name, value in settings.items()} == given
+    assert "--adagrad" in dlrm
+    assert tables.kind == network.kind == "adagrad"
+    assert tables.learning_rate == network.learning_rate
+
+
+def test_verdicts_advise_flags_that_exist(flags: dict[str, set[str]]) -> None:
+    advised = set(re.findall(r"--[a-z][\w.-]*\w", (ROOT / "src" / "rayrec" / "observe" / "bottleneck.py").read_text()))
+    assert len(advised) > 5
+    assert advised <= flags["train"]
+
+
 def test_named_tests_exist() -> None:
     """A name that ends in `...` is the beginning of one."""
     files = list((ROOT / "tests").rglob("test_*.py"))
