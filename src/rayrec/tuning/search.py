@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Final
 
 from rayrec import machine, storage
 from rayrec.config import InputError
 from rayrec.data import materialized
-from rayrec.data.position import EpochOrder
-from rayrec.data.preprocessor import PREPROCESSOR_FOLDER
-from rayrec.data.split import SplitParts
+from rayrec.data.materialized.formats import best_format
+from rayrec.data.materialized.writer import preprocess
+from rayrec.data.opening import index_log
 from rayrec.data.threads import ThreadEngine
 from rayrec.inference.evaluate import ScoredRows, json_values
 from rayrec.inference.scoring import ScoringRequest
@@ -24,8 +25,6 @@ from rayrec.launch import cluster
 from rayrec.observe.console import Console
 from rayrec.observe.events import read_events
 from rayrec.observe.history import working_s
-from rayrec.prepare.config import PreparationConfig
-from rayrec.prepare.preprocess import preprocess
 from rayrec.significance import METRICS, Resampling, compare_models
 from rayrec.training.preflight import check_settings, preflight
 from rayrec.tuning.config import TuneConfig
@@ -159,42 +158,24 @@ def _prepared(config: TrainConfig, folder: str, console: Console) -> tuple[Prepa
     storage.make_folder(place)
     with console.preparing():
         engine = ThreadEngine(cpus, max_outage_s=config.failure.max_outage_s)
-        prepared = workload.prepare(RunContext(config, place, engine, console.note, console.progress))
-    if not storage.exists(data):
-        split = workload.preset.split
-        parts = SplitParts(**{part.name: getattr(split, part.name) for part in fields(SplitParts)})
-        preparation = PreparationConfig(
-            preset=workload.preset.name,
-            schema=workload.schema,
-            split=split.kind,
-            parts=parts,
-            block_bytes=config.train_data.block_bytes,
-            segments_per_block=config.train_data.segments_per_block,
-            files=config.train_data.files,
-            max_bad_fraction=config.max_bad_fraction,
-            engine="threads",
-        )
-        preprocess(
-            config.train_data.path,
-            out=data,
-            format="binary",
-            preprocessor=storage.join(place, PREPROCESSOR_FOLDER),
-            config=preparation,
-            console=console,
-        )
-    sets = materialized.open_preprocessed(data).sets or {}
-    if any(tuple(sets.get(name, ())) != _range(order) for name, order in prepared.sets.items()):
-        raise InputError(
-            f"tune: the split {workload.preset.split.kind} with these settings gives other rows when a log is preprocessed; "
-            "search with the split of the preset, or split the log into files first (rayrec split)"
-        )
+        context = RunContext(config, place, engine, console.note, console.progress)
+        prepared = workload.prepare(context)
+        if not materialized.is_preprocessed(data):
+            quiet = dataclasses.replace(context, note=lambda text: None)  # the log's faults are reported by now
+            index = workload.open_index(config.train_data, quiet, index_text=index_log)
+            preprocessor = prepared.open_preprocessor()
+            preprocess(
+                index,
+                preprocessor=preprocessor,
+                out=data,
+                format=best_format(preprocessor, data),
+                engine=engine,
+                sets=workload.split_rows(config.train_data.path, index),
+                segments_per_task=config.train_data.segments_per_block,
+                progress=lambda rows: console.progress("preprocess (rows)", rows, index.rows),
+                note=console.note,
+            )
     return prepared, data
-
-
-def _range(order: EpochOrder) -> tuple[int, int]:
-    """[first, one after last) row of the log."""
-    ends = [(part.segment.first_row + part.start, part.segment.first_row + part.stop) for part in order.parts]
-    return min(first for first, _ in ends), max(stop for _, stop in ends)
 
 
 def _trial_config(
@@ -211,6 +192,7 @@ def _trial_config(
         name=f"trial_{number:04d}",
         storage_path=storage.join(folder, _TRIALS),
         train_data={"path": data, "files": ()},
+        workload={"schema": {"group": None}},  # preprocessed rows have no raw values to group by
         scaling={"num_workers": 1, "use_gpu": options.gpus_per_trial > 0},
         cluster={"address": cluster.IN_PROCESS, "num_cpus": options.cpus_per_trial},
     )
@@ -261,8 +243,8 @@ def _concluded(
         )
     best, own = finished[0], trials[0]
     compared = None
-    if best.number and own.checkpoint is not None:
-        compared = _compared(configs, best, own, prepared, console)
+    if best.number and own.checkpoint is not None and "test" in prepared.sets:
+        compared = _compared(configs, best, own, console)
     best_config = storage.join(folder, "best.yaml")
     storage.write_bytes(best_config, _best_yaml(config, best, options, prepared).encode())
     found = {
@@ -308,13 +290,9 @@ def _best_yaml(config: TrainConfig, best: Trial, options: TuneConfig, prepared: 
     return head + winner.to_yaml()
 
 
-def _compared(
-    configs: Sequence[TrainConfig], best: Trial, own: Trial, prepared: Prepared, console: Console
-) -> dict[str, Any] | None:
+def _compared(configs: Sequence[TrainConfig], best: Trial, own: Trial, console: Console) -> dict[str, Any]:
     """The best trial less the recipe's own settings, on the test rows."""
-    if "test" not in prepared.sets:
-        return None
-    scored = [_test_rows(configs[trial.number], str(trial.checkpoint), prepared, console) for trial in (own, best)]
+    scored = [_test_rows(configs[trial.number], str(trial.checkpoint), console) for trial in (own, best)]
     comparison = compare_models([rows.logits for rows in scored], scored[0].labels, Resampling())
     found = comparison.differences[0, 1]
     return {
@@ -328,9 +306,10 @@ def _compared(
     }
 
 
-def _test_rows(config: TrainConfig, checkpoint: str, prepared: Prepared, console: Console) -> ScoredRows:
+def _test_rows(config: TrainConfig, checkpoint: str, console: Console) -> ScoredRows:
     """The scores of the test rows, which follow each other in the log."""
-    (first, stop), path = _range(prepared.sets["test"]), str(config.train_data.path)
+    path = str(config.train_data.path)
+    first, stop = materialized.open_preprocessed(path).sets["test"]
     count = stop - first
     job = ScoringRequest(checkpoint, path, config, None, "cpu", console).open(evaluating=True, spare_cpus=0)
     kept = ScoredRows()

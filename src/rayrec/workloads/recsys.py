@@ -193,13 +193,13 @@ class ClickWorkload(Workload):
         assert config.train_data.path is not None
         teacher = open_teacher(self.teacher, run=context.folder)
         given = self.preprocessor or teacher or _resumes(folder)
-        index = self._index(config.train_data, context, index_text=index_log if given else counting.index)
+        index = self.open_index(config.train_data, context, index_text=index_log if given else counting.index)
         bad_rows = index.faults.total
         if config.eval_data.path is None:
             rows, evaluated = self.split_rows(config.train_data.path, index), index
             best_auroc = _best_auroc(config.train_data.path, index, rows.get("test"))
         else:
-            evaluated = self._index(config.eval_data, context, index_text=index_log)
+            evaluated = self.open_index(config.eval_data, context, index_text=index_log)
             bad_rows += evaluated.faults.total
             rows, best_auroc = {"train": (0, index.rows), "validation": (0, evaluated.rows)}, None
         in_order = config.eval_data.replace(shuffle="none")
@@ -233,7 +233,8 @@ class ClickWorkload(Workload):
         storage.remove_folder(storage.join(folder, PREPROCESSOR_FOLDER))
         storage.remove_file(storage.join(folder, RECORD))
 
-    def _index(self, data: DataConfig, context: RunContext, *, index_text: TextIndexer) -> LogIndex:
+    def open_index(self, data: DataConfig, context: RunContext, *, index_text: TextIndexer) -> LogIndex:
+        """Return the index of a log, from the cache of the storage path if it was indexed before."""
         from rayrec.data.opening import open_log
 
         assert data.path is not None

@@ -7,13 +7,19 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from pyarrow import csv
 
 import rayrec
-from rayrec import recipes
+from rayrec import recipes, storage
 from rayrec.config import InputError
+from rayrec.data.materialized import open_preprocessed, writer
 from rayrec.observe.console import Console
 from rayrec.observe.events import read_events
+from rayrec.schema import Feature, Label, Schema
 from rayrec.training import trainer
 from rayrec.tuning import search as of_searches
 from rayrec.tuning import trial as of_trials
@@ -154,3 +160,114 @@ def test_a_killed_search_ends_like_one_that_was_not(
 
     assert plain(again) == plain(found)
     assert again["compared"] == found["compared"]
+
+
+# Own logs ------------------------------------------------------------------------------------------------------------
+
+ONE_LABEL = Schema(
+    label="click", dense=("price",), sparse=("item", "user", "day"), group="user", tokens="any", delimiter=","
+)
+TWO_LABELS = ONE_LABEL.replace(
+    labels=(Label(name="seconds", kind="number"),),
+    sparse=(*ONE_LABEL.sparse, "tags"),
+    lists=("tags",),
+    features=(Feature(name="tags", weights="tag_weights"),),
+    weight="weight",
+    timestamp="at",
+)
+OWN_SEARCH: dict[str, Any] = {"workload.dense_optimizer.learning_rate": {"grid": [0.03]}}
+
+
+def own_log(path: str) -> str:
+    """A log with numbers, strings, dates, weighted lists, row weights and two labels, as CSV or Parquet by the path's ending."""
+    rng = np.random.default_rng(0)
+    rows, item = 2100, rng.integers(0, 30, 2100)
+    click = (rng.random(rows) < np.where(item % 3 == 0, 0.8, 0.2)).astype(np.int8)
+    tags = [rng.integers(0, 8, count).tolist() for count in rng.integers(0, 3, rows)]
+    weights = [[0.5] * len(of_row) for of_row in tags]
+    is_csv = path.endswith(".csv")
+    joined = (lambda lists: ["|".join(map(str, each)) for each in lists]) if is_csv else pa.array
+    table = pa.table(
+        {
+            "click": click,
+            "seconds": click * (1.5 + item % 5),
+            "price": 3e9 * rng.random(rows),
+            "item": item,
+            "user": [f"u{number}" for number in rng.integers(0, 50, rows)],
+            "day": [f"2026-01-{number:02d}" for number in 1 + np.arange(rows) // 100],
+            "tags": joined(tags),
+            "tag_weights": joined(weights),
+            "weight": rng.integers(1, 3, rows),
+            "at": pa.array(np.arange(rows), pa.timestamp("s")),
+        }
+    )
+    (csv.write_csv if is_csv else pq.write_table)(table, path)
+    return path
+
+
+def own_config(log: str, schema: Schema, storage_path: str) -> TrainConfig:
+    return recipes.clicks(log).replace(
+        storage_path=storage_path,
+        name="own",
+        steps=27,
+        batch_size=64,
+        early_stopping={"patience": 0},
+        trackers={"prometheus": False, "tensorboard": False},
+        cluster={"address": "none"},
+        workload={"schema": schema, "preset": {"min_count": 1}, "dense_optimizer": {"learning_rate": 1e-6}},
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "schema", "format"),
+    [("log.csv", TWO_LABELS, "parquet"), ("log.parquet", TWO_LABELS, "parquet"), ("log.csv", ONE_LABEL, "npy")],
+)
+def test_own_log_search_matches_training_from_raw_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, schema: Schema, format: str
+) -> None:
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+    config = own_config(own_log(str(tmp_path / name)), schema, str(tmp_path / "runs"))
+    found = rayrec.tune(config, search=OWN_SEARCH, console=QUIET)
+    assert [trial["error"] for trial in found["trials"]] == [None, None]
+    assert open_preprocessed(f"{found['folder']}/data").format == format
+    assert found["best"]["number"] == 1
+    trials = [storage.read_json(f"{found['folder']}/trials/trial_000{number}/summary.json") for number in (0, 1)]
+    difference = trials[1]["metrics"]["auroc"] - trials[0]["metrics"]["auroc"]
+    assert found["compared"]["auroc"]["difference"] == pytest.approx(difference, abs=1e-6)
+    best = recipes.load_config(Path(found["best_config"]).read_text())
+    assert best.workload == config.replace(workload={"dense_optimizer": {"learning_rate": 0.03}}).workload
+    assert best.workload.schema.group == "user"
+    alone = trainer.train(
+        best.replace(name="alone", scaling={"num_workers": 1}, cluster={"num_cpus": 1}), console=QUIET
+    )
+    assert alone.summary["weights_sha256"] == trials[1]["weights_sha256"]
+    # CSV is converted once, below the storage path.
+    converted = list(tmp_path.glob("**/tables/**/*.parquet"))
+    assert len(converted) == (1 if name == "log.csv" else 0)
+    assert all(path.is_relative_to(tmp_path / "runs") for path in converted)
+
+
+@pytest.mark.extended
+def test_search_in_s3_resumes_and_matches_a_local_one(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted while the rows are written."""
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+    log = own_log(str(tmp_path / "log.csv"))
+    here, there = (own_config(log, ONE_LABEL, path) for path in (str(tmp_path / "runs"), f"{bucket}/runs"))
+    write_manifest = writer.write_manifest
+
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writer, "write_manifest", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rayrec.tune(there, search=OWN_SEARCH, stop_early=False, console=QUIET)
+    monkeypatch.setattr(writer, "write_manifest", write_manifest)
+    found = [rayrec.tune(config, search=OWN_SEARCH, stop_early=False, console=QUIET) for config in (here, there)]
+    assert open_preprocessed(f"{found[1]['folder']}/data").format == "parquet"
+    names = ("number", "state", "error", "step", "rows", "best", "curve")
+    mine, theirs = ([[trial[name] for name in names] for trial in each["trials"]] for each in found)
+    assert theirs == mine
+    assert found[1]["compared"] == found[0]["compared"]
+    assert storage.exists(found[1]["best_config"])

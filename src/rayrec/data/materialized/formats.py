@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
 
+from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow_arrays import arrow_numbers, numpy_of
 from rayrec.data.columns import RawColumns
@@ -17,6 +19,9 @@ from rayrec.data.parsing import RawRows
 from rayrec.data.preprocessor import Preprocessor, adapt
 from rayrec.native import library
 from rayrec.schema import Schema
+
+_MAX_NPZ_ROWS = 1 << 31
+"""Maximum table size whose ids fit into 32 bits."""
 
 
 def check(format: str, preprocessor: Preprocessor, *, labelled: bool) -> None:
@@ -57,6 +62,20 @@ def check(format: str, preprocessor: Preprocessor, *, labelled: bool) -> None:
                 f"format binary stores a missing integer as 0, but in column {name} that is {zero[0]} and missing "
                 f"{column.missing_value}; use --format npy, or parquet"
             )
+
+
+def best_format(preprocessor: Preprocessor, out: str) -> str:
+    """Return the fastest format that can be written to `out` and can store every labelled row, whatever its numbers.
+
+    Binary, whose integers have 32 bits, is never chosen.
+    """
+    for format in () if storage.is_url(out) else ("npy", "npz"):
+        if format == "npz" and max(preprocessor.num_embeddings) > _MAX_NPZ_ROWS:
+            continue
+        with contextlib.suppress(InputError):
+            check(format, preprocessor, labelled=True)
+            return format
+    return "parquet"
 
 
 def stored(
