@@ -115,7 +115,7 @@ def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console:
     below 0 without num_embeddings_per_feature, and for more faulty rows than max_bad_fraction.
     """
     begun = time.perf_counter()
-    if not storage.is_url(path) and sets_of_shards(path):
+    if sets_of_shards(path):
         _refuse(config, but=_OF_SHARDS, why="for arrays of TorchRec's scripts, not for MDS shards")
         if out is not None and storage.exists(out):
             raise InputError(f"{out}: exists already; remove it or choose another --out")

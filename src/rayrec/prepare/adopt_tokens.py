@@ -29,17 +29,19 @@ def adopt_tokens(
     console: Console,
 ) -> dict[str, Any]:
     """Writes manifest.json and the tokenizer into a folder of MDS shards (its own index.json, or those of train/ and of
-    validation/, val/, valid/, eval/ or test/), or into the new folder `out`, which then has links to the sets. Reads every shard
-    once; copies and changes none.
+    validation/, val/, valid/, eval/ or test/), local or at a URL, or into the new folder `out`, which then has links to the sets.
+    Reads every shard once; copies and changes none.
 
-    Raises InputError for a set without a column of tokens, rows of different lengths, ids that the tokenizer does not have,
-    damaged shards, and a folder that has a manifest already.
+    Raises InputError for `out` with a URL, a set without a column of tokens, rows of different lengths, ids that the tokenizer
+    does not have, damaged shards, and a folder that has a manifest already.
     """
     begun = time.perf_counter()
     require_language("streaming", "tokenizers")
     if tokenizer is None:
         raise InputError(f"{path}: holds MDS shards; give the tokenizer that made their tokens: --tokenizer DIR")
     path = storage.absolute(path).rstrip("/")
+    if out is not None and (storage.is_url(path) or storage.is_url(out)):
+        raise InputError(f"out: {out} would link to the shards of {path}, which no store can; leave out --out")
     if out is None and storage.exists(storage.join(path, tokens.MANIFEST)):
         raise InputError(
             f"{path}: has a {tokens.MANIFEST} already, so that runs can read it; remove it to adopt it again"
@@ -115,7 +117,7 @@ def _scan(
             raise InputError(f"{path}: no such file; copy it there")
         with tempfile.TemporaryDirectory() as scratch:
             local = path
-            if shard.packed:
+            if shard.packed or storage.is_url(path):
                 local = os.path.join(scratch, shard.name)
                 with open(local, "wb") as file:
                     for piece in mds.shard_content(folder, shard):

@@ -89,6 +89,26 @@ def test_rows_are_those_that_were_written(
     assert all((folder / name).read_bytes() == content for name, content in before.items())
 
 
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_shards_at_a_url_are_adopted_there(tmp_path: Path, tokenizer: Path, compression: str | None) -> None:
+    folder = write(
+        tmp_path / "set",
+        {"tokens": "ndarray:int32"},
+        lambda row: {"tokens": row.astype(np.int32)},
+        compression=compression,
+        hashes=["xxh64"],
+    )
+    url = f"file://{folder}"
+    config = recipes.gpt2_tiny(url).replace(name="advised", storage_path=str(tmp_path))
+    with pytest.raises(InputError, match=f"`rayrec adopt {url} --tokenizer DIR`"):
+        rayrec.train(config, console=QUIET)
+    with pytest.raises(InputError, match="leave out --out"):
+        rayrec.adopt(url, tokenizer=str(tokenizer), out=str(tmp_path / "out"), console=QUIET)
+    made = rayrec.adopt(url, tokenizer=str(tokenizer), console=QUIET)
+    assert made["out"] == url
+    np.testing.assert_array_equal(adopted_rows(url, tmp_path / "cache"), ROWS)
+
+
 def test_training_equals_training_on_rayrecs_own_shards(tmp_path: Path, tokenizer: Path) -> None:
     """The same tokens, written by rayrec and, compressed and with other columns, by MosaicML's writer; linked to, not copied."""
     columns = {"attention_mask": "ndarray:uint8", "input_ids": "ndarray:int32"}
