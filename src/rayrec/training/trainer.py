@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,15 +40,39 @@ _PATIENCE_S = 5.0
 """With a store that is out, for what is left to write where an error ends a run."""
 
 
+class CheckpointPath(str):
+    """Path of a checkpoint's folder, with `path` and `as_directory` of `ray.train.Checkpoint`."""
+
+    __slots__ = ()
+
+    @property
+    def path(self) -> str:
+        return str(self)
+
+    @contextlib.contextmanager
+    def as_directory(self) -> Iterator[str]:
+        """Yield a local folder with the checkpoint: its own, or a copy of one at a URL that is removed afterwards."""
+        if not storage.is_url(self):
+            yield str(self)
+            return
+        with tempfile.TemporaryDirectory() as parent:
+            folder = storage.join(parent, storage.name_of(self))  # step_00001000, which readers want
+            storage.copy_files(self, folder)
+            yield folder
+
+
 @dataclass(frozen=True)
 class Result:
     """A finished run."""
 
     folder: str
-    checkpoint: str
+    checkpoint: CheckpointPath
     """Folder of the checkpoint to use."""
     summary: dict[str, Any]
     """What summary.json holds."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "checkpoint", CheckpointPath(self.checkpoint))
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -412,7 +437,7 @@ def _finished(folder: str, config: TrainConfig, changes: Changes, note: Callable
     if summary["config_hash"] == run_hash(before):
         changed = f"; not used, since nothing is left to train: {_listed(free)}" if free else ""
         note(f"{folder} is finished already; its result follows (choose another --name to train again){changed}")
-        return Result(folder, summary["checkpoint"], summary)
+        return Result(folder, CheckpointPath(summary["checkpoint"]), summary)
     if not is_longer(before, summary):
         told = f" ({_listed(lengths)})" if lengths else ""
         raise InputError(
@@ -503,4 +528,4 @@ def summarize(
         )
     storage.write_json(storage.join(folder, SUMMARY), summary)
     events.write("summary", **summary)
-    return Result(folder, finish["checkpoint"], summary)
+    return Result(folder, CheckpointPath(finish["checkpoint"]), summary)

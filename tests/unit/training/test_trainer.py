@@ -16,7 +16,7 @@ import ray.train
 import torch
 from ray.train.v2.api.exceptions import WorkerGroupError
 
-from rayrec import checkpoint, storage
+from rayrec import checkpoint, recipes, storage
 from rayrec.checkpoint import folder_of
 from rayrec.config import InputError
 from rayrec.data.placement import TaskPlacement
@@ -272,6 +272,28 @@ def test_the_result_as_one_of_ray_train(tmp_path: Path) -> None:
         assert checkpoint.open_checkpoint(folder).step == 15
     assert of_ray.get_best_checkpoint("accuracy", "max") == of_ray.checkpoint
     assert len(of_ray.metrics_dataframe) == len(result.metrics_dataframe) == 2
+
+
+def test_result_checkpoint_is_a_path_and_a_directory(tmp_path: Path) -> None:
+    result, _ = summarized(tmp_path, lines_of(told()))
+    assert (result.checkpoint.path, type(result.checkpoint.path)) == (str(result.checkpoint), str)
+    assert checkpoint.open_checkpoint(result.checkpoint).step == 15
+    with result.checkpoint.as_directory() as folder:
+        assert folder == result.checkpoint
+    files = {path.name for path in Path(result.checkpoint).iterdir()}
+    with trainer.CheckpointPath(f"file://{result.checkpoint}").as_directory() as folder:
+        assert {path.name for path in Path(folder).iterdir()} == files
+        assert checkpoint.open_checkpoint(folder).step == 15
+    assert not Path(folder).exists()
+
+
+def test_a_config_may_have_the_path_of_a_result(tmp_path: Path) -> None:
+    result, _ = summarized(tmp_path, lines_of(told()))
+    config = recipes.criteo_demo("log")
+    assert (
+        config.replace(init_from=result.checkpoint).to_yaml()
+        == config.replace(init_from=str(result.checkpoint)).to_yaml()
+    )
 
 
 def test_damaged_events_do_not_cost_the_summary(tmp_path: Path) -> None:
