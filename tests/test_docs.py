@@ -39,6 +39,7 @@ import pytest
 import rayrec
 from rayrec.data.split import Split
 from rayrec.models import ranking
+from rayrec.observe import console
 from rayrec.observe.event_lines import TORN_LINE
 from rayrec.observe.events import KINDS
 from rayrec.recipes import load_config
@@ -406,6 +407,11 @@ def test_the_command_beside_dlrm_has_its_settings() -> None:
     assert "--adagrad" in dlrm
     assert tables.kind == network.kind == "adagrad"
     assert tables.learning_rate == network.learning_rate
+
+
+def test_torchrun_page_has_the_interval_of_console_lines() -> None:
+    (row,) = (line for line in (ROOT / "docs" / "torchrun.md").read_text().splitlines() if "`--print_lr`" in line)
+    assert f"every {console.PLAIN_INTERVAL_S:g} s" in row
 
 
 def test_verdicts_advise_flags_that_exist(flags: dict[str, set[str]]) -> None:

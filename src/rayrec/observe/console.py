@@ -19,7 +19,7 @@ from rayrec.config import InputError
 from rayrec.observe.run_view import RunView, note_of, panel
 from rayrec.quantities import number_text
 
-_PLAIN_INTERVAL_S = 10.0
+PLAIN_INTERVAL_S = 10.0
 """Seconds between progress lines where standard error is no terminal."""
 
 
@@ -129,7 +129,7 @@ class Console:
             if what not in self._tasks:
                 self._tasks[what] = self._progress.add_task(what, total=total, note=note)
             self._progress.update(self._tasks[what], completed=done, total=total, note=note)
-        elif now - self._said.get(what, start) >= _PLAIN_INTERVAL_S or (total is not None and done >= total):
+        elif now - self._said.get(what, start) >= PLAIN_INTERVAL_S or (total is not None and done >= total):
             self._said[what] = now
             left = f", {(total - done) / rate:.0f} s left" if total and rate and done < total else ""
             share = f" of {number_text(total)}" if total else ""
@@ -171,7 +171,7 @@ class Console:
     def _show(self, event: dict[str, Any], view: RunView) -> None:
         if event["kind"] == "step" and not self._out.is_terminal:
             now = time.monotonic()
-            if now - self._said.get("train", -_PLAIN_INTERVAL_S) >= _PLAIN_INTERVAL_S or view.step == view.steps:
+            if now - self._said.get("train", -PLAIN_INTERVAL_S) >= PLAIN_INTERVAL_S or view.step == view.steps:
                 self._said["train"] = now
                 self.note(f"train: step {view.step:,} of {view.steps:,}  {view.line()}")
         note = note_of(event, verbose=self.verbose)

@@ -102,6 +102,7 @@ class RunView:
     rows_per_s: float | None = None
     blocked_fraction: float | None = None
     peak_fraction: float | None = None
+    learning_rate: float | None = None
     shares: dict[str, float] = field(default_factory=dict)
     """Of the last logged interval, by phase."""
     evaluation: Event | None = None
@@ -179,7 +180,7 @@ class RunView:
     def _take_step(self, event: Event) -> None:
         self.step, self.steps, self.rows, self.loss = event["step"], event["steps"], event["rows"], event["loss"]
         self.rows_per_s, self.blocked_fraction = event["rows_per_s"], event["blocked_fraction"]
-        self.peak_fraction = event.get("peak_fraction")
+        self.peak_fraction, self.learning_rate = event.get("peak_fraction"), event.get("learning_rate")
         self._pace = self._pace or (event["step"], event["time"])
         times_s = event.get("times_s") or {}
         total_s = sum(value or 0.0 for value in times_s.values())
@@ -221,6 +222,8 @@ class RunView:
             found.append(
                 ("of peak", f"{self.peak_fraction:.0%}" if self.peak_fraction <= 1 else "above the measured one")
             )
+        if self.learning_rate is not None:
+            found.append(("learning rate", f"{self.learning_rate:.3g}"))
         left_s = self.left_s()
         if left_s is not None and not self.ended:
             found.append(("left", duration_text(round(left_s))))

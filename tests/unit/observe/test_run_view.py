@@ -41,6 +41,7 @@ def measured() -> list[dict[str, Any]]:
     for event in events:
         if event["kind"] == "step":
             event |= {"times_s": {**dict.fromkeys(PHASES, 0.0), "data": 2.0, "forward": 8.0}, "peak_fraction": 0.25}
+            event["learning_rate"] = 0.00125
     stage = {"stage": "parse", "rows_per_s": 20_000.0, "busy": 0.8, "cpu_share": 0.9, "queue_share": 0.0}
     data = {"seconds": 5.0, "rows": 640, "cpus": 1.0, "backlog_rows": 12.0, "stages": [stage]}
     store = {"object_store_bytes": 3e6, "object_store_limit_bytes": 3e8, "spilled_bytes": 0}
@@ -55,6 +56,7 @@ def test_figures_of_a_run_under_way() -> None:
     assert figures["perplexity"] == "2.0000"
     assert (figures["blocked"], figures["of peak"]) == ("1.0%", "25%")
     assert figures["saved"] == "step 150 (44 MB)"
+    assert figures["learning rate"] == "0.00125"
     # Behind its first logged step the attempt took 6 s for 40 steps.
     assert view.left_s() == pytest.approx(50 * 6 / 40)
     assert "left 8 s" in view.line() or "left 7 s" in view.line()
@@ -233,7 +235,7 @@ def test_plain_lines_where_there_is_no_terminal(
     assert "worker 1 died" in text
     assert "resumes from step 100 with 1 workers" in text
     assert "\x1b" not in text
-    monkeypatch.setattr(console_module, "_PLAIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr(console_module, "PLAIN_INTERVAL_S", 0.0)
     text = console_lines(now(measured()), capsys)
     assert "train: step 150 of 200  loss 0.2231  perplexity 2.0000" in text
     assert "saved runs/run" not in text
