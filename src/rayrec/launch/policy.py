@@ -10,6 +10,8 @@ from rayrec.config import Config, InputError
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
 """Between short-lived attempts."""
+FINISHED = "finished already"
+"""Words of the error for a finished run whose data changed. The supervisor looks for them: another attempt would not help."""
 _NOT_STARTED = (126, 127)
 """What a shell ends with where it cannot run, or find, the program."""
 
@@ -57,6 +59,8 @@ class Ending:
     ran: bool = False
     told_to: bool = False
     """Whether a supervisor had told it to stop."""
+    run_finished: bool = False
+    """Whether it ended with an error because the run had finished before, on other data."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ def judge(policy: Policy, tally: Tally, ending: Ending, *, jitter: float) -> tup
         return tally, Quit(130, "someone interrupted the job")
     users_error = status == 2 or status in _NOT_STARTED
     healthy = ending.lived_s >= policy.healthy_after_s
-    if users_error and not (tally.accepted or healthy):
+    if users_error and (ending.run_finished or not (tally.accepted or healthy)):
         return tally, Quit(2, describe(ending))
     short_lived = 0 if healthy and not users_error else tally.short_lived + 1
     accepted = tally.accepted or healthy or (ending.ran and not users_error)

@@ -18,7 +18,7 @@ from typing import Any, Literal, NoReturn
 
 from rayrec.config import InputError
 from rayrec.launch.jobs import Job, Jobs, LogFollower, Unreachable, dashboard_url
-from rayrec.launch.policy import Ending, Policy, Quit, Tally, describe, judge, pause_s
+from rayrec.launch.policy import FINISHED, Ending, Policy, Quit, Tally, describe, judge, pause_s
 from rayrec.launch.supervision import Notebook, State, SuperviseConfig, state_path
 
 RUN_KEY, CONFIG_KEY = "rayrec_run", "rayrec_config"
@@ -165,9 +165,12 @@ class _Supervisor:
         name, remembered, number = self._state.name, self._state.submission_id, 0
         if remembered is not None:
             job = self._jobs.find(remembered)
-            if job is not None and job.metadata.get(RUN_KEY) == name:
+            if job is not None and self._state.submitted and self._own is None and job.status == "SUCCEEDED":
+                # An earlier supervisor's job. Whether the data are still those of the finished run, a new job finds out.
+                self._notebook.write(tally=Tally(self._state.tally.attempts), **_NO_JOB)
+            elif job is not None and job.metadata.get(RUN_KEY) == name:
                 return self._known(job)
-            if self._state.submitted:
+            elif self._state.submitted:
                 self._outage.over()
                 return None
             number = self._state.tally.attempts if job is None else 0  # the same again, should the first yet arrive
@@ -323,6 +326,7 @@ def _ending(job: Job | None, state: State) -> Ending:
         lived_s=state.lived_s,
         ran=ran or job.exit_status is not None,
         told_to=state.stopping,
+        run_finished=job.exit_status == 2 and FINISHED in last_said(job.message),
     )
 
 

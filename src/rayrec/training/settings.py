@@ -1,14 +1,18 @@
-"""Decides which settings of a run may change between its start and a resume, by comparing two configurations."""
+"""Decides which settings of a run may change between its start and a resume, and whether a finished run had the same data."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from rayrec import storage
 from rayrec.config import Config
+from rayrec.data.log import partition_names
+from rayrec.quantities import date_text
 from rayrec.workloads.base import TrainConfig
 
 _OUTSIDE: Final = ("name", "storage_path", "cluster")
@@ -125,3 +129,47 @@ def _global_batch(settings: Mapping[str, Any]) -> int | None:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def data_versions(config: TrainConfig) -> dict[str, dict[str, Any]]:
+    """Return the version of `train_data` and `eval_data`, from a listing of their files: plain JSON values. Reads no file.
+
+    A file is identified by its name, partitions, size and time, not by its folder. Raises InputError for a path without files.
+    """
+    given = {"train_data": config.train_data, "eval_data": config.eval_data}
+    list_data = config.workload.list_data
+    return {name: _version(list_data(data.path, data.files)) for name, data in given.items() if data.path is not None}
+
+
+def _version(files: Sequence[storage.File]) -> dict[str, Any]:
+    identity = [
+        (*partition_names(storage.folder_of(file.path)), storage.name_of(file.path), file.size_bytes, file.modified_ns)
+        for file in files
+    ]
+    newest = max(files, key=lambda file: file.modified_ns)
+    return {
+        "files": len(files),
+        "bytes": sum(file.size_bytes for file in files),
+        "newest": storage.name_of(newest.path),
+        "modified": date_text(newest.modified_ns / 1e9),
+        "hash": hashlib.sha256(repr(identity).encode()).hexdigest()[:16],
+    }
+
+
+def data_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+    """Return how two results of `data_versions` differ, in words; None if they are equal. Pure."""
+    for name in sorted({*old, *new}):
+        before, after = old.get(name), new.get(name)
+        if before != after:
+            same = before is not None and after is not None and _version_text(before) == _version_text(after)
+            return f"{name} {'still ' if same else ''}has {_version_text(after)}" + (
+                ", but with other names or times" if same else f", and had {_version_text(before)}"
+            )
+    return None
+
+
+def _version_text(version: Mapping[str, Any] | None) -> str:
+    if version is None:
+        return "no files"
+    count = f"{version['files']:,} file{'s' if version['files'] > 1 else ''}"
+    return f"{count} of {version['bytes']:,} bytes (newest: {version['newest']}, {version['modified']})"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.launch.policy import FINISHED
 from rayrec.launch.provenance import origin, versions
 from rayrec.launch.torchrun import Launched
 from rayrec.observe import report, start_up
@@ -26,7 +27,15 @@ from rayrec.observe.tracking.tracker import tracking
 from rayrec.training import materialized, warm_start
 from rayrec.training.launcher import Launcher, launcher_of
 from rayrec.training.preflight import check_settings, preflight
-from rayrec.training.settings import LENGTHS, Change, Changes, compare_settings, with_old
+from rayrec.training.settings import (
+    LENGTHS,
+    Change,
+    Changes,
+    compare_settings,
+    data_difference,
+    data_versions,
+    with_old,
+)
 from rayrec.training.signals import Signals
 from rayrec.workloads.base import ClusterConfig, ObserveConfig, ProfileConfig, RunContext, TrainConfig
 
@@ -121,9 +130,10 @@ def train(
     workers are restarted, up to `config.failure.max_failures` times in a row.
 
     A second call with the same storage_path and name resumes from the newest good checkpoint; a finished run is not
-    trained again, unless for more steps or epochs. The first SIGTERM or Ctrl-C (in the main thread) saves a checkpoint
-    before it raises SystemExit(143) or KeyboardInterrupt; `stop`, set by another thread, does what SIGTERM does. Raises
-    InputError for what the user can fix. `stopwatch` runs since the command began; None: since this call.
+    trained again, unless for more steps or epochs, and raises InputError if its data changed. The first SIGTERM or
+    Ctrl-C (in the main thread) saves a checkpoint before it raises SystemExit(143) or KeyboardInterrupt; `stop`, set by
+    another thread, does what SIGTERM does. Raises InputError for what the user can fix. `stopwatch` runs since the command
+    began; None: since this call.
 
     A click model may be given `data` and `eval_data`, each a pandas DataFrame or a `ray.data.Dataset` with the columns of its
     schema, in place of `train_data.path` and `eval_data.path`. Before anything starts, these columns are written once as Parquet
@@ -261,6 +271,9 @@ def _drive(
             )
             stopwatch.lap("folder")
             with console.preparing(), storage.patience(patience_s):
+                data = _data_versions(
+                    config
+                )  # before they are read, so that files that change meanwhile count as changed
                 engine = launcher.engine(shares, max_outage_s=patience_s)
                 context = RunContext(config, folder, engine, console.note, console.progress, stopwatch)
                 prepared = config.workload.prepare(context)
@@ -287,7 +300,7 @@ def _drive(
                 result = (
                     None
                     if finish is None
-                    else summarize(config, folder, prepared, finish, events=events, note=console.note)
+                    else summarize(config, folder, prepared, finish, events=events, note=console.note, data=data)
                 )
         if result or signals.cause is None:
             return result
@@ -435,8 +448,9 @@ def _finished(folder: str, config: TrainConfig, changes: Changes, note: Callable
     free = tuple(change for change in changes.accepted if change.field not in LENGTHS)
     before = with_old(config, free)
     if summary["config_hash"] == run_hash(before):
+        _check_same_data(folder, config, summary)
         changed = f"; not used, since nothing is left to train: {_listed(free)}" if free else ""
-        note(f"{folder} is finished already; its result follows (choose another --name to train again){changed}")
+        note(f"{folder} is {FINISHED}; its result follows (choose another --name to train again){changed}")
         return Result(folder, CheckpointPath(summary["checkpoint"]), summary)
     if not is_longer(before, summary):
         told = f" ({_listed(lengths)})" if lengths else ""
@@ -446,6 +460,31 @@ def _finished(folder: str, config: TrainConfig, changes: Changes, note: Callable
         )
     note(f"{folder} was finished at step {summary['steps']:,}; it resumes from there")
     return None
+
+
+def _data_versions(config: TrainConfig) -> dict[str, Any]:
+    """Return the versions of the data; nothing for a workload whose paths name no files that rayrec can list."""
+    try:
+        return data_versions(config)
+    except InputError:  # its own `prepare` decides whether the path is valid
+        return {}
+
+
+def _check_same_data(folder: str, config: TrainConfig, summary: Mapping[str, Any]) -> None:
+    """Raises InputError if the data of a finished run changed or is gone. Reads no data, only its listing."""
+    known = summary.get("data")  # None: of an earlier version, which compared nothing
+    if known == {}:
+        return
+    try:
+        now = data_versions(config)
+    except InputError as error:
+        difference: str | None = str(error)
+    else:
+        difference = None if known is None else data_difference(known, now)
+    if difference is not None:
+        raise InputError(
+            f"{folder}: {FINISHED}, with other data: {difference}. Choose another --name to train again, such as one with a date"
+        )
 
 
 def _other_settings(folder: str, refused: Sequence[Change]) -> InputError:
@@ -489,8 +528,10 @@ def summarize(
     *,
     events: EventWriter,
     note: Callable[[str], None],
+    data: Mapping[str, Any] | None = None,
 ) -> Result:
     """Writes the summary of a run that is through, `finish` being what its workers told last, and tells the events of it.
+    `data`: the versions of its data, as `data_versions` returns them.
     `epochs` and `wall_s` count all attempts and drivers of the run."""
     from rayrec.checkpoint import SUMMARY
 
@@ -518,6 +559,7 @@ def summarize(
         "verdict": found and found.text,
         "bottleneck": found and found.bottleneck,
         "weights_sha256": finish["weights_sha256"],
+        "data": data or {},
         **of_workload,
         "versions": versions(),
     }

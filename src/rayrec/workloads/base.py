@@ -511,6 +511,11 @@ class Workload(Config, abc.ABC):
             elif data.path is not None and not os.path.exists(data.path) and not re.search(r"[*?\[,]", data.path):
                 raise InputError(f"{data.path}: no such file or folder")
 
+    def list_data(self, path: str, names: Sequence[str]) -> list[storage.File]:
+        """List the files of a data path, or those that are named of a folder. Their names, sizes and times identify the data of a
+        finished run. Reads no data. Raises InputError for a path without files."""
+        return storage.list_files(path, names=names)
+
     @abc.abstractmethod
     def prepare(self, context: RunContext) -> Any:
         """On the driver, before workers start: whatever they share, picklable. Raises InputError for unusable input."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -103,6 +103,11 @@ class LanguageWorkload(DataParallelWorkload):
         for name, path in (("train_data", data.path), ("eval_data", config.eval_data.path)):
             if path is not None:
                 _must_be_tokens(name, path)
+
+    def list_data(self, path: str, names: Sequence[str]) -> list[storage.File]:
+        folder = open_tokens(path)
+        folders = dict.fromkeys([folder.path, *map(folder.set_path, folder.sets)])
+        return [file for each in folders for file in storage.files_in(each)]
 
     def prepare(self, context: RunContext) -> Prepared:
         config = context.config

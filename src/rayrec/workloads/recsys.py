@@ -167,6 +167,11 @@ class ClickWorkload(Workload):
             if data.path is not None:
                 check_head(data.path, self.schema, files=data.files)
 
+    def list_data(self, path: str, names: Sequence[str]) -> list[storage.File]:
+        if not materialized.is_preprocessed(path):
+            return super().list_data(path, names)
+        return materialized.open_preprocessed(path).list_files()
+
     def prepare(self, context: RunContext) -> Prepared:
         from rayrec.data.counting_indexer import CountingIndexer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -123,6 +123,13 @@ class VisionWorkload(DataParallelWorkload):
                     raise idx.missing(folder, part, what)
         if self.weights is not None and not storage.exists(self.weights):
             raise InputError(f"workload.weights: {self.weights}: no such file")
+
+    def list_data(self, path: str, names: Sequence[str]) -> list[storage.File]:
+        parts = [(part, what) for part in ("train", "t10k") for what in ("images", "labels")]
+        found = [place for part, what in parts if (place := idx.find(path, part, what)) is not None]
+        if not found:
+            raise idx.missing(path, *parts[0])
+        return list(storage.find_files(found).values())
 
     def prepare(self, context: RunContext) -> Prepared:
         share = context.engine.share

@@ -65,7 +65,7 @@ def _config_of_the_job() -> TrainConfig:
 
 def test_the_command_of_the_job() -> None:
     config = _config_of_the_job()
-    assert config.name == "nightly"
+    assert config.name == _manifest("RayJob")["metadata"]["name"] == "nightly-DATE"
     trainers = dict(_pods("RayJob"))["trainers"]
     resources = yaml.safe_load(yaml.safe_load(trainers["rayStartParams"]["resources"]))
     assert config.scaling.resources_per_worker == resources

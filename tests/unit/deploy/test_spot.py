@@ -59,10 +59,11 @@ def test_a_policy_names_what_it_allows(name: str) -> None:
 def test_the_command_of_skypilot() -> None:
     task = yaml.safe_load((FOLDER / "skypilot" / "train.yaml").read_text())
     words = shlex.split(task["run"].replace("$(head -n1 <<<", "$(").replace("\\\n", " "))
+    words = [word.replace("$DATE", "2026-05-04") for word in words]
     config, _ = parse_config("train", words[words.index("rayrec") + 2 :])
-    assert config.name == "nightly"
+    assert config.name == "nightly-2026-05-04"
     assert config.storage_path.startswith("s3://")
-    assert "BUCKET" in task["envs"]
+    assert set(task["envs"]) == {"BUCKET", "DATE"}
 
 
 class Metadata(http.server.BaseHTTPRequestHandler):
@@ -106,3 +107,13 @@ def test_a_notice_of_aws_reaches_ray(tmp_path: Path) -> None:
     called = (tmp_path / "called").read_text().splitlines()
     assert called[:3] == ["drain-node", "--address=auto", "--reason=DRAIN_NODE_REASON_PREEMPTION"]
     assert 100 < int(called[-1].removeprefix("--deadline-remaining-seconds=")) <= 120
+
+
+def test_scheduled_runs_have_dated_names() -> None:
+    """With one name for every night, the second night trains nothing."""
+    root, named = FOLDER.parent, []
+    for path in [*FOLDER.rglob("*"), *(root / "docs").rglob("*.md"), root / "README.md"]:
+        if path.is_file():
+            named += [(path.name, name) for name in re.findall(r"--name[ =]\"?(nightly[^\s\"`]*)", path.read_text())]
+    assert len(named) >= 5
+    assert {name for _, name in named} <= {"nightly-$(date", "nightly-DATE", "nightly-$DATE"}

@@ -91,6 +91,11 @@ def test_flags_that_were_good_once_are_tried_again() -> None:
     assert run_through(POLICY, [ended(None), ended(2)])[0] == 2  # Ray ended the first before the command ran
 
 
+def test_other_data_of_a_finished_run_is_final() -> None:
+    changed = Ending("failed", status=2, lived_s=500.0, ran=True, run_finished=True)
+    assert judge(POLICY, Tally(attempts=2, accepted=True), changed, jitter=0.5)[1] == Quit(2, describe(changed))
+
+
 def test_an_attempt_that_lived_long_had_good_flags_but_not_for_ever() -> None:
     """Whatever is to be fixed then, a full disk say, either passes or ends every attempt after hours of training."""
     late = ended(2, lived_s=500.0)

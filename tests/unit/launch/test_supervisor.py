@@ -168,9 +168,19 @@ def test_success_ends_it_and_gives_the_summary(head: FakeHead, supervise: Superv
     )
     assert job["metadata"] == {RUN_KEY: "run", CONFIG_KEY: "c0ffee"}
     assert job["runtime_env"] == {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "90"}}
-    assert supervise().status == 0  # the job is still known
-    assert len(head.submitted) == 1
     assert any("finished, as run-0001" in note for note in notes)
+
+
+def test_supervise_after_success_submits_a_job_that_checks_the_data(head: FakeHead, supervise: Supervise) -> None:
+    """Its supervisor cannot see the data: the run may have finished on others. A refusal is not tried again."""
+    head.ends = [SUCCESS, SUCCESS]
+    assert (supervise().attempts, supervise().attempts) == (1, 2)
+    refusal = "rayrec train: /runs/run: finished already, with other data: train_data has 4 files"
+    head.ends = [failure(2, refusal), SUCCESS]
+    outcome = supervise()
+    assert (outcome.status, outcome.cause, outcome.attempts) == (2, refusal.removeprefix("rayrec train: "), 3)
+    head.ends = [failure(143), failure(2, refusal), SUCCESS]  # also if an attempt before had good flags
+    assert (supervise().status, len(head.submitted)) == (2, 5)
 
 
 def test_failures_are_tried_again_and_a_users_error_is_not(

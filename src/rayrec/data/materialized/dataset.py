@@ -87,6 +87,11 @@ class PreprocessedDataset:
     def size_bytes(self) -> int:
         return sum(file["bytes"] for file in self.manifest["files"])
 
+    def list_files(self) -> list[storage.File]:
+        """List the manifest and the files that it names, without reading them."""
+        names = [MANIFEST, *(file["name"] for file in self.manifest["files"])]
+        return list(storage.find_files([storage.join(self.path, name) for name in names]).values())
+
     def check_preprocessor(self, preprocessor: Preprocessor) -> None:
         """Raises InputError where the rows were made with another Preprocessor. Hashes it once."""
         if any(known is preprocessor for known in self._checked):

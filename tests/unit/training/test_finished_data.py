@@ -1,0 +1,177 @@
+"""A finished run under the same name: its summary if the data are the same, else one line and status 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from digits import write_digits
+
+import rayrec
+from rayrec import cli, recipes
+from rayrec.config import InputError
+from rayrec.observe.console import Console
+from rayrec.recipes.mnist import mnist_resnet18
+from rayrec.schema import Schema
+from rayrec.training.settings import data_difference, data_versions
+
+SCHEMA = "{label: click, dense: [age], sparse: [user], tokens: any, delimiter: ','}"
+
+
+def write_day(folder: Path, day: int, *, rows: int = 300) -> None:
+    rng = np.random.default_rng(day)
+    folder.mkdir(exist_ok=True)
+    lines = [f"{rng.integers(0, 2)},{rng.integers(10, 99)},{rng.integers(10, 40)}" for _ in range(rows)]
+    (folder / f"day_{day}.csv").write_text("click,age,user\n" + "\n".join(lines) + "\n")
+
+
+def train(folder: Path, *flags: str, log: str = "log", quiet: bool = True) -> int:
+    paths = ["--train-data.path", str(folder / log), "--storage-path", str(folder), "--name", "run"]
+    short = ["--steps", "2", "--batch-size", "100", "--evaluate-every", "2", "--trackers.no-tensorboard"]
+    schema = ["--schema", str(folder / "schema.yaml"), "--model", "linear", *["-q"] * quiet]
+    return cli.run(["train", "clicks", *paths, *short, *schema, *flags])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a log of two days, a schema and a finished run."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "schema.yaml").write_text(SCHEMA)
+    for day in (0, 1):
+        write_day(folder / "log", day)
+    assert train(folder) == 0
+    return folder
+
+
+@pytest.fixture
+def finished(trained: Path, tmp_path: Path) -> Path:
+    """A copy that keeps the times of all files, as a log that was moved has them."""
+    return Path(shutil.copytree(trained, tmp_path / "copy"))
+
+
+def same_size(folder: Path) -> None:
+    file = folder / "log" / "day_0.csv"
+    file.write_text(file.read_text().replace(",1", ",2"))
+
+
+def moved(folder: Path) -> None:
+    (folder / "log").rename(folder / "gone")
+
+
+def emptied(folder: Path) -> None:
+    for file in (folder / "log").iterdir():
+        file.unlink()
+
+
+CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "grown folder": (lambda folder: write_day(folder / "log", 2), "train_data has 3 files of"),
+    "grown file": (lambda folder: write_day(folder / "log", 1, rows=301), "train_data has 2 files of"),
+    "bytes of the same size": (same_size, "train_data has 2 files of"),
+    "renamed file": (
+        lambda folder: (folder / "log" / "day_0.csv").rename(folder / "log" / "a.csv"),
+        "still has 2 files of",
+    ),
+    "path that is gone": (moved, "log: no such file or folder"),
+    "no files": (emptied, "holds no data files"),
+}
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_finished_run_rejects_other_data(
+    finished: Path, capsys: pytest.CaptureFixture[str], change: str, quiet: bool
+) -> None:
+    make, expected = CHANGES[change]
+    make(finished)
+    assert train(finished, quiet=quiet) == 2
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert out == ""
+    assert line.startswith(f"rayrec train: {finished}/run: finished already, with other data: ")
+    assert expected in line
+    assert "choose another --name" in line.lower()
+
+
+def test_finished_run_with_same_data_prints_its_summary(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At its old place or another one; other readers of the folder do not count."""
+    (finished / "log" / "_SUCCESS").write_text("")
+    assert train(finished) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["data"]["train_data"]["files"] == 2
+    (finished / "log").rename(finished / "moved")
+    assert train(finished, log="moved") == 0
+    assert json.loads(capsys.readouterr().out) == summary
+
+
+def test_finished_run_rejects_added_evaluation_data(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_day(finished / "other", 5)
+    assert train(finished, "--eval-data.path", str(finished / "other")) == 2
+    assert "eval_data has 1 file of" in capsys.readouterr().err
+
+
+def test_finished_run_reads_no_data(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: object) -> None:
+        raise AssertionError("data was read")
+
+    monkeypatch.setattr("rayrec.workloads.recsys.ClickWorkload.prepare", read)
+    assert train(finished) == 0
+
+
+def test_summary_without_data_is_of_an_earlier_version(finished: Path) -> None:
+    path = finished / "run" / "summary.json"
+    summary = json.loads(path.read_text())
+    del summary["data"]
+    path.write_text(json.dumps(summary))
+    write_day(finished / "log", 2)
+    assert train(finished) == 0  # nothing to compare with
+    (finished / "log").rename(finished / "gone")
+    assert train(finished) == 2
+
+
+def test_changed_data_is_rejected_for_preprocessed_rows(trained: Path, tmp_path: Path) -> None:
+    schema = Schema(label="click", dense=("age",), sparse=("user",), tokens="any", delimiter=",")
+    for name in ("first", "second"):
+        options = {"schema": schema, "split": "sevenths", "console": Console(quiet=True)}
+        rayrec.preprocess(str(trained / "log"), out=str(tmp_path / name), format="parquet", **options)
+    before = data_versions(recipes.clicks(str(tmp_path / "first"), schema=schema))
+    assert before["train_data"]["files"] > 3  # in folders
+    assert data_difference(before, data_versions(recipes.clicks(str(tmp_path / "first"), schema=schema))) is None
+    assert data_difference(before, data_versions(recipes.clicks(str(tmp_path / "second"), schema=schema)))
+
+
+def test_changed_data_is_rejected_for_images_and_tokens(tmp_path: Path) -> None:
+    digits = write_digits(tmp_path / "digits", train=20, test=10)
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
+    small = {"vocabulary_size": 300, "block_size": 16, "shard_bytes": 2000, "validation_fraction": 0.2}
+    rayrec.preprocess(
+        str(tmp_path / "text.txt"), out=str(tmp_path / "tokens"), format="mds", console=Console(quiet=True), **small
+    )
+    shard = next((tmp_path / "tokens" / "validation").glob("*.mds"))
+    for config, file in (
+        (mnist_resnet18(str(digits)), digits / "t10k-labels-idx1-ubyte.gz"),
+        (recipes.gpt2_tiny(str(tmp_path / "tokens")), shard),
+    ):
+        before = data_versions(config)
+        assert data_difference(before, data_versions(config)) is None
+        os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
+        difference = data_difference(before, data_versions(config))
+        assert difference is not None
+        assert difference.startswith("train_data still has ")
+        file.unlink()
+        assert data_difference(before, data_versions(config))
+
+
+def test_data_without_files_has_no_version(tmp_path: Path) -> None:
+    """A user's own workload may read its path as anything: its finished runs are not compared."""
+    from rayrec.training import trainer
+
+    config = recipes.clicks("table of a database").replace(storage_path=str(tmp_path), name="run")
+    assert trainer._data_versions(config) == {}
+    trainer._check_same_data("run", config, {"data": {}})
+    with pytest.raises(InputError, match="finished already, with other data: table of a database: no such file"):
+        trainer._check_same_data("run", config, {})
