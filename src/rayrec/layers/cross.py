@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from torch import nn
 
 from rayrec.layers.mlp import Precision, compute_dtype, linear_stack, start_values
-from rayrec.layers.tower import LogitTower, Norm, Tower, xavier_linear
+from rayrec.layers.tower import LogitTower, Tower, xavier_linear
 
-Structure = Literal["parallel", "stacked"]
+Structure = Literal["parallel", "stacked", "stacked_parallel"]
 
 
 @final
@@ -45,40 +45,89 @@ class CrossLayer(nn.Module):
 
 
 @final
+class Crosses(nn.ModuleList):
+    """`CrossLayer`s: (rows, width) -> (rows, width), in the precision's type."""
+
+    def forward(self, first: torch.Tensor) -> torch.Tensor:
+        crossed = first
+        for cross in self:
+            crossed = cross(first, crossed)
+        return crossed
+
+
+@final
+class CrossMixture(nn.Module):
+    """Cross layers of low-rank experts: x <- sum over experts e of g_e(x) x0 * (U_e tanh(C_e tanh(V_e x)) + b) + x, with g the
+    softmax of a linear gate that all layers share (Wang et al., "DCN V2", WWW 2021). Shapes as `Crosses`."""
+
+    def __init__(self, width: int, *, layers: int, experts: int, low_rank: int, precision: Precision) -> None:
+        super().__init__()
+
+        def matrices(rows: int, columns: int) -> nn.ParameterList:
+            """A layer's matrices of all experts side by side, each drawn alone."""
+            drawn = [
+                [start_values(torch.empty(rows, columns), nn.init.xavier_normal_) for _ in range(experts)]
+                for _ in range(layers)
+            ]
+            return nn.ParameterList(torch.stack(of_layer) for of_layer in drawn)
+
+        self.down, self.core = matrices(low_rank, width), matrices(low_rank, low_rank)
+        self.up = matrices(width, low_rank)
+        self.biases = nn.ParameterList(torch.zeros(width) for _ in range(layers))
+        self.gate = xavier_linear(width, experts, bias=False)
+        self._dtype = compute_dtype(precision)
+
+    def forward(self, first: torch.Tensor) -> torch.Tensor:
+        crossed = first
+        for down, core, up, bias in zip(self.down, self.core, self.up, self.biases, strict=True):
+            shares = self.gate(crossed.float()).softmax(1).to(self._dtype)
+            hidden = torch.einsum("rw,ekw->rek", crossed, down.to(self._dtype)).tanh()
+            hidden = torch.einsum("rek,ejk->rej", hidden, core.to(self._dtype)).tanh()
+            mixed = torch.einsum("rej,ewj->rw", hidden * shares.unsqueeze(2), up.to(self._dtype))
+            # The shares sum to 1, so that the bias of the mixture is that of each expert.
+            crossed = torch.addcmul(crossed, first, mixed + bias.to(self._dtype))
+        return crossed
+
+
+@final
 class CrossAndDeep(nn.Module):
     """Cross layers and an MLP: (rows, width) -> float32 logits (rows,).
 
     The MLP takes what the cross layers give (stacked), or the same inputs as they do, and the logit is computed from both outputs
-    side by side (parallel). Without `mlp` the logit is computed from the cross layers alone.
+    side by side (parallel). With `stacked_parallel` there are both MLPs, side by side. Without `mlp` the logit is computed from
+    the cross layers alone.
     """
 
     def __init__(
         self,
         width: int,
+        crosses: Crosses | CrossMixture,
         *,
-        cross_layers: int,
         mlp: Sequence[int],
+        stacked_mlp: Sequence[int] = (),
         structure: Structure,
-        low_rank: int | None = None,
-        gated: bool = False,
         dropout: float = 0.0,
-        norm: Norm = "none",
+        batch_norm: bool = False,
         precision: Precision = "fp32",
     ) -> None:
+        """`mlp`: the only one, or the parallel one beside `stacked_mlp`."""
         super().__init__()
-        self.crosses = nn.ModuleList(
-            CrossLayer(width, low_rank=low_rank, gated=gated, precision=precision) for _ in range(cross_layers)
-        )
+        self.crosses = crosses
+        settings: dict[str, Any] = {"dropout": dropout, "batch_norm": batch_norm, "precision": precision}
         self.deep: Tower | None = None
-        if structure == "parallel" and mlp:
-            self.deep = Tower(width, mlp, dropout=dropout, norm=norm, precision=precision)
-            self.last = LogitTower(width + self.deep.out_features, (), precision=precision)
+        self.stacked: Tower | None = None
+        if structure == "stacked" or not mlp:
+            self.last = LogitTower(width, mlp, **settings)
         else:
-            self.last = LogitTower(width, mlp, dropout=dropout, norm=norm, precision=precision)
+            self.deep = Tower(width, mlp, **settings)
+            if structure == "stacked_parallel":
+                self.stacked = Tower(width, stacked_mlp, **settings)
+            crossed = width if self.stacked is None else self.stacked.out_features
+            self.last = LogitTower(crossed + self.deep.out_features, (), precision=precision)
         self._dtype = compute_dtype(precision)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        first = crossed = inputs.to(self._dtype)
-        for cross in self.crosses:
-            crossed = cross(first, crossed)
+        first = inputs.to(self._dtype)
+        crossed = self.crosses(first)
+        crossed = crossed if self.stacked is None else self.stacked(crossed)
         return self.last(crossed if self.deep is None else torch.cat([crossed, self.deep(first)], dim=1))

@@ -17,11 +17,18 @@ class Experts(nn.Module):
     """Towers of one form: (rows, in_features) -> (rows, count, sizes[-1]) of the precision's type."""
 
     def __init__(
-        self, in_features: int, sizes: Sequence[int], count: int, *, dropout: float, precision: Precision = "fp32"
+        self,
+        in_features: int,
+        sizes: Sequence[int],
+        count: int,
+        *,
+        dropout: float,
+        batch_norm: bool = False,
+        precision: Precision = "fp32",
     ) -> None:
         super().__init__()
         self.towers = nn.ModuleList(
-            Tower(in_features, sizes, dropout=dropout, precision=precision) for _ in range(count)
+            Tower(in_features, sizes, dropout=dropout, batch_norm=batch_norm, precision=precision) for _ in range(count)
         )
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -33,10 +40,17 @@ class Gate(nn.Module):
     """Sums experts' outputs by weights from a tower, a linear layer and a softmax over the gate's own input."""
 
     def __init__(
-        self, in_features: int, sizes: Sequence[int], count: int, *, dropout: float, precision: Precision = "fp32"
+        self,
+        in_features: int,
+        sizes: Sequence[int],
+        count: int,
+        *,
+        dropout: float,
+        batch_norm: bool = False,
+        precision: Precision = "fp32",
     ) -> None:
         super().__init__()
-        self.tower = Tower(in_features, sizes, dropout=dropout, precision=precision)
+        self.tower = Tower(in_features, sizes, dropout=dropout, batch_norm=batch_norm, precision=precision)
         self.scores = xavier_linear(self.tower.out_features, count)
 
     def forward(self, inputs: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from rayrec.compat.torch_compat import linear_pointwise, onednn_has_bfloat16
+from rayrec.layers.batch_norm import GlobalBatchNorm
 from rayrec.layers.relu import relu_backward_
 
 Precision = Literal["fp32", "bf16"]
@@ -206,8 +207,16 @@ class MLP(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, sizes: Sequence[int], *, final_activation: bool, precision: Precision = "fp32"
+        self,
+        in_features: int,
+        sizes: Sequence[int],
+        *,
+        final_activation: bool,
+        batch_norm: bool = False,
+        dropout: float = 0.0,
+        precision: Precision = "fp32",
     ) -> None:
+        """`batch_norm` and `dropout`: before and after the ReLU of each layer but the last, as FuxiCTR's MLP_Block has them."""
         super().__init__()
         self.in_features = in_features
         self.out_features = sizes[-1] if sizes else in_features
@@ -218,12 +227,23 @@ class MLP(nn.Module):
             start_values(layer.bias, partial(nn.init.normal_, std=(1.0 / out_features) ** 0.5))
             self.layers.append(layer)
             in_features = out_features
-        self._relus = (True,) * (len(sizes) - 1) + (final_activation,)
-        self.final_activation = final_activation
+        self.norms = nn.ModuleList(GlobalBatchNorm(size) for size in sizes[:-1]) if batch_norm else None
+        self.final_activation, self._dropout = final_activation, dropout
         self._dtype = compute_dtype(precision)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        parameters: list[Any] = [tensor for layer in self.layers for tensor in (layer.weight, layer.bias)]
-        return linear_stack(
-            inputs, parameters, relus=self._relus, dtype=self._dtype, float_last=not self.final_activation
-        )
+        first, hidden = 0, inputs
+        if self.norms is not None or self._dropout:
+            first = len(self.layers) - 1
+            for number in range(first):
+                hidden = self._stack(hidden, number, number + 1, relu=self.norms is None)
+                hidden = hidden if self.norms is None else self.norms[number](hidden).relu()
+                hidden = functional.dropout(hidden, self._dropout, training=self.training)
+        return self._stack(hidden, first, len(self.layers), relu=self.final_activation)
+
+    def _stack(self, inputs: torch.Tensor, first: int, end: int, *, relu: bool) -> torch.Tensor:
+        """The layers from `first` to before `end`; `relu`: whether the last of them has one."""
+        parameters: list[Any] = [tensor for layer in self.layers[first:end] for tensor in (layer.weight, layer.bias)]
+        float_last = end == len(self.layers) and not self.final_activation
+        relus = (True,) * (end - first - 1) + (relu,)
+        return linear_stack(inputs, parameters, relus=relus, dtype=self._dtype, float_last=float_last)

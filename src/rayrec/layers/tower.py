@@ -1,4 +1,4 @@
-"""Linear layers with normalization, activation and dropout, as FuxiCTR's MLP_Block has them."""
+"""Linear layers with batch norm, activation and dropout, as FuxiCTR's MLP_Block has them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from torch.nn import functional
 
 from rayrec.layers.batch_norm import GlobalBatchNorm
 from rayrec.layers.mlp import EmptyLinear, Precision, compute_dtype, start_values
-
-Norm = Literal["none", "batch", "layer"]
 
 
 def xavier_linear(in_features: int, out_features: int, *, bias: bool = True) -> EmptyLinear:
@@ -41,7 +39,7 @@ class Dice(nn.Module):
 
 @final
 class Tower(nn.Module):
-    """(rows, in_features) -> (rows, sizes[-1]): each layer is linear, then `norm`, activation and dropout.
+    """(rows, in_features) -> (rows, sizes[-1]): each layer is linear, then batch norm, activation and dropout.
 
     Products and activations have the precision's type. Without sizes it gives its input.
     """
@@ -52,7 +50,7 @@ class Tower(nn.Module):
         sizes: Sequence[int],
         *,
         dropout: float = 0.0,
-        norm: Norm = "none",
+        batch_norm: bool = False,
         activation: Literal["relu", "dice"] = "relu",
         precision: Precision = "fp32",
     ) -> None:
@@ -60,7 +58,7 @@ class Tower(nn.Module):
         self.layers, self.norms, self.activations = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
         for size in sizes:
             self.layers.append(xavier_linear(in_features, size))
-            self.norms.append(_norm(norm, size))
+            self.norms.append(GlobalBatchNorm(size) if batch_norm else nn.Identity())
             self.activations.append(Dice(size) if activation == "dice" else nn.ReLU())
             in_features = size
         self.out_features = in_features
@@ -85,29 +83,12 @@ class LogitTower(nn.Module):
         sizes: Sequence[int],
         *,
         dropout: float = 0.0,
-        norm: Norm = "none",
+        batch_norm: bool = False,
         precision: Precision = "fp32",
     ) -> None:
         super().__init__()
-        self.tower = Tower(in_features, sizes, dropout=dropout, norm=norm, precision=precision)
+        self.tower = Tower(in_features, sizes, dropout=dropout, batch_norm=batch_norm, precision=precision)
         self.logit = xavier_linear(self.tower.out_features, 1)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.logit(self.tower(inputs).float()).squeeze(1)
-
-
-class _LayerNorm(nn.LayerNorm):
-    """In float32 whatever type the input has, which the output has too."""
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return super().forward(inputs.float()).to(inputs.dtype)
-
-
-def _norm(kind: Norm, size: int) -> nn.Module:
-    match kind:
-        case "batch":
-            return GlobalBatchNorm(size)
-        case "layer":
-            return _LayerNorm(size)
-        case "none":
-            return nn.Identity()

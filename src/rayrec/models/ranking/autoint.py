@@ -10,6 +10,7 @@ from torch import nn
 from rayrec.config import InputError
 from rayrec.layers.embedded import Embedded
 from rayrec.layers.fields import fields, number_vectors
+from rayrec.layers.first_order import FieldsAndLinear, width_with_weight
 from rayrec.layers.mlp import Precision
 from rayrec.layers.self_attention import FieldAttention
 from rayrec.layers.tower import LogitTower, xavier_linear
@@ -35,6 +36,8 @@ class AutoIntConfig(ClickModelConfig):
     """Share of the attention's weights and of the MLP's activations that a step leaves out."""
     batch_norm: bool = False
     """Normalize the outputs of the MLP's layers over the global batch."""
+    use_wide: bool = False
+    """Add the logit of a linear model of all features."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,6 +48,10 @@ class AutoIntConfig(ClickModelConfig):
             raise InputError(
                 f"AutoIntConfig.attention_dim: {self.attention_dim} must be a multiple of heads, {self.heads}"
             )
+
+    @property
+    def width(self) -> int:
+        return width_with_weight(self.embedding_dim) if self.use_wide else self.embedding_dim
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return AutoInt(self, inputs, precision=precision)
@@ -57,7 +64,11 @@ class AutoInt(nn.Module):
         super().__init__()
         self._label, dim = inputs.label, config.embedding_dim
         count = inputs.num_dense + len(inputs.features)
-        self.number_vectors = number_vectors(inputs.num_dense, dim)
+        if config.use_wide:
+            self.fields = FieldsAndLinear(inputs.num_dense, dim, bias=False)
+        else:
+            self.number_vectors = number_vectors(inputs.num_dense, dim)
+        self._wide = config.use_wide
         self.attention = nn.Sequential(
             *(
                 FieldAttention(
@@ -77,7 +88,7 @@ class AutoInt(nn.Module):
                 count * dim,
                 config.mlp,
                 dropout=config.dropout,
-                norm="batch" if config.batch_norm else "none",
+                batch_norm=config.batch_norm,
                 precision=precision,
             )
             if config.mlp
@@ -86,6 +97,9 @@ class AutoInt(nn.Module):
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
         """See `ClickModelConfig.build`."""
-        vectors = fields(dense, self.number_vectors, embedded)
-        logits = self.logit(self.attention(vectors).float().flatten(1)).squeeze(1)
+        if self._wide:
+            vectors, wide = self.fields(dense, embedded)
+        else:
+            vectors, wide = fields(dense, self.number_vectors, embedded), 0.0
+        logits = self.logit(self.attention(vectors).float().flatten(1)).squeeze(1) + wide
         return {self._label: logits if self.deep is None else logits + self.deep(vectors.flatten(1))}

@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from rayrec.layers.cross import CrossAndDeep
+from rayrec.config import InputError
+from rayrec.layers.cross import CrossAndDeep, Crosses, CrossLayer, CrossMixture
 from rayrec.layers.embedded import Embedded
 from rayrec.layers.fields import fields, number_vectors
 from rayrec.layers.mlp import Precision
@@ -21,14 +22,20 @@ from rayrec.models.checks import check_counts, check_dropouts, check_sizes
 class DCNv2Config(ClickModelConfig):
     """Cross layers, each of which raises the degree of the products of features by one, and an MLP."""
 
-    structure: Literal["parallel", "stacked"] = "parallel"
-    """The MLP takes the features next to the cross layers (parallel), or takes what the cross layers give (stacked)."""
+    structure: Literal["parallel", "stacked", "stacked_parallel"] = "parallel"
+    """The MLP takes the features next to the cross layers (parallel), or takes what the cross layers give (stacked); or there is
+    an MLP of each kind (stacked_parallel)."""
     cross_layers: int = 3
     """Number of cross layers."""
     low_rank: int | None = None
-    """Rank of each cross layer's weight; None: full rank."""
+    """Rank of each cross layer's weight, a product of two matrices; None: full rank."""
+    experts: int | None = None
+    """Low-rank experts with tanh in each cross layer, weighed by a gate (FuxiCTR's use_low_rank_mixture); needs `low_rank`. None:
+    there are no experts."""
     mlp: tuple[int, ...] = (400, 400, 400)
-    """Widths of the MLP's layers; empty: cross layers alone."""
+    """Widths of the MLP's layers; empty: cross layers alone. With stacked_parallel, those of the parallel MLP."""
+    stacked_mlp: tuple[int, ...] = (400, 400, 400)
+    """With stacked_parallel, the widths of the stacked MLP's layers."""
     dropout: float = 0.0
     """Share of each MLP layer's activations that a step leaves out."""
     batch_norm: bool = False
@@ -37,9 +44,17 @@ class DCNv2Config(ClickModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts(self, "cross_layers")
-        if self.low_rank is not None:
-            check_counts(self, "low_rank")
+        check_counts(self, *(name for name in ("low_rank", "experts") if getattr(self, name) is not None))
+        if self.experts is not None and self.low_rank is None:
+            raise InputError(
+                f"DCNv2Config.experts: need low_rank, the rank of their weights, got experts {self.experts}. Set both."
+            )
         check_sizes(self, "mlp")
+        check_sizes(self, "stacked_mlp", empty=False)
+        if self.structure == "stacked_parallel" and not self.mlp:
+            raise InputError(
+                "DCNv2Config.mlp: must have one or more sizes for structure stacked_parallel, got (). Set them."
+            )
         check_dropouts(self, "dropout")
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
@@ -53,17 +68,26 @@ class DCNv2(nn.Module):
         super().__init__()
         self._label = inputs.label
         self.number_vectors = number_vectors(inputs.num_dense, config.embedding_dim)
+        width = (inputs.num_dense + len(inputs.features)) * config.embedding_dim
         self.network = CrossAndDeep(
-            (inputs.num_dense + len(inputs.features)) * config.embedding_dim,
-            cross_layers=config.cross_layers,
+            width,
+            _crosses(width, config, precision),
             mlp=config.mlp,
+            stacked_mlp=config.stacked_mlp,
             structure=config.structure,
-            low_rank=config.low_rank,
             dropout=config.dropout,
-            norm="batch" if config.batch_norm else "none",
+            batch_norm=config.batch_norm,
             precision=precision,
         )
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
         """See `ClickModelConfig.build`."""
         return {self._label: self.network(fields(dense, self.number_vectors, embedded).flatten(1))}
+
+
+def _crosses(width: int, config: DCNv2Config, precision: Precision) -> Crosses | CrossMixture:
+    if config.low_rank is not None and config.experts is not None:
+        return CrossMixture(
+            width, layers=config.cross_layers, experts=config.experts, low_rank=config.low_rank, precision=precision
+        )
+    return Crosses(CrossLayer(width, low_rank=config.low_rank, precision=precision) for _ in range(config.cross_layers))

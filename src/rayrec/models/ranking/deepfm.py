@@ -50,7 +50,7 @@ class DeepFM(nn.Module):
             (inputs.num_dense + len(inputs.features)) * config.embedding_dim,
             config.mlp,
             dropout=config.dropout,
-            norm="batch" if config.batch_norm else "none",
+            batch_norm=config.batch_norm,
             precision=precision,
         )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from rayrec.config import InputError
 from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.checks import check_counts, check_dropouts, check_sizes
 
 if TYPE_CHECKING:
     from rayrec.layers.mlp import Precision
@@ -27,6 +28,12 @@ class DLRMConfig(ClickModelConfig):
     """Layer sizes of the MLP over the dense features; the last one equals embedding_dim."""
     top_mlp: tuple[int, ...] = (1024, 1024, 512, 256, 1)
     """Layer sizes of the MLP over the interaction; the last one is 1, the logit. A model of several labels has one logit each."""
+    batch_norm: bool = False
+    """Normalize the outputs of both MLPs' hidden layers over the global batch."""
+    bottom_dropout: float = 0.0
+    """Share of the activations of the bottom MLP's hidden layers that a step leaves out."""
+    top_dropout: float = 0.0
+    """Share of the activations of the top MLP's hidden layers that a step leaves out."""
     cross_layers: int = 3
     """Number of cross layers (interaction "cross")."""
     cross_low_rank: int = 512
@@ -38,13 +45,9 @@ class DLRMConfig(ClickModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("cross_layers", "cross_low_rank"):
-            if getattr(self, name) < 1:
-                raise InputError(f"DLRMConfig.{name}: {getattr(self, name)} must be at least 1")
-        for name in ("bottom_mlp", "top_mlp", "projection_first", "projection_second"):
-            sizes = getattr(self, name)
-            if not sizes or min(sizes) < 1:
-                raise InputError(f"DLRMConfig.{name}: {sizes} needs one or more sizes, each at least 1")
+        check_counts(self, "cross_layers", "cross_low_rank")
+        check_sizes(self, "bottom_mlp", "top_mlp", "projection_first", "projection_second", empty=False)
+        check_dropouts(self, "bottom_dropout", "top_dropout")
         if self.bottom_mlp[-1] != self.embedding_dim:
             raise InputError(
                 f"DLRMConfig.bottom_mlp: ends with {self.bottom_mlp[-1]}, but must end with embedding_dim "

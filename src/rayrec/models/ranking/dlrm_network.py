@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -19,10 +21,13 @@ class DLRM(nn.Module):
         """Draws start values from torch's global generator."""
         super().__init__()
         self._labels = inputs.label_names
-        self.bottom_mlp = MLP(inputs.num_dense, config.bottom_mlp, final_activation=True, precision=precision)
+        settings: dict[str, Any] = {"batch_norm": config.batch_norm, "precision": precision}
+        self.bottom_mlp = MLP(
+            inputs.num_dense, config.bottom_mlp, final_activation=True, dropout=config.bottom_dropout, **settings
+        )
         self.interaction = _interaction(config, inputs, precision)
-        top_mlp = (*config.top_mlp[:-1], len(self._labels))
-        self.top_mlp = MLP(self.interaction.out_features, top_mlp, final_activation=False, precision=precision)
+        top_mlp, width = (*config.top_mlp[:-1], len(self._labels)), self.interaction.out_features
+        self.top_mlp = MLP(width, top_mlp, final_activation=False, dropout=config.top_dropout, **settings)
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
         """See `ClickModelConfig.build`."""

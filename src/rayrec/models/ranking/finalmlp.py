@@ -12,7 +12,7 @@ from rayrec.config import InputError
 from rayrec.layers.embedded import Embedded
 from rayrec.layers.fields import fields, number_vectors
 from rayrec.layers.mlp import Precision, start_values
-from rayrec.layers.tower import Norm, Tower, xavier_linear
+from rayrec.layers.tower import Tower, xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.checks import check_dropouts, check_sizes
 
@@ -79,9 +79,13 @@ class FinalMLP(nn.Module):
         self._label, dim, self._heads = inputs.label, config.embedding_dim, config.heads
         self.number_vectors = number_vectors(inputs.num_dense, dim)
         width = (inputs.num_dense + len(inputs.features)) * dim
-        norm: Norm = "batch" if config.batch_norm else "none"
-        self.first = Tower(width, config.first_mlp, dropout=config.first_dropout, norm=norm, precision=precision)
-        self.second = Tower(width, config.second_mlp, dropout=config.second_dropout, norm=norm, precision=precision)
+        self.first, self.second = (
+            Tower(width, sizes, dropout=dropout, batch_norm=config.batch_norm, precision=precision)
+            for sizes, dropout in (
+                (config.first_mlp, config.first_dropout),
+                (config.second_mlp, config.second_dropout),
+            )
+        )
         self.first_gate: nn.Module | None = None
         self.second_gate: nn.Module | None = None
         if config.feature_gates:

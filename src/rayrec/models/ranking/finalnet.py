@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -32,6 +33,8 @@ class FinalNetConfig(ClickModelConfig):
     """Share of the second tower's activations that a step leaves out."""
     batch_norm: bool = True
     """Normalize each layer's outputs over the global batch."""
+    activation: Literal["relu", "none"] = "relu"
+    """What follows each layer."""
     feature_gate: bool = True
     """The first tower also gets its embeddings times a weight that is computed from all features."""
     tower_losses: bool = True
@@ -62,9 +65,9 @@ class FinalNet(nn.Module):
             start_values(self.gate.weight, nn.init.zeros_)
             start_values(self.gate.bias, nn.init.ones_)
         width = count * dim * (2 if config.feature_gate else 1)
-        self.first = _Tower(width, config.first_tower, config.first_dropout, config.batch_norm, precision)
+        self.first = _Tower(width, config.first_tower, config.first_dropout, config, precision)
         self.second = (
-            _Tower(count * dim, config.second_tower, config.second_dropout, config.batch_norm, precision)
+            _Tower(count * dim, config.second_tower, config.second_dropout, config, precision)
             if config.second_tower
             else None
         )
@@ -100,16 +103,16 @@ class _Tower(nn.Module):
     """Factorized interaction layers: a half of each layer's linear outputs, and the product of both halves, side by side."""
 
     def __init__(
-        self, in_features: int, sizes: tuple[int, ...], dropout: float, batch_norm: bool, precision: Precision
+        self, in_features: int, sizes: tuple[int, ...], dropout: float, config: FinalNetConfig, precision: Precision
     ) -> None:
         super().__init__()
         self.layers, self.norms = nn.ModuleList(), nn.ModuleList()
         for size in sizes:
             self.layers.append(xavier_linear(in_features, size))
-            self.norms.append(GlobalBatchNorm(size) if batch_norm else nn.Identity())
+            self.norms.append(GlobalBatchNorm(size) if config.batch_norm else nn.Identity())
             in_features = size
         self.logit = xavier_linear(in_features, 1)
-        self._dropout, self._dtype = dropout, compute_dtype(precision)
+        self._dropout, self._relu, self._dtype = dropout, config.activation == "relu", compute_dtype(precision)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """(rows, in_features) -> logits (rows,), float32."""
@@ -118,6 +121,7 @@ class _Tower(nn.Module):
             assert isinstance(layer, EmptyLinear)
             linear = functional.linear(hidden, layer.weight.to(self._dtype), layer.bias.to(self._dtype))
             second, first = linear.chunk(2, dim=1)
-            hidden = norm(torch.cat([second, first * second], dim=1)).relu()
+            hidden = norm(torch.cat([second, first * second], dim=1))
+            hidden = hidden.relu() if self._relu else hidden
             hidden = functional.dropout(hidden, self._dropout, training=self.training)
         return self.logit(hidden.float()).squeeze(1)

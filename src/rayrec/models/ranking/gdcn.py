@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from rayrec.layers.cross import CrossAndDeep
+from rayrec.layers.cross import CrossAndDeep, Crosses, CrossLayer
 from rayrec.layers.embedded import Embedded
 from rayrec.layers.fields import fields, number_vectors
 from rayrec.layers.mlp import Precision
@@ -48,14 +48,14 @@ class GDCN(nn.Module):
         super().__init__()
         self._label = inputs.label
         self.number_vectors = number_vectors(inputs.num_dense, config.embedding_dim)
+        width = (inputs.num_dense + len(inputs.features)) * config.embedding_dim
         self.network = CrossAndDeep(
-            (inputs.num_dense + len(inputs.features)) * config.embedding_dim,
-            cross_layers=config.cross_layers,
+            width,
+            Crosses(CrossLayer(width, gated=True, precision=precision) for _ in range(config.cross_layers)),
             mlp=config.mlp,
             structure=config.structure,
-            gated=True,
             dropout=config.dropout,
-            norm="batch" if config.batch_norm else "none",
+            batch_norm=config.batch_norm,
             precision=precision,
         )
 

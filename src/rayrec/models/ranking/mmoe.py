@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -33,6 +33,8 @@ class MMoEConfig(ClickModelConfig):
     """Widths of the layers of a label's tower."""
     dropout: float = 0.0
     """Share of each layer's activations that a step leaves out."""
+    batch_norm: bool = False
+    """Normalize each layer's outputs in experts, gates and towers over the global batch."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,16 +52,17 @@ class MMoE(nn.Module):
 
     def __init__(self, config: MMoEConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()
-        self._labels, dropout = inputs.label_names, config.dropout
+        self._labels = inputs.label_names
         width = (inputs.num_dense + len(inputs.features)) * config.embedding_dim
+        settings: dict[str, Any] = {
+            "dropout": config.dropout,
+            "batch_norm": config.batch_norm,
+            "precision": precision,
+        }
         self.number_vectors = number_vectors(inputs.num_dense, config.embedding_dim)
-        self.experts = Experts(width, config.expert, config.experts, dropout=dropout, precision=precision)
-        self.gates = nn.ModuleList(
-            Gate(width, config.gate, config.experts, dropout=dropout, precision=precision) for _ in self._labels
-        )
-        self.towers = nn.ModuleList(
-            LogitTower(config.expert[-1], config.tower, dropout=dropout, precision=precision) for _ in self._labels
-        )
+        self.experts = Experts(width, config.expert, config.experts, **settings)
+        self.gates = nn.ModuleList(Gate(width, config.gate, config.experts, **settings) for _ in self._labels)
+        self.towers = nn.ModuleList(LogitTower(config.expert[-1], config.tower, **settings) for _ in self._labels)
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
         """See `ClickModelConfig.build`."""

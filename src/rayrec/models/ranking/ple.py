@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ class PLEConfig(ClickModelConfig):
     """Several labels: levels of experts, of which each label has some of its own and shares others, and a tower for each label.
 
     A gate weighs a label's own and the shared experts, so that labels that contradict each other disturb each other less than
-    in MMoE.
+    in MMoE. Between levels the shared gate weighs the experts of all labels, as in the paper (FuxiCTR's: the shared ones alone).
     """
 
     SEVERAL_LABELS: ClassVar[bool] = True
@@ -43,6 +43,8 @@ class PLEConfig(ClickModelConfig):
     """Widths of the layers of a label's tower."""
     dropout: float = 0.0
     """Share of each layer's activations that a step leaves out."""
+    batch_norm: bool = False
+    """Normalize each layer's outputs in experts, gates and towers over the global batch."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,20 +65,17 @@ class PLE(nn.Module):
         self._labels = inputs.label_names
         width = (inputs.num_dense + len(inputs.features)) * config.embedding_dim
         self.number_vectors = number_vectors(inputs.num_dense, config.embedding_dim)
-        self.levels = nn.ModuleList(
-            _Level(
-                config.expert[-1] if level else width,
-                len(self._labels),
-                config,
-                precision,
-                last=level == config.levels - 1,
-            )
-            for level in range(config.levels)
-        )
-        self.towers = nn.ModuleList(
-            LogitTower(config.expert[-1], config.tower, dropout=config.dropout, precision=precision)
-            for _ in self._labels
-        )
+        settings: dict[str, Any] = {
+            "dropout": config.dropout,
+            "batch_norm": config.batch_norm,
+            "precision": precision,
+        }
+        self.levels, in_features = nn.ModuleList(), width
+        for level in range(config.levels):
+            last = level == config.levels - 1
+            self.levels.append(_Level(in_features, len(self._labels), config, settings, last=last))
+            in_features = config.expert[-1]
+        self.towers = nn.ModuleList(LogitTower(in_features, config.tower, **settings) for _ in self._labels)
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
         """See `ClickModelConfig.build`."""
@@ -90,15 +89,18 @@ class PLE(nn.Module):
 class _Level(nn.Module):
     """Experts and gates of each label, and those that labels share. The last level has no shared gate: no level takes its sum."""
 
-    def __init__(self, in_features: int, labels: int, config: PLEConfig, precision: Precision, *, last: bool) -> None:
+    def __init__(
+        self, in_features: int, labels: int, config: PLEConfig, settings: dict[str, Any], *, last: bool
+    ) -> None:
+        """`settings`: those of all experts and gates."""
         super().__init__()
         own, shared = config.own_experts, config.shared_experts
 
         def experts(count: int) -> Experts:
-            return Experts(in_features, config.expert, count, dropout=config.dropout, precision=precision)
+            return Experts(in_features, config.expert, count, **settings)
 
         def gate(count: int) -> Gate:
-            return Gate(in_features, config.gate, count, dropout=config.dropout, precision=precision)
+            return Gate(in_features, config.gate, count, **settings)
 
         self.own = nn.ModuleList(experts(own) for _ in range(labels))
         self.shared = experts(shared)

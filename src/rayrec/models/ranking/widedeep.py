@@ -51,7 +51,7 @@ class WideDeep(nn.Module):
             (inputs.num_dense + len(inputs.features)) * config.embedding_dim,
             config.mlp,
             dropout=config.dropout,
-            norm="batch" if config.batch_norm else "none",
+            batch_norm=config.batch_norm,
             precision=precision,
         )
 

@@ -33,6 +33,8 @@ class WukongConfig(ClickModelConfig):
     """Widths of the MLP on top of the last layer."""
     dropout: float = 0.0
     """Share of the activations in each block_mlp that a step leaves out."""
+    mlp_batch_norm: bool = False
+    """Normalize the outputs of the layers in `mlp` over the global batch, as FuxiCTR does by default."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,7 +58,7 @@ class Wukong(nn.Module):
         for _ in range(config.num_layers):
             self.layers.append(_Layer(count, config, precision))
             count = config.product_vectors + config.linear_vectors
-        self.top = LogitTower(count * dim, config.mlp, precision=precision)
+        self.top = LogitTower(count * dim, config.mlp, batch_norm=config.mlp_batch_norm, precision=precision)
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
         """See `ClickModelConfig.build`."""

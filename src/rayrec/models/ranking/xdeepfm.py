@@ -58,7 +58,7 @@ class XDeepFM(nn.Module):
                 count * config.embedding_dim,
                 config.mlp,
                 dropout=config.dropout,
-                norm="batch" if config.batch_norm else "none",
+                batch_norm=config.batch_norm,
                 precision=precision,
             )
             if config.mlp

@@ -1,4 +1,4 @@
-"""DIN against its formulas on padded lists, and what sequences are to a network."""
+"""DIN: its sequences, training and settings. Its formula: test_formulas.py."""
 
 from __future__ import annotations
 
@@ -52,45 +52,14 @@ def embedded(values: torch.Tensor, item: torch.Tensor, tags: torch.Tensor) -> Em
     )
 
 
-def reference(
-    net: DIN, dense: torch.Tensor, values: torch.Tensor, item: torch.Tensor, tags: torch.Tensor
-) -> torch.Tensor:
-    """Written out from the paper's equations 3 and 4 and FuxiCTR's DIN.py, on lists padded to the longest."""
-
-    def dice(module: Dice, inputs: torch.Tensor) -> torch.Tensor:
-        normal = (inputs - module.norm.running_mean) / (module.norm.running_var + 1e-9).sqrt()
-        p = torch.sigmoid(normal)
-        return p * inputs + (1 - p) * module.slope * inputs
-
-    padded = torch.zeros(ROWS, 5, DIM)
-    there = torch.arange(5) < LENGTHS[:, None]
-    padded[there] = values
-    target = item[:, None].expand(-1, 5, -1)
-    (unit,) = net.attention
-    hidden = torch.cat([target, padded, target - padded, target * padded], dim=2)
-    for layer, activation in zip(unit.layers, unit.activations, strict=True):
-        hidden = dice(activation, hidden @ layer.weight.t() + layer.bias)
-    weights = (hidden @ unit.weight.weight.t() + unit.weight.bias).squeeze(2) * there
-    interest = (weights[:, :, None] * padded).sum(1)
-    numbers = torch.cat([dense[:, n : n + 1] * net.number_vectors[n] for n in range(2)], dim=1)
-    hidden = torch.cat([numbers, item, interest, tags], dim=1)
-    for layer, activation in zip(net.tower.layers, net.tower.activations, strict=True):
-        hidden = dice(activation, hidden @ layer.weight.t() + layer.bias)
-    return (hidden @ net.logit.weight.t() + net.logit.bias).squeeze(1)
-
-
-def test_logits_are_those_of_the_paper() -> None:
-    net = network().eval()
-    made = torch.randn(ROWS, 2), torch.randn(int(LENGTHS.sum()), DIM), torch.randn(ROWS, DIM), torch.randn(ROWS, DIM)
-    outputs = net(made[0], embedded(*made[1:]))
-    torch.testing.assert_close(outputs["click"], reference(net, *made), atol=1e-5, rtol=1e-5)
+def test_a_batch_without_rows_has_logits() -> None:
     nothing = Embedded.in_order(
         INPUTS.features,
         DIM,
         torch.zeros(0, 2 * DIM),
         {"history": Sequences(torch.zeros(0, DIM), torch.zeros(0, dtype=torch.int64))},
     )
-    assert net.train()(torch.zeros(0, 2), nothing)["click"].shape == (0,)
+    assert network().train()(torch.zeros(0, 2), nothing)["click"].shape == (0,)
 
 
 def test_other_networks_get_the_sum_of_a_sequence() -> None:

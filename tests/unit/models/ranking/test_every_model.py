@@ -48,13 +48,24 @@ def rows_of(inputs: ModelInputs, unpooled: tuple[str, ...]) -> tuple[Batch, Enco
     return batch, EncodedRows(dense.numpy(), ids, None)
 
 
-@pytest.mark.parametrize("members", [1, 2])
-@pytest.mark.parametrize("name", ranking.names())
-def test_it_learns_and_scores_as_it_trains(name: str, members: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        *((name, {"members": members}) for name in ranking.names() for members in (1, 2)),
+        ("autoint", {"use_wide": True}),
+        ("dcnv2", {"structure": "stacked_parallel", "low_rank": 3, "experts": 2}),
+        ("dlrm", {"batch_norm": True, "bottom_dropout": 0.1, "top_dropout": 0.1}),
+        ("finalnet", {"activation": "none", "tower_losses": False}),
+        ("mmoe", {"batch_norm": True}),
+        ("ple", {"batch_norm": True, "levels": 2}),
+        ("wukong", {"mlp_batch_norm": True}),
+    ],
+)
+def test_it_learns_and_scores_as_it_trains(name: str, settings: dict[str, Any]) -> None:
     cls = ranking.config_class(name)
     assert cls is not None
-    like = DLRMConfig(embedding_dim=8, bottom_mlp=(8,), embedding_penalty=1e-6, members=members)
-    config: ClickModelConfig = cls.in_place_of(like)
+    like = DLRMConfig(embedding_dim=8, bottom_mlp=(8,), embedding_penalty=1e-6)
+    config: ClickModelConfig = cls.in_place_of(like).replace(**settings)
     inputs = inputs_of(config)
     unpooled = unpooled_features(config, inputs)
     torch.manual_seed(0)

@@ -1,0 +1,570 @@
+"""Every click model against its paper's formula in plain torch: logits, loss and all gradients, in training and evaluation.
+
+Dropout is replaced by a multiplication with 1 - share, so that its places and shares are compared too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from rayrec.batch import Batch
+from rayrec.layers.batch_norm import GlobalBatchNorm
+from rayrec.layers.embedded import Embedded, Sequences
+from rayrec.layers.mlp import MLP
+from rayrec.layers.tower import Dice, LogitTower, Tower
+from rayrec.models import ranking
+from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.click_model import _Head
+from rayrec.models.ranking.autoint import AutoIntConfig
+from rayrec.models.ranking.dcnv2 import DCNv2Config
+from rayrec.models.ranking.dcnv3 import DCNv3Config
+from rayrec.models.ranking.deepfm import DeepFMConfig
+from rayrec.models.ranking.din import DINConfig
+from rayrec.models.ranking.dlrm import DLRMConfig
+from rayrec.models.ranking.finalmlp import FinalMLPConfig
+from rayrec.models.ranking.finalnet import FinalNetConfig
+from rayrec.models.ranking.gdcn import GDCNConfig
+from rayrec.models.ranking.linear import LinearConfig
+from rayrec.models.ranking.masknet import MaskNetConfig
+from rayrec.models.ranking.mmoe import MMoEConfig
+from rayrec.models.ranking.ple import PLEConfig
+from rayrec.models.ranking.widedeep import WideDeepConfig
+from rayrec.models.ranking.wukong import WukongConfig
+from rayrec.models.ranking.xdeepfm import XDeepFMConfig
+from rayrec.schema import Label
+
+ROWS, DIM = 17, 4
+INPUTS = ModelInputs(2, ("a", "b", "c"), "click")
+SEVERAL = replace(INPUTS, more_labels=(Label(name="like"), Label(name="seconds", kind="number")))
+Outputs = dict[str, torch.Tensor]
+Reference = Callable[[nn.Module, ClickModelConfig, torch.Tensor, torch.Tensor], Outputs]
+
+
+def linear(layer: nn.Module, values: torch.Tensor) -> torch.Tensor:
+    product = torch.einsum("...i,oi->...o", values, layer.weight)
+    return product if layer.bias is None else product + layer.bias
+
+
+def dropped(net: nn.Module, values: torch.Tensor, share: float) -> torch.Tensor:
+    return values * (1 - share) if net.training else values
+
+
+def standardized(values: torch.Tensor, norm: nn.Module | None, dim: int) -> torch.Tensor:
+    """Layer norm, or batch norm by the rows in training and by running statistics in evaluation."""
+    if isinstance(norm, nn.Identity):
+        return values
+    mean, variance = values.mean(dim, keepdim=True), values.var(dim, unbiased=False, keepdim=True)
+    if isinstance(norm, GlobalBatchNorm) and not norm.training:
+        mean, variance = norm.running_mean, norm.running_var
+    normal = (values - mean) / (variance + 1e-5).sqrt()
+    return normal if norm is None else normal * norm.weight + norm.bias
+
+
+def dice(module: Dice, inputs: torch.Tensor) -> torch.Tensor:
+    norm = module.norm
+    mean, variance = inputs.mean(0), inputs.var(0, unbiased=False)
+    if not norm.training:
+        mean, variance = norm.running_mean, norm.running_var
+    p = torch.sigmoid((inputs - mean) / (variance + 1e-9).sqrt())
+    return p * inputs + (1 - p) * module.slope * inputs
+
+
+def tower(net: Tower, values: torch.Tensor, dropout: float) -> torch.Tensor:
+    for layer, norm, activation in zip(net.layers, net.norms, net.activations, strict=True):
+        values = standardized(linear(layer, values), norm, 0)
+        values = dice(activation, values) if isinstance(activation, Dice) else values.clamp(min=0)
+        values = dropped(net, values, dropout)
+    return values
+
+
+def logit(net: LogitTower, values: torch.Tensor, dropout: float) -> torch.Tensor:
+    return linear(net.logit, tower(net.tower, values, dropout))[:, 0]
+
+
+def numbers(net: nn.Module, dense: torch.Tensor) -> list[torch.Tensor]:
+    return [dense[:, n : n + 1] * net.number_vectors[n] for n in range(2)]
+
+
+def fields(net: nn.Module, dense: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
+    """The vectors v_i of all features, each (rows, dim)."""
+    return numbers(net, dense) + [values[:, n, :DIM] for n in range(3)]
+
+
+def side_by_side(net: nn.Module, dense: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return torch.cat(fields(net, dense, values), dim=1)
+
+
+def first_order(net: nn.Module, dense: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """w_0 + sum of w_i x_i."""
+    of_numbers = sum(dense[:, n] * net.linear.weight[0, n] for n in range(2))
+    bias = 0 if net.linear.bias is None else net.linear.bias[0]
+    return bias + of_numbers + sum(values[:, n, DIM] for n in range(3))
+
+
+def of_linear(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
+    """Logistic regression of scaled inputs."""
+    of_numbers = dense @ net.linear.weight[0] + net.linear.bias[0]
+    return {"click": config.number_scale * of_numbers + config.category_scale * values[:, :, 0].sum(1)}
+
+
+def of_deepfm(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
+    """Equations 1 to 4: y_FM + y_DNN."""
+    v = fields(net.fields, dense, values)
+    pairs = sum((v[i] * v[j]).sum(1) for i in range(5) for j in range(i + 1, 5))
+    deep = logit(net.deep, torch.cat(v, dim=1), config.dropout)
+    return {"click": first_order(net.fields, dense, values) + pairs + deep}
+
+
+def of_widedeep(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
+    """Equation 3: w_wide x + w_deep a + b."""
+    deep = logit(net.deep, side_by_side(net.fields, dense, values), config.dropout)
+    return {"click": first_order(net.fields, dense, values) + deep}
+
+
+def of_xdeepfm(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
+    """Equations 6 to 8: x^k_h = sum over i and j of W^k_hij (x^(k-1)_i * x^0_j), summed over its values."""
+    v = fields(net.fields, dense, values)
+    before, sums = v, []
+    for layer in net.interaction.layers:
+        weights = layer.weight.view(-1, 5, len(before))
+        vectors = [
+            layer.bias[h] + sum(weights[h, j, i] * v[j] * before[i] for j in range(5) for i in range(len(before)))
+            for h in range(len(weights))
+        ]
+        sums += [vector.sum(1) for vector in vectors]
+        before = vectors
+    logits = first_order(net.fields, dense, values) + linear(net.interaction.logit, torch.stack(sums, dim=1))[:, 0]
+    return {"click": logits if net.deep is None else logits + logit(net.deep, torch.cat(v, dim=1), config.dropout)}
+
+
+def of_autoint(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
+    """Equations 5 to 9, head by head and field by field; the residual is projected if the width changes, as in FuxiCTR."""
+    v = hidden = fields(net.fields if config.use_wide else net, dense, values)
+    scale = (config.attention_dim / config.heads) ** -0.5 if config.scale else 1.0
+    for layer in net.attention:
+        parts = []
+        for of_query, of_key, of_value in zip(
+            *(part.weight.chunk(config.heads) for part in (layer.query, layer.key, layer.value)), strict=True
+        ):
+            queries, keys, mixed_in = ([e @ w.t() for e in hidden] for w in (of_query, of_key, of_value))
+            heads = []
+            for query in queries:
+                exponents = [((query * key).sum(1) * scale).exp() for key in keys]
+                shares = [dropped(net, exponent / sum(exponents), config.dropout) for exponent in exponents]
+                heads.append(sum(share[:, None] * value for share, value in zip(shares, mixed_in, strict=True)))
+            parts.append(heads)
+        residual = hidden if layer.shortcut is None else [linear(layer.shortcut, e) for e in hidden]
+        hidden = [(torch.cat(heads, dim=1) + own).clamp(min=0) for *heads, own in zip(*parts, residual, strict=True)]
+    logits = linear(net.logit, torch.cat(hidden, dim=1))[:, 0]
+    if config.use_wide:
+        logits = logits + first_order(net.fields, dense, values)
+    return {"click": logits if net.deep is None else logits + logit(net.deep, torch.cat(v, dim=1), config.dropout)}
+
+
+def of_crosses(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
+    """x0 * (W x + b) * sigmoid(W_g x) + x, with an MLP after or next to it, or both."""
+    inner, x0 = net.network, side_by_side(net, dense, values)
+    x = x0
+    for layer in inner.crosses:
+        weight = layer.linear.weight if layer.down is None else layer.linear.weight @ layer.down.weight
+        gate = 1 if layer.gate is None else torch.sigmoid(x @ layer.gate.weight.t())
+        x = x0 * (x @ weight.t() + layer.linear.bias) * gate + x
+    return {"click": after_crosses(inner, config, x0, x)}
+
+
+def of_mixture(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
+    """Section 3.2 of DCN V2, one row of weights after the other: sum of G_i(x) x0 * (U_i g(C_i g(V_i x)) + b) + x, g = tanh."""
+    crosses, x0 = net.network.crosses, side_by_side(net, dense, values)
+    x = x0
+    for layer in range(config.cross_layers):
+        exponents = [(x @ crosses.gate.weight[expert]).exp() for expert in range(config.experts)]
+        mixed = 0
+        for expert in range(config.experts):
+            hidden = torch.tanh(x @ crosses.down[layer][expert].t())
+            hidden = torch.tanh(hidden @ crosses.core[layer][expert].t())
+            given = x0 * (hidden @ crosses.up[layer][expert].t() + crosses.biases[layer])
+            mixed = mixed + (exponents[expert] / sum(exponents))[:, None] * given
+        x = mixed + x
+    return {"click": after_crosses(net.network, config, x0, x)}
+
+
+def after_crosses(inner: nn.Module, config: ClickModelConfig, x0: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    if config.structure == "stacked" or not config.mlp:
+        return logit(inner.last, x, config.dropout)
+    crossed = tower(inner.stacked, x, config.dropout) if config.structure == "stacked_parallel" else x
+    return linear(inner.last.logit, torch.cat([crossed, tower(inner.deep, x0, config.dropout)], dim=1))[:, 0]
+
+
+def of_dcnv3(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
+    """Sections 3.2 to 3.4: heads, halves of embeddings side by side, and both networks."""
+    stacked = torch.stack(fields(net, dense, values), dim=1)
+    inputs = torch.stack(
+        [
+            torch.cat([half.flatten(1) for half in head.tensor_split(2, dim=2)], dim=1)
+            for head in stacked.tensor_split(config.heads, dim=2)
+        ],
+        dim=1,
+    )
+    outputs = {}
+    for name, crosses, dropout in (
+        ("deep", net.deep, config.deep_dropout),
+        ("shallow", net.shallow, config.shallow_dropout),
+    ):
+        x = inputs
+        for number, layer in enumerate(crosses.layers):
+            half = linear(layer, x)
+            if config.batch_norm:  # one mean for all values of a head
+                norm = crosses.batch_norms[number]
+                mean, variance = half.mean((0, 2)), half.var((0, 2), unbiased=False)
+                if not net.training:
+                    mean, variance = norm.running_mean, norm.running_var
+                half = (half - mean[:, None]) / (variance[:, None] + 1e-5).sqrt() * norm.weight[:, None]
+                half = half + norm.bias[:, None]
+            mask = standardized(half, crosses.mask_norms[number], 2).clamp(min=0)
+            crossed = torch.cat([half, half * mask], dim=2) + crosses.biases[number]
+            x = dropped(net, (x if name == "deep" else inputs) * crossed + x, dropout)
+        outputs[name] = linear(crosses.logit, x)[:, :, 0].mean(1)
+    return {"click": (outputs["deep"] + outputs["shallow"]) / 2, **outputs}
+
+
+def of_masknet(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
+    """Equations 3 to 10."""
+    v = torch.stack(fields(net, dense, values), dim=1)
+    features = v.flatten(1)
+    hidden, outputs = (v if net.norms is None else standardized(v, net.norms, 2)).flatten(1), []
+    for block in net.blocks:
+        mask = linear(block.second, linear(block.first, features).clamp(min=0))
+        out = standardized(linear(block.layer, mask * hidden), block.norm, 1).clamp(min=0)
+        outputs.append(dropped(net, out, config.dropout))
+        if config.structure == "serial":
+            hidden = outputs[-1]
+    together = hidden if config.structure == "serial" else torch.cat(outputs, dim=1)
+    return {"click": logit(net.top, together, config.dropout)}
+
+
+def of_finalmlp(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
+    """Equations 4 to 10: gates, two streams and multi-head bilinear fusion. Features are two numbers, a, b and c."""
+    v, streams = torch.stack(fields(net, dense, values), dim=1), []
+    for stream, gate, places, dropout in (
+        (net.first, net.first_gate, (4, 0, 1), config.first_dropout),
+        (net.second, net.second_gate, None, config.second_dropout),
+    ):
+        inputs = v.flatten(1)
+        if gate is not None:
+            if places is None:
+                raw = gate.bias
+            else:
+                raw = linear(gate.gate, tower(gate.tower, v[:, list(places)].flatten(1), 0.0))
+            inputs = inputs * 2 / (1 + torch.exp(-raw))
+        streams.append(tower(stream, inputs, dropout))
+    first, second = streams
+    logits = linear(net.first_logit, first)[:, 0] + linear(net.second_logit, second)[:, 0]
+    for head in range(2):
+        part, other = first[:, 3 * head : 3 * head + 3], second[:, 2 * head : 2 * head + 2]
+        logits = logits + torch.einsum("ri,ij,rj->r", part, net.products[head], other)
+    return {"click": logits}
+
+
+def of_finalnet(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
+    """A layer gives a half h2 of its linear outputs next to h1 * h2; a gate over fields in the first tower; y = (y1 + y2) / 2."""
+    v = torch.stack(fields(net, dense, values), dim=1)
+    gated, towers = v, []
+    if config.feature_gate:
+        gate = torch.einsum("rfd,gf->rgd", v, net.gate.weight) + net.gate.bias[None, :, None]
+        gated = torch.cat([v, v * gate], dim=1)
+    for of_tower, inputs, dropout in (
+        (net.first, gated, config.first_dropout),
+        (net.second, v, config.second_dropout),
+    ):
+        if of_tower is None:
+            continue
+        hidden = inputs.flatten(1)
+        for layer, norm in zip(of_tower.layers, of_tower.norms, strict=True):
+            second, first = linear(layer, hidden).chunk(2, dim=1)
+            hidden = standardized(torch.cat([second, first * second], dim=1), norm, 0)
+            hidden = dropped(net, hidden.clamp(min=0) if config.activation == "relu" else hidden, dropout)
+        towers.append(linear(of_tower.logit, hidden)[:, 0])
+    outputs = {"click": sum(towers) / len(towers)}
+    if len(towers) == 2 and config.tower_losses:
+        outputs |= {"first tower": towers[0], "second tower": towers[1]}
+    return outputs
+
+
+def of_wukong(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
+    """X <- LN(concat(FMB(X), LCB(X)) + X), section 3 of the paper."""
+    v = torch.stack(fields(net, dense, values), dim=1)
+    for layer in net.layers:
+        products = torch.einsum("rnd,rmd,mk->rnk", v, v, layer.mixing).flatten(1)
+        hidden = tower(layer.tower, standardized(products, layer.products_norm, 1), config.dropout)
+        made = linear(layer.products, hidden).clamp(min=0).view(ROWS, 2, DIM)
+        together = torch.cat([made, torch.einsum("ln,rnd->rld", layer.linear.weight, v)], dim=1)
+        if layer.shortcut is not None:
+            v = torch.einsum("on,rnd->rod", layer.shortcut.weight, v) + layer.shortcut.bias[:, None]
+        v = standardized(together + v, layer.norm, 2)
+    return {"click": logit(net.top, v.flatten(1), 0.0)}
+
+
+def mlp(net: MLP, values: torch.Tensor, dropout: float) -> torch.Tensor:
+    """Of DLRM: a norm and dropout after each layer but the last."""
+    for number, layer in enumerate(net.layers):
+        values, last = linear(layer, values), number == len(net.layers) - 1
+        if not last and net.norms is not None:
+            values = standardized(values, net.norms[number], 0)
+        if not last or net.final_activation:
+            values = values.clamp(min=0)
+        if not last:
+            values = dropped(net, values, dropout)
+    return values
+
+
+def of_dlrm(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
+    """Bottom MLP, interaction, top MLP: dots of pairs, crosses x0 * (U V x + b) + x, or products of two projections."""
+    bottom = mlp(net.bottom_mlp, dense, config.bottom_dropout)
+    vectors = [bottom, *(values[:, n] for n in range(3))]
+    x0 = torch.cat(vectors, dim=1)
+    if config.interaction == "dot":
+        pairs = [(vectors[i] * vectors[j]).sum(1, keepdim=True) for i in range(4) for j in range(i + 1, 4)]
+        met = torch.cat([bottom, *pairs], dim=1)
+    elif config.interaction == "cross":
+        met, crosses = x0, net.interaction
+        for down, up, bias in zip(crosses.down, crosses.up, crosses.bias, strict=True):
+            met = x0 * (met @ down.t() @ up.t() + bias) + met
+    else:
+        first = mlp(net.interaction.first_branch, x0, 0.0).view(ROWS, -1, DIM)
+        second = mlp(net.interaction.second_branch, x0, 0.0).view(ROWS, DIM, -1)
+        met = torch.cat([bottom, torch.einsum("rid,rdj->rij", first, second).flatten(1)], dim=1)
+    logits = mlp(net.top_mlp, met, config.top_dropout)
+    return {label: logits[:, number] for number, label in enumerate(SEVERAL.label_names)}
+
+
+def mixture(gate: nn.Module, values: torch.Tensor, experts: list[torch.Tensor], dropout: float) -> torch.Tensor:
+    """The sum of g_i(x) f_i(x), g the softmax of the gate."""
+    exponents = linear(gate.scores, tower(gate.tower, values, dropout)).exp()
+    shares = exponents / exponents.sum(1, keepdim=True)
+    return sum(shares[:, n : n + 1] * expert for n, expert in enumerate(experts))
+
+
+def of_mmoe(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
+    """Equations 6 and 7: y_k = h^k(sum of g^k_i(x) f_i(x))."""
+    x, p = side_by_side(net, dense, values), config.dropout
+    experts = [tower(expert, x, p) for expert in net.experts.towers]
+    return {
+        label: logit(net.towers[k], mixture(net.gates[k], x, experts, p), p)
+        for k, label in enumerate(SEVERAL.label_names)
+    }
+
+
+def of_ple(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
+    """Equations 1 to 6; a shared gate between levels weighs the experts of all labels and the shared ones."""
+    states, p = [side_by_side(net, dense, values)] * 4, config.dropout
+    for level in net.levels:
+        *own, shared = (
+            [tower(expert, state, p) for expert in experts.towers]
+            for experts, state in zip([*level.own, level.shared], states, strict=True)
+        )
+        mixed = [mixture(level.gates[k], states[k], own[k] + shared, p) for k in range(3)]
+        if level.shared_gate is not None:
+            mixed.append(mixture(level.shared_gate, states[3], [*own[0], *own[1], *own[2], *shared], p))
+        states = mixed
+    return {label: logit(net.towers[k], states[k], p) for k, label in enumerate(SEVERAL.label_names)}
+
+
+CROSSES = DCNv2Config(embedding_dim=DIM, cross_layers=2, mlp=(8, 6), dropout=0.3, batch_norm=True)
+GDCN = GDCNConfig(embedding_dim=DIM, cross_layers=2, mlp=(8, 6), dropout=0.3)
+MASKNET = MaskNetConfig(embedding_dim=DIM, mlp=(8, 6), num_blocks=2, block_dim=5, reduction_ratio=0.5, dropout=0.3)
+FINALMLP = FinalMLPConfig(embedding_dim=DIM, first_mlp=(8, 6), second_mlp=(4,), heads=2, gate_mlp=(3,))
+FINALNET = FinalNetConfig(embedding_dim=DIM, first_tower=(12, 8), second_tower=(10,), second_dropout=0.3)
+WUKONG = WukongConfig(
+    embedding_dim=DIM, linear_vectors=3, product_vectors=2, rank=2, block_mlp=(6,), mlp=(8,), dropout=0.3
+)
+DEEPFM = DeepFMConfig(embedding_dim=DIM, mlp=(8, 6), batch_norm=True, dropout=0.3)
+WIDEDEEP = WideDeepConfig(embedding_dim=DIM, mlp=(8,), dropout=0.3)
+XDEEPFM = XDeepFMConfig(embedding_dim=DIM, interaction=(5, 3), mlp=(8,), dropout=0.3)
+DCNV3 = DCNv3Config(embedding_dim=DIM, deep_layers=2, shallow_layers=3)
+AUTOINT = AutoIntConfig(embedding_dim=DIM, layers=2, attention_dim=6, heads=2, mlp=(8,), dropout=0.3)
+MMOE = MMoEConfig(embedding_dim=DIM, experts=3, expert=(8, 6), gate=(5,), tower=(7,), dropout=0.3)
+PLE = PLEConfig(embedding_dim=DIM, levels=2, own_experts=2, expert=(9,), gate=(5,), tower=(8,), dropout=0.3)
+DLRM = DLRMConfig(
+    interaction="dot",
+    embedding_dim=DIM,
+    bottom_mlp=(7, 6, 4),
+    top_mlp=(8, 5, 1),
+    cross_layers=2,
+    cross_low_rank=3,
+    projection_first=(6, 8),
+    projection_second=(5, 12),
+)
+CASES: dict[str, tuple[ClickModelConfig, Reference]] = {
+    "linear": (LinearConfig(number_scale=4.0, category_scale=0.5), of_linear),
+    "widedeep": (WIDEDEEP, of_widedeep),
+    "widedeep batch norm": (WIDEDEEP.replace(batch_norm=True), of_widedeep),
+    "deepfm": (DEEPFM, of_deepfm),
+    "xdeepfm": (XDEEPFM, of_xdeepfm),
+    "xdeepfm without mlp": (XDEEPFM.replace(mlp=()), of_xdeepfm),
+    "autoint": (AUTOINT, of_autoint),
+    "autoint scaled": (AUTOINT.replace(mlp=(), scale=True, attention_dim=DIM), of_autoint),
+    "autoint wide": (AUTOINT.replace(use_wide=True, batch_norm=True), of_autoint),
+    "dcnv2": (CROSSES, of_crosses),
+    "dcnv2 stacked": (CROSSES.replace(structure="stacked"), of_crosses),
+    "dcnv2 stacked parallel": (CROSSES.replace(structure="stacked_parallel", stacked_mlp=(7,)), of_crosses),
+    "dcnv2 low rank": (CROSSES.replace(low_rank=3), of_crosses),
+    "dcnv2 mixture": (CROSSES.replace(low_rank=3, experts=2), of_mixture),
+    "dcnv2 crosses alone": (CROSSES.replace(mlp=()), of_crosses),
+    "gdcn": (GDCN, of_crosses),
+    "gdcn stacked": (GDCN.replace(structure="stacked", batch_norm=True), of_crosses),
+    "dcnv3": (DCNV3, of_dcnv3),
+    "dcnv3 heads": (DCNV3.replace(heads=2, batch_norm=True), of_dcnv3),
+    "dcnv3 without norm": (DCNV3.replace(layer_norm=False), of_dcnv3),
+    "masknet": (MASKNET, of_masknet),
+    "masknet parallel": (MASKNET.replace(structure="parallel"), of_masknet),
+    "masknet without norms": (MASKNET.replace(layer_norm=False, embedding_layer_norm=False), of_masknet),
+    "finalmlp": (FINALMLP.replace(batch_norm=True), of_finalmlp),
+    "finalmlp gates": (FINALMLP.replace(feature_gates=True, first_context=("c", "numbers")), of_finalmlp),
+    "finalnet": (FINALNET, of_finalnet),
+    "finalnet without tower losses": (FINALNET.replace(tower_losses=False), of_finalnet),
+    "finalnet without activation": (FINALNET.replace(activation="none"), of_finalnet),
+    "finalnet one tower": (
+        FINALNET.replace(second_tower=(), feature_gate=False, batch_norm=False),
+        of_finalnet,
+    ),
+    "wukong": (WUKONG, of_wukong),
+    "wukong shortcut": (WUKONG.replace(linear_vectors=2, mlp_batch_norm=True), of_wukong),
+    "mmoe": (MMOE, of_mmoe),
+    "mmoe batch norm": (MMOE.replace(batch_norm=True, gate=()), of_mmoe),
+    "ple": (PLE, of_ple),
+    "ple batch norm": (PLE.replace(batch_norm=True, levels=1), of_ple),
+    "dlrm dot": (DLRM, of_dlrm),
+    "dlrm cross": (DLRM.replace(interaction="cross"), of_dlrm),
+    "dlrm projection": (DLRM.replace(interaction="projection"), of_dlrm),
+    "dlrm batch norm": (DLRM.replace(batch_norm=True), of_dlrm),
+    "dlrm dropout": (DLRM.replace(bottom_dropout=0.2, top_dropout=0.4, batch_norm=True), of_dlrm),
+    "dlrm top dropout": (DLRM.replace(top_dropout=0.4), of_dlrm),
+}
+
+
+def cross_entropy(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    p = torch.sigmoid(logits.double())
+    return -(wanted * p.log() + (1 - wanted) * (1 - p).log())
+
+
+def reference_loss(config: ClickModelConfig, outputs: Outputs, labels: Outputs) -> torch.Tensor:
+    """Cross entropy; FINAL's, of towers with the mean's probability; DCNv3's, L + L_d max(0, L_d - L) + L_s max(0, L_s - L)."""
+    loss = cross_entropy(outputs["click"], labels["click"]).mean()
+    if "like" in outputs:
+        loss = loss + cross_entropy(outputs["like"], labels["like"]).mean()
+        return loss + (outputs["seconds"] - labels["seconds"]).square().double().mean()
+    if isinstance(config, FinalNetConfig):
+        taught = torch.sigmoid(outputs["click"]).detach().double()
+        towers = [name for name in outputs if name != "click"]
+        return loss + sum(cross_entropy(outputs[name], taught).mean() for name in towers)
+    if isinstance(config, DCNv3Config):
+        own = [cross_entropy(outputs[name], labels["click"]).mean() for name in ("deep", "shallow")]
+        return loss + sum(other * (other - loss).clamp(min=0) for other in own)
+    return loss
+
+
+def framework_loss(net: nn.Module, outputs: Outputs, labels: Outputs) -> torch.Tensor:
+    """As `ClickModel` computes it for a batch of these rows."""
+    inputs = SEVERAL if "like" in outputs else INPUTS
+    head = _Head(net, inputs, dim=DIM, penalty=0.0, one_by_one=set())
+    return head._summed_loss(outputs, Batch({}, 1.0, None, labels)) / ROWS
+
+
+def shaken(net: nn.Module) -> nn.Module:
+    """Without a parameter that is 0 or 1 at the start, and that a wrong formula could leave out."""
+    for name, parameter in net.named_parameters():
+        if parameter.dim() == 1 or name.startswith(("norms.", "gate.", "linear.")):
+            nn.init.normal_(parameter, std=0.5)
+    for name, buffer in net.named_buffers():
+        nn.init.uniform_(buffer, 0.5, 2) if name.endswith("var") else nn.init.normal_(buffer, std=0.3)
+    return net
+
+
+def assert_same(
+    net: nn.Module, config: ClickModelConfig, outputs: Outputs, expected: Outputs, leaves: list[torch.Tensor]
+) -> None:
+    """`leaves`: number features and rows of tables, whose gradients are compared beside those of all weights."""
+    assert outputs.keys() == expected.keys()
+    for name, values in expected.items():
+        torch.testing.assert_close(outputs[name], values, atol=1e-5, rtol=1e-5)
+    chance = torch.Generator().manual_seed(2)
+    labels = {name: torch.randint(0, 2, (ROWS,), generator=chance).float() for name in SEVERAL.label_names}
+    loss, wanted = framework_loss(net, outputs, labels), reference_loss(config, expected, labels)
+    torch.testing.assert_close(loss.double(), wanted.double(), atol=1e-5, rtol=1e-5)
+    names, weights = zip(*net.named_parameters(), strict=True)
+    found, right = (torch.autograd.grad(each, [*weights, *leaves], allow_unused=True) for each in (loss, wanted))
+    for name, gradient, other in zip([*names, "numbers", "tables", "more"], found, right, strict=False):
+        assert other is not None, f"the formula does not use {name}"
+        torch.testing.assert_close(gradient, other, atol=1e-5, rtol=1e-4, msg=lambda text, at=name: f"{at}: {text}")
+
+
+def without_chance(values: torch.Tensor, p: float, *, training: bool) -> torch.Tensor:
+    return values * (1 - p) if training else values
+
+
+@pytest.fixture(autouse=True)
+def _dropout_is_a_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.functional, "dropout", without_chance)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_model_matches_formula(name: str, *, training: bool) -> None:
+    config, reference = CASES[name]
+    torch.manual_seed(0)
+    net = shaken(config.build(SEVERAL if config.SEVERAL_LABELS else INPUTS)).train(training)
+    dense = torch.randn(ROWS, 2, requires_grad=True)
+    values = torch.randn(ROWS, 3, config.width, requires_grad=True)
+    expected = reference(net, config, dense, values)
+    outputs = net(dense, Embedded.in_order(INPUTS.features, config.width, values.flatten(1)))
+    assert_same(net, config, outputs, expected, [dense, values])
+
+
+LISTS = ModelInputs(
+    2,
+    ("item", "history", "tags"),
+    "click",
+    vocabularies=("item", "item", "tags"),
+    lists=(("history", 5), ("tags", None)),
+)
+LENGTHS = torch.tensor([3, 0, 5, 1, 2, 0, 4, 5, 1, 1, 2, 3, 0, 1, 5, 2, 4])
+
+
+def attended(unit: nn.Module, targets: torch.Tensor, rows: list[torch.Tensor]) -> torch.Tensor:
+    """Equation 3, one item after the other: the sum of a(e_j, v) e_j, a a network of both, their difference and product."""
+    pairs = [(target, item) for target, items in zip(targets, rows, strict=True) for item in items]
+    hidden = torch.stack([torch.cat([target, item, target - item, target * item]) for target, item in pairs])
+    for layer, activation in zip(unit.layers, unit.activations, strict=True):
+        hidden = dice(activation, linear(layer, hidden))
+    weights = iter(linear(unit.weight, hidden)[:, 0])
+    return torch.stack(
+        [
+            sum((next(weights) * item for item in items), torch.zeros_like(t))
+            for t, items in zip(targets, rows, strict=True)
+        ]
+    )
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_din_matches_formula(*, training: bool) -> None:
+    config = DINConfig(embedding_dim=DIM, attention=(6, 3), mlp=(8, 5), dropout=0.3)
+    torch.manual_seed(0)
+    net = shaken(config.build(LISTS)).train(training)
+    dense, bags = torch.randn(ROWS, 2, requires_grad=True), torch.randn(ROWS, 2, DIM, requires_grad=True)
+    values = torch.randn(int(LENGTHS.sum()), DIM, requires_grad=True)
+    (unit,) = net.attention
+    interest = attended(unit, bags[:, 0], list(values.split(LENGTHS.tolist())))
+    together = torch.cat([*numbers(net, dense), bags[:, 0], interest, bags[:, 1]], dim=1)
+    expected = {"click": linear(net.logit, tower(net.tower, together, config.dropout))[:, 0]}
+    given = Embedded.in_order(LISTS.features, DIM, bags.flatten(1), {"history": Sequences(values, LENGTHS)})
+    assert_same(net, config, net(dense, given), expected, [dense, bags, values])
+
+
+def test_every_model_has_a_formula() -> None:
+    tried = {type(config).__module__.rpartition(".")[2] for config, _ in CASES.values()} | {"din"}
+    assert tried | {"ensemble"} == set(ranking.names())  # an ensemble's is the mean of its models': test_ensemble.py
