@@ -77,6 +77,7 @@ def test_a_trial_whose_process_dies_resumes_in_another_one(local_ray: None, tmp_
     assert [standing.state for standing in standings] == ["failed", "finished", "finished"]
     assert standings[0].error is not None
     assert standings[0].error.startswith("its process died 2 times")
+    assert standings[0].can_retry
 
 
 def test_a_signal_stops_the_trials_in_progress(local_ray: None, tmp_path: Path) -> None:

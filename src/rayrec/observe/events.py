@@ -32,7 +32,7 @@ KINDS: Final = {
     "warm_start": "What the run takes over from the checkpoint of `init_from`: tables, rows kept and rows that are new.",
     "step": "Progress, every `log_every` steps: loss, learning rates, rows/s, share of time blocked, seconds of each phase.",
     "data": "What data tasks did since the last such event: rows/s, CPU, waiting, for each stage.",
-    "evaluate": "Metrics of an evaluation; `set` is validation or test.",
+    "evaluate": "Metrics of an evaluation; `set` is validation or test; `counted`: whether early stopping and `plateau` use it.",
     "plateau": "Learning rates were lowered, because evaluations no longer improve.",
     "early_stop": "Training ends before its last step: the best step and its score.",
     "checkpoint": "A checkpoint is complete: path, bytes, seconds of writing, seconds for which training waited.",

@@ -83,7 +83,7 @@ Event = Mapping[str, Any]
 VALIDATION = "validation_"
 """What names of validation metrics begin with in a row of `logged`."""
 _FIELDS = ("rows", "loss", "rows_per_s", "blocked_fraction")
-_NO_METRICS = {"time", "kind", "step", "set"}
+_NO_METRICS = {"time", "kind", "step", "set", "counted"}
 
 
 def logged(events: Iterable[Event]) -> list[dict[str, Any]]:

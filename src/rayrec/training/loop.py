@@ -314,7 +314,7 @@ def steer(
             own = progress.step != end or end == total or progress.step % evaluate_every == 0
             score = config.workload.score(progress.metrics) if own else None
             lowered = score is not None and _registered(progress, score, config)
-            log("evaluate", {"step": progress.step, "set": "validation", **progress.metrics})
+            log("evaluate", {"step": progress.step, "set": "validation", "counted": own, **progress.metrics})
             if lowered:
                 log("plateau", {"step": progress.step, "learning_rate_scale": progress.learning_rate_scale})
             setup.model.train()

@@ -82,7 +82,7 @@ def run_waves(
     called if nothing is left to train."""
     shares, sign = shares_of(options), 1.0 if options.metric == "auroc" else -1.0
     first, *group = order_of_trials(len(configs), options.seed)
-    standings = {number: Standing.of(folder_of(config)) for number, config in enumerate(configs)}
+    standings = {number: Standing.of(folder_of(config)).reopened() for number, config in enumerate(configs)}
     last = len(shares) - 1
 
     def submit(number: int, wave: int) -> bool:

@@ -139,7 +139,8 @@ class RayPool:
                 return None  # another one takes its place
             self._deaths[job.number] += 1
             if 0 <= self._max_failures < self._deaths[job.number]:
-                failed(job, f"its process died {self._deaths[job.number]} times ({type(error).__name__})")
+                cause = f"its process died {self._deaths[job.number]} times ({type(error).__name__})"
+                failed(job, cause, can_retry=True)
                 return job
             self._queue.appendleft(job)
             return None

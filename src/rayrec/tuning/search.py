@@ -32,7 +32,7 @@ from rayrec.tuning.halving import Pool, cost, run_waves, shares_of
 from rayrec.tuning.here import HerePool
 from rayrec.tuning.report import render, table_text
 from rayrec.tuning.space import Space, with_values
-from rayrec.tuning.trial import Standing, chosen, folder_of, validations_in
+from rayrec.tuning.trial import Standing, folder_of, validations_in
 from rayrec.workloads.base import ClusterConfig, RunContext, TrainConfig
 from rayrec.workloads.recsys import ClickWorkload, Prepared
 
@@ -217,7 +217,7 @@ def _trial(
         seconds=working_s(events),
         share=steps[-1]["step"] / steps[-1]["steps"] if steps else 0.0,
         curve=tuple((event["step"], event[options.metric]) for event in validations),
-        best=chosen(validations, config, options.metric),
+        best=standing.values[-1] if standing.values else None,
         checkpoint=storage.read_json(summary)["checkpoint"] if storage.exists(summary) else None,
     )
 

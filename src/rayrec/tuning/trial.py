@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from rayrec import storage
-from rayrec.config import line_of
+from rayrec.config import InputError, line_of
 from rayrec.observe.console import Console
 from rayrec.observe.events import read_events
 from rayrec.training.trainer import train_until
@@ -28,6 +28,8 @@ class Standing:
     values: tuple[float | None, ...] = ()
     """The metric after each wave that it was in; of a finished trial the last one is that of its weights to use."""
     error: str | None = None
+    can_retry: bool = False
+    """Whether the next search trains a failed trial again, because its settings did not cause the error."""
 
     def save(self, folder: str) -> None:
         storage.write_json(storage.join(folder, STANDING), vars(self))
@@ -38,7 +40,11 @@ class Standing:
         if not storage.exists(place):
             return cls("new")
         found = storage.read_json(place)
-        return cls(found["state"], tuple(found["values"]), found["error"])
+        return cls(found["state"], tuple(found["values"]), found["error"], found.get("can_retry", True))
+
+    def reopened(self) -> Standing:
+        """Return the standing to resume from in a new search."""
+        return Standing("paused", self.values) if self.state == "failed" and self.can_retry else self
 
     def has_ended(self, wave: int) -> bool:
         """Whether nothing is left to train in this wave."""
@@ -77,17 +83,19 @@ def train_part(job: Job, *, stop: threading.Event | None = None) -> None:
     try:
         result = train_until(job.config, job.share, console=Console(quiet=True), stop=stop)
     except Exception as error:
-        failed(job, line_of(error))
+        failed(job, line_of(error), can_retry=not isinstance(error, InputError) or isinstance(error.__cause__, OSError))
         return
-    evaluations = validations_in(read_events(storage.join(folder, "events.jsonl")))
-    value = chosen(evaluations, job.config, job.metric)
+    if result is None:
+        value = chosen(validations_in(read_events(storage.join(folder, "events.jsonl"))), job.config, job.metric)
+    else:
+        value = _finite(result.summary["validation"][job.metric])
     Standing("paused" if result is None else "finished", (*before, value)).save(folder)
 
 
-def failed(job: Job, error: str) -> None:
-    """Writes down that a trial has failed; it is not trained again."""
+def failed(job: Job, error: str, *, can_retry: bool) -> None:
+    """Save the standing of a failed trial, which this search does not train again."""
     folder = folder_of(job.config)
-    Standing("failed", Standing.of(folder).values, error).save(folder)
+    Standing("failed", Standing.of(folder).values, error, can_retry).save(folder)
 
 
 def validations_in(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -95,13 +103,19 @@ def validations_in(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [event for event in events if event["kind"] == "evaluate" and event["set"] == "validation"]
 
 
-def chosen(evaluations: Iterable[Mapping[str, Any]], config: TrainConfig, metric: str) -> float | None:
-    """The metric of the weights that a run which ended here would have: those of its last evaluation, with early stopping those
-    of its best one. None if there is none, or it is not finite. Pure."""
-    found = list(evaluations)
+def chosen(evaluations: Sequence[Mapping[str, Any]], config: TrainConfig, metric: str) -> float | None:
+    """Return the metric of the weights that a run which ended here would have, None if there is none or it is not finite. Pure.
+
+    These are the weights of the last evaluation, with early stopping those of the best one. Earlier pauses, which early stopping
+    does not count, kept no weights.
+    """
+    kept = [*(event for event in evaluations[:-1] if event.get("counted", True)), *evaluations[-1:]]
     if config.early_stopping.patience:
-        found.sort(key=lambda event: _score(event, config))
-    value = found[-1][metric] if found else None
+        kept.sort(key=lambda event: _score(event, config))
+    return _finite(kept[-1][metric]) if kept else None
+
+
+def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 

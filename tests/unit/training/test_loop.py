@@ -218,6 +218,8 @@ def test_a_pause_is_evaluated_and_saved_and_the_run_learns_nothing_of_it() -> No
     assert last.run(pause_at=1.0)
     assert last.pipeline.trained == list(range(8, 20))
     assert last.saves == [(16, 160, 0.66, False, False), (20, 200, 0.7, True, True)]
+    fields = [event for each in (run, again, last) for event in each.fields if "set" in event]
+    assert [(event["step"], event["counted"]) for event in fields] == [(5, False), (8, True), (16, True), (20, True)]
 
 
 @pytest.mark.parametrize(

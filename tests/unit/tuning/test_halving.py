@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 
 from rayrec import recipes
+from rayrec.config import InputError, line_of
+from rayrec.tuning import trial
 from rayrec.tuning.config import TuneConfig
 from rayrec.tuning.halving import best_of, cost, num_kept, order_of_trials, run_waves, shares_of
 from rayrec.tuning.trial import Job, Standing, chosen, folder_of
@@ -54,10 +57,10 @@ def test_the_best_go_on_and_failed_ones_never() -> None:
 class Pool:
     """Trains nothing: writes down what each trial's curve is after a wave, in any order among those submitted."""
 
-    def __init__(self, seed: int, *, killed_after: int | None = None) -> None:
+    def __init__(self, seed: int, *, killed_after: int | None = None, disk_is_full: bool = False) -> None:
         self.trained: list[tuple[int, int]] = []
         self._waiting: list[Job] = []
-        self._chance, self._killed_after = random.Random(seed), killed_after
+        self._chance, self._killed_after, self._disk_is_full = random.Random(seed), killed_after, disk_is_full
 
     def submit(self, job: Job) -> None:
         self._waiting.append(job)
@@ -72,6 +75,8 @@ class Pool:
         assert job.number == 0 or len(before.values) == job.wave
         if job.number == 5 or (job.number, job.wave) == (17, 1):
             Standing("failed", before.values, "it is wrong").save(folder)
+        elif self._disk_is_full and (job.number, job.wave) in [(0, 3), (16, 1), (18, 0)]:
+            Standing("failed", before.values, "no space left", can_retry=True).save(folder)
         elif job.number == 9:  # stops early by itself
             Standing("finished", (0.645,)).save(folder)
         else:
@@ -119,6 +124,51 @@ def test_a_search_that_was_killed_goes_on_where_it_was(tmp_path: Path, killed_af
         raise AssertionError("nothing is left to train")
 
     assert run_waves(configs(tmp_path / "killed", 19), none, THIRDS, note=lambda text: None) == expected
+
+
+def test_search_retries_trials_that_failed_for_outside_causes(tmp_path: Path) -> None:
+    whole = Pool(0)
+    expected = searched(tmp_path / "whole", whole)
+    first, second = Pool(1, disk_is_full=True), Pool(2)
+    before = searched(tmp_path / "full", first)
+    assert {number for number, standing in before.items() if standing.state == "failed"} == {0, 5, 16, 17, 18}
+    after = searched(tmp_path / "full", second)
+    assert after == expected | {13: before[13]}  # which took the place of 18
+    assert {(0, 3), (16, 1), (18, 0)} <= set(second.trained)
+    assert not {5, 17} & {number for number, _ in second.trained}
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "can_retry"),
+    [
+        (InputError("no space left"), OSError(errno.ENOSPC, "full"), True),
+        (OSError("Input/output error"), None, True),
+        (InputError("the loss is nan"), None, False),
+    ],
+)
+def test_failed_trial_records_whether_it_can_retry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, cause: Exception | None, can_retry: bool
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise error from cause
+
+    monkeypatch.setattr(trial, "train_until", fail)
+    (config,) = configs(tmp_path, 1)
+    trial.train_part(Job(0, config, 0, 1.0, "auroc"))
+    found = Standing.of(folder_of(config))
+    assert (found.state, found.error, found.can_retry) == ("failed", line_of(error), can_retry)
+
+
+def test_chosen_skips_earlier_pauses() -> None:
+    """Their weights are not kept."""
+    config = recipes.criteo_demo("log").replace(early_stopping={"patience": 2})
+    events = [{"auroc": value, "logloss": 0.5, "counted": value != 0.8} for value in (0.7, 0.74, 0.8, 0.75, 0.74, 0.74)]
+    assert chosen(events, config, "auroc") == 0.75
+    assert chosen(events[:3], config, "auroc") == 0.8  # it pauses there, so these weights exist
+    uncounted = [{**event, "counted": False} for event in events]
+    assert chosen(uncounted, config, "auroc") == 0.74
+    old = [{"auroc": event["auroc"], "logloss": 0.5} for event in events]
+    assert chosen(old, config, "auroc") == 0.8
 
 
 @pytest.mark.parametrize(("patience", "expected"), [(0, 0.71), (2, 0.74)])
