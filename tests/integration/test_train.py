@@ -27,6 +27,7 @@ from rayrec.config import InputError
 from rayrec.data.loader import ClickLoader
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.launch import fork_server, forked_worker
+from rayrec.layers import cpu_watch
 from rayrec.observe.events import read_events
 from rayrec.training.trainer import Result, train
 from rayrec.workloads.base import TrainConfig, WorkerContext
@@ -159,6 +160,19 @@ def test_a_finished_run_is_not_trained_again(finished: tuple[TrainConfig, Result
 
 @pytest.mark.extended
 @pytest.mark.exhaustive
+def test_contention_for_cpus_is_logged_and_keeps_bits(
+    alone: tuple[TrainConfig, Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = iter(range(10**9))
+    monkeypatch.setattr(cpu_watch, "_run_and_wait_ns", lambda path: (0, next(reads) * 10**9))
+    monkeypatch.setattr(cpu_watch, "_INTERVAL_S", 0.001)
+    config, result = alone
+    again = train(config.replace(storage_path=str(tmp_path)))
+    assert again.summary["weights_sha256"] == result.summary["weights_sha256"]
+    (event,) = read_events(os.path.join(again.folder, "events.jsonl"), kinds={"cpu_contention"})
+    assert (event["rank"], event["waiting_share"]) == (0, 1.0)
+
+
 def test_a_finished_run_can_be_trained_for_longer(click_log: Path, tmp_path: Path) -> None:
     """It resumes at the next row, and ends like a run that had this length from the start."""
     # A learning rate that decays towards the end would tell the two apart.

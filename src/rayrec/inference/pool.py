@@ -104,7 +104,10 @@ class _ScoringProcess:
     def __init__(self, load: Callable[[Device], Callable[[int], pa.Table]], device: Device, threads: int) -> None:
         import torch
 
+        from rayrec.layers.cpu_watch import CpuWatch
+
         torch.set_num_threads(threads)
+        self._watch = CpuWatch()
         logging.getLogger("torch").setLevel(logging.ERROR)  # torchrec's import makes torch.fx warn
         self._load, self._device = load, device
 

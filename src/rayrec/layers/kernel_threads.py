@@ -31,7 +31,7 @@ def run_kernel(kernel: Kernel, arguments: Any, count: int, *, at_once: int) -> N
     """
     work = _CWork(ctypes.cast(kernel, ctypes.c_void_p), ctypes.addressof(arguments), count, at_once, 0, 0)
     num_threads = min(torch.get_num_threads(), -(-count // at_once))
-    parallel = _openmp_parallel() if num_threads > 1 else None
+    parallel = openmp_parallel() if num_threads > 1 else None
     if parallel is None:
         _take_part()(ctypes.byref(work))
     else:
@@ -62,7 +62,7 @@ def _take_part() -> Kernel:
 
 
 @lru_cache(maxsize=1)
-def _openmp_parallel() -> Kernel | None:
+def openmp_parallel() -> Kernel | None:
     """`GOMP_parallel(function, data, num_threads, flags)` of the OpenMP library that torch has loaded: GNU's, or LLVM's or
     Intel's, which have it too. None: it has loaded none."""
     function = getattr(ctypes.CDLL(None), "GOMP_parallel", None)

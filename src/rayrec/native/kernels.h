@@ -197,6 +197,13 @@ typedef struct {
     int32_t failed; /* whether the kernel gave 1 to one of them */
 } rayrec_work;
 
+/* The threads of a parallel region. */
+typedef struct {
+    int64_t *ids; /* (capacity): Linux thread ids */
+    int64_t capacity;
+    int64_t count; /* threads that have called, from 0 */
+} rayrec_team;
+
 /* A row of a group, to be sorted. */
 typedef struct {
     uint64_t hash; /* of its group: different for different groups */
@@ -299,6 +306,9 @@ rayrec_kernel rayrec_relu_backward;
 
 /* threads.c: what each thread calls with the same rayrec_work; gives back once everything is taken. */
 void rayrec_take_part(void *work);
+
+/* threads.c: each thread calls it once with the same rayrec_team, and is added to its ids if there is room. */
+void rayrec_add_thread_id(void *team);
 
 /* ranking.c: rows by the part of their group, rows of group 0 left out: those of part i are out[starts[i]] to out[starts[i + 1] - 1] of
  * 2^bits parts (bits from 0 to 62). Then the groups of a part; `room` is as large as its rows, and both are overwritten. */

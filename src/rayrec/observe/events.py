@@ -40,6 +40,7 @@ KINDS: Final = {
     "checkpoint_slow": "A save took longer than `failure.grace_s`: a preempted run could lose it.",
     "checkpoint_damaged": "A checkpoint was skipped on resume: its path and what is wrong with it.",
     "checkpoint_repaired": "A file that checkpoints share was written again from its source.",
+    "cpu_contention": "Other processes use a worker's CPUs: its rank, node, and the share of time that a thread waited.",
     "stop": "Workers agreed to stop: at which step, why, whether the run ends, and `paused` if a later call was to resume it.",
     "failure": "An attempt failed: the cause; `last` if the run ends with it.",
     "finish": "The last step is done: what the worker measured over its attempt.",

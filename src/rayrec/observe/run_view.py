@@ -54,6 +54,11 @@ def note_of(event: Event, *, verbose: bool = False) -> str | None:
             f"step {event['step']:,}  saving took {event['write_s']:.0f} s, longer than failure.grace_s "
             f"({event['grace_s']:.0f} s): raise --failure.grace-s, and give the machines' own notice as long"
         )
+    if kind == "cpu_contention":
+        return (
+            f"rank {event['rank']} on {event['node']}: training is slower, because other processes use its CPUs; a thread waited "
+            f"{event['waiting_share']:.0%} of the time. Stop them, or give workers fewer CPUs: --scaling.threads-per-worker"
+        )
     if kind == "stop":
         return f"step {event['step']:,}  saved, stopping ({event['cause']})"
     if kind == "checkpoint" and verbose:

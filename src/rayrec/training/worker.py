@@ -33,6 +33,7 @@ from rayrec.checkpoint.format import UnreadableError
 from rayrec.checkpoint.persistence import Persistence
 from rayrec.checkpoint.ranks import Ranks
 from rayrec.config import InputError
+from rayrec.layers.cpu_watch import CpuWatch
 from rayrec.native import keep_freed_memory
 from rayrec.observe import start_up
 from rayrec.observe.events import EventWriter
@@ -84,6 +85,7 @@ def run_worker(assignment: Assignment, seat: Seat) -> dict[str, Any]:
     else:
         allow_tf32(config.tf32)
     torch.manual_seed(config.seed)
+    watch = CpuWatch(partial(_log_contention, folder, seat))
     events = EventWriter(storage.join(folder, "events.jsonl")) if seat.rank == 0 else None
     store = StoreWatch() if seat.on_ray and seat.rank == 0 and config.observe.times else None
 
@@ -97,10 +99,17 @@ def run_worker(assignment: Assignment, seat: Seat) -> dict[str, Any]:
         )
         return _train(worker, assignment, log, preemption=seat.preemption, stopwatch=seat.stopwatch)
     finally:
+        watch.close()
         if store is not None:
             store.close()
         if events is not None:
             events.close()
+
+
+def _log_contention(folder: str, seat: Seat, waiting: float) -> None:
+    """Log an event of any rank: other processes use the CPUs of its node."""
+    with EventWriter(storage.join(folder, "events.jsonl")) as events:
+        events.write("cpu_contention", rank=seat.rank, node=seat.node, waiting_share=waiting)
 
 
 def allow_tf32(allowed: bool) -> None:

@@ -245,6 +245,7 @@ def test_a_server_that_others_could_listen_to_is_not_asked(node_manager: NodeMan
         ({"command_prefix": ["cd", "x"]}, "its runtime environment has a command of its own"),
         ({"env_vars": {"A": "b", "PYTHONPATH": "x"}}, "its runtime environment sets PYTHONPATH"),
         ({"env_vars": {"OMP_NUM_THREADS": "1"}}, "its runtime environment sets OMP_NUM_THREADS"),
+        ({"env_vars": {"GOMP_SPINCOUNT": "100"}}, "its runtime environment sets GOMP_SPINCOUNT"),
     ],
 )
 def test_which_runtime_environments_need_a_new_process(context: dict[str, Any], reason: str) -> None:

@@ -195,6 +195,11 @@ def test_names_are_text_and_no_markup() -> None:
             {"kind": "start", "step": 0, "world_size": 2, "damaged": [4, 8]},
             "no undamaged checkpoint is left (damaged: 2): training starts again from step 0",
         ),
+        (
+            {"kind": "cpu_contention", "rank": 1, "node": "n2", "waiting_share": 0.93},
+            "rank 1 on n2: training is slower, because other processes use its CPUs; a thread waited 93% of the time. Stop them, "
+            "or give workers fewer CPUs: --scaling.threads-per-worker",
+        ),
         ({"kind": "start", "step": 0, "world_size": 2}, None),
         ({"kind": "failure", "cause": "worker 1 died"}, "worker 1 died: starting again"),
         ({"kind": "failure", "cause": "the loss is nan", "last": True}, "the loss is nan"),
