@@ -15,6 +15,7 @@ NAMES = (
     "vocabulary",
     "preprocess",
     "train",
+    "busy",
     "tables",
     "models",
     "checkpoint",
