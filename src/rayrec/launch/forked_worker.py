@@ -23,7 +23,19 @@ IDLE_S = 600
 MOST_SERVERS = 3
 """Of a node manager: jobs whose variables differ have one each, such as those submitted with a folder of code."""
 _CONTEXT = "--serialized-runtime-env-context="
-_READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "KINETO_", "TORCH_", "PYTORCH_")
+_READ_AT_START = (
+    "PYTHON",
+    "LD_",
+    "MALLOC_",
+    "GLIBC_",
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "KINETO_",
+    "TORCH_",
+    "PYTORCH_",
+)
 """Beginnings of the names of variables that a process reads when it starts or imports libraries."""
 _RAYS_OWN = "tr '\\0' '\\n' </proc/$PPID/cmdline | sed -n 's/^--python_worker_command=\\([^ ]*\\).*/\\1/p'"
 """A shell's command that prints the Python that the node manager, its parent, would run."""
