@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ async def request(
     path: str,
     *,
     parts: Iterable[bytes | float] = (b"",),
-    headers: dict[str, str] | None = None,
+    headers: Mapping[str, str | bytes] | None = None,
     query: str = "",
     disconnect: bool = False,
 ) -> Reply | None:
@@ -55,7 +55,10 @@ async def request(
         "raw_path": path.encode(),
         "query_string": query.encode(),
         "root_path": "",
-        "headers": [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()],
+        "headers": [
+            (name.lower().encode(), value if isinstance(value, bytes) else value.encode())
+            for name, value in {"host": "localhost", **(headers or {})}.items()
+        ],
     }
     await app(scope, receive, send)
     if not sent:
@@ -85,7 +88,7 @@ async def post_async(
     content: bytes | Any,
     *,
     media_type: str | None = None,
-    headers: dict[str, str] | None = None,
+    headers: Mapping[str, str | bytes] | None = None,
     **arguments: Any,
 ) -> Reply:
     is_text = isinstance(content, bytes)

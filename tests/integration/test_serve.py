@@ -98,6 +98,13 @@ def _end(server: Session, ingress: str, tell: Callable[..., subprocess.Completed
     assert server.process.wait(timeout=240) == 0, server.err
 
 
+def _check_second_server(command: list[str], environment: dict[str, str], port: int, *, owner: int) -> None:
+    second = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=400)
+    assert second.returncode == 2
+    assert f"127.0.0.1:{port}: cannot listen there" in second.stderr
+    assert f"by process {owner} " in second.stderr
+
+
 @pytest.mark.parametrize("ingress", [pytest.param("serve", marks=pytest.mark.exhaustive), "direct"])
 def test_a_server(tmp_path: Path, ingress: str) -> None:
     models = [make_model(seed=seed) for seed in (1, 2)]
@@ -133,6 +140,7 @@ def test_a_server(tmp_path: Path, ingress: str) -> None:
         logits = np.array(json.loads(body)["logits"], np.float32)
         np.testing.assert_allclose(logits, logits_of(models[0], TEXT), atol=1e-5)
         assert _ask(port, "POST", "/v1/score", b"1")[0] == 400
+        _check_second_server(start, environment, port, owner=server.process.pid)
         for replica in _replicas(server):
             assert b"sesame" not in Path(f"/proc/{replica}/environ").read_bytes()
 

@@ -31,7 +31,7 @@ from rayrec.observe.console import Console
 from rayrec.serve.config import ServeConfig
 from rayrec.serve.coordinator import Coordinator
 from rayrec.serve.deployment import APPLICATION, COORDINATOR, NAMESPACE
-from rayrec.serve.ingress import find_instance, settle
+from rayrec.serve.ingress import find_instance, held_port, settle
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended, pytest.mark.usefixtures("local_ray")]
 
@@ -166,7 +166,15 @@ def test_how_a_server_is_reached(tmp_path: Path) -> None:
     place = save_checkpoint(tmp_path / "run", 10, model, network=network)
     options: dict[str, Any] = {"port": port, "cpus_per_replica": 0.5, "console": Console(quiet=True)}
     recipe = f"{own_click_model.__file__}:own_model"
+    with (
+        held_port("127.0.0.1", port),
+        pytest.raises(InputError, match="cannot listen there"),
+        rayrec.serving(place, ingress="direct", recipe=recipe, **options),
+    ):
+        pass
     with rayrec.serving(place, ingress="direct", recipe=recipe, **options) as server:
+        with pytest.raises(InputError, match="cannot listen there"), held_port("127.0.0.1", port):
+            pass
         assert server.url == f"http://127.0.0.1:{port}"
         answer = _score(server.url)
         assert answer["model"].startswith("step_00000010-")

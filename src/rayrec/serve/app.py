@@ -25,9 +25,10 @@ from rayrec.serve import page
 from rayrec.serve.batcher import Batcher
 from rayrec.serve.config import ServeConfig
 from rayrec.serve.counters import CONTENT_TYPE, Counters, Snapshot
+from rayrec.serve.ingress import is_own_host
 from rayrec.serve.openapi import document
 from rayrec.serve.replica_models import ReplicaModels
-from rayrec.serve.requests import FORMATS, Body, Format, RequestError, open_body
+from rayrec.serve.requests import FORMATS, Body, Format, RequestError, open_body, shown
 
 if TYPE_CHECKING:
     from rayrec.inference.model import ServedModel
@@ -91,7 +92,7 @@ class ScoringApp:
             Route("/openapi.json", self._openapi, middleware=token),
         )
         self._app = ExceptionMiddleware(
-            Router(self._routes, redirect_slashes=False),
+            _OwnHost(Router(self._routes, redirect_slashes=False), config),
             handlers={
                 RequestError: _refused,
                 HTTPException: self._unrouted,
@@ -110,9 +111,13 @@ class ScoringApp:
             root, path = given.rstrip("/"), scope["path"]
             scope = {**scope, "root_path": root, "path": root + "/" if path == root else path}
         scope["app"] = self  # Starlette then raises HTTPException if no route matches
+        # Ray Serve's proxies take the body of such a request for the next request.
+        offers_upgrade = any(name == b"upgrade" for name, _ in scope["headers"])
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
+                if offers_upgrade:
+                    message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
                 route = scope.get("route")
                 self._counters.requests.labels(route.path if route else "other", message["status"]).inc()
             await send(message)
@@ -333,6 +338,26 @@ def _with_columns(request: Request) -> bool:
 
 
 @final
+class _OwnHost:
+    """Middleware that refuses requests to another server's name."""
+
+    def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
+        self._app, self._config = app, config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            self._check(Request(scope).headers.getlist("host"), scope["http_version"])
+        await self._app(scope, receive, send)
+
+    def _check(self, hosts: list[str], http_version: str) -> None:
+        if len(hosts) > 1 or (not hosts and http_version != "1.0"):
+            raise RequestError(400, f"a request needs one header Host, not {len(hosts)}", headers=_CLOSE)
+        if hosts and not is_own_host(hosts[0], self._config):
+            message = f"this is not {shown(hosts[0])}; the server's --allowed-hosts (allowed_hosts) adds names"
+            raise RequestError(421, message)
+
+
+@final
 class _BearerToken:
     """Middleware that refuses requests without the token."""
 
@@ -343,7 +368,7 @@ class _BearerToken:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scheme, _, token = Request(scope).headers.get("authorization", "").partition(" ")
         # Digests are compared, so that neither time nor memory shows anything of the token.
-        given = hashlib.sha256(token.strip().encode("latin-1")).digest()
+        given = hashlib.sha256(token.encode("latin-1").strip()).digest()
         if scheme.lower() != "bearer" or not hmac.compare_digest(given, self._digest):
             challenge = {"www-authenticate": "Bearer"}
             raise RequestError(401, "a bearer token is needed: Authorization: Bearer TOKEN", headers=challenge)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +25,9 @@ class ServeConfig(Config):
     """Address to listen at; 0.0.0.0 lets in other machines (then set a token)."""
     port: int = 8000
     """Port to listen at."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Further names by which clients reach the server (in the header Host), such as api.example.org or *.example.org; *: any.
+    Always allowed: names of loopback and `host`, or any IP address if `host` is 0.0.0.0."""
     ingress: Literal["auto", "serve", "direct"] = "auto"
     """How requests come to the replicas. serve: by Ray Serve's proxies; direct: each listens itself, which is many times as fast;
     auto: direct on a local Ray of its own, serve on a cluster."""
@@ -75,6 +79,11 @@ class ServeConfig(Config):
         for name in ("time_limit_s", "cpus_per_replica"):
             if getattr(self, name) <= 0:
                 raise InputError(f"{name}: {getattr(self, name)} must be above 0")
+        for name in self.allowed_hosts:
+            if not re.fullmatch(r"\*|(\*\.)?[\w.-]+|[0-9A-Fa-f]*(:[0-9A-Fa-f.]*){2,}", name):
+                raise InputError(
+                    f"allowed_hosts: {name!r} must be a name without scheme and port, such as api.example.org"
+                )
         if not 0 < self.port < 65536:
             raise InputError(f"port: {self.port} must be from 1 to 65535")
         if self.recipe is not None and not is_in_file(self.recipe):
@@ -88,7 +97,7 @@ class ServeConfig(Config):
             token = storage.read_bytes(self.token_file).strip()
             where = self.token_file
         elif self.token_env:
-            token = os.environ.get(self.token_env, "").encode().strip()
+            token = os.fsencode(os.environ.get(self.token_env, "")).strip()
             where = f"environment variable {self.token_env}"
         else:
             return None

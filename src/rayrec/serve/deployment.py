@@ -20,6 +20,7 @@ from rayrec.serve.app import ScoringApp
 from rayrec.serve.config import ServeConfig
 from rayrec.serve.coordinator import Coordinator
 from rayrec.serve.counters import Counters, Snapshot
+from rayrec.serve.ingress import WILDCARDS
 from rayrec.serve.replica_models import Configured, ReplicaModels, Wanted
 from rayrec.user_code import function_in_file
 from rayrec.workloads.base import TrainConfig
@@ -373,6 +374,8 @@ def build_application(args: Mapping[str, Any]) -> Application:
     if config.ingress == "auto":
         config = config.replace(ingress="serve")
     _check(config, values, autoscaling)
+    if config.ingress == "serve":
+        config = config.replace(host=WILDCARDS[0])  # http_options has it
     return make_application(
         config,
         token_digest=config.token_digest(),

@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import ipaddress
 import json
+import re
+import socket
+import struct
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+
+import psutil
 
 from rayrec.config import InputError
 from rayrec.serve.config import ServeConfig
 
 WILDCARDS: Final = ("0.0.0.0", "::", "")
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+PROXY_CALLBACK_VARIABLE: Final = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+PROXY_CALLBACK: Final = "rayrec.serve.listener:bound_proxy"
+"""Function that Ray Serve's HTTP proxies call if the variable names it in their environment."""
 _ANSWER_S: Final = 30.0
 _TRY_S: Final = 2.0
 _MOST_BYTES: Final = 1 << 16
+
+
+def is_own_host(value: str, config: ServeConfig) -> bool:
+    """Return whether the value of a request's header Host names the server. Other names are those of web pages that
+    resolve to its address (DNS rebinding)."""
+    match = re.fullmatch(r"(\[[0-9a-f:.]+\]|[^\[\]:@/\s]+)(:[0-9]*)?", value.lower())
+    if match is None:
+        return False
+    name = match[1].strip("[]").removesuffix(".")
+    for allowed in (*LOOPBACK, config.host.lower(), *map(str.lower, config.allowed_hosts)):
+        if allowed in (name, "*") or (allowed.startswith("*.") and name.endswith(allowed[1:])):
+            return True
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return address.is_loopback or config.host in WILDCARDS
 
 
 @dataclass(frozen=True)
@@ -85,6 +113,56 @@ def settle(config: ServeConfig, instance: ServeInstance | None, *, own_ray: bool
             f"port: Ray Serve's HTTP proxies listen at {config.port} on this cluster; give another --port, or --ingress serve"
         )
     return config
+
+
+@contextlib.contextmanager
+def held_port(host: str, port: int) -> Iterator[None]:
+    """Hold a port of this machine for one server, whose replicas may share it. Raises InputError if the port is taken.
+
+    The lock is a Unix socket with an abstract name: these belong to a network namespace, as ports do, and end with their
+    process."""
+    with socket.socket(socket.AF_UNIX) as lock:
+        name = f"\0rayrec-serve-{port}"
+        try:
+            lock.bind(name)
+        except OSError as error:
+            raise _cannot_listen(host, port, error, _pid_at(name)) from None
+        lock.listen(socket.SOMAXCONN)
+        bind(host, port).close()
+        yield
+
+
+def _pid_at(name: str) -> int | None:
+    """The process that listens at a Unix socket, if it can be seen from here."""
+    with socket.socket(socket.AF_UNIX) as client, contextlib.suppress(OSError):
+        client.setblocking(False)
+        client.connect(name)
+        credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        pid: int = struct.unpack("3i", credentials)[0]
+        return pid or None
+    return None
+
+
+def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """Return a socket bound to an address, with `shared` also if others share it. Raises InputError if it is taken."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        connections = psutil.net_connections("tcp") if error.errno == errno.EADDRINUSE else ()
+        listeners = (one.pid for one in connections if one.status == psutil.CONN_LISTEN and one.laddr.port == port)
+        raise _cannot_listen(host, port, error, next(filter(None, listeners), None)) from None
+    return bound
+
+
+def _cannot_listen(host: str, port: int, error: OSError, pid: int | None) -> InputError:
+    owner = ""
+    with contextlib.suppress(psutil.Error):
+        owner = f", by process {pid} ({psutil.Process(pid).name()})" if pid else ""
+    return InputError(f"{host}:{port}: cannot listen there ({error.strerror}{owner}); choose another --port or --host")
 
 
 def urls(config: ServeConfig, instance: ServeInstance) -> list[str]:

@@ -7,16 +7,19 @@ import contextlib
 import ctypes
 import socket
 import struct
+import sys
 import threading
 import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rayrec.config import InputError
+from rayrec.serve.ingress import bind
 
 if TYPE_CHECKING:
     from rayrec.serve.app import ScoringApp
@@ -71,8 +74,8 @@ class Listener:
         """`max_body_bytes`: the application's own limit, of which this is a multiple. `end_s`: what `close` grants requests in
         flight. Raises InputError if it cannot listen there."""
         self._end_s = end_s
-        self._socket = _open(host, port)
-        limits = limits or Limits()
+        self._socket = bind(host, port, shared=True)
+        self._socket.listen(_BACKLOG)
         bounded: Any = partial(
             _BoundedProtocol, limits=limits, max_request_bytes=MAX_HEAD_BYTES + _WIRE_FACTOR * max_body_bytes
         )
@@ -114,14 +117,26 @@ class Listener:
         self._thread.join(self._end_s + 1)
 
 
+def bound_proxy() -> None:
+    """Make uvicorn use the protocol below by default. Ray Serve calls it in each HTTP proxy before the proxy listens."""
+    uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{__name__}:_BoundedProtocol"
+
+
 @final
 class _BoundedProtocol(HttpToolsProtocol):
     """HTTP with a bound on everything the application does not see: heads, trailers, chunk frames, and time without a request.
 
+    An offer to upgrade is declined: the request is parsed again without it, since the parser takes what follows the head of such
+    a request for another protocol, not for a body. Answers keep the order of the requests, also if a later one is malformed or
+    the client closes its side.
+
     While no answer is due, a timer always runs: uvicorn's own for keep-alive, which any byte ends, or `_timer`, which only a
     complete head ends."""
 
-    def __init__(self, *arguments: Any, limits: Limits, max_request_bytes: int, **named: Any) -> None:
+    def __init__(
+        self, *arguments: Any, limits: Limits | None = None, max_request_bytes: int = sys.maxsize, **named: Any
+    ) -> None:
+        limits = limits or Limits()
         super().__init__(*arguments, **named)
         self.timeout_keep_alive = limits.keep_alive_s  # type: ignore[assignment]  # uvicorn adds it to the loop's time
         self._limits, self._max_request_bytes = limits, max_request_bytes
@@ -130,6 +145,10 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._completed = False
         """Whether the bytes at hand ended a request."""
         self._in_body = False
+        self._head_without_upgrade = b""
+        """Of a request that offers an upgrade, until it is parsed again."""
+        self._refusal = ""
+        """Message to the client whose bytes are no longer parsed, sent behind the answers that are due."""
         self._ending = False
         self._timer: asyncio.TimerHandle | None = None
         self._answer_timer: asyncio.TimerHandle | None = None
@@ -152,13 +171,26 @@ class _BoundedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= _MAX_PIPELINED:
             self.transport.abort()
             raise ValueError("too many requests wait on one connection")  # ends the parser
+        if self.parser.should_upgrade():
+            self._decline_upgrade()
+            return
         self._end_timer()
         self._in_body = True
         super().on_headers_complete()
         if self._ending:
             self.cycle.keep_alive = False
 
+    def _decline_upgrade(self) -> None:
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            raise ValueError("no tunnels")  # ends the parser
+        lines = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        self._head_without_upgrade = b"\r\n".join([*lines, b"", b""])
+
     def on_message_complete(self) -> None:
+        if self._head_without_upgrade:  # the body is still to come
+            return
         super().on_message_complete()
         self._received, self._completed, self._in_body = 0, True, False
         if not self._answer_due:  # answered before its body ended
@@ -169,19 +201,46 @@ class _BoundedProtocol(HttpToolsProtocol):
             )
 
     def data_received(self, data: bytes) -> None:
+        if self._refusal:
+            return
         most = self._max_request_bytes if self._in_body else MAX_HEAD_BYTES
         if self._received > most:
             self._end_timer()
             self.send_400_response("The request is too long.")
             return
         self._completed = False
-        super().data_received(data)
+        self._parse(data)
         if not self._completed:
             self._received += len(data)
         if not (self._answer_due or self._timer or self.timeout_keep_alive_task or self.transport.is_closing()):
             self._start_timer()
 
+    def _parse(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                data, self._head_without_upgrade = self._head_without_upgrade + data[offer.args[0] :], b""
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+                return
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keeps the connection open until the answers that are due are sent."""
+        if not self._answer_due:
+            return False
+        if self._in_body:
+            self.send_400_response("The request ends within its body.")
+        else:
+            self.cycle.keep_alive = False
+        return True
+
     def on_response_complete(self) -> None:
+        malformed_is_next = len(self.pipeline) == (self._in_body and self._answer_due)
+        if self._refusal and malformed_is_next and not self.transport.is_closing():
+            self._refuse()
         super().on_response_complete()
         if self.pipeline and not self.transport.is_closing():  # uvicorn reads on, and more requests would wait
             self.flow.pause_reading()
@@ -189,7 +248,16 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._wait_for_client()
 
     def send_400_response(self, msg: str) -> None:
-        super().send_400_response(msg)
+        self._refusal = msg
+        if self.pipeline or (self._answer_due and not self._in_body):
+            return  # on_response_complete does
+        if self._in_body and not self._answer_due:
+            self.transport.close()  # answered before its body ended
+        else:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        super().send_400_response(self._refusal)
         self._wait_for_client()
 
     def pause_writing(self) -> None:
@@ -256,18 +324,3 @@ def _drop_new_connections(listening: socket.socket) -> None:
             _SO_ATTACH_FILTER,
             struct.pack("HL", len(_DROP_NEW_CONNECTIONS), ctypes.addressof(program)),
         )
-
-
-def _open(host: str, port: int) -> socket.socket:
-    opened = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    try:
-        opened.bind((host, port))
-    except OSError as error:
-        opened.close()
-        raise InputError(
-            f"{host}:{port}: cannot listen there ({error.strerror}); choose another --port or --host"
-        ) from None
-    opened.listen(_BACKLOG)
-    return opened

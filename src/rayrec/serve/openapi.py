@@ -22,6 +22,7 @@ _STATUSES = {
     408: "The request did not end in time.",
     413: "Too many bytes or rows.",
     415: "Another content type, charset or encoding.",
+    421: "The header Host names another server.",
     422: "Numbers too large for a finite score.",
     503: "Too much waits already, or no model is loaded; Retry-After says when to try again.",
     504: "Not scored in time.",

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +31,16 @@ from rayrec.serve.deployment import (
     quieten,
     start_coordinator,
 )
-from rayrec.serve.ingress import LOOPBACK, find_instance, first_answering, settle, urls
+from rayrec.serve.ingress import (
+    LOOPBACK,
+    PROXY_CALLBACK,
+    PROXY_CALLBACK_VARIABLE,
+    find_instance,
+    first_answering,
+    held_port,
+    settle,
+    urls,
+)
 
 _POLL_EVERY_S: Final = 1.0
 _FOLLOW_EVERY_S: Final = 5.0
@@ -67,7 +75,7 @@ def serving(
     """A server of a checkpoint, run or export, while it is entered, on the Ray cluster at `address` (None: RAY_ADDRESS, else a
     local Ray). On leaving, requests in flight are answered first.
 
-    Raises InputError for an unusable model or address, and if the cluster already has a server.
+    Raises InputError for an unusable model or address, and if the cluster or the port already has a server.
     """
     digest = config.token_digest()
     with _serving(path, config=config, digest=digest, address=address, shadow=shadow, console=console) as server:
@@ -90,27 +98,32 @@ def _serving(
     from ray import serve
 
     joined = ray.is_initialized()
-    reached = cluster.connect(address, num_cpus=None, object_store_bytes=None, log_to_driver=console.verbose)
-    quieten()  # Ray sets up its loggers again
-    own_ray = not joined and not (address or os.environ.get("RAY_ADDRESS"))
-    if own_ray:
-        _require_free_port(config)
-    instance = find_instance(APPLICATION)
-    # One without applications and proxies was left by a server, and its proxies cannot be enabled later.
-    fresh = instance is None or not (instance.applications or instance.with_proxies)
-    coordinator = start_coordinator(path, started_serve=fresh)
-    try:
-        asked, config = config, settle(config, instance, own_ray=own_ray)
-        if (asked.host, asked.port) != (config.host, config.port):
-            console.note(f"Ray Serve runs on this cluster already and listens at {config.host}:{config.port}")
-        if fresh and instance is not None:
-            serve.shutdown()
-        server = Server(_deploy(config, digest, coordinator, path), coordinator, reached)
-        if shadow:
-            ray.get(coordinator.shadow.remote(shadow))
-        yield server
-    finally:
-        _end(coordinator, own_ray=own_ray, leave_ray=not joined)
+    own_ray = not joined and (address or os.environ.get("RAY_ADDRESS")) in (None, "", "local")
+    with contextlib.ExitStack() as held:
+        if own_ray:
+            held.enter_context(held_port(config.host, config.port))  # refused before Ray starts
+            if config.ingress == "serve":
+                os.environ.setdefault(PROXY_CALLBACK_VARIABLE, PROXY_CALLBACK)
+        reached = cluster.connect(address, num_cpus=None, object_store_bytes=None, log_to_driver=console.verbose)
+        quieten()  # Ray sets up its loggers again
+        instance = find_instance(APPLICATION)
+        # One without applications and proxies was left by a server, and its proxies cannot be enabled later.
+        fresh = instance is None or not (instance.applications or instance.with_proxies)
+        coordinator = start_coordinator(path, started_serve=fresh)
+        try:
+            asked, config = config, settle(config, instance, own_ray=own_ray)
+            if (asked.host, asked.port) != (config.host, config.port):
+                console.note(f"Ray Serve runs on this cluster already and listens at {config.host}:{config.port}")
+            if not own_ray and (fresh or config.ingress == "direct"):
+                held.enter_context(held_port(config.host, config.port))
+            if fresh and instance is not None:
+                serve.shutdown()
+            server = Server(_deploy(config, digest, coordinator, path), coordinator, reached)
+            if shadow:
+                ray.get(coordinator.shadow.remote(shadow))
+            yield server
+        finally:
+            _end(coordinator, own_ray=own_ray, leave_ray=not joined)
 
 
 def _deploy(config: ServeConfig, digest: bytes | None, coordinator: CoordinatorHandle, path: str) -> str:
@@ -305,18 +318,6 @@ class _Watch:
 
 def _versions(found: dict[str, Any]) -> list[str]:
     return sorted({version for replica in found["replicas"].values() for version in replica.values() if version})
-
-
-def _require_free_port(config: ServeConfig) -> None:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((config.host, config.port))
-        except OSError as error:
-            raise InputError(
-                f"{config.host}:{config.port}: cannot listen there ({error.strerror}); choose another --port or --host"
-            ) from None
 
 
 def choose(run: str, which: Literal["newest", "best"]) -> str | None:

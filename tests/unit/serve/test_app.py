@@ -7,9 +7,11 @@ import csv
 import hashlib
 import io
 import json
+import os
 import threading
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +40,7 @@ from rayrec.data.preprocessor import SparseColumn
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.schema import Schema
 from rayrec.serve.app import ScoringApp, held_by_json
+from rayrec.serve.config import ServeConfig
 from rayrec.serve.requests import Body, RequestError, open_body
 from rayrec.serve.row_readers import make_reader
 
@@ -638,6 +641,32 @@ def test_token() -> None:
         assert ask(app, "GET", path).status == 200
 
 
+def test_token_ends_in_a_byte_that_text_takes_for_blank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the last byte of à in UTF-8."""
+    token = "voilà \u0085".strip(" ").encode()
+    (tmp_path / "token").write_bytes(token + b"\n")
+    monkeypatch.setitem(os.environb, b"TOKEN", b"\xff" + token)
+    app = make_app(MODEL, token_digest=ServeConfig(token_file=str(tmp_path / "token")).token_digest())
+    assert post(app, TEXT, headers={"authorization": b"Bearer  " + token}).status == 200
+    app = make_app(MODEL, token_digest=ServeConfig(token_env="TOKEN").token_digest())
+    assert post(app, TEXT, headers={"authorization": b"Bearer \xff" + token}).status == 200
+
+
+def test_upgrade_offer_closes_the_connection(app: ScoringApp) -> None:
+    """As Ray Serve's proxies keep it open, and take the body for another request."""
+    offer = {"connection": "upgrade", "upgrade": "h2c"}
+    assert post(app, TEXT, headers=offer).headers["connection"] == "close"
+    assert ask(app, "GET", "/nowhere", headers=offer).headers["connection"] == "close"
+    assert "connection" not in post(app, TEXT).headers
+
+
+def test_host_of_another_server_is_rejected() -> None:
+    app = make_app(MODEL, allowed_hosts=("api.example.org",))
+    for path in ("/", "/readyz", "/openapi.json", "/metrics", "/v1/score", "/nowhere"):
+        assert "evil.example" in error_of(ask(app, "GET", path, headers={"host": "evil.example"}), 421)["message"]
+    assert ask(app, "GET", "/openapi.json", headers={"host": "api.example.org"}).status == 200
+
+
 # -- other paths
 
 
@@ -660,7 +689,8 @@ def test_paths(app: ScoringApp) -> None:
 @pytest.mark.parametrize("root", ["/clicks", "/clicks/", "/"])
 def test_paths_under_a_prefix(app: ScoringApp, root: str) -> None:
     for path in ("", "/", "/healthz"):
-        scope = {"type": "http", "method": "GET", "root_path": root, "headers": [], "query_string": b""}
+        scope = {"type": "http", "method": "GET", "root_path": root, "query_string": b""}
+        scope |= {"http_version": "1.1", "headers": [(b"host", b"localhost")]}
         scope["path"] = root.rstrip("/") + path or "/"
         sent: list[Any] = []
 

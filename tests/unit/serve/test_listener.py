@@ -8,16 +8,20 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import uvicorn
 from ports import free_ports
+from ray._common.utils import import_attr
+from ray.serve._private import constants
 from served_click_model import make_app, make_model, row_text
 
 from rayrec.config import InputError
-from rayrec.serve.listener import Limits, Listener
+from rayrec.serve.ingress import PROXY_CALLBACK, PROXY_CALLBACK_VARIABLE
+from rayrec.serve.listener import Limits, Listener, _BoundedProtocol
 
 
 def _post(port: int, text: bytes) -> int:
@@ -74,12 +78,12 @@ def test_two_share_a_port_and_the_last_answers_before_it_ends() -> None:
 @pytest.mark.parametrize(
     "sent",
     [
-        b"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-length: nonsense\r\n\r\n",
-        b"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\nabc",
-        b"POST /v1/score HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-length: nonsense\r\n\r\n",
+        b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\nabc",
+        b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
         b"GET " + b"/" * 100_000 + b" HTTP/1.1\r\n\r\n",
-        b"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\ncut short",
+        b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-length: 50\r\n\r\ncut short",
     ],
     ids=range(6),
 )
@@ -122,7 +126,7 @@ def _listen(**limits: float) -> tuple[int, Listener]:
 def test_nothing_is_taken_without_end() -> None:
     """What comes before the application sees a request, or behind its body, has limits of its own."""
     port, listener = _listen(head_s=0.5)
-    line = b"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-type: text/tab-separated-values\r\n"
+    line = b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-type: text/tab-separated-values\r\n"
     endless = itertools.chain([line], itertools.repeat(b"a: " + b"b" * 1000 + b"\r\n", 100_000))
     assert _sent_until_closed(port, endless) < 20_000_000
     body = itertools.chain(
@@ -144,9 +148,9 @@ def test_nothing_is_taken_without_end() -> None:
 
 
 LINE = row_text(1)
-HEAD = b"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-type: text/tab-separated-values\r\n"
+HEAD = b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-type: text/tab-separated-values\r\n"
 REQUEST = HEAD + b"content-length: %d\r\n\r\n" % len(LINE) + LINE
-REFUSED = b"PUT /v1/score HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n"
+REFUSED = b"PUT /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000\r\n\r\n"
 """Answered before its body is read."""
 
 
@@ -213,7 +217,7 @@ def test_a_client_that_reads_no_answers_is_left() -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", port))
         connection.settimeout(0.5)
-        page = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+        page = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
         with contextlib.suppress(TimeoutError, BrokenPipeError, ConnectionResetError):
             while True:
                 connection.sendall(page * 50)
@@ -262,3 +266,102 @@ def test_a_port_that_is_taken() -> None:
             Listener(
                 make_app(make_model()), host="127.0.0.1", port=taken.getsockname()[1], max_body_bytes=1 << 20, end_s=1
             )
+
+
+LAST = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+
+
+def _answers(port: int, *pieces: bytes, half_close: bool = False) -> list[tuple[int, str | None]]:
+    """Status and Connection of each answer to what one connection sends, until the server closes it."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        for number, piece in enumerate(pieces):
+            time.sleep(0.05 if number else 0)
+            connection.sendall(piece)
+        if half_close:
+            connection.shutdown(socket.SHUT_WR)
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := connection.recv(65536):
+                received += piece
+    found = []
+    while received:
+        head, _, rest = received.partition(b"\r\n\r\n")
+        fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
+        found.append((int(head.split()[1]), fields.get(b"connection", b"").decode() or None))
+        received = rest[int(fields[b"content-length"]) :]
+    return found
+
+
+OFFERS = [b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n"]
+OFFERS += [
+    b"Connection: upgrade\r\nUpgrade: websocket\r\n",
+    b"upgrade: h2c, foo/2\r\nconnection: keep-alive, upgrade\r\n",
+]
+
+
+@pytest.mark.parametrize("offer", OFFERS, ids=["h2c", "websocket", "others"])
+def test_upgrade_offer_is_answered_with_its_body(offer: bytes) -> None:
+    """A body is that of its request, also if it comes later, in chunks, or looks like a request itself."""
+    port, listener = _listen()
+    head, body = REQUEST.split(b"\r\n\r\n", 1)
+    offering = head + b"\r\n" + offer + b"\r\n"
+    last = (200, "close")
+    assert _answers(port, offering + body + LAST) == [(200, None), last]
+    assert _answers(port, offering, body, LAST) == [(200, None), last]
+    assert _answers(port, offering + body + REQUEST + offering + body + LAST) == [(200, None)] * 3 + [last]
+    chunked = HEAD + offer + b"transfer-encoding: chunked\r\n\r\n%x\r\n" % len(LINE)
+    assert _answers(port, chunked[:50], chunked[50:], LINE + b"\r\n0\r\n\r\n", LAST) == [(200, None), last]
+    smuggling = HEAD + offer + b"content-length: %d\r\n\r\n" % len(REQUEST)
+    for pieces in ([smuggling, REQUEST], [smuggling + REQUEST]):
+        assert _answers(port, *pieces, LAST) == [(400, None), last]
+    without_body = b"GET /readyz HTTP/1.1\r\nhost: localhost\r\n" + offer + b"\r\n"
+    assert _answers(port, without_body + LAST) == [(200, None), last]
+    listener.close()
+
+
+def test_tunnel_request_is_rejected() -> None:
+    port, listener = _listen()
+    assert _answers(port, b"CONNECT localhost:1 HTTP/1.1\r\nhost: localhost\r\n\r\n" + REQUEST) == [(400, "close")]
+    listener.close()
+
+
+def test_malformed_request_is_answered_in_turn() -> None:
+    port, listener = _listen()
+    broken = HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n"
+    for malformed in (b"\x16\x03\x01garbage", broken):
+        assert _answers(port, malformed) == [(400, "close")]
+        assert _answers(port, REQUEST + malformed) == [(200, None), (400, "close")]
+        assert _answers(port, REQUEST * 2 + malformed + REQUEST) == [(200, None)] * 2 + [(400, "close")]
+    refused = b"PUT /v1/score HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+    assert _answers(port, refused, b"zz\r\n", LAST) == [(405, None)]
+    listener.close()
+
+
+def test_half_closed_connection_gets_its_answers() -> None:
+    port, listener = _listen()
+    assert _answers(port, REQUEST, half_close=True) == [(200, "close")]
+    assert _answers(port, REQUEST * 2, half_close=True) == [(200, None), (200, "close")]
+    assert _answers(port, REQUEST, b"\r\n", half_close=True) == [(200, None)]
+    assert _answers(port, REQUEST + REQUEST[:-1], half_close=True) == [(200, None), (400, "close")]
+    assert _answers(port, REQUEST[:-1], half_close=True) == [(400, "close")]
+    assert _answers(port, half_close=True) == []
+    listener.close()
+
+
+def test_host_must_be_one_and_own() -> None:
+    port, listener = _listen()
+    path = b"GET /openapi.json HTTP/1.%d\r\nconnection: close\r\n%s\r\n"
+    for hosts, status in (([], 400), ([b"localhost"] * 2, 400), ([b""], 421), ([b"localhost"], 200), ([b"evil"], 421)):
+        assert _answers(port, path % (1, b"".join(b"host: %s\r\n" % host for host in hosts)))[0][0] == status
+    assert _answers(port, path % (0, b"")) == [(200, "close")]
+    listener.close()
+
+
+def test_proxies_use_the_bounded_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uvicorn.config, "HTTP_PROTOCOLS", dict(uvicorn.config.HTTP_PROTOCOLS))
+    callback: Callable[[], None] = import_attr(PROXY_CALLBACK)
+    assert callback() is None
+    config = uvicorn.Config(make_app(make_model()))
+    config.load()
+    assert config.http_protocol_class is _BoundedProtocol
+    assert hasattr(constants, PROXY_CALLBACK_VARIABLE), "Ray knows it"

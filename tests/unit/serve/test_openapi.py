@@ -45,7 +45,9 @@ _serialize()
 def test_a_fuzzer_finds_nothing(schema: Schema, with_token: bool) -> None:
     _text(schema)
     digest = hashlib.sha256(TOKEN.encode()).digest() if with_token else None
-    app = make_app(make_model(make_preprocessor(schema)), token_digest=digest, max_rows=5)
+    app = make_app(
+        make_model(make_preprocessor(schema)), token_digest=digest, max_rows=5, allowed_hosts=("testserver",)
+    )
     headers = {"authorization": f"Bearer {TOKEN}"} if with_token else {}
     fuzzed = schemathesis.openapi.from_asgi("/openapi.json", app, config=REFUSALS, headers=headers)
     seen: set[tuple[str, int]] = set()
