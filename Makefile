@@ -77,7 +77,7 @@ test: setup ## all tests but the extended ones and those of the documentation, w
 test-extended: setup ## longer tests: what dies, several nodes, an S3 server in a Python environment that they make first
 	@$(RUN)/python -m pytest --ignore tests/test_docs.py -m "extended and not exhaustive"
 
-test-exhaustive: setup ## what CI has no time for: Spark on Ray, forecasts held against the clock, variants of others
+test-exhaustive: setup ## what CI has no time for: most tests of Spark, forecasts held against the clock, variants of others
 	@$(RUN)/python -m pytest -m exhaustive
 
 drills: setup ## losses on a cluster of network namespaces: machines, links, processes (as root; needs iproute2, util-linux)

@@ -1,6 +1,7 @@
 """Starts a worker process of Ray as a copy of a process that has imported the large libraries (`fork_server.py`), and lives as
-long as that copy. The node manager of a local Ray runs it in place of Ray's `setup_worker.py`; it asks the server of the command
-that started Ray. On a running Ray it is the job's Python (`python_of_a_job`); it asks the node's server, started if need be.
+long as that copy. A worker of another language than Python starts as it does without rayrec. The node manager of a local Ray runs
+this program in place of Ray's `setup_worker.py`; it asks the server of the command that started Ray. On a running Ray it is the
+job's Python (`python_of_a_job`); it asks the node's server, started if need be.
 
 Run by its path, with the worker's command as arguments. Imports next to nothing, since it runs once for every process.
 """
@@ -12,7 +13,7 @@ import os
 import socket
 import stat
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 SOCKET = "RAYREC_FORK_SERVER"
 """The variable that names the Unix socket of a local Ray's fork server."""
@@ -23,6 +24,7 @@ IDLE_S = 600
 MOST_SERVERS = 3
 """Of a node manager: jobs whose variables differ have one each, such as those submitted with a folder of code."""
 _CONTEXT = "--serialized-runtime-env-context="
+_LANGUAGE = "--language="
 _READ_AT_START = (
     "PYTHON",
     "LD_",
@@ -42,6 +44,8 @@ _RAYS_OWN = "tr '\\0' '\\n' </proc/$PPID/cmdline | sed -n 's/^--python_worker_co
 
 
 def main() -> None:
+    if any(each.startswith(_LANGUAGE) and each != f"{_LANGUAGE}PYTHON" for each in sys.argv):
+        _become(sys.argv[1:])
     arguments = [
         argument for argument in sys.argv[1:] if argument not in ("-s", "-S")
     ]  # flags that Ray means for Python
@@ -52,14 +56,15 @@ def main() -> None:
     if not reason:
         try:
             with _server(arguments) as server:
-                ask(server, [each for each in arguments if not each.startswith((_CONTEXT, "--language="))], context)
+                ask(server, [each for each in arguments if not each.startswith((_CONTEXT, _LANGUAGE))], context)
                 if server.recv(1):
                     server.recv(1)  # nothing, when the process has ended
                     return
                 reason = "the fork server ended"
         except OSError as error:
             reason = f"the fork server does not answer: {error}"
-    _start_alone(arguments, reason)
+    print(f"rayrec: this worker imports what it needs itself: {reason}", file=sys.stderr, flush=True)
+    _become(arguments)
 
 
 def python_of_a_job() -> str:
@@ -187,11 +192,10 @@ def leave_newest(address: str, *, raylet: int) -> None:
         os.unlink(file)
 
 
-def _start_alone(arguments: list[str], reason: str) -> None:
+def _become(arguments: list[str]) -> NoReturn:
     """Becomes the process that Ray would have started."""
-    print(f"rayrec: this worker imports what it needs itself: {reason}", file=sys.stderr, flush=True)
     through = []
-    if any(argument.startswith(_CONTEXT) for argument in arguments):
+    if any(argument.startswith((_CONTEXT, _LANGUAGE)) for argument in arguments):
         import ray
 
         through = [os.path.join(os.path.dirname(ray.__file__), "_private", "workers", "setup_worker.py")]

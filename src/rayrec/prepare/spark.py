@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import importlib.util
 import json
@@ -73,6 +74,7 @@ _POLL_S = 0.02
 _WINDOW_BYTES = 4 << 30
 _LEAST_TASKS = 64
 """Tasks that are submitted together: as many as give about _WINDOW_BYTES of results, and at least _LEAST_TASKS."""
+_NO_EXECUTOR = "an executor may be gone, or waits for CPUs or memory that others hold"
 _STOP_S = 30.0
 """How long Spark may take to stop before it is killed."""
 
@@ -89,6 +91,8 @@ class SparkEngine:
     process: subprocess.Popen[str]
     folder: str
     timeout_s: float
+    logs_at_start: dict[str, int] | None = None
+    """With Ray: `_ray_logs` of before."""
     _runs: int = field(default=0)
 
     @classmethod
@@ -105,8 +109,13 @@ class SparkEngine:
 
         Raises InputError where Spark is not installed, no Java is there, or it does not start in time.
         """
-        if shutil.which("java") is None and not os.environ.get("JAVA_HOME"):
-            raise InputError("engine: Spark needs Java 17 and no java is found; install one or set JAVA_HOME")
+        if shutil.which("java") is None:
+            if ray_address is not None:
+                raise InputError(
+                    "engine spark-on-ray: needs Java 17, got no java on PATH. Install it on each node, and put it on PATH."
+                )
+            if not os.environ.get("JAVA_HOME"):
+                raise InputError("engine: Spark needs Java 17 and no java is found; install one or set JAVA_HOME")
         if ray_address is not None:
             python = environment("raydp", folder=os.path.join(cache_folder, "environments"), note=note)
         elif importlib.util.find_spec("pyspark") is None:
@@ -116,7 +125,8 @@ class SparkEngine:
         shared = config.shared_folder or cache_folder
         os.makedirs(shared, exist_ok=True)
         folder = tempfile.mkdtemp(prefix="spark-", dir=shared)
-        engine = cls(_start(python, folder, config, ray_address), folder, config.timeout_s)
+        known = _ray_logs() if ray_address is not None else None
+        engine = cls(_start(python, folder, config, ray_address), folder, config.timeout_s, known)
         try:
             engine._await_start()
             yield engine
@@ -187,19 +197,23 @@ class SparkEngine:
             return time.monotonic()
         if time.monotonic() - last > self.timeout_s:
             raise InputError(
-                f"Spark, {name}: no task ended for {self.timeout_s:g} s (an executor may be gone, or waits for CPUs that others "
-                f"hold); call again, or raise --spark.timeout-s; its log is {self._kept_log()}"
+                f"Spark, {name}: no task ended for {self.timeout_s:g} s ({self._ray_error() or _NO_EXECUTOR}); call again, or "
+                f"raise --spark.timeout-s; its log is {self._kept_log()}"
             )
         return last
 
     def _died(self) -> str:
         status = self.process.wait()
-        with open(os.path.join(self.folder, "driver.log"), errors="replace") as file:
-            lines = [line.strip() for line in file if line.strip()]
-        why = next(
-            (line for line in reversed(lines) if "Error" in line or "Exception" in line), f"exit status {status}"
-        )
-        return f"Spark's driver ended ({why[:300]}); its log is {self._kept_log()}"
+        why = _last_error(os.path.join(self.folder, "driver.log")) or f"exit status {status}"
+        return f"Spark's driver ended ({why}); its log is {self._kept_log()}"
+
+    def _ray_error(self) -> str:
+        """The last error that a process of Ray on this machine has logged since the start, and where; empty if none has."""
+        if self.logs_at_start is not None:
+            for path in _ray_logs():
+                if why := _last_error(path, skip=self.logs_at_start.get(path, 0)):
+                    return f"{path}: {why}"
+        return ""
 
     def _kept_log(self) -> str:
         """Where the logs lie once the working folder is gone."""
@@ -218,10 +232,8 @@ class SparkEngine:
             if self.process.poll() is not None:
                 raise InputError(self._died())
             if time.monotonic() - begun > self.timeout_s:
-                raise InputError(
-                    f"Spark did not start in {self.timeout_s:g} s; are there CPUs and memory for its executors? "
-                    f"its log is {self._kept_log()}"
-                )
+                why = self._ray_error() or "are there CPUs and memory for its executors?"
+                raise InputError(f"Spark did not start in {self.timeout_s:g} s ({why}); its log is {self._kept_log()}")
             time.sleep(_POLL_S)
 
     def _stop(self, *, failed: bool) -> None:
@@ -239,6 +251,25 @@ class SparkEngine:
             _signal(self.process, signal.SIGKILL)
             self.process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _ray_logs() -> dict[str, int]:
+    """The sizes in bytes of the logs of this machine's part of Ray that tell why a worker does not start."""
+    from rayrec.compat.ray_compat import local_node
+
+    folder = glob.escape(local_node().get_logs_dir_path())
+    found = (
+        path for name in ("raylet.err", "*java-worker-*.log", "worker-*.err") for path in glob.glob(f"{folder}/{name}")
+    )
+    return {path: os.path.getsize(path) for path in found}
+
+
+def _last_error(path: str, *, skip: int = 0) -> str:
+    """The last line of a log, without its first `skip` bytes, that names an error; empty if none does."""
+    with open(path, "rb") as file:
+        file.seek(skip)
+        lines = file.read().decode(errors="replace").splitlines()
+    return next((line.strip()[:300] for line in reversed(lines) if "Error" in line or "Exception" in line), "")
 
 
 def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:

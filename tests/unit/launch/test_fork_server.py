@@ -235,6 +235,29 @@ def test_a_server_that_others_could_listen_to_is_not_asked(node_manager: NodeMan
     assert "rayrec is not this user's alone" in node_manager.errors()
 
 
+def test_workers_of_other_languages_start_as_without_rayrec(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Ray's own program, with the arguments that the node manager gave."""
+    java = tmp_path / "java"
+    java.write_text('#!/bin/sh\necho "$A $@"\n')
+    java.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    ours = ["-Dray.address=1", "-s", "a.Worker"]
+    context = CONTEXT + json.dumps({"env_vars": {"A": "added"}})
+    for language, command in (("JAVA", ours), ("CPP", [str(java), *ours])):
+        done = subprocess.run(
+            [sys.executable, forked_worker.__file__, *command, f"--language={language}", context],
+            capture_output=True,
+            text=True,
+            env={**os.environ, forked_worker.SOCKET: server.address},
+            check=True,
+        )
+        assert done.stdout.startswith("added ")
+        assert done.stdout.endswith(" ".join(ours) + "\n")
+        assert "rayrec" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("context", "reason"),
     [
