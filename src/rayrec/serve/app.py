@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import orjson
 from starlette.exceptions import HTTPException
@@ -28,7 +28,7 @@ from rayrec.serve.counters import CONTENT_TYPE, Counters, Snapshot
 from rayrec.serve.ingress import is_own_host
 from rayrec.serve.openapi import document
 from rayrec.serve.replica_models import ReplicaModels
-from rayrec.serve.requests import FORMATS, Body, Format, RequestError, open_body, shown
+from rayrec.serve.requests import FORMATS, Body, RequestError, open_body, shown
 
 if TYPE_CHECKING:
     from rayrec.inference.model import ServedModel
@@ -142,16 +142,16 @@ class ScoringApp:
     async def _score(self, request: Request) -> Response:
         deadline_s = time.monotonic() + self._config.time_limit_s
         with_columns = _with_columns(request)
-        format, header = _format(request)
+        form = _form(request)
         if not self._models.ready:
             raise _NOT_READY
         schema = self._models.model.preprocessor.schema
-        weigh = partial(held_by_json if format == "json" else held_by_text, schema=schema)
+        weigh = partial(held_by_json if form["format"] == "json" else held_by_text, schema=schema)
         with _HeldMemory(self) as held:
             content = await self._read(request, deadline_s, weigh=weigh, held=held)
             start = time.perf_counter()
             try:
-                body = await self._open(content, format, header)
+                body = await self._open(content, form)
                 async with asyncio.timeout_at(_loop_time(deadline_s)):
                     answer = await self._batcher.submit(body)
                 return _Response(answer.to_json(columns=with_columns))
@@ -160,13 +160,10 @@ class ScoringApp:
             finally:
                 self._counters.request_seconds.observe(time.perf_counter() - start)
 
-    async def _open(self, content: bytes, format: Format, header: bool | None) -> Body:
+    async def _open(self, content: bytes, form: Mapping[str, Any]) -> Body:
         """A large body is not parsed in the event loop, which others wait for."""
         schema = self._models.model.preprocessor.schema
-        single = len(schema.dense) + len(schema.sparse) == 1
-        opened = partial(
-            open_body, content, format, max_rows=self._config.max_rows, header=header, single_column=single
-        )
+        opened = partial(open_body, content, **form, schema=schema, max_rows=self._config.max_rows)
         if len(content) <= _INLINE_BYTES:
             return opened()
         return await asyncio.get_running_loop().run_in_executor(None, opened)
@@ -305,24 +302,26 @@ def _loop_time(deadline_s: float) -> float:
     return asyncio.get_running_loop().time() + deadline_s - time.monotonic()
 
 
-def _format(request: Request) -> tuple[Format, bool | None]:
-    """The format of a body, and whether CSV has a header (RFC 4180's parameter), None if the client does not say."""
+def _form(request: Request) -> dict[str, Any]:
+    """Return the format of a body, and if the client says so, whether CSV has a header (RFC 4180's parameter) and whether lines
+    of text have a label."""
     media_type, *parameters = request.headers.get("content-type", "").lower().split(";")
     taken = ", ".join(FORMATS)
     if media_type.strip() not in FORMATS:
         raise RequestError(415, f"the content type must be one of {taken}")
-    format, header = FORMATS[media_type.strip()], None
+    form: dict[str, Any] = {"format": FORMATS[media_type.strip()]}
+    of_format = {"json": (), "tsv": ("label",), "csv": ("header", "label")}[FORMATS[media_type.strip()]]
     for parameter in parameters:
         name, _, value = parameter.strip().partition("=")
-        if name == "header" and format == "csv":
+        if name in of_format:
             if value.strip('"') not in ("present", "absent"):
-                raise RequestError(415, "the parameter header of text/csv must be present or absent")
-            header = value.strip('"') == "present"
+                raise RequestError(415, f"the parameter {name} of {media_type.strip()} must be present or absent")
+            form[name] = value.strip('"') == "present"
         if name == "charset" and value.strip('"') not in ("utf-8", "utf8", "us-ascii"):
             raise RequestError(415, "the charset must be utf-8")
     if request.headers.get("content-encoding", "").lower() not in ("", "identity"):
         raise RequestError(415, "the body must not be compressed")
-    return format, header
+    return form
 
 
 def _with_columns(request: Request) -> bool:

@@ -130,6 +130,7 @@ def _score(schema: Schema, example: dict[str, Any], config: ServeConfig, with_to
             names = delimiter.join(schema.unlabelled().columns)
             header = "without a header" if delimiter == "\t" else "behind a header or none (header=present or absent)"
             described = f"A line a row, its columns in this order, {header}: {names}. A label before them is ignored."
+            described += " The parameter label=present or label=absent says whether there is one."
             if schema.lists:
                 described += f" Categories of a list are joined by {schema.list_delimiter}."
             content[media_type] = {"schema": {"type": "string", "pattern": "[^\\r\\n]", "description": described}}

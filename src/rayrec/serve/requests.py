@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import orjson
+
+from rayrec.schema import Schema
 
 Format = Literal["json", "tsv", "csv"]
 FORMATS: dict[str, Format] = {
@@ -18,6 +23,8 @@ FORMATS: dict[str, Format] = {
 
 
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+_JSON_STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+_LINE_END: Final = re.compile(rb"\r\n|\n|\r")
 
 
 class RequestError(Exception):
@@ -54,23 +61,46 @@ class Body:
     """Of other formats, without a byte order mark."""
     header: bool | None = None
     """Whether the first line of CSV names columns; None: the client does not say."""
+    label: bool | None = None
+    """Whether lines begin with the columns that are ignored; None: the client does not say."""
+
+
+def delimiter_of(format: Format, schema: Schema) -> str:
+    """The delimiter of text."""
+    return "\t" if format == "tsv" else schema.delimiter
+
+
+def row_ends(text: bytes, delimiter: str) -> Iterator[tuple[int, int]]:
+    """Yield start and end of each line end (\\n, \\r\\n or \\r) that ends a row. A quoted field may contain others."""
+    if b'"' not in text:
+        yield from (match.span() for match in _LINE_END.finditer(text))
+        return
+    quoted = rb'(?<![^%s\r\n])"(?:[^"]|"")*+"|(\r\n|\n|\r)' % re.escape(delimiter).encode()
+    yield from (match.span() for match in re.finditer(quoted, text) if match[1])
 
 
 def open_body(
-    content: bytes, format: Format, *, max_rows: int, header: bool | None = None, single_column: bool = False
+    content: bytes,
+    format: Format,
+    *,
+    schema: Schema,
+    max_rows: int,
+    header: bool | None = None,
+    label: bool | None = None,
 ) -> Body:
-    """`single_column`: the schema has one column, so an empty line at the end counts as a line. Raises RequestError for content
-    that is no request at all, and for too many rows."""
+    """Raises RequestError for content that is no request at all, and for too many rows."""
+    text = content.removeprefix(_BYTE_ORDER_MARK)
     if format == "json":
-        body = _open_json(content)
+        body = _open_json(text)
     else:
-        text = content.removeprefix(_BYTE_ORDER_MARK)
-        if not single_column:
+        if len(schema.dense) + len(schema.sparse) != 1:  # of one column an empty line at the end counts as a line
             text = text.rstrip(b"\r\n")
-        # A row ends with \n, \r\n, or, of CSV, with \r.
-        ends = text.count(b"\n") + text.count(b"\r") - text.count(b"\r\n")
+        if b'"' in text and schema.tokens == "any":
+            ends = sum(1 for _ in row_ends(text, delimiter_of(format, schema)))
+        else:
+            ends = text.count(b"\n") + text.count(b"\r") - text.count(b"\r\n")
         num_rows = ends + (bool(text) and not text.endswith((b"\n", b"\r")))
-        body = Body(format, num_rows, len(content), text=text, header=header)
+        body = Body(format, num_rows, len(content), text=text, header=header, label=label)
     if not body.num_rows:
         raise RequestError(400, "the request holds no row", field="rows" if format == "json" else None)
     lines = max_rows + (format == "csv" and header is not False)  # one may be a header
@@ -93,7 +123,25 @@ def _open_json(content: bytes) -> Body:
             raise RequestError(400, f"unknown field {shown(name)}; there is only rows", field=shown(name))
     if type(found.get("rows")) is not list:
         raise RequestError(400, "rows must be a list of objects", field="rows")
-    return Body("json", len(found["rows"]), len(content), rows=found["rows"])
+    rows = found["rows"]
+    members = 1 + sum(len(row) for row in rows if type(row) is dict)
+    if content.count(b":") != members and _JSON_STRING.sub(b"", content).count(b":") != members:
+        _refuse_repeated_names(content)
+    return Body("json", len(rows), len(content), rows=rows)
+
+
+def _refuse_repeated_names(content: bytes) -> None:
+    """Raise RequestError for an object that has a name twice. Objects that are nested too deep for this are refused later."""
+
+    def check(pairs: list[tuple[str, Any]]) -> None:
+        names = set[str]()
+        for name, _ in pairs:
+            if name in names:
+                raise RequestError(400, f"{shown(name)} is given twice in one object", field=shown(name))
+            names.add(name)
+
+    with contextlib.suppress(RecursionError):
+        json.loads(content, object_pairs_hook=check, parse_int=str)
 
 
 def shown(name: str) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import difflib
-import io
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, final
 
 import numpy as np
@@ -19,14 +17,9 @@ from rayrec.data.columns import RawColumns
 from rayrec.data.csv_text import read_csv_text
 from rayrec.data.parsing import Fault, RawRows, padded, parse_into
 from rayrec.schema import Schema
-from rayrec.serve.requests import Body, RequestError, shown
+from rayrec.serve.requests import Body, RequestError, delimiter_of, row_ends, shown
 
-_LINE_END = re.compile(rb"\r\n|\n|\r")
-_EMPTY_LINE = re.compile(rb"(?:^|\n|\r(?!\n))(?:\n|\r)")
-_QUOTED_ROW_BYTES = 1 << 20
 _MOST_FIELDS = 10_000
-_SIMILAR = 0.75
-"""Share of common characters above which a field is taken for a misspelt column name."""
 MAX_INTEGER = 10**18 - 1
 MAX_NUMBER = 10**18
 """As in text, where 18 digits are taken."""
@@ -63,32 +56,22 @@ class RowReader(ABC):
             400, f"row {number} has an unknown column {shown(unknown)}", row=number, field=shown(unknown)
         )
 
-    def _is_labelled(self, text: bytes, delimiter: str) -> bool:
-        """Whether the first line has the columns of a labelled row, else those of an unlabelled one. Raises RequestError where
-        it has neither's."""
-        found = len(_first_fields(text, delimiter))
+    def _is_labelled(self, body: Body, found: int) -> bool:
+        """Return whether the first row, of so many fields, has the columns of a labelled row, else those of an unlabelled one.
+        Raises RequestError if it has neither's, or not those that the client says."""
         bare, full = len(self.schema.columns), len(self._with_label.columns)
-        if found not in (bare, full):
-            also = f", or {full} with {' and '.join(self._ignored)}" if full > bare else ""
-            raise RequestError(400, f"row 0 has {found} columns; {bare} are needed{also}", row=0)
+        needed = {None: (bare, full), True: (full,), False: (bare,)}[body.label]
+        if found not in needed:
+            also = f", or {full} with {' and '.join(self._ignored)}" if body.label is None and full > bare else ""
+            raise RequestError(400, f"row 0 has {found} columns; {needed[0]} are needed{also}", row=0)
         return found != bare
 
 
-def _first_fields(text: bytes, delimiter: str) -> list[str]:
-    """The fields of the first row; a quoted one may contain the delimiter and line ends."""
-    line = _first_line(text).decode("utf-8", "replace")
-    if '"' not in line:
-        return line.split(delimiter, _MOST_FIELDS)
-    rows = csv.reader(io.StringIO(text[:_QUOTED_ROW_BYTES].decode("utf-8", "replace"), newline=""), delimiter=delimiter)
-    try:
-        return next(rows, [])
-    except csv.Error:  # the parser says what is wrong with it
-        return line.split(delimiter, _MOST_FIELDS)
-
-
-def _first_line(text: bytes) -> bytes:
-    """Without its end."""
-    return _LINE_END.split(text, 1)[0]
+def _fields(row: bytes, delimiter: str) -> list[str]:
+    """Return the fields of one row; a quoted one may contain the delimiter."""
+    mark = re.escape(delimiter)
+    found = re.finditer(rf'(?:^|{mark})(?:"((?:[^"]|"")*+)")?([^{mark}]*)', row.decode("utf-8", "replace"))
+    return [(match[1] or "").replace('""', '"') + match[2] for match in islice(found, _MOST_FIELDS)]
 
 
 def _is_number(field: str) -> bool:
@@ -121,7 +104,8 @@ class HexadecimalReader(RowReader):
                     text = self._as_text(body.rows)
                     self._parse(raw, _LINE_START.sub(b"0\t", text) if single else text, labelled=single)
                 else:
-                    self._parse(raw, body.text, labelled=self._is_labelled(body.text, "\t"))
+                    found = 1 + body.text.partition(b"\n")[0].count(b"\t")
+                    self._parse(raw, body.text, labelled=self._is_labelled(body, found))
                 outcomes.append(slice(start, raw.rows))
             except RequestError as error:
                 raw.rows = start
@@ -253,16 +237,17 @@ class AnyReader(RowReader):
 
     def _split(self, body: Body) -> pa.Table:
         """The columns of text: tsv without a header, csv with one where its first line names columns."""
-        delimiter = "\t" if body.format == "tsv" else self.schema.delimiter
+        delimiter = delimiter_of(body.format, self.schema)
         if delimiter == self.schema.list_delimiter:
             raise RequestError(415, "the columns' delimiter of this format is that of lists; send application/json")
         if body.text.startswith((b"\xff\xfe", b"\xfe\xff")):
             raise RequestError(400, "the request is UTF-16; send UTF-8", row=0)
-        names = _first_fields(body.text, delimiter)
+        end, start = next(row_ends(body.text, delimiter), (len(body.text),) * 2)
+        names = _fields(body.text[:end], delimiter)
         if self._has_header(body, names):
-            columns, text = tuple(names), (*_LINE_END.split(body.text, 1), b"")[1]
+            columns, text = tuple(names), body.text[start:]
         else:
-            labelled = self._is_labelled(body.text, delimiter)
+            labelled = self._is_labelled(body, len(names))
             columns, text = (self._with_label if labelled else self.schema).columns, body.text
         if not text:
             raise RequestError(400, "the request holds no row")
@@ -272,9 +257,8 @@ class AnyReader(RowReader):
     def _has_header(self, body: Body, names: list[str]) -> bool:
         """Whether the first line names columns. Raises RequestError if it does so wrongly, or the format has no header.
 
-        Unless the client says, a line without numbers is a header if one of its fields is a column's name, whatever its case, or
-        at least half of them are nearly the names of the columns at their places."""
-        if body.header is False or (body.header is None and not self._resembles_header(names)):
+        Unless the client says, a line without numbers is a header if one of its fields is a column's name, whatever its case."""
+        if body.header is False or (body.header is None and not self._names_a_column(names)):
             return False
         if body.format == "tsv":
             raise RequestError(
@@ -283,11 +267,7 @@ class AnyReader(RowReader):
         hint = "" if body.header else "; if row 0 is data, send text/csv; header=absent"
         for name in names:
             if name not in self._known:
-                near = {known.casefold(): known for known in self._known}
-                found = difflib.get_close_matches(name.strip().casefold()[:64], near, 1)
-                meant = f", did you mean {near[found[0]]}?" if found else ""
-                told = shown(name)
-                raise RequestError(400, f"the header has an unknown column {told}{meant}{hint}", field=told)
+                raise RequestError(400, f"the header has an unknown column {shown(name)}{hint}", field=shown(name))
             if names.count(name) > 1:
                 raise RequestError(400, f"the header names {name} {names.count(name)} times{hint}", field=name)
         for name in self.schema.columns:
@@ -295,37 +275,18 @@ class AnyReader(RowReader):
                 raise RequestError(400, f"the header does not name {name}{hint}", field=name)
         return True
 
-    def _resembles_header(self, names: list[str]) -> bool:
-        folded = [name.strip().casefold() for name in names]
-        known = {name.casefold() for name in self._known}
-        if any(map(_is_number, folded)):
-            return False
-        if not known.isdisjoint(folded):
-            return True
-        columns = (self.schema if len(names) == len(self.schema.columns) else self._with_label).columns
-        similar = sum(
-            difflib.SequenceMatcher(None, name[:64], column.casefold()).ratio() >= _SIMILAR
-            for name, column in zip(folded, columns, strict=False)
-            if name
-        )
-        return similar * 2 >= len(names)
+    def _names_a_column(self, names: list[str]) -> bool:
+        folded = {name.strip().casefold() for name in names}
+        return not folded.isdisjoint(map(str.casefold, self._known)) and not any(map(_is_number, folded))
 
 
 def _refuse_empty_lines(text: bytes, delimiter: str) -> None:
     """Raises RequestError for an empty line, which would be passed over: the rows behind it would not have their numbers."""
-    found = _EMPTY_LINE.search(text)
-    if found is None:
-        return
-    if b'"' not in text:
-        row = sum(1 for _ in _LINE_END.finditer(text, 0, found.end())) - 1
-        raise RequestError(400, f"row {row}: empty line", row=row)
-    rows = csv.reader(io.StringIO(text.decode("utf-8", "replace"), newline=""), delimiter=delimiter)
-    try:
-        for row, fields in enumerate(rows):
-            if not fields:
-                raise RequestError(400, f"row {row}: empty line", row=row)
-    except csv.Error:  # the parser says what is wrong with it
-        return
+    behind = 0
+    for row, (start, end) in enumerate(row_ends(text, delimiter)):
+        if start == behind:
+            raise RequestError(400, f"row {row}: empty line", row=row)
+        behind = end
 
 
 def _numbers(values: list[Any], name: str) -> list[float | None]:
@@ -346,16 +307,18 @@ def _token_text(value: Any, name: str, number: int) -> str | None:
     """An integer's token is that of its digits, and true and false are 1 and 0, as in files."""
     if value is None or type(value) is str:
         return value
-    if type(value) in (int, bool) or (type(value) is float and value.is_integer()):
-        integer = int(value)
-        # A whole number beyond 64 bits comes as a float, and one just below the least is rounded to it.
-        lowest = -(2**63) + (type(value) is float)
-        if lowest <= integer < 2**64:
-            return str(integer)
+    if type(value) is float and value.is_integer() and abs(value) < 2**53:  # larger ones are rounded
+        value = int(value)
+    if type(value) in (int, bool):
+        if -(2**63) <= value < 2**64:
+            return str(int(value))
         raise RequestError(400, f"row {number}: {name} is beyond 64 bits", row=number, field=name)
-    raise RequestError(
-        400, f"row {number}: {name} is {_kind(value)}, not a string or an integer", row=number, field=name
+    kind = (
+        "a number from 2^53 on that is written as a float"
+        if type(value) is float and abs(value) >= 2**53
+        else _kind(value)
     )
+    raise RequestError(400, f"row {number}: {name} is {kind}, not a string or an integer", row=number, field=name)
 
 
 def _lists(values: list[Any], name: str, item_of: Callable[[Any, str, int], Any]) -> list[list[Any] | None]:
