@@ -127,7 +127,7 @@ docs: setup ## runs every example of the documentation, but for two notebooks th
 site: setup ## the documentation as a site in build/site, with reference pages made from the code; no network
 	@NO_MKDOCS_2_WARNING=1 $(RUN)/python -m mkdocs build --strict
 
-pictures: setup ## the drawings of docs/assets and the first table of docs/benchmarks.md, from benchmarks/results
+pictures: setup ## the drawings of docs/assets and the figures of README and docs, from benchmarks/results
 	@$(RUN)/python tools/pictures.py
 	@$(RUN)/python tools/results.py
 

@@ -331,11 +331,93 @@ def test_pictures_are_what_their_command_draws() -> None:
     assert (assets / "report.png").stat().st_size < 200_000
 
 
-def test_the_summary_of_benchmarks_is_of_committed_rows() -> None:
-    """`make pictures` writes it."""
-    results = _tool("results")
-    text = results.PAGE.read_text()
-    assert results.page(text) == text, "docs/benchmarks.md: run make pictures"
+def _tool(name: str) -> ModuleType:
+    """A file of tools/, imported."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+RESULTS = _tool("results")
+FIGURE = re.compile(
+    r"""\d[\d.,]*\s*(k|M|million|thousand)?\s*(rows|images|tokens|requests)(/s|\sa\ssecond)      # a speed
+    |\b\d+\.\d+\s+(to\s+\d+\.\d+\s+)?(of|times)\b                                           # a ratio
+    |\b\d[\d.]*(\s+to\s+[\d.]+)?\s+times\s+(as\s+(fast|many|much)|faster|slower|more|our|the\s+(rate|speed))
+    |\b\d+\.\d+\s*(s|ms|µs|ns|minutes)\b                                                       # a time
+    |\b0\.[4-9]\d{3}\b                                                                         # AUROC, log loss
+    |\d+\.\d+\s%""",
+    re.VERBOSE,
+)
+"""What reads as a figure that was measured."""
+NO_ROW = {
+    ("docs/cluster.md", "6,000 rows/s"): "follows from the lines above it",
+    ("docs/from-fuxictr.md", "0.8150"): "published by BARS",
+    ("docs/models.md", "0.8146"): "published by BARS and DCNv3's authors",
+    ("docs/models.md", "0.8150"): "published by BARS",
+    ("docs/models.md", "0.8162"): "published by DCNv3's authors",
+    ("docs/models/crosses.md", "0.8162"): "published by DCNv3's authors",
+    ("docs/models/towers.md", "0.8134"): "published by BARS",
+    ("docs/models/towers.md", "0.8146"): "published by BARS",
+    ("docs/models/towers.md", "0.8150"): "published by BARS",
+    ("docs/spot.md", "1.1 s"): "a setting of Ray's benchmark",
+    ("docs/tune.md", "13.5 %"): "follows from the formula beside it",
+}
+"""Figures in prose that are of no row of ours, and why."""
+
+
+@pytest.mark.parametrize("page", RESULTS.PAGES, ids=_name)
+def test_figures_are_of_committed_rows(page: Path) -> None:
+    """`make pictures` writes them. Markdown takes the rest of a line that begins with a mark for HTML."""
+    text = page.read_text()
+    assert RESULTS.page(text) == text, f"{_name(page)}: run make pictures"
+    assert re.findall(r"^\s*(?:[-*+]|\d+\.)?\s*<!--=.*", text, re.MULTILINE) == []
+
+
+def test_figures_in_prose_have_a_row() -> None:
+    """Every figure in prose is marked (tools/results.py). Cells with numbers alone are tables of measurements."""
+    found = {(_name(page), figure) for page in RESULTS.PAGES for figure in _unmarked_figures(page.read_text())}
+    assert found - NO_ROW.keys() == set(), "write them as tools/results.py says, or leave the number out"
+    assert NO_ROW.keys() - found == set()
+
+
+def _unmarked_figures(text: str) -> Iterator[str]:
+    for pattern in (r"^( *)```.*?^\1```", RESULTS.TABLE, RESULTS.FIGURE, r"`[^`\n]*`", r"\]\([^)]*\)"):
+        text = re.sub(pattern, "x", text, flags=re.DOTALL | re.MULTILINE if isinstance(pattern, str) else 0)
+    for line in text.splitlines():
+        for part in line.split("|") if line.lstrip().startswith("|") else [line]:
+            if not re.fullmatch(r"(?:[\s*\d.,;/%×()e+\-]|\b(?:s|ms|GB|MB|to)\b)*", part):
+                yield from (match[0] for match in FIGURE.finditer(part))
+
+
+def test_unmarked_figures_are_found() -> None:
+    for text in (
+        "makes 89.5k rows/s",
+        "at 0.98 to 1.03 of its speed",
+        "| 1.9 times as fast as it |",
+        "takes 0.5 µs",
+        "AUROC 0.7618",
+        "for 0.17 % of the time",
+    ):
+        assert list(_unmarked_figures(text)), text
+    assert not list(_unmarked_figures("<!--= a; b; c; d; 2-->0.95<!--/--> of it in 5 s, `0.95 of`\n| x | 0.7618 |\n"))
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [(89529, 3, "89,500"), (0.9558, 2, "0.96"), (0.09999, 2, "0.10"), (9.996, 3, "10.0"), (1.0035, 3, "1.00")],
+)
+def test_figures_have_significant_digits(value: float, digits: int, text: str) -> None:
+    assert RESULTS.number(value, digits) == text
+
+
+def test_a_figure_of_several_rows_is_refused() -> None:
+    key = "train; 1 worker, from raw TSV; TorchRec; {}ratio; 2"
+    with pytest.raises(SystemExit, match="different values"):
+        RESULTS.figure(key.format(""))
+    assert float(RESULTS.figure(key.format("least "))) < float(RESULTS.figure(key.format("most ")))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
@@ -511,16 +593,6 @@ def test_every_kind_of_event_is_described() -> None:
     assert {kind for kind, _ in _tool("reference").written_events()} | {TORN_LINE} == set(KINDS)
 
 
-def _tool(name: str) -> ModuleType:
-    """A file of tools/, imported."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def flags(pages: Pages, tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """Every flag of a command; `train` stands for those that take the same."""
@@ -536,7 +608,8 @@ def flags(pages: Pages, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     kinds = ("criteo_demo", "mnist_resnet18", "gpt2_tiny")  # of each workload one
     found["train"] = {"--config", "--schema", "--model"}.union(*(flags_of(f"train {recipe}") for recipe in kinds))
     models = [ranking.config_class(name) for name in ranking.names()]
-    fields = {field.name for model in models if model is not None for field in dataclasses.fields(model)}
+    settings = [field for model in models if model is not None for field in dataclasses.fields(model)]
+    fields = {field.name for field in settings} | {f"no-{field.name}" for field in settings if field.type == "bool"}
     places = ("model", "model.models.0", "model.models.1")  # the latter two of --model ensemble
     found["train"] |= {f"--workload.{place}.{name.replace('_', '-')}" for place in places for name in fields}
     names = [field.name.replace("_", "-") for field in dataclasses.fields(TuneConfig)]

@@ -1,17 +1,27 @@
-"""Rows of benchmarks/results for the documentation. `python tools/results.py` (part of make pictures) writes the summary table
-of docs/benchmarks.md again from them."""
+"""Figures of README.md and docs/ from the rows of benchmarks/results. `python tools/results.py` (part of make pictures) writes
+them again: the tables of docs/benchmarks.md below `<!-- tools/results.py: NAME -->`, and each figure in prose, which is written
+
+    <!--= BENCHMARK; WORKLOAD; PEER; FIELD; DIGITS-->1.89<!--/-->
+
+WORKLOAD and PEER are parts of those of the row, `*` for any text; of several dates the newest counts. FIELD is a field of the
+row, `A/B` a ratio of two; `least FIELD` and `most FIELD` choose among several rows. DIGITS are significant ones, with `*FACTOR`
+of another unit. Rows that differ in the field are an error.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "benchmarks.md"
-PLACE = re.compile(r"(<!-- tools/results.py writes this table -->\n\n)(?:\|.*\n)*\n*")
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+TABLE = re.compile(r"(<!-- tools/results\.py: (\w+) -->\n\n)(?:\|.*\n)*\n*")
+FIGURE = re.compile(r"(<!--= ([^>]*)-->)[^<]*(<!--/-->)")
 
 
 class Measured(NamedTuple):
@@ -119,20 +129,58 @@ SUMMARY = (
 )
 
 
+@functools.cache
+def _rows(name: str) -> list[tuple[str, dict[str, Any]]]:
+    """Date and content of the rows of a benchmark, oldest first."""
+    rows = [
+        (path.stem.rpartition("_")[2], json.loads(line))
+        for path in sorted(RESULTS.glob("*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    return [(date, row) for date, row in rows if row["name"] == name]
+
+
 def find(name: str, workload: str, peer: str) -> tuple[str, dict[str, Any]]:
     """Date and content of the newest row of a benchmark with this workload and figures, whose peer begins so."""
-    found = []
-    for path in sorted(RESULTS.glob("*.jsonl")):
-        rows = map(json.loads, path.read_text().splitlines())
-        date = path.stem.rpartition("_")[2]
-        found += [
-            (date, row)
-            for row in rows
-            if (row["name"], row["workload"]) == (name, workload) and (row["peer"] or "").startswith(peer)
-        ]
+    found = [
+        (date, row) for date, row in _rows(name) if row["workload"] == workload and (row["peer"] or "").startswith(peer)
+    ]
     if not found:
         raise SystemExit(f"no row of {name}, {workload!r}, {peer!r} in {RESULTS.name}; correct tools/results.py")
     return found[-1]
+
+
+def figure(key: str) -> str:
+    """The text of a figure of the newest rows, from what its mark says."""
+    try:
+        name, workload, peer, field, form = (part.strip() for part in key.split(";"))
+    except ValueError:
+        raise SystemExit(f"{key!r}: must be BENCHMARK; WORKLOAD; PEER; FIELD; DIGITS") from None
+    newest = {
+        (row["workload"], row["peer"]): (date, row)
+        for date, row in _rows(name)
+        if _contains(row["workload"], workload) and _contains(row["peer"] or "", peer)
+    }
+    last = max((date for date, _ in newest.values()), default=None)
+    choice, _, field = field.rpartition(" ")
+    above, _, below = field.partition("/")
+    rows = [row for date, row in newest.values() if date == last and None not in map(row.get, (above, below or above))]
+    values = {float(row[above]) / (float(row[below]) if below else 1) for row in rows}
+    if not values or (len(values) > 1 and not choice):
+        raise SystemExit(f"{key!r}: {len(values)} different values in {RESULTS.name}; there must be one")
+    digits, _, factor = form.partition("*")
+    return number({"least": min, "most": max}[choice or "least"](values) * float(factor or 1), int(digits))
+
+
+def _contains(text: str, part: str) -> bool:
+    return re.search(".*".join(map(re.escape, part.split("*"))), text) is not None
+
+
+def number(value: float, digits: int) -> str:
+    """With so many significant digits, and commas between thousands."""
+    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
+    places = digits - 1 - exponent
+    return f"{round(value, places):,.{max(places, 0)}f}"
 
 
 def table() -> str:
@@ -155,11 +203,39 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def serving() -> str:
+    """Requests a second and latencies over HTTP by size of request and connections, as Markdown."""
+    peers = ("behind Ray Serve's HAProxy", "ingress direct", "same forward", "small MLP")
+    lines = [
+        "| rows a request, connections | `--ingress serve` | behind Ray Serve's HAProxy | `--ingress direct` | bare handler, the "
+        "same forward over preprocessed rows | bare handler, small MLP, which looks at no row |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for rows, connections in ((rows, connections) for rows in (1, 256, 2048) for connections in (1, 16, 64)):
+        workload = f"serve; raw TSV, {rows} rows a request, {connections} connections"
+        sides = ("", *("peer_" for _ in peers))
+        shown = [
+            "; ".join(
+                (
+                    figure(f"{workload}; {peer}; {side}requests_per_s; 3"),
+                    " / ".join(figure(f"{workload}; {peer}; {side}{part}_ms; 3") for part in ("p50", "p99")),
+                )
+            )
+            for side, peer in zip(sides, (peers[0], *peers), strict=True)
+        ]
+        lines.append(f"| {rows:,}, {connections} | {' | '.join(shown)} |")
+    return "\n".join(lines) + "\n"
+
+
+TABLES: Final[dict[str, Callable[[], str]]] = {"summary": table, "serving": serving}
+
+
 def page(text: str) -> str:
-    """The page with the table as it must be."""
-    assert PLACE.search(text), "docs/benchmarks.md has no place for the table"
-    return PLACE.sub(lambda place: place[1] + table() + "\n", text)
+    """A page with its tables and figures as they must be."""
+    text = TABLE.sub(lambda place: place[1] + TABLES[place[2]]() + "\n", text)
+    return FIGURE.sub(lambda mark: mark[1] + figure(mark[2]) + mark[3], text)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text()))
+    for path in PAGES:
+        path.write_text(page(path.read_text()))
