@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.tuning.config import TuneConfig
 from rayrec.tuning.space import Space, with_values
+from rayrec.workloads.base import TrainConfig
 
 RATE, TOWER, BATCH = "workload.dense_optimizer.learning_rate", "workload.model.top_mlp", "batch_size"
 TEXT = f"""
@@ -34,6 +36,17 @@ def test_trials_of_a_file() -> None:
     config = with_values(recipes.criteo_demo("log"), trials[1])
     assert (config.batch_size, config.workload.model.top_mlp) == (256, tuple(trials[1][TOWER]))  # type: ignore[attr-defined]
     assert Space.of(space.plain(), source="again") == space
+
+
+@pytest.mark.parametrize("recipe", [recipes.clicks, recipes.criteo_demo])
+def test_embedding_dim_search_keeps_bottom_mlp_consistent(recipe: Callable[[str], TrainConfig]) -> None:
+    config = recipe("log")
+    space = Space.of({"workload.model.embedding_dim": {"grid": [8, 32]}}, source="s")
+    space.check(config)
+    workloads = [with_values(config, values).workload.to_dict() for values in space.trials(3, seed=0)]
+    own = config.workload.to_dict()["model"]
+    expected = [{**own, "embedding_dim": dim, "bottom_mlp": [*own["bottom_mlp"][:-1], dim]} for dim in (8, 32)]
+    assert [workload["model"] for workload in workloads] == [own, *expected]
 
 
 def test_grids_alone_are_tried_once_each() -> None:

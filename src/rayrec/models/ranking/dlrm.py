@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from rayrec.config import InputError
+from rayrec.config import CLASS, InputError, same_class
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.checks import check_counts, check_dropouts, check_sizes
 
@@ -63,12 +64,12 @@ class DLRMConfig(ClickModelConfig):
                         f"embedding_dim {self.embedding_dim}"
                     )
 
-    @classmethod
-    def in_place_of(cls, other: ClickModelConfig) -> Self:
-        default = cls()
-        settings = other.embedding_settings()
-        bottom_mlp = (*default.bottom_mlp[:-1], settings["embedding_dim"])
-        return default.replace(**settings, bottom_mlp=bottom_mlp)
+    def updated(self, changes: Mapping[str, Any], *, where: str = "") -> Self:
+        """See `Config.updated`. The bottom MLP ends with a new embedding_dim, unless it is changed too."""
+        own = str(self._own_class())
+        if "embedding_dim" in changes and "bottom_mlp" not in changes and same_class(changes.get(CLASS, own), own):
+            changes = {**changes, "bottom_mlp": (*self.bottom_mlp[:-1], changes["embedding_dim"])}
+        return super().updated(changes, where=where)
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> DLRM:
         from rayrec.models.ranking.dlrm_network import DLRM

@@ -158,6 +158,17 @@ def test_settings_that_cannot_be_are_refused(changes: dict[str, object], message
         SMALL.replace(**changes)
 
 
+def test_bottom_mlp_follows_embedding_dim_unless_set() -> None:
+    assert SMALL.replace(embedding_dim=16).bottom_mlp == (32, 16)
+    assert SMALL.replace(embedding_dim=16, bottom_mlp=(64, 16)).bottom_mlp == (64, 16)
+    stored = {"class": SMALL.to_dict()["class"], "embedding_dim": 16}
+    assert SMALL.updated(stored).bottom_mlp == (32, 16)
+    other = SMALL.updated({"class": "deepfm", "embedding_dim": 16})
+    assert (type(other).__name__, other.embedding_dim) == ("DeepFMConfig", 16)
+    with pytest.raises(InputError, match="must end with embedding_dim 16"):
+        SMALL.replace(embedding_dim=16, bottom_mlp=(32, 8))
+
+
 def test_settings_load_no_torch() -> None:
     code = "import sys, rayrec.models.ranking.dlrm, rayrec.sharding as s; s.ShardingConfig(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
