@@ -29,8 +29,9 @@ from rayrec.data.log import LogIndex, cut, index_chunk, numbered, read_segments
 from rayrec.data.opening import CHUNK_BYTES, index_log
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import Part
-from rayrec.data.preprocessor import Preprocessor, SparseColumn
+from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.ray_tasks import RayEngine
+from rayrec.data.rules import SparseColumn
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.launch import cluster
 from rayrec.native import keep_freed_memory, library

@@ -10,6 +10,8 @@ from typing import Any, Final, final
 
 import numpy as np
 
+from rayrec.hashing import GOLDEN, mix64
+
 RESIDUES: Final = 16_381
 """Rows are counted by their number modulo this prime."""
 _WORD: Final = 1 << 64
@@ -133,11 +135,8 @@ def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _weight(epoch: int) -> int:
-    """An odd 64-bit number of the epoch: the finalizer of SplitMix64 (Steele et al. 2014)."""
-    value = (epoch + 1) * 0x9E3779B97F4A7C15 % _WORD
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % _WORD
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB % _WORD
-    return value ^ (value >> 31) | 1
+    """An odd 64-bit number of the epoch, by SplitMix64."""
+    return int(mix64(np.array([(epoch + 1) * GOLDEN % _WORD], np.uint64))[0]) | 1
 
 
 def _added(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:

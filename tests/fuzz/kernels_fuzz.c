@@ -81,7 +81,7 @@ static void encode(const rayrec_raw_rows *raw, const rayrec_layout *layout, int6
         const int built = rayrec_build_slots(tokens, ids, count, slots[s], size);
         sparse[s] = (rayrec_sparse_column){.slots = below(3) ? slots[s] : NULL, .mask = (uint64_t)size - 1, .shift = 32 - 6,
                                            .modulo = (uint64_t)below(1000) + 1, .base = below(3), .missing_id = 1,
-                                           .murmur3 = below(2), .token_modulo = (uint32_t)below(2) * 1000};
+                                           .hash = (int64_t)below(4), .token_modulo = (uint32_t)below(2) * 1000};
         if (!built && count) {
             int32_t *found = buffer(4 * count);
             rayrec_sparse_column plain = sparse[s];

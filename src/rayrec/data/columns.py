@@ -13,7 +13,8 @@ from rayrec.data.wide_tokens import look_up
 from rayrec.schema import Schema
 
 if TYPE_CHECKING:
-    from rayrec.data.preprocessor import Preprocessor, SparseColumn
+    from rayrec.data.preprocessor import Preprocessor
+    from rayrec.data.rules import SparseColumn
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def encode_columns(preprocessor: Preprocessor, raw: RawColumns, order: np.ndarra
         raw = raw.take(np.asarray(order, np.int64))
     dense = np.empty((raw.rows, len(preprocessor.dense)), np.float32)
     for d, (column, values, missing) in enumerate(zip(preprocessor.dense, raw.dense, raw.dense_missing, strict=True)):
-        dense[:, d] = np.where(missing, np.float32(column.missing_value), column.apply(values))
+        dense[:, d] = column.encode(values, missing)
     ids: Sequence[Ids] = [
         _encode_sparse(column, preprocessor.slots_of(number), raw_column, preprocessor.id_dtype)
         for number, (column, raw_column) in enumerate(zip(preprocessor.sparse, raw.sparse, strict=True))
@@ -157,16 +158,13 @@ def encode_columns(preprocessor: Preprocessor, raw: RawColumns, order: np.ndarra
 
 
 def _encode_sparse(column: SparseColumn, slots: np.ndarray | None, raw: RawSparse, dtype: np.dtype) -> Ids:
-    if slots is None:
-        spread = np.uint64(column.num_embeddings - column.first_id)
-        tokens = mixed(raw.tokens) if column.mixed else raw.tokens
-        ids = (tokens % spread).astype(dtype) + dtype.type(column.first_id)
-    else:
-        tokens = raw.tokens if column.token_modulo is None else raw.tokens % np.uint64(column.token_modulo)
-        ids = look_up(tokens, slots, column.unknown_id).astype(dtype, copy=False)
+    def known(tokens: np.ndarray) -> np.ndarray:
+        assert slots is not None
+        return look_up(tokens, slots, column.unknown_id)
+
+    ids = column.encode(raw.tokens, raw.missing, known, dtype)
     if raw.lengths is None:
-        assert raw.missing is not None
-        return np.where(raw.missing, dtype.type(column.missing_id), ids)
+        return ids
     lengths = np.maximum(raw.lengths, 1)
     if len(ids) == lengths.sum():  # no list is empty
         return Bags(ids, lengths, raw.weights)
@@ -178,14 +176,6 @@ def _encode_sparse(column: SparseColumn, slots: np.ndarray | None, raw: RawSpars
     weights = np.ones(len(values), np.float32)
     weights[places] = raw.weights
     return Bags(values, lengths, weights)
-
-
-def mixed(tokens: np.ndarray) -> np.ndarray:
-    """uint64: the finalizer of SplitMix64 (Steele, Lea, Flood 2014), a bijection of uint64 that spreads neighbours and multiples
-    evenly over any modulus."""
-    tokens = (tokens ^ tokens >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    tokens = (tokens ^ tokens >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return tokens ^ tokens >> np.uint64(31)
 
 
 # Counting ------------------------------------------------------------------------------------------------------------

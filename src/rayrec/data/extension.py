@@ -10,8 +10,9 @@ import numpy as np
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.frequency import ENDS
-from rayrec.data.preprocessor import PREPROCESSOR_FOLDER, Preprocessor, SparseColumn
+from rayrec.data.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.data.presets import KnownTokens, Preset, known_tokens
+from rayrec.data.rules import SparseColumn
 
 if TYPE_CHECKING:
     from rayrec.data.counting import Counts

@@ -6,8 +6,9 @@ from typing import Final
 
 import numpy as np
 
-from rayrec.data.columns import RawColumns, mixed
+from rayrec.data.columns import RawColumns
 from rayrec.data.parsing import RawRows
+from rayrec.hashing import mix64
 
 _OFFSET: Final = np.uint64(0x5851F42D4C957F2D)
 """Moves the one category whose key would be 0 to where no integer of a log is."""
@@ -28,4 +29,4 @@ def group_keys(raw: RawRows | RawColumns, rows: np.ndarray) -> np.ndarray:
         column = raw.sparse[number]
         assert column.missing is not None, "schema.group is refused for lists"
         tokens, missing = column.tokens[rows], column.missing[rows]
-    return np.where(missing, np.uint64(0), mixed(tokens + _OFFSET)).view(np.int64)
+    return np.where(missing, np.uint64(0), mix64(tokens + _OFFSET)).view(np.int64)

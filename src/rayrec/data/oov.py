@@ -12,7 +12,8 @@ import numpy as np
 from rayrec.data.columns import RawColumns, RawSparse
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.parsing import RawRows
-from rayrec.data.preprocessor import Preprocessor, SparseColumn, adapt
+from rayrec.data.preprocessor import Preprocessor, adapt
+from rayrec.data.rules import SparseColumn
 
 
 @final

@@ -7,9 +7,10 @@ import hashlib
 import io
 import itertools
 import json
+import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 
@@ -20,14 +21,13 @@ from rayrec.data.encoded import EncodedRows
 from rayrec.data.log import source_of
 from rayrec.data.multi_hot import MultiHot
 from rayrec.data.parsing import RawRows
+from rayrec.data.rules import LOWEST_INTEGER, DenseColumn, SparseColumn
 from rayrec.native import library
 from rayrec.schema import Schema
 
 VERSION = 2
 PREPROCESSOR_FOLDER: Final = "preprocessor"
 """Folder of the Preprocessor within a run, a checkpoint or an export."""
-LOWEST_INTEGER = -(2**62)
-"""Of a dense column that raises no value."""
 _DENSE_KINDS = ("signed_log", "log", "identity")  # in the order of rayrec_dense_kind in native/kernels.h
 
 
@@ -39,7 +39,7 @@ class CSparseColumn(ctypes.Structure):
         ("base", ctypes.c_int64),
         ("missing_id", ctypes.c_int64),
         ("unknown_id", ctypes.c_int64),
-        ("murmur3", ctypes.c_int64),
+        ("hash", ctypes.c_int64),
         ("token_modulo", ctypes.c_uint32),
         ("shift", ctypes.c_int32),
     ]
@@ -57,94 +57,43 @@ class CDenseColumn(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True)
-class DenseColumn:
-    """x -> (f(x) - mean) * scale as float32, computed in float64; a missing value -> missing_value."""
-
-    kind: Literal["signed_log", "log", "identity"] = "signed_log"
-    """f(x) = sign(x) ln(1 + |x|), ln(max(x, lowest) + shift), or max(x, lowest)."""
-    shift: float = 1.0
-    lowest: int = LOWEST_INTEGER
-    mean: float = 0.0
-    scale: float = 1.0
-    missing_value: float = 0.0
-
-    def c_column(self) -> CDenseColumn:
-        kind = _DENSE_KINDS.index(self.kind)
-        return CDenseColumn(kind, self.lowest, self.shift, self.mean, self.scale, self.missing_value, 0.0)
-
-    def apply(self, values: np.ndarray) -> np.ndarray:
-        """float32: the transform of present numbers of any dtype. A logarithm of nothing or less gives -inf or NaN."""
-        x = np.asarray(values, np.float64)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            if self.kind == "signed_log":
-                transformed = np.copysign(np.log1p(np.abs(x)), x)
-            else:
-                raised = np.maximum(x, self.lowest)
-                transformed = np.log(raised + self.shift) if self.kind == "log" else raised
-        return ((transformed - self.mean) * self.scale).astype(np.float32)
+def c_dense_column(column: DenseColumn) -> CDenseColumn:
+    """Return the kernels' view of a dense column."""
+    kind = _DENSE_KINDS.index(column.kind)
+    return CDenseColumn(kind, column.lowest, column.shift, column.mean, column.scale, column.missing_value, 0.0)
 
 
-@dataclass(frozen=True)
-class SparseColumn:
-    """How a category becomes an id, below num_embeddings.
+def _check_dense(name: str, column: DenseColumn) -> None:
+    numbers = (column.shift, column.mean, column.scale, column.missing_value)
+    if (
+        column.kind not in _DENSE_KINDS
+        or type(column.lowest) is not int
+        or abs(column.lowest) > -LOWEST_INTEGER
+        or not all(type(number) in (int, float) and abs(number) < math.inf for number in numbers)
+    ):
+        raise InputError(f"preprocessor: column {name} has the invalid rule {column}; it is damaged")
 
-    With a vocabulary of `num_tokens` known tokens, token number i gets first_id + i, one more from `gap` on, and of that
-    the remainder by num_embeddings. Without one (`num_tokens` None) a token gets first_id + token mod
-    (num_embeddings - first_id).
-    """
 
-    num_embeddings: int
-    """Rows the column's embedding table needs."""
-    num_tokens: int | None
-    """Tokens in the vocabulary; None: hashed."""
-    first_id: int = 2
-    unknown_id: int = 0
-    """Id of tokens that the vocabulary does not hold: never seen, or too seldom."""
-    missing_id: int = 1
-    """Id of an empty field."""
-    gap: int | None = None
-    """An id in the middle of the vocabulary's that no token has, since the empty field has it."""
-    token_modulo: int | None = None
-    """Tokens are taken modulo this before they are looked up."""
-    murmur3: bool = False
-    """For a hashed column: the token's murmur3 hash stands for it."""
-    mixed: bool = False
-    """For a hashed column of 64-bit tokens: their bits are mixed before the modulo, so that ids which are multiples of a number
-    spread over all rows. Preprocessors of earlier versions have False."""
-
-    def check(self, name: str) -> None:
-        """Raises InputError for values from which an id outside [0, num_embeddings) would come."""
-        rows, tokens = self.num_embeddings, self.num_tokens
-        limits = {
-            "num_embeddings": (rows, 1, 2**40),
-            "num_tokens": (0 if tokens is None else tokens, 0, 2**31 - 1),
-            "first_id": (self.first_id, 0, 2**31 - 1 if tokens is not None else rows - 1),
-            "unknown_id": (self.unknown_id, 0, rows - 1),
-            "missing_id": (self.missing_id, 0, rows - 1),
-            "gap": (0 if self.gap is None else self.gap, 0, 2**40),
-            "token_modulo": (1 if self.token_modulo is None else self.token_modulo, 1, 2**32 - 1),
-        }
-        for limited, (value, least, most) in limits.items():
-            if type(value) is not int or not least <= value <= most:
-                raise InputError(
-                    f"preprocessor: column {name} has {limited} {value!r}, not an integer from {least} to {most}; it is damaged"
-                )
-
-    @property
-    def has_own_ids(self) -> bool:
-        """Whether every known token has an id that no other has."""
-        if self.num_tokens is None:
-            return False
-        return self.first_id + self.num_tokens + (self.gap is not None) <= self.num_embeddings
-
-    def ids(self) -> np.ndarray:
-        """int32 (num_tokens): the id of every token of the vocabulary."""
-        assert self.num_tokens is not None
-        ids = np.arange(self.first_id, self.first_id + self.num_tokens, dtype=np.int64)
-        if self.gap is not None:
-            ids[max(0, self.gap - self.first_id) :] += 1
-        return (ids % self.num_embeddings).astype(np.int32)
+def _check_sparse(name: str, column: SparseColumn) -> None:
+    """Raises InputError for values from which an id outside [0, num_embeddings) would come."""
+    rows, tokens = column.num_embeddings, column.num_tokens
+    largest = 2**31 - 1  # id of a vocabulary
+    limits = {
+        "num_embeddings": (rows, 1, 2**40),
+        "num_tokens": (0 if tokens is None else tokens, 0, largest),
+        "first_id": (column.first_id, 0, largest - tokens if type(tokens) is int else rows - 1),
+        "unknown_id": (column.unknown_id, 0, rows - 1 if tokens is None else min(rows - 1, largest)),
+        "missing_id": (column.missing_id, 0, rows - 1),
+        "gap": (0 if column.gap is None else column.gap, 0, 2**40),
+        "token_modulo": (1 if column.token_modulo is None else column.token_modulo, 1, 2**32 - 1),
+    }
+    for limited, (value, least, most) in limits.items():
+        if type(value) is not int or not least <= value <= most:
+            raise InputError(
+                f"preprocessor: column {name} has {limited} {value!r}, not an integer from {least} to {most}; it is damaged"
+            )
+    if not type(column.murmur3) is type(column.mixed) is bool:
+        raise InputError(f"preprocessor: column {name} has the invalid rule {column}; it is damaged")
 
 
 def num_slots(num_tokens: int) -> int:
@@ -186,6 +135,8 @@ class Preprocessor:
             raise InputError(
                 f"preprocessor: its tokens are {self.tokens.dtype} {self.tokens.shape}, not a row of {dtype}; build it again"
             )
+        if dtype == np.uint64 and any(column.murmur3 for column in self.sparse):
+            raise InputError("preprocessor: murmur3 needs categories of 8 hexadecimal digits; build it again")
         known = sum(self._stored_tokens)
         if known != len(self.tokens):
             raise InputError(f"preprocessor: {len(self.tokens)} tokens where its columns have {known}; build it again")
@@ -193,12 +144,9 @@ class Preprocessor:
     def check(self) -> None:
         """Raises InputError for values that `rayrec vocabulary` never writes and from which a kernel would compute nonsense."""
         for name, column in zip(self.inputs.sparse, self.sparse, strict=True):
-            column.check(name)
+            _check_sparse(name, column)
         for name, dense in zip(self.inputs.dense, self.dense, strict=True):
-            if dense.kind not in _DENSE_KINDS or type(dense.lowest) is not int:
-                raise InputError(
-                    f"preprocessor: column {name} has kind {dense.kind!r}, lowest {dense.lowest!r}; it is damaged"
-                )
+            _check_dense(name, dense)
         if self.multi_hot is not None and len(self.multi_hot.sizes) != len(self.sparse):
             raise InputError("preprocessor: multi_hot.sizes are not as many as its sparse columns; it is damaged")
         for column, owner in zip(self.sparse, self.inputs.vocabulary_owners, strict=True):
@@ -368,7 +316,7 @@ class Preprocessor:
     @cached_property
     def _c_columns(self) -> tuple[ctypes.Array[CDenseColumn], ctypes.Array[CSparseColumn]]:
         """Kept: to make them costs as much as to encode 300 rows, and servers encode single ones."""
-        dense = (CDenseColumn * len(self.dense))(*(column.c_column() for column in self.dense))
+        dense = (CDenseColumn * len(self.dense))(*map(c_dense_column, self.dense))
         return dense, self.c_sparse_columns()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -380,7 +328,7 @@ class Preprocessor:
         columns = (CSparseColumn * len(self.sparse))()
         for number, (column, out) in enumerate(zip(self.sparse, columns, strict=True)):
             out.missing_id, out.unknown_id, out.base = column.missing_id, column.unknown_id, column.first_id
-            out.token_modulo, out.murmur3 = column.token_modulo or 0, column.murmur3
+            out.token_modulo, out.hash = column.token_modulo or 0, column.murmur3 + 2 * column.mixed
             slots = self.slots_of(number)
             if slots is None:
                 out.slots, out.modulo = None, column.num_embeddings - column.first_id
@@ -426,13 +374,6 @@ def _build_slots(tokens: np.ndarray, ids: np.ndarray, out: np.ndarray) -> bool:
         ctypes.c_int64(len(out)),
     )
     return not failed
-
-
-def murmur3(token: int) -> int:
-    """murmur3_x86_32 (Appleby) of the token's four bytes, seed 0, plus 0x9E3779B9 as cuDF adds when it hashes a row."""
-    function = library().rayrec_murmur3
-    function.restype = ctypes.c_uint32
-    return function(ctypes.c_uint32(token))
 
 
 def file_key(path: str) -> str:

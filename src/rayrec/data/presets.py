@@ -14,15 +14,10 @@ import numpy as np
 from rayrec.config import Config, InputError
 from rayrec.data.frequency import ENDS, frequency_ends
 from rayrec.data.multi_hot import MultiHot
-from rayrec.data.preprocessor import (
-    LOWEST_INTEGER,
-    DenseColumn,
-    Preprocessor,
-    SparseColumn,
-    bucket_integers,
-    murmur3,
-)
+from rayrec.data.preprocessor import Preprocessor, bucket_integers
+from rayrec.data.rules import LOWEST_INTEGER, DenseColumn, SparseColumn
 from rayrec.data.split import Split
+from rayrec.hashing import murmur3
 from rayrec.schema import Schema
 
 if TYPE_CHECKING:
@@ -76,7 +71,7 @@ class Preset(Config):
     """Most rows a table may have; None: no limit."""
     beyond_limit: Literal["hash", "modulo"] = "hash"
     """A column that needs more rows than max_num_embeddings: hash gives up its vocabulary, id = first_id + token modulo the
-    rest; modulo takes its ids modulo the limit."""
+    rest (64-bit tokens are mixed first); modulo takes its ids modulo the limit."""
     counted: Literal["train", "all"] = "train"
     """Rows that vocabulary and constants are made from; all: with those held out, as the published pipeline does."""
     multi_hot: MultiHot | None = None
@@ -90,6 +85,8 @@ class Preset(Config):
             raise InputError(f"min_count: {self.min_count} must be at least 1")
         if self.max_num_embeddings is not None and self.max_num_embeddings <= self.first_id:
             raise InputError(f"max_num_embeddings: {self.max_num_embeddings} must be above {self.first_id}")
+        if self.dense_lowest is not None and abs(self.dense_lowest) > -LOWEST_INTEGER:
+            raise InputError(f"dense_lowest: {self.dense_lowest} must lie between -2^62 and 2^62")
         if self.token_modulo is not None and not 1 <= self.token_modulo < 2**32:
             raise InputError(f"token_modulo: {self.token_modulo} must lie between 1 and 2^32 - 1")
         if self.ids == "murmur3" and self.num_embeddings is None:
@@ -250,7 +247,8 @@ def _sparse_column(preset: Preset, counts: Counts, number: int) -> tuple[SparseC
     fixed = preset.num_embeddings[number] if preset.num_embeddings else None
     if preset.ids == "murmur3":
         assert fixed is not None
-        column = SparseColumn(fixed, None, first_id=0, unknown_id=0, missing_id=murmur3(0) % fixed, murmur3=True)
+        missing_id = int(murmur3(np.zeros(1, np.uint32))[0]) % fixed
+        column = SparseColumn(fixed, None, first_id=0, unknown_id=0, missing_id=missing_id, murmur3=True)
         return column, KnownTokens(np.zeros(0, np.uint32))
     known = known_tokens(preset, counts, number)
     first_id, limit = preset.first_id, fixed or preset.max_num_embeddings

@@ -11,8 +11,9 @@ import numpy as np
 
 from rayrec.data.columns import RawColumns, RawSparse
 from rayrec.data.parsing import RawRows
-from rayrec.data.preprocessor import Preprocessor, SparseColumn
+from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.presets import DENSE_LOW_BITS, DENSE_UNITS
+from rayrec.data.rules import SparseColumn
 from rayrec.data.tally import TOP, Tally
 from rayrec.schema import Schema
 
@@ -137,8 +138,7 @@ def collision_rate(
         raw.tokens[:, 0], raw.missing[:] = tokens, 0
     ids = np.asarray(encoder.encode(raw).ids[0])
     if column.num_tokens is not None:
-        looked_up = tokens % tokens.dtype.type(column.token_modulo) if column.token_modulo else tokens
-        known = np.isin(looked_up, vocabulary)
+        known = np.isin(column.looked_up(tokens), vocabulary)
         ids, counts = ids[known], counts[known]
     _, place, categories = np.unique(ids, return_inverse=True, return_counts=True)
     return share(counts[categories[place] > 1].sum(), counts.sum())

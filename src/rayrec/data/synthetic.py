@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from rayrec.config import InputError
+from rayrec.hashing import GOLDEN, mix64
 from rayrec.native.formatting import format_rows, max_row_bytes
 
 VERSION = 1  # of the law: raised whenever the same arguments give other bytes
@@ -197,14 +198,8 @@ DIALECTS = {
 
 
 def _hash64(values: np.ndarray, salt: int, purpose: int) -> np.ndarray:
-    """Splitmix64 over uint64 values (Steele, Lea and Flood, 2014); each purpose has a stream of its own."""
-    mixed = values.astype(np.uint64) + np.uint64((salt + purpose * 0x9E3779B97F4A7C15) % (1 << 64))
-    mixed ^= mixed >> np.uint64(30)
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    mixed ^= mixed >> np.uint64(27)
-    mixed *= np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
-    return mixed
+    """SplitMix64 over uint64 values; each purpose has a stream of its own."""
+    return mix64(values.astype(np.uint64) + np.uint64((salt + purpose * GOLDEN) % (1 << 64)))
 
 
 def _permute32(values: np.ndarray) -> np.ndarray:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import itertools
 import os
+import runpy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rayrec import storage
+from rayrec import hashing, storage
 from rayrec.checkpoint import MANIFEST, Checkpoint, full_tensors, open_checkpoint
 from rayrec.checkpoint.folders import refuse_pickles
 from rayrec.checkpoint.format import sha256_of
 from rayrec.checkpoint.safetensors_header import header
 from rayrec.config import InputError
+from rayrec.data import rules
 from rayrec.data.encoded import EncodedRows
 from rayrec.data.preprocessor import PREPROCESSOR_FOLDER
 from rayrec.extras import require_onnx
@@ -38,7 +41,7 @@ from rayrec.inference.export_format import (
 from rayrec.inference.export_readme import readme
 from rayrec.inference.model import open_served, version_of
 from rayrec.inference.onnx import id_widths, write_repository
-from rayrec.inference.parity import Comparison, ParityRows, compare, parity_rows
+from rayrec.inference.parity import Comparison, ParityRows, compare, compare_encoder, parity_rows
 from rayrec.inference.run_rows import BATCH_ROWS
 from rayrec.models.base import ModelInputs
 from rayrec.models.tables import Quantization, RowFormat
@@ -128,23 +131,58 @@ def export_clicks(
         id_widths(preprocessor)
     # The weights, which take long to read and verify, come behind the rows, which may not be there.
     rows = parity_rows(config, preprocessor, settings=settings, cache=cache)
+    encoder_parity = _write_encoder(out, preprocessor, rows, settings)
     served = open_served(checkpoint.path, config=config)
     reference = _Reference(rows.score(served.score), rows.rows_per_s(served.score), served.weight_bytes)
     del served  # its weights; the export's are to take their place
     plain = _write_weights(checkpoint, out, exported, preprocessor)
     _write_program(plain, storage.join(out, PROGRAM), exported)
-    preprocessor.save(storage.join(out, PREPROCESSOR_FOLDER))
-    source = inspect.getsource(encoder_source)
-    storage.write_bytes(storage.join(out, ENCODER), source.encode())
     storage.write_bytes(storage.join(out, README), readme(exported).encode())
     files = _seal(out, exported, {})
-    report = _compare(out, exported, rows, reference, settings)
+    report = {**_compare(out, exported, rows, reference, settings), "encoder_parity": encoder_parity}
     if settings.triton:
         opened = open_export(out, own=type(model))
         report["triton"] = write_repository(opened, storage.join(out, "triton"), rows=rows)
     storage.write_json(storage.join(out, REPORT), report)
     _seal(out, exported, files)
     return report
+
+
+def encoder_program() -> str:
+    """Return the text of `encode.py`: `encoder_source` with the modules of rayrec that it needs, their imports merged."""
+    heads: dict[str, None] = {"from __future__ import annotations": None}
+    bodies = []
+    for module in (hashing, rules, encoder_source):
+        source = inspect.getsource(module)
+        lines = source.splitlines(keepends=True)
+        docstring, *statements = ast.parse(source).body
+        for statement in statements:
+            if isinstance(statement, ast.Import | ast.ImportFrom):
+                text = "".join(lines[statement.lineno - 1 : statement.end_lineno])
+                if not text.startswith(("from rayrec", "import rayrec")):
+                    heads[text.strip()] = None
+                lines[statement.lineno - 1 : statement.end_lineno] = [""] * len(text.splitlines())
+        title = "".join(lines[: docstring.end_lineno])
+        bodies.append("".join(lines[docstring.end_lineno :]).strip())
+    return "\n".join([title, *sorted(heads), *(f"\n\n{body}" for body in bodies), ""])
+
+
+def _write_encoder(out: str, preprocessor: Preprocessor, rows: ParityRows, settings: ExportConfig) -> dict[str, Any]:
+    """Writes the Preprocessor and `encode.py`, and compares the latter with the former. Raises InputError if they differ."""
+    preprocessor.save(storage.join(out, PREPROCESSOR_FOLDER))
+    program = storage.join(out, ENCODER)
+    storage.write_bytes(program, encoder_program().encode())
+    try:
+        encoder = runpy.run_path(program)["Encoder"](storage.join(out, PREPROCESSOR_FOLDER))
+        compared = compare_encoder(encoder, preprocessor, rows)
+    except ValueError as error:
+        compared = {"rows": 0, "origin": rows.origin, "failure": str(error)}
+    if compared["failure"] and not settings.ignore_parity:
+        raise InputError(
+            f"export: {ENCODER} does not encode rows as the Preprocessor does: {compared['failure']}, on {compared['rows']} "
+            f"{compared['origin']}. Report it to rayrec's maintainers, or pass --ignore-parity and do not use {ENCODER}."
+        )
+    return compared
 
 
 def _check_exportable(preprocessor: Preprocessor, path: str) -> None:

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from rayrec.config import InputError
+from rayrec.data import materialized
+from rayrec.data.arrow_columns import parse_table
+from rayrec.data.columns import RawColumns
 from rayrec.data.encoded import Bags, EncodedRows, Ids
+from rayrec.data.lines import good_lines, line_starts, read_text
 from rayrec.data.log import LogIndex, Segment, select
 from rayrec.data.log_head import has_labels
+from rayrec.data.parsing import RawRows, parse
 from rayrec.data.position import Part
+from rayrec.data.row_groups import read_rows
 from rayrec.inference.config import LARGEST_LOGIT_DIFFERENCE, ExportConfig
 from rayrec.inference.run_rows import BATCH_ROWS, encoded_parts, open_run_log
 from rayrec.metrics.binary import auroc
+from rayrec.schema import Schema
 from rayrec.workloads.recsys import ClickWorkload
 
 if TYPE_CHECKING:
@@ -27,6 +36,8 @@ if TYPE_CHECKING:
 
 _SPEED_S: Final = 0.5
 """Seconds that a model is measured for."""
+_DRAWN_ROWS: Final = 2000
+"""Rows of drawn raw values."""
 _DRAWN_BAG: Final = 3
 """Most ids a drawn row has in a column of any number."""
 
@@ -42,6 +53,8 @@ class ParityRows:
     batches: tuple[EncodedRows, ...]
     fault: str | None = None
     """Why they cannot show what an export is worth."""
+    parts: tuple[Part, ...] = ()
+    """Ranges of the log that contain the rows; none for drawn rows."""
 
     @property
     def rows(self) -> int:
@@ -109,8 +122,8 @@ def _of_the_run(config: TrainConfig, preprocessor: Preprocessor, settings: Expor
 def _read(
     index: LogIndex, rows: tuple[int, int], preprocessor: Preprocessor, settings: ExportConfig, *, origin: str
 ) -> ParityRows:
-    parts = spread(select(index, *rows), rows=settings.parity_rows)
-    return ParityRows(origin, tuple(encoded_parts(parts, preprocessor)))
+    parts = tuple(spread(select(index, *rows), rows=settings.parity_rows))
+    return ParityRows(origin, tuple(encoded_parts(parts, preprocessor)), parts=parts)
 
 
 def spread(found: Sequence[tuple[Segment, int, int]], *, rows: int) -> list[Part]:
@@ -147,6 +160,115 @@ def _drawn_ids(rng: np.random.Generator, rows: int, num_embeddings: int, hotness
         lengths = rng.integers(0, _DRAWN_BAG + 1, rows).astype(np.int32)
         return Bags(rng.integers(0, num_embeddings, int(lengths.sum()), dtype), lengths)
     return rng.integers(0, num_embeddings, rows if hotness == 1 else (rows, hotness), dtype)
+
+
+def compare_encoder(encoder: Any, preprocessor: Preprocessor, rows: ParityRows) -> dict[str, Any]:
+    """Compare the inputs that an export's `encode.py` (its Encoder) makes with the Preprocessor's, on the raw values of `rows`,
+    or on drawn ones if there are none, as in preprocessed data.
+
+    Returns `rows`, `origin`, and `failure`: the first difference, None if there is none.
+    """
+    drawn = not rows.parts or rows.parts[0].segment.format in materialized.FORMATS
+    found = (
+        [_as_table_rows(_drawn_table(preprocessor), preprocessor.schema)]
+        if drawn
+        else _raw_rows(rows.parts, encoder, preprocessor)
+    )
+    count, failure = 0, None
+    for raw, values in found:
+        failure = _encoder_failure(encoder, preprocessor, raw, values)
+        count += len(values)
+        if failure:
+            break
+    return {"rows": count, "origin": "drawn values" if drawn else rows.origin, "failure": failure}
+
+
+RawValues = tuple[RawRows | RawColumns, list[dict[str, Any]]]
+"""Rows as the Preprocessor takes them, and the same ones as an Encoder does."""
+
+
+def _raw_rows(parts: Sequence[Part], encoder: Any, preprocessor: Preprocessor) -> Iterator[RawValues]:
+    schema = preprocessor.schema
+    for part in parts:
+        segment = part.segment
+        good = good_lines(segment, schema)[part.start : part.stop]
+        if segment.format == "table":
+            table, _ = read_rows(segment.path, segment.start, segment.stop, schema)
+            yield _as_table_rows(table.take(good), schema)
+            continue
+        text = read_text(segment)
+        starts = np.append(line_starts(text, segment.stop - segment.start), segment.stop - segment.start)
+        lines = [text[starts[number] : starts[number + 1]].tobytes() for number in good]
+        raw, _ = parse(schema, b"".join(lines))
+        yield raw, encoder.parse(line.decode() for line in lines)
+
+
+def _as_table_rows(table: pa.Table, schema: Schema) -> RawValues:
+    raw, _ = parse_table(table, schema.unlabelled())
+    names = [name for name in (*schema.dense, *schema.sparse) if name in table.column_names]
+    values = table.select(names)
+    for place, field in enumerate(values.schema):
+        if pa.types.is_timestamp(field.type):  # a time of Python has no nanoseconds
+            kind = pa.timestamp("us", field.type.tz)
+            values = values.set_column(place, field.name, values.column(place).cast(kind, safe=False))
+    return raw, values.to_pylist()
+
+
+def _drawn_table(preprocessor: Preprocessor) -> pa.Table:
+    """Raw values of every column: numbers, known and other categories, empty fields."""
+    schema, rng = preprocessor.schema, np.random.default_rng(0)
+    hexadecimal = schema.tokens == "hexadecimal"
+
+    def present() -> np.ndarray:
+        return rng.random(_DRAWN_ROWS) < 0.9
+
+    columns: dict[str, pa.Array] = {
+        name: pa.array(np.rint(rng.standard_cauchy(_DRAWN_ROWS) * 20).clip(-1e9, 1e9).astype(np.int64), mask=~present())
+        for name in schema.dense
+    }
+    for number, name in enumerate(preprocessor.inputs.sparse):
+        if name not in schema.sparse:
+            continue
+        lengths = (
+            rng.integers(0, _DRAWN_BAG + 1, _DRAWN_ROWS) if name in schema.lists else np.ones(_DRAWN_ROWS, np.int64)
+        )
+        dtype, known = (np.uint32 if hexadecimal else np.uint64), preprocessor.vocabulary(number)
+        tokens = rng.integers(0, np.iinfo(dtype).max, int(lengths.sum()), dtype, endpoint=True)
+        if len(known):
+            tokens = np.where(rng.random(len(tokens)) < 0.8, known[rng.integers(0, len(known), len(tokens))], tokens)
+        texts = (
+            [f"{token:08x}" for token in tokens.tolist()] if hexadecimal else tokens.view(np.int64).astype(str).tolist()
+        )
+        values = pa.array(texts, pa.large_string())
+        if name in schema.lists:
+            columns[name] = pa.LargeListArray.from_arrays(np.concatenate([[0], np.cumsum(lengths)]), values)
+        else:
+            columns[name] = pc.if_else(pa.array(present()), values, pa.scalar(None, pa.large_string()))
+    return pa.table(columns)
+
+
+def _encoder_failure(
+    encoder: Any, preprocessor: Preprocessor, raw: RawRows | RawColumns, values: list[dict[str, Any]]
+) -> str | None:
+    """The first difference between what an Encoder makes of rows and what the Preprocessor does."""
+    expected, inputs = preprocessor.encode(raw), preprocessor.inputs
+    try:
+        dense, ids = encoder.encode(values)
+    except ValueError as error:
+        return f"it refuses a row ({error})"
+    for number, name in enumerate(inputs.dense):
+        pair = dense[:, number], expected.dense[:, number]
+        # Logarithms of NumPy and of the C library differ in their last bit.
+        different = ~np.isclose(*pair, rtol=1e-6, atol=1e-6, equal_nan=True)
+        if different.any():
+            row = int(different.argmax())
+            return f"it encodes {values[row].get(name)!r} of {name} as {pair[0][row]} instead of {pair[1][row]}"
+    for name, found, wanted in zip(inputs.sparse, ids, expected.ids, strict=True):
+        own = found if isinstance(found, tuple) else (found,)
+        theirs = (wanted.values, wanted.lengths) if isinstance(wanted, Bags) else (wanted,)
+        if len(own) != len(theirs) or not all(map(np.array_equal, own, theirs)):
+            return f"its ids of column {name} differ"
+    return None
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,7 @@ enum { SMALL_FROM = -16, SMALL_COUNT = 2048 };
 enum { TILE = 256, AHEAD = 16 }; /* rows encoded together: their tokens, 26 KB, stay in the first-level cache */
 
 /* murmur3_x86_32 (Appleby) of four little-endian bytes with seed 0, plus what cuDF adds where it hashes a row of one column. */
-uint32_t rayrec_murmur3(uint32_t token) {
+static inline uint32_t murmur3(uint32_t token) {
     uint32_t k = token * 0xcc9e2d51U;
     k = k << 15 | k >> 17;
     uint32_t h = k * 0x1b873593U;
@@ -238,6 +238,12 @@ uint32_t rayrec_murmur3(uint32_t token) {
     return h + 0x9e3779b9U;
 }
 
+static inline int64_t hashed_id(uint32_t token, const rayrec_sparse_column *column) {
+    const uint32_t short_hash = column->hash & HASH_MURMUR3 ? murmur3(token) : token;
+    const uint64_t hash = column->hash & HASH_MIX ? rayrec_mix(short_hash) : short_hash;
+    return column->base + (int64_t)(hash % column->modulo);
+}
+
 /* Ids of a tile's tokens of one column; those of absent ones are of no account. */
 static inline void ids_of_tile(uint32_t *tokens, int count, const rayrec_sparse_column *column, int32_t *ids) {
     if (column->slots) {
@@ -246,9 +252,7 @@ static inline void ids_of_tile(uint32_t *tokens, int count, const rayrec_sparse_
             for (int i = 0; i < count; i++) tokens[i] %= modulo;
         rayrec_look_up(tokens, count, column, ids);
     } else {
-        if (column->murmur3)
-            for (int i = 0; i < count; i++) tokens[i] = rayrec_murmur3(tokens[i]);
-        for (int i = 0; i < count; i++) ids[i] = (int32_t)(column->base + (int64_t)(tokens[i] % column->modulo));
+        for (int i = 0; i < count; i++) ids[i] = (int32_t)hashed_id(tokens[i], column);
     }
 }
 
@@ -268,9 +272,7 @@ static inline void write_ids(uint32_t *tokens, const uint8_t *absent, int count,
         ids_of_tile(tokens, count, column, narrow);
         for (int i = 0; i < count; i++) ids[i] = narrow[i];
     } else {
-        if (column->murmur3)
-            for (int i = 0; i < count; i++) tokens[i] = rayrec_murmur3(tokens[i]);
-        for (int i = 0; i < count; i++) ids[i] = column->base + (int64_t)(tokens[i] % column->modulo);
+        for (int i = 0; i < count; i++) ids[i] = hashed_id(tokens[i], column);
     }
     for (int i = 0; i < count; i++)
         if (absent[i]) ids[i] = column->missing_id;

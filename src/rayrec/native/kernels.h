@@ -43,7 +43,16 @@ typedef struct {
     int64_t capacity; /* rows there is room for */
 } rayrec_raw_rows;
 
-/* How one sparse column turns a token into an id. */
+enum rayrec_hash { HASH_MURMUR3 = 1, HASH_MIX = 2 };
+
+/* The finalizer of SplitMix64 (Steele, Lea, Flood 2014): a bijection of 64 bits that leaves no visible order. */
+static inline uint64_t rayrec_mix(uint64_t x) {
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBULL;
+    return x ^ (x >> 31);
+}
+
+/* How one sparse column turns a token into an id: the rule of SparseColumn in data/rules.py. */
 typedef struct {
     const uint64_t *slots;  /* open addressing: token << 32 | id + 1, 0 where free; NULL: hashed, id = base + token % modulo */
     uint64_t mask;          /* number of slots - 1 */
@@ -51,7 +60,7 @@ typedef struct {
     int64_t base;           /* where hashed */
     int64_t missing_id;
     int64_t unknown_id;
-    int64_t murmur3;        /* where hashed: tokens are replaced by their murmur3 hash first */
+    int64_t hash;           /* where hashed: flags of rayrec_hash, applied to tokens first in their order */
     uint32_t token_modulo;  /* tokens are taken modulo this before they are looked up; 0: as they are */
     int32_t shift;          /* 32 - log2(number of slots) */
 } rayrec_sparse_column;
@@ -228,7 +237,6 @@ int64_t rayrec_last_line_start(const uint8_t *text, int64_t length);
 void rayrec_encode(const rayrec_raw_rows *raw, const rayrec_layout *layout, const int64_t *order, int64_t rows, int32_t bucketed,
                    const rayrec_dense_column *dense_columns, const rayrec_sparse_column *sparse_columns,
                    float *dense_out, void *ids_out, int64_t id_bytes, int64_t ids_stride, float *labels_out);
-uint32_t rayrec_murmur3(uint32_t token);
 void rayrec_bucket_integers(const int64_t *integers, int64_t count, uint32_t *out, int64_t columns, int64_t out_columns);
 void rayrec_transform_dense(const int64_t *values, int64_t count, const rayrec_dense_column *column, float *out);
 

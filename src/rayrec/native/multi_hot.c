@@ -3,13 +3,6 @@
 
 #include <math.h>
 
-/* The finalizer of SplitMix64 (Steele, Lea, Flood 2014): a bijection of 64 bits that leaves no visible order. */
-static inline uint64_t mix(uint64_t x) {
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL;
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EBULL;
-    return x ^ (x >> 31);
-}
-
 static inline int64_t random_id(uint64_t bits, int64_t num_embeddings, int pareto) {
     if (!pareto) return (int64_t)((__uint128_t)bits * (uint64_t)num_embeddings >> 64);
     /* Lomax with shape 0.25 by inversion: (1 - u)^-4 - 1, u in [0, 1). Beyond 32 bits numpy's cast gives INT32_MIN, and its
@@ -25,13 +18,13 @@ static inline int64_t random_id(uint64_t bits, int64_t num_embeddings, int paret
  * `id_bytes` is 4 or 8, of ids and of out (rows, size). */
 void rayrec_expand_bags(const void *ids, int64_t rows, int64_t id_bytes, int64_t size, int64_t num_embeddings,
                         uint64_t seed, int64_t column, int32_t pareto, void *out) {
-    const uint64_t stream = mix(mix(seed + 0x9E3779B97F4A7C15ULL) + (uint64_t)column);
+    const uint64_t stream = rayrec_mix(rayrec_mix(seed + 0x9E3779B97F4A7C15ULL) + (uint64_t)column);
     for (int64_t row = 0; row < rows; row++) {
         const int64_t id = id_bytes == 4 ? ((const int32_t *)ids)[row] : ((const int64_t *)ids)[row];
-        const uint64_t bag = mix(stream + 0x9E3779B97F4A7C15ULL * (uint64_t)(id + 1));
+        const uint64_t bag = rayrec_mix(stream + 0x9E3779B97F4A7C15ULL * (uint64_t)(id + 1));
         for (int64_t place = 0; place < size; place++) {
             const int64_t value =
-                place ? random_id(mix(bag + 0x9E3779B97F4A7C15ULL * (uint64_t)place), num_embeddings, pareto) : id;
+                place ? random_id(rayrec_mix(bag + 0x9E3779B97F4A7C15ULL * (uint64_t)place), num_embeddings, pareto) : id;
             if (id_bytes == 4) ((int32_t *)out)[row * size + place] = (int32_t)value;
             else ((int64_t *)out)[row * size + place] = value;
         }

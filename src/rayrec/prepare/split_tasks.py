@@ -21,13 +21,14 @@ import pyarrow.parquet as pq
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow_columns import good_rows_of, parse_table
-from rayrec.data.columns import RawColumns, mixed
+from rayrec.data.columns import RawColumns
 from rayrec.data.csv_text import FAULT, check_columns, csv_columns, read_csv
 from rayrec.data.groups import group_keys
 from rayrec.data.log import Segment, changed, checksum
 from rayrec.data.materialized.tasks import JOB, disk_errors
 from rayrec.data.parsing import PADDING_BYTES, Faults, RawRows, max_rows_in, parse_lines
 from rayrec.data.row_groups import is_parquet, missing_partitions, open_parquet, partitions_of, with_partitions
+from rayrec.hashing import GOLDEN, mix64
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
 
@@ -217,7 +218,7 @@ def _times(raw: RawRows | RawColumns) -> Numbers:
 
 
 def _partitions(users: Numbers, partitions: int) -> npt.NDArray[np.intp]:
-    return (mixed(users.view(np.uint64)) % np.uint64(partitions)).astype(np.intp)
+    return (mix64(users.view(np.uint64)) % np.uint64(partitions)).astype(np.intp)
 
 
 def read_array(path: str, dtype: np.dtype, start: int, count: int) -> np.ndarray:
@@ -299,8 +300,8 @@ def last_rows(users: Numbers, times: Numbers, rows: Numbers) -> np.ndarray:
 
 def part_of_hash(values: npt.NDArray[np.uint64], job: SplitJob) -> npt.NDArray[np.uint8]:
     """The part of each value, as a place of PARTS: by a hash of the value and the seed."""
-    seed = mixed(np.array([job.seed], np.int64).view(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
-    hashes = mixed(mixed(values + seed) ^ seed)
+    seed = mix64(np.array([job.seed], np.int64).view(np.uint64) + np.uint64(GOLDEN))
+    hashes = mix64(mix64(values + seed) ^ seed)
     test, held_out = (np.uint64(threshold) for threshold in job.thresholds)
     return np.where(hashes < test, 2, np.where(hashes < held_out, 1, 0)).astype(np.uint8)
 

@@ -15,7 +15,8 @@ from rayrec.data.arrow_columns import parse_table
 from rayrec.data.csv_text import read_csv
 from rayrec.data.materialized.formats import named_columns
 from rayrec.data.parsing import parse
-from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
+from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.rules import DenseColumn, SparseColumn
 from rayrec.schema import Schema
 
 CRITEO = Schema(label="y", dense=("a", "b"), sparse=("s", "t"))

@@ -29,9 +29,10 @@ from rayrec.data.multi_hot import MultiHot
 from rayrec.data.opening import open_log
 from rayrec.data.parsing import Faults
 from rayrec.data.position import EpochOrder, Part, whole
-from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
+from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.presets import ALL, make_preprocessor
 from rayrec.data.reading import encode_block, read_raw
+from rayrec.data.rules import DenseColumn, SparseColumn
 from rayrec.data.split import Split
 from rayrec.data.tables import index_tables
 from rayrec.datasets.criteo import SCHEMA

@@ -28,7 +28,8 @@ from rayrec.data.materialized.files import combine, plan_files
 from rayrec.data.materialized.writer import preprocess
 from rayrec.data.multi_hot import MultiHot
 from rayrec.data.parsing import Faults
-from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
+from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.rules import DenseColumn, SparseColumn
 from rayrec.data.split import Split
 from rayrec.datasets.criteo import SCHEMA
 

@@ -20,14 +20,9 @@ from hypothesis import strategies as st
 from rayrec.config import InputError
 from rayrec.data.arrow_columns import parse_table
 from rayrec.data.parsing import RawRows, parse
-from rayrec.data.preprocessor import (
-    CSparseColumn,
-    DenseColumn,
-    Preprocessor,
-    SparseColumn,
-    num_slots,
-)
+from rayrec.data.preprocessor import CSparseColumn, Preprocessor, c_dense_column, num_slots
 from rayrec.data.presets import RAYREC, make_preprocessor
+from rayrec.data.rules import DenseColumn, SparseColumn
 from rayrec.native import library
 from rayrec.schema import Schema
 
@@ -332,7 +327,7 @@ def test_the_least_integer_has_a_logarithm() -> None:
     library().rayrec_transform_dense(
         ctypes.c_void_p(values.ctypes.data),
         ctypes.c_int64(2),
-        ctypes.byref(column.c_column()),
+        ctypes.byref(c_dense_column(column)),
         ctypes.c_void_p(out.ctypes.data),
     )
     assert out.tolist() == [-np.float32(63 * math.log(2)), np.float32(63 * math.log(2))]

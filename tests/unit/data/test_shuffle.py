@@ -23,7 +23,8 @@ from rayrec.data.materialized.shuffle import Permutation, gather_runs, mixing, w
 from rayrec.data.materialized.writer import preprocess
 from rayrec.data.parsing import Faults
 from rayrec.data.position import Part, blocks_of_epoch
-from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
+from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.rules import DenseColumn, SparseColumn
 from rayrec.data.split import Split
 from rayrec.datasets.criteo import SCHEMA
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+import dataclasses
 import importlib
 import json
 import os
 import pickle
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -26,14 +30,15 @@ from rayrec.data.encoded import Bags
 from rayrec.data.log import Segment
 from rayrec.data.multi_hot import MultiHot
 from rayrec.data.parsing import parse
-from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
+from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.rules import DenseColumn, SparseColumn
 from rayrec.inference.config import ExportConfig
 from rayrec.inference.encoder_source import Encoder
-from rayrec.inference.export import export
+from rayrec.inference.export import encoder_program, export
 from rayrec.inference.export_format import read_manifest
 from rayrec.inference.export_readme import FROM_RAW, LOADER
 from rayrec.inference.model import open_served
-from rayrec.inference.parity import compare, spread
+from rayrec.inference.parity import ParityRows, compare, compare_encoder, spread
 from rayrec.models import ranking
 from rayrec.models.base import ClickModelConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
@@ -416,6 +421,85 @@ def test_values_that_are_not_finite_are_not_exported(tmp_path: Path) -> None:
         _export(saved, tmp_path / "out", quantize="int8", ignore_parity=True)
     with pytest.raises(InputError, match="not finite"):
         _export(saved, tmp_path / "out", parity_path=_log(tmp_path / "log.tsv", 60))
+
+
+def _own_log(folder: Path) -> Saved:
+    """A model of a log of texts, whose one column is hashed, with the bits of categories mixed."""
+    schema = Schema(
+        label="click", dense=("age",), sparse=("user", "tags"), lists=("tags",), tokens="any", delimiter=","
+    )
+    preprocessor = Preprocessor(
+        "test",
+        schema,
+        (DenseColumn(),),
+        (SparseColumn(100, None, mixed=True), SparseColumn(4, 2)),
+        np.array([1, 2], np.uint64),
+    )
+    lines = [f"{row % 3 // 2},{row % 40},u{row % 150},{row % 4}|{row % 3}" for row in range(300)]
+    log = folder / "log.csv"
+    log.write_text("\n".join(["click,age,user,tags", *lines]) + "\n")
+    return save_clicks(folder / "run", preprocessor=preprocessor, train_data={"path": str(log)})
+
+
+def test_encode_py_is_compared_on_an_own_log(tmp_path: Path) -> None:
+    made = _own_log(tmp_path)
+    told = _export(made, tmp_path / "out", max_auroc_loss=0.05)
+    assert told["encoder_parity"] == {"rows": 300, "origin": told["parity"]["origin"], "failure": None}
+    names: dict[str, Any] = {}
+    exec(LOADER.replace('"."', repr(str(tmp_path / "out"))), names)
+    with open(tmp_path / "log.csv") as file:
+        rows = list(csv.DictReader(file))
+    own = runpy.run_path(str(tmp_path / "out" / "encode.py"))["Encoder"](str(tmp_path / "out" / "preprocessor"))
+    served = open_served(str(tmp_path / "out"))
+    raw, _ = make_reader(made.preprocessor.schema).read([Body("csv", 300, 0, text=(tmp_path / "log.csv").read_bytes())])
+    logits = served.score(served.preprocessor.encode(raw))
+    assert np.std(logits) > 0
+    np.testing.assert_allclose(names["score"](*own.encode(rows)), logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "failure"),
+    [
+        ("tokens = mix64(tokens)", "pass", r"its ids of column user differ"),
+        ("np.log1p(np.abs(x))", "np.abs(x)", r"it encodes b'1' of age as 1\.0 instead of 0\.69\d+"),
+        ("return xxh64(text.encode())", 'raise ValueError("x")', r"it refuses a row \(x\)"),
+        ("def __init__(self, folder: str) -> None:", "def __init__(self, folder):\n        raise ValueError('y')", "y"),
+    ],
+)
+def test_export_rejects_an_encoder_that_differs(
+    old: str, new: str, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, program = _own_log(tmp_path), encoder_program()
+    assert old in program
+    monkeypatch.setattr("rayrec.inference.export.encoder_program", lambda: program.replace(old, new))
+    with pytest.raises(InputError, match=rf"^export: encode\.py does not encode rows as [^\n]*: {failure}, on [^\n]*$"):
+        _export(made, tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+    told = _export(made, tmp_path / "out", ignore_parity=True)
+    assert re.search(failure, told["encoder_parity"]["failure"])
+    assert json.loads((tmp_path / "out" / "report.json").read_text()) == {
+        key: value for key, value in told.items() if key not in ("out", "checkpoint")
+    }
+
+
+@pytest.mark.parametrize("kind", ["vocabulary", "hashed", "buckets", "file minimum", "uniform"])
+def test_drawn_values_compare_encode_py_without_a_raw_log(kind: str, tmp_path: Path) -> None:
+    """As for a run on preprocessed data."""
+    preprocessor = _varied_criteo(kind)
+    preprocessor.save(str(tmp_path))
+    none = ParityRows("rows", ())
+    found = compare_encoder(Encoder(str(tmp_path)), preprocessor, none)
+    assert found == {"rows": 2000, "origin": "drawn values", "failure": None}
+    lists = lists_preprocessor()
+    other = dataclasses.replace(lists, schema=lists.schema.replace(features=()))
+    other.save(str(tmp_path))
+    assert compare_encoder(Encoder(str(tmp_path)), other, none)["failure"] is None
+    changed = dataclasses.replace(
+        preprocessor,
+        sparse=(*preprocessor.sparse[:-1], dataclasses.replace(preprocessor.sparse[-1], missing_id=0, unknown_id=1)),
+    )
+    preprocessor.save(str(tmp_path))
+    assert compare_encoder(Encoder(str(tmp_path)), changed, none)["failure"] == "its ids of column z differ"
 
 
 def test_compare_counts_the_worst_row() -> None:

@@ -18,7 +18,8 @@ from rayrec.checkpoint.format import seal
 from rayrec.config import InputError
 from rayrec.data.loader import sparse_features
 from rayrec.data.parsing import parse
-from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
+from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.rules import DenseColumn, SparseColumn
 from rayrec.inference.model import open_served
 from rayrec.inference.pool import weight_bytes
 from rayrec.inference.scoring import ScoringRequest

@@ -25,7 +25,8 @@ from rayrec.config import InputError
 from rayrec.data.arrow_arrays import arrow_texts
 from rayrec.data.materialized.files import FilePlan, Matrix, combine
 from rayrec.data.parsing import Fault, Faults
-from rayrec.data.preprocessor import DenseColumn, Preprocessor, SparseColumn
+from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.rules import DenseColumn, SparseColumn
 from rayrec.schema import Schema
 
 IdFiles = Literal["sparse", "sparse_contig_freq", "sparse_multi_hot"]

@@ -16,7 +16,7 @@ from rayrec.data.columns import RawColumns
 from rayrec.data.encoded import Bags, EncodedRows, Ids, ids_from_arrow, ids_to_arrow, weights_to_arrow
 from rayrec.data.materialized.files import FORMATS
 from rayrec.data.parsing import RawRows
-from rayrec.data.preprocessor import Preprocessor, adapt
+from rayrec.data.preprocessor import Preprocessor, adapt, c_dense_column
 from rayrec.native import library
 from rayrec.schema import Schema
 
@@ -54,7 +54,7 @@ def check(format: str, preprocessor: Preprocessor, *, labelled: bool) -> None:
         library().rayrec_transform_dense(
             ctypes.c_void_p(integer.ctypes.data),
             ctypes.c_int64(1),
-            ctypes.byref(column.c_column()),
+            ctypes.byref(c_dense_column(column)),
             ctypes.c_void_p(zero.ctypes.data),
         )
         if zero[0] != np.float32(column.missing_value):

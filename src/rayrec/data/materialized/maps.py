@@ -15,7 +15,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows, Ids
 from rayrec.data.materialized.files import Matrix
-from rayrec.data.preprocessor import CDenseColumn, Preprocessor
+from rayrec.data.preprocessor import CDenseColumn, Preprocessor, c_dense_column
 from rayrec.native import library
 
 
@@ -190,7 +190,7 @@ class RowMaps:
             ctypes.c_int64(len(order)),
             ctypes.c_int32(num_dense),
             ctypes.c_int32(num_sparse),
-            (CDenseColumn * num_dense)(*(column.c_column() for column in preprocessor.dense)),
+            (CDenseColumn * num_dense)(*map(c_dense_column, preprocessor.dense)),
             ctypes.c_void_p(dense.ctypes.data),
             ctypes.c_void_p(ids.ctypes.data),
             ctypes.c_void_p(labels.ctypes.data),

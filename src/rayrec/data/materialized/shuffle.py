@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from rayrec import storage
+from rayrec.hashing import GOLDEN, mix64
 
 _ROUNDS = 8
 _CHUNK_ROWS = 1 << 14
@@ -45,18 +46,10 @@ class Permutation:
         right: np.ndarray = values % b
         for number, key in enumerate(self._keys):
             if number % 2:
-                right = (right + _mixed(left ^ key) % b) % b
+                right = (right + mix64((left ^ key) * np.uint64(GOLDEN)) % b) % b
             else:
-                left = (left + _mixed(right ^ key) % a) % a
+                left = (left + mix64((right ^ key) * np.uint64(GOLDEN)) % a) % a
         return left * b + right
-
-
-def _mixed(x: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014), the key added to a golden-ratio step before."""
-    x = x * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 def write_run(tables: Sequence[pa.Table], places: np.ndarray, path: str) -> None:

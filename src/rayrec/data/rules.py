@@ -1,0 +1,153 @@
+"""Rules that turn numbers and categories into model inputs, in NumPy.
+
+An export's `encode.py` contains this module's text, and the kernels are tested against it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from rayrec.hashing import GOLDEN, mix64, murmur3
+
+LOWEST_INTEGER = -(2**62)
+"""Of a dense column that raises no value."""
+
+
+@dataclass(frozen=True)
+class DenseColumn:
+    """x -> (f(x) - mean) * scale as float32, computed in float64; a missing value -> missing_value."""
+
+    kind: Literal["signed_log", "log", "identity"] = "signed_log"
+    """f(x) = sign(x) ln(1 + |x|), ln(max(x, lowest) + shift), or max(x, lowest)."""
+    shift: float = 1.0
+    lowest: int = LOWEST_INTEGER
+    mean: float = 0.0
+    scale: float = 1.0
+    missing_value: float = 0.0
+
+    def apply(self, values: np.ndarray) -> np.ndarray:
+        """float32: the transform of present numbers of any dtype. A logarithm of nothing or less gives -inf or NaN."""
+        x = np.asarray(values, np.float64)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            if self.kind == "signed_log":
+                transformed = np.copysign(np.log1p(np.abs(x)), x)
+            else:
+                raised = np.maximum(x, self.lowest)
+                transformed = np.log(raised + self.shift) if self.kind == "log" else raised
+        return ((transformed - self.mean) * self.scale).astype(np.float32)
+
+    def encode(self, values: np.ndarray, missing: np.ndarray) -> np.ndarray:
+        """Return the model inputs of a column's numbers, `missing` bool [rows]. float32 [rows]."""
+        return np.where(missing, np.float32(self.missing_value), self.apply(values))
+
+
+@dataclass(frozen=True)
+class SparseColumn:
+    """How a category becomes an id, below num_embeddings.
+
+    With a vocabulary of `num_tokens` known tokens, token number i gets first_id + i, one more from `gap` on, and of that
+    the remainder by num_embeddings. Without one (`num_tokens` None) a token gets first_id + token mod
+    (num_embeddings - first_id).
+    """
+
+    num_embeddings: int
+    """Rows the column's embedding table needs."""
+    num_tokens: int | None
+    """Tokens in the vocabulary; None: hashed."""
+    first_id: int = 2
+    unknown_id: int = 0
+    """Id of tokens that the vocabulary does not hold: never seen, or too seldom."""
+    missing_id: int = 1
+    """Id of an empty field."""
+    gap: int | None = None
+    """An id in the middle of the vocabulary's that no token has, since the empty field has it."""
+    token_modulo: int | None = None
+    """Tokens are taken modulo this before they are looked up."""
+    murmur3: bool = False
+    """For a hashed column of 32-bit tokens: the token's murmur3 hash stands for it."""
+    mixed: bool = False
+    """For a hashed column: the token's 64 bits are mixed before the modulo, so that ids which are multiples of a number
+    spread over all rows. Preprocessors of earlier versions have False."""
+
+    @property
+    def has_own_ids(self) -> bool:
+        """Whether every known token has an id that no other has."""
+        if self.num_tokens is None:
+            return False
+        return self.first_id + self.num_tokens + (self.gap is not None) <= self.num_embeddings
+
+    def ids(self) -> np.ndarray:
+        """int32 (num_tokens): the id of every token of the vocabulary."""
+        assert self.num_tokens is not None
+        ids = np.arange(self.first_id, self.first_id + self.num_tokens, dtype=np.int64)
+        if self.gap is not None:
+            ids[max(0, self.gap - self.first_id) :] += 1
+        return (ids % self.num_embeddings).astype(np.int32)
+
+    def encode(
+        self,
+        tokens: np.ndarray,
+        missing: np.ndarray | None,
+        look_up: Callable[[np.ndarray], np.ndarray],
+        dtype: np.dtype,
+    ) -> np.ndarray:
+        """Return the id of each token, `dtype` [tokens].
+
+        Args:
+            tokens: uint32 or uint64 [tokens].
+            missing: Which of them stand for an empty field, bool [tokens]. None if all are present.
+            look_up: Returns the ids of tokens, after `token_modulo`, by the vocabulary. Not called for a hashed column.
+            dtype: int32 or int64.
+        """
+        if self.num_tokens is None:
+            if self.murmur3:
+                tokens = murmur3(tokens)
+            tokens = tokens.astype(np.uint64, copy=False)
+            if self.mixed:
+                tokens = mix64(tokens)
+            ids = (tokens % np.uint64(self.num_embeddings - self.first_id)).astype(dtype) + dtype.type(self.first_id)
+        else:
+            ids = look_up(self.looked_up(tokens)).astype(dtype, copy=False)
+        return ids if missing is None else np.where(missing, dtype.type(self.missing_id), ids)
+
+    def looked_up(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the tokens as the vocabulary has them, of the same dtype."""
+        return tokens if self.token_modulo is None else tokens % tokens.dtype.type(self.token_modulo)
+
+
+def bucket_tokens(integers: np.ndarray) -> np.ndarray:
+    """Return integers as categories: floor(ln(x)^2) for x > 2, else x, plus 2^31 so that tokens sort as the numbers do.
+
+    Takes int64 and returns uint32 [rows]. The logarithm is the C library's, as in the kernel: NumPy's may be on the other side
+    of a whole number.
+    """
+    buckets = [math.floor(math.log(x) * math.log(x)) if x > 2 else max(x, -(2**31)) for x in integers.tolist()]
+    return (np.array(buckets, np.int64) + 2**31).astype(np.uint32)
+
+
+def expand_bag(ids: np.ndarray, size: int, num_embeddings: int, *, column: int, seed: int, pareto: bool) -> np.ndarray:
+    """Return each id followed by `size` - 1 random ids that belong to it, int64 [rows, size]; see `MultiHot`."""
+    start = mix64(np.array([(seed + GOLDEN) & (2**64 - 1)], np.uint64))
+    stream = mix64(start + np.uint64(column))
+    bag = mix64(stream + np.uint64(GOLDEN) * (ids.astype(np.uint64) + np.uint64(1)))
+    bits = mix64(bag[:, None] + np.uint64(GOLDEN) * np.arange(1, size, dtype=np.uint64))
+    if pareto:
+        v = ((bits >> np.uint64(11)) + np.uint64(1)).astype(np.float64) * 2.0**-53
+        value = 1.0 / (v * v) ** 2 - 1.0
+        drawn = np.where(value < 2.0**31, value, -(2.0**31)).astype(np.int64) % num_embeddings
+    else:
+        drawn = _upper_half(bits, num_embeddings).astype(np.int64)
+    return np.concatenate([ids.astype(np.int64)[:, None], drawn], axis=1)
+
+
+def _upper_half(values: np.ndarray, factor: int) -> np.ndarray:
+    """Return the upper 64 bits of the products of uint64 values and a factor below 2^63."""
+    half, mask = np.uint64(32), np.uint64(2**32 - 1)
+    high, low = np.uint64(factor >> 32), np.uint64(factor & (2**32 - 1))
+    middle = (values >> half) * low + ((values & mask) * low >> half)
+    return (values >> half) * high + (middle >> half) + ((values & mask) * high + (middle & mask) >> half)

@@ -1,0 +1,408 @@
+"""The rules of numbers and categories: the kernels, Arrow columns and an export's `encode.py` all follow data/rules.py."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import strategies as st
+
+from rayrec.config import InputError
+from rayrec.data import presets
+from rayrec.data.arrow_columns import parse_table
+from rayrec.data.columns import RawColumns, RawSparse
+from rayrec.data.encoded import EncodedRows
+from rayrec.data.multi_hot import MultiHot
+from rayrec.data.parsing import RawRows, parse
+from rayrec.data.preprocessor import Preprocessor, bucket_integers
+from rayrec.data.presets import Preset, make_preprocessor
+from rayrec.data.rules import DenseColumn, SparseColumn, bucket_tokens, expand_bag
+from rayrec.inference.export import encoder_program
+from rayrec.schema import Feature, Schema
+
+CHECKED = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+NUMBERS = st.integers(-(10**18) + 1, 10**18 - 1) | st.integers(-20, 3000)
+
+
+@pytest.fixture(scope="module")
+def encoder_class(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    program = tmp_path_factory.mktemp("export") / "encode.py"
+    program.write_text(encoder_program())
+    assert "import rayrec" not in program.read_text()
+    assert "from rayrec" not in program.read_text()
+    return runpy.run_path(str(program))["Encoder"]
+
+
+def raw_tokens(tokens: np.ndarray, missing: np.ndarray) -> RawRows | RawColumns:
+    wide = tokens.dtype == np.uint64
+    schema = Schema(label=None, sparse=("s",), tokens="any" if wide else "hexadecimal")
+    if wide:
+        return RawColumns(schema, len(tokens), (), (), (RawSparse(tokens, missing),), None, None)
+    raw = RawRows(schema, len(tokens))
+    raw.rows = len(tokens)
+    raw.tokens[:, 0], raw.missing[:] = tokens, missing
+    return raw
+
+
+@st.composite
+def sparse_columns(draw: st.DrawFn, *, wide: bool) -> tuple[SparseColumn, list[int]]:
+    """A column with each field drawn, and its vocabulary."""
+    hashed = draw(st.booleans())
+    bits = 64 if wide else 32
+    rows = draw(st.integers(1, 60) | st.integers(1, 2**40))
+    tokens = [] if hashed else draw(st.lists(st.integers(0, 2**bits - 1) | st.integers(0, 40), max_size=8, unique=True))
+    largest = rows - 1 if hashed else min(rows - 1, 2**31 - 1)
+    column = SparseColumn(
+        num_embeddings=rows,
+        num_tokens=None if hashed else len(tokens),
+        first_id=draw(st.integers(0, largest) if hashed else st.integers(0, 100)),
+        unknown_id=draw(st.integers(0, largest)),
+        missing_id=draw(st.integers(0, rows - 1)),
+        gap=draw(st.none() | st.integers(0, 110)),
+        token_modulo=draw(st.none() | st.integers(1, 50) | st.integers(1, 2**32 - 1)),
+        murmur3=draw(st.booleans()) and not wide,
+        mixed=draw(st.booleans()),
+    )
+    return column, tokens
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@given(data=st.data())
+@CHECKED
+def test_kernels_match_the_rule_for_every_field(wide: bool, data: st.DataObject) -> None:
+    column, known = data.draw(sparse_columns(wide=wide))
+    dtype = np.uint64 if wide else np.uint32
+    any_token = st.integers(0, np.iinfo(dtype).max) | st.integers(0, 60)
+    given_tokens = data.draw(st.lists(st.sampled_from(known) | any_token if known else any_token, max_size=12))
+    tokens = np.array(given_tokens, dtype)
+    missing = np.array(data.draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens))), bool)
+    raw = raw_tokens(tokens, missing)
+    preprocessor = Preprocessor("test", raw.schema, (), (column,), np.array(known, dtype))
+    preprocessor.check()
+    id_of = dict(zip(known, column.ids().tolist(), strict=True)) if known else {}
+
+    def look_up(looked_up: np.ndarray) -> np.ndarray:
+        return np.array([id_of.get(token, column.unknown_id) for token in looked_up.tolist()], np.int64)
+
+    wanted = column.encode(tokens, missing, look_up, preprocessor.id_dtype)
+    found = np.asarray(preprocessor.encode(raw).ids[0])
+    assert found.dtype == wanted.dtype
+    assert found.tolist() == wanted.tolist()
+    assert ((found >= 0) & (found < column.num_embeddings)).all()
+
+
+@given(st.lists(NUMBERS, max_size=20))
+@example([int(np.exp(np.sqrt(k))) + step for k, step in itertools.product(range(1, 1700, 97), (-1, 0, 1))])
+@CHECKED
+def test_bucket_kernel_matches_the_rule(integers: list[int]) -> None:
+    raw = RawRows(Schema(label=None, dense=("d",)), len(integers))
+    raw.rows = len(integers)
+    raw.integers[:, 0], raw.missing[:] = integers, 0
+    assert bucket_integers(raw).tokens[:, 0].tolist() == bucket_tokens(np.array(integers, np.int64)).tolist()
+
+
+@given(
+    ids=st.lists(st.integers(0, 2**31 - 1), max_size=6),
+    size=st.integers(1, 40),
+    rows=st.integers(2**31, 2**40) | st.integers(1, 2**40),
+    column=st.integers(0, 60),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    distribution=st.sampled_from(["uniform", "pareto"]),
+)
+@CHECKED
+def test_bag_kernel_matches_the_rule(
+    ids: list[int], size: int, rows: int, column: int, seed: int, distribution: Any
+) -> None:
+    bags = MultiHot(sizes=(1,) * column + (size,), distribution=distribution, seed=seed)
+    given_ids = np.array(ids, np.int64)
+    found = bags.expand([given_ids] * (column + 1), [rows] * (column + 1))[column].reshape(len(ids), size)
+    wanted = expand_bag(given_ids, size, rows, column=column, seed=seed, pareto=distribution == "pareto")
+    assert found.tolist() == wanted.tolist()
+
+
+@given(
+    values=st.lists(NUMBERS, min_size=1, max_size=12),
+    column=st.builds(
+        DenseColumn,
+        kind=st.sampled_from(["signed_log", "log", "identity"]),
+        shift=st.floats(-5, 5),
+        lowest=st.integers(-(2**62), 2**62) | st.integers(-9, 9),
+        mean=st.floats(-5, 5),
+        scale=st.floats(0.01, 9),
+        missing_value=st.floats(-9, 9, width=32),
+    ),
+)
+@CHECKED
+def test_dense_kernel_matches_the_rule(values: list[int], column: DenseColumn) -> None:
+    raw = RawRows(Schema(label=None, dense=("d",)), len(values))
+    raw.rows = len(values)
+    raw.integers[:, 0], raw.missing[:] = values, np.arange(len(values)) % 3 == 2
+    preprocessor = Preprocessor("test", raw.schema, (column,), (), np.zeros(0, np.uint32))
+    preprocessor.check()
+    wanted = column.encode(np.array(values), np.arange(len(values)) % 3 == 2)
+    np.testing.assert_allclose(preprocessor.encode(raw).dense[:, 0], wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change", [{"mixed": 1}, {"murmur3": "yes"}, {"unknown_id": 2**31}, {"first_id": 2**31 - 3}, {"token_modulo": 0}]
+)
+def test_check_rejects_rules_that_kernels_cannot_follow(change: dict[str, Any]) -> None:
+    column = SparseColumn(**{**vars(SparseColumn(2**33, 5)), **change})
+    preprocessor = Preprocessor("test", Schema(sparse=("s",)), (), (column,), np.arange(5, dtype=np.uint32))
+    with pytest.raises(InputError, match=r"^preprocessor: column s has [^\n]*$"):
+        preprocessor.check()
+
+
+def test_murmur3_rejects_wide_categories() -> None:
+    with pytest.raises(InputError, match="murmur3 needs categories of 8 hexadecimal digits"):
+        Preprocessor(
+            "test",
+            Schema(sparse=("s",), tokens="any"),
+            (),
+            (SparseColumn(9, None, murmur3=True),),
+            np.zeros(0, np.uint64),
+        )
+
+
+# Preprocessors that are made from logs --------------------------------------------------------------------------------
+
+
+def make(schema: Schema, raw: RawRows | RawColumns, preset: Preset) -> Preprocessor:
+    job = preset.counting(schema)
+    counts = job.empty()
+    counts.add_source(raw, "day_0")
+    counts.add_rows(job.prepared(raw), 0)
+    return make_preprocessor(preset, schema, counts)
+
+
+def assert_same(found: tuple[np.ndarray, list[Any]], wanted: EncodedRows, names: tuple[str, ...]) -> None:
+    dense, ids = found
+    np.testing.assert_allclose(dense, wanted.dense, rtol=1e-6, atol=1e-6)
+    for name, own, theirs in zip(names, ids, wanted.ids, strict=True):
+        pairs = (
+            [(own, theirs)]
+            if isinstance(theirs, np.ndarray)
+            else zip(own, (theirs.values, theirs.lengths), strict=True)
+        )
+        for one, other in pairs:
+            assert one.tolist() == other.tolist(), name
+
+
+RULES = st.fixed_dictionaries(
+    {
+        "dense": st.sampled_from(["signed_log", "identity", "log"]),
+        "dense_shift": st.just(3.0),
+        "dense_lowest": st.sampled_from([0, 5, -2]),
+        "dense_standardized": st.booleans(),
+        "ids": st.sampled_from(["frequency", "first_seen"]),
+        "unknown_id": st.sampled_from([0, 1, None]),
+        "missing": st.sampled_from([0, 1, "token", "zero", "unknown"]),
+        "min_count": st.integers(1, 3),
+        "max_num_embeddings": st.none() | st.integers(3, 12),
+        "beyond_limit": st.sampled_from(["hash", "modulo"]),
+    }
+)
+TEXTS = st.text(alphabet="aé 07-+.truefalsn|,", max_size=5) | st.sampled_from(
+    ["true", "FALSE", "nan", "x" * 33, "-0", "7"]
+)
+INTEGERS = st.integers(-(2**63), 2**63 - 1) | st.integers(-3, 12)
+DATES = st.dates(datetime.date(1960, 1, 1), datetime.date(2060, 1, 1)) | st.sampled_from([datetime.date(2024, 2, 3)])
+KINDS: list[tuple[st.SearchStrategy[Any], pa.DataType]] = [
+    (TEXTS, pa.string()),
+    (TEXTS, pa.large_string()),
+    (TEXTS.map(str.encode), pa.binary()),
+    (INTEGERS, pa.int64()),
+    (st.integers(2**63, 2**63 + 9) | st.integers(0, 9), pa.uint64()),
+    (st.integers(-9, 9).map(float) | st.just(float("nan")), pa.float64()),
+    (st.booleans(), pa.bool_()),
+    (DATES, pa.date32()),
+    (TEXTS, pa.dictionary(pa.int32(), pa.string())),
+    (st.decimals(-9, 9, places=0), pa.decimal128(9, 2)),
+]
+WHOLE = st.sampled_from(["7", " 07", "+7.0", "-3", "true", "nan", "", "12"])
+DENSE_KINDS: list[tuple[st.SearchStrategy[Any], pa.DataType]] = [
+    (st.floats(-(10.0**17), 10.0**17) | st.just(float("nan")), pa.float64()),
+    (st.floats(-9, 9, width=32), pa.float32()),
+    (st.integers(-(10**17), 10**17), pa.int64()),
+    (st.sampled_from(["1", "-2.5", "1e3", ".5", "7.", "true", "FALSE", "", "+4"]), pa.string()),
+    (DATES, pa.date32()),
+    (st.datetimes(datetime.datetime(1960, 1, 1), datetime.datetime(2060, 1, 1)), pa.timestamp("us")),
+    (st.booleans(), pa.bool_()),
+]
+NUM_ROWS = 14
+
+
+@st.composite
+def own_logs(draw: st.DrawFn) -> tuple[Schema, pa.Table, pa.Table]:
+    """A schema of any columns, the rows that are counted, and further ones."""
+
+    def column(values: st.SearchStrategy[Any], kind: pa.DataType) -> pa.Array:
+        few = st.sampled_from(draw(st.lists(values, min_size=1, max_size=5)))  # so that they repeat
+        return pa.array(draw(st.lists(st.none() | few, min_size=2 * NUM_ROWS, max_size=2 * NUM_ROWS)), kind)
+
+    dense = tuple(f"d{number}" for number in range(draw(st.integers(0, 2))))
+    columns = {name: column(*draw(st.sampled_from(DENSE_KINDS))) for name in dense}
+    items, kind = draw(st.sampled_from(KINDS[:4]))
+    columns["s"] = columns["like"] = column(*draw(st.sampled_from(KINDS)))
+    columns["whole"] = column(WHOLE, pa.string())
+    columns["lists"] = column(st.lists(items | st.none(), max_size=4), pa.list_(kind))
+    columns["split"] = column(TEXTS, pa.string())
+    schema = Schema(
+        label=None,
+        dense=dense,
+        sparse=(*draw(st.permutations(list(columns)[len(dense) :])), "absent"),
+        lists=("lists", "split"),
+        integers=("whole",),
+        optional=("absent",),
+        features=(
+            Feature(name="like", vocabulary=draw(st.sampled_from(["s", None]))),
+            Feature(name="lists", max_length=draw(st.none() | st.integers(1, 3))),
+        ),
+        nan="missing",
+        tokens="any",
+        category_rules=draw(st.sampled_from([1, 2])),
+    )
+    table = pa.table(columns)
+    return schema, table.slice(0, NUM_ROWS), table.slice(NUM_ROWS)
+
+
+@given(log=own_logs(), rules=RULES, fixed=st.none() | st.integers(2, 9))
+@CHECKED
+def test_encode_py_matches_preprocessors_of_own_logs(
+    encoder_class: Any, tmp_path_factory: pytest.TempPathFactory, log: Any, rules: dict[str, Any], fixed: int | None
+) -> None:
+    schema, counted, further = log
+    sizes = None if fixed is None else (fixed,) * len(schema.sparse)
+    raw, faults = parse_table(counted, schema)
+    assert not faults.total
+    preprocessor = make(schema, raw, Preset(**rules, num_embeddings=sizes))
+    folder = str(tmp_path_factory.mktemp("made"))
+    preprocessor.save(folder)
+    assert Preprocessor.load(folder).hash() == preprocessor.hash()
+    for table in (counted, further):
+        raw, _ = parse_table(table, schema)
+        assert_same(encoder_class(folder).encode(table.to_pylist()), preprocessor.encode(raw), schema.sparse)
+
+
+def test_encode_py_matches_a_hashed_column_of_an_own_log(encoder_class: Any, tmp_path: Path) -> None:
+    schema = Schema(label=None, sparse=("user",), tokens="any")
+    table = pa.table({"user": [f"u{number % 150}" for number in range(300)]})
+    raw, _ = parse_table(table, schema)
+    preprocessor = make(schema, raw, Preset(max_num_embeddings=100))
+    assert preprocessor.sparse[0].mixed
+    preprocessor.save(str(tmp_path))
+    assert_same(encoder_class(str(tmp_path)).encode(table.to_pylist()), preprocessor.encode(raw), ("user",))
+
+
+@pytest.mark.parametrize("name", list(presets.ALL))
+@given(
+    rows=st.lists(
+        st.tuples(
+            st.lists(st.none() | NUMBERS, min_size=2, max_size=2),
+            st.lists(st.none() | st.integers(0, 9), min_size=3, max_size=3),
+        ),
+        min_size=2,
+        max_size=30,
+    ),
+    modulo=st.none() | st.integers(2, 5),
+    rules=st.fixed_dictionaries({}, optional={"max_num_embeddings": st.integers(3, 6), "min_count": st.integers(1, 3)}),
+    sizes=st.none() | st.lists(st.integers(1, 9), min_size=5, max_size=5),
+    bags=st.none() | st.sampled_from(["uniform", "pareto"]),
+)
+@settings(CHECKED, max_examples=25)
+def test_encode_py_matches_preprocessors_of_criteo_logs(
+    encoder_class: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+    name: str,
+    rows: Any,
+    modulo: Any,
+    rules: Any,
+    sizes: Any,
+    bags: Any,
+) -> None:
+    schema = Schema(label=None, dense=("a", "b"), sparse=("x", "y", "z"), tokens="hexadecimal")
+    preset = presets.ALL[name].replace(token_modulo=modulo, dense_shift=10.0, **rules)
+    num_sparse = len(preset.inputs(schema).sparse)
+    preset = preset.replace(
+        num_embeddings=(7,) * num_sparse
+        if preset.ids == "murmur3" and sizes is None
+        else sizes and tuple(sizes[:num_sparse]),
+        multi_hot=bags and MultiHot(sizes=(2, 1, 3, 1, 4)[:num_sparse], distribution=bags, seed=7),
+    )
+    lines = [
+        "\t".join(
+            ["" if number is None else str(number) for number in numbers]
+            + ["" if token is None else f"{token * 0x1234567 % 2**32:08x}" for token in tokens]
+        )
+        for numbers, tokens in rows
+    ]
+    raw, faults = parse(schema, "".join(f"{line}\n" for line in lines).encode())
+    assert not faults.total
+    assert isinstance(raw, RawRows)
+    half = len(lines) // 2
+    counted, _ = parse(schema, "".join(f"{line}\n" for line in lines[:half]).encode())
+    try:
+        preprocessor = make(schema, counted, preset)
+    except InputError:  # a logarithm of a missing number
+        assume(False)
+        raise
+    folder = str(tmp_path_factory.mktemp("made"))
+    preprocessor.save(folder)
+    encoder = encoder_class(folder)
+    found = encoder.encode(encoder.parse(lines))
+    with np.errstate(invalid="ignore"):
+        assert_same(found, preprocessor.encode(raw), preprocessor.inputs.sparse)
+
+
+def test_encode_py_reads_every_setting_of_a_preprocessor(encoder_class: Any, tmp_path: Path) -> None:
+    """All that `describe` can store is known to `encode.py`, so that no new setting is left out in silence."""
+    schema = Schema(
+        label="y",
+        dense=("a",),
+        sparse=("s", "t"),
+        lists=("t",),
+        integers=("s",),
+        optional=("s",),
+        features=(Feature(name="t", max_length=3),),
+        labels=(),
+        timestamp="at",
+        nan="missing",
+        tokens="any",
+    )
+    columns = (SparseColumn(9, None, mixed=True), SparseColumn(9, 2, token_modulo=5, gap=3))
+    Preprocessor("test", schema, (DenseColumn(),), columns, np.arange(2, dtype=np.uint64)).save(str(tmp_path))
+    encoder_class(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("place", "key"),
+    [
+        ((), "rows"),
+        (("schema",), "separator"),
+        (("sparse", 0), "salt"),
+        (("dense", 0), "power"),
+        (("schema", "features", 0), "tf"),
+    ],
+)
+def test_encode_py_rejects_unknown_settings(
+    encoder_class: Any, tmp_path: Path, place: tuple[Any, ...], key: str
+) -> None:
+    schema = Schema(dense=("a",), sparse=("s",), features=(Feature(name="s"),), tokens="any")
+    Preprocessor("test", schema, (DenseColumn(),), (SparseColumn(9, None),), np.zeros(0, np.uint64)).save(str(tmp_path))
+    path = tmp_path / "preprocessor.json"
+    stored = json.loads(path.read_text())
+    target = stored
+    for step in place:
+        target = target[step]
+    target[key] = 1
+    path.write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match=rf"^preprocessor\.json: unknown setting {key} in [^\n]*$"):
+        encoder_class(str(tmp_path))
