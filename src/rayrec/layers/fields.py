@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -10,9 +12,9 @@ from rayrec.layers.mlp import start_values
 
 
 def number_vectors(num_dense: int, dim: int) -> nn.Parameter:
-    """(num_dense, dim): what each number is multiplied by to be a field; Xavier normal."""
-    empty = torch.empty(num_dense, dim)
-    return nn.Parameter(start_values(empty, nn.init.xavier_normal_) if num_dense else empty)
+    """(num_dense, dim): what each number is multiplied by to be a field; each a layer from 1 to `dim`, Xavier normal."""
+    draw = partial(nn.init.normal_, std=(2 / (1 + dim)) ** 0.5)
+    return nn.Parameter(start_values(torch.empty(num_dense, dim), draw))
 
 
 def fields(dense: torch.Tensor, vectors: torch.Tensor, embedded: Embedded) -> torch.Tensor:

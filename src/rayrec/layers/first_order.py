@@ -32,8 +32,7 @@ class FieldsAndLinear(nn.Module):
         super().__init__()
         self.number_vectors = number_vectors(num_dense, dim)
         self.linear = EmptyLinear(num_dense, 1, bias=bias)
-        if num_dense:
-            start_values(self.linear.weight, nn.init.xavier_normal_)
+        start_values(self.linear.weight, nn.init.normal_)  # each number's a layer from 1 to 1, Xavier normal
         if bias:
             start_values(self.linear.bias, nn.init.zeros_)
         self._dim = dim

@@ -19,6 +19,7 @@ from rayrec.cli import run
 from rayrec.config import InputError
 from rayrec.inference.model import open_served
 from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.ranking import widedeep
 from rayrec.models.ranking.deepfm import DeepFMConfig
 from rayrec.models.ranking.din import DINConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
@@ -187,3 +188,25 @@ def test_settings(capsys: pytest.CaptureFixture[str]) -> None:
             several.replace(workload={"model": given})
     assert run(["config", "criteo_demo", "--model", "finalnet+dnc"]) == 2
     assert "--model: no model dnc" in capsys.readouterr().err
+
+
+def test_earlier_widedeep_keeps_its_second_bias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which was learned then and is constant now: in a checkpoint, an export and an ensemble."""
+
+    class Earlier(widedeep.WideDeep):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            del self.fields.linear.bias
+            self.fields.linear.bias = torch.nn.Parameter(torch.full((1,), 0.75))
+
+    model = widedeep.WideDeepConfig(embedding_dim=4, mlp=(8,))
+    monkeypatch.setattr(widedeep, "WideDeep", Earlier)
+    saved = save_clicks(tmp_path / "old", model=model)
+    monkeypatch.undo()
+    rows = saved.rows(50)
+    expected = saved.logits(rows)
+    assert np.abs(expected - save_clicks(tmp_path / "new", model=model).logits(rows)).min() > 0.7
+    rayrec.export(str(saved.run), out=str(tmp_path / "export"), ignore_parity=True)
+    rayrec.ensemble([str(saved.run), str(saved.run)], out=str(tmp_path / "ensemble"))
+    for path in (saved.run, tmp_path / "export", tmp_path / "ensemble"):
+        np.testing.assert_allclose(open_served(str(path)).score(rows), expected, atol=1e-5)

@@ -47,6 +47,10 @@ class WideDeep(nn.Module):
         super().__init__()
         self._label = inputs.label
         self.fields = FieldsAndLinear(inputs.num_dense, config.embedding_dim)
+        # The logit's bias is the MLP's. This one stays as it is: 0, or what a checkpoint has that was trained with both.
+        bias = self.fields.linear.bias.detach()
+        del self.fields.linear.bias
+        self.fields.linear.register_buffer("bias", bias)
         self.deep = LogitTower(
             (inputs.num_dense + len(inputs.features)) * config.embedding_dim,
             config.mlp,

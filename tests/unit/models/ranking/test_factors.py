@@ -115,6 +115,27 @@ def test_it_learns_and_scores_as_it_trains(config: ClickModelConfig, precision: 
     torch.testing.assert_close(torch.from_numpy(scorer.score(encoded)), trained, atol=tolerance, rtol=tolerance)
 
 
+def test_numbers_start_as_xavier_layers_of_one_input() -> None:
+    torch.manual_seed(0)
+    inputs = replace(INPUTS, num_dense=4000)
+    for config, std in ((DEEPFM.replace(embedding_dim=16), (2 / 17) ** 0.5), (DEEPFM, (2 / 5) ** 0.5)):
+        built = config.build(inputs).fields
+        assert built.number_vectors.std().item() == pytest.approx(std, rel=0.02)
+        assert built.linear.weight.std().item() == pytest.approx(1.0, rel=0.04)
+
+
+def test_widedeep_learns_one_bias_of_the_logit() -> None:
+    """The linear model's is constant; a checkpoint of an earlier version, which learned both, keeps its value."""
+    net, (dense, values) = network(WIDEDEEP), delivery(WIDEDEEP)
+    assert [name for name, _ in net.named_parameters() if name.endswith("bias")] == [
+        "deep.tower.layers.0.bias",
+        "deep.logit.bias",
+    ]
+    before = net(dense, as_columns(values))["click"]
+    net.load_state_dict({**net.state_dict(), "fields.linear.bias": torch.tensor([0.75])})
+    torch.testing.assert_close(net(dense, as_columns(values))["click"], before + 0.75)
+
+
 @each
 def test_a_batch_without_rows_costs_nothing(config: ClickModelConfig) -> None:
     model = whole_model(config, [4, 4, 4], inputs=inputs_of(config))

@@ -121,7 +121,7 @@ def of_deepfm(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, val
 
 
 def of_widedeep(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
-    """Equation 3: w_wide x + w_deep a + b."""
+    """Equation 3: w_wide x + w_deep a + b; the linear model's constant is 0 at the start."""
     deep = logit(net.deep, side_by_side(net.fields, dense, values), config.dropout)
     return {"click": first_order(net.fields, dense, values) + deep}
 
@@ -503,6 +503,10 @@ def assert_same(
         torch.testing.assert_close(gradient, other, atol=1e-5, rtol=1e-4, msg=lambda text, at=name: f"{at}: {text}")
 
 
+def leaf(*shape: int) -> torch.Tensor:
+    return (0.5 * torch.randn(*shape)).requires_grad_()
+
+
 def without_chance(values: torch.Tensor, p: float, *, training: bool) -> torch.Tensor:
     return values * (1 - p) if training else values
 
@@ -518,8 +522,7 @@ def test_model_matches_formula(name: str, *, training: bool) -> None:
     config, reference = CASES[name]
     torch.manual_seed(0)
     net = shaken(config.build(SEVERAL if config.SEVERAL_LABELS else INPUTS)).train(training)
-    dense = torch.randn(ROWS, 2, requires_grad=True)
-    values = torch.randn(ROWS, 3, config.width, requires_grad=True)
+    dense, values = leaf(ROWS, 2), leaf(ROWS, 3, config.width)
     expected = reference(net, config, dense, values)
     outputs = net(dense, Embedded.in_order(INPUTS.features, config.width, values.flatten(1)))
     assert_same(net, config, outputs, expected, [dense, values])
@@ -555,8 +558,7 @@ def test_din_matches_formula(*, training: bool) -> None:
     config = DINConfig(embedding_dim=DIM, attention=(6, 3), mlp=(8, 5), dropout=0.3)
     torch.manual_seed(0)
     net = shaken(config.build(LISTS)).train(training)
-    dense, bags = torch.randn(ROWS, 2, requires_grad=True), torch.randn(ROWS, 2, DIM, requires_grad=True)
-    values = torch.randn(int(LENGTHS.sum()), DIM, requires_grad=True)
+    dense, bags, values = leaf(ROWS, 2), leaf(ROWS, 2, DIM), leaf(int(LENGTHS.sum()), DIM)
     (unit,) = net.attention
     interest = attended(unit, bags[:, 0], list(values.split(LENGTHS.tolist())))
     together = torch.cat([*numbers(net, dense), bags[:, 0], interest, bags[:, 1]], dim=1)
