@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +13,7 @@ from pyarrow import types
 from rayrec.config import InputError
 from rayrec.data.columns import RawColumns, RawSparse, places_of
 from rayrec.data.csv_text import FAULT, TOO_FEW, TOO_MANY, UNMATCHED, present_columns
-from rayrec.data.parsing import Fault, Faults, RawRows
+from rayrec.data.parsing import LABEL_FAULT, Fault, Faults, RawRows, distinct_labels
 from rayrec.data.wide_tokens import EMPTY, REFUSED, VALUE, Text, integer_tokens, text_integers, text_tokens
 from rayrec.schema import Label, Schema
 
@@ -21,7 +21,7 @@ LIMIT = 10**18
 """Numbers beyond it are refused."""
 _KINDS = (
     "label is missing",
-    "label is not 0 or 1",
+    LABEL_FAULT,
     "weight is not a number of 0 or more",
     "not a finite number",
     "beyond 10^18",
@@ -48,6 +48,7 @@ class _Refused:
     def __init__(self, rows: int) -> None:
         self.kinds = np.full(rows, -1, np.int8)
         self.columns = np.zeros(rows, np.int16)
+        self.labels: dict[str, list[str]] = {}
 
     def add(self, bad: np.ndarray, kind: int, column: int) -> None:
         """`bad` bool (rows)."""
@@ -55,15 +56,27 @@ class _Refused:
             new = bad & (self.kinds < 0)
             self.kinds[new], self.columns[new] = kind, column
 
-    def faults(self, schema: Schema, path: str, first_row: int) -> Faults:
+    def add_labels(self, bad: np.ndarray, array: pa.Array, name: str, column: int) -> None:
+        """Add labels other than 0 and 1; `array`: all labels of the column."""
+        self.add(bad, LABEL, column)
+        if bad.any():
+            found = pc.unique(array.drop_null())
+            found = found if _is_text(found.type) else pc.cast(found, pa.string())
+            self.labels[name] = distinct_labels(
+                text.decode("utf-8", "replace") for text in pc.cast(found, pa.binary()).to_pylist()
+            )
+
+    def faults(self, columns: Sequence[str], path: str, first_row: int) -> Faults:
         found = np.flatnonzero(self.kinds >= 0)
         counts = np.bincount(self.kinds[found], minlength=len(_KINDS)).tolist()
-        names = [*schema.columns, ""]  # the last one for _WHOLE_ROW
+        names = [*columns, ""]  # the last one for _WHOLE_ROW
         first = [
             Fault(path, None, _KINDS[self.kinds[row]], names[self.columns[row]], first_row + row)
             for row in found[: Faults.keep].tolist()
         ]
-        return Faults({kind: count for kind, count in zip(_KINDS, counts, strict=True) if count}, first)
+        return Faults(
+            {kind: count for kind, count in zip(_KINDS, counts, strict=True) if count}, first, labels=self.labels
+        )
 
 
 def check_types(table_schema: pa.Schema, schema: Schema, *, path: str) -> None:
@@ -78,7 +91,7 @@ def parse_table(
     empty text are missing values; such items of a list are left out. A column that is not there has missing values only.
     Raises InputError for a column of an unusable type."""
     raw, refused = _parsed(table, schema, path)
-    return raw, refused.faults(schema, path, first_row)
+    return raw, refused.faults(schema.columns, path, first_row)
 
 
 def good_rows_of(table: pa.Table, schema: Schema, *, path: str = "") -> np.ndarray:
@@ -99,15 +112,10 @@ def _parsed(table: pa.Table, schema: Schema, path: str) -> tuple[RawRows | RawCo
     }
     place = {name: number for number, name in enumerate(schema.columns)}
 
-    def refuse_type(name: str, remedy: str) -> InputError:
-        return InputError(f"{path}: column {name} is of type {table.schema.field(name).type}; {remedy}")
-
+    refuse_type = _type_error(table.schema, path)
     labels = weights = None
     if schema.label is not None:
-        values, status = _numbers(arrays[schema.label], schema.label, refuse_type)
-        refused.add(status == EMPTY, NO_LABEL, place[schema.label])
-        refused.add((status != VALUE) | ((values != 0) & (values != 1)), LABEL, place[schema.label])
-        labels = (values == 1).astype(np.uint8)
+        labels = _clicks(arrays[schema.label], schema.label, refused, refuse_type)
     if schema.weight is not None:
         values, status = _numbers(arrays[schema.weight], schema.weight, refuse_type)
         good = (status == VALUE) & (values >= 0) & (values <= LIMIT)
@@ -118,6 +126,12 @@ def _parsed(table: pa.Table, schema: Schema, path: str) -> tuple[RawRows | RawCo
 
 
 RefuseType = Callable[[str, str], InputError]
+
+
+def _type_error(table_schema: pa.Schema, path: str) -> RefuseType:
+    return lambda name, remedy: InputError(
+        f"{path}: column {name} is of type {table_schema.field(name).type}; {remedy}"
+    )
 
 
 def _raw_rows(
@@ -203,6 +217,22 @@ def _finite_numbers(
     return np.where(finite & (status == VALUE), values, 0.0), status
 
 
+def label_faults(table: pa.Table, label: str, *, path: str) -> Faults:
+    """Return the faults of the label column alone."""
+    refused = _Refused(table.num_rows)
+    _clicks(_plain(table.column(label)), label, refused, _type_error(table.schema, path))
+    return refused.faults([label], path, 0)
+
+
+def _clicks(array: pa.Array, name: str, refused: _Refused, refuse_type: RefuseType) -> np.ndarray:
+    """Return `Schema.label`, which is the first column, uint8 [rows]."""
+    values, status = _numbers(array, name, refuse_type)
+    refused.add(status == EMPTY, NO_LABEL, 0)
+    wrong = (status != EMPTY) & ((status != VALUE) | ((values != 0) & (values != 1)))
+    refused.add_labels(wrong, array, name, 0)
+    return (values == 1).astype(np.uint8)
+
+
 def _label(array: pa.Array, label: Label, schema: Schema, refused: _Refused, refuse_type: RefuseType) -> np.ndarray:
     """float32 (rows): a label in addition to the first; NaN if missing. Pandas stores a missing number as NaN."""
     number = schema.columns.index(label.name)
@@ -211,7 +241,8 @@ def _label(array: pa.Array, label: Label, schema: Schema, refused: _Refused, ref
     if label.missing == "fault":
         refused.add(missing, NO_LABEL, number)
     if label.kind == "binary":
-        refused.add(~missing & ((status != VALUE) | ((values != 0) & (values != 1))), LABEL, number)
+        wrong = ~missing & ((status != VALUE) | ((values != 0) & (values != 1)))
+        refused.add_labels(wrong, array, label.name, number)
     else:
         refused.add(~missing & ((status != VALUE) | ~np.isfinite(values)), NOT_FINITE, number)
         refused.add(~missing & (np.abs(values) > LIMIT), BEYOND, number)

@@ -98,21 +98,26 @@ class LogIndex:
 
     def check(self, max_bad_fraction: float, path: str) -> None:
         """Raises InputError if the log has no rows or more faulty ones than allowed; it names the likely cause."""
+        if self.rows and self.bad_fraction <= max_bad_fraction:
+            return
+        why = self.faults.describe() if self.faults.total else "it is empty"
+        cause = self._cause()
+        wrong_labels = None if cause else self.faults.wrong_labels()
+        if cause or wrong_labels:
+            why += f"; {cause or wrong_labels}"
         if not self.rows:
-            why = self.faults.describe() if self.faults.total else "it is empty"
-            raise InputError(f"{path}: no usable rows; {why}{self._cause()}")
-        if self.bad_fraction > max_bad_fraction:
-            raise InputError(
-                f"{path}: {self.bad_fraction:.2%} of its lines are faulty, more than max_bad_fraction {max_bad_fraction:.2%}; "
-                f"{self.faults.describe()}{self._cause()}; fix the log or raise --max-bad-fraction"
-            )
+            raise InputError(f"{path}: no usable rows; {why}")
+        fix = "" if wrong_labels else "; fix the log or raise --max-bad-fraction"
+        raise InputError(
+            f"{path}: {self.bad_fraction:.2%} of its lines are faulty, more than max_bad_fraction {max_bad_fraction:.2%}; "
+            f"{why}{fix}"
+        )
 
     def _cause(self) -> str:
-        """The likely cause of the faults of a text log, to be appended to their description."""
+        """Return the likely cause of the faults of a text log; "" if nothing is conspicuous."""
         if self.format != "text" or not self.faults.first or self.faults.first[0].byte is None:
             return ""
-        cause = likely_cause(head_of(self.faults.first[0].path, HEAD_BYTES))
-        return f"; {cause}" if cause else ""
+        return likely_cause(head_of(self.faults.first[0].path, HEAD_BYTES))
 
     def to_dict(self) -> dict[str, Any]:
         paths = sorted({segment.path for segment in self.segments})

@@ -7,25 +7,31 @@ import zlib
 from collections.abc import Sequence
 from typing import Final
 
+import pyarrow as pa
+
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import materialized
-from rayrec.data.arrow_columns import check_types
-from rayrec.data.csv_text import check_columns, csv_columns
+from rayrec.data.arrow_columns import check_types, label_faults
+from rayrec.data.csv_text import check_columns, csv_columns, read_csv
 from rayrec.data.log import GZIP_MAGIC, Chunk, head_of, index_chunk, is_gzip
 from rayrec.data.opening import refuse_foreign
-from rayrec.data.parsing import MAX_LINE_BYTES
+from rayrec.data.parsing import LABEL_FAULT, MAX_LINE_BYTES, Faults
 from rayrec.data.row_groups import is_parquet, open_parquet
 from rayrec.data.tables import column_names, is_table
 from rayrec.schema import Schema
 
 _HEAD_BYTES: Final = 1 << 16
+_HEAD_ROWS: Final = 1000
+_MANY_WRONG_LABELS: Final = 0.2
+"""Share of the first rows from which on wrong labels are no accident."""
 
 
-def check_head(path: str, schema: Schema, *, files: Sequence[str] = ()) -> None:
-    """Raises InputError if there is no file at `path`, if all are empty, if the first table lacks a column of the schema, or if
-    no line at the beginning of the first text file can be parsed, with the likely cause. URLs are only checked to be well-formed:
-    reading from a store twice costs more than an early message is worth."""
+def check_head(path: str, schema: Schema, *, files: Sequence[str] = (), max_bad_fraction: float = 0.0) -> None:
+    """Raises InputError if there is no file at `path`, if all are empty, if the first table lacks a column of the schema, if
+    no line at the beginning of the first text file can be parsed, with the likely cause, or if many labels there, and more than
+    `max_bad_fraction`, are not 0 or 1. URLs are only checked to be well-formed: reading from a store twice costs more than an
+    early message is worth."""
     if storage.is_url(path):
         storage.resolve(path)
         return
@@ -42,28 +48,43 @@ def check_head(path: str, schema: Schema, *, files: Sequence[str] = ()) -> None:
     if first is None:
         raise InputError(f"{path}: no usable rows; {'its files are' if found[1:] else 'it is'} empty")
     if is_table(found, schema):
-        _check_table(first.path, schema)
+        rows, faults = _check_table(first.path, schema)
     elif not is_gzip(first.path):
-        _check_text(first, schema)
+        rows, faults = _check_text(first, schema)
+    else:
+        return
+    wrong_labels = faults.wrong_labels()
+    if wrong_labels and faults.counts[LABEL_FAULT] > max(_MANY_WRONG_LABELS, max_bad_fraction) * (rows + faults.total):
+        raise InputError(f"{first.path}: {wrong_labels}")
 
 
-def _check_table(path: str, schema: Schema) -> None:
+def _check_table(path: str, schema: Schema) -> tuple[int, Faults]:
+    """Return the good labels among the first rows, and the faults of the others."""
+    label, head = schema.label, None
     if is_parquet(path):
         with open_parquet(path) as parquet:
             check_columns(parquet.schema_arrow.names, schema.columns, path=path, optional=schema.optional)
             check_types(parquet.schema_arrow, schema, path=path)
+            if label is not None:
+                batch = next(parquet.iter_batches(_HEAD_ROWS, columns=[label]), None)
+                head = None if batch is None else pa.table(batch)
     else:
         check_columns(csv_columns(path, schema), schema.columns, path=path, optional=schema.optional)
+        head = next(read_csv(path, schema, read_bytes=_HEAD_BYTES), None)
+    if label is None or head is None:
+        return 0, Faults()
+    faults = label_faults(head, label, path=path)
+    return head.num_rows - faults.total, faults
 
 
-def _check_text(file: storage.File, schema: Schema) -> None:
+def _check_text(file: storage.File, schema: Schema) -> tuple[int, Faults]:
+    """Return the good rows at the beginning, and the faults of the others."""
     stop = min(_HEAD_BYTES, file.size_bytes)
     entries, faults = index_chunk(Chunk(file.path, 0, stop, file.size_bytes), schema, _HEAD_BYTES)
-    if any(entry[3] for entry in entries):
-        return
-    raise InputError(
-        f"{file.path}: no line at its beginning can be read{_cause(file.path, schema)}; {faults.describe()}"
-    )
+    rows, cause = sum(entry.rows for entry in entries), _cause(file.path, schema)
+    if not rows and (cause or not faults.wrong_labels()):
+        raise InputError(f"{file.path}: no line at its beginning can be read{cause}; {faults.describe()}")
+    return rows, faults
 
 
 def _cause(path: str, schema: Schema) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,11 @@ FAULT_KINDS = (
     "line too long",
 )
 """In the order of rayrec_fault_kind in native/kernels.h."""
+LABEL_FAULT = FAULT_KINDS[3]
+_MOST_LABELS, _MOST_SHOWN, _LABEL_LETTERS = 20, 8, 24
+"""Distinct labels that are kept of a column and shown in an error, and the letters of each."""
+_POSITIVE = ("yes", "y", "t", "click", "clicked", "positive", "pos")
+"""Texts that stand for a click."""
 
 MAX_LINE_BYTES = 4096
 PADDING_BYTES = 64  # RAYREC_TEXT_PADDING
@@ -67,6 +73,8 @@ class Faults:
     counts: dict[str, int] = field(default_factory=dict)
     first: list[Fault] = field(default_factory=list)
     keep: int = 10
+    labels: dict[str, list[str]] = field(default_factory=dict)
+    """Distinct values of each label column that has other values than 0 and 1."""
 
     @property
     def total(self) -> int:
@@ -77,6 +85,8 @@ class Faults:
         for kind, count in other.counts.items():
             self.counts[kind] = self.counts.get(kind, 0) + count
         self.first = (self.first + other.first)[: self.keep]
+        for column, values in other.labels.items():
+            self.labels[column] = distinct_labels([*self.labels.get(column, ()), *values])
 
     @classmethod
     def merged(cls, parts: Iterable[Faults]) -> Faults:
@@ -87,11 +97,12 @@ class Faults:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        return {"counts": self.counts, "first": [vars(fault) for fault in self.first]}
+        labels = {"labels": self.labels} if self.labels else {}
+        return {"counts": self.counts, "first": [vars(fault) for fault in self.first], **labels}
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Faults:
-        return cls(stored["counts"], [Fault(**fault) for fault in stored["first"]])
+        return cls(stored["counts"], [Fault(**fault) for fault in stored["first"]], labels=stored.get("labels", {}))
 
     def describe(self) -> str:
         """One line: each kind with its count, and where the first one is."""
@@ -99,6 +110,40 @@ class Faults:
             return "no faulty rows"
         kinds = ", ".join(f"{count:,} x {kind}" for kind, count in sorted(self.counts.items()))
         return f"{self.total:,} faulty rows ({kinds}); first: {self.first[0]}"
+
+    def wrong_labels(self) -> str | None:
+        """Return the problem and its fix if most faults are labels other than 0 and 1; None if they are not."""
+        if not self.labels or 2 * self.counts.get(LABEL_FAULT, 0) <= self.total:
+            return None
+        column, values = next(iter(self.labels.items()))
+        wrong = [value for value in values if value not in ("0", "1")]
+        if len(wrong) == 1 and not _is_number(wrong[0]):  # a header's line, or a placeholder
+            return None
+        numbers = [float(value) for value in values] if all(map(_is_number, values)) else None
+        chosen = values[min(len(values) - 1, len(values) * 3 // 5)]
+        if numbers and {0.0, 1.0}.issuperset(numbers):
+            fix = "write them as 0 and 1"
+        elif numbers:
+            fix = f"derive one, such as {column} >= {chosen}"
+        else:
+            positive = next((value for value in values if value.lower() in _POSITIVE), chosen)
+            fix = f"derive one, such as {column} == {positive!r}"
+        shown = ", ".join(values[:_MOST_SHOWN]) + (" and others" if values[_MOST_SHOWN:] else "")
+        return f"labels must be 0 or 1, found {shown} in column {column}; {fix}"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def distinct_labels(values: Iterable[str]) -> list[str]:
+    """Return the first distinct values, numbers in their order before other texts."""
+    texts = {value[:_LABEL_LETTERS] for value in values}
+    order = {text: (0, float(text), text) if _is_number(text) else (1, 0.0, text) for text in texts}
+    return sorted(texts, key=order.__getitem__)[:_MOST_LABELS]
 
 
 class RawRows:
@@ -166,9 +211,17 @@ def parse_into(raw: RawRows, text: np.ndarray, length: int, *, path: str = "", f
 
     `text` is uint8 with PADDING_BYTES behind `length`; it starts at a line's start, at `first_byte` of file `path`.
     """
+    before = raw.rows
     counts, details = _parsed(raw, text, length, most_faults=Faults.keep)
     names = raw.schema.columns
+    wrong = [
+        text[begin : begin + _LABEL_LETTERS].tobytes().partition(b"\t")[0].decode("utf-8", "replace")
+        for begin, kind in zip(details["byte"].tolist(), details["kind"].tolist(), strict=True)
+        if FAULT_KINDS[kind] == LABEL_FAULT
+    ]
+    good = map(str, np.unique(raw.labels[before : raw.rows]).tolist()) if wrong else ()
     return Faults(
+        labels={names[0]: distinct_labels([*wrong, *good])} if wrong else {},
         counts={kind: int(count) for kind, count in zip(FAULT_KINDS, counts, strict=True) if count},
         first=[
             Fault(

@@ -11,7 +11,7 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 
 from rayrec.config import Config, InputError
-from rayrec.data.parsing import Fault
+from rayrec.data.parsing import Fault, Faults
 from rayrec.observe.console import Console
 
 SUSPICIOUS_AUROC = 0.85
@@ -120,12 +120,13 @@ def failures_of(content: dict[str, Any], gates: Gates) -> list[Failure]:
     drift = [_Value(rate, row["name"], name) for row in content["slices"] for name, rate in row["drift"].items()]
     first = content["faults"]["first"]
     example = f" (first: {Fault(**first[0])})" if first else ""
+    wrong_labels = Faults(content["faults"]["by_kind"], labels=content["faults"].get("labels", {})).wrong_labels()
     checks: list[tuple[str, list[_Value], str, str]] = [
         (
             "max_bad_fraction",
             [_Value(content["bad_fraction"], path)],
             f"{{:.3%}} of the rows are faulty{example}",
-            "fix the log",
+            wrong_labels or "fix the log",
         ),
         ("min_rows", [_Value(content["rows"], path)], "{:,} good rows", "give more data"),
         ("min_label_rate", rates, "{:.3%} of the labels are clicks", "see how the log was sampled"),

@@ -331,6 +331,7 @@ def examine(
             "by_kind": dict(sorted(index.faults.counts.items())),
             "by_column": _columns_at_fault(index, config.schema, engine),
             "first": index.faults.to_dict()["first"],
+            "labels": index.faults.labels,
         },
         **_tallied(tally, job, [piece.name for piece in slices], categories),
         "slices_by": slices_by,

@@ -165,7 +165,7 @@ class ClickWorkload(Workload):
             Preprocessor.load(self.preprocessor)
         for data in (config.train_data, config.eval_data):
             if data.path is not None:
-                check_head(data.path, self.schema, files=data.files)
+                check_head(data.path, self.schema, files=data.files, max_bad_fraction=config.max_bad_fraction)
 
     def list_data(self, path: str, names: Sequence[str]) -> list[storage.File]:
         if not materialized.is_preprocessed(path):

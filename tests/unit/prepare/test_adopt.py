@@ -448,3 +448,13 @@ def test_the_command(arrays: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     made = json.loads(capsys.readouterr().out)
     assert (made["days"], made["sets"], made["num_embeddings"]) == (["day_1", "day_2"], {}, [40] * 26)
     assert (tmp_path / "out" / "day_1_dense.npy").is_symlink()
+
+
+def test_adopt_names_wrong_labels_and_fix(arrays: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "arrays"
+    shutil.copytree(arrays, folder)
+    for file in folder.glob("*_labels.npy"):
+        labels = np.load(file)
+        np.save(file, (np.arange(len(labels)) % 5 + 1).astype(labels.dtype).reshape(labels.shape))
+    with pytest.raises(InputError, match=r"found 1, 2, 3, 4, 5 in column labels; derive one, such as labels >= 4$"):
+        rayrec.adopt(str(folder), console=QUIET)

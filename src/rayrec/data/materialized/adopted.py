@@ -24,7 +24,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow_arrays import arrow_texts
 from rayrec.data.materialized.files import FilePlan, Matrix, combine
-from rayrec.data.parsing import Fault, Faults
+from rayrec.data.parsing import LABEL_FAULT, Fault, Faults, distinct_labels
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.rules import DenseColumn, SparseColumn
 from rayrec.schema import Schema
@@ -43,7 +43,6 @@ _TASK_BYTES: Final = 64 << 20
 """Bytes that one task reads and checks."""
 _LOCAL_HEADER_BYTES: Final = 30
 _NOT_FINITE: Final = "a number is not finite"
-_WRONG_LABEL: Final = "label is not 0 or 1"
 UNLABELLED: Final = -1
 """The label that TorchRec's scripts write for a row that has none."""
 
@@ -238,7 +237,7 @@ def scan(stretch: Stretch, *, days: Sequence[Day]) -> pa.Table:
     lowest: list[int] = []
     highest: list[int] = []
     faulty: dict[str, np.ndarray] = {}
-    unlabelled = 0
+    unlabelled, labels = 0, list[str]()
     for plan, path in zip(day.plans, day.paths, strict=True):
         for matrix in plan.matrices:
             rows, data = _read_rows(matrix, path, stretch)
@@ -249,8 +248,12 @@ def scan(stretch: Stretch, *, days: Sequence[Day]) -> pa.Table:
                 faulty[_NOT_FINITE] = np.empty(0, np.int64) if finite.all() else np.flatnonzero(~finite.all(axis=1))
             elif matrix.name == "labels":
                 wrong = np.flatnonzero((rows[:, 0] != 0) & (rows[:, 0] != 1))
-                faulty[_WRONG_LABEL] = wrong[~np.isin(wrong, faulty[_NOT_FINITE])]  # a row has one fault
+                faulty[LABEL_FAULT] = wrong[~np.isin(wrong, faulty[_NOT_FINITE])]  # a row has one fault
                 unlabelled = int(np.count_nonzero(rows[:, 0] == UNLABELLED))
+                if len(wrong) > unlabelled:
+                    labels = distinct_labels(
+                        f"{label:g}" for label in np.unique(rows[:, 0]).tolist() if label != UNLABELLED
+                    )
             else:
                 axis = 0 if matrix.name == "sparse" else None
                 lowest += np.atleast_1d(rows.min(axis=axis)).tolist()
@@ -263,6 +266,7 @@ def scan(stretch: Stretch, *, days: Sequence[Day]) -> pa.Table:
         "faults": {kind: len(rows) for kind, rows in faulty.items()},
         "faulty": {kind: (rows[:MAX_FAULTY_ROWS] + stretch.start).tolist() for kind, rows in faulty.items()},
         "unlabelled": unlabelled,
+        "labels": labels,
     }
     return pa.table({"found": arrow_texts([json.dumps(found)])})
 
@@ -299,8 +303,8 @@ class Scanned:
         self = cls(np.full(columns, np.iinfo(np.int64).max), np.full(columns, np.iinfo(np.int64).min))
         merged: dict[tuple[str, str], tuple[str, int, int, int]] = {}
         unlabelled = [0] * len(days)
-        faulty: list[dict[str, list[int]]] = [{_NOT_FINITE: [], _WRONG_LABEL: []} for _ in days]
-        counts: list[dict[str, int]] = [{_NOT_FINITE: 0, _WRONG_LABEL: 0} for _ in days]
+        faulty: list[dict[str, list[int]]] = [{_NOT_FINITE: [], LABEL_FAULT: []} for _ in days]
+        counts: list[dict[str, int]] = [{_NOT_FINITE: 0, LABEL_FAULT: 0} for _ in days]
         for stretch, found in zip(stretches(days), results, strict=True):
             np.minimum(self.lowest, found["lowest"], out=self.lowest)
             np.maximum(self.highest, found["highest"], out=self.highest)
@@ -308,6 +312,8 @@ class Scanned:
                 _, first, before, of_before = merged.get((file, array), (file, start, 0, 0))
                 merged[file, array] = file, first, before + length, combine(of_before, checksum, length)
             unlabelled[stretch.day] += found["unlabelled"]
+            if found["labels"]:
+                self.faults.add(Faults(labels={"labels": found["labels"]}))
             for kind, rows in found["faulty"].items():
                 counts[stretch.day][kind] += found["faults"][kind]
                 faulty[stretch.day][kind] += rows[: MAX_FAULTY_ROWS + 1 - len(faulty[stretch.day][kind])]
@@ -315,7 +321,7 @@ class Scanned:
         self._judge_labels(days, unlabelled)
         for number, day in enumerate(days):
             if not self.labelled:
-                del faulty[number][_WRONG_LABEL], counts[number][_WRONG_LABEL]
+                del faulty[number][LABEL_FAULT], counts[number][LABEL_FAULT]
             self._add_faults(day, faulty[number], counts[number])
         return self
 
@@ -329,7 +335,7 @@ class Scanned:
             )
 
     def _add_faults(self, day: Day, faulty: Mapping[str, Sequence[int]], counts: Mapping[str, int]) -> None:
-        files = {_NOT_FINITE: day.paths[0], _WRONG_LABEL: day.paths[1]}
+        files = {_NOT_FINITE: day.paths[0], LABEL_FAULT: day.paths[1]}
         faults = [Fault(files[kind], None, kind, "", row) for kind in faulty for row in faulty[kind][: Faults.keep]]
         kinds = {kind: count for kind, count in counts.items() if count}
         self.faults.add(Faults(kinds, sorted(faults, key=lambda fault: fault.row or 0)))

@@ -1,0 +1,129 @@
+"""Labels other than 0 and 1: found in the first scan, with the values and a fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rayrec import cli
+from rayrec.config import InputError
+from rayrec.data.log import LogIndex
+from rayrec.data.log_head import check_head
+from rayrec.data.parsing import Faults, parse
+from rayrec.schema import Schema
+
+SCHEMA = Schema(label="rating", sparse=("user",), tokens="any", delimiter=",")
+YAML = "{label: rating, sparse: [user], tokens: any, delimiter: ','}"
+FOUND: dict[str, tuple[list[Any], str]] = {
+    "stars": ([1, 5, 3, 2, 4], "found 1, 2, 3, 4, 5 in column rating; derive one, such as rating >= 4"),
+    "signs": ([-1, -1, 1], "found -1, 1 in column rating; derive one, such as rating >= 1"),
+    "one and two": ([2, 2, 1], "found 1, 2 in column rating; derive one, such as rating >= 2"),
+    "halves": ([0.5, 0.25, 1.0], "found 0.25, 0.5, 1 in column rating; derive one, such as rating >= 0.5"),
+    "words": (["yes", "no"], "found no, yes in column rating; derive one, such as rating == 'yes'"),
+    "unknown words": (["a", "b"], "found a, b in column rating; derive one, such as rating == 'b'"),
+    "many": (list(range(10, 40)), "found 10, 11, 12, 13, 14, 15, 16, 17 and others in column rating; derive one"),
+}
+
+
+def write(folder: Path, values: list[Any], kind: str, *, good: int = 0) -> Path:
+    """A table whose labels are `values` again and again, after so many good ones."""
+    labels = [type(values[0])(1)] * good + [values[row % len(values)] for row in range(100)]
+    table = pa.table({"rating": labels, "user": [f"u{row % 9}" for row in range(len(labels))]})
+    if kind == "parquet":
+        pq.write_table(table, folder / "log.parquet")
+        return folder / "log.parquet"
+    lines = [f"{label:g},u" if isinstance(label, float) else f"{label},u" for label in labels]
+    (folder / "log.csv").write_text("rating,user\n" + "\n".join(lines) + "\n")
+    return folder / "log.csv"
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+@pytest.mark.parametrize("name", FOUND)
+def test_wrong_labels_are_refused_before_the_log_is_read(tmp_path: Path, name: str, kind: str) -> None:
+    values, expected = FOUND[name]
+    with pytest.raises(InputError) as raised:
+        check_head(str(write(tmp_path, values, kind)), SCHEMA)
+    assert f"log.{kind}: labels must be 0 or 1, {expected}" in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+@pytest.mark.parametrize("values", [[True, False], ["true", "False"], [0.0, 1.0], ["1", "0.0"]])
+def test_labels_that_mean_0_and_1_are_accepted(tmp_path: Path, values: list[Any], kind: str) -> None:
+    check_head(str(write(tmp_path, values, kind)), SCHEMA)
+
+
+def test_share_of_wrong_labels_that_is_allowed_passes(tmp_path: Path) -> None:
+    path = str(write(tmp_path, [1, 2, 3, 4, 5], "csv"))
+    check_head(path, SCHEMA, max_bad_fraction=0.8)
+    with pytest.raises(InputError, match="found 1, 2, 3, 4, 5"):
+        check_head(path, SCHEMA, max_bad_fraction=0.7)
+
+
+def commands(folder: Path) -> list[list[str]]:
+    log, schema = str(folder / "log.csv"), ["--schema", str(folder / "schema.yaml")]
+    return [
+        ["train", "clicks", "--train-data.path", log, "--storage-path", str(folder / "runs"), *schema],
+        ["vocabulary", log, "--out", str(folder / "v"), *schema],
+        ["preprocess", log, "--out", str(folder / "p"), "--format", "parquet", *schema],
+        ["split", log, "--out", str(folder / "s"), "--by", "rows", *schema],
+    ]
+
+
+@pytest.mark.parametrize("good", [0, 2000], ids=["from the start", "later"])
+def test_commands_name_labels_and_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], good: int
+) -> None:
+    """Also labels that the first rows do not show; none advises to leave out more rows."""
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "schema.yaml").write_text(YAML)
+    write(tmp_path, [1, 2, 3, 4, 5], "csv", good=good)
+    for command in commands(tmp_path):
+        assert cli.run(command) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert "labels must be 0 or 1, found 1, 2, 3, 4, 5 in column rating; derive one, such as rating >= 4" in line
+        assert "max-bad-fraction" not in line
+
+
+def test_validate_names_labels_and_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "schema.yaml").write_text(YAML)
+    path = write(tmp_path, [1, 2, 3, 4, 5], "csv")
+    assert cli.run(["validate", str(path), "--schema", str(tmp_path / "schema.yaml")]) == 2
+    assert "found 1, 2, 3, 4, 5 in column rating; derive one, such as rating >= 4" in capsys.readouterr().err
+
+
+TEXT = Schema(label="click", dense=("age",), sparse=("user",))
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        (["1", "2", "3"], "found 1, 2, 3 in column click; derive one, such as click >= 2"),
+        (["-1", "1"], "found -1, 1 in column click; derive one, such as click >= 1"),
+        (["0.0", "1.0"], "found 0.0, 1.0 in column click; write them as 0 and 1"),
+        (["no", "yes"], "found no, yes in column click; derive one, such as click == 'yes'"),
+    ],
+)
+def test_labels_of_text_are_named(tmp_path: Path, labels: list[str], expected: str) -> None:
+    text = "".join(f"{labels[row % len(labels)]}\t3\t0000000a\n" for row in range(60)).encode()
+    (tmp_path / "log.txt").write_bytes(text)
+    faults = parse(TEXT, text, path=str(tmp_path / "log.txt"))[1]
+    with pytest.raises(InputError, match="labels must be 0 or 1, ") as raised:
+        LogIndex((), Faults.from_dict(faults.to_dict())).check(0.001, "log")
+    assert str(raised.value).endswith(expected)
+    with pytest.raises(InputError, match="labels must be 0 or 1"):
+        check_head(str(tmp_path / "log.txt"), TEXT)
+
+
+def test_faults_of_several_tasks_name_all_labels() -> None:
+    total = Faults.merged(parse(TEXT, f"{label}\t3\t0000000a\n".encode())[1] for label in (5, 10, 9, 5))
+    assert total.labels == {"click": ["5", "9", "10"]}
+    total.add(Faults({"too few columns": 5}))  # most lines have another fault
+    assert total.wrong_labels() is None
+    assert Faults.from_dict({"counts": {}, "first": []}).labels == {}  # of an index of an earlier version
