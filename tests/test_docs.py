@@ -383,6 +383,22 @@ def test_figures_in_prose_have_a_row() -> None:
     assert NO_ROW.keys() - found == set()
 
 
+def test_tables_of_benchmarks_have_rows() -> None:
+    """But for those of sections whose rows were not kept."""
+    not_kept = (
+        "Metrics within groups",
+        "Shuffling",
+        "Memory: forecasts of `rayrec plan`",
+        "Scale: many files, row groups and categories",
+    )
+    name, *sections = re.split(r"^## ", (ROOT / "docs" / "benchmarks.md").read_text(), flags=re.MULTILINE)
+    assert RESULTS.TABLE.search(name)
+    tables = {section.partition("\n")[0]: re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE) for section in sections}
+    for name, found in tables.items():
+        for table in found:
+            assert (name in not_kept) != bool(RESULTS.FIGURE.search(table) or table in RESULTS.serving()), table
+
+
 def _unmarked_figures(text: str) -> Iterator[str]:
     for pattern in (r"^( *)```.*?^\1```", RESULTS.TABLE, RESULTS.FIGURE, r"`[^`\n]*`", r"\]\([^)]*\)"):
         text = re.sub(pattern, "x", text, flags=re.DOTALL | re.MULTILINE if isinstance(pattern, str) else 0)

@@ -3,9 +3,9 @@ them again: the tables of docs/benchmarks.md below `<!-- tools/results.py: NAME 
 
     <!--= BENCHMARK; WORKLOAD; PEER; FIELD; DIGITS-->1.89<!--/-->
 
-WORKLOAD and PEER are parts of those of the row, `*` for any text; of several dates the newest counts. FIELD is a field of the
-row, `A/B` a ratio of two; `least FIELD` and `most FIELD` choose among several rows. DIGITS are significant ones, with `*FACTOR`
-of another unit. Rows that differ in the field are an error.
+WORKLOAD and PEER are parts of those of the row, `*` any text, `^` and `$` its ends; of several dates the newest counts. FIELD is
+a field of the row, `A/B` a ratio of two; `least FIELD` and `most FIELD` choose among several rows. DIGITS are significant ones,
+with `*FACTOR` of another unit. Rows that differ in the field are an error.
 """
 
 from __future__ import annotations
@@ -173,7 +173,8 @@ def figure(key: str) -> str:
 
 
 def _contains(text: str, part: str) -> bool:
-    return re.search(".*".join(map(re.escape, part.split("*"))), text) is not None
+    pattern = re.escape(part).replace(r"\*", ".*")
+    return re.search(re.sub(r"^\\\^", "^", re.sub(r"\\\$$", "$", pattern)), text) is not None
 
 
 def number(value: float, digits: int) -> str:
