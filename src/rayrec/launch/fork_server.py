@@ -11,6 +11,7 @@ the node manager, and when it has been idle for long. Its templates end with it,
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
 import json
@@ -30,6 +31,8 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NoReturn
+
+from rayrec.launch.forked_worker import STARTED
 
 LIBRARIES: Final = (
     "pandas",
@@ -134,22 +137,23 @@ class _Imported:
                 f"rayrec: one of {', '.join(modules)} imports Ray, so workers import all modules themselves"
             )
         files = {getattr(module, "__file__", None) for module in tuple(sys.modules.values())}
-        self._changed_ns = {file: _changed_ns(file) for file in files if isinstance(file, str)}
+        self._versions = {file: _version(file) for file in files if isinstance(file, str)}
         gc.collect()
         gc.freeze()  # a collection writes to all that it visits, which would copy the memory that processes share
         gc.enable()
 
     def is_old(self) -> bool:
-        """Whether a file was changed or removed since."""
-        return any(_changed_ns(file) != then for file, then in self._changed_ns.items())
+        """Whether a file was changed, replaced or removed since."""
+        return any(_version(file) != then for file, then in self._versions.items())
 
 
-def _changed_ns(file: str) -> int | None:
-    """When it was written; None if it is not there."""
+def _version(file: str) -> tuple[int, int, int] | None:
+    """Its time, size and inode, since packages may have a fixed time; None if it is not there."""
     try:
-        return os.stat(file).st_mtime_ns
+        found = os.stat(file)
     except OSError:
         return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 class _Server:
@@ -162,8 +166,9 @@ class _Server:
 
     def run(self, ahead: str) -> _Next:
         """Serves until it is to end. Returns in a forked process, what it does."""
-        if ahead and (following := self._new_template(ahead)):
-            return following
+        with contextlib.suppress(OSError):  # then the first request for it makes it
+            if ahead and (following := self._new_template(ahead)):
+                return following
         asked_s = time.monotonic()
         while True:
             ready, _, _ = select.select([self._listener.fileno(), self._watched], [], [], self._idle_s and _LOOK_S)
@@ -179,7 +184,10 @@ class _Server:
                     _, files, _, _ = socket.recv_fds(connection, 1, _FILES)
                 except OSError:
                     continue
-                following = self._answer(os.dup(connection.fileno()), files) if len(files) == _FILES else None
+                try:
+                    following = self._answer(connection.fileno(), files) if len(files) == _FILES else None
+                except OSError as error:
+                    following = _decline(connection.fileno(), error)
             if following:
                 return following
             _close(files)
@@ -195,16 +203,16 @@ class _Server:
         return time.monotonic() - asked_s >= self._idle_s or not os.path.exists(self._listener.getsockname())
 
     def _answer(self, connection: int, files: list[int]) -> _Next | None:
+        """Raises OSError if no process can be made."""
         modules = _request(files[0])["modules"]
         if not modules and os.fork() == 0:
             self._leave()
-            return partial(_worker, connection, *files)
+            return partial(_worker, os.dup(connection), *files)
         if modules and not self._handed_on(modules, [connection, *files]):
             if following := self._new_template(modules):
-                _close((connection, *files))
+                _close(files)
                 return following
             self._handed_on(modules, [connection, *files])
-        os.close(connection)
         return None
 
     def _handed_on(self, modules: str, files: Sequence[int]) -> bool:
@@ -219,14 +227,16 @@ class _Server:
         return True
 
     def _new_template(self, modules: str) -> _Next | None:
-        """None in this process, in the new one what it does."""
-        ours, theirs = socket.socketpair()
-        if os.fork() == 0:
-            ours.close()
-            self._leave()
-            return partial(_template, theirs, modules)
+        """None in this process, in the new one what it does. Raises OSError if no process can be made."""
+        self._templates[modules], theirs = socket.socketpair()
+        try:
+            if os.fork() == 0:
+                self._leave()
+                return partial(_template, theirs, modules)
+        except OSError:
+            theirs.close()  # so the next request finds that the template ended
+            raise
         theirs.close()
-        self._templates[modules] = ours
         return None
 
     def _leave(self) -> None:
@@ -239,15 +249,34 @@ class _Server:
 
 def _template(requests: socket.socket, modules: str) -> _Next:
     """Forks a process for each request until the server ends. Returns in a forked process, what it does."""
+    _raise_oom_score(os.environ)
     imported = _Imported(modules.split(","))
     while True:
         message, files, _, _ = socket.recv_fds(requests, 1, 1 + _FILES)
         if not message or imported.is_old():
             os._exit(0)
-        if os.fork() == 0:
-            requests.close()
-            return partial(_worker, *files)
+        try:
+            if os.fork() == 0:
+                requests.close()
+                return partial(_worker, *files)
+        except OSError as error:
+            _decline(files[0], error)
         _close(files)
+
+
+def _decline(connection: int, error: OSError) -> None:
+    """Let the process that waits start without a copy."""
+    with contextlib.suppress(OSError):  # it does not wait any more
+        os.write(connection, f"the fork server cannot fork: {error}".encode())
+
+
+def _raise_oom_score(environment: Mapping[str, str]) -> None:
+    """Set the score that Ray's node manager gives to processes that it starts itself, so that Linux, if memory is short, kills
+    workers before Ray's own processes. Like the node manager, do nothing where it cannot be set."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "r+") as file:
+        score = max(int(file.read()), min(int(environment.get("RAY_worker_oom_score_adjustment", 1000)), 1000))
+        file.seek(0)
+        file.write(str(score))
 
 
 def _worker(connection: int, request: int, *standard: int) -> None:
@@ -257,6 +286,7 @@ def _worker(connection: int, request: int, *standard: int) -> None:
     if wanted["leads_group"]:
         os.setpgid(0, 0)
     os.setpriority(os.PRIO_PROCESS, 0, wanted["niceness"])
+    _raise_oom_score(wanted["environment"])
     for number, file in enumerate(standard):
         os.dup2(file, number)
     _close((request, *standard))
@@ -264,9 +294,10 @@ def _worker(connection: int, request: int, *standard: int) -> None:
     os.environ.clear()
     os.environ.update(wanted["environment"])
     os.environ.update(expanded(wanted["added"], os.environ))
+    time.tzset()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # not as its siblings
-    os.write(connection, b"s")  # it stays open until this process ends
+    os.write(connection, STARTED)  # it stays open until this process ends
     program, *_ = sys.argv = wanted["arguments"]
     sys.path[0] = os.path.dirname(program)
     runpy.run_path(program, run_name="__main__")

@@ -19,6 +19,8 @@ SOCKET = "RAYREC_FORK_SERVER"
 """The variable that names the Unix socket of a local Ray's fork server."""
 MODULES = "RAYREC_TEMPLATE_MODULES"
 """The variable that names the modules of a worker's template, with commas between them. They must not import Ray."""
+STARTED = b"s"
+"""What a copy answers before it runs the worker's program; anything else is the reason why there is none."""
 IDLE_S = 600
 """That a node's fork server waits for another request before it ends."""
 MOST_SERVERS = 3
@@ -57,10 +59,11 @@ def main() -> None:
         try:
             with _server(arguments) as server:
                 ask(server, [each for each in arguments if not each.startswith((_CONTEXT, _LANGUAGE))], context)
-                if server.recv(1):
+                answer = server.recv(500)
+                if answer == STARTED:
                     server.recv(1)  # nothing, when the process has ended
                     return
-                reason = "the fork server ended"
+                reason = answer.decode(errors="replace") or "the fork server ended"
         except OSError as error:
             reason = f"the fork server does not answer: {error}"
     print(f"rayrec: this worker imports what it needs itself: {reason}", file=sys.stderr, flush=True)

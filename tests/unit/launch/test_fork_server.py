@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from rayrec.launch import forked_worker
+from rayrec.launch import fork_server, forked_worker
 from rayrec.launch.fork_server import ForkServer
 from rayrec.launch.forked_worker import MODULES
 
 PROGRAM = """
-import contextlib, json, os, sys
+import contextlib, json, os, sys, time
 def is_open(number):
     with contextlib.suppress(OSError):
         return bool(os.fstat(number))
@@ -28,6 +28,7 @@ print(json.dumps({
     "files": [os.readlink(f"/proc/self/fd/{each}").partition(":")[0] for each in range(3, 100) if is_open(each)],
     "variables": [os.environ.get(name) for name in ("HERE", "FROM_HERE", "AWAY")],
     "imported": [name for name in ("chunk", "colorsys", "sndhdr") if name in sys.modules],
+    "oom_score": int(open("/proc/self/oom_score_adj").read()), "zone": time.tzname[0],
 }))
 sys.exit(len(sys.argv))
 """
@@ -93,6 +94,71 @@ def test_processes_that_name_the_same_modules_share_them(server: ForkServer, pro
     assert plain["imported"] == ["colorsys"]
     assert one["parent"] == again["parent"]
     assert len({found["parent"] for found in (one, other, plain)}) == 3
+
+
+@pytest.mark.parametrize("added", [{}, {MODULES: "sndhdr,no_such_module"}])
+def test_linux_kills_forked_processes_first(
+    server: ForkServer, program: Path, added: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If memory is short, as it does with the processes that Ray's node manager starts."""
+    own = int(Path("/proc/self/oom_score_adj").read_text())
+    found, _ = started(program, server.address, added=added)
+    assert found["oom_score"] == 1000
+    assert int(Path(f"/proc/{found['parent']}/oom_score_adj").read_text()) == (1000 if added else own), "the template's"
+    monkeypatch.setenv("RAY_worker_oom_score_adjustment", str(own - 1 if added else own + 1))
+    found, _ = started(program, server.address, added=added)
+    assert found["oom_score"] == (1000 if added else own + 1), "never below its own"
+
+
+def test_a_forked_process_has_its_time_zone(server: ForkServer, program: Path) -> None:
+    found, _ = started(program, server.address, added={"TZ": "ABC-3"})
+    assert found["zone"] == "ABC"
+
+
+FAILING_FORK = """
+import os, pathlib
+fork = os.fork
+def failing_fork():
+    if pathlib.Path(__file__).with_name("full").exists():
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork()
+os.fork = failing_fork
+"""
+
+
+@pytest.mark.parametrize("added", [{}, {MODULES: "chunk"}])
+def test_a_server_outlasts_a_fork_that_fails(
+    program: Path, tmp_path: Path, added: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "failing_fork.py").write_text(FAILING_FORK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    full = tmp_path / "full"
+    full.touch()
+    server = ForkServer(["sndhdr"], libraries=["failing_fork", "colorsys"])
+    imported = []
+    for fails in (True, False, True, False):
+        full.touch() if fails else full.unlink()
+        found, said = started(program, server.address, added=added)
+        imported.append(found["imported"])
+        assert ("the fork server cannot fork: [Errno 11] Resource temporarily unavailable" in said) == fails
+    server.close()
+    assert imported == [[], ["chunk", "colorsys"] if added else ["colorsys"]] * 2
+
+
+def test_modules_replaced_with_the_same_time_are_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by packages whose files all have one time."""
+    file = tmp_path / "replaced_module.py"
+    file.write_text("A = 1")
+    os.utime(file, (0, 0))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(fork_server.gc, "freeze", lambda: None)
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    imported = fork_server._Imported(["replaced_module"])
+    assert not imported.is_old()
+    (tmp_path / "new").write_text("A = 2")
+    os.utime(tmp_path / "new", (0, 0))
+    os.replace(tmp_path / "new", file)
+    assert imported.is_old()
 
 
 def test_without_a_server_ray_starts_a_process_as_ever(program: Path, tmp_path: Path) -> None:
