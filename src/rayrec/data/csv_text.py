@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import ctypes
+import functools
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ FAULT = "rayrec.fault"
 other rows."""
 TOO_FEW, TOO_MANY, UNMATCHED = 1, 2, 3
 _HEADER_BYTES = 1 << 20
+_SEARCHED_BYTES = 64 << 10
+_BOM = b"\xef\xbb\xbf"
 _ROWS_AT_ONCE = 1 << 15
 """Rows split at once: their places take 16 bytes a field."""
 
@@ -78,7 +81,7 @@ def check_columns(
 def csv_columns(path: str, schema: Schema) -> tuple[str, ...]:
     """The column names of a CSV file; none where it is empty."""
     with _opened(path) as stream:
-        text = _head(stream, path, READ_BYTES)
+        text = _head(stream, path, _HEADER_BYTES)
         return read_header(text, schema, path=path).columns if text.strip(b"\r\n") else ()
 
 
@@ -91,20 +94,80 @@ def read_csv(path: str, schema: Schema, *, read_bytes: int = READ_BYTES) -> Iter
         text = _head(stream, path, read_bytes)
         if not text.strip(b"\r\n"):
             return
-        header = read_header(text, schema, path=path)
-        hint = f" (split at {header.delimiter!r})"
-        check_columns(header.columns, schema.columns, path=path, hint=hint, optional=schema.optional)
-        splitter = _Splitter(path, header, schema)
+        splitter = _Splitter.of_file(path, text, schema)
         while True:
             more = stream.read(read_bytes)
             tables, text = splitter.split(text + more, final=not more)
             yield from tables
             if not more:
                 return
-            if len(text) > MAX_ROW_BYTES:
-                raise InputError(
-                    f"{path}: row {max(splitter.row, 0)} is longer than {MAX_ROW_BYTES >> 20} MiB; it is no CSV file"
-                )
+            splitter.check_length(text)
+
+
+class CsvRange:
+    """Rows that begin in bytes [start, stop) of a plain CSV file, as tables like those of `read_csv`. `start`: 0, or the first
+    byte of a row. Which rows they are does not depend on those before."""
+
+    def __init__(self, path: str, schema: Schema, start: int, stop: int) -> None:
+        self._path, self._schema, self._start, self._stop = path, schema, start, stop
+        self.end = start
+        """Where the first row that is not one of them begins. Known once they were read."""
+
+    def __iter__(self) -> Iterator[pa.Table]:
+        path, at, text = self._path, self._start, b""
+        with _opened(path) as stream:
+            splitter = _Splitter.of_file(path, _head(stream, path, _HEADER_BYTES), self._schema)
+        if at:
+            splitter.row = 0  # the header is elsewhere
+        elif _bytes_at(path, (0, len(_BOM))) == _BOM:
+            at = len(_BOM)
+        pieces = [(start, min(READ_BYTES, self._stop - start)) for start in range(at, self._stop, READ_BYTES)]
+        for piece in storage.in_parallel(functools.partial(_bytes_at, path), pieces, of=path):
+            tables, rest = splitter.split(text + piece, final=False)
+            at += len(text) + len(piece) - len(rest)
+            text = rest
+            yield from tables
+        # The row that `stop` cuts, or rows behind a quote that is not closed before it.
+        final = False
+        while at < self._stop and (text or not final):
+            tables, rest = splitter.split(text, final=final, most_rows=1)
+            at += len(text) - len(rest)
+            yield from tables
+            if len(rest) == len(text):
+                piece = _bytes_at(path, (at + len(text), READ_BYTES))
+                final, rest = not piece, text + piece
+                splitter.check_length(rest)
+            text = rest
+        self.end = _behind_line_ends(path, at)
+
+
+def row_start(path: str, start: int) -> int:
+    """Return the first byte behind the line end at or after byte `start` - 1. There a row begins, unless a quoted field has that
+    line end."""
+    at = start - 1
+    while piece := _bytes_at(path, (at, _SEARCHED_BYTES)):
+        ends = [place for end in (b"\n", b"\r") if (place := piece.find(end)) >= 0]
+        if ends:
+            return _behind_line_ends(path, at + min(ends))
+        at += len(piece)
+    return at
+
+
+def _behind_line_ends(path: str, at: int) -> int:
+    """Return the first byte at or after `at` that ends no line."""
+    while piece := _bytes_at(path, (at, _SEARCHED_BYTES)):
+        rest = piece.lstrip(b"\r\n")
+        at += len(piece) - len(rest)
+        if rest:
+            break
+    return at
+
+
+def _bytes_at(path: str, place: tuple[int, int]) -> bytes:
+    """Return the bytes at (first byte, most bytes)."""
+    start, size = place
+    buffer = np.empty(size, np.uint8)
+    return buffer[: storage.read_into(path, start, buffer)].tobytes()
 
 
 def read_csv_text(text: bytes, schema: Schema, *, delimiter: str, columns: Sequence[str], path: str) -> pa.Table:
@@ -133,7 +196,7 @@ def _head(stream: Any, path: str, read_bytes: int) -> bytes:
         text += more
     if text.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise InputError(f"{path}: is UTF-16; save it as UTF-8")
-    return text.removeprefix(b"\xef\xbb\xbf")
+    return text.removeprefix(_BOM)
 
 
 def _holds_header(text: bytes) -> bool:
@@ -153,29 +216,44 @@ class _Splitter:
         self.row = -1  # the header is split too
         self.trim = schema.tokens == "any" and schema.category_rules >= 2
 
-    def split(self, text: bytes, *, final: bool) -> tuple[list[pa.Table], bytes]:
-        """The rows that are complete, and the text that is left."""
+    @classmethod
+    def of_file(cls, path: str, head: bytes, schema: Schema) -> _Splitter:
+        """For the file that begins with `head`. Raises InputError if its header lacks a column."""
+        header = read_header(head, schema, path=path)
+        hint = f" (split at {header.delimiter!r})"
+        check_columns(header.columns, schema.columns, path=path, hint=hint, optional=schema.optional)
+        return cls(path, header, schema)
+
+    def split(self, text: bytes, *, final: bool, most_rows: int | None = None) -> tuple[list[pa.Table], bytes]:
+        """The rows that are complete, all of them or the first `most_rows`, and the text that is left."""
         data = np.frombuffer(bytearray(text), np.uint8)
         tables, begin = [], 0
         while begin < len(data):
-            table, consumed = self._table(data[begin:], final)
+            table, consumed = self._table(data[begin:], final, most_rows or _ROWS_AT_ONCE)
             if table.num_rows:
                 tables.append(table)
             begin += consumed
-            if not consumed:
+            if not consumed or most_rows:
                 break
-        assert not final or begin == len(data)
+        assert not final or most_rows or begin == len(data)
         return tables, text[begin:]
+
+    def check_length(self, text: bytes) -> None:
+        """Raises InputError if the text, which is no whole row, is too long to be one."""
+        if len(text) > MAX_ROW_BYTES:
+            raise InputError(
+                f"{self.path}: row {max(self.row, 0)} is longer than {MAX_ROW_BYTES >> 20} MiB; it is no CSV file"
+            )
 
     def nothing(self) -> pa.Table:
         """A table without rows."""
         arrays = [pa.array([], pa.large_binary())] * len(self.names)
         return pa.table([*arrays, pa.array([], pa.uint8())], names=[*self.names, FAULT])
 
-    def _table(self, data: np.ndarray, final: bool) -> tuple[pa.Table, int]:
+    def _table(self, data: np.ndarray, final: bool, most_rows: int) -> tuple[pa.Table, int]:
         """Rows at the start of the text, and the bytes they take up."""
         kept = len(self.names)
-        capacity = min(len(data) // max(self.columns, 2) + 1, _ROWS_AT_ONCE)  # more rows come with the next call
+        capacity = min(len(data) // max(self.columns, 2) + 1, most_rows)  # more rows come with the next call
         starts, lengths = np.empty((capacity, kept), np.int64), np.empty((capacity, kept), np.int64)
         kinds, consumed = np.empty(capacity, np.uint8), np.zeros(1, np.int64)
         function = library().rayrec_split_csv

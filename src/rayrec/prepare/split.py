@@ -14,6 +14,7 @@ import os
 import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Final, final
 
 import numpy as np
@@ -41,6 +42,7 @@ from rayrec.prepare.split_tasks import (
     SplitTask,
     UsersTask,
     count_digits,
+    cut_files,
     examine,
     mark_last,
     table_tasks,
@@ -52,6 +54,11 @@ from rayrec.schema import Schema
 
 MANIFEST: Final = "split.json"
 VERSION: Final = 1
+_JOB_VERSION: Final = 2
+"""Version of an unfinished folder."""
+CUTS: Final = "cuts.json"
+_CUT_FILES: Final = 64
+"""Tables that one task opens to cut them."""
 _LEAST_TASK_BYTES, _MOST_TASK_BYTES, _WANTED_TASKS = 32 << 20, 512 << 20, 256
 _PARTITION_BYTES: Final = 64 << 20
 """Bytes of the log for each partition of the users, of which there are at most _MOST_PARTITIONS."""
@@ -205,7 +212,7 @@ class _Work:
         """Writes what the folder is made of; it is there already if a call resumes."""
         identity = [[file.path, file.size_bytes, file.modified_ns] for file in self.files]
         made_of = {
-            "version": VERSION,
+            "version": _JOB_VERSION,
             "log": hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16],
             "schema": self.config.schema.to_dict(),
             "segment_bytes": self.config.segment_bytes,
@@ -225,9 +232,13 @@ class _Work:
                 self.job = replace(self.job, schema=self.config.schema.unlabelled())
             self.index = raw_index(self.path, self.config, self.engine, self.console, labelled=labelled)
             return text_tasks(self.index.segments, self.task_bytes)
-        tasks = table_tasks(self.files, self.task_bytes)
-        found = list(self._markers("examine", functools.partial(examine, job=self.job), tasks))
-        faults = Faults.merged(Faults.from_dict(marker["faults"]) for marker in found)
+        tasks, found = self._examined(table_tasks(self.files, self._cuts()))
+        faults, first = Faults(), dict.fromkeys((file.path for file in self.files), 0)
+        for task, marker in zip(tasks, found, strict=True):
+            of_task = Faults.from_dict(marker["faults"])
+            of_task.first = [replace(fault, row=(fault.row or 0) + first[task.file]) for fault in of_task.first]
+            faults.add(of_task)
+            first[task.file] += marker["lines"]
         entries = [(task.file, 0, 0, marker["rows"]) for task, marker in zip(tasks, found, strict=True)]
         self.index = LogIndex(numbered(entries, "table"), faults)
         self.index.check(self.config.max_bad_fraction, self.path)
@@ -239,6 +250,33 @@ class _Work:
             for task, segment in zip(tasks, self.index.segments, strict=True)
         ]
         return self._marked(tasks, [marker["sizes"] for marker in found]) if self.rows.by == "last-out" else tasks
+
+    def _cuts(self) -> list[list[tuple[int, int]]]:
+        """The stretches of each table. Cut in data tasks once, and read back when a call resumes."""
+        place = storage.join(self.folder, CUTS)
+        if storage.exists(place):
+            return storage.read_json(place)
+        groups = [self.files[start : start + _CUT_FILES] for start in range(0, len(self.files), _CUT_FILES)]
+        cut = functools.partial(cut_files, task_bytes=self.task_bytes)
+        tables = self.engine.run("cut", cut, groups, block_bytes=1 << 16)
+        cuts = [of_file for table in tables for of_file in json.loads(table.column("cuts")[0].as_py())]
+        with disk_errors(self.folder):
+            storage.write_json(place, cuts)
+        return cuts
+
+    def _examined(self, tasks: list[SplitTask]) -> tuple[list[SplitTask], list[dict[str, Any]]]:
+        """The tasks, which begin where the ones before them in a file end, and what `examine` found of each."""
+        task = functools.partial(examine, job=self.job)
+        found = list(self._markers("examine", task, tasks))
+        for number, (before, item) in enumerate(pairwise(tasks), start=1):
+            if item.start_known or before.file != item.file:
+                continue
+            start = found[number - 1]["end"]
+            tasks[number] = replace(item, start=start, start_known=True)
+            if found[number]["start"] != start:  # the line end that it was cut at is within a quoted field
+                (table,) = self.engine.run("examine", task, [tasks[number]], block_bytes=1 << 16)
+                found[number] = json.loads(table.column("marker")[0].as_py())
+        return tasks, found
 
     def _marked(self, tasks: list[SplitTask], sizes: list[list[list[int]]]) -> list[SplitTask]:
         """The tasks with the places of their users' last rows. `sizes`: of each task, chunk and partition, its events."""
@@ -337,7 +375,8 @@ class _Work:
             os.rename(self.folder, self.out)
             storage.sync(os.path.dirname(self.out))
         storage.remove_folder(storage.join(self.out, "done"))
-        storage.remove_file(storage.join(self.out, JOB))
+        for name in (JOB, CUTS):
+            storage.remove_file(storage.join(self.out, name))
         shown = {name: {**part, "files": len(part["files"])} for name, part in parts.items()}
         return {"out": self.out, **found, "parts": shown}
 

@@ -9,7 +9,8 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import IO, Final, Literal
 
 import numpy as np
@@ -22,9 +23,9 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow_columns import good_rows_of, parse_table
 from rayrec.data.columns import RawColumns
-from rayrec.data.csv_text import FAULT, check_columns, csv_columns, read_csv
+from rayrec.data.csv_text import FAULT, CsvRange, check_columns, csv_columns, read_csv, row_start
 from rayrec.data.groups import group_keys
-from rayrec.data.log import Segment, changed, checksum
+from rayrec.data.log import Segment, changed, checksum, is_gzip
 from rayrec.data.materialized.tasks import JOB, disk_errors
 from rayrec.data.parsing import PADDING_BYTES, Faults, RawRows, max_rows_in, parse_lines
 from rayrec.data.row_groups import is_parquet, missing_partitions, open_parquet, partitions_of, with_partitions
@@ -49,12 +50,16 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SplitTask:
-    """A stretch of the log: segments of text, row groups of a Parquet file, or a CSV file."""
+    """A stretch of the log: segments of text, row groups of a Parquet file, or rows of a CSV file."""
 
     number: int
     segments: tuple[Segment, ...] = ()
     file: str = ""
-    row_groups: tuple[int, ...] = ()
+    start: int = 0
+    stop: int = 0
+    """[start, stop): row groups, or the bytes where rows of a CSV file begin; 0, 0: a CSV file that is read as a whole."""
+    start_known: bool = True
+    """False: `start` is anywhere in a row of a CSV file. The task begins at the next line, which may be within a quoted field."""
     first_row: int = 0
     """Number in the log of its first good row; 0 until the log is examined."""
     rows: int = 0
@@ -101,29 +106,43 @@ def _finished(job: SplitJob, kind: str, number: int, found: dict[str, object]) -
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
-def tables_of(task: SplitTask, schema: Schema) -> Iterator[pa.Table]:
+class Tables:
     """All rows of a table's stretch, faulty ones too, with all columns of the file and those of its partitions that the schema
     names; of CSV as text, and with the column FAULT."""
-    if is_parquet(task.file):
+
+    def __init__(self, task: SplitTask, schema: Schema) -> None:
+        self._task, self._schema = task, schema
+        self.end = 0
+        """Of bytes of a CSV file, where the first row behind them begins. Known once they were read."""
+
+    def __iter__(self) -> Iterator[pa.Table]:
+        for table in self._of_parquet() if is_parquet(self._task.file) else self._of_csv():
+            yield with_partitions(table, self._task.file, self._schema)
+
+    def _of_parquet(self) -> Iterator[pa.Table]:
+        task, schema = self._task, self._schema
         with open_parquet(task.file) as parquet:
             names = [*parquet.schema_arrow.names, *missing_partitions(task.file, parquet.schema_arrow.names)]
             check_columns(names, schema.columns, path=task.file, optional=schema.optional)
-            for batch in parquet.iter_batches(
-                batch_size=BATCH_ROWS, row_groups=list(task.row_groups), use_threads=False
-            ):
-                yield with_partitions(pa.Table.from_batches([batch]), task.file, schema)
-        return
-    stored = csv_columns(task.file, schema)
-    elsewhere = set(partitions_of(task.file)) - set(stored)
-    whole = schema.replace(
-        dense=tuple(name for name in schema.dense if name not in elsewhere),
-        sparse=(
-            *(name for name in schema.sparse if name not in elsewhere),
-            *(name for name in stored if name not in schema.columns),
-        ),
-    )
-    for table in read_csv(task.file, whole):
-        yield with_partitions(table.select([*stored, FAULT]), task.file, schema)
+            groups = list(range(task.start, task.stop))
+            for batch in parquet.iter_batches(batch_size=BATCH_ROWS, row_groups=groups, use_threads=False):
+                yield pa.Table.from_batches([batch])
+
+    def _of_csv(self) -> Iterator[pa.Table]:
+        task, schema = self._task, self._schema
+        stored = csv_columns(task.file, schema)
+        elsewhere = set(partitions_of(task.file)) - set(stored)
+        whole = schema.replace(
+            dense=tuple(name for name in schema.dense if name not in elsewhere),
+            sparse=(
+                *(name for name in schema.sparse if name not in elsewhere),
+                *(name for name in stored if name not in schema.columns),
+            ),
+        )
+        part = CsvRange(task.file, whole, task.start, task.stop)
+        for table in part if task.stop else read_csv(task.file, whole):
+            yield table.select([*stored, FAULT])
+        self.end = part.end
 
 
 def _text_of(segment: Segment) -> tuple[npt.NDArray[np.uint8], int]:
@@ -153,14 +172,18 @@ def _lines(segment: Segment, schema: Schema) -> tuple[RawRows, _Lines]:
 
 
 def examine(task: SplitTask, *, job: SplitJob) -> pa.Table:
-    """Counts the good rows and faults of a table's stretch, and writes what `time` and `last-out` choose by."""
+    """Counts the good rows and faults of a table's stretch, and writes what `time` and `last-out` choose by. Rows of faults
+    count from the stretch's first one."""
     _begin(job)
+    if not task.start_known:
+        task = replace(task, start=row_start(task.file, task.start), start_known=True)
     rows, missing, faults, first = 0, 0, Faults(), 0
     with disk_errors(job.folder), ExitStack() as opened:
         keys = _Keys(task, job, opened) if job.by in ("time", "last-out") else None
-        for table in tables_of(task, job.schema):
-            raw, found = parse_table(table, job.schema, path=task.file, first_row=first)
-            faults.add(found)
+        tables = Tables(task, job.schema)
+        for table in tables:
+            raw, wrong = parse_table(table, job.schema, path=task.file, first_row=first)
+            faults.add(wrong)
             first += len(table)
             if job.by in ("group", "last-out"):
                 missing += int(np.count_nonzero(group_keys(raw, np.arange(raw.rows)) == 0))
@@ -169,10 +192,16 @@ def examine(task: SplitTask, *, job: SplitJob) -> pa.Table:
             rows += raw.rows
         if keys is not None:
             keys.flush()
-    sizes = [] if keys is None else keys.sizes
-    return _finished(
-        job, "examine", task.number, {"rows": rows, "missing": missing, "faults": faults.to_dict(), "sizes": sizes}
-    )
+    found = {
+        "rows": rows,
+        "missing": missing,
+        "faults": faults.to_dict(),
+        "sizes": [] if keys is None else keys.sizes,
+        "lines": first,
+        "start": task.start,
+        "end": tables.end,
+    }
+    return _finished(job, "examine", task.number, found)
 
 
 class _Keys:
@@ -376,7 +405,7 @@ def _pieces(task: SplitTask, schema: Schema) -> Iterator[tuple[RawRows | RawColu
         yield _lines(segment, schema)
     if task.segments:
         return
-    for table in tables_of(task, schema):
+    for table in Tables(task, schema):
         raw, faults = parse_table(table, schema, path=task.file)
         if faults.total:
             table = table.take(good_rows_of(table, schema, path=task.file))
@@ -489,21 +518,33 @@ def text_tasks(segments: Sequence[Segment], task_bytes: int) -> list[SplitTask]:
     return tasks
 
 
-def table_tasks(files: Sequence[storage.File], task_bytes: int) -> list[SplitTask]:
-    """Neighbouring row groups of Parquet files, of about `task_bytes` each task; a CSV file is one task."""
-    tasks: list[SplitTask] = []
-    for file in files:
+def cut_files(files: Sequence[storage.File], *, task_bytes: int) -> pa.Table:
+    """Cut each table into stretches of about `task_bytes`: neighbouring row groups, or bytes of a plain CSV file. Opens the
+    files, those of a store in parallel."""
+
+    def cut(file: storage.File) -> list[tuple[int, int]]:
         if not is_parquet(file.path):
-            tasks.append(SplitTask(len(tasks), file=file.path))
-            continue
+            whole = file.size_bytes <= task_bytes or is_gzip(file.path)
+            count = 1 if whole else -(-file.size_bytes // task_bytes)
+            edges = [file.size_bytes * number // count for number in range(count + 1)]
+            return [(0, 0)] if whole else list(pairwise(edges))
         with open_parquet(file.path) as parquet:
             sizes = [parquet.metadata.row_group(i).total_byte_size for i in range(parquet.metadata.num_row_groups)]
-        groups: list[int] = []
-        total = 0
-        for number, size in enumerate(sizes):
-            groups.append(number)
+        edges, total = [0], 0
+        for number, size in enumerate(sizes, start=1):
             total += size
-            if total >= task_bytes or number == len(sizes) - 1:
-                tasks.append(SplitTask(len(tasks), file=file.path, row_groups=tuple(groups)))
-                groups, total = [], 0
-    return tasks
+            if total >= task_bytes or number == len(sizes):
+                edges.append(number)
+                total = 0
+        return list(pairwise(edges))
+
+    return pa.table({"cuts": [json.dumps(list(storage.in_parallel(cut, files, of=files[0].path)))]})
+
+
+def table_tasks(files: Sequence[storage.File], cuts: Sequence[Sequence[tuple[int, int]]]) -> list[SplitTask]:
+    """A task for each stretch of each file."""
+    stretches = [(file.path, *stretch) for file, of_file in zip(files, cuts, strict=True) for stretch in of_file]
+    return [
+        SplitTask(number, file=path, start=start, stop=stop, start_known=is_parquet(path) or not start)
+        for number, (path, start, stop) in enumerate(stretches)
+    ]

@@ -32,7 +32,7 @@ from rayrec.data import csv_text, row_groups
 from rayrec.data.arrow_columns import parse_table
 from rayrec.data.columns import RawColumns
 from rayrec.data.counting import CountingJob, count_log
-from rayrec.data.csv_text import FAULT, TOO_FEW, TOO_MANY, UNMATCHED, read_csv
+from rayrec.data.csv_text import FAULT, TOO_FEW, TOO_MANY, UNMATCHED, CsvRange, read_csv, row_start
 from rayrec.data.log import LogIndex, select
 from rayrec.data.parsing import Faults, RawRows, parse
 from rayrec.data.position import Part
@@ -990,6 +990,26 @@ def split_by_rule(
             yield 0 if len(fields) == columns else TOO_FEW if len(fields) < columns else TOO_MANY, fields
 
 
+def rows_of_tables(tables: list[pa.Table]) -> list[tuple[int, bytes, bytes]]:
+    return [
+        row
+        for table in tables
+        for row in zip(*(table.column(name).to_pylist() for name in (FAULT, "a", "c")), strict=True)
+    ]
+
+
+def rows_of_ranges(path: Path, schema: Schema, range_bytes: int) -> list[tuple[int, bytes, bytes]]:
+    """Rows of the file in ranges of bytes, each from where the one before has ended."""
+    rows, begin, size = [], 0, path.stat().st_size
+    with mock.patch.multiple(csv_text, READ_BYTES=range_bytes // 2 + 1, _SEARCHED_BYTES=3):
+        for start in range(0, size, range_bytes):
+            part = CsvRange(str(path), schema, begin, min(start + range_bytes, size))
+            rows += rows_of_tables(list(part))
+            assert begin <= part.end <= size
+            begin = part.end
+    return rows
+
+
 def check_split(
     path: Path, text: bytes, read_bytes: int, *, max_bytes: int, max_lines: int, rules: Literal[1, 2]
 ) -> None:
@@ -1004,11 +1024,8 @@ def check_split(
                 list(read_csv(str(path), schema, read_bytes=read_bytes))
             return
         tables = list(read_csv(str(path), schema, read_bytes=read_bytes))
-    found = [
-        row
-        for table in tables
-        for row in zip(*(table.column(name).to_pylist() for name in (FAULT, "a", "c")), strict=True)
-    ]
+        assert rows_of_ranges(path, schema, max(read_bytes, len(text) // 9 + 1)) == rows_of_tables(tables)
+    found = rows_of_tables(tables)
     places = [header.index(name) for name in ("a", "c")]
     expected = [(kind, *(b"" if kind else row[place].encode("latin1") for place in places)) for kind, row in split[1:]]
     assert found == expected
@@ -1087,3 +1104,14 @@ def test_criteo_log_as_csv_from_the_generator(click_log: Path, tmp_path: Path) -
     raw, faults = read([tmp_path / "a.csv.gz"], CRITEO, tmp_path, 100_000)
     assert faults.total == 0
     same_rows(raw, expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "starts"), [("a,b\r\n1,2\r\n\r\n3,4", [0, 5, 12, 15]), ('a\n"x\ny"\nz', [0, 2, 5, 8, 9])]
+)
+def test_row_start_is_the_line_behind(tmp_path: Path, text: str, starts: list[int]) -> None:
+    """Also within a quoted field: the caller compares it with the end of the rows before."""
+    (tmp_path / "a.csv").write_bytes(text.encode())
+    for place in range(1, len(text)):
+        expected = next(start for start in [*starts, len(text)] if start >= place or start == len(text))
+        assert row_start(str(tmp_path / "a.csv"), place) == expected

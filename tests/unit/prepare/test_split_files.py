@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rayrec
+from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import synthetic
 from rayrec.data.engine import Engine
@@ -27,7 +31,7 @@ from rayrec.observe.console import Console
 from rayrec.prepare import split as splitting
 from rayrec.prepare import split_tasks
 from rayrec.prepare.split import RowSplit
-from rayrec.prepare.split_tasks import last_rows
+from rayrec.prepare.split_tasks import cut_files, last_rows
 from rayrec.schema import Schema
 
 CONSOLE = Console(quiet=True)
@@ -253,6 +257,84 @@ def test_csv_becomes_parquet_with_its_fields_as_text(tmp_path: Path) -> None:
     original = table.slice(int(row["note"].removeprefix("row ")), 1).to_pylist()[0]
     assert row["price"] == str(original["price"])
     assert parts["test"].schema.field("price").type == pa.large_string()
+
+
+def test_large_csv_files_are_cut_between_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quoted fields have line ends, at many of which the file is cut first. Rows, parts and faults are those of one task."""
+    lines = ["note,click,at,price,user,item"]
+    for number in range(2000):
+        note = '"' + f"a line\n{number % 2},1,2,3,4,5\n" * (number % 7) + f'row {number}"'
+        label = 7 if number in (900, 1500) else number % 2
+        lines.append(f"{note},{label},{number},0.5,u{number % 40},{number % 9}")
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "day.csv").write_text("\r\n".join(lines) + "\r\n")
+    examined, examine = [], splitting.examine
+
+    def counted(task: Any, *, job: Any) -> pa.Table:
+        examined.append(task)
+        return examine(task, job=job)
+
+    monkeypatch.setattr(splitting, "examine", counted)
+    monkeypatch.setattr(splitting, "engine", one_thread)
+    notes = list[str]()
+    monkeypatch.setattr(CONSOLE, "note", notes.append)
+    found: dict[str, Any] = {}
+    for name, size in (("cut", 1 << 12), ("whole", 1 << 20)):
+        monkeypatch.setattr(splitting, "_LEAST_TASK_BYTES", size)
+        for by in ("rows", "last-out"):
+            examined.clear()
+            split(str(tmp_path / "log"), tmp_path / f"{name}-{by}", by, schema=SCHEMA, max_bad_fraction=0.01)
+            parts = {part: table["note"].to_pylist() for part, table in parts_of(tmp_path / f"{name}-{by}").items()}
+            assert found.setdefault(by, parts) == parts
+            again = len(examined) - len({task.number for task in examined})
+            assert (len(examined) > 20, again > 0) == ((True, True) if name == "cut" else (False, False))
+    assert sum(map(len, found["rows"].values())) == 1998
+    notes = [note for note in notes if "left out" in note]
+    assert len(notes) == 4
+    assert all("at row 900: label is not 0 or 1" in note for note in notes)
+    assert not list((tmp_path / "cut-rows").glob("cuts*"))
+
+
+def test_files_of_a_store_are_opened_in_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [storage.File(written_file(tmp_path / f"{number}.parquet"), 1000, 0) for number in range(8)]
+    barrier, opened = threading.Barrier(8, timeout=30), split_tasks.open_parquet
+
+    @contextmanager
+    def together(path: str) -> Iterator[pq.ParquetFile]:
+        barrier.wait()
+        with opened(path) as file:
+            yield file
+
+    monkeypatch.setattr("rayrec.storage.ranges.is_url", lambda _: True)
+    monkeypatch.setattr(split_tasks, "open_parquet", together)
+    cuts = json.loads(cut_files(files, task_bytes=1)["cuts"][0].as_py())
+    assert cuts == [[[0, 1], [1, 2]]] * 8
+
+
+def written_file(path: Path) -> str:
+    pq.write_table(table_of(20), path, row_group_size=10)
+    return str(path)
+
+
+def test_resumed_split_opens_no_footer_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, write, groups = written(table_of(), tmp_path / "log"), splitting.write, list[int]()
+
+    def failing(*_: Any, **__: Any) -> pa.Table:
+        raise OSError("killed")
+
+    def counted(files: Any, **options: Any) -> pa.Table:
+        groups.append(len(files))
+        return cut_files(files, **options)
+
+    monkeypatch.setattr(splitting, "_CUT_FILES", 2)
+    monkeypatch.setattr(splitting, "cut_files", counted)
+    monkeypatch.setattr(splitting, "write", failing)
+    with pytest.raises(OSError, match="killed"):
+        split(path, tmp_path / "out", "rows", schema=SCHEMA)
+    assert groups == [2, 1]
+    monkeypatch.setattr(splitting, "write", write)
+    split(path, tmp_path / "out", "rows", schema=SCHEMA)
+    assert groups == [2, 1]
 
 
 def test_an_interrupted_split_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
