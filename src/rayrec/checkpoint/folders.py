@@ -83,7 +83,13 @@ def open_checkpoint(path: str) -> Checkpoint:
     summary = storage.join(path, SUMMARY)
     chosen = latest(path)
     if storage.exists(summary):
-        chosen = Checkpoint(folder_of(path, storage.read_json(summary)["chosen_step"]))
+        found = storage.read_json(summary)
+        step = found.get("chosen_step") if isinstance(found, dict) else None
+        if type(step) is not int or step < 0:
+            raise InputError(
+                f"{summary}: damaged, chosen_step must be a step, got {step!r}; give a checkpoint's folder"
+            )
+        chosen = Checkpoint(folder_of(path, step))
     if chosen is None:
         raise InputError(
             f"{path}: holds no complete checkpoint (no {MANIFEST}); give a folder such as RUN/checkpoints/step_00001000"

@@ -9,7 +9,10 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal, NotRequired
+
+from annotated_types import Ge, Le
+from typing_extensions import TypedDict
 
 from rayrec import storage
 from rayrec.config import InputError
@@ -80,30 +83,101 @@ def _checksum(plain: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+Size = Annotated[int, Ge(0), Le(2**63 - 1)]
+
+
+class DataFile(TypedDict):
+    """A file of a manifest."""
+
+    bytes: Size
+    sha256: NotRequired[str]
+
+
+class _Chunk(TypedDict):
+    offsets: list[Size]
+    sizes: list[Size]
+    file: str
+    start: Size
+    bytes: Size
+    sha256: list[str]
+
+
+class _Tensor(TypedDict):
+    dtype: Literal["F64", "F32", "BF16", "F16", "I64", "I32", "I16", "I8", "U8", "BOOL"]
+    shape: list[Size]
+    chunks: list[_Chunk]
+
+
+class _Manifest(TypedDict):
+    state: dict[str, Any]
+    score: float | None
+    block_bytes: Annotated[int, Ge(1)]
+    files: dict[str, DataFile]
+    tensors: dict[str, _Tensor]
+
+
+def load_manifest(folder: str, *, remedy: str) -> dict[str, Any]:
+    """Return the manifest of a checkpoint or an export, whose checksum fits. Raises DamagedError, which ends with `remedy`."""
+    path = storage.join(folder, MANIFEST)
+    try:
+        with told_unreadable(path):
+            manifest = storage.read_json(path)
+        # The first version had no checksum; all later ones have this one, so that damage is not taken for another version.
+        sound = isinstance(manifest, dict) and (
+            (manifest.get("version") == 1 and "format" not in manifest)
+            or _checksum({key: value for key, value in manifest.items() if key != CHECKSUM}) == manifest.get(CHECKSUM)
+        )
+    except DamagedError:
+        raise
+    except InputError as error:
+        raise DamagedError(f"{error}; {remedy}") from None
+    if not sound:
+        raise DamagedError(f"{path}: damaged, its checksum does not fit; {remedy}")
+    return manifest
+
+
+def check_manifest(folder: str, manifest: dict[str, Any], fields: Any, *, remedy: str) -> None:
+    """Raises DamagedError, which ends with `remedy`, unless a manifest has the fields of a TypedDict and all files that it names
+    are regular ones inside the folder, not reached by a link that leads out of it."""
+    import pydantic
+
+    path = storage.join(folder, MANIFEST)
+    try:
+        pydantic.TypeAdapter(fields).validate_python(manifest, strict=True)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise DamagedError(f"{path}: damaged, field {field} is invalid ({first['msg']}); {remedy}") from None
+    names = {MANIFEST, *manifest["files"]}
+    for tensor in manifest.get("tensors", {}).values():
+        names.update(chunk["file"] for chunk in tensor["chunks"])
+    root = None if storage.is_url(folder) else os.path.realpath(folder)
+    for name in sorted(names):
+        if name.startswith("/") or ".." in name.split("/") or "\0" in name:
+            raise DamagedError(f"{path}: damaged, names {name!r}, which is outside of it; {remedy}")
+        if root is None:
+            continue
+        place = os.path.realpath(os.path.join(root, name))
+        if not place.startswith(root + os.sep):
+            raise DamagedError(
+                f"{os.path.join(folder, name)}: is a link to {place}, outside of it; copy the file, or {remedy}"
+            )
+        if os.path.exists(place) and not os.path.isfile(place):
+            raise DamagedError(f"{os.path.join(folder, name)}: damaged, not a regular file; {remedy}")
+
+
 def read_manifest(folder: str) -> dict[str, Any]:
     """The manifest of a checkpoint's folder. Raises DamagedError where it is missing or not as it was written, InputError
     where another version of the format wrote it, OSError where storage is unavailable."""
-    path = storage.join(folder, MANIFEST)
+    path, remedy = storage.join(folder, MANIFEST), "use an earlier checkpoint"
     if not storage.exists(path):
-        raise DamagedError(f"{path}: missing; use an earlier checkpoint")
-    try:
-        with told_unreadable(path):
-            manifest = json.loads(storage.read_bytes(path))
-    except ValueError as error:  # JSON's and Unicode's
-        if isinstance(error, InputError):
-            raise
-        raise DamagedError(f"{path}: damaged, not JSON ({error}); use an earlier checkpoint") from None
-    # The first version had no checksum; all later ones have this one, so that damage is not taken for another version.
-    first = isinstance(manifest, dict) and manifest.get("version") == 1
-    if not first and (
-        not isinstance(manifest, dict)
-        or _checksum({key: value for key, value in manifest.items() if key != CHECKSUM}) != manifest.get(CHECKSUM)
-    ):
-        raise DamagedError(f"{path}: damaged, its checksum does not fit; use an earlier checkpoint")
+        raise DamagedError(f"{path}: missing; {remedy}")
+    manifest = load_manifest(folder, remedy=remedy)
     if "format" in manifest:
         raise InputError(
             f"{folder}: no checkpoint, but an export; give the checkpoint that it was made of (an export is for `rayrec serve`)"
         )
-    if manifest["version"] != VERSION:
-        raise InputError(f"{folder}: format version {manifest['version']}, this rayrec reads {VERSION}")
+    if manifest.get("version") != VERSION:
+        raise InputError(f"{folder}: format version {manifest.get('version')}, this rayrec reads {VERSION}")
+    check_manifest(folder, manifest, _Manifest, remedy=remedy)
     return manifest

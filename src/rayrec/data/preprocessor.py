@@ -284,6 +284,8 @@ class Preprocessor:
                 f"{folder}: holds no preprocessor.json; build one with `rayrec vocabulary PATH --out {folder}`"
             )
         stored = storage.read_json(path)
+        if not isinstance(stored, dict):
+            raise InputError(f"{path}: damaged, not a mapping; build it again")
         if stored.get("version") != VERSION:
             raise InputError(
                 f"{path}: version {stored.get('version')}, this rayrec reads version {VERSION}; build it again"
@@ -295,7 +297,7 @@ class Preprocessor:
                 schema=Schema.described(stored["schema"]),
                 dense=tuple(DenseColumn(**column) for column in stored["dense"]),
                 sparse=tuple(SparseColumn(**column) for column in stored["sparse"]),
-                tokens=np.load(io.BytesIO(packed), allow_pickle=False),
+                tokens=np.lib.format.read_array(io.BytesIO(packed), allow_pickle=False),
                 integer_buckets=stored["integer_buckets"],
                 file_minimum=stored["file_minimum"],
                 multi_hot=MultiHot().updated(stored["multi_hot"]) if stored["multi_hot"] else None,
@@ -304,7 +306,7 @@ class Preprocessor:
             self.check()
         except InputError as error:
             raise InputError(f"{folder}: {error}") from None
-        except (KeyError, TypeError, ValueError, EOFError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, EOFError, MemoryError) as error:
             raise InputError(f"{folder}: the preprocessor's files are damaged ({error}); build it again") from None
         if self.hash() != stored.get("hash"):
             raise InputError(

@@ -6,14 +6,15 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, Required
 
 import numpy as np
 import torch
+from typing_extensions import TypedDict
 
 from rayrec import storage
 from rayrec.checkpoint.folders import refuse_pickles
-from rayrec.checkpoint.format import CHECKSUM, MANIFEST, seal
+from rayrec.checkpoint.format import MANIFEST, DataFile, check_manifest, load_manifest, seal
 from rayrec.checkpoint.safetensors_header import DTYPES
 from rayrec.config import InputError
 from rayrec.data.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
@@ -41,6 +42,17 @@ ENCODER: Final = "encode.py"
 
 _PIECE_BYTES = 64 << 20
 _REMEDY = "export the checkpoint again"
+
+
+class _VerifiedFile(DataFile):
+    sha256: Required[str]  # type: ignore[misc]
+
+
+class _Manifest(TypedDict):
+    format: str
+    version: int
+    model: dict[str, Any]
+    files: dict[str, _VerifiedFile]
 
 
 @dataclass(frozen=True)
@@ -101,8 +113,8 @@ def is_export(path: str) -> bool:
     if not storage.exists(place):
         return False
     try:
-        manifest = json.loads(storage.read_bytes(place))
-    except ValueError:
+        manifest = storage.read_json(place)
+    except InputError:
         return False
     return isinstance(manifest, dict) and manifest.get("format") == FORMAT
 
@@ -113,11 +125,10 @@ def read_manifest(
     """What the manifest of an export says: the model, the files. `own`: the class of a model that is not rayrec's. Raises
     InputError where it is damaged, of another version, or of a model that is neither rayrec's nor `own`."""
     place = storage.join(path, MANIFEST)
-    manifest = storage.read_json(place)
-    if seal({key: value for key, value in manifest.items() if key != CHECKSUM}) != manifest:
-        raise InputError(f"{place}: damaged, its checksum does not fit; {_REMEDY}")
-    if manifest["version"] != VERSION:
+    manifest = load_manifest(path, remedy=_REMEDY)
+    if manifest.get("version", VERSION) != VERSION:
         raise InputError(f"{path}: export version {manifest['version']}, this rayrec reads {VERSION}; {_REMEDY}")
+    check_manifest(path, manifest, _Manifest, remedy=_REMEDY)
     try:
         told = dict(manifest["model"])
         told.pop("width", None)  # for other readers; the model's settings say it
@@ -147,7 +158,10 @@ def open_export(path: str, *, device: Device = "cpu", own: type[ClickModelConfig
             verify_file(path, name, files)
     preprocessor = Preprocessor.load(storage.join(path, PREPROCESSOR_FOLDER))
     _check_preprocessor(path, preprocessor, exported)
-    model = empty_model(exported.model, preprocessor=preprocessor, precision=exported.precision)
+    stored_bytes = files[DENSE]["bytes"] if DENSE in files else 0
+    model = empty_model(
+        exported.model, preprocessor=preprocessor, precision=exported.precision, stored_bytes=stored_bytes, where=path
+    )
     dense_wanted = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in model.network.state_dict().items()}
     weights = read_tensors(path, DENSE, files, dense_wanted)
     # Copies are aligned as torch's own: its matrix products round otherwise where they are not.
@@ -189,8 +203,6 @@ def verify_file(path: str, name: str, files: Mapping[str, Mapping[str, Any]]) ->
 
 def _place(path: str, name: str, files: Mapping[str, Mapping[str, Any]]) -> str:
     place = storage.join(path, name)
-    if name.startswith("/") or ".." in name.split("/"):
-        raise InputError(f"{path}: its manifest names {name}, which is outside of it; {_REMEDY}")
     if name not in files:
         raise InputError(f"{path}: its manifest names no {name}; {_REMEDY}")
     if storage.size_of(place) != files[name]["bytes"]:
@@ -229,7 +241,7 @@ def read_tensors(
         table.pop("__metadata__", None)
         found = {key: (value["dtype"], value["shape"]) for key, value in table.items()}
         spans = {key: (int(value["data_offsets"][0]), int(value["data_offsets"][1])) for key, value in table.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         raise InputError(f"{place}: is not a safetensors file; {_REMEDY}") from None
     if found != {key: (DTYPES[dtype], list(shape)) for key, (dtype, shape) in wanted.items()}:
         raise InputError(f"{place}: its tensors are not those of the model its manifest names; {_REMEDY}")

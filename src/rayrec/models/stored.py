@@ -16,6 +16,8 @@ def stored_model(
 ) -> ClickModelConfig:
     """The settings that `ClickModelConfig.to_dict` gave. `own`: the class of a model that is not rayrec's, where one was given;
     `where`: the file, for messages. Raises InputError for a class that is neither, and for settings that do not fit it."""
+    if not isinstance(values, Mapping):
+        raise InputError(f"{where}: its network must be a mapping of settings, got {str(values)[:40]!r}")
     name = str(values.get(CLASS) or DLRMConfig.__qualname__)
     if own is not None and own.__qualname__.rpartition(".")[2] == name.rpartition(".")[2]:
         cls: type[ClickModelConfig] = own

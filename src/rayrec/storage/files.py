@@ -28,6 +28,7 @@ from rayrec.storage.urls import bucket_of, in_object_store, local_path, scheme_o
 
 _PIECE_BYTES: Final = 8 << 20
 """Read, written and copied at once; a smaller file is one request to a store."""
+_MAX_JSON_BYTES: Final = 1 << 30
 _AHEAD_BYTES: Final = 64 << 20
 """Handed to the uploading threads before waiting for them: they would take any amount, and memory with it."""
 _LARGEST_COPY_BYTES: Final = 5 << 30
@@ -139,11 +140,22 @@ def read_text(path: str) -> str:
 
 
 def read_json(path: str) -> Any:
-    data = read_bytes(path)
+    """Return the value of a JSON file. Raises InputError if there is none, and for damage, a pipe or device, more than 1 GiB,
+    and values that are nested too deeply."""
+    local = local_path(path)
+    if local is not None and os.path.exists(local) and not os.path.isfile(local):
+        raise InputError(f"{path}: damaged, not a regular file")
+    data = bytearray()
+    for piece in read_stream(path):
+        data += piece
+        if len(data) > _MAX_JSON_BYTES:
+            raise InputError(f"{path}: damaged, more than {_MAX_JSON_BYTES:,} bytes of JSON")
     try:
         return json.loads(data)
     except ValueError as error:
         raise InputError(f"{path}: damaged, not JSON ({error})") from None
+    except RecursionError:
+        raise InputError(f"{path}: damaged, its JSON is nested too deeply") from None
 
 
 # Writing -------------------------------------------------------------------------------------------------------------

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast, final
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from rayrec import storage
 from rayrec.checkpoint import Checkpoint, full_tensors
@@ -143,11 +147,19 @@ def _as_bags(ids: np.ndarray) -> Bags:
     return Bags(ids.reshape(-1), np.full(rows, ids.size // max(rows, 1), np.int32))
 
 
-def empty_model(config: ClickModelConfig, *, preprocessor: Preprocessor, precision: Precision) -> PlainModel:
-    """The model that fits a Preprocessor's columns, its network's weights still to be put in."""
+def empty_model(
+    config: ClickModelConfig,
+    *,
+    preprocessor: Preprocessor,
+    precision: Precision,
+    stored_bytes: int | None = None,
+    where: str = "",
+) -> PlainModel:
+    """The model that fits a Preprocessor's columns, its network's weights still to be put in. Raises InputError as soon as one of
+    rayrec's networks needs far more than the `stored_bytes` of the weights that it is for, as by damaged settings."""
     inputs = ModelInputs.of(preprocessor.inputs)
     if type(config).__module__.startswith(f"{ranking.__name__}."):
-        with torch.device("meta"):  # no memory, and no start values drawn from the caller's generator
+        with torch.device("meta"), _limited_weights(stored_bytes, where):  # no memory, and no start values drawn
             network = config.network(inputs, precision=precision)
     else:  # may compute constants, such as indices, that no checkpoint has
         with torch.random.fork_rng(devices=[]):
@@ -162,6 +174,38 @@ def empty_model(config: ClickModelConfig, *, preprocessor: Preprocessor, precisi
     return model.eval().requires_grad_(requires_grad=False)
 
 
+@contextmanager
+def _limited_weights(stored_bytes: int | None, where: str) -> Iterator[None]:
+    """Ends the construction of a network by this thread if its weights take more than twice `stored_bytes` and 16 MiB, or if a
+    size is one that no tensor can have."""
+    room = math.inf if stored_bytes is None else 2 * stored_bytes + (16 << 20)  # parts may be made and left out again
+    thread = threading.get_ident()
+
+    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal room
+        if parameter is not None and threading.get_ident() == thread:
+            room -= parameter.nbytes + 64
+            if room < 0:
+                raise _Oversized
+
+    hook = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    except (_Oversized, OverflowError, RuntimeError, TypeError, MemoryError) as error:
+        if stored_bytes is None:
+            raise
+        why = "it has more" if isinstance(error, _Oversized) else " ".join(str(error).split())[:200]
+        raise InputError(
+            f"{where}: the network does not fit the {stored_bytes:,} bytes of stored weights ({why}); its settings are damaged"
+        ) from None
+    finally:
+        hook.remove()
+
+
+class _Oversized(Exception):
+    """A network has more weights than are stored."""
+
+
 def load_scorer(
     config: ClickModelConfig, *, precision: Precision, checkpoint: str, preprocessor: Preprocessor, device: str
 ) -> ClickScorer:
@@ -169,7 +213,11 @@ def load_scorer(
 
     Every checksum is verified. Raises InputError for damaged weights and for those of another model.
     """
-    model = empty_model(config, preprocessor=preprocessor, precision=precision)
+    tensors = Checkpoint(checkpoint).manifest()["tensors"]
+    stored_bytes = sum(chunk["bytes"] for tensor in tensors.values() for chunk in tensor["chunks"])
+    model = empty_model(
+        config, preprocessor=preprocessor, precision=precision, stored_bytes=stored_bytes, where=checkpoint
+    )
     check_weights(checkpoint, wanted_weights(model, preprocessor))
     return make_scorer_of(model, dict(full_tensors(Checkpoint(checkpoint), PREFIX)), device=device)
 
@@ -247,7 +295,7 @@ def click_settings(
         values: dict[str, Any] = yaml.safe_load(storage.read_bytes(path).decode())
         model_values, precision = values["workload"]["model"], values["precision"]
         known = "embedding_dim" in model_values and precision in ("fp32", "bf16")
-    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError):
+    except (yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError):
         known = False
     if not known:
         raise InputError(

@@ -146,7 +146,7 @@ def test_where_nothing_else_is_left_what_cannot_be_read_is_no_reason_to_begin_an
     def fails(path: str) -> bytes:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(storage, "read_bytes", fails)
+    monkeypatch.setattr(storage, "read_json", fails)
     with pytest.raises(
         InputError, match=r"cannot be read .* there is no other checkpoint to resume from; fix the storage"
     ):

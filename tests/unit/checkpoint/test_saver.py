@@ -401,7 +401,7 @@ def test_what_cannot_be_read_just_now_is_not_removed(
             raise OSError(errno.EIO, "Input/output error")
         return read_bytes(path)
 
-    monkeypatch.setattr(storage, "read_bytes", fails)
+    monkeypatch.setattr(storage, "read_json", fails)
     saver = make_saver(retention=Retention(num_to_keep=1, keep_best=0))
     assert saver.begin(2, values(), state={}, score=None)
     saver.wait()

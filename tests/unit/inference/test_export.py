@@ -23,6 +23,7 @@ from saved_clicks import SMALL, Saved, bucketed_preprocessor, lists_preprocessor
 
 import rayrec
 from rayrec import recipes
+from rayrec.checkpoint.format import seal
 from rayrec.commands import scoring as commands
 from rayrec.config import InputError
 from rayrec.data.columns import RawColumns
@@ -274,12 +275,12 @@ def _resealed(folder: Path, change: Any) -> None:
     ("change", "message"),
     [
         (lambda m: m["model"]["num_embeddings"].__setitem__(0, 10**9), "Preprocessor is not the one"),
-        (lambda m: m["model"]["model"].update(top_mlp=[10**9, 1]), "not those of the model"),
+        (lambda m: m["model"]["model"].update(top_mlp=[10**9, 1]), "network does not fit the"),
         (lambda m: m["model"]["model"].update(no_field=1), "not the manifest of an export"),
         (lambda m: m["model"].update(quantization="int2"), "not the manifest of an export"),
         (lambda m: m["files"].update({"../outside": {"bytes": 1, "sha256": ""}}), "outside of it"),
         (lambda m: m["files"].pop("tables.safetensors"), r"names no tables\.safetensors"),
-        (lambda m: m.pop("model"), "not the manifest of an export"),
+        (lambda m: m.pop("model"), "field model is invalid"),
         (lambda m: m.update(version=99), "version 99"),
     ],
 )
@@ -287,6 +288,127 @@ def test_a_forged_manifest_is_refused(copied: Path, change: Any, message: str) -
     _resealed(copied, change)
     with pytest.raises(InputError, match=message):
         open_served(str(copied))
+
+
+def _zipped_tokens(folder: Path) -> None:
+    np.savez(folder / "preprocessor" / "tokens.npz", tokens=np.zeros(3, np.uint32))
+    (folder / "preprocessor" / "tokens.npz").rename(folder / "preprocessor" / "tokens.npy")
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _link(path: Path, target: str) -> None:
+    path.unlink()
+    path.symlink_to(target)
+
+
+@pytest.mark.parametrize(
+    ("damage", "change"),
+    [
+        (None, lambda m: m.pop("version")),
+        (None, lambda m: m.update(version="1")),
+        (None, lambda m: m.pop("files")),
+        (None, lambda m: m.update(files=None)),
+        (None, lambda m: m["files"]["README.md"].pop("bytes")),
+        (None, lambda m: m["files"]["README.md"].pop("sha256")),
+        (None, lambda m: m["files"]["README.md"].update(bytes=-1)),
+        (None, lambda m: m["files"].update({"a": 5})),
+        (None, lambda m: m["files"].update({"/etc/passwd": {"bytes": 1, "sha256": ""}})),
+        (None, lambda m: m.update(model=[])),
+        (None, lambda m: m["model"].update(model=[])),
+        (None, lambda m: m["model"].update(model=5)),
+        (None, lambda m: m["model"].update(features=7)),
+        (None, lambda m: m["model"]["model"].update(top_mlp=[2**63, 1])),
+        (None, lambda m: m["model"]["model"].update(top_mlp=[2**62, 2**62, 1])),
+        (None, lambda m: m["model"]["model"].update(members=2**31)),
+        (None, lambda m: m["model"]["model"].update(interaction="cross", cross_layers=2**31)),
+        (_zipped_tokens, lambda m: None),
+        (lambda folder: (folder / "preprocessor" / "tokens.npy").write_bytes(b"\x93NUMPY"), lambda m: None),
+        (lambda folder: (folder / "preprocessor" / "preprocessor.json").write_text("[]"), lambda m: None),
+        (lambda folder: (folder / "preprocessor" / "preprocessor.json").write_text("[" * 10**5), lambda m: None),
+        (
+            lambda folder: (folder / "preprocessor" / "preprocessor.json").write_text(
+                '{"version": 2, "profile": 1, "schema": []}'
+            ),
+            lambda m: None,
+        ),
+        (
+            lambda folder: (folder / "tables.safetensors").write_bytes((10**5).to_bytes(8, "little") + b"[" * 10**5),
+            lambda m: None,
+        ),
+        (lambda folder: _link(folder / "README.md", "/etc/hostname"), lambda m: None),
+        (lambda folder: _link(folder / "preprocessor" / "tokens.npy", "/dev/zero"), None),
+        (lambda folder: _pipe(folder / "README.md"), None),
+        (lambda folder: _pipe(folder / "manifest.json"), None),
+        (lambda folder: _link(folder / "manifest.json", "/dev/zero"), None),
+        (lambda folder: (folder / "manifest.json").write_text("[" * 10**5), None),
+        (lambda folder: (folder / "manifest.json").write_text('{"format":' + '{"a":' * 10**5), None),
+        (lambda folder: (folder / "manifest.json").write_text("[1]"), None),
+        (lambda folder: (folder / "manifest.json").write_bytes(b"\xff\xfe"), None),
+    ],
+)
+def test_open_served_rejects_spoiled_exports_in_one_line(copied: Path, damage: Any, change: Any) -> None:
+    if damage is not None:
+        damage(copied)
+    if change is not None:
+        _resealed(copied, change)
+    with pytest.raises(InputError) as raised:
+        open_served(str(copied))
+    assert re.fullmatch(r"[^\n]{10,600}", str(raised.value))
+
+
+def test_links_inside_an_export_are_followed(copied: Path) -> None:
+    """As in a mounted ConfigMap, and where the folder itself is a link."""
+    (copied / "README.md").rename(copied / "data")
+    (copied / "README.md").symlink_to("data")
+    (copied.parent / "alias").symlink_to(copied)
+    assert open_served(str(copied.parent / "alias")).kind == "export"
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", "[]", '{"chosen_step": "1"}', '{"chosen_step": -1}', "[" * 10**5, '{"chosen_step": 9}']
+)
+def test_open_served_rejects_a_damaged_summary(saved: Saved, tmp_path: Path, content: str) -> None:
+    run = shutil.copytree(saved.run, tmp_path / "run")
+    (run / "summary.json").write_text(content)
+    with pytest.raises(InputError, match=r"^[^\n]{10,600}$"):
+        open_served(str(run))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.pop("files"),
+        lambda m: m.pop("score"),
+        lambda m: m.update(score="high"),
+        lambda m: m.update(block_bytes=0),
+        lambda m: m.pop("tensors"),
+        lambda m: next(iter(m["tensors"].values())).update(dtype="F8"),
+        lambda m: next(iter(m["tensors"].values())).update(shape=[2**63]),
+        lambda m: next(iter(m["tensors"].values())).update(chunks=None),
+        lambda m: next(iter(m["tensors"].values()))["chunks"][0].update(file="../data"),
+        lambda m: next(iter(m["tensors"].values()))["chunks"][0].pop("sha256"),
+        lambda m: m.pop("version"),
+    ],
+)
+def test_open_served_rejects_a_resealed_checkpoint(saved: Saved, tmp_path: Path, change: Any) -> None:
+    folder = shutil.copytree(saved.checkpoint, tmp_path / saved.checkpoint.name)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(seal(manifest)))
+    with pytest.raises(InputError, match=r"^[^\n]{10,600}$"):
+        open_served(str(folder))
+
+
+@pytest.mark.parametrize("content", ["[" * 10**5, "a: &a [1]\nworkload: 5\n", "workload: {model: []}", "\xff"])
+def test_open_served_rejects_a_damaged_configuration(saved: Saved, tmp_path: Path, content: str) -> None:
+    folder = shutil.copytree(saved.checkpoint, tmp_path / saved.checkpoint.name)
+    (folder / "config.yaml").write_text(content, encoding="latin-1")
+    with pytest.raises(InputError, match=r"^[^\n]{10,600}$"):
+        open_served(str(folder))
 
 
 @pytest.mark.parametrize(

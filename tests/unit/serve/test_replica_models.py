@@ -419,7 +419,7 @@ def _save(run: Path, step: int, score: float | None) -> str:
     from rayrec.storage import write_json
 
     place = folder_of(str(run), step)
-    manifest = {"version": VERSION, "files": {}, "tensors": {}, "state": {}, "score": score}
+    manifest = {"version": VERSION, "files": {}, "tensors": {}, "state": {}, "block_bytes": 1, "score": score}
     write_json(f"{place}/{MANIFEST}", seal(manifest))
     assert Checkpoint(place).manifest()["score"] == score
     return place
