@@ -316,3 +316,33 @@ def test_a_model_by_its_name() -> None:
         parse_config("train", ["mnist_resnet18", "--model", "dlrm"])
     with pytest.raises(InputError, match=r"did you mean --workload\.model\.first-tower"):
         parse_config("train", ["criteo_kaggle", "--model", "finalnet", "--workload.model.first-towe", "8"])
+
+
+def test_q_silences_every_command_that_prepares_or_scores(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing but the result is printed; -q stands anywhere."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+    for words in (
+        "generate -q log --rows 3000",
+        "vocabulary log/train.txt -q --out vocabulary",
+        "preprocess log/train.txt --out ready --format parquet -q",
+        "split log/train.txt --out parts --by rows -q",
+        "validate -q log/train.txt",
+        "train criteo_demo --train-data.path log/train.txt --name run --steps 1 --batch-size 256 --scaling.num-workers 1 -q",
+        "evaluate runs/run log/train.txt -q",
+        "predict runs/run log/train.txt --out scores -q",
+        "compare runs/run runs/run log/train.txt --json -q --resamples 100",
+    ):
+        status, out, err = run(capsys, *words.split())
+        assert (status, err) == (0, ""), words
+        assert json.loads(out)
+
+
+def test_help_names_q(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("generate", "fetch", "vocabulary", "preprocess", "adopt", "split", "validate", "evaluate", "predict"):
+        with pytest.raises(SystemExit):
+            cli.run([verb, "--help"])
+        assert "-q: shows only the result and errors" in capsys.readouterr().out, verb
+    assert run(capsys, "export", "run", "--out", "x", "-q")[2].startswith("rayrec export: no flag -q")

@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import functools
+import inspect
 import io
 import re
 import sys
@@ -17,6 +18,7 @@ from rayrec.data.presets import MLPERF_NUM_EMBEDDINGS
 from rayrec.models import ranking
 from rayrec.models.base import ClickModelConfig
 from rayrec.models.ranking.ensemble import EnsembleConfig
+from rayrec.observe.console import Console
 from rayrec.schema import Schema, load_schema
 from rayrec.verbs import VERBS
 from rayrec.workloads.base import TrainConfig
@@ -28,6 +30,10 @@ Out = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
 OwnRecipe = Annotated[str | None, tyro.conf.arg(metavar="FILE.py:FUNCTION")]
 Address = Annotated[str | None, tyro.conf.arg(name="cluster.address")]
 
+_SWITCHES = {
+    "-q": "shows only the result and errors",
+    "-v": "also shows every checkpoint and the output of Ray's processes",
+}
 _MOST_MATCHES = 3
 """Flags that a message about an unknown flag suggests."""
 
@@ -41,15 +47,35 @@ def results_alone() -> contextlib.AbstractContextManager[object]:
     return contextlib.redirect_stdout(sys.stderr)
 
 
+def take_switches(arguments: list[str], *known: str) -> tuple[list[str], set[str]]:
+    """Take the switches among `known`, the keys of `_SWITCHES`, out of the arguments. Print what they do if help is asked for."""
+    if any(argument in ("-h", "--help") for argument in arguments):
+        print("".join(f"{switch}: {_SWITCHES[switch]}\n" for switch in known))
+    return [each for each in arguments if each not in known], {each for each in arguments if each in known}
+
+
+def with_console(arguments: list[str]) -> tuple[list[str], Console]:
+    """Take -q out of the arguments, and return the console of the command."""
+    rest, switches = take_switches(arguments, "-q")
+    return rest, Console(quiet="-q" in switches)
+
+
 def flags(verb: str, function: Callable[..., Any], arguments: list[str]) -> Any:
-    """Calls `function` with the values that the command line gives its parameters and returns what it returns.
+    """Calls `function` with the values that the command line gives its parameters and returns what it returns. A parameter
+    `console` is no flag: it is the console that -q makes quiet.
 
     Raises InputError for a flag that does not exist, with the nearest one, and for a value that does not fit.
     """
+    signature, given = inspect.signature(function), dict[str, Any]()
+    if "console" in signature.parameters:
+        arguments, given["console"] = with_console(arguments)
 
     @functools.wraps(function)
     def bound(*args: Any, **kwargs: Any) -> Callable[[], Any]:
-        return functools.partial(function, *args, **kwargs)
+        return functools.partial(function, *args, **kwargs, **given)
+
+    parameters = [parameter for name, parameter in signature.parameters.items() if name not in given]
+    bound.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
 
     # Called outside of the parser, which captures standard error.
     return parsed(f"rayrec {verb}", bound, arguments)()
@@ -158,8 +184,8 @@ def no_arguments(verb: str, arguments: list[str]) -> None:
 def parse_config(verb: str, arguments: list[str]) -> tuple[TrainConfig, set[str]]:
     """A recipe's name or FILE.py:FUNCTION, --config FILE or both, --schema FILE and --model NAME, then flags laid over it.
     Returns the configuration and the switches -v and -q."""
-    switches = {argument for argument in arguments if argument in ("-v", "-q")}
-    arguments, schema = with_schema([argument for argument in arguments if argument not in switches])
+    arguments, switches = take_switches(arguments, *_SWITCHES)
+    arguments, schema = with_schema(arguments)
     arguments, file = take_option(arguments, "--config", what="a file")
     arguments, model = take_option(arguments, "--model", what="the name of a model")
     recipe = None

@@ -14,6 +14,7 @@ from rayrec.commands.arguments import (
     results_alone,
     table_sizes,
     take_option,
+    with_console,
     with_schema,
 )
 from rayrec.config import InputError
@@ -39,6 +40,8 @@ def _generate(
     seed: int = 0,
     drift: int = 1,
     first_date: str | None = None,
+    *,
+    console: Console,
 ) -> dict[str, Any]:
     """Write a synthetic click log whose best reachable AUROC and logloss are known.
 
@@ -51,7 +54,6 @@ def _generate(
         drift: From one day to the next, clicks and categories change as much as in so many days; 0: never.
         first_date: Write a folder a day, dt=2026-01-31/train.txt, from this date on.
     """
-    console = Console()
     with console.preparing():
         return api.generate(
             out,
@@ -75,15 +77,16 @@ DEFAULT_GATES = Gates()
 DEFAULT_TEXT = TextConfig()
 
 
-def _prepare(verb: str, function: Callable[[PreparationConfig], Any], arguments: list[str]) -> Any:
+def _prepare(verb: str, function: Callable[[PreparationConfig, Console], Any], arguments: list[str]) -> Any:
     """Runs a preparation's function, which takes its flags and, as `config`, those of PreparationConfig."""
     rest, schema = with_schema(arguments)
+    rest, console = with_console(rest)
     config = PreparationConfig() if schema is None else PreparationConfig(schema=schema)
-    return flags(verb, function(config), rest)
+    return flags(verb, function(config, console), rest)
 
 
 def vocabulary(arguments: list[str]) -> None:
-    def command(default: PreparationConfig) -> Any:
+    def command(default: PreparationConfig, console: Console) -> Any:
         def run(path: Path_, out: str, extend: str | None = None, config: Preparation = default) -> dict[str, Any]:
             """Count the categories of a click log in one pass and write the Preprocessor. --schema FILE names the columns
             of a log that is not Criteo's.
@@ -96,7 +99,7 @@ def vocabulary(arguments: list[str]) -> None:
                 config: How the log is read and prepared.
             """
             with results_alone():
-                return prepare_vocabulary(path, out=out, extend=extend, config=config, console=Console())
+                return prepare_vocabulary(path, out=out, extend=extend, config=config, console=console)
 
         return run
 
@@ -104,7 +107,7 @@ def vocabulary(arguments: list[str]) -> None:
 
 
 def preprocess(arguments: list[str]) -> None:
-    def command(default: PreparationConfig) -> Any:
+    def command(default: PreparationConfig, console: Console) -> Any:
         def run(
             path: Path_,
             out: str,
@@ -138,7 +141,7 @@ def preprocess(arguments: list[str]) -> None:
                     seed=seed,
                     config=config,
                     text=text,
-                    console=Console(),
+                    console=console,
                 )
 
         return run
@@ -158,6 +161,8 @@ def adopt(arguments: list[str]) -> None:
         path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")],
         out: str | None = None,
         config: Annotated[AdoptionConfig, tyro.conf.arg(name="")] = default,
+        *,
+        console: Console,
     ) -> dict[str, Any]:
         """Make arrays that TorchRec's scripts wrote trainable as they are: check all of them, and write dataset.json and a
         Preprocessor next to them. --num-embeddings-per-feature takes the value that dlrm_main.py has: 1000,200,... Or make MDS
@@ -170,13 +175,13 @@ def adopt(arguments: list[str]) -> None:
             config: How they are read, checked and split.
         """
         with results_alone():
-            return prepare_adopt(path, out=out, config=config, console=Console())
+            return prepare_adopt(path, out=out, config=config, console=console)
 
     print_json(flags("adopt", run, arguments))
 
 
 def split(arguments: list[str]) -> None:
-    def command(default: PreparationConfig) -> Any:
+    def command(default: PreparationConfig, console: Console) -> Any:
         def run(
             path: Path_, out: str, rows: Annotated[RowSplit, tyro.conf.arg(name="")], config: Preparation = default
         ) -> dict[str, Any]:
@@ -191,7 +196,7 @@ def split(arguments: list[str]) -> None:
                 config: How the log is read: files, engine, address, max-bad-fraction.
             """
             with results_alone():
-                return prepare_split(path, out=out, rows=rows, config=config, console=Console())
+                return prepare_split(path, out=out, rows=rows, config=config, console=console)
 
         return run
 
@@ -199,12 +204,10 @@ def split(arguments: list[str]) -> None:
 
 
 def validate(arguments: list[str]) -> None:
-    console = Console()
-
-    def command(default: PreparationConfig) -> Any:
+    def command(default: PreparationConfig, console: Console) -> Any:
         def run(
             path: Path_, preprocessor: str | None = None, gates: Gates = DEFAULT_GATES, config: Preparation = default
-        ) -> Report:
+        ) -> tuple[Report, Console]:
             """Report on a log: faults, missing values, label rate, categories, drift. Exit status 2 where a gate fails.
             --schema FILE names the columns of a log that is not Criteo's.
 
@@ -215,11 +218,12 @@ def validate(arguments: list[str]) -> None:
                 config: How the log is read.
             """
             with results_alone():
-                return prepare_validate(path, config=config, gates=gates, preprocessor=preprocessor, console=console)
+                found = prepare_validate(path, config=config, gates=gates, preprocessor=preprocessor, console=console)
+            return found, console
 
         return run
 
-    report = _prepare("validate", command, arguments)
+    report, console = _prepare("validate", command, arguments)
     report.show(console)
     print_json(report.to_dict())
     if report.failures:
@@ -233,6 +237,8 @@ def _fetch(
     out: str,
     base_url: str | None = None,
     verify: bool = False,
+    *,
+    console: Console,
 ) -> list[dict[str, Any]]:
     """Download a published data set, going on where an earlier call stopped, and check every file.
 
@@ -242,7 +248,7 @@ def _fetch(
         base_url: Another URL of the files, such as your own mirror.
         verify: Check the checksums of files that are there already, too.
     """
-    return api.fetch(name, out=out, base_url=base_url, verify=verify, console=Console())
+    return api.fetch(name, out=out, base_url=base_url, verify=verify, console=console)
 
 
 def fetch(arguments: list[str]) -> None:

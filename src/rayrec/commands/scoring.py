@@ -26,6 +26,8 @@ def _evaluate(
     recipe: OwnRecipe = None,
     address: Address = None,
     config: Evaluation = DEFAULT_EVALUATION,
+    *,
+    console: Console,
 ) -> dict[str, Any]:
     """Score every labelled row of a path exactly once.
 
@@ -38,7 +40,10 @@ def _evaluate(
         config: How rows are scored, and what is reported of a click model in addition to its metrics over all rows.
     """
     with results_alone():
-        return api.evaluate(checkpoint, path, recipe=_own(recipe), cluster_address=address, **vars(config))
+        options = {"recipe": _own(recipe), "cluster_address": address, **vars(config)}
+        found = api.evaluate(checkpoint, path, console=console, **options)
+    console.note(evaluation_text(found))
+    return found
 
 
 def _own(recipe: str | None) -> recipes.Recipe | None:
@@ -46,9 +51,7 @@ def _own(recipe: str | None) -> recipes.Recipe | None:
 
 
 def evaluate(arguments: list[str]) -> None:
-    found = flags("evaluate", _evaluate, arguments)
-    Console().note(evaluation_text(found))
-    print_json(found)
+    print_json(flags("evaluate", _evaluate, arguments))
 
 
 def _compare(
@@ -58,6 +61,8 @@ def _compare(
     address: Address = None,
     gates: ComparisonGates = DEFAULT_GATES,
     config: Comparison = DEFAULT_COMPARISON,
+    *,
+    console: Console,
 ) -> tuple[bool, dict[str, Any]]:
     """Score every labelled row of a path with two or more click models, and say which differ. Exit status 2 where a gate fails.
 
@@ -72,9 +77,8 @@ def _compare(
         config: How rows are scored, and how sure differences are.
     """
     with results_alone():
-        found = api.compare(
-            places[:-1], "".join(places[-1:]), recipe=_own(recipe), gates=gates, cluster_address=address, **vars(config)
-        )
+        options = {"recipe": _own(recipe), "cluster_address": address, **vars(config)}
+        found = api.compare(places[:-1], "".join(places[-1:]), gates=gates, console=console, **options)
     return json, found
 
 
@@ -116,6 +120,8 @@ def _predict(
     recipe: OwnRecipe = None,
     address: Address = None,
     config: Scoring = DEFAULT_SCORING,
+    *,
+    console: Console,
 ) -> dict[str, Any]:
     """Score the rows of a path, labelled or not.
 
@@ -129,7 +135,8 @@ def _predict(
         config: How rows are scored.
     """
     with results_alone():
-        return api.predict_to(checkpoint, path, out=out, recipe=_own(recipe), cluster_address=address, **vars(config))
+        options = {"recipe": _own(recipe), "cluster_address": address, **vars(config)}
+        return api.predict_to(checkpoint, path, out=out, console=console, **options)
 
 
 def predict(arguments: list[str]) -> None:

@@ -16,6 +16,7 @@ from rayrec.commands.arguments import (
     results_alone,
     table_sizes,
     take_option,
+    take_switches,
 )
 from rayrec.config import InputError
 from rayrec.launch.policy import Policy
@@ -128,7 +129,8 @@ def _supervision(
 def supervise(arguments: list[str]) -> int:
     place = arguments.index("--") if "--" in arguments else len(arguments)
     own, command = arguments[:place], arguments[place + 1 :]
-    supervision = flags("supervise", _supervision, [argument for argument in own if argument != "-q"])
+    own, switches = take_switches(own, "-q")
+    supervision = flags("supervise", _supervision, own)
     if command[:1] != ["train"]:
         raise InputError("what shall be supervised? rayrec supervise [--flags] -- train RECIPE [--flags]")
     resolved, _ = parse_config("train", command[1:])
@@ -137,7 +139,7 @@ def supervise(arguments: list[str]) -> int:
         sys.stderr.write(text)
         sys.stderr.flush()
 
-    outcome = api.supervise(resolved, command[1:], supervision=supervision, show=None if "-q" in own else show)
+    outcome = api.supervise(resolved, command[1:], supervision=supervision, show=None if "-q" in switches else show)
     if outcome.status == 2:
         raise InputError(outcome.cause)
     if outcome.status == 0:
