@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rayrec import storage
-from rayrec.config import Config
+from rayrec.config import CLASS, Config, same_class
 from rayrec.data.log import partition_names
 from rayrec.quantities import date_text
 from rayrec.workloads.base import TrainConfig
@@ -89,15 +89,27 @@ def with_old(config: TrainConfig, changes: tuple[Change, ...]) -> TrainConfig:
 
 def _changes(stored: Mapping[str, Any], config: Config, where: str) -> Iterator[Change]:
     plain = config.to_dict()
+    if CLASS in stored and CLASS in plain and not same_class(stored[CLASS], plain[CLASS]):
+        yield Change(f"{where}{CLASS}", stored[CLASS], plain[CLASS])
     for field in dataclasses.fields(config):
         value, new, old = getattr(config, field.name), plain[field.name], stored.get(field.name, _ABSENT)
         name = f"{where}{field.name}"
         if isinstance(value, Config) and isinstance(old, Mapping):
             yield from _changes(old, value, f"{name}.")
+        elif _are_items(old, value):
+            for number, (stored_item, item) in enumerate(zip(old, value, strict=True)):
+                yield from _changes(stored_item, item, f"{name}[{number}].")
         elif not _equal(old, new) and not (old == _ABSENT and value == _default(field)):
             yield Change(name, old, new)
     for name in stored.keys() - plain.keys():
         yield Change(f"{where}{name}", stored[name], _ABSENT)
+
+
+def _are_items(old: Any, value: Any) -> bool:
+    """Whether both are lists of as many configurations, which are compared one by one."""
+    if not isinstance(old, list) or not isinstance(value, tuple) or len(old) != len(value):
+        return False
+    return all(isinstance(item, Mapping) for item in old) and all(isinstance(item, Config) for item in value)
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

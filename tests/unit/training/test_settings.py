@@ -101,6 +101,22 @@ def test_fields_of_another_version() -> None:
     assert found.accepted == ()
 
 
+def test_models_of_an_ensemble_are_compared_one_by_one() -> None:
+    first = recipes.criteo_ensemble("log")
+    settings = stored(first)
+    del settings["workload"]["model"]["models"][1]["tower_losses"]  # added by a later version
+    assert compare_settings(settings, first).refused == ()
+    settings["workload"]["model"]["models"][1]["first_dropout"] = 0.3
+    (change,) = compare_settings(settings, first).refused
+    assert str(change) == "workload.model.models[1].first_dropout: 0.3 -> 0.1"
+
+
+def test_another_model_with_the_same_settings_is_refused() -> None:
+    widedeep, deepfm = (config(workload={"model": {"class": name}}) for name in ("widedeep", "deepfm"))
+    (change,) = compare_settings(stored(widedeep), deepfm).refused
+    assert change.field == "workload.model.class"
+
+
 def test_a_workload_says_which_of_its_fields_are_free() -> None:
     first = data_parallel_ranks.config(1).replace(workload=Own())
     found = compare_settings(stored(first), first.replace(workload={"workers_note": "b"}))
