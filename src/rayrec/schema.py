@@ -38,6 +38,9 @@ class Feature(Config):
     weights: str | None = None
     """For a column of `Schema.lists`: the column with a number for each of its categories, which multiplies the category's
     embedding before they are summed; None: 1 each."""
+    aligned_with: str | None = None
+    """For a column of `Schema.lists`: the list whose items it describes, such as the items of earlier clicks for the list of
+    their shops. In each row both must have categories at the same places; None: it belongs to no other list."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,6 +132,8 @@ class Schema(Config):
                 raise InputError(
                     f"schema: feature {feature.name} has max_length or weights, which only a column of lists can have"
                 )
+            if feature.aligned_with is not None:
+                self._check_aligned(feature, self.feature(feature.aligned_with))
             if feature.vocabulary in own:
                 raise InputError(
                     f"schema: feature {feature.name} has the vocabulary of {feature.vocabulary}, which has another one itself; "
@@ -137,6 +142,19 @@ class Schema(Config):
         weights = [feature.weights for feature in self.features if feature.weights]
         if len(set(weights)) != len(weights):
             raise InputError("schema: two features have the same column of weights")
+
+    def _check_aligned(self, feature: Feature, first: Feature) -> None:
+        where = f"schema: aligned_with of feature {feature.name}"
+        if feature.name not in self.lists or first.name not in self.lists or first.name == feature.name:
+            raise InputError(f"{where}: must be a list that names another column of lists, got {first.name}. Name one.")
+        if first.aligned_with is not None:
+            raise InputError(
+                f"{where}: must be a list without aligned_with, got {first.name}. Name {first.aligned_with} in both."
+            )
+        if first.max_length != feature.max_length:
+            raise InputError(
+                f"{where}: must have the max_length of {first.name}, {first.max_length}, got {feature.max_length}. Set the same."
+            )
 
     def _check_named_columns(self) -> None:
         """Raises InputError if a field names columns that the field it chooses from does not have."""
@@ -198,6 +216,9 @@ class Schema(Config):
         they change nothing, so that the description of an earlier schema, and its hash, stay the same."""
         plain = self.to_dict()
         del plain["group"]
+        for feature in plain["features"]:
+            if feature["aligned_with"] is None:
+                del feature["aligned_with"]
         if self.tokens == "hexadecimal":
             del plain["category_rules"]
         return {name: value for name, value in plain.items() if name not in _ADDED or value != _ADDED[name]}

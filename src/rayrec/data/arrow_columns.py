@@ -34,12 +34,15 @@ _KINDS = (
     "not a whole number in range",
     "weights are not as many numbers as categories",
     "not a time",
+    "categories are not at the places of the list that it is aligned with",
 )
 (
     NO_LABEL, LABEL, WEIGHT, NOT_FINITE, BEYOND, NOT_AN_INTEGER, NOT_HEXADECIMAL, NOT_UTF8, FEW, MANY, QUOTE, NOT_WHOLE,
-    LIST_WEIGHTS, TIME,
+    LIST_WEIGHTS, TIME, LIST_PLACES,
 ) = range(len(_KINDS))  # fmt: skip
 _WHOLE_ROW = -1
+_PLACE_BITS = 32
+"""Of the place of a list's item in its row, behind the row's number."""
 
 
 class _Refused:
@@ -176,13 +179,14 @@ def _raw_columns(
 ) -> RawColumns:
     first = _first_feature(schema)
     dense, absent, sparse = [], [], []
+    places: dict[str, np.ndarray] = {}
     for number, name in enumerate(schema.dense, first):
         values, status = _finite_numbers(arrays[name], name, schema, refused, refuse_type, number=number)
         dense.append(values)
         absent.append(status == EMPTY)
     for number, name in enumerate(schema.sparse, first + len(schema.dense)):
         if name in schema.lists:
-            column, bad, kind = _lists(arrays, name, schema, refuse_type)
+            column, bad, kind, places[name] = _lists(arrays, name, schema, refuse_type)
         else:
             if _is_list(arrays[name].type):
                 raise refuse_type(name, "name it in the schema's lists, or leave it out")
@@ -191,6 +195,12 @@ def _raw_columns(
         refused.add(bad, kind, number)
         sparse.append(column)
     rows = len(refused.kinds)
+    for number, name in enumerate(schema.sparse, first + len(schema.dense)):
+        other = schema.feature(name).aligned_with
+        if other is not None:
+            bad = np.zeros(rows, bool)
+            bad[np.setxor1d(places[name], places[other], assume_unique=True) >> _PLACE_BITS] = True
+            refused.add(bad, LIST_PLACES, number)
     more_labels = tuple(_label(arrays[label.name], label, schema, refused, refuse_type) for label in schema.labels)
     timestamps = _timestamps(arrays, schema, refused, refuse_type)
     raw = RawColumns(schema, rows, tuple(dense), tuple(absent), tuple(sparse), labels, weights, more_labels, timestamps)
@@ -477,8 +487,9 @@ def _whole_tokens(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
 
 def _lists(
     arrays: dict[str, pa.Array], name: str, schema: Schema, refuse_type: RefuseType
-) -> tuple[RawSparse, np.ndarray, int]:
-    """(the column, bool (rows): refused rows, the kind of their fault). Lists in text are split."""
+) -> tuple[RawSparse, np.ndarray, int, np.ndarray]:
+    """(the column, bool (rows): refused rows, the kind of their fault, int64: row and place of each category). Lists in text are
+    split."""
     feature, array = schema.feature(name), arrays[name]
     rows = len(array)
     if types.is_null(array.type):
@@ -487,6 +498,7 @@ def _lists(
             RawSparse(np.zeros(0, np.uint64), None, np.zeros(rows, np.int32), nothing),
             np.zeros(rows, bool),
             NOT_UTF8,
+            np.zeros(0, np.int64),
         )
     array = _as_lists(array, name, schema, refuse_type)
     lengths = _list_lengths(array)
@@ -497,14 +509,15 @@ def _lists(
             arrays[feature.weights], feature.weights, lengths, status != EMPTY, schema, refuse_type
         )
         kind = LIST_WEIGHTS if bad.any() else kind
+    there, row_of = status != EMPTY, np.repeat(np.arange(rows), lengths)
+    places = ((row_of << _PLACE_BITS) + places_of(np.zeros(rows, np.int64), lengths))[there]
     if status.any():
-        row_of, there = np.repeat(np.arange(rows), lengths), status != EMPTY
         lengths = np.bincount(row_of[there], minlength=rows)
         bad |= np.bincount(row_of[status == REFUSED], minlength=rows) > 0
         tokens = np.ascontiguousarray(tokens[there])
         weights = None if weights is None else weights[there]
     column = RawSparse(tokens, None, lengths.astype(np.int32), weights)
-    return column if feature.max_length is None else column.last(feature.max_length), bad, kind
+    return column if feature.max_length is None else column.last(feature.max_length), bad, kind, places
 
 
 def _as_lists(array: pa.Array, name: str, schema: Schema, refuse_type: RefuseType) -> pa.Array:

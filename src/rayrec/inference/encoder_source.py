@@ -48,7 +48,7 @@ _SCHEMA = {
     *("label", "dense", "sparse", "tokens", "lists", "weight", "delimiter", "list_delimiter", "integers", "optional"),
     *("features", "labels", "timestamp", "nan", "category_rules"),
 }
-_FEATURE = {"name", "vocabulary", "max_length", "weights"}
+_FEATURE = {"name", "vocabulary", "max_length", "weights", "aligned_with"}
 
 
 class Encoder:
@@ -160,8 +160,11 @@ class Encoder:
         values = [_plain(row.get(name)) for row in rows]
         lengths = None
         if name in self.schema["lists"]:
-            lists = [self._items(value, name, row) for row, value in enumerate(values)]
-            found = [[self._token(_plain(item), name, row) for item in items] for row, items in enumerate(lists)]
+            found = self._lists(rows, name)
+            other = self._features.get(name, {}).get("aligned_with")
+            for row, (own, others) in enumerate(zip(found, self._lists(rows, other) if other else found, strict=True)):
+                if _places(own) != _places(others):
+                    raise ValueError(f"row {row}: the categories of {name} are not at the places of those of {other}")
             most = self._features.get(name, {}).get("max_length") or 0
             present = [[token for token in of_row if token is not None][-most:] for of_row in found]
             lengths = np.array([max(1, len(of_row)) for of_row in present], np.int64)
@@ -171,6 +174,11 @@ class Encoder:
         missing = np.array([token is None for token in tokens], bool)
         dtype = np.uint32 if self._hexadecimal else np.uint64
         return np.array([token or 0 for token in tokens], dtype), missing, lengths
+
+    def _lists(self, rows: Sequence[Mapping[str, Any]], name: str) -> list[list[int | None]]:
+        """The tokens of each row's list; None: missing."""
+        lists = [self._items(_plain(row.get(name)), name, number) for number, row in enumerate(rows)]
+        return [[self._token(_plain(item), name, row) for item in items] for row, items in enumerate(lists)]
 
     def _items(self, value: Any, name: str, row: int) -> list[Any]:
         if value is None or isinstance(value, str):
@@ -210,6 +218,10 @@ class Encoder:
                 zip(ids, self._multi_hot["sizes"], self._sparse, strict=True)
             )
         ]
+
+
+def _places(tokens: Sequence[int | None]) -> list[int]:
+    return [place for place, token in enumerate(tokens) if token is not None]
 
 
 def _plain(value: Any) -> Any:

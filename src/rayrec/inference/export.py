@@ -240,9 +240,11 @@ def _write_program(model: PlainModel, path: str, exported: ExportedModel) -> Non
     rows = torch.export.Dim("rows", min=1)
     examples = [torch.zeros(BATCH_ROWS, exported.num_dense), torch.zeros(BATCH_ROWS, width)]
     of_sequences: list[dict[int, Any]] = []
-    for number in range(len(exported.sequences)):
+    first = dict(model.inputs.aligned)
+    lists = [first.get(name, name) for name in exported.sequences]  # aligned ones have as many ids
+    for name in lists:
         examples += [torch.zeros(2 * BATCH_ROWS, dim), torch.full((BATCH_ROWS,), 2, dtype=torch.int64)]
-        of_sequences += [{0: torch.export.Dim(f"ids_{number}", min=0)}, {0: rows}]
+        of_sequences += [{0: torch.export.Dim(f"ids_{lists.index(name)}", min=0)}, {0: rows}]
     shapes: tuple[Any, ...] = ({0: rows}, {0: rows})
     if of_sequences:
         shapes = (*shapes, tuple(of_sequences))

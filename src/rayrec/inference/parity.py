@@ -147,19 +147,43 @@ def drawn_rows(preprocessor: Preprocessor, *, rows: int, seed: int = 0) -> Parit
     for start in range(0, rows, BATCH_ROWS):
         count = min(BATCH_ROWS, rows - start)
         dense = rng.standard_normal((count, len(preprocessor.inputs.dense)), np.float32)
+        lengths = _DrawnLengths(rng, preprocessor.schema, count)
         ids = [
-            _drawn_ids(rng, count, num_embeddings, hotness, preprocessor.id_dtype)
-            for num_embeddings, hotness in zip(preprocessor.num_embeddings, preprocessor.hotness, strict=True)
+            _drawn_ids(rng, lengths, name, num_embeddings, hotness, preprocessor.id_dtype)
+            for name, num_embeddings, hotness in zip(
+                preprocessor.inputs.sparse, preprocessor.num_embeddings, preprocessor.hotness, strict=True
+            )
         ]
         batches.append(EncodedRows(dense, ids, None))
     return ParityRows("rows drawn at random, their labels by the checkpoint's own scores", tuple(batches))
 
 
-def _drawn_ids(rng: np.random.Generator, rows: int, num_embeddings: int, hotness: int | None, dtype: np.dtype) -> Ids:
+class _DrawnLengths:
+    """Lengths of lists, the same for lists that are aligned."""
+
+    def __init__(self, rng: np.random.Generator, schema: Schema, rows: int) -> None:
+        self.rows, self._rng, self._schema, self._drawn = rows, rng, schema, dict[str, np.ndarray]()
+
+    def of(self, name: str) -> np.ndarray:
+        """int64 (rows)."""
+        first = self._schema.feature(name).aligned_with or name
+        if first not in self._drawn:
+            self._drawn[first] = self._rng.integers(0, _DRAWN_BAG + 1, self.rows)
+        return self._drawn[first]
+
+
+def _drawn_ids(
+    rng: np.random.Generator,
+    lengths: _DrawnLengths,
+    name: str,
+    num_embeddings: int,
+    hotness: int | None,
+    dtype: np.dtype,
+) -> Ids:
     if hotness is None:
-        lengths = rng.integers(0, _DRAWN_BAG + 1, rows).astype(np.int32)
-        return Bags(rng.integers(0, num_embeddings, int(lengths.sum()), dtype), lengths)
-    return rng.integers(0, num_embeddings, rows if hotness == 1 else (rows, hotness), dtype)
+        of_rows = lengths.of(name).astype(np.int32)
+        return Bags(rng.integers(0, num_embeddings, int(of_rows.sum()), dtype), of_rows)
+    return rng.integers(0, num_embeddings, lengths.rows if hotness == 1 else (lengths.rows, hotness), dtype)
 
 
 def compare_encoder(encoder: Any, preprocessor: Preprocessor, rows: ParityRows) -> dict[str, Any]:
@@ -217,7 +241,7 @@ def _as_table_rows(table: pa.Table, schema: Schema) -> RawValues:
 def _drawn_table(preprocessor: Preprocessor) -> pa.Table:
     """Raw values of every column: numbers, known and other categories, empty fields."""
     schema, rng = preprocessor.schema, np.random.default_rng(0)
-    hexadecimal = schema.tokens == "hexadecimal"
+    hexadecimal, of_lists = schema.tokens == "hexadecimal", _DrawnLengths(rng, schema, _DRAWN_ROWS)
 
     def present() -> np.ndarray:
         return rng.random(_DRAWN_ROWS) < 0.9
@@ -229,9 +253,7 @@ def _drawn_table(preprocessor: Preprocessor) -> pa.Table:
     for number, name in enumerate(preprocessor.inputs.sparse):
         if name not in schema.sparse:
             continue
-        lengths = (
-            rng.integers(0, _DRAWN_BAG + 1, _DRAWN_ROWS) if name in schema.lists else np.ones(_DRAWN_ROWS, np.int64)
-        )
+        lengths = of_lists.of(name) if name in schema.lists else np.ones(_DRAWN_ROWS, np.int64)
         dtype, known = (np.uint32 if hexadecimal else np.uint64), preprocessor.vocabulary(number)
         tokens = rng.integers(0, np.iinfo(dtype).max, int(lengths.sum()), dtype, endpoint=True)
         if len(known):

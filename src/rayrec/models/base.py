@@ -36,6 +36,8 @@ class ModelInputs:
     """Whether ids have weights, by which their embeddings are multiplied before they are summed."""
     lists: tuple[tuple[str, int | None], ...] = ()
     """The features that have any number of ids a row, each with the most that a row has; None: any number."""
+    aligned: tuple[tuple[str, str], ...] = ()
+    """Features of `lists` and the one that each is aligned with (`Feature.aligned_with`): in a row, both have as many ids."""
 
     @classmethod
     def of(cls, schema: Schema) -> ModelInputs:
@@ -48,6 +50,7 @@ class ModelInputs:
             schema.vocabularies,
             bool(schema.list_weights),
             tuple((name, schema.feature(name).max_length) for name in schema.lists),
+            tuple((feature.name, feature.aligned_with) for feature in schema.features if feature.aligned_with),
         )
 
     @property

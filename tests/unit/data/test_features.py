@@ -24,6 +24,7 @@ from rayrec.data.loader import Slicer
 from rayrec.data.materialized.formats import check, from_named_columns, named_columns
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.presets import Preset, make_preprocessor
+from rayrec.models.base import ModelInputs
 from rayrec.schema import Feature, Label, Schema, load_schema
 
 YAML = """
@@ -108,6 +109,19 @@ def test_yaml_declares_labels_and_features() -> None:
             "features: [{name: history, vocabulary: item}, {name: item, vocabulary: sku}]",
             "has the vocabulary of item, which has another one itself",
         ),
+        (
+            "features: [{name: history, aligned_with: item}]",
+            "aligned_with of feature history: must be a list .*, got item",
+        ),
+        ("features: [{name: history, aligned_with: history}]", "must be a list that names another column of lists"),
+        (
+            "sparse: [a, b, c]\nlists: [a, b, c]\nfeatures: [{name: b, aligned_with: c}, {name: c, aligned_with: a}]",
+            "aligned_with of feature b: must be a list without aligned_with, got c. Name a in both",
+        ),
+        (
+            "sparse: [a, b]\nlists: [a, b]\nfeatures: [{name: b, aligned_with: a, max_length: 3}]",
+            "aligned_with of feature b: must have the max_length of a, None, got 3",
+        ),
         ("labels: [{name: item}]", "column names repeat"),
         ("labels: [{name: like, kind: count}]", "Label.kind: 'count' does not fit"),
         ("timestamp: user", "column names repeat"),
@@ -119,9 +133,29 @@ def test_a_wrong_declaration_is_refused_in_one_line(text: str, message: str) -> 
         load_schema(f"sparse: [user, item, history]\nlists: [history]\n{text}", "schema.yaml")
 
 
+def test_aligned_lists_have_categories_at_the_same_places() -> None:
+    schema = load_schema(
+        "label: click\nsparse: [items, shops]\nlists: [items, shops]\n"
+        "features: [{name: items, max_length: 2}, {name: shops, aligned_with: items, max_length: 2}]",
+        "schema.yaml",
+    )
+    assert Schema.described(schema.describe()) == schema
+    assert ModelInputs.of(schema).aligned == (("shops", "items"),)
+    items = [["1", "2", "3"], [], ["1", None], ["1", "2"], ["1", None, "2"], None, ["1"]]
+    shops = [["a", "b", "c"], None, ["a", ""], ["a"], ["a", "b", None], ["a"], ["a"]]
+    table = pa.table({"click": [0] * 7, "items": items, "shops": shops})
+    raw, faults = parse_table(table, schema)
+    assert (raw.rows, faults.total) == (4, 3)
+    assert [(fault.kind, fault.column, fault.row) for fault in faults.first] == [
+        ("categories are not at the places of the list that it is aligned with", "shops", row) for row in (3, 4, 5)
+    ]
+    assert [column.lengths.tolist() for column in raw.sparse] == [[2, 0, 1, 1]] * 2  # type: ignore[union-attr]
+
+
 def test_an_earlier_schemas_description_stays_the_same() -> None:
     plain = Schema(dense=("a",), sparse=("b",), tokens="any")
     assert not {"features", "labels", "timestamp"} & plain.describe().keys()
+    assert all("aligned_with" not in feature for feature in SCHEMA.describe()["features"])
 
 
 # Reading -------------------------------------------------------------------------------------------------------------

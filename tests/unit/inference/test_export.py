@@ -42,10 +42,11 @@ from rayrec.inference.model import open_served
 from rayrec.inference.parity import ParityRows, compare, compare_encoder, spread
 from rayrec.models import ranking
 from rayrec.models.base import ClickModelConfig
+from rayrec.models.ranking.din import DINConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.tables import Quantization
-from rayrec.schema import Schema
-from rayrec.serve.requests import Body
+from rayrec.schema import Feature, Schema
+from rayrec.serve.requests import Body, RequestError
 from rayrec.serve.row_readers import make_reader
 
 ROWS = 600
@@ -577,6 +578,50 @@ def test_encode_py_is_compared_on_an_own_log(tmp_path: Path) -> None:
     logits = served.score(served.preprocessor.encode(raw))
     assert np.std(logits) > 0
     np.testing.assert_allclose(names["score"](*own.encode(rows)), logits, rtol=0, atol=1e-5)
+
+
+def test_aligned_lists_are_exported_and_served(tmp_path: Path) -> None:
+    """DIN with items and their shops in one attention unit, and rows that give a shop to no item."""
+    features = (
+        Feature(name="items", vocabulary="item", max_length=3),
+        Feature(name="shops", vocabulary="shop", max_length=3, aligned_with="items"),
+    )
+    sparse, lists = ("item", "shop", "items", "shops"), ("items", "shops")
+    schema = Schema(label="click", sparse=sparse, lists=lists, features=features, tokens="any", delimiter=",")
+    preprocessor = Preprocessor("test", schema, (), (SparseColumn(30, None),) * 4, np.zeros(0, np.uint64))
+    items = [[f"i{(row + number) % 40}" for number in range(row % 6)] for row in range(200)]
+    lines = [
+        f"{row % 3 // 2},i{row % 40},s{row % 7},{'|'.join(of_row)},{'|'.join('s' + item[-1] for item in of_row)}"
+        for row, of_row in enumerate(items)
+    ]
+    header, log = "click,item,shop,items,shops", tmp_path / "log.csv"
+    log.write_text("\n".join([header, *lines]) + "\n")
+    model = DINConfig(embedding_dim=4, attention=(8,), mlp=(8,))
+    settings: dict[str, Any] = {"preprocessor": preprocessor, "train_data": {"path": str(log)}}
+    made = save_clicks(tmp_path / "run", model=model, scale=3.0, **settings)
+    told = _export(made, tmp_path / "out", max_auroc_loss=0.05)
+    assert told["encoder_parity"]["failure"] is None
+    names: dict[str, Any] = {}
+    exec(LOADER.replace('"."', repr(str(tmp_path / "out"))), names)
+    encoder, served = Encoder(str(tmp_path / "out" / "preprocessor")), open_served(str(tmp_path / "out"))
+    reader = make_reader(schema)
+    raw, _ = reader.read([Body("csv", 200, 0, text=log.read_bytes())])
+    logits = served.score(served.preprocessor.encode(raw))
+    assert np.std(logits) > 0
+    np.testing.assert_allclose(open_served(str(made.run)).score(served.preprocessor.encode(raw)), logits, atol=1e-5)
+    with open(log) as file:
+        rows = list(csv.DictReader(file))
+    np.testing.assert_allclose(names["score"](*encoder.encode(rows)), logits, rtol=0, atol=1e-5)
+    assert compare_encoder(encoder, preprocessor, ParityRows("rows", ()))["failure"] is None  # drawn lists
+    ragged = {"item": "i1", "shop": "s1", "items": ["i1", "i2"], "shops": ["s1"]}
+    with pytest.raises(ValueError, match="row 0: the categories of shops are not at the places of those of items"):
+        encoder.encode([ragged])
+    good = {**ragged, "shops": ["s1", "s2"]}
+    raw, (first, second) = reader.read([Body("json", 1, 0, rows=[row]) for row in (ragged, good)])
+    assert isinstance(first, RequestError)
+    assert "categories are not at the places of the list that it is aligned with" in str(first)
+    assert not isinstance(second, RequestError)
+    assert raw.rows == 1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import nn
 
 from rayrec.config import InputError
 from rayrec.layers.attention import AttentionPooling
-from rayrec.layers.embedded import Embedded
+from rayrec.layers.embedded import Embedded, Sequences
 from rayrec.layers.fields import number_vectors
 from rayrec.layers.mlp import Precision
 from rayrec.layers.tower import Tower, xavier_linear
@@ -22,7 +22,8 @@ class DINConfig(ClickModelConfig):
     """Sums each list of earlier items by how much they have to do with the item at hand, and an MLP over all features.
 
     A list is read so if its feature shares a vocabulary with a feature of one category a row, its target (schema.features:
-    {name: history, vocabulary: item}); other lists are summed.
+    {name: history, vocabulary: item}); other lists are summed. Lists that are aligned (schema.features: {name: shops,
+    vocabulary: shop, aligned_with: history}) are weighed as one, item by item, as the paper does with an item's fields.
     """
 
     attention: tuple[int, ...] = (64,)
@@ -43,6 +44,13 @@ class DINConfig(ClickModelConfig):
         single = [name for name in inputs.features if name not in lists]
         owners = {inputs.table_of[name]: name for name in reversed(single)}
         return {name: owners[inputs.table_of[name]] for name in lists if inputs.table_of[name] in owners}
+
+    def units(self, inputs: ModelInputs) -> tuple[tuple[str, ...], ...]:
+        """The lists that have targets, aligned ones together."""
+        found: dict[str, list[str]] = {}
+        for name in self.targets(inputs):
+            found.setdefault(dict(inputs.aligned).get(name, name), []).append(name)
+        return tuple(map(tuple, found.values()))
 
     def sequences(self, inputs: ModelInputs) -> tuple[str, ...]:
         found = tuple(self.targets(inputs))
@@ -65,8 +73,9 @@ class DIN(nn.Module):
         dim = config.embedding_dim
         self._label, self._features, self._targets = inputs.label, inputs.features, config.targets(inputs)
         self.number_vectors = number_vectors(inputs.num_dense, dim)
+        self._units, self._dim = config.units(inputs), dim
         self.attention = nn.ModuleList(
-            AttentionPooling(dim, config.attention, precision=precision) for _ in self._targets
+            AttentionPooling(len(unit) * dim, config.attention, precision=precision) for unit in self._units
         )
         self.tower = Tower(
             (inputs.num_dense + len(inputs.features)) * dim,
@@ -80,10 +89,12 @@ class DIN(nn.Module):
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
         """See `ClickModelConfig.build`."""
         numbers = (dense.unsqueeze(2) * self.number_vectors).flatten(1)
-        interests = {
-            name: attention(embedded[target], embedded.sequences(name))
-            for (name, target), attention in zip(self._targets.items(), self.attention, strict=True)
-        }
+        interests: dict[str, torch.Tensor] = {}
+        for unit, attention in zip(self._units, self.attention, strict=True):
+            lists = [embedded.sequences(name) for name in unit]
+            items = Sequences(torch.cat([of_list.values for of_list in lists], dim=1), lists[0].lengths)
+            target = torch.cat([embedded[self._targets[name]] for name in unit], dim=1)
+            interests |= zip(unit, attention(target, items).split(self._dim, dim=1), strict=True)
         features = [interests[name] if name in interests else embedded[name] for name in self._features]
         hidden = self.tower(torch.cat([numbers, *features], dim=1))
         return {self._label: self.logit(hidden.float()).squeeze(1)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -86,6 +88,19 @@ def test_which_features_are_sequences() -> None:
         InputError, match=r"takes lists of categories one by one \(history\), to which weights do not apply"
     ):
         unpooled_features(SMALL, weighted)
+
+
+def test_aligned_lists_share_an_attention_unit() -> None:
+    single, lists = ("item", "shop"), ("items", "shops", "tags")
+    inputs = ModelInputs(
+        0,
+        (*single, *lists),
+        vocabularies=("item", "shop", "item", "shop", "tags"),
+        lists=tuple((name, None) for name in lists),
+        aligned=(("shops", "items"), ("tags", "items")),
+    )
+    assert SMALL.units(inputs) == (("items", "shops"),)  # tags have no target: they are summed
+    assert SMALL.units(dataclasses.replace(inputs, aligned=())) == (("items",), ("shops",))
 
 
 @pytest.mark.parametrize(
