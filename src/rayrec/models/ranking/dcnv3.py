@@ -33,7 +33,8 @@ class DCNv3Config(ClickModelConfig):
     shallow_dropout: float = 0.2
     """Share of the shallow network's activations that a step leaves out."""
     heads: int = 1
-    """Equal parts of every embedding, each of which is crossed alone; the logit is the mean of theirs."""
+    """Equal parts of every embedding, each of which is crossed alone; the logit is the mean of theirs. In the authors' code
+    `embedding_dim` is the width of a part: its 16 with 4 heads are an embedding_dim of 64 here."""
     layer_norm: bool = True
     """Normalize what the mask is computed from."""
     batch_norm: bool = False
