@@ -27,6 +27,8 @@ from rayrec.schema import Schema
 
 VERSION = 2
 PREPROCESSOR_FOLDER: Final = "preprocessor"
+MAX_TABLE_ROWS: Final = 2**40
+"""Maximum rows of an embedding table."""
 """Folder of the Preprocessor within a run, a checkpoint or an export."""
 _DENSE_KINDS = ("signed_log", "log", "identity")  # in the order of rayrec_dense_kind in native/kernels.h
 
@@ -79,12 +81,12 @@ def _check_sparse(name: str, column: SparseColumn) -> None:
     rows, tokens = column.num_embeddings, column.num_tokens
     largest = 2**31 - 1  # id of a vocabulary
     limits = {
-        "num_embeddings": (rows, 1, 2**40),
+        "num_embeddings": (rows, 1, MAX_TABLE_ROWS),
         "num_tokens": (0 if tokens is None else tokens, 0, largest),
         "first_id": (column.first_id, 0, largest - tokens if type(tokens) is int else rows - 1),
         "unknown_id": (column.unknown_id, 0, rows - 1 if tokens is None else min(rows - 1, largest)),
         "missing_id": (column.missing_id, 0, rows - 1),
-        "gap": (0 if column.gap is None else column.gap, 0, 2**40),
+        "gap": (0 if column.gap is None else column.gap, 0, MAX_TABLE_ROWS),
         "token_modulo": (1 if column.token_modulo is None else column.token_modulo, 1, 2**32 - 1),
     }
     for limited, (value, least, most) in limits.items():

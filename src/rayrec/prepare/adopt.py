@@ -32,7 +32,7 @@ from rayrec.data.materialized.adopted import (
 )
 from rayrec.data.materialized.dataset import VERSION, hash_of, write_manifest
 from rayrec.data.materialized.files import finish_files
-from rayrec.data.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
+from rayrec.data.preprocessor import MAX_TABLE_ROWS, PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.data.split import NAMES, Kind, Split, SplitParts, check_parts
 from rayrec.data.tokens import sets_of_shards
 from rayrec.observe.console import Console
@@ -85,8 +85,9 @@ class AdoptionConfig(Config):
             check_parts(self.split, self.parts)
         elif self.parts != SplitParts():
             raise InputError("parts: sizes of parts need a --split that reads them: fraction, days or named_days")
-        if self.num_embeddings_per_feature and min(self.num_embeddings_per_feature) < 1:
-            raise InputError("num_embeddings_per_feature: each must be at least 1")
+        wrong = [size for size in self.num_embeddings_per_feature if not 1 <= size <= MAX_TABLE_ROWS]
+        if wrong:
+            raise InputError(f"num_embeddings_per_feature: each must be from 1 to {MAX_TABLE_ROWS:,}, got {wrong[0]:,}")
         if self.num_embeddings_per_feature and self.preprocessor:
             raise InputError(
                 "num_embeddings_per_feature: the Preprocessor has the rows of each table; give one of them"
@@ -112,7 +113,7 @@ def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console:
 
     Returns rows, out, sets, num_embeddings, the columns taken modulo these, bad_rows, hashes and rows_per_s. Raises InputError
     for a folder that was adopted before, for arrays that are missing, damaged or not as TorchRec's scripts write them, for ids
-    below 0 without num_embeddings_per_feature, and for more faulty rows than max_bad_fraction.
+    below 0 or of 2^40 or more without num_embeddings_per_feature, and for more faulty rows than max_bad_fraction.
     """
     begun = time.perf_counter()
     if sets_of_shards(path):
@@ -250,6 +251,12 @@ def _sizes(scanned: Scanned, path: str) -> list[int]:
         raise InputError(
             f"{path}: column {below[0]} has id {scanned.lowest[below[0]]:,}; give the rows of each table, modulo which "
             "TorchRec's loader takes ids, with --num-embeddings-per-feature"
+        )
+    above = np.flatnonzero(scanned.highest >= MAX_TABLE_ROWS)
+    if len(above):
+        raise InputError(
+            f"{path}: ids of column {above[0]} must be below {MAX_TABLE_ROWS:,}, got {scanned.highest[above[0]]:,}. Use "
+            "--num-embeddings-per-feature to take them modulo fewer rows"
         )
     return (scanned.highest + 1).tolist()
 

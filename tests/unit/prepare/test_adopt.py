@@ -458,3 +458,28 @@ def test_adopt_names_wrong_labels_and_fix(arrays: Path, tmp_path: Path) -> None:
         np.save(file, (np.arange(len(labels)) % 5 + 1).astype(labels.dtype).reshape(labels.shape))
     with pytest.raises(InputError, match=r"found 1, 2, 3, 4, 5 in column labels; derive one, such as labels >= 4$"):
         rayrec.adopt(str(folder), console=QUIET)
+
+
+def with_id(folder: Path, value: int) -> None:
+    def put(ids: np.ndarray) -> np.ndarray:
+        ids = ids.astype(np.int64)
+        ids[5, 3] = value
+        return ids
+
+    changed(folder, "day_0_sparse.npy", put)
+
+
+def test_adopt_rejects_ids_beyond_a_preprocessor(arrays: Path, tmp_path: Path) -> None:
+    """What it writes can be read: the largest id is that of the largest table."""
+    folder = copy_of(arrays, tmp_path / "arrays")
+    with_id(folder, 2**40)
+    with pytest.raises(
+        InputError, match=r"ids of column 3 must be below 1,099,511,627,776, got 1,099,511,627,776\. Use"
+    ):
+        rayrec.adopt(str(folder), console=QUIET)
+    assert not (folder / "dataset.json").exists()
+    with pytest.raises(InputError, match=r"must be from 1 to 1,099,511,627,776, got 1,099,511,627,777"):
+        rayrec.adopt(str(folder), num_embeddings_per_feature=(2**40 + 1,) * 26, console=QUIET)
+    with_id(folder, 2**40 - 1)
+    rayrec.adopt(str(folder), console=QUIET)
+    assert Preprocessor.load(str(folder / "preprocessor")).num_embeddings[3] == 2**40
