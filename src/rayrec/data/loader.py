@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -180,10 +181,14 @@ class ClickLoader:
         pieces = [
             (blocks[piece.block], piece) for piece in after(hands[self._rank], start.step_in_deal * self._batch_size)
         ]
-        totals = np.array([sum(piece.rows for piece in hand) for hand in hands])
-        steps = np.arange(start.step_in_deal, start.step_in_deal + self._steps_left(start, hands))
-        shares = np.clip(totals - steps[:, None] * self._batch_size, 0, self._batch_size)
-        return _EpochPlan(start.epoch, pieces, shares[:, self._rank], np.concatenate([[0], shares.sum(1).cumsum()]))
+        totals = [sum(piece.rows for piece in hand) for hand in hands]
+        first = start.step_in_deal
+        until = np.arange(first, first + self._steps_left(start, hands) + 1) * self._batch_size  # rows of a worker
+        own_rows = np.diff(np.minimum(until, totals[self._rank]))
+        rows_until = np.zeros_like(until)
+        for total, workers in Counter(totals).items():  # two, since hands differ by a row at most
+            rows_until += workers * np.minimum(until, total)
+        return _EpochPlan(start.epoch, pieces, own_rows, rows_until - rows_until[0])
 
     def _plans(self) -> Iterator[tuple[_EpochPlan, int]]:
         """With the number of steps that are wanted of each."""

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import threading
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -128,6 +129,38 @@ def test_every_row_of_an_epoch_once(prepared: tuple[LogIndex, Preprocessor], wor
         if step + 1 < loaders[0].steps:
             assert {len(batch) for batch in of_step} == {batch_size}
     assert done == ROWS
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 7])
+@pytest.mark.parametrize("used", [0, 2])
+def test_plan_matches_the_rows_of_each_worker(
+    prepared: tuple[LogIndex, Preprocessor], world_size: int, used: int
+) -> None:
+    size = 30
+    start = Position().for_workers(order_of(prepared[0]).blocks(0), world_size=world_size, batch_size=size)
+    options = {"batch_size": size, "world_size": world_size, "position": dataclasses.replace(start, step_in_deal=used)}
+    totals = [ROWS // world_size + (rank < ROWS % world_size) for rank in range(world_size)]
+    steps = np.arange(used, -(-totals[0] // size))
+    shares = np.clip(np.array(totals) - steps[:, None] * size, 0, size)
+    for rank in range(world_size):
+        plan = loader(prepared, rank=rank, **options)._plan(0)
+        assert plan.own_rows.dtype == plan.rows_until.dtype == np.int64
+        np.testing.assert_array_equal(plan.own_rows, shares[:, rank])
+        np.testing.assert_array_equal(plan.rows_until, [0, *shares.sum(1).cumsum()])
+
+
+def test_plan_memory_does_not_grow_with_workers(prepared: tuple[LogIndex, Preprocessor]) -> None:
+    segment = dataclasses.replace(prepared[0].segments[0], rows=1 << 24)
+    order = EpochOrder((Part(segment, 0, segment.rows),), "none", 0, 1)
+    tracemalloc.start()
+    try:
+        planned = loader(prepared, order, batch_size=128, world_size=1024)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert planned.steps == 128
+    assert planned.rows(128) == 1 << 24
+    assert peak_bytes < 500_000  # 1024 workers' pieces; a number for each worker and step takes 1 MB
 
 
 def test_batches_for_a_gpu_are_cut_and_pinned_by_a_thread(
