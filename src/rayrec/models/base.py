@@ -74,7 +74,9 @@ class ClickModelConfig(Config):
     embedding_dim: int = 16
     """Width of every embedding."""
     embedding_penalty: float = 0.0
-    """L2 penalty on the embeddings of every row trained, on top of its loss; holds rare categories back."""
+    """L2 penalty on the embeddings of each trained example, on top of its loss: half of it times the squared norm of what every
+    feature gives the network, which is a category's embedding, of a list that is summed the sum, and of a list that is read one
+    by one each embedding. Holds rare categories back."""
     members: int = 1
     """Networks that are trained side by side, each with embeddings of its own, and whose logits are averaged: an ensemble that is
     one model. Time, tables and memory grow with it."""

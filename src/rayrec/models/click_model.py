@@ -216,7 +216,8 @@ def _penalised(values: torch.Tensor, penalty: float) -> torch.Tensor:
 
 
 class _Penalised(torch.autograd.Function):
-    """Passes values on; adds `weight` times them to their gradient, as a loss of weight / 2 * |values|^2 would."""
+    """Passes values on; adds `weight` times them to their gradient, as a loss of weight / 2 * |values|^2 would. Of a summed list
+    the values are the sum: those of its rows do not leave the worker that has the table."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, weight: float) -> torch.Tensor:

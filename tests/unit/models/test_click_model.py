@@ -14,6 +14,7 @@ from whole_click_model import whole_model
 from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.ranking.din import DINConfig
 
 ROWS = 3
 
@@ -79,3 +80,39 @@ def test_each_rows_own_loss_is_weighted_and_summed() -> None:
 def test_a_loss_that_is_averaged_already_is_refused() -> None:
     with pytest.raises(InputError, match=r"^WithLoss: loss gave shape \(\) for 3 rows; give each row's loss, \(3,\)"):
         step(WithLoss(lambda logits, labels: ((logits - labels) ** 2).mean()))
+
+
+def test_the_penalty_is_on_what_features_give_the_network() -> None:
+    """Of the category `item` and the list `history`, which is read one by one, each embedding; of the list `tags` the sum."""
+    inputs = ModelInputs(
+        0,
+        ("item", "history", "tags"),
+        "click",
+        vocabularies=("item", "item", "tags"),
+        lists=(("history", None), ("tags", None)),
+    )
+    item, history, tags = torch.tensor([0, 1, 2]), torch.tensor([1, 1, 3, 0]), torch.tensor([0, 1, 1, 4, 2])
+    of_history, of_tags = torch.tensor([3, 0, 1]), torch.tensor([2, 3, 0])
+    batch = Batch(
+        {"dense": torch.zeros(3, 0)},
+        1 / 3,
+        KeyedJaggedTensor(keys=["tags"], values=tags, lengths=of_tags, stride=3),
+        {"click": torch.tensor([1.0, 0.0, 1.0])},
+        sequence_features=KeyedJaggedTensor(
+            keys=["item", "history"],
+            values=torch.cat([item, history]),
+            lengths=torch.cat([torch.ones(3, dtype=torch.int64), of_history]),
+            stride=3,
+        ),
+    )
+    gradients = []
+    for penalty in (0.0, 0.6):
+        config = DINConfig(embedding_dim=4, attention=(4,), mlp=(4,), embedding_penalty=penalty)
+        model = whole_model(config, [4, 4, 5], inputs=inputs)
+        items, of_tag = (next(tables.parameters()) for tables in (model.sequences, model.embeddings))
+        gradients.append(torch.autograd.grad(model(batch)[0], [items, of_tag]))
+    sums = torch.stack([part.sum(0) for part in of_tag[tags].split(of_tags.tolist())])
+    squares = items[item].square().sum() + items[history].square().sum() + sums.square().sum()
+    expected = torch.autograd.grad(0.6 / 2 * squares / 3, [items, of_tag])
+    for with_it, without, own in zip(gradients[1], gradients[0], expected, strict=True):
+        torch.testing.assert_close(with_it - without, own, atol=1e-6, rtol=1e-5)
