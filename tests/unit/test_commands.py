@@ -14,6 +14,7 @@ import yaml
 from rayrec import cli, recipes
 from rayrec.commands import MODULES, command
 from rayrec.commands.arguments import parse_config, print_json, with_new_name
+from rayrec.commands.training import _own_flags
 from rayrec.config import InputError
 from rayrec.models.ranking.finalnet import FinalNetConfig
 from rayrec.verbs import VERBS
@@ -338,6 +339,11 @@ def test_q_silences_every_command_that_prepares_or_scores(
         status, out, err = run(capsys, *words.split())
         assert (status, err) == (0, ""), words
         assert json.loads(out)
+
+
+def test_switches_may_follow_flags_of_a_search() -> None:
+    own, rest = _own_flags(["clicks", "--tune.trials", "2", "-q", "--steps", "5", "--tune.metric", "auroc", "-v"])
+    assert (own, rest) == (["--trials", "2", "--metric", "auroc"], ["clicks", "-q", "--steps", "5", "-v"])
 
 
 def test_help_names_q(capsys: pytest.CaptureFixture[str]) -> None:

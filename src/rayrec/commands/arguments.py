@@ -30,7 +30,7 @@ Out = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
 OwnRecipe = Annotated[str | None, tyro.conf.arg(metavar="FILE.py:FUNCTION")]
 Address = Annotated[str | None, tyro.conf.arg(name="cluster.address")]
 
-_SWITCHES = {
+SWITCHES = {
     "-q": "shows only the result and errors",
     "-v": "also shows every checkpoint and the output of Ray's processes",
 }
@@ -48,9 +48,9 @@ def results_alone() -> contextlib.AbstractContextManager[object]:
 
 
 def take_switches(arguments: list[str], *known: str) -> tuple[list[str], set[str]]:
-    """Take the switches among `known`, the keys of `_SWITCHES`, out of the arguments. Print what they do if help is asked for."""
+    """Take the switches among `known`, the keys of `SWITCHES`, out of the arguments. Print what they do if help is asked for."""
     if any(argument in ("-h", "--help") for argument in arguments):
-        print("".join(f"{switch}: {_SWITCHES[switch]}\n" for switch in known))
+        print("".join(f"{switch}: {SWITCHES[switch]}\n" for switch in known))
     return [each for each in arguments if each not in known], {each for each in arguments if each in known}
 
 
@@ -184,7 +184,7 @@ def no_arguments(verb: str, arguments: list[str]) -> None:
 def parse_config(verb: str, arguments: list[str]) -> tuple[TrainConfig, set[str]]:
     """A recipe's name or FILE.py:FUNCTION, --config FILE or both, --schema FILE and --model NAME, then flags laid over it.
     Returns the configuration and the switches -v and -q."""
-    arguments, switches = take_switches(arguments, *_SWITCHES)
+    arguments, switches = take_switches(arguments, *SWITCHES)
     arguments, schema = with_schema(arguments)
     arguments, file = take_option(arguments, "--config", what="a file")
     arguments, model = take_option(arguments, "--model", what="the name of a model")

@@ -8,6 +8,7 @@ import tyro
 
 from rayrec import api
 from rayrec.commands.arguments import (
+    SWITCHES,
     flags,
     no_arguments,
     parse_config,
@@ -87,7 +88,7 @@ def _own_flags(arguments: list[str]) -> tuple[list[str], list[str]]:
     rest: list[str] = []
     into = rest
     for argument in arguments:
-        if argument.startswith("--"):
+        if argument.startswith("--") or argument in SWITCHES:
             into = own if argument.startswith(_TUNE) else rest
         into.append(f"--{argument.removeprefix(_TUNE)}" if into is own and argument.startswith(_TUNE) else argument)
     return own, rest
