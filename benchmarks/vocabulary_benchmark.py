@@ -131,7 +131,7 @@ def lookup_ns(entries: int) -> float:
     tokens = np.unique(tokens)
     preprocessor = Preprocessor(
         preset="benchmark",
-        schema=Schema(label=None, dense=(), sparse=("token",)),
+        schema=Schema(tokens="hexadecimal", label=None, dense=(), sparse=("token",)),
         dense=(),
         sparse=(SparseColumn(len(tokens) + 2, len(tokens), 2, 0, 1),),
         tokens=tokens,
@@ -153,7 +153,7 @@ def lookup_ns(entries: int) -> float:
     return best / len(wanted) * 1e9
 
 
-WIDE = Schema(label=None, dense=(), sparse=("token",))
+WIDE = Schema(tokens="hexadecimal", label=None, dense=(), sparse=("token",))
 
 
 def wide_log(distinct: int) -> str:

@@ -105,7 +105,10 @@ def schema(tables: list[int]) -> Schema:
             tokens="any",
         )
     return Schema(
-        label="label", dense=("int_0", "int_1"), sparse=tuple(f"cat_{number}" for number in range(len(tables)))
+        tokens="hexadecimal",
+        label="label",
+        dense=("int_0", "int_1"),
+        sparse=tuple(f"cat_{number}" for number in range(len(tables))),
     )
 
 

@@ -59,9 +59,9 @@ class Schema(Config):
     """Columns of numbers."""
     sparse: tuple[str, ...] = ()
     """Columns of categories."""
-    tokens: Literal["hexadecimal", "any"] = "hexadecimal"
-    """hexadecimal: every category is 8 hexadecimal digits, dense columns are integers (Criteo); any: categories are
-    strings or integers, dense columns any numbers."""
+    tokens: Literal["hexadecimal", "any"] = "any"
+    """any: categories are strings or integers, dense columns any numbers, in CSV or Parquet; hexadecimal: every category is 8
+    hexadecimal digits, dense columns are integers (Criteo). Text without a header is always the latter."""
     lists: tuple[str, ...] = ()
     """Those of `sparse` that hold any number of categories a row (multi-hot); needs tokens "any"."""
     weight: str | None = None
@@ -227,7 +227,7 @@ class Schema(Config):
     def described(cls, stored: dict[str, Any]) -> Schema:
         """The schema that `describe` described."""
         rules = stored.get("category_rules", 1 if stored.get("tokens") == "any" else 2)
-        return cls(label=None, dense=("-",)).updated({**stored, "category_rules": rules})
+        return cls(label=None, dense=("-",)).updated({"tokens": "hexadecimal", **stored, "category_rules": rules})
 
 
 _ADDED: dict[str, Any] = {
@@ -243,8 +243,8 @@ _ADDED: dict[str, Any] = {
 
 
 def load_schema(text: str, where: str) -> Schema:
-    """The schema that YAML (or JSON) text names, such as `{label: click, dense: [age], sparse: [user, item]}`; tokens are
-    "any" and the delimiter a comma unless it says otherwise. `where` is the text's place, for messages.
+    """The schema that YAML (or JSON) text names, such as `{label: click, dense: [age], sparse: [user, item]}`; the delimiter
+    is a comma unless it says otherwise. `where` is the text's place, for messages.
 
     Raises InputError for text that is no such YAML and for columns that do not go together.
     """
@@ -258,7 +258,7 @@ def load_schema(text: str, where: str) -> Schema:
         raise InputError(
             f"{where}: a schema is a mapping, such as {{label: click, dense: [age], sparse: [user, item]}}"
         )
-    base = Schema(dense=("-",), tokens="any", delimiter=",")
+    base = Schema(dense=("-",), delimiter=",")
     try:
         return base.updated({"dense": [], **values})
     except InputError as error:

@@ -113,12 +113,12 @@ def test_the_hash_follows_every_field_and_nothing_else() -> None:
 
 def test_schemas_are_checked() -> None:
     with pytest.raises(InputError, match="repeat"):
-        Schema(label="a", dense=("a",), sparse=())
+        Schema(tokens="hexadecimal", label="a", dense=("a",), sparse=())
     with pytest.raises(InputError, match="65 feature columns"):
-        Schema(label=None, dense=tuple(f"d{i}" for i in range(65)), sparse=())
+        Schema(tokens="hexadecimal", label=None, dense=tuple(f"d{i}" for i in range(65)), sparse=())
     with pytest.raises(InputError, match="no feature columns"):
-        Schema(label="y", dense=(), sparse=())
-    schema = Schema(label="y", dense=("a",), sparse=("b",))
+        Schema(tokens="hexadecimal", label="y", dense=(), sparse=())
+    schema = Schema(tokens="hexadecimal", label="y", dense=("a",), sparse=("b",))
     assert schema.columns == ("y", "a", "b")
     assert schema.unlabelled().columns == ("a", "b")
 

@@ -17,14 +17,36 @@ from rayrec.data.csv_text import check_columns, csv_columns, read_csv
 from rayrec.data.log import GZIP_MAGIC, Chunk, head_of, index_chunk, is_gzip
 from rayrec.data.opening import refuse_foreign
 from rayrec.data.parsing import LABEL_FAULT, MAX_LINE_BYTES, Faults
+from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.row_groups import is_parquet, open_parquet
-from rayrec.data.tables import column_names, is_table
+from rayrec.data.tables import SUFFIXES, column_names, is_table
 from rayrec.schema import Schema
 
 _HEAD_BYTES: Final = 1 << 16
 _HEAD_ROWS: Final = 1000
 _MANY_WRONG_LABELS: Final = 0.2
 """Share of the first rows from which on wrong labels are no accident."""
+
+
+def schema_of(path: str, schema: Schema, *, files: Sequence[str] = ()) -> Schema:
+    """Return the schema with the `tokens` of the data at a path: hexadecimal for text without a header, and for preprocessed data
+    those of its log. Only a schema whose delimiter is a tab changes."""
+    if schema.tokens == "hexadecimal" or schema.delimiter != "\t":
+        return schema
+    try:
+        if materialized.is_preprocessed(path):
+            return schema.replace(
+                tokens=Preprocessor.load(materialized.open_preprocessed(path).preprocessor).schema.tokens
+            )
+        found = [file for file in storage.list_files(path, names=files) if file.size_bytes]
+        if not found or any(file.path.lower().endswith(SUFFIXES) for file in found):
+            return schema
+        hexadecimal = schema.replace(tokens="hexadecimal")
+        if not storage.is_url(path) and not is_gzip(found[0].path):
+            _check_text(found[0], hexadecimal)
+        return hexadecimal
+    except InputError:  # of the path or the columns, whose next reader explains it
+        return schema
 
 
 def check_head(path: str, schema: Schema, *, files: Sequence[str] = (), max_bad_fraction: float = 0.0) -> None:

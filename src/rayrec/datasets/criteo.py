@@ -10,6 +10,7 @@ SCHEMA = Schema(
     label="label",
     dense=tuple(f"int_{i}" for i in range(13)),
     sparse=tuple(f"cat_{i}" for i in range(26)),
+    tokens="hexadecimal",
 )
 """Label, 13 integers, 26 categories of 8 hexadecimal digits; any feature may be empty."""
 

@@ -13,6 +13,7 @@ from rayrec.config import Config, InputError
 from rayrec.data import materialized
 from rayrec.data.engine import Engine
 from rayrec.data.log import LogIndex
+from rayrec.data.log_head import schema_of
 from rayrec.data.opening import TextIndexer, index_log, open_log
 from rayrec.data.presets import Preset, by_name
 from rayrec.data.split import Kind, Split, SplitParts, check_parts
@@ -87,6 +88,10 @@ class PreparationConfig(Config):
             raise InputError(f"memory_bytes: {self.memory_bytes} is below 16 MiB, which counting needs at least")
         if self.segments_per_block < 1 or self.block_bytes < 1 << 16:
             raise InputError("segments_per_block must be at least 1 and block_bytes at least 65536")
+
+    def adapted(self, path: str) -> PreparationConfig:
+        """With the `tokens` of a log."""
+        return self.replace(schema=schema_of(path, self.schema, files=self.files))
 
     @property
     def rules(self) -> Preset:

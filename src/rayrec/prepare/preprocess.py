@@ -39,6 +39,7 @@ def vocabulary(
     """
     if storage.exists(out):
         raise InputError(f"{out}: exists already; remove it or choose another --out")
+    config = config.adapted(path)
     old, rules = None, config.rules
     if extend is not None:
         old, config, rules = _opened_to_extend(extend, config)
@@ -219,6 +220,7 @@ def _preprocess_log(
     config: PreparationConfig,
     console: Console,
 ) -> dict[str, Any]:
+    config = config.adapted(path)
     given = Preprocessor.load(preprocessor) if preprocessor else None
     if given is not None and given.schema != config.schema:
         raise InputError(

@@ -167,7 +167,7 @@ def split(path: str, *, out: str, rows: RowSplit, config: PreparationConfig, con
         raise InputError(f"{out}: exists already; remove it or choose another place")
     if materialized.is_preprocessed(path):
         raise InputError(f"{path}: is preprocessed data; give the raw log it was made from")
-    schema = rows.columns_of(config.schema)
+    schema = rows.columns_of(config.adapted(path).schema)
     files = storage.list_files(path, names=config.files)
     refuse_foreign(path, files)
     with console.preparing(), engine(config, console, paths=(path, out)) as running:

@@ -276,6 +276,7 @@ def validate(
     gates = gates or Gates()
     if materialized.is_preprocessed(path):
         raise InputError(f"{path}: is preprocessed data; give the raw log it was made from")
+    config = config.adapted(path)
     given = Preprocessor.load(preprocessor) if preprocessor else None
     if given is not None and given.schema != config.schema:
         raise InputError(

@@ -104,9 +104,17 @@ class ClickWorkload(Workload):
     # -- on the driver
 
     def adapted(self, config: TrainConfig) -> TrainConfig:
-        """With the schema of adopted data, whose rows are not those that the recipe's preset makes."""
+        """With the schema of adopted data, whose rows are not those that the recipe's preset makes, and with the `tokens` of the
+        log."""
+        from rayrec.data.log_head import schema_of
+
         path = config.train_data.path
-        if path is None or not materialized.is_preprocessed(path):
+        if path is None:
+            return config
+        schema = schema_of(path, self.schema, files=config.train_data.files)
+        if schema != self.schema:
+            return config.replace(workload=self.replace(schema=schema))
+        if not materialized.is_preprocessed(path):
             return config
         data = materialized.open_preprocessed(path)
         if not data.adopted:

@@ -234,7 +234,7 @@ def test_integers_have_the_moments_that_integer_columns_have() -> None:
         rng.choice([None, rng.randrange(-20, 20_000), rng.randrange(10**6), -rng.randrange(10**17)])
         for _ in range(3000)
     ]
-    schema = Schema(label=None, dense=("a",))
+    schema = Schema(tokens="hexadecimal", label=None, dense=("a",))
     text = b"".join(b"%s\n" % (b"" if x is None else str(x).encode()) for x in values if x is not None)
     counts = CountingJob(schema).empty()
     counts.add_rows(parse(schema, text)[0], 0)

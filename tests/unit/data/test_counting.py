@@ -44,7 +44,7 @@ from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.machine import Memory
 from rayrec.schema import Schema
 
-SCHEMA = Schema(label=None, dense=("d",), sparse=("s", "t"))
+SCHEMA = Schema(tokens="hexadecimal", label=None, dense=("d",), sparse=("s", "t"))
 
 
 class HereEngine:
@@ -207,8 +207,8 @@ def test_no_rows_at_all() -> None:
 
 def test_one_kind_of_column_only(tmp_path: Path) -> None:
     for schema, text in (
-        (Schema(label=None, dense=(), sparse=("s",)), b"00000001\n00000001\n"),
-        (Schema(label=None, dense=("d",), sparse=()), b"1\n1\n"),
+        (Schema(tokens="hexadecimal", label=None, dense=(), sparse=("s",)), b"00000001\n00000001\n"),
+        (Schema(tokens="hexadecimal", label=None, dense=("d",), sparse=()), b"1\n1\n"),
     ):
         counts = count_log(CountingJob(schema), parts_of(tmp_path, schema, text), engine=HERE)
         assert [counted(counter) for counter in counts.tokens] == [{1: 2}] * len(schema.sparse)
@@ -227,7 +227,7 @@ def moments(values: Sequence[int]) -> list[int]:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.none() | st.integers(-20, 20) | st.integers(16300, 16400) | st.integers(-(10**18) + 1, 10**18 - 1)))
 def test_moments_are_the_exact_integer_sums(values: list[int | None]) -> None:
-    schema = Schema(label=None, dense=("d", "e"), sparse=("s",))
+    schema = Schema(tokens="hexadecimal", label=None, dense=("d", "e"), sparse=("s",))
     raw, _ = parse(schema, b"".join(b"%s\t3\t\n" % (b"" if v is None else b"%d" % v) for v in values))
     counts = CountingJob(schema).empty()
     counts.add_rows(raw, 0)
@@ -240,7 +240,7 @@ def test_moments_are_the_exact_integer_sums(values: list[int | None]) -> None:
 
 
 def test_labels_and_the_least_integer_of_each_file(tmp_path: Path) -> None:
-    schema = Schema(label="l", dense=("d", "e"), sparse=("s",))
+    schema = Schema(tokens="hexadecimal", label="l", dense=("d", "e"), sparse=("s",))
     texts = {"b.txt": b"1\t5\t3\t\n0\t9\t4\t\n", "a.txt": b"1\t5\t\t\n", "c.txt": b"1\t7\t-2\t\n1\t\t8\t\n0\t7\t7\t\n"}
     entries = []
     for name, text in texts.items():
@@ -273,7 +273,7 @@ def test_only_the_chosen_rows_of_a_segment_count(tmp_path: Path) -> None:
 
 def doubled(raw: RawRows) -> RawRows:
     """Integers as a further token column, and no dense one."""
-    schema = Schema(label=None, dense=(), sparse=("d", "s", "t"))
+    schema = Schema(tokens="hexadecimal", label=None, dense=(), sparse=("d", "s", "t"))
     tokens = np.concatenate([raw.integers[: raw.rows].astype(np.uint32), raw.tokens[: raw.rows]], axis=1)
     return raw.with_columns(schema, integers=np.empty((raw.rows, 0), np.int64), tokens=tokens)
 
@@ -541,7 +541,7 @@ def test_problems_of_counted_rows() -> None:
 @pytest.mark.parametrize("changes", [{"missing": "zero"}, {"missing": "zero", "token_modulo": 2**31}])
 def test_memory_is_bounded_whatever_the_profile(changes: dict[str, Any], tmp_path: Path) -> None:
     """Tokens that are too seldom are not gathered, and an empty field still counts as token 0."""
-    schema = Schema(label=None, sparse=("s",))
+    schema = Schema(tokens="hexadecimal", label=None, sparse=("s",))
     preset = RAYREC.replace(min_count=3, **changes)
     raw = RawRows(schema, 300_000)
     raw.rows = raw.capacity

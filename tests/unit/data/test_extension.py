@@ -35,7 +35,7 @@ from rayrec.prepare.preprocess import vocabulary
 from rayrec.schema import Feature, Schema
 
 CONSOLE = Console(quiet=True)
-SCHEMA = Schema(label="y", dense=("A",), sparse=("C", "D"))
+SCHEMA = Schema(tokens="hexadecimal", label="y", dense=("A",), sparse=("C", "D"))
 
 
 def lines(*columns: str) -> bytes:

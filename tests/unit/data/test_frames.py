@@ -19,7 +19,7 @@ from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.rules import DenseColumn, SparseColumn
 from rayrec.schema import Schema
 
-CRITEO = Schema(label="y", dense=("a", "b"), sparse=("s", "t"))
+CRITEO = Schema(tokens="hexadecimal", label="y", dense=("a", "b"), sparse=("s", "t"))
 CLICKS = Schema(
     label="liked",
     weight="weight",

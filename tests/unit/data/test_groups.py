@@ -12,7 +12,7 @@ from rayrec.data.groups import group_keys
 from rayrec.data.parsing import parse
 from rayrec.schema import Schema
 
-HEXADECIMAL = Schema(label="click", dense=("age",), sparse=("item", "user"), group="user")
+HEXADECIMAL = Schema(tokens="hexadecimal", label="click", dense=("age",), sparse=("item", "user"), group="user")
 
 
 def test_keys_of_hexadecimal_categories() -> None:

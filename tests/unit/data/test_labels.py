@@ -98,7 +98,7 @@ def test_validate_names_labels_and_fix(
     assert "found 1, 2, 3, 4, 5 in column rating; derive one, such as rating >= 4" in capsys.readouterr().err
 
 
-TEXT = Schema(label="click", dense=("age",), sparse=("user",))
+TEXT = Schema(tokens="hexadecimal", label="click", dense=("age",), sparse=("user",))
 
 
 @pytest.mark.parametrize(

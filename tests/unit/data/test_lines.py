@@ -13,7 +13,7 @@ from rayrec.data.lines import good_lines, line_starts, read_text
 from rayrec.data.log import Chunk, Segment, index_chunk, numbered
 from rayrec.schema import Schema
 
-SCHEMA = Schema(label="y", dense=("i",), sparse=("c",))
+SCHEMA = Schema(tokens="hexadecimal", label="y", dense=("i",), sparse=("c",))
 GOOD = b"1\t3\t0000000a"
 LINES = [GOOD, b"", b"1\t2", b"2\t3\t0000000a", b"1\t3\t0a", b"x" * 5000]
 

@@ -35,7 +35,7 @@ from rayrec.data.log_head import has_labels
 from rayrec.data.parsing import MAX_LINE_BYTES, Fault, Faults, RawRows, parse
 from rayrec.schema import Schema
 
-SCHEMA = Schema(label="y", dense=("a",), sparse=("b",))
+SCHEMA = Schema(tokens="hexadecimal", label="y", dense=("a",), sparse=("b",))
 LINES = [b"1\t5\tdeadbeef", b"0\t-3\t00000001", b"1\t\t", b"1\t123456789\t12345678"]
 BAD_LINES = [b"", b"junk", b"1\tx\tdeadbeef", b"2\t5\tdeadbeef", b"1\t5\t6\t7", b"\0\xff"]
 

@@ -22,11 +22,11 @@ def columns(letter: str, count: int) -> tuple[str, ...]:
 SCHEMAS = [
     SCHEMA,
     SCHEMA.unlabelled(),
-    Schema(label="y", dense=(), sparse=columns("s", 3)),
-    Schema(label="y", dense=columns("d", 3), sparse=()),
-    Schema(label=None, dense=columns("d", 1), sparse=()),
-    Schema(label=None, dense=(), sparse=columns("s", 1)),
-    Schema(label=None, dense=columns("d", 2), sparse=columns("s", 62)),
+    Schema(tokens="hexadecimal", label="y", dense=(), sparse=columns("s", 3)),
+    Schema(tokens="hexadecimal", label="y", dense=columns("d", 3), sparse=()),
+    Schema(tokens="hexadecimal", label=None, dense=columns("d", 1), sparse=()),
+    Schema(tokens="hexadecimal", label=None, dense=(), sparse=columns("s", 1)),
+    Schema(tokens="hexadecimal", label=None, dense=columns("d", 2), sparse=columns("s", 62)),
 ]
 
 Row = tuple[int | None, list[int], list[int], int]
@@ -166,13 +166,13 @@ def test_short_lines_of_the_right_letters(schema: Schema, text: str) -> None:
 
 
 def test_every_byte_at_every_place_of_a_token() -> None:
-    schema = Schema(label=None, dense=(), sparse=("s",))
+    schema = Schema(tokens="hexadecimal", label=None, dense=(), sparse=("s",))
     for place in range(8):
         check(schema, b"".join(b"12cdEF9a"[:place] + bytes([b]) + b"12cdEF9a"[place + 1 :] + b"\n" for b in range(256)))
 
 
 def test_every_byte_as_label_and_integer() -> None:
-    schema = Schema(label="y", dense=("d",), sparse=())
+    schema = Schema(tokens="hexadecimal", label="y", dense=("d",), sparse=())
     check(schema, b"".join(bytes([b]) + b"\t5\n" for b in range(256)))
     check(schema, b"".join(b"1\t" + bytes([b]) + b"\n" for b in range(256)))
     check(schema, b"".join(b"1\t3" + bytes([b]) + b"4\n" for b in range(256)))
@@ -201,7 +201,7 @@ def test_the_text_may_be_followed_by_more_of_it() -> None:
 
 
 def test_rows_are_appended_and_positions_counted_from_the_file_s_start() -> None:
-    schema = Schema(label="y", dense=("d",), sparse=())
+    schema = Schema(tokens="hexadecimal", label="y", dense=("d",), sparse=())
     raw = RawRows(schema, 10)
     parse_into(raw, padded(b"1\t5\n"), 4, path="p", first_byte=0)
     faults = parse_into(raw, padded(b"0\t6\n1\tx\n"), 8, path="p", first_byte=1000)

@@ -26,7 +26,7 @@ from rayrec.data.rules import DenseColumn, SparseColumn
 from rayrec.native import library
 from rayrec.schema import Schema
 
-SCHEMA = Schema(label="y", dense=("a", "b"), sparse=("s", "t", "u"))
+SCHEMA = Schema(tokens="hexadecimal", label="y", dense=("a", "b"), sparse=("s", "t", "u"))
 TOKENS = {"s": [5, 0, 0xFFFFFFFF, 7], "t": list(range(1000, 6000))}
 LARGE = 40_000_000
 UNKNOWN_ID, MISSING_ID, FIRST_ID = 0, 1, 2
@@ -168,13 +168,13 @@ def test_unlabelled_rows_have_no_labels() -> None:
 
 
 def test_columns_of_one_kind_only() -> None:
-    schema = Schema(label=None, dense=(), sparse=("s",))
+    schema = Schema(tokens="hexadecimal", label=None, dense=(), sparse=("s",))
     preprocessor = Preprocessor(
         preset="", schema=schema, dense=[], sparse=[SparseColumn(3, 1)], tokens=np.array([9], np.uint32), constants={}
     )
     encoded = preprocessor.encode(parse(schema, b"00000009\n00000008\n")[0])
     assert (encoded.dense.shape, encoded.ids.tolist()) == ((2, 0), [[2, 0]])
-    schema = Schema(label=None, dense=("d",), sparse=())
+    schema = Schema(tokens="hexadecimal", label=None, dense=("d",), sparse=())
     preprocessor = Preprocessor(
         preset="", schema=schema, dense=[DenseColumn()], sparse=[], tokens=np.zeros(0, np.uint32), constants={}
     )
@@ -183,7 +183,7 @@ def test_columns_of_one_kind_only() -> None:
 
 
 def test_a_vocabulary_that_knows_nothing() -> None:
-    schema = Schema(label=None, dense=(), sparse=("s", "t"))
+    schema = Schema(tokens="hexadecimal", label=None, dense=(), sparse=("s", "t"))
     preprocessor = Preprocessor(
         preset="",
         schema=schema,

@@ -38,7 +38,7 @@ from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.hashing import murmur3
 from rayrec.schema import Schema
 
-SCHEMA = Schema(label="y", dense=("A", "B"), sparse=("C", "D"))
+SCHEMA = Schema(tokens="hexadecimal", label="y", dense=("A", "B"), sparse=("C", "D"))
 TOY = b"""1\t5\t0\ta0000001\t05db9164
 0\t\t7\ta0000001\t
 0\t-1\t\tffffffff\t05db9164

@@ -17,7 +17,7 @@ from rayrec.data.reading import read_raw
 from rayrec.data.split import Slice, slices_of
 from rayrec.schema import Schema
 
-HEXADECIMAL = Schema(dense=("i", "j"), sparse=("c", "d"))
+HEXADECIMAL = Schema(tokens="hexadecimal", dense=("i", "j"), sparse=("c", "d"))
 ANY = Schema(label="click", dense=("age",), sparse=("user", "tags"), lists=("tags",), tokens="any", delimiter=",")
 
 

@@ -30,7 +30,7 @@ from rayrec.data.tally import (
 from rayrec.hashing import murmur3
 from rayrec.schema import Schema
 
-SCHEMA = Schema(label="y", dense=("a", "b"), sparse=("s",))
+SCHEMA = Schema(tokens="hexadecimal", label="y", dense=("a", "b"), sparse=("s",))
 LISTS = Schema(label="y", dense=("a",), sparse=("s", "tags"), tokens="any", lists=("tags",), weight="w")
 
 Row = tuple[int, float | None, int | None, Sequence[int], float]

@@ -103,7 +103,7 @@ def test_kernels_match_the_rule_for_every_field(wide: bool, data: st.DataObject)
 @example([int(np.exp(np.sqrt(k))) + step for k, step in itertools.product(range(1, 1700, 97), (-1, 0, 1))])
 @CHECKED
 def test_bucket_kernel_matches_the_rule(integers: list[int]) -> None:
-    raw = RawRows(Schema(label=None, dense=("d",)), len(integers))
+    raw = RawRows(Schema(tokens="hexadecimal", label=None, dense=("d",)), len(integers))
     raw.rows = len(integers)
     raw.integers[:, 0], raw.missing[:] = integers, 0
     assert bucket_integers(raw).tokens[:, 0].tolist() == bucket_tokens(np.array(integers, np.int64)).tolist()
@@ -142,7 +142,7 @@ def test_bag_kernel_matches_the_rule(
 )
 @CHECKED
 def test_dense_kernel_matches_the_rule(values: list[int], column: DenseColumn) -> None:
-    raw = RawRows(Schema(label=None, dense=("d",)), len(values))
+    raw = RawRows(Schema(tokens="hexadecimal", label=None, dense=("d",)), len(values))
     raw.rows = len(values)
     raw.integers[:, 0], raw.missing[:] = values, np.arange(len(values)) % 3 == 2
     preprocessor = Preprocessor("test", raw.schema, (column,), (), np.zeros(0, np.uint32))
@@ -156,7 +156,9 @@ def test_dense_kernel_matches_the_rule(values: list[int], column: DenseColumn) -
 )
 def test_check_rejects_rules_that_kernels_cannot_follow(change: dict[str, Any]) -> None:
     column = SparseColumn(**{**vars(SparseColumn(2**33, 5)), **change})
-    preprocessor = Preprocessor("test", Schema(sparse=("s",)), (), (column,), np.arange(5, dtype=np.uint32))
+    preprocessor = Preprocessor(
+        "test", Schema(tokens="hexadecimal", sparse=("s",)), (), (column,), np.arange(5, dtype=np.uint32)
+    )
     with pytest.raises(InputError, match=r"^preprocessor: column s has [^\n]*$"):
         preprocessor.check()
 

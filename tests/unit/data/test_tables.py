@@ -309,7 +309,7 @@ def test_criteo_s_numbers_may_be_floats_with_gaps(tmp_path: Path) -> None:
     """As pandas makes of integers with gaps."""
     values = [1.0, None, -3.0, 2.0**40, 0.5, math.inf, math.nan, 1e18]
     table = pa.table({"d": pa.array(values, pa.float64()), "s": ["0000000a"] * 8})
-    schema = Schema(label=None, dense=("d",), sparse=("s",))
+    schema = Schema(tokens="hexadecimal", label=None, dense=("d",), sparse=("s",))
     raw, faults = parse_table(table, schema, path="p")
     assert isinstance(raw, RawRows)
     assert raw.integers[:, 0].tolist() == [1, 0, -3, 2**40]
@@ -553,7 +553,7 @@ def test_numbers_in_text(cells: list[str]) -> None:
     ],
 )
 def test_bad_cells_of_hexadecimal_logs_are_those_of_text(tmp_path: Path, cell: bytes, kind: str) -> None:
-    schema = Schema(label="y", dense=("d",), sparse=("s",))
+    schema = Schema(tokens="hexadecimal", label="y", dense=("d",), sparse=("s",))
     bad = b"1\t%s\tdeadbeef" % cell if kind == "not an integer" else b"1\t5\t%s" % cell
     text = b"\n".join([b"1\t5\tdeadbeef", bad, b"0\t\t"])
     (tmp_path / "a.csv").write_bytes(b"y\td\ts\n" + text)
@@ -565,7 +565,7 @@ def test_bad_cells_of_hexadecimal_logs_are_those_of_text(tmp_path: Path, cell: b
 
 
 def test_every_byte_of_hexadecimal_logs_as_in_text() -> None:
-    schema = Schema(label=None, dense=("d",), sparse=("s",))
+    schema = Schema(tokens="hexadecimal", label=None, dense=("d",), sparse=("s",))
     others = [b for b in range(256) if b not in b"\t\n\r"]
     for columns in (
         {"d": [b"1%c2" % b for b in others], "s": [b"00000000" for _ in others]},

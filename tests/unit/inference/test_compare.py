@@ -238,7 +238,7 @@ def test_what_baselines_are_given(tmp_path: Path) -> None:
     labels = (rng.random(4_000) < 0.3).astype(np.float32)
     unique = np.arange(4_000, dtype=np.int32)  # each category once: a rate that knew the label would separate the rows
     rows = EncodedRows(np.zeros((4_000, 1), np.float32), [unique], labels)
-    preprocessor = criteo_preprocessor(Schema(dense=("a",), sparse=("b",)), [4_000])
+    preprocessor = criteo_preprocessor(Schema(tokens="hexadecimal", dense=("a",), sparse=("b",)), [4_000])
     given = Baselines(preprocessor, rows, rows, "", recipes.criteo_demo())
     assert binary_metrics(given.fit("lightgbm").logits(rows), labels)["auroc"] < 0.6
     lists = EncodedRows(

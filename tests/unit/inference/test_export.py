@@ -703,7 +703,7 @@ NUMBERS = (0, 1, 2, 3, 7, 100, -1, -3, 50_000, None)
 
 def _varied_criteo(kind: str) -> Preprocessor:
     """Each way in which a Preprocessor makes ids and numbers of a log like Criteo's."""
-    schema = Schema(label="label", dense=("a", "b", "c"), sparse=("x", "y", "z"))
+    schema = Schema(tokens="hexadecimal", label="label", dense=("a", "b", "c"), sparse=("x", "y", "z"))
     tokens = np.array([[7, 3, 900], [1, 2**32 - 1, 5], [11, 4, 6]], np.uint32)
     dense = (
         DenseColumn(mean=0.5, scale=0.3, missing_value=-1.5),

@@ -17,7 +17,7 @@ from rayrec.schema import Schema
 from rayrec.workloads.recsys_scoring import cache_folder
 
 GIB = 1 << 30
-SCHEMA = Schema(label="y", dense=("i",), sparse=("c",))
+SCHEMA = Schema(tokens="hexadecimal", label="y", dense=("i",), sparse=("c",))
 
 
 def _node(cpus: float, memory: int = 64 * GIB, gpus: float = 0) -> Node:

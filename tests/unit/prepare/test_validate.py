@@ -28,7 +28,7 @@ from rayrec.prepare.config import PreparationConfig
 from rayrec.prepare.data_report import Gates, Report
 from rayrec.schema import Schema
 
-SCHEMA = Schema(label="click", dense=("a", "b"), sparse=("s", "t"))
+SCHEMA = Schema(tokens="hexadecimal", label="click", dense=("a", "b"), sparse=("s", "t"))
 CONFIG = PreparationConfig(schema=SCHEMA, max_bad_fraction=0.0)
 ALLOWED = Gates(max_bad_fraction=1.0, min_rows=0, allow_constant_columns=True)
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.data import log
 from rayrec.data.counting import count_log
@@ -21,7 +22,8 @@ from rayrec.data.threads import ThreadEngine
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, raw_index
 from rayrec.prepare.preprocess import preprocess, vocabulary
-from rayrec.schema import Schema
+from rayrec.prepare.validate import validate
+from rayrec.schema import Schema, load_schema
 
 CONSOLE = Console(quiet=True)
 
@@ -122,3 +124,47 @@ def test_rules_that_a_log_cannot_follow_are_refused_before_it_is_read(tmp_path: 
     )
     with pytest.raises(InputError, match="need a log of hexadecimal tokens"):
         preprocess(str(tmp_path / "log.csv"), out=str(tmp_path / "out"), format="npy", config=config, console=CONSOLE)
+
+
+COLUMNS: dict[str, Any] = {"label": "click", "dense": ("price",), "sparse": ("shop",)}
+
+
+def test_schemas_of_python_and_yaml_have_the_same_defaults() -> None:
+    of_yaml = load_schema("{label: click, dense: [price], sparse: [shop]}", "schema.yaml")
+    assert of_yaml == Schema(**COLUMNS, delimiter=",")
+    assert of_yaml.tokens == Schema(**COLUMNS).tokens == "any"
+    assert Schema(**COLUMNS, lists=("shop",), timestamp="at").lists == ("shop",)
+    described = {"label": "click", "dense": ["price"], "sparse": ["shop"]}
+    assert Schema.described(described) == Schema(**COLUMNS, tokens="hexadecimal")  # as it was
+
+
+def test_a_schema_without_tokens_fits_a_plain_csv(tmp_path: Path) -> None:
+    log_path = tmp_path / "log.csv"
+    log_path.write_text("click,price,shop\n" + "".join(f"{n % 2},{n / 4},s{n % 3}\n" for n in range(60)))
+    config = PreparationConfig(schema=Schema(**COLUMNS))
+    vocabulary(str(log_path), out=str(tmp_path / "out"), config=config, console=CONSOLE)
+    made = Preprocessor.load(str(tmp_path / "out"))
+    assert (made.schema.tokens, made.sparse[0].num_tokens) == ("any", 3)
+
+
+def test_a_schema_without_tokens_reads_text_without_a_header_as_before(tmp_path: Path) -> None:
+    """Its preprocessed data, too; but a schema that cannot be of such text is refused as before."""
+    log_path = tmp_path / "day_0"
+    log_path.write_text("".join(f"{n % 2}\t{n}\t{n % 7:08x}\n" for n in range(60)))
+    made = []
+    for number, tokens in enumerate(({"tokens": "hexadecimal"}, {})):
+        config, out = PreparationConfig(schema=Schema(**COLUMNS, **tokens)), tmp_path / str(number)
+        vocabulary(str(log_path), out=str(out), config=config, console=CONSOLE)
+        made.append(Preprocessor.load(str(out)).hash())
+        preprocess(str(log_path), out=f"{out}-data", format="binary", config=config, console=CONSOLE)
+        assert validate(str(log_path), config=config, console=CONSOLE).to_dict()["rows"] == 60
+        recipe = recipes.clicks().replace(workload={"schema": config.schema})
+        for path in (str(log_path), f"{out}-data"):
+            workload: Any = recipe.workload.adapted(recipe.replace(train_data={"path": path})).workload
+            assert workload.schema == Schema(**COLUMNS, tokens="hexadecimal")
+    assert made[0] == made[1]
+    texts = tmp_path / "texts.txt"
+    texts.write_text("1\t2\tshoes\n" * 9)
+    for schema, path in ((Schema(**COLUMNS, lists=("shop",)), log_path), (Schema(**COLUMNS), texts)):
+        with pytest.raises(InputError, match=r"^[^\n]*a schema with tokens: any needs files that end in[^\n]*$"):
+            vocabulary(str(path), out=str(tmp_path / "no"), config=PreparationConfig(schema=schema), console=CONSOLE)

@@ -14,7 +14,7 @@ from served_click_model import ANY, make_app, make_model, make_preprocessor
 from rayrec.schema import Schema
 
 TOKEN = "open sesame"
-FEW = Schema(label="label", dense=("int_0", "int_1"), sparse=("cat_0", "cat_1"))
+FEW = Schema(tokens="hexadecimal", label="label", dense=("int_0", "int_1"), sparse=("cat_0", "cat_1"))
 """Of the kind of Criteo's, with fewer columns, which a fuzzer tries more of."""
 REFUSALS = schemathesis.Config.from_dict(
     {"checks": {"negative_data_rejection": {"expected-statuses": [400, 401, 413, 415, 422]}}}
