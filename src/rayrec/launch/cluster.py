@@ -127,7 +127,10 @@ def connect(
     # Ray 2.60 turns token authentication on for clusters it starts; the token file serves this user alone.
     import ray
 
+    from rayrec.launch.head import require_direct_connection
+
     if ray.is_initialized():
+        require_direct_connection()
         return ray.get_runtime_context().gcs_address
     source = address or f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS')}"
     address = address or os.environ.get("RAY_ADDRESS")
@@ -148,7 +151,7 @@ def _join(address: str, source: str, *, log_to_driver: bool) -> None:
     from rayrec.launch.head import require_head
     from rayrec.launch.node_storage import runtime_env
 
-    job_env = {**(runtime_env(os.environ) or {}), **_python_of_workers(address, os.environ)}
+    job_env = {**(runtime_env(os.environ) or {}), **_python_of_workers(os.environ)}
     require_head(address, source=source)
     try:
         ray.init(address=address, log_to_driver=log_to_driver, logging_level=logging.ERROR, runtime_env=job_env or None)
@@ -159,11 +162,11 @@ def _join(address: str, source: str, *, log_to_driver: bool) -> None:
         ) from None
 
 
-def _python_of_workers(address: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """The part of a job's runtime environment that has the nodes fork its processes (`forked_worker.py`). Empty for Ray's client
-    server, which starts processes of its own, and in a job that was submitted with a Python of its own. Pure."""
+def _python_of_workers(environment: Mapping[str, str]) -> dict[str, str]:
+    """The part of a job's runtime environment that has the nodes fork its processes (`forked_worker.py`). Empty in a job that was
+    submitted with a Python of its own. Pure."""
     submitted = json.loads(environment.get(_SUBMITTED, "{}")).get("runtime_env") or {}
-    if address.startswith("ray://") or not _OWN_PYTHON.isdisjoint(submitted):
+    if not _OWN_PYTHON.isdisjoint(submitted):
         return {}
     return {"py_executable": forked_worker.python_of_a_job()}
 

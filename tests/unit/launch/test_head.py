@@ -16,6 +16,7 @@ from ports import free_ports
 from ray._raylet import AuthenticationTokenLoader, Config
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
+from rayrec import cli
 from rayrec.config import InputError
 from rayrec.launch import cluster, head
 from rayrec.launch.head import require_head
@@ -126,9 +127,8 @@ def test_another_version_of_ray_is_refused(user: Path, served: tuple[Head, str])
 
 
 @pytest.mark.usefixtures("user")
-@pytest.mark.parametrize("form", ["{}", "ray://{}"])
-def test_an_address_where_nothing_listens_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    address = form.format(f"127.0.0.1:{free_ports(1)}")
+def test_an_address_where_nothing_listens_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = f"127.0.0.1:{free_ports(1)}"
     monkeypatch.setenv("RAY_ADDRESS", address)
     monkeypatch.setattr("ray.is_initialized", lambda: False)  # other tests of this process share a Ray
     begin_s = time.monotonic()
@@ -154,6 +154,39 @@ def test_what_is_no_address_is_refused(address: str, message: str) -> None:
 
 
 @pytest.mark.usefixtures("user")
+def test_rays_client_server_is_refused_by_every_command(
+    click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where something listens, before anything is read or started."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    log, out = str(click_log / "train.txt"), str(tmp_path / "out")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"ray://127.0.0.1:{server.getsockname()[1]}"
+        commands = [
+            ["train", "criteo_demo", "--train-data.path", log, "--storage-path", out, "--cluster.address", address],
+            ["vocabulary", log, "--out", out, "--address", address],
+            ["vocabulary", log, "--out", out, "--engine", "spark-on-ray", "--address", address],
+            ["preprocess", log, "--out", out, "--format", "npy", "--address", address],
+            ["split", log, "--out", out, "--by", "rows", "--address", address],
+            ["validate", log, "--address", address],
+            ["serve", "--rollback", "--cluster.address", address],
+        ]
+        for command in commands:
+            assert cli.run(command) == 2, command
+            said = capsys.readouterr().err
+            assert f"{address}: must be reached directly, got Ray's client server (ray://)." in said, command
+            assert said.count("\n") == 1, command
+    assert not os.path.exists(out)
+
+
+def test_a_connection_through_rays_client_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr("ray.util.client.ray.is_connected", lambda: True)
+    with pytest.raises(InputError, match=r"^ray\.init: must be reached directly, got Ray's client server \(ray://\)\."):
+        cluster.connect(None, num_cpus=None, object_store_bytes=None, log_to_driver=False)
+
+
 def test_a_listener_that_is_no_head_is_named_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "_ANSWER_S", 0.3)
     with socket.create_server(("0.0.0.0", 0)) as silent:
