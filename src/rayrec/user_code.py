@@ -29,18 +29,29 @@ def function_in_file(name: str, *, returns: type[Returned]) -> Callable[[], Retu
     path = os.path.abspath(file)
     if not os.path.isfile(path):
         raise InputError(f"{file}: no such file; a recipe of your own is named FILE.py:FUNCTION")
-    module_name = os.path.splitext(os.path.basename(path))[0]
+    module_name = _module_name(path)
     module = sys.modules.get(module_name)
     if module is None:
         module = _imported(module_name, path)
     elif getattr(module, "__file__", None) != path:
-        raise InputError(f"{file}: there is another module '{module_name}' already; rename the file")
+        raise InputError(f"{file}: another file of this name was imported before; rename the file")
     found = getattr(module, function, None)
     if not callable(found):
         raise InputError(f"{file}: has no function '{function}'")
     if not isinstance(found(), returns):
         raise InputError(f"{file}: {function}() returns no rayrec.{returns.__name__}")
     return found
+
+
+def _module_name(path: str) -> str:
+    """The name of the file, or one of its own if another module has this name or would be imported by it, such as mlflow."""
+    name = os.path.splitext(os.path.basename(path))[0]
+    if name in sys.modules:
+        other = getattr(sys.modules[name], "__file__", None)
+    else:
+        spec = importlib.util.find_spec(name.partition(".")[0])
+        other = spec.origin if spec else path
+    return name if other == path else f"recipe_file_{name}"
 
 
 def _imported(name: str, path: str) -> types.ModuleType:

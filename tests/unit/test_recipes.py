@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,10 +91,19 @@ def test_what_is_no_recipe_is_told(own: Path) -> None:
         recipes.find("criteo_dmo")
 
 
-def test_a_file_may_not_take_the_name_of_another_module(tmp_path: Path) -> None:
-    (tmp_path / "json.py").write_text(OWN)
-    with pytest.raises(InputError, match="there is another module 'json' already; rename the file"):
-        recipes.find(f"{tmp_path}/json.py:small")
+@pytest.mark.parametrize("name", ["json", "zipapp"])
+def test_a_file_takes_the_place_of_no_other_module(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of none that was imported before, and of none that is imported later."""
+    monkeypatch.delitem(sys.modules, "zipapp", raising=False)
+    for folder in (tmp_path / "one", tmp_path / "other"):
+        folder.mkdir()
+        (folder / f"{name}.py").write_text(OWN)
+    for _ in range(2):
+        assert recipes.find(f"{tmp_path}/one/{name}.py:small")().batch_size == 7
+    assert not hasattr(importlib.import_module(name), "small")
+    with pytest.raises(InputError, match="another file of this name was imported before; rename the file"):
+        recipes.find(f"{tmp_path}/other/{name}.py:small")
+    del sys.modules[f"recipe_file_{name}"]
 
 
 def test_an_error_in_the_file_is_the_users_to_see(own: Path) -> None:
