@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from rayrec.schema import Schema
 
 PEERS = ("FM", "DeepFM", "DCNV2", "AutoInt", "xDeepFM")
 COLUMNS = ("user_id", "item_id", "age", "gender", "occupation", "zip_code", "release_year", "class")
+SCHEMA = Schema(label="label", dense=(), sparse=COLUMNS, lists=("class",), tokens="any", delimiter=",")
 OURS: dict[str, dict[str, Any]] = {"defaults": {}, "6 epochs, batch 256": {"epochs": 6, "batch_size": 256}}
 
 
@@ -34,7 +36,8 @@ def main(*, quick: bool) -> None:
         data = ratings(package_of(python))
         log = os.path.join(folder, "log")
         os.makedirs(log)
-        data.assign(**{"class": data["class"].str.replace(" ", "|")}).to_csv(f"{log}/train.csv", index=False)
+        head, rows = csv_lines(package_of(python))
+        Path(log, "train.csv").write_bytes(b"".join(head + rows))
         _for_recbole(data, folder)
         ours = {name: _ours(log, folder, name, **changes) for name, changes in OURS.items()}
         for peer in PEERS[:1] if quick else PEERS:
@@ -66,6 +69,14 @@ def ratings(package: str) -> pd.DataFrame:
     return joined[["label", *COLUMNS]].iloc[order].reset_index(drop=True)
 
 
+def csv_lines(package: str) -> tuple[list[bytes], list[bytes]]:
+    """Return the header and the rows of `ratings` as CSV in SCHEMA."""
+    data = ratings(package)
+    text = data.assign(**{"class": data["class"].str.replace(" ", "|")}).to_csv(index=False)
+    head, *rows = text.encode().splitlines(keepends=True)
+    return [head], rows
+
+
 def _for_recbole(data: pd.DataFrame, folder: str) -> None:
     os.makedirs(os.path.join(folder, "ml"))
     types = {"label": "float", "class": "token_seq"}
@@ -76,8 +87,7 @@ def _for_recbole(data: pd.DataFrame, folder: str) -> None:
 
 
 def _ours(log: str, folder: str, name: str, **changes: Any) -> dict[str, Any]:
-    schema = Schema(label="label", dense=(), sparse=COLUMNS, lists=("class",), tokens="any", delimiter=",")
-    config: Any = clicks(log, schema)
+    config: Any = clicks(log, SCHEMA)
     split = config.workload.preset.split.replace(kind="fraction")
     workload = config.workload.replace(preset=config.workload.preset.replace(split=split))
     config = config.replace(

@@ -168,7 +168,7 @@ def in_process(*, path: str, checkpoint: str, export: str, size: int, repeats: i
     np.testing.assert_allclose(onnx(rows.dense, ids), model.score(rows), atol=1e-4)
 
     def answer() -> None:
-        answers, _, _ = answerer.answer([open_body(text, "tsv", max_rows=size)])
+        answers, _, _ = answerer.answer([open_body(text, "tsv", schema=model.preprocessor.schema, max_rows=size)])
         answers[0].to_json(columns=False)  # type: ignore[union-attr]
 
     def rate(function: Any) -> float:

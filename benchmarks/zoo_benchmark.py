@@ -2,7 +2,8 @@
 
 `--data PATH` names a log in Criteo's format; without it a synthetic one of 20,000 rows is used. The log is rotated: each time
 another fourteenth of its rows is the test, and the one before it validates. The settings of a model are chosen on the validation
-rows of the first rotations; test rows take no part.
+rows of the first rotations; test rows take no part. `--models linear,logistic` limits the models, `--rotations N` the rotations.
+`--movielens PYTHON` takes MovieLens-100K from an environment with RecBole, on recipe clicks (movielens_benchmark.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 from logs import synthetic_log
+from movielens_benchmark import SCHEMA, csv_lines, package_of
 from rows import emit, say
 
 import rayrec
@@ -27,6 +29,7 @@ from rayrec.inference.baselines import Kind, open_baselines
 from rayrec.metrics.binary import binary_metrics
 from rayrec.observe.console import Console
 from rayrec.recipes import criteo_demo, criteo_ensemble
+from rayrec.recipes.clicks import clicks
 from rayrec.workloads.base import TrainConfig
 
 MODELS: Final = (
@@ -63,21 +66,39 @@ Fit = Callable[[dict[str, float], Log], Found]
 
 
 def main(*, quick: bool) -> None:
-    arguments = sys.argv[1:]
-    path = arguments[arguments.index("--data") + 1] if "--data" in arguments else synthetic_log(20_000)
     budget, rotations, models = (2, 2, MODELS[:2]) if quick else (BUDGET, ROTATIONS, MODELS)
+    chosen = _option("--models")
+    rotations = int(_option("--rotations") or rotations)
     with tempfile.TemporaryDirectory() as folder:
-        with gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb") as file:
-            lines = file.readlines()
-        logs = [_rotated(lines, folder, number) for number in range(rotations)]
-        dlrm: list[Found] = []
-        for name in models:
-            fit = partial(_trained, criteo_demo, folder, name)
-            found = _contest(name, fit, _network_settings(budget), logs, dlrm, rows=len(lines))
-            dlrm = dlrm or found
-        _contest("criteo_ensemble", partial(_trained, criteo_ensemble, folder, None), [{}], logs, dlrm, rows=len(lines))
+        head, lines, recipe = _log_lines()
+        logs = [_rotated(head, lines, folder, number, rotations) for number in range(rotations)]
+        contests: dict[str, tuple[Fit, list[dict[str, float]]]] = {
+            name: (partial(_trained, recipe, folder, name), _network_settings(budget)) for name in models
+        }
+        if recipe is criteo_demo:
+            contests["criteo_ensemble"] = partial(_trained, criteo_ensemble, folder, None), [{}]
         for kind, settings in _baseline_settings(budget).items():
-            _contest(kind, partial(_baseline, folder, kind), settings, logs, dlrm, rows=len(lines))
+            contests[kind] = partial(_baseline, recipe, folder, kind), settings
+        dlrm: list[Found] = []
+        for name in chosen.split(",") if chosen else contests:
+            fit, settings = contests[name]
+            found = _contest(name, fit, settings, logs, dlrm, rows=len(lines))
+            dlrm = found if name == "dlrm" else dlrm
+
+
+def _option(name: str) -> str | None:
+    arguments = sys.argv[1:]
+    return arguments[arguments.index(name) + 1] if name in arguments else None
+
+
+def _log_lines() -> tuple[list[bytes], list[bytes], Any]:
+    """Return the header, the rows and the recipe of the log that the options name."""
+    python = _option("--movielens")
+    if python:
+        return *csv_lines(package_of(python)), partial(clicks, schema=SCHEMA)
+    path = _option("--data") or synthetic_log(20_000)
+    with gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb") as file:
+        return [], file.readlines(), criteo_demo
 
 
 def _contest(
@@ -113,15 +134,15 @@ def _mean(name: str, found: Sequence[Found]) -> float:
     return statistics.mean(getattr(one, name) for one in found)
 
 
-def _rotated(lines: list[bytes], folder: str, number: int) -> Log:
-    fourteenth = len(lines) // 14
-    first = 2 * number * fourteenth
+def _rotated(head: list[bytes], lines: list[bytes], folder: str, number: int, rotations: int) -> Log:
+    first = len(lines) * number // max(rotations, 7)
     rotated = lines[first:] + lines[:first]
-    log = Log(os.path.join(folder, f"log-{number}.txt"), os.path.join(folder, f"test-{number}.txt"), number)
+    ending = "csv" if head else "txt"
+    log = Log(os.path.join(folder, f"log-{number}.{ending}"), os.path.join(folder, f"test-{number}.{ending}"), number)
     begin = (len(lines) * 6 // 7 + len(lines)) // 2
     for path, part in ((log.path, rotated), (log.test_path, rotated[begin:])):
         with open(path, "wb") as file:
-            file.writelines(part)
+            file.writelines(head + part)
     return log
 
 
@@ -165,7 +186,7 @@ def _config(recipe: Any, folder: str, model: str | None, settings: dict[str, flo
     made: TrainConfig = config.replace(
         workload=workload,
         storage_path=os.path.join(folder, "runs"),
-        name="-".join([model or recipe.__name__, str(log.number), *(f"{value:.6g}" for value in settings.values())]),
+        name="-".join([model or "ensemble", str(log.number), *(f"{value:.6g}" for value in settings.values())]),
         seed=log.number,
         scaling={"num_workers": 1},
         trackers={"prometheus": False, "tensorboard": False},
@@ -173,9 +194,9 @@ def _config(recipe: Any, folder: str, model: str | None, settings: dict[str, flo
     return made
 
 
-def _baseline(folder: str, kind: Kind, settings: dict[str, float], log: Log) -> Found:
+def _baseline(recipe: Any, folder: str, kind: Kind, settings: dict[str, float], log: Log) -> Found:
     """On the Preprocessor and the split of DLRM's run with its defaults, which resumes, and so ends at once, if it was made."""
-    config = _config(criteo_demo, folder, "dlrm", {}, log)
+    config = _config(recipe, folder, "dlrm", {}, log)
     checkpoint = rayrec.train(config, console=Console(quiet=True)).summary["checkpoint"]
     given = open_baselines(config, checkpoint, most_rows=10**7, kinds=(kind,))
     if kind == "logistic":
