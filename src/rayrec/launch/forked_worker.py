@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import stat
 import sys
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 SOCKET = "RAYREC_FORK_SERVER"
@@ -41,8 +43,11 @@ _READ_AT_START = (
     "PYTORCH_",
 )
 """Beginnings of the names of variables that a process reads when it starts or imports libraries."""
-_RAYS_OWN = "tr '\\0' '\\n' </proc/$PPID/cmdline | sed -n 's/^--python_worker_command=\\([^ ]*\\).*/\\1/p'"
-"""A shell's command that prints the Python that the node manager, its parent, would run."""
+_COMMAND = r"""if [ -x {own} ] && [ -r {program} ]; then exec {own} -S {program} "$@"; fi
+rays=$(tr '\0' '\n' </proc/$PPID/cmdline | sed -n 's/^--python_worker_command=//p')
+case $rays in '"'*) rays=${{rays#?}} rays=${{rays%%'"'*}} ;; *) rays=${{rays%% *}} ;; esac
+exec "$rays" "$@" """
+"""What bash runs: this program, or the Python that the node manager, its parent, would run."""
 
 
 def main() -> None:
@@ -54,7 +59,7 @@ def main() -> None:
     context: dict[str, Any] = next(
         (json.loads(each[len(_CONTEXT) :]) for each in arguments if each.startswith(_CONTEXT)), {}
     )
-    reason = misfit(context)
+    reason = misfit(context, os.environ)
     if not reason:
         try:
             with _server(arguments) as server:
@@ -73,19 +78,26 @@ def main() -> None:
 def python_of_a_job() -> str:
     """The `py_executable` of a runtime environment whose workers start through this program. Ray's agent gives it to bash. A node
     that lacks this Python or program runs the Python that its Ray runs."""
-    own, program = sys.executable, os.path.abspath(__file__)
-    return f"$(if [ -x {own} ] && [ -r {program} ]; then echo {own} -S {program}; else {_RAYS_OWN}; fi)"
+    own, program = (shlex.quote(path) for path in (sys.executable, os.path.abspath(__file__)))
+    return f"bash -c {shlex.quote(_COMMAND.format(own=own, program=program))} rayrec"
 
 
-def misfit(context: dict[str, Any]) -> str:
-    """Why a process with this runtime environment, as Ray's agent resolved it, cannot be a copy; empty where it can. Pure."""
+def misfit(context: dict[str, Any], environment: Mapping[str, str]) -> str:
+    """Why a process with this runtime environment, as Ray's agent resolved it, and these variables, among which a running Ray has
+    added those of the former, cannot be a copy; empty where it can. Pure."""
     if any(context.get(name) for name in ("command_prefix", "override_worker_entrypoint", "java_jars")):
         return "its runtime environment has a command of its own"
     if context.get("py_executable", sys.executable) not in (sys.executable, python_of_a_job()):
         return "its runtime environment has a Python of its own"
     if names := [name for name in context.get("env_vars", {}) if name.startswith(_READ_AT_START)]:
         return f"its runtime environment sets {names[0]}"
+    if "KINETO_USE_DAEMON" in environment and _modules(context, environment):
+        return "KINETO_USE_DAEMON starts a thread, which no copy has, when torch is imported"
     return ""
+
+
+def _modules(context: dict[str, Any], environment: Mapping[str, str]) -> str:
+    return {**environment, **context.get("env_vars", {})}.get(MODULES, "")
 
 
 def ask(server: socket.socket, arguments: list[str], context: dict[str, Any]) -> None:
@@ -95,7 +107,7 @@ def ask(server: socket.socket, arguments: list[str], context: dict[str, Any]) ->
         "arguments": arguments,
         "environment": dict(os.environ),
         "added": added,
-        "modules": added.get(MODULES, os.environ.get(MODULES, "")),
+        "modules": _modules(context, os.environ),
         "folder": os.getcwd(),
         "niceness": os.getpriority(os.PRIO_PROCESS, 0),
         "leads_group": os.getpgrp() == os.getpid(),

@@ -201,12 +201,12 @@ print(json.dumps([os.getppid(), getattr(sys.modules.get("changes"), "SAID", None
 class NodeManager:
     """Starts programs by the Python of a job, in a session of Ray that is in `folder`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, command: str = "/bin/echo setup_worker.py") -> None:
         (folder / "session_1").mkdir()
         self._folder, self._errors = folder, folder / "errors"
         with open(self._errors, "wb") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", NODE_MANAGER, "--python_worker_command=/bin/echo setup_worker.py"],
+                [sys.executable, "-c", NODE_MANAGER, f"--python_worker_command={command}"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -293,6 +293,26 @@ def test_a_node_without_this_python_runs_its_own(node_manager: NodeManager, prog
     assert node_manager.start(program, elsewhere).startswith(str(program)), "the echo of its arguments"
 
 
+def test_paths_of_pythons_may_have_any_letters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that mean something to the shell to which Ray gives them."""
+    folder = tmp_path / "a b $(touch ran) 'c'"
+    folder.mkdir()
+    own, rays = folder / "python", folder / "echo"
+    own.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    own.chmod(0o755)
+    rays.symlink_to("/bin/echo")
+    program = tmp_path / "program.py"
+    program.write_text(SMALL)
+    manager = NodeManager(tmp_path, f'"{rays}" setup_worker.py')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(own))
+    assert json.loads(manager.start(program, forked_worker.python_of_a_job()))[1:] == [None, True], "a copy"
+    monkeypatch.setattr(sys, "executable", "/nowhere/a b/python")
+    assert manager.start(program, forked_worker.python_of_a_job()).startswith(f"{program} --temp-dir"), "Ray's"
+    manager.kill()
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_server_that_others_could_listen_to_is_not_asked(node_manager: NodeManager, tmp_path: Path) -> None:
     (tmp_path / "session_1" / "rayrec").mkdir(mode=0o755)
     (tmp_path / "program.py").write_text(SMALL)
@@ -338,4 +358,12 @@ def test_workers_of_other_languages_start_as_without_rayrec(
     ],
 )
 def test_which_runtime_environments_need_a_new_process(context: dict[str, Any], reason: str) -> None:
-    assert forked_worker.misfit(context) == reason
+    assert forked_worker.misfit(context, {MODULES: "torch"}) == reason
+
+
+@pytest.mark.parametrize("modules", ["", "torch"])
+def test_kinetos_daemon_needs_a_process_that_imports_torch(modules: str) -> None:
+    """Its thread is started by the import; a running Ray has added the variables of the runtime environment."""
+    reason = "KINETO_USE_DAEMON starts a thread, which no copy has, when torch is imported" if modules else ""
+    assert forked_worker.misfit({}, {"KINETO_USE_DAEMON": "1", MODULES: modules}) == reason
+    assert forked_worker.misfit({"env_vars": {MODULES: modules}}, {"KINETO_USE_DAEMON": "1"}) == reason
