@@ -15,10 +15,12 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from ray._common.utils import import_attr
 from ray._private import ray_constants
 from ray.serve.schema import ServeDeploySchema
 
 from rayrec.commands.arguments import parse_config
+from rayrec.serve import ingress, listener
 from rayrec.serve.deployment import APPLICATION, build_application, read_user_config
 from rayrec.workloads.base import TrainConfig
 
@@ -124,6 +126,81 @@ def test_the_configuration_of_serve() -> None:
     assert (
         autoscaling["max_replicas"] * application.args["cpus_per_replica"] <= cpus * groups["replicas"]["maxReplicas"]
     )
+
+
+def test_service_names_are_allowed_hosts() -> None:
+    (application,) = yaml.safe_load(_manifest("RayService")["spec"]["serveConfigV2"])["applications"]
+    config = build_application(application["args"])._bound_deployment.init_args[0]
+    service, namespace = f"{_manifest('RayService')['metadata']['name']}-serve-svc", "rayrec"
+    for name in (
+        f"{service}:8000",
+        f"{service}.{namespace}",
+        f"{service}.{namespace}.svc.cluster.local",
+        "10.8.0.1:8000",
+    ):
+        assert ingress.is_own_host(name, config), "also of a pod's address, which probes and Prometheus use"
+    assert not ingress.is_own_host("evil.example", config)
+
+
+def test_proxies_of_the_service_decline_upgrades() -> None:
+    for _, group in _pods("RayService"):
+        (variable,) = group["template"]["spec"]["containers"][0]["env"]
+        assert variable["name"] == ingress.PROXY_CALLBACK_VARIABLE
+        assert import_attr(variable["value"]) is listener.bound_proxy
+
+
+def _templates(kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each pod's specification, the one that submits the job included."""
+    yield from ((name, group["template"]["spec"]) for name, group in _pods(kind))
+    if kind == "RayJob":
+        yield "submitter", _manifest(kind)["spec"]["submitterPodTemplate"]["spec"]
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_pods_run_restricted(kind: str) -> None:
+    """As the restricted Pod Security Standard asks."""
+    restricted = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    for name, spec in _templates(kind):
+        assert spec["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}, name
+        assert spec["serviceAccountName"] == "rayrec"
+        assert [container["securityContext"] for container in spec["containers"]] == [restricted], name
+        # Only an autoscaler asks Kubernetes for anything.
+        autoscales = name == "head" and _cluster(kind).get("enableInTreeAutoscaling", False)
+        assert spec.get("automountServiceAccountToken", False) is autoscales
+    if "autoscalerOptions" in _cluster(kind):
+        assert _cluster(kind)["autoscalerOptions"]["securityContext"] == restricted
+    account = yaml.safe_load((FOLDER / "common" / "account.yaml").read_text())
+    assert account["automountServiceAccountToken"] is False
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_ray_asks_for_a_token(kind: str) -> None:
+    assert _cluster(kind)["authOptions"] == {"mode": "token"}
+
+
+def test_image_tags_are_pinned() -> None:
+    for kind in FILES.values():
+        (image,) = yaml.safe_load((FOLDER / kind).with_name("kustomization.yaml").read_text())["images"]
+        assert image["newTag"] == version("rayrec")
+
+
+def test_network_policies_open_known_ports() -> None:
+    """To pods that are not Ray's: the dashboard and metrics to some, requests to all, nothing else."""
+    opened = {}
+    for file in ("common/network.yaml", "serve/network.yaml"):
+        policy = yaml.safe_load((FOLDER / file).read_text())
+        assert (policy["apiVersion"], policy["kind"]) == ("networking.k8s.io/v1", "NetworkPolicy")
+        assert policy["spec"]["podSelector"] == {"matchLabels": {"ray.io/is-ray-node": "yes"}}
+        assert policy["spec"]["policyTypes"] == ["Ingress"]
+        for rule in policy["spec"]["ingress"]:
+            if rule.get("from") == [{"podSelector": policy["spec"]["podSelector"]}]:
+                assert "ports" not in rule
+                continue
+            (port,) = rule["ports"]
+            opened[port["port"]] = bool(rule.get("from"))
+    containers = [group["template"]["spec"]["containers"][0] for _, group in _pods("RayService")]
+    ports = {port["name"]: port["containerPort"] for container in containers for port in container["ports"]}
+    assert opened == {ports["dashboard"]: True, ports["metrics"]: True, ports["serve"]: False}
 
 
 def _strict(schema: Any) -> Any:
