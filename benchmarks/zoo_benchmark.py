@@ -73,7 +73,7 @@ def main(*, quick: bool) -> None:
         head, lines, recipe = _log_lines()
         logs = [_rotated(head, lines, folder, number, rotations) for number in range(rotations)]
         contests: dict[str, tuple[Fit, list[dict[str, float]]]] = {
-            name: (partial(_trained, recipe, folder, name), _network_settings(budget)) for name in models
+            name: (partial(_trained, recipe, folder, name), _model_settings(name, budget)) for name in models
         }
         if recipe is criteo_demo:
             contests["criteo_ensemble"] = partial(_trained, criteo_ensemble, folder, None), [{}]
@@ -146,7 +146,11 @@ def _rotated(head: list[bytes], lines: list[bytes], folder: str, number: int, ro
     return log
 
 
-def _network_settings(budget: int) -> list[dict[str, float]]:
+def _model_settings(name: str, budget: int) -> list[dict[str, float]]:
+    if (
+        name == "linear"
+    ):  # one setting decides how far weights of rare categories move, as the penalty of logistic regression does
+        return [{}, *({"category_scale": float(scale)} for scale in np.geomspace(0.6, 2.4, budget - 1))]
     draw = np.random.default_rng(0)
     ranges = {"network": (3e-4, 1e-2), "tables": (0.01, 0.3), "penalty": (3e-5, 3e-3)}
     return [{}, *({name: _log_uniform(draw, *ends) for name, ends in ranges.items()} for _ in range(budget - 1))]
@@ -177,7 +181,9 @@ def _config(recipe: Any, folder: str, model: str | None, settings: dict[str, flo
     workload = config.workload
     if model not in (None, "dlrm"):
         workload = workload.replace(model=workload.model.of_class(model))
-    if settings:
+    if "category_scale" in settings:
+        workload = workload.replace(model=workload.model.replace(**settings))
+    elif settings:
         workload = workload.replace(
             model=workload.model.replace(embedding_penalty=settings["penalty"]),
             dense_optimizer=workload.dense_optimizer.replace(learning_rate=settings["network"]),
