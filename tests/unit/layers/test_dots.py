@@ -53,7 +53,7 @@ def test_no_number_of_threads_and_no_lack_of_openmp_changes_a_bit(monkeypatch: p
             results.append(pairwise_dots(dense, sparse, order))
     finally:
         torch.set_num_threads(before)
-    monkeypatch.setattr(kernel_threads, "_openmp_parallel", lambda: None)
+    monkeypatch.setattr(kernel_threads, "openmp_parallel", lambda: None)
     results.append(pairwise_dots(dense, sparse, order))
     for result in results[1:]:
         assert torch.equal(result, results[0])
@@ -78,7 +78,7 @@ def test_each_cpu_has_its_kernel(capability: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_several_threads_take_part() -> None:
-    assert kernel_threads._openmp_parallel() is not None
+    assert kernel_threads.openmp_parallel() is not None
 
 
 def test_a_row_without_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
