@@ -24,7 +24,7 @@ from rayrec.serve.config import ServeConfig
 WILDCARDS: Final = ("0.0.0.0", "::", "")
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 PROXY_CALLBACK_VARIABLE: Final = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
-PROXY_CALLBACK: Final = "rayrec.serve.listener:bound_proxy"
+PROXY_CALLBACK: Final = "rayrec.serve.listener:sole_proxy"
 """Function that Ray Serve's HTTP proxies call if the variable names it in their environment."""
 _ANSWER_S: Final = 30.0
 _TRY_S: Final = 2.0

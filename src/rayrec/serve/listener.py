@@ -16,10 +16,14 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import httptools
 import uvicorn
+from starlette.middleware import Middleware
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rayrec.config import InputError
 from rayrec.serve.ingress import bind
+from rayrec.serve.requests import RequestError
 
 if TYPE_CHECKING:
     from rayrec.serve.app import ScoringApp
@@ -46,6 +50,14 @@ _DROP_NEW_CONNECTIONS: Final = (
     (0x06, 0, 0, 0xFFFFFFFF),  # keep everything else
 )
 """A classic BPF program for a listening socket."""
+
+
+_NOT_THERE: Final = Response(
+    RequestError(503, "the server starts or ends").body(),
+    503,
+    {"retry-after": "1", "connection": "close"},
+    "application/json",
+)
 
 
 @dataclass(frozen=True)
@@ -120,6 +132,34 @@ class Listener:
 def bound_proxy() -> None:
     """Make uvicorn use the protocol below by default. Ray Serve calls it in each HTTP proxy before the proxy listens."""
     uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{__name__}:_BoundedProtocol"
+
+
+def sole_proxy() -> list[Middleware]:
+    """Do the same in a proxy whose only application is rayrec's, at /. If it is not there, it starts or ends."""
+    bound_proxy()
+    return [Middleware(_RetryLater)]
+
+
+@final
+class _RetryLater:
+    """Middleware that answers 503 in place of the 404 of a proxy that has no application, which clients do not send again."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        replaced = False
+
+        async def answer(message: Message) -> None:
+            nonlocal replaced
+            if message["type"] == "http.response.start" and message["status"] == 404:
+                replaced = all(name != b"x-content-type-options" for name, _ in message["headers"])  # rayrec's have it
+                if replaced:
+                    await _NOT_THERE(scope, receive, send)
+            if not replaced:
+                await send(message)
+
+        await self._app(scope, receive, answer)
 
 
 @final

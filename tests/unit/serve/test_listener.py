@@ -14,14 +14,18 @@ from typing import Any
 
 import pytest
 import uvicorn
+from asgi_client import ask
 from ports import free_ports
 from ray._common.utils import import_attr
 from ray.serve._private import constants
+from ray.serve._private.http_util import validate_http_proxy_callback_return
 from served_click_model import make_app, make_model, row_text
+from starlette.middleware import Middleware
+from starlette.responses import PlainTextResponse
 
 from rayrec.config import InputError
 from rayrec.serve.ingress import PROXY_CALLBACK, PROXY_CALLBACK_VARIABLE
-from rayrec.serve.listener import Limits, Listener, _BoundedProtocol
+from rayrec.serve.listener import Limits, Listener, _BoundedProtocol, bound_proxy, sole_proxy
 
 
 def _post(port: int, text: bytes) -> int:
@@ -359,9 +363,26 @@ def test_host_must_be_one_and_own() -> None:
 
 def test_proxies_use_the_bounded_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uvicorn.config, "HTTP_PROTOCOLS", dict(uvicorn.config.HTTP_PROTOCOLS))
-    callback: Callable[[], None] = import_attr(PROXY_CALLBACK)
-    assert callback() is None
-    config = uvicorn.Config(make_app(make_model()))
-    config.load()
-    assert config.http_protocol_class is _BoundedProtocol
+    sole: Callable[[], list[Middleware]] = import_attr(PROXY_CALLBACK)
+    for callback, middlewares in ((bound_proxy, 0), (sole, 1)):
+        uvicorn.config.HTTP_PROTOCOLS.clear()
+        assert len(validate_http_proxy_callback_return(callback())) == middlewares
+        config = uvicorn.Config(make_app(make_model()))
+        config.load()
+        assert config.http_protocol_class is _BoundedProtocol
     assert hasattr(constants, PROXY_CALLBACK_VARIABLE), "Ray knows it"
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_proxy_without_application_answers_503(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    """A 404 of rayrec's own goes through."""
+    monkeypatch.setattr(uvicorn.config, "HTTP_PROTOCOLS", dict(uvicorn.config.HTTP_PROTOCOLS))
+    (middleware,) = sole_proxy()
+    proxy = middleware.cls(PlainTextResponse("Path '/' not found.", status), *middleware.args, **middleware.kwargs)
+    reply = ask(proxy, "POST", "/v1/score", parts=[b"1"])
+    assert reply.status == {200: 200, 404: 503}[status]
+    if status == 404:
+        assert (reply.headers["retry-after"], reply.headers["connection"]) == ("1", "close")
+        assert reply.json()["error"]["message"]
+    served = middleware.cls(make_app(make_model()), *middleware.args, **middleware.kwargs)
+    assert ask(served, "GET", "/nowhere").status == 404
