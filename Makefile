@@ -141,7 +141,7 @@ wheel: $(WHEEL_TOOLS)/.installed ## wheel (Linux, Python 3.11 and later), source
 	@$(WHEEL_TOOLS)/bin/python tools/wheels.py
 
 bench: setup ## benchmarks, one JSON object a row: BENCHMARKS="ingest vocabulary ...", by default those above
-	@for name in $(BENCHMARKS); do echo "bench: $$name" >&2; $(RUN)/rayrec benchmark $$name; done
+	@status=0; for name in $(BENCHMARKS); do echo "bench: $$name" >&2; $(RUN)/rayrec benchmark $$name || status=1; done; exit $$status
 
 clean: ## removes the environment and everything made here, the demo's log and runs too
 	@rm -rf $(VENV) build dist demo src/rayrec.egg-info $(SHIM)/build $(SHIM)/*.egg-info .*_cache .hypothesis

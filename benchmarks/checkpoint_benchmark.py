@@ -12,7 +12,7 @@ from typing import Any
 import ray
 import torch
 from logs import synthetic_log
-from rows import emit, interleaved, say, timed
+from rows import emit, interleaved, part, say, timed
 
 from rayrec.checkpoint import Checkpoint, Retention, Saver, acquire_lease, restore
 from rayrec.observe.console import Console
@@ -230,7 +230,9 @@ def in_training(rows: int, repeats: int) -> None:
 
 
 def main(*, quick: bool) -> None:
-    large_state(
-        int(float(os.environ.get("RAYREC_BENCHMARK_STATE_GB", "0.25" if quick else "2")) * 1e9), 2 if quick else 5
-    )
-    in_training(500_000 if quick else 3_000_000, 1 if quick else 3)
+    with part("checkpoint", "tables, one process"):
+        large_state(
+            int(float(os.environ.get("RAYREC_BENCHMARK_STATE_GB", "0.25" if quick else "2")) * 1e9), 2 if quick else 5
+        )
+    with part("checkpoint", "saves of a training run"):
+        in_training(500_000 if quick else 3_000_000, 1 if quick else 3)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from rows import say
+
+from rayrec.observe.event_lines import without_secrets
 
 HERE = Path(__file__).parent
 
@@ -21,9 +27,18 @@ def run_child(script: Path, *arguments: str, **environment: str) -> Any:
     variables.pop("RAY_ADDRESS", None)
     command = [sys.executable, str(script), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, check=False, timeout=1800, env=variables)
-    if done.returncode:
-        raise RuntimeError(f"{script.name} {arguments} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    check_ended(script.name, done.returncode, done.stderr)
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def check_ended(name: str, status: int, stderr: str) -> None:
+    """Raise RuntimeError, with the last words that the process wrote, unless it ended with status 0."""
+    if not status:
+        return
+    said = [" ".join(line.split()) for line in stderr.splitlines() if re.search(r"\w", line)]
+    how = f"signal {-status} ({signal.strsignal(-status)})" if status < 0 else f"status {status}"
+    say(without_secrets(stderr[-4000:]))
+    raise RuntimeError(f"{name} ended with {how}: {said[-1] if said else 'no message'}")
 
 
 def child(script: str, task: str, **arguments: Any) -> Any:

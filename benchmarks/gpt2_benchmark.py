@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from children import child, run_child, run_task
-from measured import emit_losses, interleaved_rates, measured_run
-from rows import emit
+from measured import emit_losses, interleaved_rates, matrix_peak, measured_run
+from rows import emit, part
 from samples import synthetic_text
 
 PLAIN = Path(__file__).parent / "peers" / "plain_huggingface.py"
@@ -163,7 +163,8 @@ def main(*, quick: bool) -> None:
         child(__file__, "prepare", text=os.path.abspath(text), out=path)
         for workers in (1, 2):
             for precision in ("fp32", "bf16"):
-                compare(quick=quick, path=path, workers=workers, precision=precision)
+                with part("gpt2", f"{workers} workers, {precision}"):
+                    compare(quick=quick, path=path, workers=workers, precision=precision)
 
 
 def compare(*, quick: bool, **common: Any) -> None:
@@ -175,9 +176,9 @@ def compare(*, quick: bool, **common: Any) -> None:
         "block_size": config.workload.model.n_positions,
     }
     if common["precision"] == "fp32":
-        compare_losses(steps=10 if quick else 200, about=about, **common)
-    script = str(Path(__file__).with_name("train_benchmark.py"))
-    peak = child(script, "matrix_peak", precision=common["precision"], engine="onednn")
+        with part("gpt2", f"{workload(loop='any', **about)}: losses"):
+            compare_losses(steps=10 if quick else 200, about=about, **common)
+    peak = matrix_peak(common["precision"])
     length = {"steps": 30, "warm_steps": 10} if quick else {"steps": 300, "warm_steps": 50}
     compare_speed(repeats=1 if quick else 3, peak=peak, about=about, **length, **common)
 

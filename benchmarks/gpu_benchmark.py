@@ -24,7 +24,7 @@ from typing import Any, Final, Literal
 from children import child, run_task
 from logs import synthetic_log
 from measured import interleaved_rates, warm_speed
-from rows import emit, say
+from rows import emit, part, say
 
 from rayrec.config import InputError
 
@@ -105,16 +105,10 @@ def main(*, quick: bool) -> None:
         "trace": trace,
         "scores": scores,
     }
-    failed = []
-    for part in chosen_parts(arguments):
-        say(f"gpu: {part}")
-        try:
-            parts[part](sizes, on, out)
-        except Exception as error:  # the parts after it are worth having; a GPU is not lent for long
-            failed.append(part)
-            say(f"  {part} failed: {error}")
-    if failed:
-        raise InputError(f"rayrec benchmark gpu: {', '.join(failed)} failed, as said above")
+    for name in chosen_parts(arguments):
+        say(f"gpu: {name}")
+        with part("gpu", name):
+            parts[name](sizes, on, out)
 
 
 # What is trained ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import ray
 from logs import synthetic_log
 from peers.notebook_ingest import batches as notebook_batches
 from peers.notebook_ingest import vocabularies_of
-from rows import emit, interleaved, say, timed
+from rows import emit, interleaved, part, say, timed
 
 from rayrec.data.counting import count_log
 from rayrec.data.encoded import from_arrow
@@ -236,10 +236,18 @@ def main(*, quick: bool) -> None:
         repeats=repeats,
         peer_rows_per_s=round(rates["any_order"]),
     )
+    with part("ingest", f"{workload}, by preset"):
+        by_preset(on_ray, workload, rows=rows, repeats=2 if quick else 3)
+    with part("ingest", "peak private memory of all Ray processes"):
+        memory(on_ray, rows)
+    ray.shutdown()
+
+
+def by_preset(engine: StreamEngine, workload: str, *, rows: int, repeats: int) -> None:
     prepared = {name: prepare(rows, preset) for name, preset in ALL.items()}
     by_profile = interleaved(
-        2 if quick else 3,
-        **{name: lambda name=name: through(on_ray, prepared[name][0], prepared[name][1], ALL[name]) for name in ALL},
+        repeats,
+        **{name: lambda name=name: through(engine, prepared[name][0], prepared[name][1], ALL[name]) for name in ALL},
     )
     for name, rate in by_profile.items():
         emit(
@@ -248,15 +256,18 @@ def main(*, quick: bool) -> None:
             workload=f"{workload}, preset {name}",
             value=rate,
             ratio=rate / by_profile["rayrec"],
-            repeats=2 if quick else 3,
+            repeats=repeats,
             peer_rows_per_s=round(by_profile["rayrec"]),
         )
+
+
+def memory(engine: StreamEngine, rows: int) -> None:
     peaks = {}
     for size in (rows // 4, rows):
         small, small_shared, _ = prepare(size)
         time.sleep(1)
         with Peak() as peak:
-            through(on_ray, small, small_shared)
+            through(engine, small, small_shared)
         peaks[size] = peak.bytes
     emit(
         "ingest",
@@ -268,4 +279,3 @@ def main(*, quick: bool) -> None:
         repeats=1,
         rows=rows,
     )
-    ray.shutdown()

@@ -10,10 +10,11 @@ import tempfile
 from dataclasses import dataclass
 from functools import partial
 
+from children import check_ended
 from logs import preprocessor_of, synthetic_log
 from measured import warm_speed
 from nodes import Network, missing, missing_tbf
-from rows import emit, interleaved, say
+from rows import attempt, emit, interleaved, part, say
 
 import rayrec
 from rayrec import recipes
@@ -66,34 +67,40 @@ def main(*, quick: bool) -> None:
             **{_name(*case): partial(rate, *case) for case in cases},
         )
         # What the start, an evaluation and the end send is the same in a shorter run.
-        short = {hosts: _trained(folder, data, hosts=hosts, gbit=None, steps=FEW_STEPS) for hosts, _ in cases}
+        short = {
+            hosts: attempt(
+                f"{hosts} hosts, few steps", partial(_trained, folder, data, hosts=hosts, gbit=None, steps=FEW_STEPS)
+            )
+            for hosts, _ in cases
+        }
     alone, pair = rates["one_host"], rates["two_workers_on_one_host"]
     say(f"  1 host: {alone:,.0f} rows/s; 2 workers on 1 host of 2 cores: {pair:,.0f} rows/s")
     for hosts, gbit in cases:
-        found, before, times = last[hosts, gbit], short[hosts], min(hosts, cores)
-        sent = (found.sent_bytes - before.sent_bytes) / (found.rows - before.rows)
-        traffic = _forecast(preprocessor, hosts=hosts, batch_size=found.batch_size)
-        (_, told_sent), (told, limit) = traffic.bytes_per_row(), traffic.limit(pair * times / 2, Links(gbit))
-        speed = rates[_name(hosts, gbit)]
-        link = "links without a limit" if gbit is None else f"links of {gbit:g} Gbit/s"
-        say(
-            f"  {hosts} hosts, {link}: {speed:,.0f} rows/s, forecast {told:,.0f} ({limit}); "
-            f"{speed / alone / times:.2f} of {times} times one host; {sent:,.0f} bytes sent a row, forecast {told_sent:,.0f}"
-        )
-        emit(
-            "links",
-            peer=f"one host, times {times} (the machine's cores)",
-            workload=f"criteo_kaggle network, batch {found.batch_size} a host, {hosts} hosts of one core, {link}",
-            value=speed,
-            ratio=speed / alone / times,
-            repeats=repeats,
-            peer_rows_per_s=round(alone * times),
-            two_workers_one_host_rows_per_s=round(pair),
-            forecast_rows_per_s=round(told),
-            forecast_limit=limit,
-            sent_bytes_per_row=round(sent),
-            forecast_bytes_per_row=round(told_sent),
-        )
+        with part("links", _name(hosts, gbit)):
+            found, before, times = last[hosts, gbit], short[hosts], min(hosts, cores)
+            sent = (found.sent_bytes - before.sent_bytes) / (found.rows - before.rows)
+            traffic = _forecast(preprocessor, hosts=hosts, batch_size=found.batch_size)
+            (_, told_sent), (told, limit) = traffic.bytes_per_row(), traffic.limit(pair * times / 2, Links(gbit))
+            speed = rates[_name(hosts, gbit)]
+            link = "links without a limit" if gbit is None else f"links of {gbit:g} Gbit/s"
+            say(
+                f"  {hosts} hosts, {link}: {speed:,.0f} rows/s, forecast {told:,.0f} ({limit}); "
+                f"{speed / alone / times:.2f} of {times} times one host; {sent:,.0f} bytes sent a row, forecast {told_sent:,.0f}"
+            )
+            emit(
+                "links",
+                peer=f"one host, times {times} (the machine's cores)",
+                workload=f"criteo_kaggle network, batch {found.batch_size} a host, {hosts} hosts of one core, {link}",
+                value=speed,
+                ratio=speed / alone / times,
+                repeats=repeats,
+                peer_rows_per_s=round(alone * times),
+                two_workers_one_host_rows_per_s=round(pair),
+                forecast_rows_per_s=round(told),
+                forecast_limit=limit,
+                sent_bytes_per_row=round(sent),
+                forecast_bytes_per_row=round(told_sent),
+            )
 
 
 def _name(hosts: int, gbit: float | None) -> str:
@@ -138,7 +145,7 @@ def _trained(folder: str, data: str, *, hosts: int, workers: int = 1, gbit: floa
         done = [command.wait(timeout_s=600) for command in commands]
         for one in done:
             if one.status:
-                raise InputError(f"rayrec benchmark links: {hosts} hosts: {one.err.strip().splitlines()[-1:]}")
+                check_ended(f"{hosts} hosts: rayrec train", one.status, one.err)
         sent = sum(node.sent_bytes() for node in nodes)
         with open(os.path.join(runs, "run", "summary.json")) as file:
             rows = json.load(file)["rows"]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-import statistics
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
-from rows import emit, say
+from children import child
+from rows import attempt, emit, in_turn, median_of, say
 
 from rayrec.observe.console import Console
 from rayrec.observe.events import read_events
@@ -26,6 +28,12 @@ def measured_run(config: TrainConfig, *, warm_steps: int) -> dict[str, Any]:
         events = read_events(os.path.join(result.folder, "events.jsonl"), kinds={"step"})
     found = {"losses": [event["loss"] for event in events], "config_hash": result.summary["config_hash"]}
     return {**found, **warm_speed(events, warm_steps=warm_steps)}
+
+
+def matrix_peak(precision: str, *, engine: str = "onednn") -> Any:
+    """Return the multiply-adds and additions a second of large matrix products, in a fresh process."""
+    script = str(Path(__file__).with_name("train_benchmark.py"))
+    return attempt(f"matrix peak, {engine}", partial(child, script, "matrix_peak", precision=precision, engine=engine))
 
 
 def warm_speed(events: list[dict[str, Any]], *, warm_steps: int) -> dict[str, float]:
@@ -47,16 +55,11 @@ def largest_difference(losses: list[float], peer: list[float]) -> float:
 
 def interleaved_rates(
     repeats: int, **candidates: Callable[[], dict[str, Any]]
-) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
-    """Runs the candidates in turn, `repeats` rounds: the median `rows_per_s` of each, and what each returned last."""
-    rates: dict[str, list[float]] = {name: [] for name in candidates}
-    last = {}
-    for number in range(repeats):
-        for name, candidate in candidates.items():
-            last[name] = candidate()
-            rates[name].append(last[name]["rows_per_s"])
-            say(f"  round {number + 1}: {name} {rates[name][-1]:,.1f}/s")
-    return {name: statistics.median(values) for name, values in rates.items()}, last
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Run the candidates `in_turn`: the median `rows_per_s` of each, and the last result of each."""
+    found = in_turn(repeats, lambda number: candidates, shown=lambda result: f"{result['rows_per_s']:,.1f}/s")
+    rates = {name: median_of(results, lambda result: result["rows_per_s"]) for name, results in found.items()}
+    return rates, {name: results[-1] for name, results in found.items()}
 
 
 def emit_losses(name: str, *, peer: str, workload: str, found: dict[str, Any], peer_losses: list[float]) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from children import child, run_child, run_task
-from measured import emit_losses, interleaved_rates, measured_run
-from rows import emit
+from measured import emit_losses, interleaved_rates, matrix_peak, measured_run
+from rows import emit, part
 from samples import synthetic_digits
 
 PLAIN = Path(__file__).parent / "peers" / "plain_ddp.py"
@@ -102,10 +102,11 @@ def main(*, quick: bool) -> None:
     arguments = sys.argv[1:]
     path = arguments[arguments.index("--data") + 1] if "--data" in arguments else synthetic_digits(20_000, 1_000)
     path = os.path.abspath(path)
-    peak = child(str(Path(__file__).with_name("train_benchmark.py")), "matrix_peak", precision="fp32", engine="onednn")
+    peak = matrix_peak("fp32")
     for workers in (1, 2):
-        common = {"path": path, "workers": workers, "precision": "fp32"}
-        compare_losses(steps=10 if quick else 100, **common)
+        common: dict[str, Any] = {"path": path, "workers": workers, "precision": "fp32"}
+        with part("mnist", f"{workload(**common)}: losses"):
+            compare_losses(steps=10 if quick else 100, **common)
         compare_speed(
             repeats=1 if quick else 3, steps=20 if quick else 120, warm_steps=5 if quick else 20, peak=peak, **common
         )

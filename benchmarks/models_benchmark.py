@@ -11,7 +11,7 @@ import time
 from itertools import cycle
 from typing import Any, Final
 
-from rows import emit, say
+from rows import emit, part, say
 from tables_benchmark import SIZES, batches_of, setup_of, times
 
 MODELS: Final = (
@@ -39,31 +39,32 @@ def main(*, quick: bool) -> None:
     batches, inputs = batches_of(BATCH, number=steps), ModelInputs.of(SCHEMA)
     workload: Any = criteo_kaggle("").workload
     for name in MODELS:
-        cls = ranking.config_class(name)
-        assert cls is not None
-        config = workload.model if isinstance(workload.model, cls) else cls.in_place_of(workload.model)
-        setup = setup_of("sparse_adam", batch_size=BATCH, model=config)
-        plain = _plain(config, inputs)
-        spent: dict[str, list[float]] = {"ours": [], "plain": []}
-        for number in range(rounds + 1):
-            measured = times(setup, cycle(batches), steps)[0], _seconds(plain, batches)
-            if number:  # the first round warms up
-                for seconds, found in zip(measured, spent.values(), strict=True):
-                    found.append(seconds)
-        ours, theirs = (steps * BATCH / statistics.median(found) for found in spent.values())
-        macs = network_cost(config.network(inputs), inputs, config).multiply_adds or 0
-        say(f"  {name}: {ours:,.0f} rows/s, plain PyTorch {theirs:,.0f}: {ours / theirs:.2f}")
-        emit(
-            "models",
-            peer="the same network in a plain PyTorch loop",
-            workload=f"{name}, {len(SIZES)} tables, {sum(SIZES):,} rows of 16, sparse Adam, batch {BATCH}, 1 worker, no Ray",
-            value=ours,
-            ratio=statistics.median(b / a for a, b in zip(*spent.values(), strict=True)),
-            repeats=rounds,
-            peer_rows_per_s=round(theirs),
-            multiply_adds_per_row=macs,
-            gflop_per_s=round(6 * macs * ours / 1e9, 1),
-        )
+        with part("models", name):
+            cls = ranking.config_class(name)
+            assert cls is not None
+            config = workload.model if isinstance(workload.model, cls) else cls.in_place_of(workload.model)
+            setup = setup_of("sparse_adam", batch_size=BATCH, model=config)
+            plain = _plain(config, inputs)
+            spent: dict[str, list[float]] = {"ours": [], "plain": []}
+            for number in range(rounds + 1):
+                measured = times(setup, cycle(batches), steps)[0], _seconds(plain, batches)
+                if number:  # the first round warms up
+                    for seconds, found in zip(measured, spent.values(), strict=True):
+                        found.append(seconds)
+            ours, theirs = (steps * BATCH / statistics.median(found) for found in spent.values())
+            macs = network_cost(config.network(inputs), inputs, config).multiply_adds or 0
+            say(f"  {name}: {ours:,.0f} rows/s, plain PyTorch {theirs:,.0f}: {ours / theirs:.2f}")
+            emit(
+                "models",
+                peer="the same network in a plain PyTorch loop",
+                workload=f"{name}, {len(SIZES)} tables, {sum(SIZES):,} rows of 16, sparse Adam, batch {BATCH}, 1 worker, no Ray",
+                value=ours,
+                ratio=statistics.median(b / a for a, b in zip(*spent.values(), strict=True)),
+                repeats=rounds,
+                peer_rows_per_s=round(theirs),
+                multiply_adds_per_row=macs,
+                gflop_per_s=round(6 * macs * ours / 1e9, 1),
+            )
     torch.distributed.destroy_process_group()
 
 

@@ -11,12 +11,14 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from rows import emit, say
+from children import check_ended
+from rows import attempt, emit, say
 
 import rayrec
 from rayrec.config import InputError
@@ -39,10 +41,11 @@ def main(*, quick: bool) -> None:
         head, rows = csv_lines(package_of(python))
         Path(log, "train.csv").write_bytes(b"".join(head + rows))
         _for_recbole(data, folder)
-        ours = {name: _ours(log, folder, name, **changes) for name, changes in OURS.items()}
+        ours: dict[str, Any] = {
+            name: attempt(name, partial(_ours, log, folder, name, **changes)) for name, changes in OURS.items()
+        }
         for peer in PEERS[:1] if quick else PEERS:
-            text = run_peer(python, peer, folder, "clicks")
-            found = json.loads(text.splitlines()[-1])
+            found = attempt(f"RecBole {peer}", partial(run_peer, python, peer, folder, "clicks"))
             say(f"  RecBole {peer}: {found}")
             for name, metrics in ours.items():
                 emit(
@@ -122,21 +125,23 @@ def recbole_python() -> str:
     return arguments[arguments.index("--recbole") + 1]
 
 
-def run_peer(python: str, model: str, folder: str, task: str) -> str:
-    """What a model of RecBole's prints on FOLDER/ml; it writes its logs into the folder."""
+def run_peer(python: str, model: str, folder: str, task: str) -> Any:
+    """The metrics that a model of RecBole's prints on FOLDER/ml; it writes its logs into the folder."""
     script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "peers", "recbole_models.py")
-    return _run([python, "-W", "ignore", script, model, folder, task], cwd=folder)
+    return json.loads(_run([python, "-W", "ignore", script, model, folder, task], cwd=folder).splitlines()[-1])
 
 
 def package_of(python: str) -> str:
     """RecBole's folder."""
-    return os.path.dirname(_run([python, "-c", "import recbole; print(recbole.__file__)"]).strip())
+    try:
+        return os.path.dirname(_run([python, "-c", "import recbole; print(recbole.__file__)"]).strip())
+    except RuntimeError as error:
+        raise InputError(f"--recbole: {error}") from None
 
 
 def _run(command: list[str], cwd: str | None = None) -> str:
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
-    if done.returncode:
-        raise InputError(f"{command[0]}: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+    check_ended(command[0], done.returncode, done.stderr)
     return done.stdout

@@ -6,10 +6,10 @@ from each rating and four films that the user has not rated."""
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 from movielens_benchmark import package_of, recbole_python, run_peer, tables_of
-from rows import emit, say
+from rows import attempt, emit, say
 
 import rayrec
 from rayrec.observe.console import Console
@@ -93,9 +93,9 @@ def main(*, quick: bool) -> None:
         ratings = read(package)
         _write_logs(ratings, folder)
         _write_for_recbole(ratings, folder)
-        ours = {name: _ours(recipe, folder) for name, recipe in OURS.items()}
+        ours: dict[str, Any] = {name: attempt(name, partial(_ours, recipe, folder)) for name, recipe in OURS.items()}
         for peer in PEERS[:1] if quick else PEERS:
-            found = json.loads(run_peer(python, peer, folder, "top-k").splitlines()[-1])
+            found = attempt(f"RecBole {peer}", partial(run_peer, python, peer, folder, "top-k"))
             say(f"  RecBole {peer}: {found}")
             for name, metrics in ours.items():
                 emit(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from planned_memory import DIM, SIZES, measured
-from rows import emit
+from rows import attempt, emit
 
 
 def main(*, quick: bool) -> None:
     for rows in SIZES[: 1 if quick else None]:
-        found = measured(rows)
+        found = attempt(f"{rows:,} rows", partial(measured, rows))
         emit(
             "plan",
             peer="peak resident memory of the process",

@@ -21,7 +21,7 @@ from typing import Any
 import stamped_clicks
 from logs import synthetic_log
 from processes import RayCluster, Run, small_run
-from rows import emit
+from rows import emit, part
 
 WORKERS = 8
 NOTICE_S = 20.0
@@ -197,8 +197,10 @@ def main(*, quick: bool) -> None:
         arms["notices heeded, 4 to 8 workers"] = {"notices": notices, "least": WORKERS // 2}
     found: dict[str, dict[str, Any]] = {}
     for name, arm in arms.items():
-        found[name] = measured(log, seed=seed, **{"steps": steps, "every": every, **arm})
-        report(name, found, workload=f"criteo_demo network, 8 workers on 8 nodes, {steps} steps, saved every {every}")
+        workload = f"criteo_demo network, 8 workers on 8 nodes, {steps} steps, saved every {every}"
+        with part("preempt", f"{workload}; {name}"):
+            found[name] = measured(log, seed=seed, **{"steps": steps, "every": every, **arm})
+            report(name, found, workload=workload)
 
 
 def report(name: str, found: dict[str, dict[str, Any]], *, workload: str) -> None:

@@ -6,13 +6,15 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
 
 import ray
 from logs import synthetic_log
 from ray.cluster_utils import Cluster
-from rows import emit, interleaved, say, timed
+from rows import attempt, emit, interleaved, say, timed
 
 import rayrec
 from rayrec.launch import cluster
@@ -55,6 +57,15 @@ def rate(path: str, preprocessor: str, format: str, *, target: str | None = None
             console=Console(quiet=True),
         )
     return result["rows_per_s"]
+
+
+def scaled_rate(
+    cluster_of: Callable[[], AbstractContextManager[None]], repeats: int, path: str, preprocessor: str
+) -> Any:
+    """Median rows/s on this cluster."""
+    with cluster_of():
+        rate(path, preprocessor, "binary", target=MEMORY)  # warms up
+        return interleaved(repeats, binary=lambda: rate(path, preprocessor, "binary", target=MEMORY))["binary"]
 
 
 def copy_rate(path: str, row_bytes: int, rows: int) -> float:
@@ -104,11 +115,9 @@ def main(*, quick: bool) -> None:
         )
     # The disk limits the above; what more CPUs give shows where files are written to memory.
     say("scaling:")
-    scaled: dict[str, float] = {}
+    scaled: dict[str, Any] = {}
     for name, cluster_of in (("one", lambda: local(1)), ("two", lambda: local(2)), ("nodes", two_nodes)):
-        with cluster_of():
-            rate(path, preprocessor, "binary", target=MEMORY)
-            scaled |= interleaved(repeats, **{name: lambda: rate(path, preprocessor, "binary", target=MEMORY)})
+        scaled[name] = attempt(name, partial(scaled_rate, cluster_of, repeats, path, preprocessor))
     for workload, peer, name, other in (
         ("one node, 2 CPUs", "one node, 1 CPU", "two", "one"),
         ("two nodes, 1 CPU each", "one node, 2 CPUs", "nodes", "two"),

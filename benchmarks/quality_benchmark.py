@@ -9,7 +9,7 @@ import tempfile
 
 from logs import synthetic_log
 from peers.hashed_regression import fit_and_score, read
-from rows import emit, say
+from rows import emit, part, say
 
 from rayrec.observe.console import Console
 from rayrec.recipes import criteo_demo
@@ -34,19 +34,20 @@ def main(*, quick: bool) -> None:
     ours = [statistics.mean(values) for values in zip(*found, strict=True)]
     rows = read(path)
     for peer, strengths in (("C 1 (default)", (1.0,)), ("C by validation", (0.003, 0.01, 0.03, 0.1, 0.3))):
-        strength, validation, test = fit_and_score(rows, train_rows, validation_end, strengths)
-        say(f"  regression, C {strength:g}: validation {validation['auroc']:.4f}, test {test['auroc']:.4f}")
-        emit(
-            "quality",
-            peer=f"hashed logistic regression, {peer}",
-            workload=f"{len(rows):,} rows, time split, {sizes['test']} test rows",
-            unit="auroc",
-            value=ours[1],
-            ratio=(ours[1] - 0.5) / (test["auroc"] - 0.5),
-            repeats=len(found),
-            peer_auroc=round(test["auroc"], 4),
-            logloss=round(ours[2], 4),
-            peer_logloss=round(test["logloss"], 4),
-            validation_auroc=round(ours[0], 4),
-            peer_validation_auroc=round(validation["auroc"], 4),
-        )
+        with part("quality", f"hashed logistic regression, {peer}"):
+            strength, validation, test = fit_and_score(rows, train_rows, validation_end, strengths)
+            say(f"  regression, C {strength:g}: validation {validation['auroc']:.4f}, test {test['auroc']:.4f}")
+            emit(
+                "quality",
+                peer=f"hashed logistic regression, {peer}",
+                workload=f"{len(rows):,} rows, time split, {sizes['test']} test rows",
+                unit="auroc",
+                value=ours[1],
+                ratio=(ours[1] - 0.5) / (test["auroc"] - 0.5),
+                repeats=len(found),
+                peer_auroc=round(test["auroc"], 4),
+                logloss=round(ours[2], 4),
+                peer_logloss=round(test["logloss"], 4),
+                validation_auroc=round(ours[0], 4),
+                peer_validation_auroc=round(validation["auroc"], 4),
+            )

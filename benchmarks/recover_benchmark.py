@@ -3,15 +3,16 @@ does next to nothing, and so needs only what Ray needs."""
 
 from __future__ import annotations
 
-import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from logs import synthetic_log
 from processes import Run, Session, environment_for, small_run
-from rows import emit, say
+from rows import emit, in_turn, medians_of
 
 BARE = Path(__file__).parent / "peers" / "bare_ray_train.py"
 STEPS = 20_000
@@ -88,17 +89,19 @@ def ours(folder: Path, log: Path) -> dict[str, float]:
 def main(*, quick: bool) -> None:
     log = Path(synthetic_log(20_000)).parent
     repeats = 1 if quick else 3
-    taken: dict[str, list[dict[str, float]]] = {"bare": [], "ours": []}
-    for number in range(repeats):
-        for name, rounds in taken.items():
-            with tempfile.TemporaryDirectory() as folder:
-                rounds.append(bare(Path(folder)) if name == "bare" else ours(Path(folder), log))
-            seconds = ", ".join(f"{key} {value:.1f}" for key, value in rounds[-1].items())
-            say(f"  round {number + 1}: {name} {seconds}")
-    medians = {
-        name: {key: statistics.median(round_[key] for round_ in rounds) for key in rounds[0]}
-        for name, rounds in taken.items()
-    }
+    with tempfile.TemporaryDirectory() as folder:
+
+        def candidates(number: int) -> dict[str, Callable[[], dict[str, float]]]:
+            mine, theirs = (Path(folder) / f"{name}{number}" for name in ("ours", "bare"))
+            mine.mkdir()
+            theirs.mkdir()
+            return {"bare": partial(bare, theirs), "ours": partial(ours, mine, log)}
+
+        taken = in_turn(
+            repeats, candidates, shown=lambda found: ", ".join(f"{key} {value:.1f}" for key, value in found.items())
+        )
+
+    medians = medians_of(taken)
     for kind, workload in (
         ("worker", "kill -9 of 1 of 2 train workers -> first step after it"),
         ("driver", "kill -9 of the driver, its Ray goes with it, same command again -> first step"),

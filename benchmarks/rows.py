@@ -1,17 +1,21 @@
-"""The one format of a benchmark's result: a JSON object a row."""
+"""The one format of a benchmark's result, a JSON object a row, and the one way in which a failure becomes such a row."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from rayrec.config import line_of
 from rayrec.launch.provenance import versions
+from rayrec.observe.event_lines import without_secrets
 
 Found = TypeVar("Found")
 
@@ -27,31 +31,136 @@ def hardware() -> str:
     return f"{model}, {os.cpu_count()} cores"
 
 
+class Failed:
+    """A measurement that failed. Every figure that is computed from it, and every field of it, is the same failure."""
+
+    def __init__(self, error: str) -> None:
+        self.error = error
+
+    def _same(self, *_: object) -> Failed:
+        return self
+
+    __getitem__ = get = __round__ = __neg__ = _same
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _same
+
+    def __contains__(self, field: object) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def items(self) -> tuple[()]:
+        return ()
+
+    def __lt__(self, other: object) -> bool:
+        """Less than any result: a failed peer is never the best one."""
+        return True
+
+    def __gt__(self, other: object) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return f"Failed({self.error!r})"
+
+    def __format__(self, form: str) -> str:
+        return "failed"
+
+
+_FAILED: list[str] = []
+"""Rows with an error that were printed, by the names of their benchmarks."""
+
+
+def failed() -> list[str]:
+    """Return the names of the benchmarks that printed a row with an error."""
+    return list(dict.fromkeys(_FAILED))
+
+
 def emit(
     name: str,
     *,
     peer: str | None,
     workload: str,
     unit: str = "rows_per_s",
-    value: float,
-    ratio: float | None,
+    value: Any,
+    ratio: Any,
     repeats: int,
     **more: Any,
 ) -> None:
-    """Prints one row on standard output. `ratio`: ours / the peer's, measured in the same run."""
+    """Prints one row on standard output. `ratio`: ours / the peer's, measured in the same run. A row with a figure that failed
+    has the cause as `error`, and null in place of the figure."""
+    figures = {unit: value, "ratio": ratio, **more}
+    errors = [figure.error for figure in figures.values() if isinstance(figure, Failed)]
+    known = {name: None if isinstance(figure, Failed) else figure for name, figure in figures.items()}
+    value, ratio = known.pop(unit), known.pop("ratio")
     row = {
         "name": name,
         "peer": peer,
         "workload": workload,
-        unit: round(value) if value >= 100 else float(f"{value:.4g}"),
+        unit: value if value is None else round(value) if value >= 100 else float(f"{value:.4g}"),
         "ratio": None if ratio is None else round(ratio, 4),
         "repeats": repeats,
         "hardware": hardware(),
         "versions": versions(),
         "config_hash": "",
-        **more,
+        **known,
+        **({"error": errors[0]} if errors else {}),
     }
+    _FAILED.extend([name] if errors else [])
     print(json.dumps(row), flush=True)
+
+
+def attempt(name: str, function: Callable[[], Found]) -> Found | Any:
+    """Return the result of the function, or Failed with the cause in one line, without secrets, if it raises an error."""
+    try:
+        return function()
+    except Exception as error:
+        say(without_secrets(f"  {name} failed: {error}"))
+        return Failed(without_secrets(line_of(error)))
+
+
+@contextlib.contextmanager
+def part(name: str, workload: str, *, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """A part of a benchmark, after whose failure the others continue: it prints a row with the error, unless it is `passing`."""
+    try:
+        yield
+    except passing:
+        raise
+    except Exception as error:
+        say(without_secrets(traceback.format_exc()))
+        cause = Failed(without_secrets(line_of(error)))
+        emit(name, peer=None, workload=workload, unit="value", value=cause, ratio=None, repeats=0)
+
+
+def in_turn(
+    repeats: int,
+    candidates: Callable[[int], Mapping[str, Callable[[], Found]]],
+    *,
+    shown: Callable[[Found], str],
+    known: Callable[[dict[str, Any]], None] = lambda found: None,
+) -> dict[str, Any]:
+    """Run the candidates of each round in turn -> the results of each, or Failed for one that failed, which is not run again:
+    what drifts on the machine hits all alike. `known` gets the candidates whose last round is over, after each of these."""
+    found: dict[str, Any] = {}
+    done: dict[str, Any] = {}
+    for number in range(repeats):
+        for name, candidate in candidates(number).items():
+            results = found.setdefault(name, [])
+            if not isinstance(results, Failed):
+                result = attempt(f"round {number + 1}: {name}", candidate)
+                if isinstance(result, Failed):
+                    found[name] = result
+                else:
+                    results.append(result)
+                    say(f"  round {number + 1}: {name} {shown(result)}")
+            if number == repeats - 1:
+                done[name] = found[name]
+                known(done)
+    return done
+
+
+def median_of(results: Any, field: Callable[[Any], float] = lambda result: result) -> Any:
+    """Return the median of a field of the results of one candidate of `in_turn`, or its failure."""
+    return results if isinstance(results, Failed) else statistics.median(map(field, results))
 
 
 def say(text: str) -> None:
@@ -65,13 +174,17 @@ def timed(function: Callable[[], Found]) -> tuple[Found, float]:
     return result, time.perf_counter() - start
 
 
-def interleaved(repeats: int, **candidates: Callable[[], float]) -> dict[str, float]:
-    """Runs the candidates in turn, `repeats` rounds, and returns each one's median rate: what drifts on the machine then
-    hits all alike."""
-    rates: dict[str, list[float]] = {name: [] for name in candidates}
-    for number in range(repeats):
-        for name, candidate in candidates.items():
-            rate = candidate()
-            rates[name].append(rate)
-            say(f"  round {number + 1}: {name} {rate:,.0f}/s")
-    return {name: statistics.median(values) for name, values in rates.items()}
+def medians_of(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the medians of each candidate's numbers by name, or its failure. A number that a round lacks is 0 in it."""
+    return {
+        name: results
+        if isinstance(results, Failed)
+        else {key: median_of(results, lambda result, key=key: result.get(key, 0.0)) for key in results[0]}  # type: ignore[misc]
+        for name, results in found.items()
+    }
+
+
+def interleaved(repeats: int, **candidates: Callable[[], float]) -> dict[str, Any]:
+    """Run the candidates `in_turn` and return the median rate of each."""
+    found = in_turn(repeats, lambda number: candidates, shown=lambda rate: f"{rate:,.0f}/s")
+    return {name: median_of(rates) for name, rates in found.items()}

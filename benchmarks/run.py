@@ -53,9 +53,17 @@ def main(arguments: list[str]) -> int:
             f"rayrec benchmark: no benchmark '{arguments[0]}'; there are {', '.join((*known, 'all'))}", file=sys.stderr
         )
         return 2
+    from rows import failed, part, say
+
+    from rayrec.config import InputError
+
     for name in wanted:
-        importlib.import_module(f"{name.replace('-', '_')}_benchmark").main(quick="--quick" in arguments)
-    return 0
+        # Of several benchmarks one that lacks a requirement is skipped; alone it ends the command.
+        with part(name, "rows after those above", passing=() if wanted[1:] else (InputError,)):
+            importlib.import_module(f"{name.replace('-', '_')}_benchmark").main(quick="--quick" in arguments)
+    if failed():
+        say(f"rayrec benchmark: rows with an error, of {', '.join(failed())}")
+    return 1 if failed() else 0
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from children import check_ended
 from here_engine import HereEngine
-from rows import emit, say
+from rows import emit, part, say
 from slow_store import SlowStore
 
 from rayrec.data.counting import count_log
@@ -143,25 +144,27 @@ def main(*, quick: bool = False) -> None:
     for name, (_, small, large) in CASES.items():
         size = small if quick else large
         say(f"{size:,} {name}")
-        for measured, value, allowed in _apart(name, size):
-            unit = measured.rpartition("_")[2] if "_" in measured else "count"
-            emit(
-                f"scale: {size:,} {name}: {measured}",
-                peer=None,
-                workload=f"{size:,} {name}",
-                unit=unit,
-                value=value,
-                ratio=None,
-                repeats=1,
-                allowed=allowed,
-                within=value <= allowed,
-            )
+        with part("scale", f"{size:,} {name}"):
+            for measured, value, allowed in _apart(name, size):
+                unit = measured.rpartition("_")[2] if "_" in measured else "count"
+                emit(
+                    f"scale: {size:,} {name}: {measured}",
+                    peer=None,
+                    workload=f"{size:,} {name}",
+                    unit=unit,
+                    value=value,
+                    ratio=None,
+                    repeats=1,
+                    allowed=allowed,
+                    within=value <= allowed,
+                )
 
 
 def _apart(name: str, size: int) -> Sequence[Result]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, __file__, name, str(size)]
-    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment)
+    result = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    check_ended(f"scale_benchmark.py {name}", result.returncode, result.stderr)
     return [tuple(row) for row in json.loads(result.stdout)]
 
 

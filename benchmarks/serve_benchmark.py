@@ -16,14 +16,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from children import HERE, child, run_child, run_task
 from logs import synthetic_log
 from memory import memory_bytes
-from rows import emit, interleaved, say
+from rows import attempt, emit, in_turn, interleaved, median_of, part, say
 
 SIZES = (1, 256, 2048)
 CONNECTIONS = (1, 16, 64)
@@ -239,8 +240,11 @@ def measure(
     return run_child(HERE / "load_generator.py", json.dumps({**arguments, "warm_s": min(1.0, seconds), "rate": rate}))
 
 
-def percentiles_ms(taken_s: list[float]) -> dict[str, float]:
-    ordered = sorted(taken_s)
+def percentiles_ms(found: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Of all requests of some measurements; empty if they failed."""
+    ordered = sorted(taken_s for one in found for taken_s in one["taken_s"])
+    if not ordered:
+        return {}
     at = {name: ordered[min(len(ordered) - 1, int(share * len(ordered)))] for name, share in PERCENTILES.items()}
     return {name: round(1e3 * value, 2) for name, value in at.items()}
 
@@ -257,32 +261,33 @@ def compare_http(
     }
     targets["ours with --ingress direct"] = (ports["direct"], TARGETS["ours"])
     targets["ours behind Ray Serve's HAProxy"] = (ports["haproxy"], TARGETS["ours"])
-    rates: dict[str, list[float]] = {name: [] for name in targets}
-    taken: dict[str, list[float]] = {name: [] for name in targets}
-    for _ in range(repeats):
-        for name, (port, path) in targets.items():
-            found = measure(port, path, body=body, connections=connections, seconds=seconds)
-            assert not found["failures"], (name, found["failures"])
-            rates[name].append(len(found["taken_s"]) / found["seconds"])
-            taken[name] += found["taken_s"]
-    ours, times = statistics.median(rates["ours"]), percentiles_ms(taken["ours"])
-    say(f"  {size} rows, {connections} connections: {ours:,.0f} requests/s, {times}")
+
+    def requests(port: int, path: str) -> dict[str, Any]:
+        found = measure(port, path, body=body, connections=connections, seconds=seconds)
+        if found["failures"]:
+            raise RuntimeError(f"{found['failures']} requests failed")
+        return {**found, "requests_per_s": len(found["taken_s"]) / found["seconds"]}
+
+    calls = {name: partial(requests, *target) for name, target in targets.items()}
+    taken = in_turn(repeats, lambda number: calls, shown=lambda found: f"{found['requests_per_s']:,.0f} requests/s")
+    rates = {name: median_of(found, lambda result: result["requests_per_s"]) for name, found in taken.items()}
+    times = {name: percentiles_ms(found) for name, found in taken.items()}
+    say(f"  {size} rows, {connections} connections: {rates['ours']:,.0f} requests/s, {times['ours']}")
     for name in targets:
         if name == "ours":
             continue
-        rate, peer_times = statistics.median(rates[name]), percentiles_ms(taken[name])
-        say(f"    {name}: {rate:,.0f} requests/s, {peer_times}")
+        say(f"    {name}: {rates[name]:,.0f} requests/s, {times[name]}")
         emit(
             "serve",
             peer=name,
             workload=f"criteo_kaggle, raw TSV, {size} rows a request, {connections} connections",
             unit="requests_per_s",
-            value=ours,
-            ratio=ours / rate,
+            value=rates["ours"],
+            ratio=rates["ours"] / rates[name],
             repeats=repeats,
-            **times,
-            peer_requests_per_s=round(rate, 1),
-            **{f"peer_{key}": value for key, value in peer_times.items()},
+            **times["ours"],
+            peer_requests_per_s=round(rates[name], 1),
+            **{f"peer_{key}": value for key, value in times[name].items()},
         )
 
 
@@ -327,7 +332,7 @@ def soak(body: str, *, minutes: float, ingress: str, **common: Any) -> None:
         ratio=None,
         repeats=1,
         failures=found["failures"],
-        **percentiles_ms(found["taken_s"]),
+        **percentiles_ms([found]),
         swaps={state: told["swaps"].count(state) for state in set(told["swaps"])},
         memory_first_quarter_bytes=round(statistics.median(memory[:quarter])) if memory else None,
         memory_last_quarter_bytes=round(statistics.median(memory[-quarter:])) if memory else None,
@@ -358,13 +363,13 @@ def main(*, quick: bool) -> None:
             return
         repeats = 1 if quick else 3
         for size in SIZES:
-            compare_in_process(size=size, repeats=repeats, export=export, **common)
+            with part("serve", f"in process, {size} rows a batch"):
+                compare_in_process(size=size, repeats=repeats, export=export, **common)
         ports = {"ray": free_ports(1), "direct": free_ports(1), "haproxy": free_ports(1)}
-        with (
-            hosted("host_ray", **common, port=ports["ray"]),
-            hosted("host_direct", **common, port=ports["direct"]),
-            hosted("host_haproxy", **common, port=ports["haproxy"]),
-        ):
+        with contextlib.ExitStack() as servers:
+            for name, port in ports.items():
+                host = hosted(f"host_{name}", **common, port=port)
+                attempt(f"host_{name}", partial(servers.enter_context, host))  # requests to its port fail then
             for size in SIZES:
                 for connections in CONNECTIONS:
                     seconds = 1.0 if quick else 3.0

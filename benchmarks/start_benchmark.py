@@ -8,7 +8,6 @@ import contextlib
 import functools
 import importlib.util
 import json
-import statistics
 import sys
 import tempfile
 import time
@@ -17,11 +16,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from children import check_ended
 from logs import synthetic_log
 from ports import free_ports
 from processes import RayHead, Session, environment_for
 from recover_benchmark import BARE, first_step_after
-from rows import emit, say
+from rows import emit, in_turn, medians_of, say
 
 from rayrec.observe.events import read_events
 from rayrec.observe.start_up import in_order, starts
@@ -88,8 +88,7 @@ def run_command(command: Sequence[str], folder: Path) -> tuple[float, float, str
         with Session(command, environment=environment, output=Path(scratch) / "command") as session:
             status = session.process.wait(TIMEOUT_S)
             ended_s = time.time()
-            if status:
-                raise RuntimeError(f"{' '.join(command)} ended with {status}:\n{session.err[-4000:]}")
+            check_ended(" ".join(Path(part).name for part in command[:6]), status, session.err)
             return began_s, ended_s, session.out
 
 
@@ -151,14 +150,12 @@ def serve(log: Path, run: Path, folder: Path) -> dict[str, float]:
         raise RuntimeError(f"rayrec serve gave no answer:\n{session.err[-4000:]}")
 
 
-def preprocessed(log: Path, folder: Path) -> Path:
-    """The rows of the log as NumPy arrays, with the categories that recipe criteo_demo keeps."""
-    options = ("--format", "npy", "--split", "sevenths", "--min-count", "2")
-    run_command(rayrec("preprocess", str(log), "--out", str(folder / "npy"), *options), folder)
-    return folder / "npy"
-
-
-def plain_torchrec(rows: Path, workers: int, folder: Path) -> dict[str, float]:
+def plain_torchrec(log: Path, workers: int, folder: Path) -> dict[str, float]:
+    """On the rows of the log as NumPy arrays, with the categories that recipe criteo_demo keeps."""
+    rows = folder / "npy"
+    if not rows.exists():
+        options = ("--format", "npy", "--split", "sevenths", "--min-count", "2")
+        run_command(rayrec("preprocess", str(log), "--out", str(rows), *options), folder)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
     began_s, ended_s, out = run_command([*torchrun, str(TORCHREC), str(rows)], folder)
     found = json.loads(out.strip().splitlines()[-1])
@@ -179,66 +176,72 @@ def lightgbm(log: Path, folder: Path) -> dict[str, float]:
     return {EXIT: ended_s - began_s, "auroc": json.loads(out.strip().splitlines()[-1])["auroc"]}
 
 
-def one_round(log: Path, folder: Path, *, trainings: Iterable[str], with_lightgbm: bool) -> dict[str, dict[str, float]]:
-    """What each candidate took, in turn."""
+def candidates(
+    log: Path, folder: Path, *, trainings: Iterable[str], with_lightgbm: bool
+) -> dict[str, Callable[[], dict[str, float]]]:
+    """Functions that measure each candidate of a round, whose files go to a new folder."""
+    folder.mkdir()
     runs = {name: folder / f"run{number}" for number, name in enumerate(trainings)}
-    run, arrays = next(iter(runs.values())), preprocessed(log, folder)
-    candidates: dict[str, Callable[[], dict[str, float]]] = {
+    run = next(iter(runs.values()))
+    found: dict[str, Callable[[], dict[str, float]]] = {
         "bare Ray": functools.partial(bare_ray, folder),
         **{name: functools.partial(train, TRAININGS[name], log, place) for name, place in runs.items()},
-        **{PLAIN[workers]: functools.partial(plain_torchrec, arrays, workers, folder) for workers in PLAIN},
+        **{PLAIN[workers]: functools.partial(plain_torchrec, log, workers, folder) for workers in PLAIN},
         "import torch": functools.partial(until_exit, [sys.executable, "-c", "import torch"], folder),
         **{name: functools.partial(score, arguments, log, run, folder) for name, arguments in SCORINGS.items()},
         SERVE: functools.partial(serve, log, run, folder),
     }
-    if with_lightgbm:
-        candidates["LightGBM"] = functools.partial(lightgbm, log, folder)
-    found = {}
-    for name, candidate in candidates.items():
-        found[name] = candidate()
-        say(f"  {name}: " + ", ".join(f"{key} {value:.2f}" for key, value in found[name].items()))
-    return found
+    return {**found, "LightGBM": functools.partial(lightgbm, log, folder)} if with_lightgbm else found
 
 
-def medians(rounds: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    """Of every value of every candidate; a stage that a round lacks lasted 0 s in it."""
-    return {
-        name: {key: statistics.median(found[name].get(key, 0.0) for found in rounds) for key in rounds[0][name]}
-        for name in rounds[0]
-    }
+class Report:
+    """The rows of each command and end, each printed once, as soon as the command and its peer are measured: training until its
+    first step and until its exit, scoring until its exit, serving until its first answer."""
 
+    def __init__(self, *, rows: int, repeats: int, with_lightgbm: bool) -> None:
+        self._rows, self._repeats, self._with_lightgbm = rows, repeats, with_lightgbm
+        self._printed: set[tuple[str, str, str | None]] = set()
 
-def emit_rows(found: Mapping[str, Mapping[str, float]], *, rows: int, repeats: int) -> None:
-    """Rows for each command and end: training until its first step and until its exit, scoring until its exit, serving until its
-    first answer; a row for each peer."""
+    def print(self, found: Mapping[str, Any]) -> None:
+        """`found`: the medians of the candidates that are measured."""
+        for name in TRAININGS:
+            plain = PLAIN[int(TRAININGS[name][1])]
+            self._row(found, name, FIRST_STEP, ": command -> first step", "bare Ray", RAY)
+            self._row(found, name, FIRST_STEP, ": command -> first step", plain)
+            whole = ", one epoch: raw TSV -> test AUROC, command -> exit"
+            self._row(found, name, EXIT, whole, *(("LightGBM", LIGHTGBM_NAME) if self._with_lightgbm else (None,)))
+            self._row(found, name, EXIT, whole, plain)
+        for name in SCORINGS:
+            self._row(found, name, EXIT, ": command -> exit", "import torch", TORCH)
+        self._row(found, SERVE, ANSWER, ": command -> first answer", "import torch", TORCH)
 
-    def row(name: str, end: str, text: str, peer: str | None, peer_name: str | None = None, **more: Any) -> None:
-        value, theirs = found[name][end], {} if peer is None else found[peer]
+    def _row(
+        self, found: Mapping[str, Any], name: str, end: str, text: str, peer: str | None, peer_name: str | None = None
+    ) -> None:
+        if (name, end, peer) in self._printed or not {name, peer or name} <= found.keys():
+            return
+        self._printed.add((name, end, peer))
+        taken, theirs, more = found[name], {} if peer is None else found[peer], dict[str, Any]()
         peer_s = theirs.get(end, theirs.get(EXIT))
+        if peer_s is not None:
+            more["peer_s"] = round(peer_s, 2)
+        if name in TRAININGS and end == EXIT:
+            more["auroc"] = round(taken["auroc"], 4)
+            if "auroc" in theirs:
+                more["peer_auroc"] = round(theirs["auroc"], 4)
+        if peer == "bare Ray":
+            left_out = (FIRST_STEP, EXIT, "auroc")
+            more["stages_s"] = {key: round(value, 3) for key, value in taken.items() if key not in left_out}
         emit(
             "start",
             peer=peer_name or peer,
-            workload=f"criteo_demo network, {rows:,} rows; {name}{text}",
+            workload=f"criteo_demo network, {self._rows:,} rows; {name}{text}",
             unit="s",
-            value=value,
-            ratio=None if peer_s is None else value / peer_s,
-            repeats=repeats,
-            **({} if peer_s is None else {"peer_s": round(peer_s, 2)}),
-            **({"peer_auroc": round(theirs["auroc"], 4)} if end == EXIT and "auroc" in theirs else {}),
+            value=taken[end],
+            ratio=None if peer_s is None else taken[end] / peer_s,
+            repeats=self._repeats,
             **more,
         )
-
-    for name in (name for name in TRAININGS if name in found):
-        taken, plain = found[name], PLAIN[int(TRAININGS[name][1])]
-        stages = {key: round(value, 3) for key, value in taken.items() if key not in (FIRST_STEP, EXIT, "auroc")}
-        row(name, FIRST_STEP, ": command -> first step", "bare Ray", RAY, stages_s=stages)
-        row(name, FIRST_STEP, ": command -> first step", plain)
-        whole, auroc = ", one epoch: raw TSV -> test AUROC, command -> exit", round(taken["auroc"], 4)
-        row(name, EXIT, whole, *(("LightGBM", LIGHTGBM_NAME) if "LightGBM" in found else (None,)), auroc=auroc)
-        row(name, EXIT, whole, plain, auroc=auroc)
-    for name in SCORINGS:
-        row(name, EXIT, ": command -> exit", "import torch", TORCH)
-    row(SERVE, ANSWER, ": command -> first answer", "import torch", TORCH)
 
 
 def main(*, quick: bool) -> None:
@@ -247,9 +250,13 @@ def main(*, quick: bool) -> None:
     with_lightgbm = importlib.util.find_spec("lightgbm") is not None
     if not with_lightgbm:
         say("  LightGBM is not installed, so there is nothing to compare with it; `pip install lightgbm` adds it")
-    rounds = []
-    for number in range(repeats):
-        say(f"  round {number + 1}")
-        with tempfile.TemporaryDirectory() as folder:
-            rounds.append(one_round(log, Path(folder), trainings=trainings, with_lightgbm=with_lightgbm))
-    emit_rows(medians(rounds), rows=rows, repeats=repeats)
+    report = Report(rows=rows, repeats=repeats, with_lightgbm=with_lightgbm)
+    with tempfile.TemporaryDirectory() as folder:
+        in_turn(
+            repeats,
+            lambda number: candidates(
+                log, Path(folder) / str(number), trainings=trainings, with_lightgbm=with_lightgbm
+            ),
+            shown=lambda taken: ", ".join(f"{key} {value:.2f}" for key, value in taken.items()),
+            known=lambda found: report.print(medians_of(found)),
+        )

@@ -13,6 +13,7 @@ from typing import Any
 
 from children import child, run_task
 from logs import preprocessor_of, synthetic_log
+from measured import matrix_peak as peak_of
 from rows import emit, interleaved, say
 
 MULTIPLY_ADDS = 486_032
@@ -190,8 +191,7 @@ def main(*, quick: bool) -> None:
     path = synthetic_log(rows)
     repeats = 1 if quick else 2
     for precision in ("fp32", "bf16"):
-        peak = child(__file__, "matrix_peak", precision=precision, engine="onednn")
-        default_peak = child(__file__, "matrix_peak", precision=precision, engine="default")
+        peak, default_peak = (peak_of(precision, engine=engine) for engine in ("onednn", "default"))
         for batch_size in (2048, 8192):
             steps = (60 if quick else 450) * 2048 // batch_size
             common: dict[str, Any] = {"path": path, "precision": precision, "batch_size": batch_size, "steps": steps}

@@ -6,10 +6,11 @@ from __future__ import annotations
 import os
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import planted
-from rows import emit, say
+from rows import attempt, emit, say
 
 import rayrec
 from rayrec.models.base import ClickModelConfig
@@ -58,12 +59,16 @@ def main(*, quick: bool) -> None:
         data = planted.TRUTHS[contest.truth](rows)
         with tempfile.TemporaryDirectory() as folder:
             alone = planted.only(data, contest.label) if contest.truth == "labels" else data
-            peers = {form: _auroc(folder, alone, contest, f"dlrm-{form}", form, clicks) for form in contest.forms}
+            peers = {
+                form: attempt(f"dlrm-{form}", partial(_auroc, folder, alone, contest, f"dlrm-{form}", form, clicks))
+                for form in contest.forms
+            }
             best_peer = max(peers, key=lambda form: peers[form])
             best = data.best(contest.label, rows - rows * 13 // 14)
             say(f"  {contest.truth}: best possible {best:.4f}, DLRM {peers}")
             for name, model in contest.models.items():
-                found = _auroc(folder, data, contest, name.replace(", ", "-").replace(" ", "-"), model, contest.recipe)
+                run = name.replace(", ", "-").replace(" ", "-")
+                found = attempt(name, partial(_auroc, folder, data, contest, run, model, contest.recipe))
                 say(f"  {contest.truth}: {name} {found:.4f}")
                 emit(
                     "truths",

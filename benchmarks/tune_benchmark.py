@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from logs import synthetic_log
-from rows import emit, say
+from rows import emit, part, say
 
 import rayrec
 from rayrec.observe.console import Console
@@ -59,12 +59,12 @@ class Searched:
 def main(*, quick: bool) -> None:
     for rows, seed in ((20_000, 0),) if quick else LOGS:
         path = synthetic_log(rows, seed=seed)
-        with tempfile.TemporaryDirectory() as storage:
+        with part("tune", f"{rows:,} rows, seed {seed}"), tempfile.TemporaryDirectory() as storage:
             halving = _searched(path, storage, "halving", GRID, stop_early=True)
             full = _searched(path, storage, "full", GRID, stop_early=False)
             _report(f"{rows:,} rows, seed {seed}", halving, full)
     rows = 20_000 if quick else ROWS_OF_INGEST
-    with tempfile.TemporaryDirectory() as storage:
+    with part("tune", f"{rows:,} rows, ingest"), tempfile.TemporaryDirectory() as storage:
         short = _searched(synthetic_log(rows), storage, "short", GRID, stop_early=True, steps=EVALUATIONS)
         _report_ingest(f"{rows:,} rows", short)
 

@@ -17,9 +17,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv as arrow_csv
 import ray
+from children import check_ended
 from logs import synthetic_log
 from peers.ray_groupby import DENSE, SPARSE, distinct_tokens
-from rows import emit, interleaved, say, timed
+from rows import attempt, emit, interleaved, part, say, timed
 
 import rayrec
 from rayrec import storage
@@ -247,8 +248,7 @@ def raydp_rate(path: str, rows: int, rounds: int) -> float:
             check=False,
             env={**os.environ, "PYTHONPATH": source, "PYSPARK_PYTHON": python, "RAYDP_FOLDER": folder},
         )
-    if done.returncode:
-        raise RuntimeError(done.stderr[-3000:])
+    check_ended("raydp_groupby.py", done.returncode, done.stderr)
     return rows / statistics.median(json.loads(done.stdout.strip().splitlines()[-1])[1:])
 
 
@@ -265,7 +265,7 @@ def main(*, quick: bool) -> None:
         groupby=lambda: groupby_rate(path, rows),
         arrow=lambda: arrow_rate(path, rows),
     )
-    rates["raydp"] = raydp_rate(path, rows, repeats)
+    rates["raydp"] = attempt("raydp", lambda: raydp_rate(path, rows, repeats))
     workload = f"index and count 26 columns of {rows:,} Criteo rows, 2 CPUs"
     for peer, name in (
         ("Ray Data groupby", "groupby"),
@@ -295,9 +295,10 @@ def main(*, quick: bool) -> None:
             repeats=repeats,
             peer_rows_per_s=round(rates["kernels"]),
         )
-    bounded_counting(1_000_000 if quick else 8_000_000, 32 << 20)
+    with part("vocabulary", "counting in bounded memory"):
+        bounded_counting(1_000_000 if quick else 8_000_000, 32 << 20)
     for entries in (40_000,) if quick else (40_000, 40_000_000):
-        nanoseconds = lookup_ns(entries)
+        nanoseconds = attempt("lookup", lambda entries=entries: lookup_ns(entries))  # type: ignore[misc]
         emit(
             "vocabulary",
             peer=None,

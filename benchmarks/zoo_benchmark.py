@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 from logs import synthetic_log
 from movielens_benchmark import SCHEMA, csv_lines, package_of
-from rows import emit, say
+from rows import emit, part, say
 
 import rayrec
 from rayrec.inference.baselines import Kind, open_baselines
@@ -81,9 +81,10 @@ def main(*, quick: bool) -> None:
             contests[kind] = partial(_baseline, recipe, folder, kind), settings
         dlrm: list[Found] = []
         for name in chosen.split(",") if chosen else contests:
-            fit, settings = contests[name]
-            found = _contest(name, fit, settings, logs, dlrm, rows=len(lines))
-            dlrm = found if name == "dlrm" else dlrm
+            with part("zoo", name):
+                fit, settings = contests[name]
+                found = _contest(name, fit, settings, logs, dlrm, rows=len(lines))
+                dlrm = found if name == "dlrm" else dlrm
 
 
 def _option(name: str) -> str | None:
@@ -140,9 +141,9 @@ def _rotated(head: list[bytes], lines: list[bytes], folder: str, number: int, ro
     ending = "csv" if head else "txt"
     log = Log(os.path.join(folder, f"log-{number}.{ending}"), os.path.join(folder, f"test-{number}.{ending}"), number)
     begin = (len(lines) * 6 // 7 + len(lines)) // 2
-    for path, part in ((log.path, rotated), (log.test_path, rotated[begin:])):
+    for path, written in ((log.path, rotated), (log.test_path, rotated[begin:])):
         with open(path, "wb") as file:
-            file.writelines(head + part)
+            file.writelines(head + written)
     return log
 
 

@@ -376,6 +376,17 @@ def test_figures_are_of_committed_rows(page: Path) -> None:
     assert re.findall(r"^\s*(?:[-*+]|\d+\.)?\s*<!--=.*", text, re.MULTILINE) == []
 
 
+def test_figures_skip_failed_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = _tool("results")
+    monkeypatch.setattr(tool, "RESULTS", tmp_path)
+    row = {"name": "ingest", "workload": "a log", "peer": "a copy", "rows_per_s": 1234.0}
+    (tmp_path / "machine_2026-01-01.jsonl").write_text(json.dumps(row) + "\n")
+    failed = {**row, "rows_per_s": None, "error": "RuntimeError: copy.py ended with signal 6 (Aborted): no message"}
+    (tmp_path / "machine_2026-01-02.jsonl").write_text(json.dumps(failed) + "\n")
+    assert tool.figure("ingest; a log; a copy; rows_per_s; 3") == "1,230"
+    assert tool.find("ingest", "a log", "a copy")[0] == "2026-01-01"
+
+
 def test_figures_in_prose_have_a_row() -> None:
     """Every figure in prose is marked (tools/results.py). Cells with numbers alone are tables of measurements."""
     found = {(_name(page), figure) for page in RESULTS.PAGES for figure in _unmarked_figures(page.read_text())}

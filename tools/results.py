@@ -131,13 +131,13 @@ SUMMARY = (
 
 @functools.cache
 def _rows(name: str) -> list[tuple[str, dict[str, Any]]]:
-    """Date and content of the rows of a benchmark, oldest first."""
+    """Date and content of the rows of a benchmark, oldest first, without those of measurements that failed."""
     rows = [
         (path.stem.rpartition("_")[2], json.loads(line))
         for path in sorted(RESULTS.glob("*.jsonl"))
         for line in path.read_text().splitlines()
     ]
-    return [(date, row) for date, row in rows if row["name"] == name]
+    return [(date, row) for date, row in rows if row["name"] == name and "error" not in row]
 
 
 def find(name: str, workload: str, peer: str) -> tuple[str, dict[str, Any]]:

@@ -8,6 +8,7 @@ Prints JSON: `first_step_s`, when the first step was done (Unix time), and `auro
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
@@ -100,8 +101,7 @@ def auroc(logits: torch.Tensor, labels: torch.Tensor) -> float:
     return float((ranks[positive > 0].sum() - hits * (hits + 1) / 2) / (hits * (len(positive) - hits)))
 
 
-def main(folder: Path) -> None:
-    distributed.init_process_group("gloo")
+def trained(folder: Path) -> dict[str, float]:
     torch.manual_seed(0)
     train, test = Rows(folder, "train"), Rows(folder, "test")
     sizes = [max(pair) for pair in zip(train.num_embeddings, test.num_embeddings, strict=True)]
@@ -129,9 +129,18 @@ def main(folder: Path) -> None:
             except StopIteration:
                 break
     logits, labels = (torch.cat([output[place] for output in outputs]) for place in (1, 2))
-    found = {"first_step_s": first_step_s, "auroc": auroc(logits.detach(), labels)}
+    return {"first_step_s": first_step_s, "auroc": auroc(logits.detach(), labels)}
+
+
+def main(folder: Path) -> None:
+    distributed.init_process_group("gloo")
+    found = trained(folder)
     if distributed.get_rank() == 0:
         print(json.dumps(found))
+    # A thread of a group that model or pipeline still refer to, or of one whose store is gone, ends the process by
+    # `std::terminate` while Python shuts down.
+    gc.collect()
+    distributed.barrier()
     distributed.destroy_process_group()
 
 

@@ -65,29 +65,35 @@ def test_a_save_that_ends_late_leaves_no_gap(start: Any) -> None:
     assert sum(stages.values()) == pytest.approx(21.0)
 
 
+def found_by(start: Any, seconds: float, *, trainings: tuple[str, ...], with_lightgbm: bool = False) -> dict[str, Any]:
+    training = {"imports": seconds, "shutdown": 1.0, "first_step_s": seconds, "exit_s": seconds + 1.0, "auroc": 0.7}
+    found = {
+        "bare Ray": {"first_step_s": 8.0},
+        **dict.fromkeys((*trainings, *start.PLAIN.values()), training),
+        start.SERVE: {"answer_s": seconds},
+        "import torch": {"exit_s": 2.0},
+        **{name: {"exit_s": seconds} for name in start.SCORINGS},
+    }
+    return {**found, "LightGBM": {"exit_s": 10.0, "auroc": 0.6}} if with_lightgbm else found
+
+
+def report_of(start: Any, *, with_lightgbm: bool = False) -> Any:
+    return start.Report(rows=1000, repeats=3, with_lightgbm=with_lightgbm)
+
+
 def test_a_quick_run_leaves_trainings_out(start: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    training = {"imports": 4.0, "first_step_s": 4.0, "exit_s": 5.0, "auroc": 0.7}
-    found = {"bare Ray": {"first_step_s": 8.0}, "import torch": {"exit_s": 2.0}}
-    found |= dict.fromkeys((*start.QUICK, *start.PLAIN.values()), training)
-    found |= {name: {"exit_s": 3.0} for name in start.SCORINGS} | {start.SERVE: {"answer_s": 3.0}}
-    start.emit_rows(found, rows=1000, repeats=1)
+    report_of(start).print(found_by(start, 3.0, trainings=start.QUICK))
     assert len(capsys.readouterr().out.splitlines()) == 4 * len(start.QUICK) + len(start.SCORINGS) + 1
 
 
 @pytest.mark.parametrize("with_lightgbm", [True, False])
 def test_rows(start: Any, capsys: pytest.CaptureFixture[str], with_lightgbm: bool) -> None:
-    def one_round(seconds: float) -> dict[str, dict[str, float]]:
-        training = {"imports": seconds, "shutdown": 1.0, "first_step_s": seconds, "exit_s": seconds + 1.0, "auroc": 0.7}
-        found = {
-            "bare Ray": {"first_step_s": 8.0},
-            **dict.fromkeys((*start.TRAININGS, *start.PLAIN.values()), training),
-            start.SERVE: {"answer_s": seconds},
-            "import torch": {"exit_s": 2.0},
-            **{name: {"exit_s": seconds} for name in start.SCORINGS},
-        }
-        return {**found, "LightGBM": {"exit_s": 10.0, "auroc": 0.6}} if with_lightgbm else found
-
-    start.emit_rows(start.medians([one_round(4.0), one_round(40.0), one_round(3.0)]), rows=1000, repeats=3)
+    rounds = [
+        found_by(start, seconds, trainings=tuple(start.TRAININGS), with_lightgbm=with_lightgbm)
+        for seconds in (4.0, 40.0, 3.0)
+    ]
+    found = start.medians_of({name: [of_round[name] for of_round in rounds] for name in rounds[0]})
+    report_of(start, with_lightgbm=with_lightgbm).print(found)
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(rows) == 4 * len(start.TRAININGS) + len(start.SCORINGS) + 1
     first, to_plain, whole, to_plain_whole = rows[:4]
@@ -98,3 +104,26 @@ def test_rows(start: Any, capsys: pytest.CaptureFixture[str], with_lightgbm: boo
     assert ("peer_auroc" in whole) == with_lightgbm
     assert [(row["s"], row["ratio"]) for row in rows[-4:]] == [(4.0, 2.0)] * 4
     assert rows[-1]["workload"].endswith("serve: command -> first answer")
+
+
+def test_row_prints_once_both_sides_are_known(start: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """A peer that ended with signal 6 leaves all other rows."""
+    found = found_by(start, 4.0, trainings=tuple(start.TRAININGS))
+    found[start.PLAIN[2]] = importlib.import_module("rows").Failed("RuntimeError: ended with signal 6")
+    report, known, counts = report_of(start), dict[str, Any](), []
+    rows = []
+    for name in found:
+        known[name] = found[name]
+        report.print(known)
+        rows += (new := [json.loads(line) for line in capsys.readouterr().out.splitlines()])
+        counts.append(len(new))
+    assert counts[:5] == [0, 2, 2, 2, 2]  # against bare Ray, and without a peer
+    assert len(rows) == 4 * len(start.TRAININGS) + len(start.SCORINGS) + 1
+    failed = [row for row in rows if "error" in row]
+    assert {row["peer"] for row in failed} == {start.PLAIN[2]}
+    assert len(failed) == 2 * sum("2 workers" in name for name in start.TRAININGS)
+    assert all(
+        (row["ratio"], row["peer_s"], row["error"]) == (None, None, "RuntimeError: ended with signal 6")
+        for row in failed
+    )
+    assert all(row["s"] for row in failed)

@@ -76,20 +76,27 @@ def without_users(text: str) -> str:
     return _SECRET_VALUE.sub("***", _USER_OF_URL.sub(r"\1***@", text))
 
 
+def without_secrets(text: str) -> str:
+    """Return the text of another program, with *** for what `without_users` hides and for values assigned to secret names."""
+    return re.sub(r"\S+", lambda word: _hidden(word[0]), text)
+
+
 def command_line(arguments: Sequence[str]) -> str:
     """A command line as one would type it, with *** for values of flags and URL parameters that look like secrets."""
     shown, follows_secret = [], False
     for argument in arguments:
-        hidden = _ASSIGNED.sub(
-            lambda found: (
-                found[1]
-                + ("***" if _is_secret(found[2], int(found[3]) if found[3].isdecimal() else found[3]) else found[3])
-            ),
-            argument,
-        )
-        shown.append("***" if follows_secret and not argument.startswith("-") else without_users(hidden))
+        shown.append("***" if follows_secret and not argument.startswith("-") else _hidden(argument))
         follows_secret = argument.startswith("-") and "=" not in argument and _is_secret(argument.strip("-"), "")
     return " ".join(text if "***" in text else shlex.quote(text) for text in shown)
+
+
+def _hidden(argument: str) -> str:
+    def value(found: re.Match[str]) -> str:
+        return found[1] + (
+            "***" if _is_secret(found[2], int(found[3]) if found[3].isdecimal() else found[3]) else found[3]
+        )
+
+    return without_users(_ASSIGNED.sub(value, argument))
 
 
 def _plain(value: Any) -> Any:
