@@ -136,10 +136,10 @@ def preprocessor_of(path: str, *, table_rows: int, multi_hot: bool) -> str:
 
 
 def preprocessed(path: str, preprocessor: str, *, multi_hot: bool) -> str:
-    """The same rows as memory-mapped files: binary, which holds one id a column, or npz."""
+    """The same rows preprocessed: binary, which holds one id a column; bags as parquet."""
     from rayrec import preprocess
 
-    form: Literal["npz", "binary"] = "npz" if multi_hot else "binary"
+    form: Literal["parquet", "binary"] = "parquet" if multi_hot else "binary"
     folder = f"{preprocessor}-{form}"
     if not os.path.exists(folder):
         preprocess(path, out=folder, format=form, preprocessor=preprocessor, split="sevenths")
@@ -486,7 +486,7 @@ def dcnv2(sizes: Sizes, on: str, out: str | None) -> None:
             sizes.repeats, ready=partial(run, speed, precision=precision, ready=True, **given)
         )
         _emit_speed(
-            f"MLPerf DCNv2, multi-hot, {precision}, from preprocessed npz files",
+            f"MLPerf DCNv2, multi-hot, {precision}, from preprocessed parquet files",
             peer=None,
             rate=rates["ready"],
             peer_rate=None,

@@ -7,7 +7,7 @@ VERBS = {
     "vocabulary": ("PATH --out DIR", "one pass over a click log -> the Preprocessor (schema, constants, vocabularies)"),
     "preprocess": (
         "PATH --out DIR --format F",
-        "writes a log as parquet, npy, binary or npz, preprocessed; text as mds",
+        "writes a log as parquet, npy or binary, preprocessed; text as mds",
     ),
     "adopt": (
         "FOLDER [--out DIR]",

@@ -124,7 +124,7 @@ def preprocess(arguments: list[str]) -> None:
             Args:
                 path: File, glob or folder.
                 out: Folder to write to; an interrupted call made again resumes where it stopped.
-                format: parquet; npy (TorchRec's three arrays a file); binary (int32 rows); npz (multi-hot bags); mds (text).
+                format: parquet; npy (TorchRec's three arrays a file); binary (int32 rows); mds (text).
                 preprocessor: Folder of a Preprocessor; else the categories are counted first.
                 shuffle: full puts the training rows into an order that is random over the whole log.
                 seed: Of that order.

@@ -159,7 +159,7 @@ def _counted(
         yield counts
 
 
-Format = Literal["parquet", "npy", "binary", "npz", "mds"]
+Format = Literal["parquet", "npy", "binary", "mds"]
 
 
 def preprocess(

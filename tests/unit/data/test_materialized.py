@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from rayrec.data.counting import count_log
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.log import LogIndex, cut, index_chunk, numbered, select
 from rayrec.data.materialized import checks, maps
+from rayrec.data.materialized.files import WRITTEN
 from rayrec.data.materialized.writer import preprocess
 from rayrec.data.multi_hot import MultiHot
 from rayrec.data.opening import open_log
@@ -160,7 +160,7 @@ def assert_same_epochs(
                     )
 
 
-@pytest.mark.parametrize("format", materialized.FORMATS)
+@pytest.mark.parametrize("format", WRITTEN)
 def test_every_order_gives_the_same_rows(
     days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str
 ) -> None:
@@ -177,21 +177,20 @@ def test_every_order_gives_the_same_rows(
 
 
 @pytest.mark.parametrize("name", sorted(ALL))
-@pytest.mark.parametrize("format", materialized.FORMATS)
+@pytest.mark.parametrize("format", WRITTEN)
 def test_every_profile(days: LogIndex, tmp_path: Path, format: str, name: str) -> None:
     profiled = counted(days, name)
     dataset = write(days, profiled, tmp_path / "out", format)
     assert_same_epochs(days, dataset.index, profiled, (100, 2000))
 
 
-@pytest.mark.parametrize("format", ["npz", "parquet"])
-def test_multi_hot(days: LogIndex, tmp_path: Path, format: str) -> None:
+def test_multi_hot(days: LogIndex, tmp_path: Path) -> None:
     bags = counted(days, multi_hot=MULTI_HOT)
-    dataset = write(days, bags, tmp_path / "out", format)
+    dataset = write(days, bags, tmp_path / "out", "parquet")
     assert_same_epochs(days, dataset.index, bags, (0, days.rows))
 
 
-@pytest.mark.parametrize("format", materialized.FORMATS)
+@pytest.mark.parametrize("format", WRITTEN)
 def test_unlabelled(click_log: Path, tmp_path: Path, format: str, preprocessor: Preprocessor) -> None:
     lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)[:500]
     (tmp_path / "test.txt").write_bytes(b"".join(line.partition(b"\t")[2] for line in lines))
@@ -202,7 +201,7 @@ def test_unlabelled(click_log: Path, tmp_path: Path, format: str, preprocessor: 
     assert_same_epochs(index, dataset.index, preprocessor, (0, 500), labelled=False)
 
 
-@pytest.mark.parametrize("format", materialized.FORMATS)
+@pytest.mark.parametrize("format", WRITTEN)
 def test_ids_beyond_what_floats_hold(days: LogIndex, tmp_path: Path, format: str) -> None:
     large = hashed(SCHEMA, 2**31)
     assert large.id_dtype == np.int32
@@ -222,7 +221,7 @@ def test_ids_beyond_32_bits(days: LogIndex, tmp_path: Path, format: str) -> None
     assert_same_epochs(days, dataset.index, huge, (0, 800))
 
 
-@pytest.mark.parametrize("format", ["binary", "npz"])
+@pytest.mark.parametrize("format", ["binary", "npy"])
 def test_ids_of_a_wide_table_that_fit(days: LogIndex, tmp_path: Path, format: str, preprocessor: Preprocessor) -> None:
     """A table may be larger than its ids need."""
     first = preprocessor.sparse[0]
@@ -303,16 +302,16 @@ def test_what_a_format_cannot_hold(
     single = Schema(label="clicked", dense=("price",), sparse=("shop",), tokens="any")
     cases = [
         (lists[0], lists[1], "npy", "no place for the weights of column w; use --format parquet"),
-        (lists[0], hashed(unweighted, 9), "npz", "no place for the lists of column seen; use --format parquet"),
+        (lists[0], hashed(unweighted, 9), "npy", "no place for the lists of column seen; use --format parquet"),
         (
             lists[0],
             hashed(single, 9),
             "binary",
             "holds integers, and with tokens: any .*; use --format npy, or parquet",
         ),
-        (days, hashed(SCHEMA, 9, MULTI_HOT), "npy", "holds one id a column, cat_0 has 3; use --format npz"),
+        (days, hashed(SCHEMA, 9, MULTI_HOT), "npy", "holds one id a column, cat_0 has 3; use --format parquet"),
         (days, hashed(SCHEMA, 9, MULTI_HOT), "binary", "holds one id a column, cat_0 has 3"),
-        (days, preprocessor, "csv", "format 'csv': choose one of binary, npy, npz, parquet"),
+        (days, preprocessor, "csv", "format 'csv': choose one of binary, npy, parquet"),
     ]
     for index, made, format, message in cases:
         with pytest.raises(InputError, match=message):
@@ -333,8 +332,6 @@ def test_numbers_that_do_not_fit(days: LogIndex, tmp_path: Path, click_log: Path
     with pytest.raises(InputError, match=r"log\.txt: row 123 column int_4: format binary holds 32-bit numbers.*npy"):
         write(index, preprocessor, tmp_path / "out", "binary")
     write(index, preprocessor, tmp_path / "good", "npy")
-    with pytest.raises(InputError, match=r"day_\d+(\.txt)?: row \d+ column cat_0: format npz holds 32-bit ids"):
-        write(days, hashed(SCHEMA, 2**40), tmp_path / "wide", "npz")
     with pytest.raises(InputError, match=r"day_\d+(\.txt)?: row 0 column cat_\d+: format binary holds 32-bit numbers"):
         write(days, hashed(SCHEMA, 2**40), tmp_path / "packed", "binary")
 
@@ -376,29 +373,6 @@ def test_torchrec_reads_npy(
     for number in (0, 7, 25):
         got = np.concatenate([batch.sparse_features[f"cat_{number}"].values().numpy() for batch in batches])
         assert (got == whole_log.ids[number]).all()
-
-
-def test_numpy_reads_npz_and_so_do_those_who_reckon(days: LogIndex, tmp_path: Path) -> None:
-    bags = counted(days, multi_hot=MULTI_HOT)
-    write(days, bags, tmp_path / "out", "npz")
-    path = tmp_path / "out" / "day_10_sparse_multi_hot.npz"
-    with zipfile.ZipFile(path) as archive:
-        assert archive.testzip() is None
-        starts = [info.header_offset + len(info.FileHeader()) + 20 for info in archive.infolist()]
-    with np.load(path) as arrays:
-        assert list(arrays) == [str(number) for number in range(26)]
-        assert {array.dtype for array in arrays.values()} == {np.dtype(np.int32)}
-        assert [array.shape[1] for array in arrays.values()] == list(MULTI_HOT.sizes)
-        raw = read_raw([segment for segment in days.segments if segment.path.endswith("day_10")], SCHEMA)
-        for start, array, ids in zip(starts, arrays.values(), bags.encode(raw).ids, strict=True):
-            assert (array.reshape(np.shape(ids)) == ids).all()
-            with open(path, "rb") as file:  # as MLPerf's loader finds the data
-                file.seek(start)
-                assert np.lib.format.read_magic(file) == (1, 0)
-                shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
-                assert file.tell() % 64 == 0
-                mapped = np.memmap(path, dtype, "r", file.tell(), shape, "F" if fortran else "C")
-            assert (mapped == array).all()
 
 
 def test_parquet_is_one_row_group_a_segment(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
@@ -475,12 +449,12 @@ def test_no_rows_at_all(days: LogIndex, preprocessor: Preprocessor, tmp_path: Pa
     """The empty share of a worker."""
     (segment, *_) = days.segments
     expected = preprocessor.encode(read_raw([segment], SCHEMA), np.arange(0))
-    for format in materialized.FORMATS:
+    for format in WRITTEN:
         made = write(days, preprocessor, tmp_path / format, format)
         assert_same(materialized.read(made.index.segments[:2], np.arange(0), preprocessor), expected)
 
 
-@pytest.mark.parametrize("format", materialized.FORMATS)
+@pytest.mark.parametrize("format", WRITTEN)
 def test_damage_is_told(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str) -> None:
     out = tmp_path / "out"
     made = write(days, preprocessor, out, format)
@@ -505,7 +479,7 @@ def test_damage_is_told(days: LogIndex, preprocessor: Preprocessor, tmp_path: Pa
         materialized.open_preprocessed(str(out))
 
 
-@pytest.mark.parametrize("format", materialized.FORMATS)
+@pytest.mark.parametrize("format", WRITTEN)
 def test_damage_after_opening(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str) -> None:
     out = tmp_path / "out"
     made = write(days, preprocessor, out, format)
@@ -536,7 +510,7 @@ def test_what_is_no_dataset(days: LogIndex, preprocessor: Preprocessor, tmp_path
     assert not materialized.is_preprocessed(str(out))
 
 
-@pytest.mark.parametrize("format", materialized.FORMATS)
+@pytest.mark.parametrize("format", WRITTEN)
 def test_an_id_outside_its_table_is_refused(days: LogIndex, tmp_path: Path, format: str) -> None:
     """By file, row, column, id and table size, in an order of rows that is not the log's."""
     preprocessor = hashed(SCHEMA, 1 << 20)
@@ -551,7 +525,7 @@ def test_an_id_outside_its_table_is_refused(days: LogIndex, tmp_path: Path, form
     with pytest.raises(InputError) as error:
         materialized.read(segments, order, preprocessor)
     place = re.escape(f"row {row} column cat_3: id {ids.max()} is outside its table of {ids.max():,} rows: ")
-    names = {"binary": "day_9.bin", "npy": "day_9_sparse.npy", "npz": "day_9_sparse_multi_hot.npz"}
+    names = {"binary": "day_9.bin", "npy": "day_9_sparse.npy"}
     if format == "parquet":
         parts = [
             pq.read_table(file).column("cat_3").to_numpy() for file in sorted((tmp_path / "out").rglob("*.parquet"))
@@ -574,7 +548,7 @@ def test_ids_of_bags_and_negative_ids_are_checked() -> None:
     assert checks.wrong_id(one, [2, 5, 9]) == checks.WrongId(2, 2, 9)
 
 
-@pytest.mark.parametrize("format", materialized.FORMATS)
+@pytest.mark.parametrize("format", WRITTEN)
 def test_checksums_are_compared_once_for_the_same_files(
     days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from rayrec.data import materialized
 from rayrec.data.encoded import Bags, EncodedRows
 from rayrec.data.log import LogIndex, Segment, cut, index_chunk, numbered
 from rayrec.data.materialized import shuffle
+from rayrec.data.materialized.files import WRITTEN
 from rayrec.data.materialized.shuffle import Permutation, gather_runs, mixing, write_run
 from rayrec.data.materialized.writer import preprocess
 from rayrec.data.parsing import Faults
@@ -147,7 +148,7 @@ def test_only_the_training_rows_move(index: LogIndex, tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("format", materialized.FORMATS)
+@pytest.mark.parametrize("format", WRITTEN)
 def test_the_same_whatever_the_tasks_and_the_format(
     index: LogIndex, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import io
 import os
-import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +18,8 @@ from rayrec.data.preprocessor import Preprocessor
 MAPPED = ("binary", "npy", "npz")
 """Formats whose files a process maps into its memory; any row is written and read on its own."""
 FORMATS = (*MAPPED, "parquet")
+WRITTEN = ("binary", "npy", "parquet")
+"""Formats that `rayrec preprocess` writes; npz files come from other programs."""
 _ALIGNMENT = 64
 _READ_BYTES = 16 << 20
 
@@ -48,10 +49,8 @@ class FilePlan:
     size_bytes: int
     rows: int
     matrices: tuple[Matrix, ...]
-    headers: tuple[tuple[int, bytes], ...] = ()
-    """(byte of the file, what stands there)"""
-    archive: tuple[tuple[str, int, bytes], ...] = ()
-    """Of a zip archive: (name, where its local header starts, .npy header) of the member of each matrix."""
+    header: bytes = b""
+    """First bytes of the file, before its rows."""
 
 
 def row_bytes(preprocessor: Preprocessor) -> int:
@@ -66,22 +65,19 @@ def plan_files(format: str, preprocessor: Preprocessor, stem: str, rows: int) ->
     if format == "binary":
         matrix = Matrix("rows", f"{stem}.bin", 0, "<i4", 1 + num_dense + len(hotness))
         return [FilePlan(matrix.file, rows * matrix.row_bytes, rows, (matrix,))]
-    plans = [
+    return [
         _plan_npy("dense", f"{stem}_dense.npy", "<f4", rows, num_dense),
         _plan_npy("labels", f"{stem}_labels.npy", "<i4", rows, 1),
+        _plan_npy("sparse", f"{stem}_sparse.npy", preprocessor.id_dtype.newbyteorder("<").str, rows, len(hotness)),
     ]
-    if format == "npy":
-        dtype = preprocessor.id_dtype.newbyteorder("<").str
-        return [*plans, _plan_npy("sparse", f"{stem}_sparse.npy", dtype, rows, len(hotness))]
-    return [*plans, _plan_npz(f"{stem}_sparse_multi_hot.npz", rows, [size or 0 for size in hotness])]
 
 
-def _npy_header(dtype: str, shape: tuple[int, ...], start: int = 0) -> bytes:
-    """The head of an .npy file that starts at byte `start`, padded so that the data behind it is aligned."""
+def _npy_header(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Return the head of an .npy file, padded so that the data behind it is aligned."""
     buffer = io.BytesIO()
     np.lib.format.write_array_header_1_0(buffer, {"descr": dtype, "fortran_order": False, "shape": shape})
     plain = buffer.getvalue()
-    padding = -(start + len(plain)) % _ALIGNMENT
+    padding = -len(plain) % _ALIGNMENT
     length = int.from_bytes(plain[8:10], "little") + padding
     return plain[:8] + length.to_bytes(2, "little") + plain[10:-1] + b" " * padding + plain[-1:]
 
@@ -89,62 +85,7 @@ def _npy_header(dtype: str, shape: tuple[int, ...], start: int = 0) -> bytes:
 def _plan_npy(name: str, file: str, dtype: str, rows: int, columns: int) -> FilePlan:
     header = _npy_header(dtype, (rows, columns))
     matrix = Matrix(name, file, len(header), dtype, columns)
-    return FilePlan(file, len(header) + rows * matrix.row_bytes, rows, (matrix,), ((0, header),))
-
-
-def _plan_npz(file: str, rows: int, hotness: Sequence[int]) -> FilePlan:
-    """An archive as np.savez lays it out, so that readers who compute where the data starts find it there too."""
-    matrices, archive, at = [], [], 0
-    for number, size in enumerate(hotness):
-        local = len(_member(f"{number}.npy", at, 0, 0).FileHeader(zip64=True))
-        header = _npy_header("<i4", (rows, size), at + local)
-        matrices.append(Matrix(str(number), file, at + local + len(header), "<i4", size))
-        archive.append((f"{number}.npy", at, header))
-        at = matrices[-1].offset + rows * matrices[-1].row_bytes
-    plan = FilePlan(file, at, rows, tuple(matrices), (), tuple(archive))
-    records = archive_records(plan, {matrix.name: 0 for matrix in matrices})
-    return FilePlan(file, at + len(records[-1][1]), rows, plan.matrices, tuple(records), plan.archive)
-
-
-def _member(name: str, start: int, size: int, crc: int) -> zipfile.ZipInfo:
-    member = zipfile.ZipInfo(name)
-    member.header_offset, member.file_size, member.compress_size, member.CRC = start, size, size, crc
-    member.external_attr = 0o644 << 16
-    return member
-
-
-class _Tail(io.RawIOBase):
-    """Takes what is written behind byte `start` of a file that is not there."""
-
-    def __init__(self, start: int) -> None:
-        self.start, self.data = start, bytearray()
-
-    def tell(self) -> int:
-        return self.start + len(self.data)
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        assert (offset, whence) == (self.tell(), 0)
-        return offset
-
-    def write(self, data: bytes) -> int:  # type: ignore[override]
-        self.data += data
-        return len(data)
-
-
-def archive_records(plan: FilePlan, checksums: dict[str, int]) -> list[tuple[int, bytes]]:
-    """(byte of the file, what stands there) of everything in a zip archive but the rows; `checksums`: the CRC-32 of each
-    matrix's rows, by its name."""
-    records, members = [], []
-    for matrix, (name, start, header) in zip(plan.matrices, plan.archive, strict=True):
-        length = plan.rows * matrix.row_bytes
-        checksum = combine(zlib.crc32(header), checksums[matrix.name], length)
-        members.append(_member(name, start, len(header) + length, checksum))
-        records.append((start, members[-1].FileHeader(zip64=True) + header))
-    last = plan.matrices[-1]
-    tail = _Tail(last.offset + plan.rows * last.row_bytes)
-    with zipfile.ZipFile(tail, "w") as directory:  # type: ignore[call-overload]
-        directory.infolist().extend(members)
-    return [*records, (tail.start, bytes(tail.data))]
+    return FilePlan(file, len(header) + rows * matrix.row_bytes, rows, (matrix,), header)
 
 
 def _multiply(a: int, b: int) -> int:
@@ -191,15 +132,9 @@ def create_files(folder: str, plans: Sequence[FilePlan]) -> None:
     for plan in plans:
         with open(storage.join(folder, plan.name), "wb") as file:
             file.truncate(plan.size_bytes)
-            _put(file, plan.headers)
-
-
-def _put(file: BinaryIO, pieces: Sequence[tuple[int, bytes]]) -> None:
-    for start, data in pieces:
-        file.seek(start)
-        file.write(data)
-    file.flush()
-    os.fsync(file.fileno())
+            file.write(plan.header)
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def finish_files(
@@ -215,9 +150,7 @@ def finish_files(
     files = []
     for plan in plans:
         ranges = sorted(of_file.get(plan.name, []))
-        with open(storage.join(folder, plan.name), "r+b" if plan.archive else "rb") as file:
-            if plan.archive:
-                _put(file, archive_records(plan, _matrix_checksums(plan, ranges)))
+        with open(storage.join(folder, plan.name), "rb") as file:
             checksum = done = 0
             for start, length, of_range in [*ranges, (plan.size_bytes, 0, 0)]:
                 file.seek(done)
@@ -227,17 +160,3 @@ def finish_files(
             assert os.fstat(file.fileno()).st_size == done
         files.append({"name": plan.name, "bytes": plan.size_bytes, "crc32": f"{checksum:08x}"})
     return files
-
-
-def _matrix_checksums(plan: FilePlan, ranges: Sequence[tuple[int, int, int]]) -> dict[str, int]:
-    checksums = {}
-    for matrix in plan.matrices:
-        checksum, at, stop = 0, matrix.offset, matrix.offset + plan.rows * matrix.row_bytes
-        for start, length, of_range in ranges:
-            if length and matrix.offset <= start < stop:
-                assert start == at
-                checksum = combine(checksum, of_range, length)
-                at += length
-        assert at == stop
-        checksums[matrix.name] = checksum
-    return checksums

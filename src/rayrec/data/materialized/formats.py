@@ -14,20 +14,17 @@ from rayrec.config import InputError
 from rayrec.data.arrow_arrays import arrow_numbers, numpy_of
 from rayrec.data.columns import RawColumns
 from rayrec.data.encoded import Bags, EncodedRows, Ids, ids_from_arrow, ids_to_arrow, weights_to_arrow
-from rayrec.data.materialized.files import FORMATS
+from rayrec.data.materialized.files import WRITTEN
 from rayrec.data.parsing import RawRows
 from rayrec.data.preprocessor import Preprocessor, adapt, c_dense_column
 from rayrec.native import library
 from rayrec.schema import Schema
 
-_MAX_NPZ_ROWS = 1 << 31
-"""Maximum table size whose ids fit into 32 bits."""
-
 
 def check(format: str, preprocessor: Preprocessor, *, labelled: bool) -> None:
     """Raises InputError where a format cannot hold what the Preprocessor makes."""
-    if format not in FORMATS:
-        raise InputError(f"format {format!r}: choose one of {', '.join(FORMATS)}")
+    if format not in WRITTEN:
+        raise InputError(f"format {format!r}: choose one of {', '.join(WRITTEN)}")
     if format == "parquet":
         return
     schema, hotness = preprocessor.schema, preprocessor.hotness
@@ -41,8 +38,8 @@ def check(format: str, preprocessor: Preprocessor, *, labelled: bool) -> None:
     for name, size in zip(preprocessor.inputs.sparse, hotness, strict=True):
         if size is None:
             raise InputError(f"format {format} has no place for the lists of column {name}; use --format parquet")
-        if size != 1 and format != "npz":
-            raise InputError(f"format {format} holds one id a column, {name} has {size}; use --format npz, or parquet")
+        if size != 1:
+            raise InputError(f"format {format} holds one id a column, {name} has {size}; use --format parquet")
     if format != "binary":
         return
     if schema.tokens != "hexadecimal":
@@ -69,12 +66,10 @@ def best_format(preprocessor: Preprocessor, out: str) -> str:
 
     Binary, whose integers have 32 bits, is never chosen.
     """
-    for format in () if storage.is_url(out) else ("npy", "npz"):
-        if format == "npz" and max(preprocessor.num_embeddings) > _MAX_NPZ_ROWS:
-            continue
+    if not storage.is_url(out):
         with contextlib.suppress(InputError):
-            check(format, preprocessor, labelled=True)
-            return format
+            check("npy", preprocessor, labelled=True)
+            return "npy"
     return "parquet"
 
 
@@ -107,18 +102,7 @@ def stored(
         return _table({"rows": packed})
     labels = np.full(len(rows), -1, np.int32) if rows.labels is None else rows.labels.astype(np.int32)
     matrices = {"dense": rows.dense, "labels": labels.reshape(-1, 1)}
-    if format == "npy":
-        matrices["sparse"] = _rows_of_columns(rows.ids, len(rows), preprocessor.id_dtype)
-        return _table(matrices)
-    for number, (name, ids) in enumerate(zip(preprocessor.inputs.sparse, rows.ids, strict=True)):
-        assert isinstance(ids, np.ndarray)
-        if ids.dtype != np.int32 and ids.size and ids.max() > np.iinfo(np.int32).max:
-            row = int(np.flatnonzero(ids.reshape(len(rows), -1).max(1) > np.iinfo(np.int32).max)[0])
-            raise InputError(
-                f"{path}: row {first_row + start + row} column {name}: format npz holds 32-bit ids and this is none; use "
-                "--format parquet"
-            )
-        matrices[str(number)] = ids.astype(np.int32, copy=False).reshape(len(rows), -1)
+    matrices["sparse"] = _rows_of_columns(rows.ids, len(rows), preprocessor.id_dtype)
     return _table(matrices)
 
 
