@@ -1,13 +1,12 @@
-"""Batch normalization over the global batch, so that statistics do not depend on how rows are dealt to workers."""
+"""Batch normalization over the global batch, whatever rows each worker gets, and sums over all workers."""
 
 from __future__ import annotations
 
 from typing import Final, final
 
 import torch
-from torch import nn
-
-from rayrec.layers.exchange import alone, summed
+from torch import distributed, nn
+from torch.distributed.nn.functional import all_reduce
 
 _FEWEST_ROWS: Final = 2
 """Of which torch's own operator estimates a variance."""
@@ -67,3 +66,22 @@ class GlobalBatchNorm(nn.Module):
         share = self._momentum * (count >= _FEWEST_ROWS)
         self.running_mean.lerp_(mean, share)
         self.running_var.lerp_(variance, share)
+
+
+def alone() -> bool:
+    """Whether this process is the only worker."""
+    return not distributed.is_initialized() or distributed.get_world_size() == 1
+
+
+def summed(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Each part (values,) added up over the workers, in one exchange in which every worker takes part."""
+    if alone():
+        return parts
+    total = all_reduce(torch.cat(parts))
+    return total.split([len(part) for part in parts])
+
+
+def global_means(values: torch.Tensor) -> torch.Tensor:
+    """(rows, columns) -> (columns,): means over the rows of all workers, of which this one may have none; 0 without any row."""
+    count, total = summed(values.new_ones(1).mul_(len(values)), values.sum(0))
+    return total / count.detach().clamp(min=1)

@@ -1,14 +1,15 @@
-"""First-order weights: a scalar for each category, stored next to its embedding in one row of a table, and for each number."""
+"""Numbers and categories as one list of fields, each a vector, as FuxiCTR's models take them, and first-order weights: a scalar
+for each category, stored next to its embedding in one row of a table, and for each number."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final, final
 
 import torch
 from torch import nn
 
 from rayrec.layers.embedded import Embedded
-from rayrec.layers.fields import number_vectors
 from rayrec.layers.mlp import EmptyLinear, start_values
 
 _ALIGNMENT: Final = 4
@@ -20,9 +21,20 @@ def width_with_weight(dim: int) -> int:
     return (dim // _ALIGNMENT + 1) * _ALIGNMENT
 
 
+def number_vectors(num_dense: int, dim: int) -> nn.Parameter:
+    """(num_dense, dim): what each number is multiplied by to be a field; each a layer from 1 to `dim`, Xavier normal."""
+    draw = partial(nn.init.normal_, std=(2 / (1 + dim)) ** 0.5)
+    return nn.Parameter(start_values(torch.empty(num_dense, dim), draw))
+
+
+def fields(dense: torch.Tensor, vectors: torch.Tensor, embedded: Embedded) -> torch.Tensor:
+    """(rows, num_dense + num_features, dim): each number times its vector, then the embeddings."""
+    return torch.cat([dense.unsqueeze(2) * vectors, embedded.stacked()], dim=1)
+
+
 @final
 class FieldsAndLinear(nn.Module):
-    """Numbers and categories as fields (`layers.fields`), and a linear model of them (FuxiCTR's LogisticRegression).
+    """Numbers and categories as `fields`, and a linear model of them (FuxiCTR's LogisticRegression).
 
     An embedding's first `dim` values are the field and the next one is the category's weight in the linear model.
     """

@@ -9,8 +9,7 @@ import torch
 from checkpoint_ranks import run_ranks
 from torch import nn
 
-from rayrec.layers.batch_norm import GlobalBatchNorm
-from rayrec.layers.exchange import global_means
+from rayrec.layers.batch_norm import GlobalBatchNorm, global_means
 
 FEATURES, STEPS = 3, 4
 PARTS = ((0, 7), (7, 7), (7, 8))

@@ -9,8 +9,7 @@ from torch import nn
 
 from rayrec.config import InputError
 from rayrec.layers.embedded import Embedded
-from rayrec.layers.fields import fields, number_vectors
-from rayrec.layers.first_order import FieldsAndLinear, width_with_weight
+from rayrec.layers.first_order import FieldsAndLinear, fields, number_vectors, width_with_weight
 from rayrec.layers.mlp import Precision
 from rayrec.layers.self_attention import FieldAttention
 from rayrec.layers.tower import LogitTower, xavier_linear

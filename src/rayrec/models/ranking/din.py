@@ -10,7 +10,7 @@ from torch import nn
 from rayrec.config import InputError
 from rayrec.layers.attention import AttentionPooling
 from rayrec.layers.embedded import Embedded, Sequences
-from rayrec.layers.fields import number_vectors
+from rayrec.layers.first_order import number_vectors
 from rayrec.layers.mlp import Precision
 from rayrec.layers.tower import Tower, xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs

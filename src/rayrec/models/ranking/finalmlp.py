@@ -10,7 +10,7 @@ from torch import nn
 
 from rayrec.config import InputError
 from rayrec.layers.embedded import Embedded
-from rayrec.layers.fields import fields, number_vectors
+from rayrec.layers.first_order import fields, number_vectors
 from rayrec.layers.mlp import Precision, start_values
 from rayrec.layers.tower import Tower, xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs

@@ -10,7 +10,7 @@ from torch import nn
 
 from rayrec.layers.cross import CrossAndDeep, Crosses, CrossLayer
 from rayrec.layers.embedded import Embedded
-from rayrec.layers.fields import fields, number_vectors
+from rayrec.layers.first_order import fields, number_vectors
 from rayrec.layers.mlp import Precision
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.checks import check_counts, check_dropouts, check_sizes

@@ -10,7 +10,7 @@ from torch import nn
 
 from rayrec.layers.embedded import Embedded
 from rayrec.layers.experts import Experts, Gate
-from rayrec.layers.fields import fields, number_vectors
+from rayrec.layers.first_order import fields, number_vectors
 from rayrec.layers.mlp import Precision
 from rayrec.layers.tower import LogitTower
 from rayrec.models.base import ClickModelConfig, ModelInputs
