@@ -7,6 +7,7 @@ from rayrec.data.presets import MLPERF_V1, RAYREC, TORCHREC_2024
 from rayrec.datasets.criteo import FULL_DAYS, KAGGLE_SPLIT, SCHEMA, SMALL_DAYS, TERABYTE_SPLIT
 from rayrec.datasets.remote import RemoteFile
 from rayrec.models.ranking.dlrm import DLRMConfig
+from rayrec.models.ranking.ensemble import EnsembleConfig
 from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.workloads.base import DataConfig, EarlyStoppingConfig, ScalingConfig, TrainConfig
 from rayrec.workloads.distillation import TeacherConfig
@@ -152,7 +153,27 @@ def mlperf_dcnv2(path: str | None = None) -> TrainConfig:
     )
 
 
-RECIPES = (criteo_demo, criteo_kaggle, criteo_kaggle_distilled, criteo_small, criteo_full, mlperf_dlrm, mlperf_dcnv2)
+def criteo_ensemble(path: str | None = None) -> TrainConfig:
+    """A small DLRM, a FinalNet and a logistic regression as one model, on any log in Criteo's format of some thousand rows."""
+    from rayrec.models.ranking.finalnet import FinalNetConfig
+    from rayrec.models.ranking.linear import LinearConfig
+
+    demo = criteo_demo(path)
+    assert isinstance(demo.workload, ClickWorkload)
+    model = EnsembleConfig.of_kinds((DLRMConfig, FinalNetConfig, LinearConfig), demo.workload.model)
+    return demo.replace(recipe="criteo_ensemble", workload={"model": model})
+
+
+RECIPES = (
+    criteo_demo,
+    criteo_kaggle,
+    criteo_kaggle_distilled,
+    criteo_small,
+    criteo_full,
+    criteo_ensemble,
+    mlperf_dlrm,
+    mlperf_dcnv2,
+)
 PUBLISHED = {
     "criteo_kaggle": "criteo_kaggle",
     "criteo_kaggle_distilled": "criteo_kaggle",
