@@ -122,9 +122,19 @@ class DataParallelWorkload(Workload, abc.ABC):
 
     def warm_start(self, context: RunContext, prepared: Any, checkpoint: Checkpoint) -> WarmStart:
         """All weights and optimizer state by name. Memory: the model, once more."""
-        from rayrec.workloads.data_parallel_warm_start import warm_start
+        import torch
 
-        return warm_start(self, context, prepared, checkpoint)
+        from rayrec.checkpoint import untied
+        from rayrec.workloads.stored_settings import require_same_optimizer, require_same_weights, stored_settings
+
+        require_same_optimizer(
+            checkpoint, stored_settings(checkpoint), "optimizer", self.optimizer, fields=("kind", "momentum")
+        )
+        with torch.random.fork_rng(devices=[]):
+            weights = untied(self.build(prepared).state_dict())
+        wanted = {name: list(tensor.shape) for name, tensor in weights.items()}
+        require_same_weights(checkpoint, checkpoint.manifest()["tensors"], wanted)
+        return WarmStart(checkpoint.path, context.engine.share({}), {"weights": len(wanted)})
 
     def make_loader(
         self, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int
