@@ -70,7 +70,7 @@ def test_a_request_for_a_profile(folder: str, tmp_path: Path, monkeypatch: pytes
 
         @staticmethod
         def remote(wish: dict[str, Any]) -> None:
-            storage.write_bytes(f"{folder}/profile/{wish['name']}/rank_0/operations.json", b"[]")
+            storage.write_bytes(f"{folder}/profile/{wish['name']}/rank_0/trace.json.gz", b"[]")
 
     Mailbox.ask = Mailbox
     now = time.time()

@@ -19,8 +19,8 @@ from rayrec.observe.events import follow
 from rayrec.training.mailbox import Mailbox
 from rayrec.workloads.base import MOST_PROFILED_STEPS
 
-OPERATIONS: Final = "operations.json"
-"""The last file to appear: where it is, the others are."""
+TRACE: Final = "trace.json.gz"
+"""The last file of a rank to appear, at a URL too."""
 _REQUEST: Final = "request.json"
 _POLL_S: Final = 1.0
 _URL_POLL_S: Final = 10.0
@@ -136,7 +136,7 @@ def request_profile(
     watch = threading.Thread(target=_watch_failures, args=(folder, window.name, since_s, failures, ended), daemon=True)
     watch.start()
     try:
-        while not all(storage.exists(storage.join(rank, OPERATIONS)) for rank in ranks):
+        while not all(storage.exists(storage.join(rank, TRACE)) for rank in ranks):
             if failures:
                 raise InputError(f"{folder}: no profile; {failures[0]}")
             if time.monotonic() > deadline_s:

@@ -19,17 +19,13 @@ from rayrec import storage
 from rayrec.launch import cluster
 from rayrec.observe.events import EventWriter
 from rayrec.training.mailbox import Mailbox, Wish
-from rayrec.training.profiling import OPERATIONS, Window, profile_folder
+from rayrec.training.profiling import TRACE, Window, profile_folder
 from rayrec.workloads.base import MOST_PROFILED_STEPS, WorkerContext
 
-TRACE: Final = "trace.json.gz"
 TABLE: Final = "operations.txt"
-MEMORY: Final = "memory.json"
 TIMELINE: Final = "ray_timeline.json"
 """What Ray's tasks did, as a trace; beside the folders of the ranks."""
 _NUM_OPERATIONS: Final = 50
-_MOST_POINTS: Final = 2000
-"""Of a memory timeline; the peaks between are kept."""
 _GZIP_LEVEL: Final = 3
 _PATIENCE_S: Final = 10.0
 """With a store that is out: the end of an attempt waits for this."""
@@ -42,10 +38,10 @@ class StepProfiler:
     """One worker's profiler. While nobody asks for anything, a step costs it two comparisons.
 
     What is recorded appears in FOLDER/NAME/rank_N, complete or not at all: `trace.json.gz` (Chrome's trace format, for
-    Perfetto or chrome://tracing, with a track of memory), `operations.txt` (a table of those that took longest),
-    `operations.json` (the same for programs) and `memory.json`. A thread writes it, so that training continues; it shares
-    Python's interpreter lock with it. `written(window)` and `failed(window, cause)` are called from that thread, `failed` also
-    from the one that trains. Whatever goes wrong is told so, and nothing of it reaches training.
+    Perfetto or chrome://tracing, with a track of memory) and `operations.txt` (a table of those that took longest). A thread
+    writes it, so that training continues; it shares Python's interpreter lock with it. `written(window)` and
+    `failed(window, cause)` are called from that thread, `failed` also from the one that trains. Whatever goes wrong is told so,
+    and nothing of it reaches training.
     """
 
     def __init__(
@@ -171,85 +167,33 @@ class _Recording:
 
     def write(self, folder: str) -> None:
         """Writes all files into a local folder."""
-        averages = self._profile.key_averages()
         kind = "cuda" if self._device.type == "cuda" else "cpu"
-        table = averages.table(sort_by=f"self_{kind}_time_total", row_limit=_NUM_OPERATIONS, max_name_column_width=80)
-        _write(folder, TABLE, table.encode())
+        table = self._profile.key_averages().table(
+            sort_by=f"self_{kind}_time_total", row_limit=_NUM_OPERATIONS, max_name_column_width=80
+        )
+        with open(os.path.join(folder, TABLE), "w", encoding="utf-8") as text:
+            text.write(table)
         raw = os.path.join(folder, "trace.json")
         self._profile.export_chrome_trace(raw)
         with open(raw, "rb") as file:
             trace = orjson.loads(file.read())
         os.remove(raw)
-        timelines = memory_timelines(trace["traceEvents"])
-        trace["traceEvents"] += _memory_track(timelines)
+        trace["traceEvents"] += memory_track(trace["traceEvents"])
         with gzip.open(os.path.join(folder, TRACE), "wb", compresslevel=_GZIP_LEVEL) as packed:
             packed.write(orjson.dumps(trace))
-        _write(folder, MEMORY, orjson.dumps(_memory_summary(timelines)))
-        _write(folder, OPERATIONS, orjson.dumps(_operations(averages)))
 
 
-def _write(folder: str, name: str, data: bytes) -> None:
-    with open(os.path.join(folder, name), "wb") as file:
-        file.write(data)
-
-
-def _operations(averages: Iterable[Any]) -> list[dict[str, Any]]:
-    """Those that took longest themselves, first those of the device."""
-    rows = [
-        {
-            "name": average.key,
-            "calls": average.count,
-            "self_cpu_s": average.self_cpu_time_total / 1e6,
-            "cpu_s": average.cpu_time_total / 1e6,
-            "self_device_s": average.self_device_time_total / 1e6,
-            "device_s": average.device_time_total / 1e6,
-        }
-        for average in averages
-        if not average.key.startswith("step ")
-    ]
-    rows.sort(key=lambda row: (row["self_device_s"], row["self_cpu_s"]), reverse=True)
-    return rows[:_NUM_OPERATIONS]
-
-
-def memory_timelines(events: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[float, int]]]:
-    """(microseconds of the trace, bytes allocated) by device, from a trace's events named [memory]."""
-    found: dict[str, list[tuple[float, int]]] = {}
+def memory_track(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the bytes allocated by device, from a trace's events named [memory], as counters, which viewers draw as a curve."""
+    found = []
     for event in events:
-        if event.get("name") != "[memory]":
-            continue
-        arguments = event["args"]
-        is_cpu = arguments["Device Type"] == DeviceType.CPU.value
-        device = "cpu" if is_cpu else f"gpu {arguments['Device Id']}"
-        found.setdefault(device, []).append((event["ts"], arguments["Total Allocated"]))
-    return {device: sorted(points) for device, points in found.items()}
-
-
-def _memory_track(timelines: Mapping[str, list[tuple[float, int]]]) -> list[dict[str, Any]]:
-    """Counters of the trace format, which viewers draw as a curve."""
-    return [
-        {"ph": "C", "name": f"allocated on {device}", "pid": 0, "ts": time_us, "args": {"bytes": size_bytes}}
-        for device, points in timelines.items()
-        for time_us, size_bytes in points
-    ]
-
-
-def _memory_summary(timelines: Mapping[str, list[tuple[float, int]]]) -> dict[str, Any]:
-    begin_us = min((points[0][0] for points in timelines.values()), default=0.0)
-    return {
-        device: {
-            "peak_bytes": max(size_bytes for _, size_bytes in points),
-            "timeline": [[round((time_us - begin_us) / 1e6, 6), size_bytes] for time_us, size_bytes in thinned(points)],
-        }
-        for device, points in timelines.items()
-    }
-
-
-def thinned(points: list[tuple[float, int]], *, most: int = _MOST_POINTS) -> list[tuple[float, int]]:
-    """At most so many of the points, of each run of neighbours the highest."""
-    width = -(-len(points) // most)
-    return [
-        max(points[start : start + width], key=lambda point: point[1]) for start in range(0, len(points), width or 1)
-    ]
+        if event.get("name") == "[memory]":
+            arguments = event["args"]
+            is_cpu = arguments["Device Type"] == DeviceType.CPU.value
+            name = f"allocated on {'cpu' if is_cpu else 'gpu {}'.format(arguments['Device Id'])}"
+            size = {"bytes": arguments["Total Allocated"]}
+            found.append({"ph": "C", "name": name, "pid": 0, "ts": event["ts"], "args": size})
+    return sorted(found, key=lambda counter: counter["ts"])
 
 
 def make_profiler(

@@ -54,14 +54,14 @@ def test_a_request_reaches_the_workers_and_waits_for_all_of_them(tmp_path: Path)
         for rank in range(2):
             folder = tmp_path / "profile" / wish["name"] / f"rank_{rank}"
             folder.mkdir(parents=True)
-            threading.Timer(0.1 * rank, (folder / "operations.json").write_text, args=["[]"]).start()
+            threading.Timer(0.1 * rank, (folder / "trace.json.gz").write_text, args=["[]"]).start()
 
     with watched_requests(str(tmp_path), mailbox_of(write)):
         told = request_profile(str(tmp_path), events(), steps=5, note=lambda text: None, timeout_s=120.0)
     (wish,) = heard
     assert (wish["first"], wish["end"]) == (40, 45)
     assert told == {"profile": str(tmp_path / "profile" / wish["name"]), "first_step": 40, "steps": 5, "ranks": 2}
-    assert (tmp_path / "profile" / wish["name"] / "rank_1" / "operations.json").exists()
+    assert (tmp_path / "profile" / wish["name"] / "rank_1" / "trace.json.gz").exists()
     assert not (tmp_path / "profile" / "request.json").exists()
 
 
@@ -162,7 +162,7 @@ def test_what_is_written_at_the_end_of_training_counts(tmp_path: Path, monkeypat
         for rank in range(2):
             folder = tmp_path / "profile" / wish["name"] / f"rank_{rank}"
             folder.mkdir(parents=True)
-            threading.Timer(0.3, (folder / "operations.json").write_text, args=["[]"]).start()
+            threading.Timer(0.3, (folder / "trace.json.gz").write_text, args=["[]"]).start()
 
     with watched_requests(str(tmp_path), mailbox_of(end)):
         assert request_profile(str(tmp_path), events(), steps=2, note=print, timeout_s=120.0)["ranks"] == 2

@@ -13,7 +13,7 @@ import torch
 
 from rayrec import storage
 from rayrec.training import step_profiler
-from rayrec.training.step_profiler import StepProfiler, Window, memory_timelines, thinned
+from rayrec.training.step_profiler import StepProfiler, Window, memory_track
 
 
 class Told:
@@ -59,20 +59,15 @@ def test_a_window_of_steps(tmp_path: Path) -> None:
     assert (told.written, told.failed) == ([window], [])
     folder = tmp_path / "first" / "rank_0"
     assert sorted(path.name for path in folder.iterdir()) == [
-        "memory.json",
-        "operations.json",
         "operations.txt",
         "trace.json.gz",
     ]
     assert steps_of(folder) == ["step 4", "step 5", "step 6"]  # the ones after three were done
-    operations = {row["name"]: row for row in json.loads((folder / "operations.json").read_bytes())}
-    assert operations["aten::addmm"]["calls"] == 3
+    assert len([event for event in trace(folder) if event["name"] == "aten::addmm"]) == 3
     assert "aten::addmm" in (folder / "operations.txt").read_text()
-    memory = json.loads((folder / "memory.json").read_bytes())["cpu"]
-    assert memory["peak_bytes"] >= 128
-    assert max(size for _, size in memory["timeline"]) == memory["peak_bytes"]
     counters = [event for event in trace(folder) if event["name"] == "allocated on cpu"]
     assert {event["ph"] for event in counters} == {"C"}
+    assert max(event["args"]["bytes"] for event in counters) >= 128
 
 
 def test_what_is_asked_for_late_slides_on_and_another_may_follow(tmp_path: Path) -> None:
@@ -87,7 +82,7 @@ def test_what_is_asked_for_late_slides_on_and_another_may_follow(tmp_path: Path)
     assert {window.name for window in told.written} == {"late", "end"}  # a thread of its own wrote each
     assert steps_of(tmp_path / "late" / "rank_3") == ["step 6", "step 7"]
     assert steps_of(tmp_path / "end" / "rank_3") == ["step 21", "step 22", "step 23"]
-    assert json.loads((tmp_path / "late" / "rank_3" / "memory.json").read_bytes()) == {}
+    assert not [event for event in trace(tmp_path / "late" / "rank_3") if event.get("ph") == "C"]
 
 
 def test_a_window_of_a_run_that_goes_on_keeps_its_end(tmp_path: Path) -> None:
@@ -145,7 +140,7 @@ def test_what_cannot_be_written_is_told_and_leaves_nothing(tmp_path: Path, monke
     third.close()
     assert "No space left" in told.failed[1]
     assert not any((tmp_path / "full").iterdir())
-    assert storage.exists(str(tmp_path / "twice" / "rank_0" / "operations.json"))
+    assert storage.exists(str(tmp_path / "twice" / "rank_0" / "trace.json.gz"))
 
 
 def test_a_profiler_that_is_taken_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,13 +239,5 @@ def test_memory_by_device() -> None:
         return {"name": "[memory]", "ts": time_us, "args": arguments}
 
     events = [event(2.0, 0, -1, 20), event(1.0, 0, -1, 10), event(3.0, 1, 2, 30), {"name": "aten::mm", "ts": 0.0}]
-    assert memory_timelines(events) == {"cpu": [(1.0, 10), (2.0, 20)], "gpu 2": [(3.0, 30)]}
-
-
-def test_thinning_keeps_peaks() -> None:
-    points = [(float(time_us), 7 if time_us == 501 else time_us % 5) for time_us in range(1000)]
-    thin = thinned(points, most=100)
-    assert len(thin) == 100
-    assert (501.0, 7) in thin
-    assert thinned([], most=100) == []
-    assert thinned(points[:3], most=100) == points[:3]
+    track = [(counter["ts"], counter["name"], counter["args"]["bytes"]) for counter in memory_track(events)]
+    assert track == [(1.0, "allocated on cpu", 10), (2.0, "allocated on cpu", 20), (3.0, "allocated on gpu 2", 30)]
