@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 _RAY_MEMORY_SHARE, _RAY_SHM_BYTES = 0.3, 10**10
 """Ray's object store by default: this part of free memory; it reports slowness where /dev/shm gives it less than this
 (ray._private.utils.resolve_object_store_memory)."""
-_MIN_MEMORY_BYTES = 2 << 30
-"""Below this, Ray and two training workers (0.7 GB each with TorchRec imported) do not fit."""
 _GIB = 1 << 30
 
 
@@ -237,13 +235,6 @@ def _fbgemm_findings(
         in_name_only = [name for name in FBGEMM if name in installed and not holders]
         first = (f"{pip} uninstall -y {' '.join(in_name_only)}",) if in_name_only else ()
         yield Finding("problem", f"not installed: {names}", (*first, f"{pip} install --no-deps {' '.join(missing)}"))
-    if holders == ["fbgemm-gpu-cpu"] and "torchrec" in installed and "fbgemm-gpu" not in installed:
-        yield Finding(
-            "note",
-            "torchrec's metadata asks for fbgemm-gpu: `pip check` says so, and a later `pip install` may fetch that "
-            "CUDA build over this one; packaging/fbgemm-gpu-cpu in rayrec's source tree answers for the name",
-            (f"{pip} install --no-deps ./packaging/fbgemm-gpu-cpu   # in a checkout",),
-        )
     for name, pin in (("torchrec", torchrec), ("fbgemm-gpu", cuda), ("fbgemm-gpu-cpu", cpu)):
         if name in installed and len(holders) < 2 and not _fits(installed[name].version, pin.removeprefix(name)):
             text = f"{name} is {installed[name].version}, rayrec is tested with {pin}"
@@ -297,9 +288,6 @@ def _import_findings(
 
 
 def _machine_findings(machine: Machine) -> Iterator[Finding]:
-    if machine.free_memory_bytes < _MIN_MEMORY_BYTES:
-        need = _gib(_MIN_MEMORY_BYTES)
-        yield Finding("note", f"{_gib(machine.free_memory_bytes)} of memory are free; Ray and two workers need {need}")
     need_bytes = min(_object_store_bytes(machine), _RAY_SHM_BYTES)
     if machine.shm_bytes is not None and machine.shm_bytes < need_bytes:
         size = f"{need_bytes / _GIB:.1f}g"
