@@ -25,13 +25,7 @@ _TERMS = "Criteo publishes its click logs under CC BY-NC-SA 4.0: not for commerc
 # Size: Content-Length of go.criteo.net and figshare article 5732310, which gives the md5 too.
 _KAGGLE_ARCHIVE = RemoteFile(
     name="criteo-research-kaggle-display-advertising-challenge-dataset.tar.gz",
-    urls=(
-        "https://go.criteo.net/criteo-research-kaggle-display-advertising-challenge-dataset.tar.gz",
-        "https://criteostorage.blob.core.windows.net/criteo-research-datasets/"
-        "kaggle-display-advertising-challenge-dataset.tar.gz",
-        "https://ndownloader.figshare.com/files/10082655",
-        "https://huggingface.co/datasets/Recommenders/criteo/resolve/main/dac.tar.gz",
-    ),
+    url="https://go.criteo.net/criteo-research-kaggle-display-advertising-challenge-dataset.tar.gz",
     page="https://ailab.criteo.com/kaggle-contest-dataset-now-available-academic-use/",
     terms=_TERMS,
     size_bytes=4_576_820_670,
@@ -90,7 +84,7 @@ _DAYS = (
 FULL_DAYS = tuple(
     RemoteFile(
         name=f"day_{day}.gz",
-        urls=(f"https://storage.googleapis.com/criteo-cail-datasets/day_{day}.gz",),
+        url=f"https://storage.googleapis.com/criteo-cail-datasets/day_{day}.gz",
         page="https://ailab.criteo.com/download-criteo-1tb-click-logs-dataset",
         terms=_TERMS,
         about_bytes=kib << 10,

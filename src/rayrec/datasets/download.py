@@ -19,7 +19,7 @@ import ssl
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ class RetryConfig(Config):
     """What to do when a download fails."""
 
     attempts: int = 4
-    """Of each mirror, in a row, before the next one is tried."""
+    """Maximum number of attempts in a row."""
     first_wait_s: float = 1.0
     """Before the second attempt; doubled before each further one."""
     longest_wait_s: float = 60.0
@@ -148,100 +148,101 @@ def writing_to(path: str) -> Iterator[None]:
         ) from None
 
 
-def download(
-    urls: Sequence[str],
-    partial: Partial,
-    *,
-    same_everywhere: bool,
-    retries: RetryConfig,
-    accept: Callable[[Version], None],
-    verify: Callable[[], None],
-    advance: Callable[[int], None],
-    stop: threading.Event,
-) -> str:
-    """Brings the partial file to its end, from the first mirror that can, and returns that mirror's URL.
+@dataclass(frozen=True)
+class Download:
+    """One file on its way to `partial`.
 
-    `same_everywhere`: `verify` would notice bytes of two versions, so that a mirror may resume where another stopped.
-    `accept` looks at what a server is about to send and `verify` at all that came; either raises Failed to refuse it.
-    `advance` is told the bytes there are. Raises Failed with what each mirror said, and Stopped soon after `stop` is set.
+    `accept` looks at what the server is about to send and `verify` at all that came; either raises Failed to reject it.
+    `advance` receives the number of bytes that are there.
     """
-    said = []
-    for url in urls:
-        try:
-            _download_from(url, partial, same_everywhere, retries, accept, verify, advance, stop)
-            return url
-        except Failed as error:
-            said.append(f"{url}: {error}")
-    raise Failed("; ".join(said))
 
+    url: str
+    partial: Partial
+    retries: RetryConfig
+    accept: Callable[[Version], None]
+    verify: Callable[[], None]
+    advance: Callable[[int], None]
+    stop: threading.Event
 
-def _download_from(
-    url: str,
-    partial: Partial,
-    same_everywhere: bool,
-    retries: RetryConfig,
-    accept: Callable[[Version], None],
-    verify: Callable[[], None],
-    advance: Callable[[int], None],
-    stop: threading.Event,
-) -> None:
-    failures = 0
-    while True:
-        before = partial.size_bytes
-        try:
-            usable = partial.version is not None and (same_everywhere or partial.version.url == url)
-            if not (usable and partial.complete):
-                _attempt(url, partial, usable, retries.timeout_s, accept, advance, stop)
+    def run(self) -> None:
+        """Bring the partial file to its end. Raises Failed, and Stopped soon after `stop` is set."""
+        partial, failures = self.partial, 0
+        while True:
+            before = partial.size_bytes
             try:
-                verify()
-                return
+                usable = partial.version is not None and partial.version.url == self.url
+                if not (usable and partial.complete):
+                    self._attempt(usable)
+                try:
+                    self.verify()
+                    return
+                except Failed as error:
+                    whole = not partial.resumed
+                    partial.restart(None)
+                    # What came in pieces may have been joined wrongly; what came in one is what the server has.
+                    raise Failed(str(error), final=whole) from None
             except Failed as error:
-                whole = not partial.resumed
+                failures = 1 if partial.size_bytes - before >= _PROGRESS_BYTES else failures + 1
+                if error.final or failures >= self.retries.attempts:
+                    raise
+                wait_s = max(self.retries.first_wait_s * 2 ** (failures - 1), error.wait_s)
+                if self.stop.wait(min(wait_s, self.retries.longest_wait_s)):
+                    raise Stopped from None
+
+    def _attempt(self, usable: bool) -> None:
+        """Send one request. Raises Failed."""
+        # identity: a server that compressed on the way would make lengths, ranges and checksums those of something else.
+        headers = {"User-Agent": "rayrec", "Accept-Encoding": "identity"}
+        old = self.partial.version
+        if usable and old and self.partial.size_bytes and old.size_bytes is not None and old.validator:
+            headers |= {"Range": f"bytes={self.partial.size_bytes}-", "If-Range": old.validator}
+        try:
+            request = urllib.request.Request(self.url, headers=headers)
+            with urllib.request.urlopen(request, timeout=self.retries.timeout_s) as response:
+                self._receive(response)
+        except urllib.error.HTTPError as error:
+            if error.code == 416:  # the file is shorter than it was
+                self.partial.restart(None)
+                raise Failed("its size changed") from None
+            wait = error.headers.get("Retry-After", "")
+            wait_s = float(wait) if wait.isdecimal() else 0.0
+            raise Failed(f"{error.code} {error.reason}", final=error.code not in _TRY_AGAIN, wait_s=wait_s) from None
+        except urllib.error.URLError as error:
+            raise _failed(error.reason) from None
+        except (http.client.HTTPException, OSError) as error:
+            raise _failed(error) from None
+
+    def _receive(self, response: http.client.HTTPResponse) -> None:
+        partial = self.partial
+        version = _version(self.url, response.headers, whole=response.status == 200)
+        if encoding := response.headers.get("Content-Encoding", "").replace("identity", ""):
+            raise Failed(f"sends it {encoding}-encoded, though asked not to", final=True)
+        if response.status == 206:
+            old = partial.version
+            place = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.headers.get("Content-Range", "").strip())
+            if old is None or place is None or int(place[1]) != partial.size_bytes:
                 partial.restart(None)
-                # What came in pieces may have been joined wrongly; what came in one is what this mirror has.
-                raise Failed(str(error), final=whole) from None
-        except Failed as error:
-            failures = 1 if partial.size_bytes - before >= _PROGRESS_BYTES else failures + 1
-            if error.final or failures >= retries.attempts:
-                raise
-            wait_s = max(retries.first_wait_s * 2 ** (failures - 1), error.wait_s)
-            if stop.wait(min(wait_s, retries.longest_wait_s)):
-                raise Stopped from None
-
-
-def _attempt(
-    url: str,
-    partial: Partial,
-    usable: bool,
-    timeout_s: float,
-    accept: Callable[[Version], None],
-    advance: Callable[[int], None],
-    stop: threading.Event,
-) -> None:
-    """One request. Raises Failed."""
-    # identity: a server that compressed on the way would make lengths, ranges and checksums those of something else.
-    headers = {"User-Agent": "rayrec", "Accept-Encoding": "identity"}
-    old = partial.version
-    if usable and old and partial.size_bytes and old.size_bytes is not None:
-        if old.url != url:
-            headers["Range"] = f"bytes={partial.size_bytes}-"
-        elif old.validator:
-            headers |= {"Range": f"bytes={partial.size_bytes}-", "If-Range": old.validator}
-    try:
-        request = urllib.request.Request(url, headers=headers)
-        with urllib.request.urlopen(request, timeout=timeout_s) as response:
-            _receive(url, response, partial, accept, advance, stop)
-    except urllib.error.HTTPError as error:
-        if error.code == 416:  # the file is shorter than it was
-            partial.restart(None)
-            raise Failed("its size changed") from None
-        wait = error.headers.get("Retry-After", "")
-        wait_s = float(wait) if wait.isdecimal() else 0.0
-        raise Failed(f"{error.code} {error.reason}", final=error.code not in _TRY_AGAIN, wait_s=wait_s) from None
-    except urllib.error.URLError as error:
-        raise _failed(error.reason) from None
-    except (http.client.HTTPException, OSError) as error:
-        raise _failed(error) from None
+                raise Failed("sends another part than asked for")
+            # Not every server heeds If-Range; a version that is not the one begun must not be joined to it.
+            changed = version.validator is not None and version.validator != old.validator
+            if changed or int(place[2]) != old.size_bytes:
+                partial.restart(None)
+                raise Failed("it changed while it was fetched")
+            partial.resumed = True
+        elif response.status == 200:
+            self.accept(version)
+            partial.restart(version)
+        else:
+            raise Failed(f"{response.status} {response.reason}", final=True)
+        self.advance(partial.size_bytes)
+        while chunk := response.read(CHUNK_BYTES):
+            partial.append(chunk)
+            self.advance(partial.size_bytes)
+            if self.stop.is_set():
+                raise Stopped
+        size = partial.version.size_bytes if partial.version else None
+        if size is not None and partial.size_bytes != size:
+            raise Failed(f"the connection broke after {partial.size_bytes:,} of {size:,} bytes")
 
 
 def _failed(reason: Any) -> Failed:
@@ -251,45 +252,6 @@ def _failed(reason: Any) -> Failed:
         return Failed("no answer in time")
     text = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
     return Failed(f"the connection failed ({text})", final=isinstance(reason, http.client.InvalidURL))
-
-
-def _receive(
-    url: str,
-    response: http.client.HTTPResponse,
-    partial: Partial,
-    accept: Callable[[Version], None],
-    advance: Callable[[int], None],
-    stop: threading.Event,
-) -> None:
-    version = _version(url, response.headers, whole=response.status == 200)
-    if encoding := response.headers.get("Content-Encoding", "").replace("identity", ""):
-        raise Failed(f"sends it {encoding}-encoded, though asked not to", final=True)
-    if response.status == 206:
-        old = partial.version
-        place = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.headers.get("Content-Range", "").strip())
-        if old is None or place is None or int(place[1]) != partial.size_bytes:
-            partial.restart(None)
-            raise Failed("sends another part than asked for")
-        # Not every server heeds If-Range; a version that is not the one begun must not be joined to it.
-        changed = url == old.url and version.validator is not None and version.validator != old.validator
-        if changed or int(place[2]) != old.size_bytes:
-            partial.restart(None)
-            raise Failed("it changed while it was fetched")
-        partial.resumed = True
-    elif response.status == 200:
-        accept(version)
-        partial.restart(version)
-    else:
-        raise Failed(f"{response.status} {response.reason}", final=True)
-    advance(partial.size_bytes)
-    while chunk := response.read(CHUNK_BYTES):
-        partial.append(chunk)
-        advance(partial.size_bytes)
-        if stop.is_set():
-            raise Stopped
-    size = partial.version.size_bytes if partial.version else None
-    if size is not None and partial.size_bytes != size:
-        raise Failed(f"the connection broke after {partial.size_bytes:,} of {size:,} bytes")
 
 
 def _version(url: str, headers: email.message.Message, *, whole: bool) -> Version:

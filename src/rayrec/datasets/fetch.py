@@ -14,7 +14,7 @@ from typing import Any
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.datasets import criteo, mnist
-from rayrec.datasets.download import Failed, Partial, RetryConfig, Stopped, Version, download, writing_to
+from rayrec.datasets.download import Download, Failed, Partial, RetryConfig, Stopped, Version, writing_to
 from rayrec.datasets.remote import RemoteFile
 from rayrec.datasets.verification import (
     UNCHECKED,
@@ -68,7 +68,7 @@ def fetch(
     A file appears under its name only when it is whole and checked: by the published sha256 or md5, else by the server's
     own, else by its length alone, which is noted. An interrupted call leaves NAME.partial, where the next one goes on.
     Files that are there are checked by size, with `verify` by checksum too. `base_url` stands in for the published
-    places. Raises InputError where a file cannot be fetched, is not the published one, or does not fit on the disk.
+    place. Raises InputError where a file cannot be fetched, is not the published one, or does not fit on the disk.
     """
     if storage.is_url(folder):
         raise InputError(f"{folder}: files are fetched to a local folder; choose one with --out and copy it from there")
@@ -103,7 +103,7 @@ def fetch(
                 transfer,
                 wanted[transfer.name],
                 partials[transfer.name],
-                urls=transfer.urls if base_url is None else (f"{base_url.rstrip('/')}/{transfer.name}",),
+                url=transfer.url if base_url is None else f"{base_url.rstrip('/')}/{transfer.name}",
                 folder=folder,
                 retries=retries or RetryConfig(),
                 reported=reported,
@@ -149,7 +149,7 @@ def _transfer(
     wanted: Sequence[RemoteFile],
     partial: Partial,
     *,
-    urls: Sequence[str],
+    url: str,
     folder: str,
     retries: RetryConfig,
     reported: _Progress,
@@ -175,20 +175,12 @@ def _transfer(
         verified = check_bytes(file, partial.path, partial.size_bytes, sha256, md5, partial.version)
 
     try:
-        url = download(
-            urls,
-            partial,
-            same_everywhere=bool(file.sha256 or file.md5),
-            retries=retries,
-            accept=accept,
-            verify=check,
-            advance=lambda done: reported.advance(file, done),
-            stop=stop,
-        )
+        Download(url, partial, retries, accept, check, lambda done: reported.advance(file, done), stop).run()
     except Failed as error:
         where = f"it is published at {file.page}: " if file.page else ""
         raise InputError(
-            f"{file.name}: cannot be fetched ({error}); {where}put it into {folder} by hand or name a mirror with --base-url"
+            f"{file.name}: cannot be fetched ({url}: {error}); {where}put it into {folder} by hand or name a mirror with "
+            "--base-url"
         ) from None
     size = partial.size_bytes
     if verified in UNCHECKED:

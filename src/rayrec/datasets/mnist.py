@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from rayrec.datasets.remote import RemoteFile
 
-_MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist", "https://storage.googleapis.com/cvdf-datasets/mnist")
-"""Those of torchvision and of TensorFlow Datasets; the original site does not serve the files any more."""
-
 
 def _file(name: str, size_bytes: int, md5: str, rows: int, unpacked_bytes: int) -> RemoteFile:
     return RemoteFile(
         name=name,
-        urls=tuple(f"{mirror}/{name}" for mirror in _MIRRORS),
+        url=f"https://ossci-datasets.s3.amazonaws.com/mnist/{name}",
         page="https://github.com/cvdfoundation/mnist",
         size_bytes=size_bytes,
         md5=md5,

@@ -18,8 +18,8 @@ class RemoteFile(Config):
 
     name: str
     """In the folder it is fetched to."""
-    urls: tuple[str, ...] = ()
-    """The same bytes at several places, tried in turn; none where it comes out of `archive`."""
+    url: str = ""
+    """Published address; empty if it comes out of `archive`."""
     page: str = ""
     """Where a person finds it."""
     terms: str = ""

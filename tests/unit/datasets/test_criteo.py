@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rayrec.config import InputError
-from rayrec.datasets import criteo, mnist
+from rayrec.datasets import criteo
 from rayrec.datasets.fetch import PUBLISHED, files_of
 from rayrec.datasets.remote import RemoteFile, check_folder, names_text, require_files
 from rayrec.quantities import size_text
@@ -33,14 +33,12 @@ def test_descriptions_can_be_fetched() -> None:
         assert len(set(names)) == len(names)
         for file in files:
             source = file.archive or file
-            assert source.urls
+            assert source.url.startswith("https://")
             assert file.published_at.startswith("https://")
-            assert all(url.startswith("https://") for url in source.urls)
             for checksum in (file.md5, file.unpacked_md5, source.md5):
                 assert checksum is None or (len(checksum) == 32 and int(checksum, 16))
     checksums = [file.md5 for files in PUBLISHED.values() for file in dict.fromkeys(files)]
     assert len(set(checksums)) == 2 + 24 + 4
-    assert all(len(file.urls) >= 2 for file in mnist.FILES)
     with pytest.raises(InputError, match="did you mean 'criteo_small'"):
         files_of("criteo_smal")
     with pytest.raises(InputError, match="there are criteo_kaggle, criteo_small, criteo_full, mnist"):
