@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import tempfile
@@ -22,15 +23,14 @@ from rayrec.compat.ray_compat import ControllerCallback, PlacementGroupID, Worke
 from rayrec.config import InputError
 from rayrec.data.ray_tasks import RayEngine
 from rayrec.launch import cluster, prestart
-from rayrec.observe.events import EventWriter
-from rayrec.training.assignment import Assignment
+from rayrec.training.assignment import Assignment, Launch
 from rayrec.training.failures import Tolerance, cause_of, is_without_room, worker_failures
 from rayrec.training.profiling import watched_requests, worker_variables
 from rayrec.training.ray_backend import WORKER_MODULE, ProcessGroup, train_worker
 from rayrec.training.ray_mailbox import StopRequest
-from rayrec.training.signals import Grace, Signals, unsaved_cause
+from rayrec.training.signals import Grace, unsaved_cause
 from rayrec.training.stopping import MORE_WORKERS, NO_DATA_NODES
-from rayrec.workloads.base import TrainConfig, WarmStart
+from rayrec.workloads.base import TrainConfig
 
 _LOOK_S = 0.1
 _DATA_NODES_POLL_S = 5.0
@@ -73,34 +73,22 @@ def wait_for_room(config: TrainConfig, note: Callable[[str], None], *, free: boo
             time.sleep(_NODES_S)
 
 
-def run_attempts(
-    config: TrainConfig,
-    folder: str,
-    prepared: Any,
-    shares: cluster.Layout,
-    *,
-    since_s: float,
-    warm_start: WarmStart | None = None,
-    events: EventWriter,
-    signals: Signals,
-    note: Callable[[str], None],
-) -> dict[str, Any] | None:
+def run_attempts(config: TrainConfig, launch: Launch) -> dict[str, Any] | None:
     """What a finished run's worker 0 returned; None where a signal ended the run before.
 
     Raises InputError for what the user can fix (never tried again), and what the last attempt failed with where
-    failure.max_failures are used up, which writes no event here. `since_s`: end of the driver's last stage of the start.
+    failure.max_failures are used up, which writes no event here.
     """
     number, crowded = 0, False
+    events, signals = launch.events, launch.signals
     tolerance = Tolerance(config.failure)
     groups = _placement_groups()
     while True:
         number += 1
-        events.write("attempt", number=number, num_workers=shares.num_workers)
-        start_s, before = time.monotonic(), _newest_step(config, folder)
+        events.write("attempt", number=number, num_workers=launch.shares.num_workers)
+        start_s, before = time.monotonic(), _newest_step(config, launch.folder)
         try:
-            outcome = _attempt(
-                config, folder, prepared, shares, signals, since_s=since_s, warm_start=warm_start, crowded=crowded
-            )
+            outcome = _attempt(config, launch, crowded=crowded)
         except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
             attempt_s = time.monotonic() - start_s
             was_crowded, crowded = crowded, is_without_room(error)
@@ -108,13 +96,13 @@ def run_attempts(
             if signals.cause is not None:
                 events.write("failure", cause=f"{cause_of(error)}, before a last checkpoint was made", last=True)
                 return None
-            progressed = _newest_step(config, folder) > before
+            progressed = _newest_step(config, launch.folder) > before
             # Raises an error that ends the run; after others, the run continues with the next attempt.
             pause_s = tolerance.pause_s(error, attempt_s=attempt_s, progressed=progressed)
             if not crowded:
                 events.write("failure", cause=cause_of(error))
             elif not was_crowded:  # it never began
-                note(f"no place for {shares.num_workers} workers yet: others hold what they need")
+                launch.note(f"no place for {launch.shares.num_workers} workers yet: others hold what they need")
             time.sleep(pause_s)
         except BaseException:  # a second signal, say
             _abandon_workers(groups)
@@ -129,10 +117,10 @@ def run_attempts(
             if signals.cause is not None:
                 return None
             crowded, tolerance = False, Tolerance(config.failure)
-        since_s = time.time()
-        before_text, shares = shares.text(), wait_for_room(config, note, free=crowded)
-        if shares.num_nodes > 1 and shares.text() != before_text:
-            note(shares.text())
+        since_s, before_text = time.time(), launch.shares.text()
+        launch = dataclasses.replace(launch, since_s=since_s, shares=wait_for_room(config, launch.note, free=crowded))
+        if launch.shares.num_nodes > 1 and launch.shares.text() != before_text:
+            launch.note(launch.shares.text())
 
 
 def _newest_step(config: TrainConfig, folder: str) -> int:
@@ -162,24 +150,14 @@ def _abandon_workers(before: set[str]) -> None:
         _free_workers(before)
 
 
-def _attempt(
-    config: TrainConfig,
-    folder: str,
-    prepared: Any,
-    shares: cluster.Layout,
-    signals: Signals,
-    *,
-    since_s: float,
-    warm_start: WarmStart | None,
-    crowded: bool,
-) -> dict[str, Any] | None:
+def _attempt(config: TrainConfig, launch: Launch, *, crowded: bool) -> dict[str, Any] | None:
     """One attempt; None if a signal ended it and the workers did not save within their `Grace`. `crowded`: others hold
     part of the cluster."""
-    request = StopRequest()
+    request, shares, signals = StopRequest(), launch.shares, launch.signals
     placement = shares.per_worker.replace(max_outage_s=config.failure.max_outage_s)
     engine = RayEngine(placement, environment=prestart.for_tasks_of(worker_environment(config)))
-    token = write_token(folder, max_outage_s=config.failure.max_outage_s)
-    assignment = Assignment(config, prepared, folder, engine, request.mailbox, token, since_s, warm_start)
+    token = write_token(launch.folder, max_outage_s=config.failure.max_outage_s)
+    assignment = Assignment.of(launch, config, engine, request.mailbox, token)
     future: Future[dict[str, Any]] = Future()
 
     def fit() -> None:
@@ -193,7 +171,7 @@ def _attempt(
     growth, data_nodes = _Growth(config, shares.num_workers, crowded=crowded), _DataNodes(config, shares)
     grace: Grace | None = None
     try:
-        with signals.held(), watched_requests(folder, request.mailbox):
+        with signals.held(), watched_requests(launch.folder, request.mailbox):
             while not future.done():
                 wait([future], timeout=_LOOK_S)
                 if signals.cause is not None:

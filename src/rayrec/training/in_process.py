@@ -15,10 +15,10 @@ from rayrec.data.engine import StreamEngine
 from rayrec.data.threads import ThreadEngine
 from rayrec.launch import cluster
 from rayrec.observe.console import Console
-from rayrec.observe.events import EventWriter
+from rayrec.training.assignment import Launch
 from rayrec.training.preflight import layout_here
-from rayrec.training.signals import Signals, unsaved_cause
-from rayrec.workloads.base import TrainConfig, WarmStart
+from rayrec.training.signals import unsaved_cause
+from rayrec.workloads.base import TrainConfig
 
 _WORKER_MODULE: Final = "rayrec.training.in_process_worker"
 
@@ -48,36 +48,17 @@ class InProcessLauncher:
     def engine(self, shares: cluster.Layout, *, max_outage_s: float) -> StreamEngine:
         return ThreadEngine(self._cpus(), max_outage_s=max_outage_s)
 
-    def run(
-        self,
-        folder: str,
-        prepared: Any,
-        shares: cluster.Layout,
-        *,
-        since_s: float,
-        warm_start: WarmStart | None,
-        events: EventWriter,
-        signals: Signals,
-        note: Callable[[str], None],
-    ) -> dict[str, Any] | None:
+    def run(self, launch: Launch) -> dict[str, Any] | None:
         from rayrec.training.in_process_worker import train_here  # which loads torch
 
         config = self._config
-        events.write("attempt", number=1, num_workers=1)
-        engine = ThreadEngine(max(1, int(shares.per_worker.max_cpus or 1)), max_outage_s=config.failure.max_outage_s)
-        outcome = train_here(
-            config,
-            folder,
-            prepared,
-            engine=engine,
-            cpus=self._cpus(),
-            since_s=since_s,
-            warm_start=warm_start,
-            signals=signals,
-            pause_at=self._pause_at,
+        launch.events.write("attempt", number=1, num_workers=1)
+        engine = ThreadEngine(
+            max(1, int(launch.shares.per_worker.max_cpus or 1)), max_outage_s=config.failure.max_outage_s
         )
+        outcome = train_here(config, launch, engine=engine, cpus=self._cpus(), pause_at=self._pause_at)
         if outcome is None:
-            events.write("failure", cause=unsaved_cause(signals.cause, config.failure), last=True)
+            launch.events.write("failure", cause=unsaved_cause(launch.signals.cause, config.failure), last=True)
             return None
         return None if "stopped" in outcome else outcome
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import platform
 import threading
 import time
@@ -16,36 +17,29 @@ from torch import distributed
 from rayrec import storage
 from rayrec.checkpoint import write_token
 from rayrec.data.engine import STOP_ASKED, StreamEngine
-from rayrec.training.assignment import Assignment
+from rayrec.training.assignment import Assignment, Launch
 from rayrec.training.mailbox import LocalMailbox, Mailbox
 from rayrec.training.process_group import group_arguments, use_device
 from rayrec.training.profiling import watched_requests
 from rayrec.training.signals import Grace, Signals
 from rayrec.training.worker import Seat, run_worker
 from rayrec.training.worker_logs import worker_logs
-from rayrec.workloads.base import TrainConfig, WarmStart
+from rayrec.workloads.base import TrainConfig
 
 _LOOK_S = 0.1
 
 
 def train_here(
-    config: TrainConfig,
-    folder: str,
-    prepared: Any,
-    *,
-    engine: StreamEngine,
-    cpus: int,
-    since_s: float,
-    warm_start: WarmStart | None,
-    signals: Signals,
-    pause_at: float | None = None,
+    config: TrainConfig, launch: Launch, *, engine: StreamEngine, cpus: int, pause_at: float | None = None
 ) -> dict[str, Any] | None:
     """What `run_worker` returns; None if a signal ended the run and the worker did not save within its `Grace`."""
     device = torch.device("cuda", torch.cuda.current_device()) if config.scaling.use_gpu else torch.device("cpu")
     mailbox = LocalMailbox()
-    token = write_token(folder, max_outage_s=config.failure.max_outage_s)
-    assignment = Assignment(config, prepared, folder, engine, mailbox, token, since_s, warm_start, pause_at)
-    return watched(lambda: _work(assignment, device, cpus=cpus), config, folder, mailbox=mailbox, signals=signals)
+    token = write_token(launch.folder, max_outage_s=config.failure.max_outage_s)
+    assignment = dataclasses.replace(Assignment.of(launch, config, engine, mailbox, token), pause_at=pause_at)
+    return watched(
+        lambda: _work(assignment, device, cpus=cpus), config, launch.folder, mailbox=mailbox, signals=launch.signals
+    )
 
 
 class OwnMailbox(Mailbox, Protocol):

@@ -9,9 +9,8 @@ from rayrec.config import InputError
 from rayrec.data.engine import StreamEngine
 from rayrec.launch.cluster import IN_PROCESS, Layout, is_in_process
 from rayrec.observe.console import Console
-from rayrec.observe.events import EventWriter
-from rayrec.training.signals import Signals
-from rayrec.workloads.base import TrainConfig, WarmStart
+from rayrec.training.assignment import Launch
+from rayrec.workloads.base import TrainConfig
 
 
 class Launcher(Protocol):
@@ -32,21 +31,9 @@ class Launcher(Protocol):
     @property
     def on_ray(self) -> bool: ...
 
-    def run(
-        self,
-        folder: str,
-        prepared: Any,
-        shares: Layout,
-        *,
-        since_s: float,
-        warm_start: WarmStart | None,
-        events: EventWriter,
-        signals: Signals,
-        note: Callable[[str], None],
-    ) -> dict[str, Any] | None:
+    def run(self, launch: Launch) -> dict[str, Any] | None:
         """Trains until the run is through -> what its worker 0 returned; None if a signal ended the run before. Raises what ended
-        it otherwise. `since_s`: end of the driver's last stage of the start, seconds since 1970. `warm_start`: what a run without
-        a checkpoint starts with; None: start values."""
+        it otherwise."""
         ...
 
     def cause_of(self, error: BaseException) -> str:

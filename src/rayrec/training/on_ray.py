@@ -16,11 +16,10 @@ from rayrec.data.threads import ThreadEngine
 from rayrec.launch import cluster
 from rayrec.launch.node_storage import require_reachable
 from rayrec.observe.console import Console
-from rayrec.observe.events import EventWriter
+from rayrec.training.assignment import Launch
 from rayrec.training.attempts import run_attempts, share_out, start_ahead, wait_for_room
 from rayrec.training.failures import cause_of
-from rayrec.training.signals import Signals
-from rayrec.workloads.base import TrainConfig, WarmStart
+from rayrec.workloads.base import TrainConfig
 
 _FEW_TASKS: Final = 8
 """Blocks of a log that one thread indexes in about a second."""
@@ -84,29 +83,8 @@ class RayLauncher:
         placement = shares.driver.replace(max_outage_s=max_outage_s)
         return _NearEngine(placement, max_outage_s=max_outage_s) if shares.num_nodes == 1 else RayEngine(placement)
 
-    def run(
-        self,
-        folder: str,
-        prepared: Any,
-        shares: cluster.Layout,
-        *,
-        since_s: float,
-        warm_start: WarmStart | None,
-        events: EventWriter,
-        signals: Signals,
-        note: Callable[[str], None],
-    ) -> dict[str, Any] | None:
-        return run_attempts(
-            self._config,
-            folder,
-            prepared,
-            shares,
-            since_s=since_s,
-            warm_start=warm_start,
-            events=events,
-            signals=signals,
-            note=note,
-        )
+    def run(self, launch: Launch) -> dict[str, Any] | None:
+        return run_attempts(self._config, launch)
 
     def cause_of(self, error: BaseException) -> str:
         return cause_of(error)

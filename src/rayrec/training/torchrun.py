@@ -13,10 +13,10 @@ from rayrec.launch import cluster
 from rayrec.launch.cluster import is_in_process
 from rayrec.launch.torchrun import Launched
 from rayrec.observe.console import Console
-from rayrec.observe.events import EventWriter
+from rayrec.training.assignment import Launch
 from rayrec.training.preflight import layout_here
-from rayrec.training.signals import Signals, unsaved_cause
-from rayrec.workloads.base import TrainConfig, WarmStart
+from rayrec.training.signals import unsaved_cause
+from rayrec.workloads.base import TrainConfig
 
 if TYPE_CHECKING:
     from rayrec.training.torchrun_worker import Meeting
@@ -55,34 +55,14 @@ class TorchrunLauncher:
         # The other processes wait meanwhile.
         return ThreadEngine(machine.usable_cpus(granted=None), max_outage_s=max_outage_s)
 
-    def run(
-        self,
-        folder: str,
-        prepared: Any,
-        shares: cluster.Layout,
-        *,
-        since_s: float,
-        warm_start: WarmStart | None,
-        events: EventWriter,
-        signals: Signals,
-        note: Callable[[str], None],
-    ) -> dict[str, Any] | None:
+    def run(self, launch: Launch) -> dict[str, Any] | None:
         from rayrec.training.torchrun_worker import train_first
 
-        config = self._config
-        events.write("attempt", number=self._launched.restarts + 1, num_workers=self._launched.world_size)
-        outcome = train_first(
-            config,
-            folder,
-            prepared,
-            launched=self._launched,
-            meeting=self._meeting,
-            since_s=since_s,
-            warm_start=warm_start,
-            signals=signals,
-        )
+        signals = launch.signals
+        launch.events.write("attempt", number=self._launched.restarts + 1, num_workers=self._launched.world_size)
+        outcome = train_first(self._config, launch, launched=self._launched, meeting=self._meeting)
         if outcome is None:
-            events.write("failure", cause=unsaved_cause(signals.cause, config.failure), last=True)
+            launch.events.write("failure", cause=unsaved_cause(signals.cause, self._config.failure), last=True)
             return None
         if "stopped" in outcome:
             signals.cause = signals.cause or outcome["stopped"]  # of another process

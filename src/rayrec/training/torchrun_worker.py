@@ -21,13 +21,13 @@ from rayrec.checkpoint import write_token
 from rayrec.config import InputError, line_of
 from rayrec.data.threads import ThreadEngine
 from rayrec.launch.torchrun import Launched
-from rayrec.training.assignment import Assignment
+from rayrec.training.assignment import Assignment, Launch
 from rayrec.training.in_process_worker import watched, work
 from rayrec.training.mailbox import LocalMailbox, Wish
 from rayrec.training.process_group import group_arguments, use_device
 from rayrec.training.signals import Signals
 from rayrec.training.worker import Seat
-from rayrec.workloads.base import TrainConfig, WarmStart
+from rayrec.workloads.base import TrainConfig
 
 _LOOK_S: Final = 0.1
 _WISH_S: Final = 1.0
@@ -142,26 +142,16 @@ class StoreMailbox:
             raise OSError(f"the store of the run's processes is gone ({line_of(error)})") from None
 
 
-def train_first(
-    config: TrainConfig,
-    folder: str,
-    prepared: Any,
-    *,
-    launched: Launched,
-    meeting: Meeting,
-    since_s: float,
-    warm_start: WarmStart | None,
-    signals: Signals,
-) -> dict[str, Any] | None:
+def train_first(config: TrainConfig, launch: Launch, *, launched: Launched, meeting: Meeting) -> dict[str, Any] | None:
     """The first process's worker, and what the others need for theirs; see `rayrec.training.in_process_worker.train_here`."""
-    token = write_token(folder, max_outage_s=config.failure.max_outage_s)
+    token = write_token(launch.folder, max_outage_s=config.failure.max_outage_s)
     mailbox, engine = StoreMailbox(meeting, launched), _engine(config, launched)
-    assignment = Assignment(config, prepared, folder, engine, mailbox, token, since_s, warm_start)
+    assignment = Assignment.of(launch, config, engine, mailbox, token)
     # What a process cannot share each of them makes again; the configuration is compared with what it was started with.
     shared = dataclasses.replace(assignment, config=None, engine=None, mailbox=None)  # type: ignore[arg-type]
     if launched.world_size > 1:
         meeting.publish(_ASSIGNMENT, pickle.dumps((config.to_dict(), shared)))
-    return _work_of(assignment, launched, meeting, mailbox, signals)
+    return _work_of(assignment, launched, meeting, mailbox, launch.signals)
 
 
 def train_other(config: TrainConfig, launched: Launched, meeting: Meeting) -> dict[str, Any]:

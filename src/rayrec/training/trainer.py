@@ -25,6 +25,7 @@ from rayrec.observe.history import costs, epochs_trained, working_s
 from rayrec.observe.tracking.config import Makers, TrackersConfig
 from rayrec.observe.tracking.tracker import tracking
 from rayrec.training import materialized, warm_start
+from rayrec.training.assignment import Launch
 from rayrec.training.launcher import Launcher, launcher_of
 from rayrec.training.preflight import check_settings, preflight
 from rayrec.training.settings import (
@@ -287,14 +288,7 @@ def _drive(
                     _write_config(folder, config)
             with console.training(lambda over: follow(place, stop=over)):
                 finish = launcher.run(
-                    folder,
-                    prepared,
-                    shares,
-                    since_s=stopwatch.last_s,
-                    warm_start=start,
-                    events=events,
-                    signals=signals,
-                    note=console.note,
+                    Launch(folder, prepared, shares, stopwatch.last_s, start, events, signals, console.note)
                 )
             with storage.patience(config.failure.max_outage_s):
                 result = (

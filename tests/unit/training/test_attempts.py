@@ -20,6 +20,7 @@ from rayrec.data.placement import TaskPlacement
 from rayrec.launch import cluster, prestart
 from rayrec.launch.cluster import Node
 from rayrec.training import attempts
+from rayrec.training.assignment import Launch
 from rayrec.training.signals import Signals
 from rayrec.workloads.base import TrainConfig
 
@@ -75,32 +76,16 @@ class Attempts:
         monkeypatch.setattr(attempts, "_attempt", self._attempt)
         self._outcomes, self._config, self._folder = iter(outcomes), wanted, str(folder)
 
-    def _attempt(
-        self,
-        config: TrainConfig,
-        folder: str,
-        prepared: Any,
-        shares: Any,
-        signals: Any,
-        *,
-        since_s: float,
-        warm_start: None,
-        crowded: bool,
-    ) -> Any:
-        self.num_workers.append(shares.num_workers)
+    def _attempt(self, config: TrainConfig, launch: Launch, *, crowded: bool) -> Any:
+        self.num_workers.append(launch.shares.num_workers)
         self.crowded.append(crowded)
         return next(self._outcomes)()
 
     def run(self) -> dict[str, Any] | None:
+        shares = attempts.share_out(self._config)
         return attempts.run_attempts(
             self._config,
-            self._folder,
-            None,
-            attempts.share_out(self._config),
-            since_s=0.0,
-            events=self.events,  # type: ignore[arg-type]
-            signals=self.signals,
-            note=self.notes.append,
+            Launch(self._folder, None, shares, 0.0, None, self.events, self.signals, self.notes.append),  # type: ignore[arg-type]
         )
 
 
@@ -240,10 +225,8 @@ def test_the_mailbox_goes_with_the_attempt(
     signals.cause = "SIGINT"
     wanted = config(grace_s=0.05 if len(bytes_written) > 1 else 60.0)
     with contextlib.suppress(KeyboardInterrupt):
-        assert (
-            attempts._attempt(wanted, str(tmp_path), None, shares, signals, since_s=0.0, warm_start=None, crowded=False)
-            is None
-        )  # type: ignore[arg-type]
+        launch = Launch(str(tmp_path), None, shares, 0.0, None, Events(), signals, print)  # type: ignore[arg-type]
+        assert attempts._attempt(wanted, launch, crowded=False) is None
     assert request.closed
     ended.set()
 
@@ -262,16 +245,8 @@ def test_a_hook_of_the_job_reaches_data_tasks(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(attempts, "watched_requests", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(prestart, "is_possible", lambda: possible)
     shares = SimpleNamespace(per_worker=TaskPlacement(), num_workers=4)
-    attempts._attempt(
-        config(),
-        str(tmp_path),
-        None,
-        shares,  # type: ignore[arg-type]
-        Signals(),
-        since_s=0.0,
-        warm_start=None,
-        crowded=False,
-    )
+    launch = Launch(str(tmp_path), None, shares, 0.0, None, Events(), Signals(), print)  # type: ignore[arg-type]
+    attempts._attempt(config(), launch, crowded=False)
     assert (prestart.HOOK in attempts.worker_environment(config())) is possible
     assert assigned[0].engine.environment == ({prestart.HOOK: "", prestart.MODULES: ""} if possible else {})
 

@@ -24,6 +24,7 @@ from rayrec.observe.console import Console
 from rayrec.observe.events import EventWriter, read_events
 from rayrec.observe.history import standing
 from rayrec.training import on_ray, trainer
+from rayrec.training.assignment import Launch
 from rayrec.training.trainer import Result, is_longer, run_hash, summarize
 from rayrec.workloads.base import RunContext, TrainConfig
 
@@ -131,9 +132,9 @@ def failing(
 ) -> list[dict[str, Any]]:
     """The events of a run that logs a step, and ends with the error, `finishes`: of the summary. Its notes go to NOTES."""
 
-    def run_attempts(*_: Any, events: EventWriter, **__: Any) -> dict[str, Any]:
+    def run_attempts(_: Any, launch: Launch) -> dict[str, Any]:
         for event in told()[1:3]:
-            events.write(
+            launch.events.write(
                 event["kind"], **{name: value for name, value in event.items() if name not in ("kind", "time")}
             )
         if finishes:
