@@ -75,7 +75,7 @@ class Lane:
     """One way of training the model; all ways train the same one."""
 
     setup: Any
-    loader: Any
+    training: Any
     account: Any
     driver: Callable[[int], None]
     """Is sent SIGCONT or SIGSTOP."""
@@ -89,7 +89,7 @@ class Lane:
         self.driver(signal.SIGCONT if self.observed else signal.SIGSTOP)
         with waits_noticed(self.setup.clock):
             begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
-            loop._train(self.setup, self.loader, self.account, progress, progress.step + STEPS)
+            loop._train(self.training, self.account, progress.step + STEPS)
             spent = Spent(time.perf_counter() - begin_s, time.process_time() - begin_cpu_s)
         self.setup.clock.stop()
         return spent
@@ -161,7 +161,7 @@ def make_lanes(config: Any, folder: str, progress: Any, driver: Callable[[int], 
     import torch
 
     from rayrec.observe.events import EventWriter
-    from rayrec.training.loop import Account
+    from rayrec.training.loop import Account, Training
     from rayrec.workloads.phases import HostClock, NoClock
     from rayrec.workloads.recsys_pipeline import TimedBase
 
@@ -189,8 +189,16 @@ def make_lanes(config: Any, folder: str, progress: Any, driver: Callable[[int], 
         own = dataclasses.replace(setup, clock=clock, pipeline=pipeline, peak_multiply_adds_per_s=peak)
         loader: Any = Cycled(batches, table=table if observed else None)
         log = (lambda kind, fields: writer.write(kind, **fields)) if observed else (lambda kind, fields: None)
-        account = Account(config if observed else plain, own, loader, progress, log=log, interruption=interruption)
-        lanes.append(Lane(own, loader, account, driver, observed))
+        training = Training(
+            config=config if observed else plain,
+            setup=own,
+            loader=loader,
+            progress=progress,
+            log=log,
+            save=lambda *_, **__: None,
+            interruption=interruption,
+        )
+        lanes.append(Lane(own, training, Account(training), driver, observed))
     return writer, lanes, stage_share
 
 

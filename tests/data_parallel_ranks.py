@@ -179,15 +179,16 @@ def train(folder: str, rank: int, configuration: TrainConfig, *, from_step: int 
         state = {"progress": progress.state(), "loader": position}
         checkpoint.save(f"{folder}/{progress.step}", tensors, state=state)
 
-    loop.run(
-        configuration,
-        setup,
-        loader,
-        progress,
+    training = loop.Training(
+        config=configuration,
+        setup=setup,
+        loader=loader,
+        progress=progress,
         log=lambda kind, fields: events.append({"kind": kind, **fields}),
         save=save,
         interruption=SimpleNamespace(seen=lambda: (False, False), preempted=lambda: False, urgent=lambda: False),
     )
+    loop.run(training)
     loader.close()
     return events
 

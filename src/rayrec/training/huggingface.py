@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any, final
 
 import torch
@@ -23,8 +23,8 @@ from torch import distributed
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from rayrec.batch import Batch
-from rayrec.training.loop import Account, Batches, Cut, FirstStep, Interruption, Progress, Save, steer
-from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerSetup
+from rayrec.training.loop import Account, Batches, Cut, Progress, Training, steer
+from rayrec.workloads.base import WorkerSetup
 from rayrec.workloads.data_parallel import DataParallelWorkload
 from rayrec.workloads.data_parallel_worker import RowPipeline
 from rayrec.workloads.phases import OTHER, StepClock
@@ -33,29 +33,18 @@ LOSS_WEIGHT = "loss_weight"
 """Beside the tensors of a part, what `Batch` calls so."""
 
 
-def run(
-    config: TrainConfig,
-    setup: WorkerSetup,
-    loader: TrainLoader,
-    progress: Progress,
-    *,
-    log: Callable[[str, dict[str, Any]], None],
-    save: Save,
-    interruption: Interruption,
-    first_step: FirstStep | None = None,
-    pause_at: float | None = None,
-) -> bool:
+def run(training: Training) -> bool:
     """What `loop.run` does, to the same steps and with the same events; Trainer makes the steps."""
-    course = steer(config, setup, loader, progress, log=log, save=save, interruption=interruption, pause_at=pause_at)
-    account = Account(config, setup, loader, progress, log=log, interruption=interruption, first_step=first_step)
+    setup, progress = training.setup, training.progress
+    course, account = steer(training), Account(training)
     try:
         stop = next(course)
     except StopIteration as end:  # nothing is left to train
         return end.value
-    workload = config.workload
+    workload = training.config.workload
     assert isinstance(workload, DataParallelWorkload)
     losses: list[torch.Tensor] = []
-    batches = Batches(loader, setup.clock)
+    batches = Batches(training.loader, setup.clock)
     steps = _Steps(setup, progress, account, course, batches, losses, stop)
     device = _pipeline(setup).device
     with _as_it_is(device):

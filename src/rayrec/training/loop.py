@@ -202,36 +202,39 @@ class Save(Protocol):
         ...
 
 
-def run(
-    config: TrainConfig,
-    setup: WorkerSetup,
-    loader: TrainLoader,
-    progress: Progress,
-    *,
-    log: Callable[[str, dict[str, Any]], None],
-    save: Save,
-    interruption: Interruption,
-    first_step: FirstStep | None = None,
-    pause_at: float | None = None,
-) -> bool:
-    """Trains from `progress` on until the loader ends, the step limit, or early stopping; False where it was asked to stop
-    before, or has done the share `pause_at` of its steps, and has saved.
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Parts of one worker's training, for any loop."""
 
-    `log(kind, fields)` is called on every worker with the same values. Raises InputError where the loss is not finite.
-    """
-    course = steer(config, setup, loader, progress, log=log, save=save, interruption=interruption, pause_at=pause_at)
-    account = Account(config, setup, loader, progress, log=log, interruption=interruption, first_step=first_step)
+    config: TrainConfig
+    setup: WorkerSetup
+    loader: TrainLoader
+    progress: Progress
+    log: Callable[[str, dict[str, Any]], None]
+    """Called on every worker with the same kind and fields."""
+    save: Save
+    interruption: Interruption
+    first_step: FirstStep | None = None
+    pause_at: float | None = None
+    """Share of the run's steps after which it pauses. None for all of them."""
+
+
+def run(training: Training) -> bool:
+    """Trains from `progress` on until the loader ends, the step limit, or early stopping; False where it was asked to stop
+    before, or has done the share `pause_at` of its steps, and has saved. Raises InputError where the loss is not finite."""
+    course, account = steer(training), Account(training)
     cut: Cut | None = None
     while True:
         try:
             stop = next(course) if cut is None else course.send(cut)
         except StopIteration as end:
             return end.value
-        cut = _train(setup, loader, account, progress, stop)
+        cut = _train(training, account, stop)
 
 
-def _train(setup: WorkerSetup, loader: TrainLoader, account: Account, progress: Progress, stop: int) -> Cut:
+def _train(training: Training, account: Account, stop: int) -> Cut:
     """Trains up to step `stop`, or less far where a save cannot wait."""
+    setup, loader, progress = training.setup, training.loader, training.progress
     first = progress.step
     batches = Batches(islice(loader, stop - first), setup.clock)
     account.begin()
@@ -244,17 +247,7 @@ def _train(setup: WorkerSetup, loader: TrainLoader, account: Account, progress: 
     return account.cut
 
 
-def steer(
-    config: TrainConfig,
-    setup: WorkerSetup,
-    loader: TrainLoader,
-    progress: Progress,
-    *,
-    log: Callable[[str, dict[str, Any]], None],
-    save: Save,
-    interruption: Interruption,
-    pause_at: float | None = None,
-) -> Generator[int, Cut, bool]:
+def steer(training: Training) -> Generator[int, Cut, bool]:
     """What happens between segments, for any loop: evaluation, saving, early stopping.
 
     Yields the step to train up to, before which a segment may end where a save cannot wait; is sent what came up meanwhile;
@@ -263,18 +256,19 @@ def steer(
     The step to pause at is evaluated and saved. If it is not one of the run's own evaluations, neither early stopping nor
     `plateau` counts it, so that a run that was paused learns what one does that was not.
     """
+    config, setup, loader, progress = training.config, training.setup, training.loader, training.progress
     patience = config.early_stopping.patience
     if 0 < patience <= progress.since_best:
         return True  # it had stopped before
     total = progress.step + loader.steps
     evaluate_every = config.evaluate_every or max(1, math.ceil(loader.steps_per_epoch / config.evaluations_per_epoch))
-    end = last_step(total, pause_at)
+    end = last_step(total, training.pause_at)
     setup.model.train()
     saved_step = progress.step  # the start, and a checkpoint that training resumed from, need no save
 
     def save_now(*, score: float | None = None, needed: bool, complete: bool) -> None:
         nonlocal saved_step
-        save(progress, loader.state(), score=score, needed=needed, complete=complete)
+        training.save(progress, loader.state(), score=score, needed=needed, complete=complete)
         saved_step = progress.step
 
     while True:
@@ -299,7 +293,7 @@ def steer(
         score, saved_in_evaluation = None, False
         if progress.evaluation_due:
             watch = EvaluationWatch(
-                interruption,
+                training.interruption,
                 save=None if saved_step == progress.step else partial(save_now, needed=True, complete=False),
                 save_after_s=_EVALUATION_GRACE_SHARE * config.failure.grace_s,
             )
@@ -309,14 +303,13 @@ def steer(
                     save_now(needed=True, complete=True)
                 return False
             saved_in_evaluation = watch.saved
-            progress.evaluation_due = False
-            progress.metrics = metrics
+            progress.evaluation_due, progress.metrics = False, metrics
             own = progress.step != end or end == total or progress.step % evaluate_every == 0
             score = config.workload.score(progress.metrics) if own else None
             lowered = score is not None and _registered(progress, score, config)
-            log("evaluate", {"step": progress.step, "set": "validation", "counted": own, **progress.metrics})
+            training.log("evaluate", {"step": progress.step, "set": "validation", "counted": own, **progress.metrics})
             if lowered:
-                log("plateau", {"step": progress.step, "learning_rate_scale": progress.learning_rate_scale})
+                training.log("plateau", {"step": progress.step, "learning_rate_scale": progress.learning_rate_scale})
             setup.model.train()
         learnt = 0 < patience <= progress.since_best
         # With early stopping the best weights are the ones to use, so they are always saved.
@@ -326,7 +319,9 @@ def steer(
             # The score of a step that was saved without one must not be lost because that save is still in progress.
             save_now(score=score, needed=last or best or saved_in_evaluation, complete=last)
         if learnt:
-            log("early_stop", {"step": progress.step, "best_step": progress.best_step, "best_score": progress.best})
+            training.log(
+                "early_stop", {"step": progress.step, "best_step": progress.best_step, "best_score": progress.best}
+            )
             return True
 
 
@@ -339,21 +334,12 @@ def _registered(progress: Progress, score: float, config: TrainConfig) -> bool:
 class Account:
     """Counts steps, rows, losses and time, logs them, and finds out whether a segment has to end early."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        setup: WorkerSetup,
-        loader: TrainLoader,
-        progress: Progress,
-        *,
-        log: Callable[[str, dict[str, Any]], None],
-        interruption: Interruption,
-        first_step: FirstStep | None = None,
-    ) -> None:
+    def __init__(self, training: Training) -> None:
+        config, setup, loader, progress = training.config, training.setup, training.loader, training.progress
         self._config, self._loader, self._progress = config, loader, progress
-        self._first_step_done = first_step
+        self._first_step_done = training.first_step
         self._clock, self._cost, self._peak = setup.clock, setup.multiply_adds_per_row, setup.peak_multiply_adds_per_s
-        self._log, self._interruption, self._optimizer = log, interruption, setup.optimizer
+        self._log, self._interruption, self._optimizer = training.log, training.interruption, setup.optimizer
         self._data = DataReport(loader) if config.observe.times else None
         self._first_step, self._rows_before = progress.step, progress.rows
         self._losses: list[torch.Tensor] = []

@@ -186,17 +186,18 @@ def _train(
             waits_noticed(setup.clock),
             memory_errors(setup.described, rank=worker.rank, device=worker.device),
         ):
-            finished = _loop(config)(
-                config,
-                setup,
-                loader,
-                progress,
+            training = loop.Training(
+                config=config,
+                setup=setup,
+                loader=loader,
+                progress=progress,
                 log=log_and_note,
                 save=save,
                 interruption=watch,
                 first_step=partial(_log_first_step, log),
                 pause_at=assignment.pause_at,
             )
+            finished = _loop(config)(training)
         saver.wait()
     except BaseException:
         watch.close()
@@ -310,7 +311,7 @@ def peak_of_all(peak: float, *, world_size: int) -> float | None:
     return None if missing else mean * world_size
 
 
-def _loop(config: TrainConfig) -> Callable[..., bool]:
+def _loop(config: TrainConfig) -> Callable[[loop.Training], bool]:
     """The function that trains; `training.loop.run` says what it is given and gives."""
     if config.loop == "huggingface":
         from rayrec.training.huggingface import run

@@ -18,7 +18,7 @@ from data_parallel_ranks import NextToken, products_by_onednn
 from rayrec.config import InputError
 from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule
 from rayrec.training import huggingface, loop
-from rayrec.training.loop import Progress
+from rayrec.training.loop import Progress, Training
 from rayrec.training.state import all_tensors, make_state
 from rayrec.workloads.base import CheckpointConfig, TrainConfig, WorkerContext
 
@@ -88,15 +88,16 @@ class Attempt:
             copies = {name: tensor.clone() for name, tensor in self.tensors().items()}
             self.saves[progress.step] = Save(dataclasses.asdict(progress), state, copies)
 
-        self.finished = run(
-            wanted,
-            self.setup,
-            loader,
-            progress,
+        training = Training(
+            config=wanted,
+            setup=self.setup,
+            loader=loader,
+            progress=progress,
             log=lambda kind, fields: self.events.append((kind, fields)),
             save=save,
             interruption=Interruption(progress, **interruption),
         )
+        self.finished = run(training)
         loader.close()
         self.progress = progress
 

@@ -181,17 +181,18 @@ class Run:
             self.events.append((kind, fields["step"]))
             self.fields.append(fields)
 
-        return loop.run(
-            self.config,
-            setup,  # type: ignore[arg-type]
-            self.loader,  # type: ignore[arg-type]
-            self.progress,
+        training = loop.Training(
+            config=self.config,
+            setup=setup,  # type: ignore[arg-type]
+            loader=self.loader,  # type: ignore[arg-type]
+            progress=self.progress,
             log=log,
             save=save,
             interruption=self.interruption,
             first_step=lambda blocked_s, elapsed_s: self.first_steps.append((blocked_s, elapsed_s)),
             pause_at=pause_at,
         )
+        return loop.run(training)
 
 
 @pytest.mark.parametrize(

@@ -65,15 +65,16 @@ def train(
         time.sleep(save_s)
         log("checkpoint", {"step": progress.step, "stall_s": save_s, "bytes": 1000, "write_s": save_s or 1.0})
 
-    loop.run(
-        configuration,
-        setup,
-        loader,
-        Progress(),
+    training = loop.Training(
+        config=configuration,
+        setup=setup,
+        loader=loader,
+        progress=Progress(),
         log=log,
         save=save,
         interruption=SimpleNamespace(seen=lambda: (False, False), preempted=lambda: False, urgent=lambda: False),
     )
+    loop.run(training)
     loader.close()
     # Beside so few steps the evaluation at the end would be the largest part.
     found = verdict([event for event in events if event["kind"] != "evaluate"])
