@@ -25,7 +25,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,6 +32,7 @@ from functools import partial
 from typing import Any, Final, NoReturn
 
 from rayrec.launch.forked_worker import STARTED
+from rayrec.storage import Scratch
 
 LIBRARIES: Final = (
     "pandas",
@@ -76,8 +76,8 @@ class ForkServer:
 
     def __init__(self, ahead: Sequence[str] = (), *, libraries: Sequence[str] = LIBRARIES) -> None:
         """`ahead`: modules whose template is made at once. `libraries`: what every process has imported."""
-        folder = tempfile.mkdtemp(prefix="rayrec-")  # for this user alone
-        self.address = os.path.join(folder, "fork")
+        self._folder = Scratch("fork")
+        self.address = os.path.join(self._folder.path, "fork")
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.address)
             listener.listen(_WAITING)  # requests wait while the server imports
@@ -97,7 +97,7 @@ class ForkServer:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
-        shutil.rmtree(os.path.dirname(self.address), ignore_errors=True)
+        self._folder.close()
 
 
 def main() -> None:
@@ -184,10 +184,12 @@ class _Server:
                     _, files, _, _ = socket.recv_fds(connection, 1, _FILES)
                 except OSError:
                     continue
+                following = None
                 try:
-                    following = self._answer(connection.fileno(), files) if len(files) == _FILES else None
+                    if len(files) == _FILES:
+                        following = self._answer(connection.fileno(), files)
                 except OSError as error:
-                    following = _decline(connection.fileno(), error)
+                    _decline(connection.fileno(), error)
             if following:
                 return following
             _close(files)
