@@ -29,7 +29,6 @@ import os
 import posixpath
 import secrets
 import sys
-import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,7 +73,7 @@ def write_shard(tokens: np.ndarray, path: str) -> dict[str, Any]:
     all, and returns what an index says of it. The same rows give the same bytes."""
     streaming = load_streaming()
     columns = {COLUMN: f"ndarray:{tokens.dtype.name}:{tokens.shape[1]}"}
-    with tempfile.TemporaryDirectory() as folder:
+    with storage.Scratch("shard") as folder:
         with streaming.MDSWriter(out=folder, columns=columns, hashes=["xxh64"], size_limit=None) as writer:
             for row in tokens:
                 writer.write({COLUMN: row})

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, final
 
@@ -105,7 +104,7 @@ def _converted(files: Files, folder: str) -> dict[str, bytes]:
     require_language("transformers")
     from transformers import AutoTokenizer
 
-    with tempfile.TemporaryDirectory() as before, tempfile.TemporaryDirectory() as after:
+    with storage.Scratch("tokenizer") as before, storage.Scratch("tokenizer") as after:
         write_tokenizer(files, before)
         try:
             found = AutoTokenizer.from_pretrained(before, local_files_only=True, trust_remote_code=False, use_fast=True)

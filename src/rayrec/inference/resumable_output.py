@@ -10,7 +10,6 @@ import fcntl
 import itertools
 import os
 import struct
-import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -143,7 +142,7 @@ class Parts:
         names = set(storage.list_folder(folder))
         self._number = next(number for number in itertools.count() if _name(number) not in names)
         """Of the file that is next."""
-        place = self._exit.enter_context(tempfile.TemporaryDirectory()) if storage.is_url(folder) else folder
+        place = self._exit.enter_context(storage.Scratch("journal")) if storage.is_url(folder) else folder
         self._journal = _Journal(os.path.join(place, f"_journal-{self._number:05d}"))
         self.rows = self._rows_of_files() + self._journal.rows
         """Written so far, including earlier calls."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -115,7 +114,7 @@ def _scan(
         path = storage.join(folder, shard.packed.name if shard.packed else shard.name)
         if not storage.exists(path):
             raise InputError(f"{path}: no such file; copy it there")
-        with tempfile.TemporaryDirectory() as scratch:
+        with storage.Scratch("shard") as scratch:
             local = path
             if shard.packed or storage.is_url(path):
                 local = os.path.join(scratch, shard.name)

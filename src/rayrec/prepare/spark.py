@@ -26,6 +26,7 @@ import pyarrow as pa
 
 from rayrec.config import InputError
 from rayrec.prepare.config import SparkConfig
+from rayrec.storage import Scratch
 
 _COMPLETE = "complete"
 """File that is written last."""
@@ -124,16 +125,16 @@ class SparkEngine:
             python = sys.executable
         shared = config.shared_folder or cache_folder
         os.makedirs(shared, exist_ok=True)
-        folder = tempfile.mkdtemp(prefix="spark-", dir=shared)
-        known = _ray_logs() if ray_address is not None else None
-        engine = cls(_start(python, folder, config, ray_address), folder, config.timeout_s, known)
-        try:
-            engine._await_start()
-            yield engine
-        except BaseException:
-            engine._stop(failed=True)
-            raise
-        engine._stop(failed=False)
+        with Scratch("spark", parent=shared) as folder:
+            known = _ray_logs() if ray_address is not None else None
+            engine = cls(_start(python, folder, config, ray_address), folder, config.timeout_s, known)
+            try:
+                engine._await_start()
+                yield engine
+            except BaseException:
+                engine._stop(failed=True)
+                raise
+            engine._stop(failed=False)
 
     def run(
         self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 16 << 20
@@ -217,7 +218,7 @@ class SparkEngine:
 
     def _kept_log(self) -> str:
         """Where the logs lie once the working folder is gone."""
-        kept = os.path.join(tempfile.gettempdir(), f"rayrec-{os.path.basename(self.folder)}.log")
+        kept = os.path.join(tempfile.gettempdir(), f"{os.path.basename(self.folder)}.log")
         with open(kept, "wb") as out:
             for name in ("driver.log", "spark.log"):
                 path = os.path.join(self.folder, name)
@@ -250,7 +251,6 @@ class SparkEngine:
                 self.process.wait(5.0)
             _signal(self.process, signal.SIGKILL)
             self.process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _ray_logs() -> dict[str, int]:

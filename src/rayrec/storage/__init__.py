@@ -32,6 +32,7 @@ from rayrec.storage.folders import (
 )
 from rayrec.storage.outages import OUTAGE_S, outage_s, patience
 from rayrec.storage.ranges import ahead, in_parallel
+from rayrec.storage.scratch import Scratch
 from rayrec.storage.stores import resolve
 from rayrec.storage.urls import absolute, folder_of, is_url, join, name_of
 
@@ -39,6 +40,7 @@ __all__ = [
     "OUTAGE_S",
     "PARTITION",
     "File",
+    "Scratch",
     "absolute",
     "ahead",
     "clone_file",

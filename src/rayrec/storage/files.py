@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 import os
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +22,7 @@ from pyarrow import fs as arrow_fs
 from rayrec.config import InputError
 from rayrec.storage.outages import explained
 from rayrec.storage.ranges import read_url
+from rayrec.storage.scratch import Scratch
 from rayrec.storage.stores import enduring, no_bucket, place_of, remedy, resolve
 from rayrec.storage.urls import bucket_of, in_object_store, local_path, scheme_of, split_options
 
@@ -240,7 +240,7 @@ def writing(path: str) -> Iterator[str]:
         with _appearing(target) as temporary:
             yield temporary
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with Scratch("upload") as folder:
         local = os.path.join(folder, "file")
         yield local
         write_stream(path, read_stream(local))

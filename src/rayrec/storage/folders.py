@@ -7,7 +7,6 @@ import os
 import posixpath
 import re
 import shutil
-import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from rayrec.config import InputError
 from rayrec.storage.files import copy_file, exists, info_of, missing, sync
 from rayrec.storage.gcs import first_level
 from rayrec.storage.ranges import in_parallel
+from rayrec.storage.scratch import Scratch
 from rayrec.storage.stores import enduring
 from rayrec.storage.urls import folder_of, in_object_store, is_url, join, local_path, name_of, scheme_of, url_of
 
@@ -294,7 +294,7 @@ def writing_folder(path: str) -> Iterator[str]:
         raise InputError(f"{path}: exists already; remove it or choose another place")
     target = local_path(path)
     if target is None:
-        with tempfile.TemporaryDirectory() as folder:
+        with Scratch("upload") as folder:
             yield folder
             _send(folder, path)
         return

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -219,7 +218,7 @@ def process_group(config: TrainConfig) -> ProcessGroup:
 def _fit(config: TrainConfig, assignment: Assignment, shares: cluster.Layout) -> dict[str, Any]:
     # By reference: the controller, which has no use for it, would import torch to unpickle it before it starts a worker.
     reference = ray.put(assignment)
-    with tempfile.TemporaryDirectory(prefix="rayrec-attempt-") as scratch:  # Ray Train gets no checkpoint
+    with storage.Scratch("attempt") as scratch:  # Ray Train gets no checkpoint
         trainer = data_parallel_trainer.DataParallelTrainer(
             train_worker,  # type: ignore[arg-type]  # its value is handed on
             train_loop_config={"assignment": reference},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,7 +64,7 @@ class CheckpointPath(str):
         if not storage.is_url(self):
             yield str(self)
             return
-        with tempfile.TemporaryDirectory() as parent:
+        with storage.Scratch("checkpoint") as parent:
             folder = storage.join(parent, storage.name_of(self))  # step_00001000, which readers want
             storage.copy_files(self, folder)
             yield folder

@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import queue
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -177,7 +176,7 @@ def _train_here(
     """(rows, seconds, CPU-seconds) of each worker; tables have `num_embeddings` rows."""
     processes = multiprocessing.get_context("spawn")
     results = processes.Queue()
-    with tempfile.TemporaryDirectory(prefix="rayrec-speed-probe-") as folder:
+    with storage.Scratch("speed-probe") as folder:
         piece.preprocessor.save(folder + "/preprocessor")
         arguments = (workers, threads, cuda, folder, config, piece.index, num_embeddings, piece.rows_of_log, results)
         started = [processes.Process(target=_rank, args=(rank, *arguments), daemon=True) for rank in range(workers)]

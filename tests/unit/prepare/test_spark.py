@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +38,7 @@ def test_spark_that_does_not_start_names_rays_error(
     child: subprocess.Popen[str], log: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_compat, "local_node", lambda: SimpleNamespace(get_logs_dir_path=lambda: str(tmp_path)))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where its log is kept
     (tmp_path / "raylet.err").write_text("OldError: of another job\n")
     engine = spark.SparkEngine(child, str(tmp_path), 0.01, spark._ray_logs())
     with open(tmp_path / log, "a") as file:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, final
@@ -30,7 +29,7 @@ class WandbTracker:
         self._folder, self._project, self._offline, self._config = folder, project, offline, config
         self._identity = ""
         self._config_hash = ""
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._scratch: storage.Scratch | None = None
         self._run: Any = None
         self._waiting: list[dict[str, Any]] = []
         self._rows: list[tuple[str, dict[str, Any]]] = []
@@ -80,8 +79,8 @@ class WandbTracker:
                 wandb.teardown()  # returns when W&B's own process has written all; `finish` does not wait for that
         if self._scratch is not None:
             if self._offline and not self._abandoned:
-                self._send(Path(self._scratch.name) / "wandb")
-            self._scratch.cleanup()
+                self._send(Path(self._scratch.path) / "wandb")
+            self._scratch.close()
 
     def abandon(self) -> None:
         """Ends W&B's own process: this one would wait for it at its end, and it for the server."""
@@ -127,8 +126,8 @@ class WandbTracker:
             if not storage.is_url(self._folder):
                 return self._folder
         if self._scratch is None:
-            self._scratch = tempfile.TemporaryDirectory(prefix="rayrec-wandb-", ignore_cleanup_errors=True)
-        return self._scratch.name
+            self._scratch = storage.Scratch("wandb")
+        return self._scratch.path
 
     def _send(self, written: Path) -> None:
         for run in written.glob("offline-run-*"):

@@ -1,0 +1,72 @@
+"""Temporary folders of processes that are killed: which go, and which stay."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import rayrec
+from rayrec.storage import scratch
+from rayrec.storage.scratch import Scratch
+
+OWNER = """
+import sys
+from rayrec.storage.scratch import Scratch
+print(Scratch("attempt", parent=sys.argv[1]).path, flush=True)
+sys.stdin.read()
+"""
+
+
+def sweep(folder: Path) -> list[str]:
+    """As a new process does; what is left."""
+    scratch._remove_abandoned.cache_clear()
+    with Scratch("later", parent=str(folder)) as own:
+        return [str(path) for path in folder.iterdir() if str(path) != own]
+
+
+def test_a_killed_process_leaves_no_folder_for_long(tmp_path: Path) -> None:
+    others = [tmp_path / name for name in ("rayrec-attempt-1fwd5mbt", "rayrec-00000000-attempt-of_another_machine")]
+    for other in others:
+        other.mkdir()
+    kept = sorted(map(str, others))
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert owner.stdout is not None
+    folder = owner.stdout.readline().strip()
+    (Path(folder) / "file").touch()
+    assert sorted(sweep(tmp_path)) == sorted([*kept, folder]), "a live process's stays"
+    owner.kill()
+    owner.communicate()
+    assert sorted(sweep(tmp_path)) == kept
+
+
+def test_a_folder_taken_for_abandoned_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another process, between its making and its locking."""
+    make, made = tempfile.mkdtemp, []
+
+    def mkdtemp(prefix: str, dir: str) -> str:
+        made.append(make(prefix=prefix, dir=dir))
+        if len(made) == 1:
+            Path(made[0]).rmdir()
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    with Scratch("attempt", parent=str(tmp_path)) as folder:
+        assert [str(path) for path in tmp_path.iterdir()] == [folder] == made[1:]
+    assert not list(tmp_path.iterdir())
+
+
+def test_all_temporary_folders_are_of_this_kind() -> None:
+    source = Path(rayrec.__file__).parent
+    own = {
+        path.relative_to(source).as_posix()
+        for path in source.rglob("*.py")
+        if re.search(r"TemporaryDirectory|mkdtemp", path.read_text())
+    }
+    assert own == {"storage/scratch.py"}
