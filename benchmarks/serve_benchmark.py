@@ -125,11 +125,10 @@ def host_haproxy(*, path: str, checkpoint: str, port: int) -> None:
 def host_swapping(*, path: str, checkpoint: str, export: str, ingress: Any, port: int) -> None:
     """Our server, which goes from the checkpoint to the export and back, each time loading it again, every SWAP_EVERY_S; prints
     swaps and memory as JSON at the end."""
-    import ray
 
     import rayrec
     from rayrec.observe.console import Console
-    from rayrec.serve.client import wait_for_change
+    from rayrec.serve.client import request
 
     swaps: list[str] = []
     memory: list[int] = []
@@ -139,8 +138,7 @@ def host_swapping(*, path: str, checkpoint: str, export: str, ingress: Any, port
         def swap() -> None:
             while not stop.wait(SWAP_EVERY_S):
                 other = (export, checkpoint)[len(swaps) % 2]
-                serial: Any = ray.get(server.coordinator.swap.remote(other))
-                swaps.append(wait_for_change(server.coordinator, serial).state)
+                swaps.append(request(server.coordinator, "swap", other).state)
                 memory.append(memory_bytes(os.getpid()))
 
         thread = threading.Thread(target=swap)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,17 @@ class OwnConfig(ClickModelConfig):
 
     def build(self, inputs: ModelInputs, *, precision: str = "fp32") -> nn.Module:
         return Own(self, inputs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowConfig(OwnConfig):
+    """A network that takes long to load."""
+
+    build_s: float = 0.0
+
+    def build(self, inputs: ModelInputs, *, precision: str = "fp32") -> nn.Module:
+        time.sleep(self.build_s)
+        return super().build(inputs, precision=precision)
 
 
 class Own(nn.Module):
@@ -48,6 +60,10 @@ def own_model(path: str | None = None) -> rayrec.TrainConfig:
     return recipes.criteo_demo(path).replace(
         recipe="own_model", workload=workload, batch_size=64, scaling={"num_workers": 1}
     )
+
+
+def slow_model(path: str | None = None) -> rayrec.TrainConfig:
+    return own_model(path).replace(workload={"model": SlowConfig(embedding_dim=4)})
 
 
 def own_images(path: str | None = None) -> rayrec.TrainConfig:

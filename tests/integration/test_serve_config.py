@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import signal
 import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +22,19 @@ import pytest
 import ray
 import yaml
 from click.testing import CliRunner
-from own_click_model import OwnConfig
+from own_click_model import OwnConfig, SlowConfig
 from ports import free_ports
 from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.scripts import cli
-from served_click_model import logits_of, make_model, row_text, save_checkpoint
+from served_click_model import ANY, logits_of, make_model, make_preprocessor, row_text, save_checkpoint
 
 import rayrec
 from rayrec.config import InputError
 from rayrec.metrics.binary import sigmoid
+from rayrec.models.base import ClickModelConfig
 from rayrec.observe.console import Console
+from rayrec.serve import client
 from rayrec.serve.config import ServeConfig
 from rayrec.serve.coordinator import Coordinator
 from rayrec.serve.deployment import APPLICATION, COORDINATOR, NAMESPACE
@@ -153,9 +158,9 @@ def test_the_documented_file_and_another_model(tmp_path: Path, places: list[str]
         ray.kill(coordinator)
 
 
-def _application() -> dict[str, Any]:
+def _application(name: str = "clicks") -> dict[str, Any]:
     details: dict[str, Any] = _get_global_client().get_serve_details()
-    found: dict[str, Any] = details["applications"]["clicks"]
+    found: dict[str, Any] = details["applications"][name]
     return found
 
 
@@ -167,14 +172,18 @@ def _wait_for_deployed() -> None:
 
 
 def _replicas() -> set[str]:
-    application = _application()
-    return {replica["replica_id"] for replica in application["deployments"][APPLICATION]["replicas"]}
+    return {replica["replica_id"] for replica in _listed("clicks")}
 
 
-def _version(place: str) -> str:
+def _listed(application: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = _application(application)["deployments"][APPLICATION]["replicas"]
+    return found
+
+
+def _version(place: str, *, own: type[ClickModelConfig] | None = None) -> str:
     from rayrec.inference.model import open_served
 
-    return open_served(place).version
+    return open_served(place, own=own).version
 
 
 def test_how_a_server_is_reached(tmp_path: Path) -> None:
@@ -204,6 +213,71 @@ def test_how_a_server_is_reached(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="without HTTP proxies, for rayrec"):
             settle(ServeConfig(ingress="serve"), instance, own_ray=False)
     assert find_instance(APPLICATION) is None
+
+
+def test_swaps_while_a_replica_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of models that load for seconds: a rejected one, three times at once, is never served, and an accepted one by all; then
+    the coordinator is killed, and the server goes back."""
+    slow = SlowConfig(embedding_dim=4, build_s=3)
+    models = [make_model(seed=seed, config=SlowConfig(embedding_dim=4)) for seed in (1, 2)]
+    first, second = (save_checkpoint(tmp_path / "run", seed, model, network=slow) for seed, model in enumerate(models))
+    other = make_model(make_preprocessor(ANY), config=SlowConfig(embedding_dim=4))
+    rejected = save_checkpoint(tmp_path / "other", 3, other, network=slow)
+    versions = {place: _version(place, own=SlowConfig) for place in (first, second)}
+    monkeypatch.setattr(client, "_CHANGE_S", 90)
+    options: dict[str, Any] = {"port": free_ports(1), "cpus_per_replica": 0.5, "replicas": 2, "ingress": "direct"}
+    options["recipe"] = f"{own_click_model.__file__}:slow_model"
+    answers: list[str] = []
+    failures: list[Exception] = []
+    stop = threading.Event()
+
+    def ask(url: str) -> None:
+        while not stop.wait(0.02):
+            try:
+                answers.append(_score(url)["model"])
+            except OSError as error:
+                failures.append(error)
+
+    def reject() -> None:
+        with pytest.raises(InputError, match="the schemas differ in"):
+            client.swap(rejected, address=None)
+
+    with rayrec.serving(first, console=Console(quiet=True), **options) as server:
+        asking = [threading.Thread(target=ask, args=(server.url,)) for _ in range(4)]
+        for thread in asking:
+            thread.start()
+        before = {replica.get("pid") for replica in _listed(APPLICATION)}
+        assert len(before) == 2
+        os.kill(min(before), signal.SIGKILL)
+        _wait(lambda: {replica.get("pid") for replica in _listed(APPLICATION)} - before - {None})
+        with ThreadPoolExecutor(3) as pool:
+            for done in [pool.submit(reject) for _ in range(3)]:
+                done.result()
+        found = server.describe()
+        assert (found["model"], found["previous"]) == (first, None)
+        assert client.swap(second, address=None)["version"] == versions[second]
+        assert {replica["model"] for replica in server.describe()["replicas"].values()} == {versions[second]}
+        _wait(lambda: len(server.describe()["replicas"]) == 2)
+        assert len(failures) <= len(asking)  # what the killed replica had taken
+        del answers[:]
+        _wait(lambda: len(answers) > 50)
+        assert set(answers) == {versions[second]}
+        ray.kill(server.coordinator, no_restart=False)
+        assert client.roll_back(address=None)["version"] == versions[first]
+        del answers[:]
+        _wait(lambda: len(answers) > 50)
+        stop.set()
+        for thread in asking:
+            thread.join()
+        assert set(answers) == {versions[first]}
+        assert len(failures) <= len(asking)
+
+
+def _wait(done: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 120
+    while not done():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
 
 
 def test_a_board_that_nobody_calls_ends() -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 from rayrec.config import InputError
 from rayrec.inference.model import source_of
 from rayrec.launch import cluster
-from rayrec.serve.coordinator import Change
 from rayrec.serve.deployment import (
     APPLICATION,
     CoordinatorHandle,
@@ -20,6 +19,7 @@ from rayrec.serve.deployment import (
     find_coordinator,
     quieten,
 )
+from rayrec.serve.protocol import Change
 
 _CHANGE_S: Final = 600.0
 """How long a change of the model may take, the loading of it included."""
@@ -31,17 +31,17 @@ def swap(path: str, *, address: str | None) -> dict[str, Any]:
     Raises InputError where no server runs there, and where the model cannot be loaded or takes other columns: the one before
     then goes on.
     """
-    return _changed(address, lambda coordinator: coordinator.swap.remote(source_of(path)))
+    return _changed(address, "swap", source_of(path))
 
 
 def roll_back(*, address: str | None) -> dict[str, Any]:
     """Gives the server of a cluster back the model before. Raises InputError where there is none."""
-    return _changed(address, lambda coordinator: coordinator.roll_back.remote())
+    return _changed(address, "roll_back")
 
 
 def set_shadow(path: str | None, *, address: str | None) -> dict[str, Any]:
     """Has the server of a cluster score every row with another model too, or, with None, no longer."""
-    return _changed(address, lambda coordinator: coordinator.shadow.remote(source_of(path) if path else None))
+    return _changed(address, "set_shadow", source_of(path) if path else None)
 
 
 def stop(*, address: str | None) -> dict[str, Any]:
@@ -59,17 +59,14 @@ def stop(*, address: str | None) -> dict[str, Any]:
         return found
 
 
-def _changed(address: str | None, ask: Callable[[CoordinatorHandle], Any]) -> dict[str, Any]:
+def _changed(address: str | None, method: str, *arguments: str | None) -> dict[str, Any]:
     with _reached(address) as coordinator:
         import ray
 
-        serial: int | str | None = ray.get(ask(coordinator))
-        if isinstance(serial, str):
-            raise InputError(serial)
-        change = wait_for_change(coordinator, serial) if serial is not None else Change("done")
+        change = request(coordinator, method, *arguments)
         if change.state == "failed":
             raise InputError(f"{change.cause} (the model before goes on)")
-        if change.state == "pending":
+        if change.state != "done":
             raise InputError(f"not all replicas have changed over within {_CHANGE_S:g} s; see the server's /metrics")
         found: dict[str, Any] = ray.get(coordinator.describe.remote())
         return {"version": change.version, **found}
@@ -97,13 +94,29 @@ def _reached(address: str | None) -> Iterator[CoordinatorHandle]:
             ray.shutdown()
 
 
-def wait_for_change(coordinator: CoordinatorHandle, serial: int, *, timeout_s: float = _CHANGE_S) -> Change:
-    """Waits until all replicas have changed over, or one cannot. Pending where that takes longer."""
+def request(
+    coordinator: CoordinatorHandle, method: str, *arguments: str | None, timeout_s: float = _CHANGE_S
+) -> Change:
+    """Request a change, and wait until all replicas have made it or one cannot. A request that a restart of the coordinator lost
+    is made again. Raises InputError if it is refused, or the server ended."""
     import ray
 
+    number: int | None = None
     deadline_s = time.monotonic() + timeout_s
     while True:
-        change: Change = ray.get(coordinator.change.remote(serial))
-        if change.state != "pending" or time.monotonic() > deadline_s:
+        change = Change("lost")
+        try:
+            if number is not None:
+                change = ray.get(coordinator.change.remote(number))
+            if change.state == "lost":
+                answer: int | str | None = ray.get(coordinator.request.remote(method, *arguments))
+                if isinstance(answer, str):
+                    raise InputError(answer)
+                number = answer
+        except ray.exceptions.ActorUnavailableError:
+            pass  # Ray restarts it
+        except ray.exceptions.ActorDiedError:
+            raise InputError(f"{method}: the server was stopped") from None
+        if change.state in ("done", "failed") or time.monotonic() > deadline_s:
             return change
         time.sleep(0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import threading
@@ -21,7 +22,8 @@ from rayrec.serve.config import ServeConfig
 from rayrec.serve.coordinator import Coordinator
 from rayrec.serve.counters import Counters, Snapshot
 from rayrec.serve.ingress import WILDCARDS
-from rayrec.serve.replica_models import Configured, ReplicaModels, Wanted
+from rayrec.serve.protocol import Configured, Wanted
+from rayrec.serve.replica_models import ReplicaModels
 from rayrec.user_code import function_in_file
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys import ClickWorkload
@@ -43,6 +45,8 @@ APPLICATION: Final = "rayrec"
 COORDINATOR: Final = "rayrec-serve-coordinator"
 NAMESPACE: Final = "rayrec"
 EXCHANGE_EVERY_S: Final = 0.5
+_RETRY_BEATS: Final = 30
+"""Exchanges between attempts to load an accepted model that could not be loaded."""
 _START_S: Final = 120.0
 """How long the coordinator may take to start."""
 _ANSWER_S: Final = 5.0
@@ -70,8 +74,11 @@ def start_coordinator(path: str, *, started_serve: bool = False) -> CoordinatorH
     return coordinator
 
 
-def make_coordinator(application: str, path: str, *, started_serve: bool = False) -> CoordinatorHandle:
-    """The coordinator of an application of Ray Serve, started for a model at `path` if it has none."""
+def make_coordinator(
+    application: str, path: str, *, started_serve: bool = False, restarted: bool = False
+) -> CoordinatorHandle:
+    """The coordinator of an application of Ray Serve, started for a model at `path` if it has none. `restarted`: in place of one
+    that ended, so replicas know what is wanted."""
     import ray
 
     actor: Any = ray.remote(Coordinator)
@@ -83,7 +90,7 @@ def make_coordinator(application: str, path: str, *, started_serve: bool = False
         lifetime="detached",
         get_if_exists=True,
     )
-    return actor.remote(path, started_serve=started_serve)
+    return actor.remote(path, started_serve=started_serve, restarted=restarted)
 
 
 def find_coordinator() -> CoordinatorHandle | None:
@@ -256,6 +263,7 @@ class _ReplicaProcess:
 
         self._models = ReplicaModels(load, counters)
         self._wanted: Wanted | None = None
+        self._exchanging = threading.Lock()
         self._path = ""
         self.app = ScoringApp(self._models, counters, config=config, token_digest=token_digest, collect=self._collect)
 
@@ -273,27 +281,24 @@ class _ReplicaProcess:
         self._coordinator = make_coordinator(self._application, self._path)
         self._register(configured)
         self._start()
-        threading.Thread(target=self._follow, name="coordinator", daemon=True).start()
 
     def _register(self, configured: Configured) -> None:
-        shadow = source_of(configured.shadow) if configured.shadow else None
-        self._ask("configure", configured, source_of(configured.model), shadow)
+        model, shadow = source_of(configured.model), source_of(configured.shadow) if configured.shadow else None
+        while not self._ask("configure", configured, model, shadow):
+            time.sleep(EXCHANGE_EVERY_S)  # the coordinator was restarted, and has yet to hear of other replicas
 
     def check_health(self) -> None:
         if not self._models.ready:
             raise RuntimeError("no model is loaded")
 
     def _start(self) -> None:
-        """Loads what is wanted; if that fails and there was a model before, that one."""
-        for _ in range(2):
-            self._exchange()
-            assert self._wanted is not None
-            self._models.apply(self._wanted)
-            if self._models.ready:
-                self._exchange()  # the process that started the server asks the coordinator for this status
-                return
-        self._exchange()  # reports the cause to the process that started the server
-        raise RuntimeError("; ".join(self._models.status().failures.values()))
+        """Wait until a thread has loaded a model. Raises if none can be loaded."""
+        threading.Thread(target=self._follow, name="coordinator", daemon=True).start()
+        while not (self._models.ready or self._models.failed):
+            time.sleep(0.02)
+        self._exchange()  # the process that started the server asks the coordinator for this status
+        if not self._models.ready:
+            raise RuntimeError("; ".join(self._models.status().failures.values()))
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         """Calls the coordinator; one that has ended is started again, and learns from the replicas what is wanted."""
@@ -302,44 +307,40 @@ class _ReplicaProcess:
         try:
             return ray.get(getattr(self._coordinator, method).remote(*arguments), timeout=_ANSWER_S)
         except ray.exceptions.ActorDiedError:
-            self._coordinator = make_coordinator(self._application, self._path)
+            self._coordinator = make_coordinator(self._application, self._path, restarted=True)
             return ray.get(getattr(self._coordinator, method).remote(*arguments), timeout=_ANSWER_S)
 
     def _exchange(self) -> None:
-        self._wanted = self._ask("exchange", self._name, self._wanted, self._models.status(), self.app.snapshot())
+        with self._exchanging:
+            wanted = self._ask("exchange", self._name, self._wanted, self._models.status(), self.app.snapshot())
+            if wanted is not None:
+                self._wanted = wanted
+                self._models.hear(wanted)
 
     def _follow(self) -> None:
-        """Exchanges status and wanted models with the coordinator, also while a model is loaded."""
-        import ray
-
+        """Exchange status and wanted models with the coordinator, also while a model is loaded."""
         silent = False
-        changing = ThreadPoolExecutor(1, thread_name_prefix="change")
-        applied, change = self._wanted, Future[None]()
-        change.set_result(None)
-        while True:
-            time.sleep(EXCHANGE_EVERY_S)
+        loading = ThreadPoolExecutor(1, thread_name_prefix="load")
+        load: Future[None] | None = None
+        for beat in itertools.count():
             try:
                 self._exchange()
                 silent = False
-            except (ray.exceptions.RayError, TimeoutError) as error:
-                if not silent:  # Ray restarts it; what is served stays
+            except Exception as error:  # Ray restarts it, or this replica does; what is served stays
+                if not silent:
                     _log.warning("the coordinator does not answer (%s); this replica continues with its model", error)
                 silent = True
-                continue
-            assert self._wanted is not None
-            if self._wanted != applied and change.done():
-                applied = self._wanted
-                change = changing.submit(self._models.apply, applied)
-                change.add_done_callback(_log_failure)
+            if load is None or load.done():
+                load = loading.submit(self._models.load, retry=beat % _RETRY_BEATS == 0)
+                load.add_done_callback(_log_failure)
+            time.sleep(EXCHANGE_EVERY_S)
 
     async def _collect(self) -> Snapshot:
-        return await self._coordinator.collect.remote(
-            self._name, self._wanted, self._models.status(), self.app.snapshot()
-        )
+        return await self._coordinator.collect.remote(self._name, self.app.snapshot())
 
 
-def _log_failure(change: Future[None]) -> None:
-    if (error := change.exception()) is not None:
+def _log_failure(load: Future[None]) -> None:
+    if (error := load.exception()) is not None:
         _log.error("a change of the model failed", exc_info=error)
 
 

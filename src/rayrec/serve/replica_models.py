@@ -8,7 +8,6 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
@@ -18,12 +17,14 @@ from rayrec.data.columns import RawColumns, RawSparse
 from rayrec.data.parsing import RawRows
 from rayrec.metrics.binary import sigmoid
 from rayrec.serve.counters import Counters
+from rayrec.serve.protocol import ReplicaState, Source, Status, Wanted
 from rayrec.serve.requests import Body, RequestError
 from rayrec.serve.responses import BatchScorer, ScoreResponse
 from rayrec.serve.row_readers import Raw
 
 if TYPE_CHECKING:
     from rayrec.inference.model import ServedModel
+    from rayrec.schema import Schema
 
 _log = logging.getLogger(__name__)
 _SHADOW_BATCHES: Final = 8
@@ -33,153 +34,149 @@ _SHADOW_BYTES: Final = 64 << 20
 _LOWEST_PRIORITY: Final = 19
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where a model lies, as it was at one time."""
-
-    serial: int
-    """Grows with every wish for a model, also for the same path."""
-    path: str
-    """Of a checkpoint or an export."""
-
-
-@dataclass(frozen=True)
-class Configured:
-    """Models as an application's configuration names them."""
-
-    model: str
-    shadow: str | None = None
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What all replicas shall serve."""
-
-    generation: int
-    """Grows with every change."""
-    model: Source
-    previous: Source | None = None
-    """What to go back to."""
-    shadow: Source | None = None
-    configured: Configured | None = None
-    """What the application's configuration named last."""
-
-
-@dataclass(frozen=True)
-class Status:
-    """What a replica does."""
-
-    model: Source | None = None
-    version: str = ""
-    preprocessor: str = ""
-    shadow: Source | None = None
-    shadow_version: str = ""
-    failures: dict[int, str] = field(default_factory=dict)
-    """Why models were not taken, by serial."""
-
-
 @final
 class ReplicaModels:
-    """Answers with one model; the one before it is kept in memory, so that going back takes no time. Never more than these two
-    are there, and a shadow model; while the next one is loaded, the one before is let go."""
+    """Models of a replica. One answers; the next or the previous one is in memory too, and a shadow model. `load` is called by
+    one thread at a time, all else by any."""
 
     def __init__(self, load: Callable[[str], ServedModel], counters: Counters) -> None:
         """`load` opens a checkpoint or an export, see `open_served`."""
-        self._load, self._counters = load, counters
-        self._model: tuple[Source, BatchScorer] | None = None
-        self._previous: tuple[Source, BatchScorer] | None = None
-        self._shadow: tuple[Source, Shadow] | None = None
-        self._failures: dict[int, str] = {}
+        self._open_model, self._counters = load, counters
+        self._lock = threading.Lock()
+        self._state = ReplicaState()
+        self._scorers: dict[Source, BatchScorer] = {}
+        """Models of the state, all in memory."""
+        self._serving: BatchScorer | None = None
+        self._shadow: tuple[Source, Shadow | None] | None = None
 
     @property
     def ready(self) -> bool:
-        return self._model is not None
+        return self._serving is not None
+
+    @property
+    def failed(self) -> bool:
+        """Whether there is no model to serve, nor one that may be accepted."""
+        return self._state.failed
 
     @property
     def model(self) -> ServedModel:
-        assert self._model is not None, "a model is applied before anything is asked"
-        return self._model[1].model
+        assert self._serving is not None, "a model is applied before anything is asked"
+        return self._serving.model
 
     def answer(self, bodies: Sequence[Body]) -> list[ScoreResponse | RequestError]:
         """In the order of the bodies, all by the same model."""
-        assert self._model is not None, "a model is applied before anything is asked"
-        answers, raw, logits = self._model[1].answer(bodies)
-        shadow = self._shadow
+        assert self._serving is not None, "a model is applied before anything is asked"
+        answers, raw, logits = self._serving.answer(bodies)
+        shadow = self._shadow[1] if self._shadow else None
         if shadow is not None and len(logits):
-            shadow[1].offer(raw, logits)
+            shadow.offer(raw, logits)
         return answers
 
+    def hear(self, wanted: Wanted) -> None:
+        """Switch to the accepted model at once if it is in memory. `load` loads what is missing."""
+        with self._lock:
+            self._enter(self._state.hear(wanted))
+
+    def load(self, *, retry: bool = False) -> None:
+        """Load all missing models. A model that cannot be loaded, or has other columns, changes nothing and is in `status`.
+        `retry`: try again an accepted one that failed."""
+        while True:
+            with self._lock:
+                self._enter(self._state.begin(retry=retry))
+                source = self._state.loading
+            if source is None:
+                break
+            retry = False
+            found = self._open(source)
+            with self._lock:
+                if isinstance(found, str):
+                    self._enter(self._state.finish(found))
+                else:
+                    self._scorers[source] = found
+                    self._enter(self._state.finish(None))
+        self._load_shadow()
+
     def apply(self, wanted: Wanted) -> None:
-        """Loads what is wanted and is not there, then changes over at once. What cannot be loaded, or takes other columns,
-        changes nothing and is in `status`."""
-        self._apply_model(wanted)
-        self._apply_shadow(wanted.shadow)
+        """Change over to the wanted models; returns after they are loaded."""
+        self.hear(wanted)
+        self.load()
 
     def status(self) -> Status:
-        model, shadow = self._model, self._shadow
+        with self._lock:
+            state, model = self._state, self._serving.model if self._serving else None
+        shadow = self._shadow
         return Status(
-            model=model[0] if model else None,
-            version=model[1].model.version if model else "",
-            preprocessor=model[1].model.preprocessor_hash if model else "",
+            model=state.model,
+            version=model.version if model else "",
+            preprocessor=model.preprocessor_hash if model else "",
+            schema=model.preprocessor.schema if model else None,
+            standby=state.standby,
             shadow=shadow[0] if shadow else None,
-            shadow_version=shadow[1].version if shadow else "",
-            failures=dict(self._failures),
+            shadow_version=shadow[1].version if shadow and shadow[1] else "",
+            failures=state.failures,
         )
 
     def close(self) -> None:
-        self._apply_shadow(None)
+        self._close_shadow()
 
-    def _apply_model(self, wanted: Wanted) -> None:
-        source, before = wanted.model, self._model
-        if (before and before[0] == source) or source.serial in self._failures:
+    def _enter(self, state: ReplicaState) -> None:
+        before, self._state = self._state.model, state
+        self._scorers = {source: self._scorers[source] for source in (state.model, state.standby) if source}
+        if state.model is None or state.model == before:
             return
-        if self._previous and self._previous[0] == source:
-            found = self._previous
-        else:
-            self._previous = None  # its memory is needed
-            answerer = self._open(source)
-            if answerer is None:
-                return
-            found = (source, answerer)
-        self._model, self._previous = found, before
+        self._serving = self._scorers[state.model]
+        model = self._serving.model
         self._counters.replicas.clear()
-        told = found[1].model
-        self._counters.replicas.labels(told.version, told.preprocessor_hash).set(1)
+        self._counters.replicas.labels(model.version, model.preprocessor_hash).set(1)
         if before:
             self._counters.swaps.labels("done").inc()
 
-    def _apply_shadow(self, source: Source | None) -> None:
-        before = self._shadow
-        if (before[0] if before else None) == source or (source and source.serial in self._failures):
+    def _load_shadow(self) -> None:
+        source = self._state.wanted.shadow if self._state.wanted else None
+        before = self._shadow[0] if self._shadow else None
+        if source == before or (source and source.request in self._state.failures):
             return
-        self._shadow = None
-        if before:
-            before[1].close()
-        if source and (answerer := self._open(source)):
-            self._shadow = (source, Shadow(answerer, self._counters))
+        self._close_shadow()
+        if source is None:
+            return
+        found = self._open(source) if source.path else None
+        if isinstance(found, str):
+            with self._lock:
+                self._state = self._state.fail(source, found)
+        else:
+            self._shadow = (source, Shadow(found, self._counters) if found else None)
 
-    def _open(self, source: Source) -> BatchScorer | None:
+    def _close_shadow(self) -> None:
+        before, self._shadow = self._shadow, None
+        if before and before[1]:
+            before[1].close()
+
+    def _open(self, source: Source) -> BatchScorer | str:
+        """Return the opened model, or the cause why it cannot be served."""
+        wanted = self._state.wanted
+        schema = wanted.schema if wanted else None
+        if schema is None and self._serving:
+            schema = self._serving.model.preprocessor.schema
         try:
             # Of its own counts none are of requests.
-            answerer = BatchScorer(self._load(source.path), self._counters)
-            if self._model:
-                _require_same_columns(answerer.model, self._model[1].model)
-            answerer.warm()
+            scorer = BatchScorer(self._open_model(source.path), self._counters)
+            if schema is not None:
+                _require_columns(scorer.model, schema)
+            scorer.warm()
         except Exception as error:  # whatever is wrong with it, the one before goes on
             if not isinstance(error, InputError):
                 _log.exception("%s was not loaded", source.path)
-            self._failures[source.serial] = " ".join(f"{error}".split()) or type(error).__name__
             self._counters.swaps.labels("failed").inc()
-            return None
-        return answerer
+            return " ".join(f"{error}".split()) or type(error).__name__
+        return scorer
 
 
-def _require_same_columns(model: ServedModel, before: ServedModel) -> None:
-    new, old = model.preprocessor.schema, before.preprocessor.schema
-    if new != old:
-        changed = [name for name, value in new.to_dict().items() if value != old.to_dict()[name]]
+def _require_columns(model: ServedModel, schema: Schema) -> None:
+    new, old = model.preprocessor.schema.to_dict(), schema.to_dict()
+    changed = [name for name, value in new.items() if value != old[name]]
+    if changed:
         raise InputError(
-            f"{model.source}: its rows are not those of {before.source} (the schemas differ in {', '.join(changed)}), so "
+            f"{model.source}: its rows are not those of the served model (the schemas differ in {', '.join(changed)}), so "
             "clients would have to change; serve it at another port"
         )
 

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from rayrec import storage
-from rayrec.checkpoint import Checkpoint, DamagedError, committed, open_checkpoint
+from rayrec.checkpoint import committed, open_checkpoint
 from rayrec.checkpoint.folders import check_files
 from rayrec.config import InputError
 from rayrec.inference.model import source_of
 from rayrec.launch import cluster
 from rayrec.observe.console import Console
 from rayrec.serve.config import Follow, ServeConfig
-from rayrec.serve.coordinator import Change
 from rayrec.serve.deployment import (
     APPLICATION,
     CoordinatorHandle,
@@ -41,6 +40,7 @@ from rayrec.serve.ingress import (
     settle,
     urls,
 )
+from rayrec.serve.protocol import Change
 
 _POLL_EVERY_S: Final = 1.0
 _FOLLOW_EVERY_S: Final = 5.0
@@ -118,15 +118,14 @@ def _serving(
                 held.enter_context(held_port(config.host, config.port))
             if fresh and instance is not None:
                 serve.shutdown()
-            server = Server(_deploy(config, digest, coordinator, path), coordinator, reached)
-            if shadow:
-                ray.get(coordinator.shadow.remote(shadow))
-            yield server
+            yield Server(_deploy(config, digest, coordinator, path, shadow), coordinator, reached)
         finally:
             _end(coordinator, own_ray=own_ray, leave_ray=not joined)
 
 
-def _deploy(config: ServeConfig, digest: bytes | None, coordinator: CoordinatorHandle, path: str) -> str:
+def _deploy(
+    config: ServeConfig, digest: bytes | None, coordinator: CoordinatorHandle, path: str, shadow: str | None
+) -> str:
     """The URL at which the server answers. Raises InputError if no replica can load the model, or nothing answers."""
     import ray
     from ray import serve
@@ -143,12 +142,12 @@ def _deploy(config: ServeConfig, digest: bytes | None, coordinator: CoordinatorH
         )
     quieten()
     try:
-        application = make_application(config, token_digest=digest, model=path)
+        application = make_application(config, token_digest=digest, model=path, shadow=shadow)
         serve.run(application, name=APPLICATION, route_prefix=None if direct else "/")
     except RuntimeError as error:
-        change: Change = ray.get(coordinator.change.remote(0))
-        if change.state == "failed":
-            raise InputError(change.cause) from None
+        cause = ray.get(coordinator.describe.remote())["failures"].get("0")
+        if cause:
+            raise InputError(cause) from None
         raise InputError(
             f"Ray Serve did not start the server: {' '.join(str(error).split())[:500]}; its logs are in "
             "/tmp/ray/session_latest/logs/serve"
@@ -254,7 +253,7 @@ def _until_signal() -> Iterator[threading.Event]:
 class _Attempt:
     """At changing over to a checkpoint of the run that is followed."""
 
-    serial: int
+    request: int
     number: int
     at_s: float
 
@@ -265,8 +264,9 @@ class _Watch:
     def __init__(self, server: Server, console: Console) -> None:
         self._server, self._console = server, console
         found = server.describe()
-        self._versions, self._failures = _versions(found), dict(found["failures"])
-        self._served: str = found["model"]
+        self._versions, self._served = _versions(found), str(found["model"])
+        self._failures: dict[str, str] = {}
+        self._skipped = set[str]()
         self._attempts = {self._served: _Attempt(0, 1, time.monotonic())}
         self._trouble = ""
 
@@ -296,23 +296,34 @@ class _Watch:
 
         try:
             with storage.patience(_STORE_S):
-                found = choose(run, which)
+                found = choose(run, which, skipped=self._note_skipped)
             if found is not None and found != self._served and self._is_due(found):
                 number = self._attempts[found].number + 1 if found in self._attempts else 1
-                serial = ray.get(self._server.coordinator.swap.remote(found))
-                self._attempts[found] = _Attempt(serial, number, time.monotonic())
+                request: int | None = ray.get(self._server.coordinator.request.remote("swap", found))
+                if request is not None:  # else a later poll makes it
+                    self._attempts[found] = _Attempt(request, number, time.monotonic())
             self._trouble = ""
         except (ray.exceptions.RayError, OSError, InputError) as error:
             if str(error) != self._trouble:
                 self._console.note(f"follow: {' '.join(str(error).split())}; the server keeps its model")
             self._trouble = str(error)
 
+    def _note_skipped(self, error: InputError) -> None:
+        if str(error) not in self._skipped:
+            self._skipped.add(str(error))
+            self._console.note(f"follow: skipping a checkpoint: {' '.join(str(error).split())}")
+
     def _is_due(self, path: str) -> bool:
-        """Whether a checkpoint was never tried, or in vain and long enough ago."""
+        """Return whether a checkpoint was never tried, or in vain and long enough ago, or a restart lost the request."""
+        import ray
+
         before = self._attempts.get(path)
         if before is None:
             return True
-        failed = str(before.serial) in self._failures
+        change: Change = ray.get(self._server.coordinator.change.remote(before.request))
+        if change.state == "lost":
+            return True
+        failed = str(before.request) in self._failures
         return failed and before.number < _ATTEMPTS and time.monotonic() - before.at_s > _RETRY_S * 2**before.number
 
 
@@ -320,26 +331,24 @@ def _versions(found: dict[str, Any]) -> list[str]:
     return sorted({version for replica in found["replicas"].values() for version in replica.values() if version})
 
 
-def choose(run: str, which: Literal["newest", "best"]) -> str | None:
+def choose(
+    run: str, which: Literal["newest", "best"], *, skipped: Callable[[InputError], None] = lambda error: None
+) -> str | None:
     """The folder, absolute, of a run's newest complete checkpoint, or of the one with the best score of an evaluation (of equal
-    ones the later); None if there is none (yet). A checkpoint that lacks files, for example while it is removed, is skipped."""
+    ones the later); None if there is none (yet). A damaged checkpoint, or one of another format version, is skipped, and
+    `skipped` called with the error."""
     scored: list[tuple[float, str]] = []
     for checkpoint in reversed(committed(storage.absolute(run))):
-        found = _score(checkpoint)
-        if found is None:
+        try:
+            manifest = checkpoint.manifest()
+            check_files(checkpoint, manifest)
+        except FileNotFoundError:  # it is being removed
+            continue
+        except InputError as error:
+            skipped(error)
             continue
         if which == "newest":
             return checkpoint.path
-        if found[0] is not None:
-            scored.append((found[0], checkpoint.path))
+        if manifest["score"] is not None:
+            scored.append((manifest["score"], checkpoint.path))
     return max(scored, key=lambda entry: entry[0])[1] if scored else None  # the first, and so the newest, of equal ones
-
-
-def _score(checkpoint: Checkpoint) -> tuple[float | None] | None:
-    """The score in a checkpoint's manifest; None for one that is not whole."""
-    try:
-        manifest = checkpoint.manifest()
-        check_files(checkpoint, manifest)
-    except (DamagedError, FileNotFoundError):
-        return None
-    return (manifest["score"],)

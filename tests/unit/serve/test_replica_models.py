@@ -7,7 +7,8 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,9 +30,10 @@ from rayrec.observe.console import Console
 from rayrec.serve import client, deployment, server
 from rayrec.serve.app import ScoringApp
 from rayrec.serve.config import ServeConfig
-from rayrec.serve.coordinator import GONE_S, Change, CoordinatorState
+from rayrec.serve.coordinator import GONE_S, CoordinatorState
 from rayrec.serve.counters import Counters
-from rayrec.serve.replica_models import Configured, ReplicaModels, Source, Status, Wanted
+from rayrec.serve.protocol import Change, Configured, Source, Status, Wanted
+from rayrec.serve.replica_models import ReplicaModels
 from rayrec.serve.server import choose
 
 MODELS = {name: make_model(seed=number) for number, name in enumerate("abc")}
@@ -88,14 +90,45 @@ def test_a_swap_under_load_loses_no_request_and_mixes_no_models() -> None:
 
 def test_what_cannot_be_loaded_changes_nothing() -> None:
     models, _ = _host()
-    models.apply(Wanted(1, Source(1, "gone"), previous=Source(0, "a")))
+    models.apply(Wanted(1, Source(0, "a"), next=Source(1, "gone")))
     assert models.model is MODELS["a"]
     assert models.status().failures == {1: "gone: damaged"}
+
+
+def test_columns_are_those_accepted_before_a_replica_started() -> None:
     other = make_model(make_preprocessor(ANY))
-    others, _ = _host(load=lambda path: other if path == "other" else MODELS[path])
-    others.apply(Wanted(1, Source(1, "other")))
-    assert others.model is MODELS["a"]
-    assert "schemas differ in" in others.status().failures[1]
+    models = ReplicaModels({"other": other, "a": MODELS["a"]}.__getitem__, Counters())
+    models.apply(Wanted(2, Source(1, "other"), schema=MODELS["a"].preprocessor.schema))
+    assert not models.ready
+    assert models.failed
+    assert "schemas differ in" in models.status().failures[1]
+    models.apply(Wanted(3, Source(0, "a"), schema=MODELS["a"].preprocessor.schema, shadow=Source(3, "other")))
+    assert models.model is MODELS["a"]
+    assert "schemas differ in" in models.status().failures[3]
+
+
+def test_a_next_model_does_not_answer() -> None:
+    models, _ = _host()
+    models.apply(Wanted(1, Source(0, "a"), next=Source(1, "b")))
+    assert models.model is MODELS["a"]
+    assert models.status().standby == Source(1, "b")
+    models.hear(Wanted(2, Source(1, "b"), previous=Source(0, "a")))
+    assert models.model is MODELS["b"]
+    assert models.status().standby == Source(0, "a")
+
+
+def test_an_accepted_model_that_failed_is_tried_again() -> None:
+    found = dict(MODELS)
+    models, _ = _host(load=lambda path: found[path])
+    model = found.pop("b")
+    models.apply(Wanted(2, Source(1, "b")))
+    assert models.status().failures == {1: "'b'"}
+    found["b"] = model
+    models.load()
+    assert models.model is MODELS["a"]
+    models.load(retry=True)
+    assert models.model is MODELS["b"]
+    assert models.status().failures == {}
 
 
 def test_going_back_needs_no_loading() -> None:
@@ -155,160 +188,144 @@ def test_a_slow_shadow_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     app.close()
 
 
-# -- the coordinator
+# -- replicas and the coordinator
 
 
-def test_the_board_knows_the_model_of_a_replica_that_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+class _Replicas:
+    """Processes of replicas, in this process, that exchange with a coordinator."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.coordinator, self.ended = CoordinatorState("a"), False
+        self.slow: dict[str, threading.Event] = {}
+        """Set once a model may be loaded, by path."""
+        self.loading: list[str] = []
+        self._lock = threading.Lock()
+        monkeypatch.setattr("rayrec.inference.model.open_served", lambda path, device, own: self._load(path))
+        monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+        monkeypatch.setattr(deployment, "EXCHANGE_EVERY_S", 0.01)
+        monkeypatch.setattr(deployment._ReplicaProcess, "_ask", lambda replica, *asked: self._ask(*asked))
+        self._monkeypatch = monkeypatch
+
+    def _load(self, path: str) -> ServedModel:
+        self.loading.append(path)
+        if path in self.slow:
+            assert self.slow[path].wait(60)
+        return make_model(make_preprocessor(ANY)) if path == "other columns" else load(path)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        if self.ended:
+            raise SystemExit
+        with self._lock:
+            return self.coordinator.exchange(*arguments, now_s=time.monotonic())
+
+    def start(self, name: str) -> deployment._ReplicaProcess:
+        context = SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), app_name="rayrec")
+        self._monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
+        replica = deployment._ReplicaProcess(ServeConfig(), None, None)
+        replica._start()
+        return replica
+
+    def starting(self, name: str, *, path: str) -> threading.Thread:
+        """Returns once the replica loads the model."""
+        self.slow[path], before = threading.Event(), len(self.loading)
+        thread = threading.Thread(target=self.start, args=(name,))
+        thread.start()
+        _wait(lambda: len(self.loading) > before)
+        return thread
+
+    def request(self, *arguments: str) -> int:
+        with self._lock:
+            number = self.coordinator.request(*arguments)  # type: ignore[arg-type]
+        assert isinstance(number, int)
+        return number
+
+    def end_of(self, request: int) -> Change:
+        _wait(lambda: self.coordinator.decisions.change(request).state != "pending")
+        return self.coordinator.decisions.change(request)
+
+    def versions(self) -> list[str]:
+        return [replica["model"] for replica in self.coordinator.decisions.describe()["replicas"].values()]
+
+
+def _wait(done: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def replicas(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Replicas]:
+    made = _Replicas(monkeypatch)
+    yield made
+    made.ended = True
+    for thread in threading.enumerate():
+        if thread.name == "coordinator":
+            thread.join(60)
+
+
+def test_the_coordinator_knows_the_model_of_a_replica_that_is_ready(replicas: _Replicas) -> None:
     """The process that started the server asks it once, as soon as Ray Serve calls the replica ready."""
-    decisions = CoordinatorState("a")
-
-    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="first"), app_name="rayrec")
-    monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
-    monkeypatch.setattr("rayrec.inference.model.open_served", lambda path, device, own: load(path))
-    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    held = deployment._ReplicaProcess(ServeConfig(), None, None)
-    monkeypatch.setattr(
-        deployment._ReplicaProcess, "_ask", lambda held, method, *told: decisions.exchange(*told, now_s=0.0)
-    )
-    held._start()
-    assert decisions.describe()["replicas"]["first"]["model"] == MODELS["a"].version
+    replicas.start("first")
+    assert replicas.versions() == [MODELS["a"].version]
 
 
-def _tell(
-    decisions: CoordinatorState, replica: str, status: Status, now_s: float, known: Wanted | None = None
-) -> Wanted:
-    counters = Counters()
-    counters.rows.labels("v").inc(10)
-    return decisions.exchange(replica, known, status, counters.snapshot(), now_s=now_s)
+def test_a_replica_that_starts_during_a_swap_has_the_new_model(replicas: _Replicas) -> None:
+    replicas.start("first")
+    thread = replicas.starting("second", path="a")
+    request = replicas.request("swap", "b")
+    _wait(lambda: "b" in replicas.loading)
+    assert replicas.coordinator.decisions.change(request).state == "pending"
+    replicas.slow["a"].set()
+    thread.join(60)
+    assert replicas.end_of(request) == Change("done", version=MODELS["b"].version)
+    assert replicas.versions() == [MODELS["b"].version] * 2
 
 
-def _serves(source: Source) -> Status:
-    return Status(model=source, version=f"version of {source.path}")
+def test_a_replica_that_starts_during_a_rejected_swap_never_serves_it(replicas: _Replicas) -> None:
+    first = replicas.start("first")
+    replicas.request("swap", "b")
+    _wait(lambda: first._models.model is MODELS["b"])
+    thread = replicas.starting("second", path="b")
+    requests = [replicas.request("swap", path) for path in ("other columns", "gone", "other columns")]
+    ends = [replicas.end_of(request) for request in requests]
+    assert ends[0].cause == ends[1].cause == "a later request replaced this one"
+    assert "schemas differ in" in ends[2].cause
+    replicas.slow["b"].set()
+    thread.join(60)
+    assert replicas.versions() == [MODELS["b"].version] * 2
+    found = replicas.coordinator.decisions.describe()
+    assert (found["model"], found["previous"]) == ("b", "a")
+    assert replicas.end_of(replicas.request("roll_back")).version == MODELS["a"].version
+    assert replicas.versions() == [MODELS["a"].version] * 2
 
 
-def test_a_swap_is_done_once_all_replicas_say_so() -> None:
-    decisions = CoordinatorState("a")
-    first = decisions.wanted.model
-    _tell(decisions, "one", _serves(first), 0)
-    _tell(decisions, "two", _serves(first), 0)
-    serial = decisions.swap("b")
-    assert decisions.change(serial).state == "pending"
-    second = _tell(decisions, "one", _serves(first), 1).model
-    assert second == Source(serial, "b")
-    _tell(decisions, "one", _serves(second), 2)
-    assert decisions.change(serial).state == "pending"
-    _tell(decisions, "two", _serves(second), 2)
-    change = decisions.change(serial)
-    assert (change.state, change.version) == ("done", "version of b")
-    assert decisions.roll_back() == first.serial
-    assert decisions.change(first.serial).state == "pending"
-    assert _tell(decisions, "one", _serves(second), 3).model == first
-    _tell(decisions, "one", _serves(first), 4)
-    _tell(decisions, "two", _serves(first), 4)
-    assert decisions.change(first.serial).state == "done"
-    assert decisions.roll_back() == serial
+def test_a_first_model_that_cannot_be_loaded_is_reported(replicas: _Replicas) -> None:
+    replicas.coordinator = CoordinatorState("gone")
+    with pytest.raises(RuntimeError, match="gone: damaged"):
+        replicas.start("first")
+    assert replicas.coordinator.decisions.describe()["failures"] == {"0": "gone: damaged"}
 
 
-def test_one_replica_that_cannot_load_a_model_brings_all_back() -> None:
-    decisions = CoordinatorState("a")
-    first = decisions.wanted.model
-    second = Source(decisions.swap("b"), "b")
-    for replica in ("one", "two"):
-        _tell(decisions, replica, _serves(second), 0)
-    serial = decisions.swap("broken")
-    third = _tell(decisions, "one", _serves(second), 1).model
-    _tell(decisions, "one", _serves(third), 2)
-    wanted = _tell(decisions, "two", Status(model=second, failures={serial: "damaged"}), 2)
-    assert (wanted.model, wanted.previous) == (second, first)
-    assert decisions.change(serial).cause == "damaged"
-    assert _tell(decisions, "one", _serves(third), 3) == wanted
-    assert decisions.roll_back() == first.serial
-
-
-def test_a_model_to_go_back_to_that_cannot_be_loaded_any_longer() -> None:
-    """The replica has let go of it meanwhile, or was started after it."""
-    decisions = CoordinatorState("a")
-    first = decisions.wanted.model
-    _tell(decisions, "one", _serves(first), 0)
-    second = Source(decisions.swap("b"), "b")
-    for replica in ("one", "two"):
-        _tell(decisions, replica, _serves(second), 1)
-    assert decisions.roll_back() == first.serial
-    _tell(decisions, "one", _serves(first), 2)
-    wanted = _tell(decisions, "two", Status(model=second, failures={first.serial: "removed"}), 2)
-    assert wanted.model == second
-    assert decisions.change(first.serial) == Change("failed", cause="removed")
-    assert _tell(decisions, "one", _serves(second), 3).model == second
-
-
-def test_a_shadow_that_cannot_be_loaded() -> None:
-    decisions = CoordinatorState("a")
-    serial = decisions.shadow("broken")
-    assert serial is not None
-    wanted = _tell(decisions, "one", Status(model=decisions.wanted.model, failures={serial: "damaged"}), 0)
-    assert wanted.shadow is None
-    assert decisions.change(serial).state == "failed"
-    assert decisions.shadow("b") != serial
-    assert decisions.shadow(None) is None
-
-
-def test_what_all_have_served_is_not_given_up_for_one_that_comes_later() -> None:
-    decisions = CoordinatorState("a")
-    first = decisions.wanted.model
-    failed = Status(failures={first.serial: "the store was out"})
-    _tell(decisions, "one", failed, 0)
-    assert decisions.change(first.serial).state == "failed"
-    _tell(decisions, "one", _serves(first), 1)  # Ray Serve started it again
-    assert decisions.describe()["failures"] == {}
-    second = Source(decisions.swap("b"), "b")
-    _tell(decisions, "one", _serves(second), 2)
-    assert _tell(decisions, "two", Status(failures={second.serial: "the store was out"}), 3).model == second
-    assert decisions.roll_back() == first.serial
-    assert _tell(decisions, "one", _serves(first), 4).model == first
-
-
-def test_nothing_to_go_back_to() -> None:
-    with pytest.raises(InputError, match="no other model"):
-        CoordinatorState("a").roll_back()
-
-
-def test_a_board_that_was_started_anew_learns_from_the_replicas() -> None:
-    before = CoordinatorState("a")
-    before.swap("b")
-    known = before.wanted
-    after = CoordinatorState("a")
-    assert _tell(after, "one", _serves(known.model), 0, known) == known
-    assert _tell(after, "two", Status(), 0) == known
-
-
-def test_a_configuration_counts_once() -> None:
-    """A replica that starts later names what was configured before, and changes nothing."""
-    decisions = CoordinatorState("a")
-    decisions.configure(Configured("run"), model="a", shadow=None)
-    assert decisions.wanted.model == Source(0, "a")
-    swapped = decisions.swap("b")
-    decisions.configure(Configured("run"), model="a2", shadow=None)
-    assert decisions.wanted.model == Source(swapped, "b")
-    decisions.configure(Configured("c", "d"), model="c", shadow="d")
-    assert (
-        decisions.wanted.model.path,
-        decisions.wanted.previous,
-        decisions.wanted.shadow,
-    ) == (
-        "c",
-        Source(swapped, "b"),
-        Source(decisions.wanted.generation - 1, "d"),
-    )
-    decisions.configure(Configured("c"), model="c", shadow=None)
-    assert (decisions.wanted.model.path, decisions.wanted.shadow) == ("c", None)
-    after = CoordinatorState("a")  # the coordinator was restarted
-    _tell(after, "one", Status(), 0, decisions.wanted)
-    after.configure(Configured("c"), model="c", shadow=None)
-    assert after.wanted == decisions.wanted
+def test_a_restarted_coordinator_answers_once_it_knows(replicas: _Replicas) -> None:
+    """A replica that starts waits for what the others have, and requests wait until all were heard."""
+    replicas.start("first")
+    replicas.request("swap", "b")
+    _wait(lambda: replicas.versions() == [MODELS["b"].version])
+    known = replicas.coordinator.decisions.wanted
+    after = CoordinatorState("a", restart=1000, now_s=0)
+    counters = Counters().snapshot()
+    assert after.exchange("second", None, Status(), counters, now_s=0.1) is None
+    assert not after.configure(Configured("a"), model="a", shadow=None, now_s=0.2)
+    assert after.exchange("first", known, Status(model=known.model), counters, now_s=0.3) == known
+    assert after.exchange("second", None, Status(), counters, now_s=0.4) == known
+    assert after.request("swap", "c") is None
+    after.exchange("first", known, Status(model=known.model), counters, now_s=GONE_S + 0.1)
+    assert after.request("swap", "c") == 1000
 
 
 def test_counts_outlive_a_replica() -> None:
-    decisions = CoordinatorState("a")
+    coordinator = CoordinatorState("a")
     counters = Counters()
     counters.waiting_rows.set(3)
     counters.rows.labels("v").inc(5)
@@ -316,18 +333,20 @@ def test_counts_outlive_a_replica() -> None:
     rows, waiting = ("rayrec_serve_rows_total", (("model", "v"),)), ("rayrec_serve_waiting_rows", ())
     batches = [("rayrec_serve_batch_rows_bucket", (("le", bound),)) for bound in ("4.0", "16.0", "+Inf")]
 
-    decisions.exchange("one", None, Status(), pickle.loads(pickle.dumps(counters.snapshot())), now_s=0)
-    decisions.exchange("three", None, Status(), counters.snapshot(), now_s=1)
-    _tell(decisions, "two", Status(), 1)
-    found = decisions.collect().values()
+    coordinator.exchange("one", None, Status(), pickle.loads(pickle.dumps(counters.snapshot())), now_s=0)
+    coordinator.exchange("three", None, Status(), counters.snapshot(), now_s=1)
+    two = Counters()
+    two.rows.labels("v").inc(10)
+    coordinator.exchange("two", None, Status(), two.snapshot(), now_s=1)
+    found = coordinator.collect().values()
     assert (found[rows], found[waiting]) == (20, 6)
     assert [found[key] for key in batches] == [0, 2, 2]
-    _tell(decisions, "two", Status(), 2 + GONE_S)
-    found = decisions.collect().values()
+    coordinator.exchange("two", None, Status(), two.snapshot(), now_s=2 + GONE_S)
+    found = coordinator.collect().values()
     assert (found[rows], found[waiting]) == (20, 0)  # the gauge of "two"
-    assert set(decisions.describe()["replicas"]) == {"two"}
-    _tell(decisions, "one", Status(), 3 + GONE_S)  # it was busy, and counts on from where it was
-    assert decisions.collect().values()[rows] == 25
+    assert set(coordinator.decisions.describe()["replicas"]) == {"two"}
+    coordinator.exchange("one", None, Status(), two.snapshot(), now_s=3 + GONE_S)  # it was busy, and counts on
+    assert coordinator.collect().values()[rows] == 25
 
 
 # -- starting
@@ -439,26 +458,70 @@ def test_the_checkpoint_to_follow(tmp_path: Path) -> None:
     assert choose(os.path.relpath(tmp_path), "best") == best
 
 
-class _Coordinator:
-    """Stands for the coordinator's actor."""
+def test_damaged_checkpoints_are_skipped_by_following(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rayrec.checkpoint.format import VERSION, seal
+    from rayrec.storage import write_json
 
-    def __init__(self, path: str) -> None:
-        self.decisions, self.trouble = CoordinatorState(path), None
+    good = _save(tmp_path, 10, 0.5)
+    sound = {"version": VERSION, "files": {}, "tensors": {}, "state": {}, "block_bytes": 1, "score": 0.9}
+    without_score = {name: value for name, value in sound.items() if name != "score"}
+    without_files = {name: value for name, value in sound.items() if name != "files"}
+    damaged = [
+        without_score,
+        without_files,
+        {**sound, "files": None},
+        {**sound, "score": "0.9"},
+        {**sound, "version": 9},
+    ]
+    for step, manifest in enumerate(damaged, start=20):
+        write_json(f"{folder_of(str(tmp_path), step)}/manifest.json", seal(manifest))
+    (Path(folder_of(str(tmp_path), 30)) / "manifest.json").mkdir(parents=True)
+    coordinator = _Coordinator("the first", monkeypatch)
+    watch = _watch(coordinator)
+    for which in ("newest", "best"):
+        assert choose(str(tmp_path), which) == good  # type: ignore[arg-type]
+        watch.follow(str(tmp_path), which)  # type: ignore[arg-type]
+        assert coordinator.wanted.next == Source(coordinator.wanted.generation, good)
+    notes = capsys.readouterr().err.splitlines()
+    assert len(notes) == len(damaged) + 1
+    assert all("follow: skipping a checkpoint: " in note for note in notes)
+
+
+class _Coordinator:
+    """Stands for the coordinator's actor, of a server whose replica serves its model."""
+
+    def __init__(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ray.get", lambda value: value)
+        monkeypatch.setattr(server, "_RETRY_S", 0.0)
+        self.state, self.trouble = CoordinatorState(path), list[Exception]()
+        self.report(Status(model=Source(0, path), schema=ANY))
 
     def __getattr__(self, name: str) -> SimpleNamespace:
         return SimpleNamespace(remote=partial(self._call, name))
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        if self.trouble is not None:
-            raise self.trouble
-        return getattr(self.decisions, name)(*arguments)
+        if self.trouble:
+            raise self.trouble.pop(0)
+        return getattr(self.state if name == "request" else self.state.decisions, name)(*arguments)
+
+    @property
+    def wanted(self) -> Wanted:
+        return self.state.decisions.wanted
+
+    def report(self, status: Status, known: Wanted | None = None) -> None:
+        self.state.exchange("one", known, status, Counters().snapshot(), now_s=0)
+
+    def restart(self, known: Wanted, first: int) -> None:
+        self.state = CoordinatorState("the first", restart=first)
+        self.report(Status(model=known.model, schema=ANY), known)
+        self.state.decisions = self.state.decisions.complete_restart()
 
 
 @pytest.fixture
 def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Coordinator:
-    monkeypatch.setattr("ray.get", lambda told: told)
-    monkeypatch.setattr(server, "_RETRY_S", 0.0)
-    return _Coordinator(_save(tmp_path, 10, None))
+    return _Coordinator(_save(tmp_path, 10, None), monkeypatch)
 
 
 def _watch(coordinator: _Coordinator) -> server._Watch:
@@ -468,18 +531,19 @@ def _watch(coordinator: _Coordinator) -> server._Watch:
 def test_a_run_is_followed(coordinator: _Coordinator, tmp_path: Path) -> None:
     watch = _watch(coordinator)
     run = os.path.relpath(tmp_path)
+    first = coordinator.wanted
     watch.follow(run, "newest")
-    assert coordinator.decisions.wanted.generation == 0  # it serves that already, by whatever name
-    newest = _save(tmp_path, 20, None)
+    assert coordinator.wanted == first  # it serves that already, by whatever name
+    newest = Source(first.generation + 1, _save(tmp_path, 20, None))
     watch.follow(run, "newest")
     watch.follow(run, "newest")
-    assert coordinator.decisions.wanted == Wanted(
-        1, Source(1, newest), previous=Source(0, coordinator.decisions.wanted.previous.path)
-    )
-    coordinator.decisions.roll_back()
+    assert coordinator.wanted == replace(first, generation=first.generation + 1, next=newest)
+    coordinator.report(Status(model=first.model, standby=newest, schema=ANY), coordinator.wanted)
+    assert (coordinator.wanted.model, coordinator.wanted.previous) == (newest, first.model)
+    coordinator.request.remote("roll_back")
     assert watch.poll()
     watch.follow(run, "newest")  # after a rollback that is what the user wants
-    assert coordinator.decisions.wanted.model.serial == 0
+    assert first.model in (coordinator.wanted.model, coordinator.wanted.next)
 
 
 def test_a_checkpoint_that_was_not_loaded_is_tried_again(
@@ -487,20 +551,25 @@ def test_a_checkpoint_that_was_not_loaded_is_tried_again(
 ) -> None:
     watch = _watch(coordinator)
     newest = _save(tmp_path, 20, None)
-    first = coordinator.decisions.wanted.model
+    first = coordinator.wanted.model
     for _ in range(10):
         watch.follow(str(tmp_path), "newest")
-        wanted = coordinator.decisions.wanted.model
-        if wanted.path == newest:
-            _tell(
-                coordinator.decisions,
-                "one",
-                Status(model=first, failures={wanted.serial: "the store was out"}),
-                0,
-            )
+        if (wanted := coordinator.wanted.next) is not None:
+            assert wanted.path == newest
+            coordinator.report(Status(model=first, failures={wanted.request: "the store was out"}))
         watch.poll()
-    assert len(coordinator.decisions.describe()["failures"]) == 4
+    assert len(coordinator.state.decisions.failures) == 4
     assert capsys.readouterr().err.count("not served: the store was out") == 4
+
+
+def test_a_checkpoint_is_tried_again_after_a_restart_lost_it(coordinator: _Coordinator, tmp_path: Path) -> None:
+    watch = _watch(coordinator)
+    newest, known = _save(tmp_path, 20, None), coordinator.wanted
+    watch.follow(str(tmp_path), "newest")
+    coordinator.restart(known, 1000)
+    assert coordinator.wanted.next is None
+    watch.follow(str(tmp_path), "newest")
+    assert coordinator.wanted.next == Source(1000, newest)
 
 
 def test_following_outlives_its_store_and_its_board(
@@ -512,22 +581,76 @@ def test_following_outlives_its_store_and_its_board(
         for _ in range(3):
             watch.follow(str(tmp_path), "newest")
             assert watch.poll()
-    _save(tmp_path, 20, None)
-    coordinator.trouble = ray.exceptions.ActorUnavailableError("it starts again", b"\0" * 16)
+    newest = _save(tmp_path, 20, None)
+    coordinator.trouble = [_unavailable()] * 2
     watch.follow(str(tmp_path), "newest")
     assert watch.poll()
-    coordinator.trouble = None
     watch.follow(str(tmp_path), "newest")
-    assert coordinator.decisions.wanted.generation == 1
-    told = capsys.readouterr().err
+    assert coordinator.wanted.next is not None
+    assert coordinator.wanted.next.path == newest
+    printed = capsys.readouterr().err
     for cause in ("the store was out for 5 s", "access denied"):
-        assert told.count(f"follow: {cause}; the server keeps its model") == 1
-    coordinator.trouble = ray.exceptions.ActorDiedError()
+        assert printed.count(f"follow: {cause}; the server keeps its model") == 1
+    coordinator.trouble = [ray.exceptions.ActorDiedError()]
     assert not watch.poll()
 
 
+def _unavailable() -> Exception:
+    return ray.exceptions.ActorUnavailableError("it starts again", b"\0" * 16)
+
+
 def _raises(error: Exception) -> Callable[..., Any]:
-    def raise_it(*_: object) -> Any:
+    def raise_it(*_: object, **__: object) -> Any:
         raise error
 
     return raise_it
+
+
+# -- requests
+
+
+def test_a_request_outlives_a_restart_of_the_coordinator(
+    coordinator: _Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, polls = coordinator.wanted, []
+
+    def go_on(_: float) -> None:
+        polls.append(coordinator.wanted.next)
+        if len(polls) == 1:
+            assert coordinator.wanted.next == Source(known.generation + 1, "b")
+            coordinator.restart(known, 1000)
+            coordinator.trouble = [_unavailable()]
+        elif coordinator.wanted.next == Source(1000, "b"):
+            status = Status(model=known.model, standby=coordinator.wanted.next, schema=ANY)
+            coordinator.report(status, coordinator.wanted)
+            coordinator.report(Status(model=Source(1000, "b"), version="of b", schema=ANY), coordinator.wanted)
+
+    monkeypatch.setattr(client.time, "sleep", go_on)
+    assert client.request(coordinator, "swap", "b") == Change("done", version="of b")
+
+
+def test_a_request_ends_with_the_cause(coordinator: _Coordinator) -> None:
+    with pytest.raises(InputError, match="no other model"):
+        client.request(coordinator, "roll_back")
+    coordinator.trouble = [ray.exceptions.ActorDiedError()]
+    with pytest.raises(InputError, match="swap: the server was stopped"):
+        client.request(coordinator, "swap", "b")
+    assert client.request(coordinator, "swap", "b", timeout_s=0).state in ("lost", "pending")
+
+
+def test_a_shadow_is_gone_once_replicas_say_so(coordinator: _Coordinator) -> None:
+    first, shadow = coordinator.wanted.model, Source(coordinator.wanted.generation + 1, "b")
+    coordinator.request.remote("set_shadow", "b")
+    coordinator.report(Status(model=first, schema=ANY, shadow=shadow, shadow_version="of b"), coordinator.wanted)
+    assert coordinator.change.remote(shadow.serial) == Change("done", version="of b")
+    request = coordinator.request.remote("set_shadow", None)
+    assert coordinator.change.remote(request).state == "pending"
+    models, _ = _host()
+    models.apply(Wanted(1, Source(0, "a"), shadow=Source(1, "b")))
+    assert models.status().shadow_version == MODELS["b"].version
+    models.apply(Wanted(2, Source(0, "a"), shadow=Source(request, "")))
+    assert models.status().shadow_version == ""
+    coordinator.report(replace(models.status(), model=first), coordinator.wanted)
+    assert coordinator.change.remote(request).state == "done"
+    assert coordinator.describe.remote()["shadow"] is None
+    models.close()
