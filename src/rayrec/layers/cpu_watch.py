@@ -16,9 +16,11 @@ from rayrec.layers.kernel_threads import openmp_parallel
 from rayrec.native import library
 
 _INTERVAL_S = 0.1
-_WAITING = 0.6
-"""Smallest share of its runnable time that a thread waits for a CPU under contention. Measured on 2 cores: at most 0.35 beside
-data tasks of the same run, at least 0.75 beside one busy process of normal priority (Ray gives its workers a lower one)."""
+_WAITING = 0.45
+"""Smallest share of its runnable time that a thread waits for a CPU under contention. Measured on 2 cores: 0.1 at the median
+beside data tasks of the same run, 0.5 and more beside one busy process, where threads that spin share the other core."""
+_CONTENDED_INTERVALS = 5
+"""Contended intervals in a row that shorten waits: starts of other processes of a run take less."""
 _RUNNABLE = 0.2
 """Share of an interval that a thread must be runnable to be judged."""
 _MIN_SHORT_S, _MAX_SHORT_S = 1.0, 60.0
@@ -71,8 +73,8 @@ class CpuWatch:
 
 @final
 class WaitPolicy:
-    """Decides when waits are short: after two intervals of contention in a row. Long waits are then tried for one interval: after
-    1 s, and while contention goes on after 2, 4, ... 60 s. Pure."""
+    """Decides when waits are short: after half a second of contention. Long waits are then tried for one interval: after 1 s, and
+    while contention goes on after 2, 4, ... 60 s. Pure."""
 
     def __init__(self) -> None:
         self._contended = 0
@@ -84,13 +86,13 @@ class WaitPolicy:
         if self._until_s is not None:
             if now_s < self._until_s:
                 return True
-            self._until_s, self._contended = None, 1  # one contended interval suffices
+            self._until_s, self._contended = None, _CONTENDED_INTERVALS - 1  # one more suffices
             self._short_s = min(2 * self._short_s, _MAX_SHORT_S)
             return False
         self._contended = self._contended + 1 if waiting >= _WAITING else 0
         if not self._contended:
             self._short_s = _MIN_SHORT_S
-        if self._contended < 2:
+        if self._contended < _CONTENDED_INTERVALS:
             return False
         self._until_s = now_s + self._short_s
         return True

@@ -17,6 +17,7 @@ from rayrec.layers import cpu_watch
 from rayrec.layers.cpu_watch import CpuWatch, WaitPolicy, waiting_share
 
 _MS = 1_000_000
+ROW = [1.0] * cpu_watch._CONTENDED_INTERVALS
 
 
 @pytest.fixture
@@ -33,14 +34,14 @@ def decisions(policy: WaitPolicy, shares: list[float], *, start_s: float = 0.0) 
     return [policy.update(share, start_s + place * 0.1) for place, share in enumerate(shares)]
 
 
-def test_wait_policy_needs_two_contended_intervals() -> None:
-    assert decisions(WaitPolicy(), [0.9, 0.1, 0.9, 0.1]) == [False] * 4
-    assert decisions(WaitPolicy(), [0.9, 0.9, 0.0]) == [False, True, True]
+def test_wait_policy_needs_contention_in_a_row() -> None:
+    assert decisions(WaitPolicy(), [0.9, 0.9, 0.9, 0.9, 0.1] * 3) == [False] * 15
+    assert decisions(WaitPolicy(), [*ROW, 0.0]) == [False, False, False, False, True, True]
 
 
 def test_wait_policy_tries_long_waits_less_often() -> None:
     policy, now_s, short_s = WaitPolicy(), 0.0, []
-    policy.update(1.0, 0.0)
+    decisions(policy, ROW[1:])
     for _ in range(9):
         assert policy.update(1.0, now_s)
         begin_s = now_s
@@ -52,11 +53,11 @@ def test_wait_policy_tries_long_waits_less_often() -> None:
 
 def test_wait_policy_returns_to_long_waits() -> None:
     policy = WaitPolicy()
-    assert decisions(policy, [1.0, 1.0]) == [False, True]
+    assert decisions(policy, ROW)[-1]
     assert decisions(policy, [0.3, 0.3, 1.0, 0.2], start_s=5.0) == [False, False, False, False]
-    assert decisions(policy, [1.0, 1.0], start_s=6.0) == [False, True]
-    assert policy.update(1.0, 6.9)
-    assert not policy.update(1.0, 7.2)  # a second, as at first
+    assert decisions(policy, ROW, start_s=6.0) == [False, False, False, False, True]
+    assert policy.update(1.0, 7.3)
+    assert not policy.update(1.0, 7.5)  # a second, as at first
 
 
 def test_waiting_share_is_of_the_slowest_runnable_thread() -> None:
