@@ -127,13 +127,10 @@ def connect(
     # Ray 2.60 turns token authentication on for clusters it starts; the token file serves this user alone.
     import ray
 
-    from rayrec.launch.head import require_direct_connection
-
+    require_direct(address)
     if ray.is_initialized():
-        require_direct_connection()
         return ray.get_runtime_context().gcs_address
-    source = address or f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS')}"
-    address = address or os.environ.get("RAY_ADDRESS")
+    address, source = _named(address)
     logging.getLogger("ray").setLevel(logging.ERROR)
     if address and address != "local":
         _join(address, source, log_to_driver=log_to_driver)
@@ -143,6 +140,27 @@ def connect(
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     return ray.get_runtime_context().gcs_address
+
+
+def require_direct(address: str | None) -> None:
+    """Raise InputError if this process is connected to Ray, or by this address (None: RAY_ADDRESS) would be, through Ray's client
+    server: then it has no node of the cluster, as rayrec needs."""
+    named, source = _named(address)
+    if is_connected():
+        from ray.util.client import ray as client
+
+        named, source = "ray://" if client.is_connected() else "", "ray.init"
+    if named.startswith("ray://"):
+        raise InputError(
+            f"{source}: must be reached directly, got Ray's client server (ray://). Run the command on a node of the cluster, "
+            "with HOST:PORT of its head or auto as the address, or submit the command as a job (`ray job submit`)"
+        )
+
+
+def _named(address: str | None) -> tuple[str, str]:
+    """The address that is given or that RAY_ADDRESS names, or nothing; and what to call it."""
+    of_environment = os.environ.get("RAY_ADDRESS", "")
+    return (address, address) if address else (of_environment, f"RAY_ADDRESS={of_environment}")
 
 
 def _join(address: str, source: str, *, log_to_driver: bool) -> None:

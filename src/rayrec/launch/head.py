@@ -14,11 +14,6 @@ from rayrec.config import InputError
 
 _CONNECT_S: Final = 5.0
 _ANSWER_S: Final = 10.0
-_CLIENT: Final = "ray://"
-_THROUGH_CLIENT: Final = (
-    "{}: must be reached directly, got Ray's client server (ray://). Run the command on a node of the cluster, with HOST:PORT of "
-    "its head or auto as the address, or submit the command as a job (`ray job submit`)"
-)
 
 
 class _Answer(Enum):
@@ -31,11 +26,9 @@ def require_head(address: str, *, source: str) -> None:
     """Returns if the head of a running Ray cluster answers at `address` (host:port or auto) and accepts this user; Ray then
     presents the token that the cluster asks for.
 
-    Takes at most some 20 s. Raises InputError, which names the address as `source`, if it is that of Ray's client server, if
-    nothing listens there, if what listens is no head of this version of Ray, or if the cluster refuses the token.
+    Takes at most some 20 s. Raises InputError, which names the address as `source`, if nothing listens there, if what listens is
+    no head of this version of Ray, or if the cluster refuses the token.
     """
-    if address.startswith(_CLIENT):
-        raise InputError(_THROUGH_CLIENT.format(source))
     host, port = _host_and_port(address, source)
     _require_listener(host, port, source)
     from rayrec.compat.ray_compat import maybe_enable_token_auth_if_token_available
@@ -62,14 +55,6 @@ def require_head(address: str, *, source: str) -> None:
             f"{source}: what listens there does not answer as the head of a Ray cluster; give the address that `ray start "
             "--head` printed, by default HOST:6379 (8265 is the dashboard's port, 10001 the client server's)"
         )
-
-
-def require_direct_connection() -> None:
-    """Raise InputError if this process is connected to Ray through its client server, which has no node of the cluster here."""
-    from ray.util.client import ray as client
-
-    if client.is_connected():
-        raise InputError(_THROUGH_CLIENT.format("ray.init"))
 
 
 def _host_and_port(address: str, source: str) -> tuple[str, int]:

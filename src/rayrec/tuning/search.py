@@ -93,6 +93,8 @@ def tune(
     all_values = space.trials(options.trials, options.seed)
     for values in all_values:
         check_settings(with_values(config, values))
+    if not cluster.is_in_process(config.cluster.address):
+        cluster.require_direct(config.cluster.address)
     _check_same(folder, config, space, options)
     prepared, data = _prepared(config, folder, console)
     configs = [

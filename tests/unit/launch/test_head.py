@@ -161,10 +161,13 @@ def test_rays_client_server_is_refused_by_every_command(
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     log, out = str(click_log / "train.txt"), str(tmp_path / "out")
+    (tmp_path / "search.yaml").write_text("workload.dense_optimizer.learning_rate: {choice: [0.1, 0.2]}\n")
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"ray://127.0.0.1:{server.getsockname()[1]}"
+        run = ["criteo_demo", "--train-data.path", log, "--storage-path", out, "--cluster.address", address]
         commands = [
-            ["train", "criteo_demo", "--train-data.path", log, "--storage-path", out, "--cluster.address", address],
+            ["train", *run],
+            ["tune", *run, "--search", str(tmp_path / "search.yaml")],
             ["vocabulary", log, "--out", out, "--address", address],
             ["vocabulary", log, "--out", out, "--engine", "spark-on-ray", "--address", address],
             ["preprocess", log, "--out", out, "--format", "npy", "--address", address],
@@ -181,7 +184,7 @@ def test_rays_client_server_is_refused_by_every_command(
 
 
 def test_a_connection_through_rays_client_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(cluster, "is_connected", lambda: True)
     monkeypatch.setattr("ray.util.client.ray.is_connected", lambda: True)
     with pytest.raises(InputError, match=r"^ray\.init: must be reached directly, got Ray's client server \(ray://\)\."):
         cluster.connect(None, num_cpus=None, object_store_bytes=None, log_to_driver=False)
