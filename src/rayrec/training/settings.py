@@ -19,7 +19,7 @@ _OUTSIDE: Final = ("name", "storage_path", "cluster")
 """Say where the run is, and are not compared."""
 _FREE: Final = (
     "eval_batch_size", "evaluate_every", "evaluations_per_epoch", "log_every", "max_bad_fraction",
-    "checkpoint", "early_stopping", "failure", "observe", "profile", "trackers",
+    "checkpoint", "loop", "early_stopping", "failure", "observe", "profile", "trackers",
     # A log may be moved: its rows and their order are compared when the run resumes.
     "train_data.path", "train_data.in_memory", "train_data.cache_bytes", "train_data.prefetch_blocks",
     "eval_data.path", "eval_data.in_memory", "eval_data.cache_bytes", "eval_data.prefetch_blocks",
