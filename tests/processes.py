@@ -236,9 +236,15 @@ class RayCluster(Session):
         return lines[-1]
 
     def kill_node_of(self, process: Process) -> None:
-        """SIGKILLs the raylet that started `process`."""
-        assert process.parent in {raylet.pid for raylet in self.find("raylet")}, process
-        os.kill(process.parent, signal.SIGKILL)
+        """SIGKILLs the raylet of a worker: a forked one is no child of it, but connected to its socket."""
+        sockets = subprocess.run(["ss", "-xpH"], capture_output=True, text=True, check=True).stdout.splitlines()
+        peers = {line.split()[7] for line in sockets if f"pid={process.pid}," in line}
+        (raylet,) = (
+            raylet.pid
+            for raylet in self.find("raylet")
+            if any(f"pid={raylet.pid}," in line and line.split()[5] in peers for line in sockets)
+        )
+        os.kill(raylet, signal.SIGKILL)
 
 
 class RayNode(Session):

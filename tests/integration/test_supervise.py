@@ -232,7 +232,7 @@ def test_success_ends_at_once_with_the_summary(supervised: Supervised) -> None:
     assert again.wait(timeout=240) == 0
     assert json.loads(supervised.out) == summary
     assert "rows/s" not in supervised.err
-    assert "submitted" not in supervised.err
+    assert "submitted supervised-0002" in supervised.err  # a job that compares the data and ends
 
 
 def test_a_users_error_is_not_tried_again(begin: Begin) -> None:
