@@ -52,21 +52,16 @@ def clicks_din(path: str | None = None, schema: Schema = PLACEHOLDER_OF_LISTS) -
     """DIN on your own log, whose schema file names a list of earlier items: --schema FILE."""
     from rayrec.models.ranking.din import DINConfig
 
-    return TrainConfig(
+    config = clicks(path, schema)
+    workload = config.workload
+    assert isinstance(workload, ClickWorkload)
+    return config.replace(
         recipe="clicks_din",
-        workload=ClickWorkload(
-            schema=schema,
-            preset=RAYREC,
+        workload=workload.replace(
             model=DINConfig(embedding_dim=16, attention=(64,), mlp=(128, 64)),
-            sparse_optimizer=SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.1, eps=0.005),
-            dense_optimizer=DenseOptimizerConfig(kind="adam", learning_rate=0.003),
-            schedule=LearningRateSchedule(decay_fraction=0.8),
+            dense_optimizer=workload.dense_optimizer.replace(learning_rate=0.003),
         ),
-        train_data=DataConfig(path=path),
-        epochs=3,
-        batch_size=1024,
         min_steps_per_epoch=128,
-        early_stopping=EarlyStoppingConfig(patience=3),
     )
 
 
