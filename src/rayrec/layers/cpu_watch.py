@@ -62,11 +62,11 @@ class CpuWatch:
             waiting = waiting_share(before, now)
             before = now
             short = policy.update(waiting, time.monotonic())
-            if short and self._on_contention is not None:
-                self._on_contention(waiting)
-                self._on_contention = None
             if self._short is not None:
                 self._short.set(short)
+            if short and self._on_contention is not None:
+                self._on_contention(waiting)  # may wait for a store
+                self._on_contention = None
         if self._short is not None:
             self._short.set(False)
 
