@@ -158,7 +158,7 @@ def config_of(
 ) -> Any:
     """MLPerf's DLRM, or its DCNv2 with `multi_hot`, on the synthetic log; `ready`: from preprocessed data; `large`: with tables
     of `large_table_rows`."""
-    from rayrec.data.split import Split
+    from rayrec.data.logs.splits import Split
     from rayrec.recipes import mlperf_dcnv2, mlperf_dlrm
 
     path = synthetic_log(sizes.log_rows)
@@ -402,7 +402,7 @@ def latencies(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
     """Milliseconds of scoring SCORED_ROWS encoded rows, scores back in host memory."""
     import numpy as np
 
-    from rayrec.data.parsing import RawRows, max_rows_in, padded, parse_into
+    from rayrec.data.logs.text_parser import RawRows, max_rows_in, padded, parse_into
     from rayrec.data.preprocessor import Preprocessor
     from rayrec.datasets.criteo import SCHEMA
 

@@ -20,7 +20,8 @@ from rayrec.data.encoded import from_arrow
 from rayrec.data.engine import InProcess, Shared, StreamEngine
 from rayrec.data.ingest import encode_task, share_preprocessor
 from rayrec.data.loader import ClickLoader, Slicer
-from rayrec.data.log import select
+from rayrec.data.logs.index import select
+from rayrec.data.logs.reading import encode_block
 from rayrec.data.opening import open_log
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import Block, EpochOrder, Part, Position
@@ -36,7 +37,6 @@ from rayrec.data.ray_tasks import (
     tables_apart,
     tasks_dataset,
 )
-from rayrec.data.reading import encode_block
 from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.launch import cluster

@@ -110,7 +110,7 @@ def bare(*, path: str, checkpoint: str, threads: int, seconds: float, ours: bool
     from peers.bare_forward import BareDLRM
 
     from rayrec.checkpoint import Checkpoint, full_tensors
-    from rayrec.data.parsing import RawRows, max_rows_in, padded, parse_into
+    from rayrec.data.logs.text_parser import RawRows, max_rows_in, padded, parse_into
     from rayrec.datasets.criteo import SCHEMA
     from rayrec.inference.model import open_served
     from rayrec.native import keep_freed_memory

@@ -40,7 +40,7 @@ ROOM: dict[str, Any] = {"max_waiting_rows": 2 * max(SIZES) * max(CONNECTIONS)}
 
 def load_rows(path: str, checkpoint: str, size: int) -> tuple[Any, bytes, Any]:
     """(model, the log's first rows as text, the same encoded)."""
-    from rayrec.data.parsing import parse
+    from rayrec.data.logs.text_parser import parse
     from rayrec.inference.model import open_served
 
     model = open_served(checkpoint)

@@ -51,7 +51,7 @@ def setup_of(kind: str, *, batch_size: int, model: Any = None) -> Any:
     import torch
 
     from rayrec.data.engine import InProcess
-    from rayrec.data.log import Segment
+    from rayrec.data.logs.index import Segment
     from rayrec.data.position import EpochOrder, Part
     from rayrec.data.threads import ThreadEngine
     from rayrec.datasets.criteo import SCHEMA

@@ -78,7 +78,7 @@ def _ready_batches(path: str, batch_size: int, number: int) -> tuple[list[int], 
 
     from rayrec.batch import Batch
     from rayrec.data.loader import sparse_features
-    from rayrec.data.parsing import RawRows, max_rows_in, padded, parse_into
+    from rayrec.data.logs.text_parser import RawRows, max_rows_in, padded, parse_into
     from rayrec.data.preprocessor import Preprocessor
     from rayrec.datasets.criteo import SCHEMA
 
@@ -131,7 +131,7 @@ def from_ready(*, path: str, precision: str, batch_size: int, steps: int) -> flo
     import torch
 
     from rayrec.data.engine import InProcess
-    from rayrec.data.log import Segment
+    from rayrec.data.logs.index import Segment
     from rayrec.data.position import EpochOrder, Part
     from rayrec.data.preprocessor import Preprocessor
     from rayrec.data.threads import ThreadEngine

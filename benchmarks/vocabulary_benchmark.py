@@ -26,7 +26,7 @@ import rayrec
 from rayrec import storage
 from rayrec.data.counting import TASK_BYTES, CountingJob, count_log
 from rayrec.data.counting_indexer import CountingIndexer
-from rayrec.data.log import LogIndex, cut, index_chunk, numbered, read_segments
+from rayrec.data.logs.index import LogIndex, cut, index_chunk, numbered, read_segments
 from rayrec.data.opening import CHUNK_BYTES, index_log
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import Part

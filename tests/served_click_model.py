@@ -117,7 +117,7 @@ def make_app(model: ServedModel, *, token_digest: bytes | None = None, **config:
 
 def logits_of(model: ServedModel, text: bytes) -> np.ndarray:
     """Scored without a server; unlabelled rows of a hexadecimal log."""
-    from rayrec.data.parsing import parse
+    from rayrec.data.logs.text_parser import parse
 
     raw, faults = parse(model.preprocessor.schema.unlabelled(), text)
     assert not faults.total, faults.describe()

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import rayrec
-from rayrec.data.split import Split
+from rayrec.data.logs.splits import Split
 from rayrec.models import ranking
 from rayrec.observe import console
 from rayrec.observe.event_lines import TORN_LINE

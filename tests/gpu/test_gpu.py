@@ -24,7 +24,7 @@ from torch import distributed
 
 import rayrec
 from rayrec.checkpoint import Checkpoint, full_tensors
-from rayrec.data.parsing import RawRows, max_rows_in, padded, parse_into
+from rayrec.data.logs.text_parser import RawRows, max_rows_in, padded, parse_into
 from rayrec.data.synthetic import generate
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.inference.model import open_served

@@ -23,9 +23,9 @@ from rayrec.data.counting import count_log
 from rayrec.data.engine import Shared
 from rayrec.data.ingest import share_preprocessor, stream
 from rayrec.data.loader import ClickLoader
-from rayrec.data.log import LogIndex, read_segments, select
+from rayrec.data.logs.index import LogIndex, read_segments, select
+from rayrec.data.logs.text_parser import parse
 from rayrec.data.opening import index_log, open_log
-from rayrec.data.parsing import parse
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import EpochOrder, Part, Piece, Position
 from rayrec.data.preprocessor import Preprocessor

@@ -18,8 +18,8 @@ import rayrec
 from rayrec import recipes
 from rayrec.api import predict_to
 from rayrec.config import InputError
+from rayrec.data.logs.table_log import column_names
 from rayrec.data.synthetic import generate
-from rayrec.data.tables import column_names
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.observe.console import Console
 from rayrec.schema import Schema, load_schema

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rayrec.data.encoded import Bags, EncodedRows, Ids
-from rayrec.data.wide_tokens import look_up
+from rayrec.data.logs.column_values import look_up
 from rayrec.schema import Schema
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ from rayrec import machine
 from rayrec.data.arrow_arrays import arrow_bytes
 from rayrec.data.columns import RawColumns, column_tokens, dense_moments
 from rayrec.data.engine import Engine
-from rayrec.data.log import Segment
-from rayrec.data.parsing import RawRows
+from rayrec.data.logs.index import Segment
+from rayrec.data.logs.reading import read_raw
+from rayrec.data.logs.text_parser import RawRows
 from rayrec.data.position import Part
 from rayrec.data.preprocessor import file_key
 from rayrec.data.presets import DENSE_LOW_BITS, DENSE_UNITS
-from rayrec.data.reading import read_raw
 from rayrec.data.token_counter import (
     NO_ROW,
     Items,

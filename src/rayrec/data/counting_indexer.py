@@ -15,7 +15,7 @@ from rayrec.config import InputError
 from rayrec.data.arrow_arrays import arrow_texts
 from rayrec.data.counting import TASK_BYTES, CountingJob, Counts, Packer, count_log, tasks_of
 from rayrec.data.engine import Engine
-from rayrec.data.log import (
+from rayrec.data.logs.index import (
     CachedIndex,
     Chunk,
     Entry,
@@ -26,8 +26,8 @@ from rayrec.data.log import (
     said_of,
     select,
 )
+from rayrec.data.logs.text_parser import Faults
 from rayrec.data.opening import CHUNK_BYTES
-from rayrec.data.parsing import Faults
 from rayrec.data.position import Part
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema

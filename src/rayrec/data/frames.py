@@ -12,8 +12,8 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.arrow_columns import parse_table
-from rayrec.data.csv_text import check_columns
+from rayrec.data.logs.csv_reader import check_columns
+from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.materialized.formats import named_columns
 from rayrec.data.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.schema import Schema

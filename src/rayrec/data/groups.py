@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from rayrec.data.columns import RawColumns
-from rayrec.data.parsing import RawRows
+from rayrec.data.logs.text_parser import RawRows
 from rayrec.hashing import mix64
 
 _OFFSET: Final = np.uint64(0x5851F42D4C957F2D)

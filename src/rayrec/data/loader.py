@@ -20,7 +20,7 @@ from rayrec.data.ahead import Ahead
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.engine import Shared, StreamEngine
 from rayrec.data.ingest import stream
-from rayrec.data.log import row_numbers
+from rayrec.data.logs.index import row_numbers
 from rayrec.data.materialized import stream_preprocessed
 from rayrec.data.position import Block, EpochOrder, Part, Piece, Position, after, steps_in
 from rayrec.data.stages import StageAccount

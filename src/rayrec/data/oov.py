@@ -11,7 +11,7 @@ import numpy as np
 
 from rayrec.data.columns import RawColumns, RawSparse
 from rayrec.data.encoded import Bags, EncodedRows, Ids
-from rayrec.data.parsing import RawRows
+from rayrec.data.logs.text_parser import RawRows
 from rayrec.data.preprocessor import Preprocessor, adapt
 from rayrec.data.rules import SparseColumn
 

@@ -15,7 +15,7 @@ from rayrec.config import InputError
 from rayrec.data import materialized
 from rayrec.data.arrow_arrays import arrow_texts
 from rayrec.data.engine import Engine
-from rayrec.data.log import (
+from rayrec.data.logs.index import (
     CachedIndex,
     Chunk,
     Entry,
@@ -29,8 +29,8 @@ from rayrec.data.log import (
     unpack,
     unpacked_path,
 )
-from rayrec.data.parsing import Faults
-from rayrec.data.tables import index_tables, is_table
+from rayrec.data.logs.table_log import index_tables, is_table
+from rayrec.data.logs.text_parser import Faults
 from rayrec.schema import Schema
 
 CHUNK_BYTES = 32 << 20

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from rayrec.config import InputError
-from rayrec.data.log import Segment, source_of
+from rayrec.data.logs.index import Segment, source_of
 
 
 @dataclass(frozen=True)

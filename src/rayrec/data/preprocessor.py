@@ -18,9 +18,9 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.columns import RawColumns, encode_columns
 from rayrec.data.encoded import EncodedRows
-from rayrec.data.log import source_of
+from rayrec.data.logs.index import source_of
+from rayrec.data.logs.text_parser import RawRows
 from rayrec.data.multi_hot import MultiHot
-from rayrec.data.parsing import RawRows
 from rayrec.data.rules import LOWEST_INTEGER, DenseColumn, SparseColumn
 from rayrec.native import library
 from rayrec.schema import Schema
@@ -205,7 +205,7 @@ class Preprocessor:
 
         Raises InputError where a column holds a token twice.
         """
-        from rayrec.data.wide_tokens import build_slots as build_wide_slots
+        from rayrec.data.logs.column_values import build_slots as build_wide_slots
 
         wide = self.tokens.dtype == np.uint64
         places = self._slot_places

@@ -13,16 +13,16 @@ import numpy as np
 
 from rayrec.config import Config, InputError
 from rayrec.data.frequency import ENDS, frequency_ends
+from rayrec.data.logs.splits import Split
 from rayrec.data.multi_hot import MultiHot
 from rayrec.data.preprocessor import Preprocessor, bucket_integers
 from rayrec.data.rules import LOWEST_INTEGER, DenseColumn, SparseColumn
-from rayrec.data.split import Split
 from rayrec.hashing import murmur3
 from rayrec.schema import Schema
 
 if TYPE_CHECKING:
     from rayrec.data.counting import CountingJob, Counts
-    from rayrec.data.parsing import RawRows
+    from rayrec.data.logs.text_parser import RawRows
 
 MLPERF_NUM_EMBEDDINGS = (
     *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10),

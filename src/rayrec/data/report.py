@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rayrec.data.columns import RawColumns, RawSparse
-from rayrec.data.parsing import RawRows
+from rayrec.data.logs.text_parser import RawRows
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.presets import DENSE_LOW_BITS, DENSE_UNITS
 from rayrec.data.rules import SparseColumn

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rayrec.data.split import Split
+from rayrec.data.logs.splits import Split
 from rayrec.datasets.remote import RemoteFile
 from rayrec.schema import Schema
 

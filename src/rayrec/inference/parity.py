@@ -14,15 +14,15 @@ import pyarrow.compute as pc
 
 from rayrec.config import InputError
 from rayrec.data import materialized
-from rayrec.data.arrow_columns import parse_table
 from rayrec.data.columns import RawColumns
 from rayrec.data.encoded import Bags, EncodedRows, Ids
-from rayrec.data.lines import good_lines, line_starts, read_text
-from rayrec.data.log import LogIndex, Segment, select
-from rayrec.data.log_head import has_labels
-from rayrec.data.parsing import RawRows, parse
+from rayrec.data.logs.head import has_labels
+from rayrec.data.logs.index import LogIndex, Segment, select
+from rayrec.data.logs.lines import good_lines, line_starts, read_text
+from rayrec.data.logs.parquet import read_rows
+from rayrec.data.logs.table_parser import parse_table
+from rayrec.data.logs.text_parser import RawRows, parse
 from rayrec.data.position import Part
-from rayrec.data.row_groups import read_rows
 from rayrec.inference.config import LARGEST_LOGIT_DIFFERENCE, ExportConfig
 from rayrec.inference.run_rows import BATCH_ROWS, encoded_parts, open_run_log
 from rayrec.metrics.binary import auroc

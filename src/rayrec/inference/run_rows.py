@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final
 from rayrec import machine
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
-from rayrec.data.log import LogIndex, select
+from rayrec.data.logs.index import LogIndex, select
+from rayrec.data.logs.reading import open_block
 from rayrec.data.opening import open_log
 from rayrec.data.position import Block, Part
-from rayrec.data.reading import open_block
 from rayrec.data.threads import ThreadEngine
 
 if TYPE_CHECKING:

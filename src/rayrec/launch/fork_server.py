@@ -56,7 +56,7 @@ LIBRARIES: Final = (
     "multiprocessing.connection",
     "unittest.mock",
     "http.server",
-    "rayrec.data.parsing",
+    "rayrec.data.logs.text_parser",
 )
 """What Ray, Ray Data and Ray Train import."""
 _FILES: Final = 4

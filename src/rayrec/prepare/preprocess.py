@@ -12,8 +12,8 @@ from rayrec.data.counting_indexer import CountingIndexer
 from rayrec.data.engine import Engine
 from rayrec.data.extension import Extension, preprocessor_folder, rules_of
 from rayrec.data.extension import extend as extend_preprocessor
-from rayrec.data.log import LogIndex
-from rayrec.data.log_head import has_labels
+from rayrec.data.logs.head import has_labels
+from rayrec.data.logs.index import LogIndex
 from rayrec.data.materialized import writer as writing
 from rayrec.data.opening import index_log
 from rayrec.data.preprocessor import Preprocessor

@@ -14,7 +14,7 @@ import numpy as np
 
 from rayrec.config import InputError
 from rayrec.data.columns import RawColumns, RawSparse
-from rayrec.data.parsing import RawRows
+from rayrec.data.logs.text_parser import RawRows
 from rayrec.metrics.binary import sigmoid
 from rayrec.serve.counters import Counters
 from rayrec.serve.protocol import ReplicaState, Source, Status, Wanted

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.arrow_columns import check_types
-from rayrec.data.csv_text import check_columns, present_columns
 from rayrec.data.frames import arrow_of, is_dataset, is_frame
+from rayrec.data.logs.csv_reader import check_columns, present_columns
+from rayrec.data.logs.table_parser import check_types
 from rayrec.schema import Schema
 from rayrec.workloads.base import TrainConfig
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from rayrec import storage
 from rayrec.config import CLASS, Config, same_class
-from rayrec.data.log import partition_names
+from rayrec.data.logs.index import partition_names
 from rayrec.quantities import date_text
 from rayrec.workloads.base import TrainConfig
 

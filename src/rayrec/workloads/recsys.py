@@ -12,7 +12,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import materialized
 from rayrec.data.engine import Shared
-from rayrec.data.log import LogIndex, select
+from rayrec.data.logs.index import LogIndex, select
 from rayrec.data.position import EpochOrder, Part
 from rayrec.data.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.data.presets import Preset
@@ -106,7 +106,7 @@ class ClickWorkload(Workload):
     def adapted(self, config: TrainConfig) -> TrainConfig:
         """With the schema of adopted data, whose rows are not those that the recipe's preset makes, and with the `tokens` of the
         log."""
-        from rayrec.data.log_head import schema_of
+        from rayrec.data.logs.head import schema_of
 
         path = config.train_data.path
         if path is None:
@@ -165,7 +165,7 @@ class ClickWorkload(Workload):
             )
 
     def check_data(self, config: TrainConfig) -> None:
-        from rayrec.data.log_head import check_head
+        from rayrec.data.logs.head import check_head
 
         evaluated = config.train_data.path if config.eval_data.path is None else config.eval_data.path
         check_grouped(self.schema, evaluated)

@@ -19,15 +19,15 @@ from rayrec.data.arrow_arrays import arrow_numbers, numpy_of
 from rayrec.data.engine import Shared
 from rayrec.data.frequency import bucket_names, buckets_of
 from rayrec.data.ingest import share_preprocessor
-from rayrec.data.lines import first_lines, good_lines
-from rayrec.data.log import LogIndex, select
-from rayrec.data.log_head import has_labels
+from rayrec.data.logs.head import has_labels
+from rayrec.data.logs.index import LogIndex, select
+from rayrec.data.logs.lines import first_lines, good_lines
+from rayrec.data.logs.raw_values import stretch_of, values_of
+from rayrec.data.logs.reading import open_block
+from rayrec.data.logs.splits import Slice, slices_of
 from rayrec.data.opening import open_log
 from rayrec.data.position import Block, Part, blocks_of_epoch
 from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.raw_values import stretch_of, values_of
-from rayrec.data.reading import open_block
-from rayrec.data.split import Slice, slices_of
 from rayrec.metrics.binary import sigmoid
 from rayrec.metrics.labels import LabelsAccumulator
 from rayrec.metrics.ranking import DEFAULT_KS

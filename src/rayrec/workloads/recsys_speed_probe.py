@@ -20,12 +20,12 @@ from rayrec.data import materialized
 from rayrec.data.counting import count_parts
 from rayrec.data.encoded import Bags, EncodedRows
 from rayrec.data.engine import InProcess
-from rayrec.data.log import LogIndex, cut, index_chunk, is_gzip, numbered
+from rayrec.data.logs.index import LogIndex, cut, index_chunk, is_gzip, numbered
+from rayrec.data.logs.table_log import is_table
 from rayrec.data.position import Block, EpochOrder, Part
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.presets import make_preprocessor
 from rayrec.data.stages import BlockTimes, measured
-from rayrec.data.tables import is_table
 from rayrec.data.threads import ThreadEngine
 from rayrec.workloads.base import TrainConfig, WorkerContext
 from rayrec.workloads.recsys_plan import Tables, cut_to_fit, memory_here, memory_of_target, tables_of
@@ -308,7 +308,7 @@ def _batches(
     """This worker's share of the slice, in batches of its size; one at least, of rows that repeat where there are too few. Ids
     are folded into tables of `num_embeddings` rows, where these are given."""
     from rayrec.data.loader import Slicer
-    from rayrec.data.reading import read_raw
+    from rayrec.data.logs.reading import read_raw
 
     raw = read_raw(index.segments, preprocessor.schema)
     mine = np.random.default_rng(0).permutation(raw.rows)[rank::workers]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rayrec.data.columns import RawColumns, RawSparse, column_tokens, dense_moments, encode_columns
 from rayrec.data.encoded import Bags, EncodedRows, from_arrow, to_arrow
-from rayrec.data.parsing import parse
+from rayrec.data.logs.text_parser import parse
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.rules import DenseColumn, SparseColumn
 from rayrec.schema import Schema

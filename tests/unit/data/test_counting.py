@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import counting as counting_module
-from rayrec.data.arrow_columns import parse_table
 from rayrec.data.columns import RawColumns, RawSparse
 from rayrec.data.counting import (
     NO_ROW,
@@ -34,9 +33,10 @@ from rayrec.data.counting import (
     problems_of,
 )
 from rayrec.data.counting_indexer import CountingIndexer
-from rayrec.data.log import LogIndex, cut, index_chunk, numbered, read_segments, select
+from rayrec.data.logs.index import LogIndex, cut, index_chunk, numbered, read_segments, select
+from rayrec.data.logs.table_parser import parse_table
+from rayrec.data.logs.text_parser import Faults, RawRows, parse
 from rayrec.data.opening import index_log
-from rayrec.data.parsing import Faults, RawRows, parse
 from rayrec.data.position import Part
 from rayrec.data.presets import DENSE_LOW_BITS, DENSE_UNITS, RAYREC, make_preprocessor
 from rayrec.data.token_counter import Spill, TokenCounter

@@ -13,9 +13,9 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.counting import Counts, count_parts
 from rayrec.data.extension import extend
-from rayrec.data.log import LogIndex, cut, index_chunk, numbered, read_segments
+from rayrec.data.logs.index import LogIndex, cut, index_chunk, numbered, read_segments
+from rayrec.data.logs.text_parser import Faults
 from rayrec.data.oov import UnknownTokens
-from rayrec.data.parsing import Faults
 from rayrec.data.position import Part
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.presets import (

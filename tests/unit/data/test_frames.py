@@ -11,10 +11,10 @@ import pytest
 
 import rayrec
 from rayrec.config import InputError
-from rayrec.data.arrow_columns import parse_table
-from rayrec.data.csv_text import read_csv
+from rayrec.data.logs.csv_reader import read_csv
+from rayrec.data.logs.table_parser import parse_table
+from rayrec.data.logs.text_parser import parse
 from rayrec.data.materialized.formats import named_columns
-from rayrec.data.parsing import parse
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.rules import DenseColumn, SparseColumn
 from rayrec.schema import Schema

@@ -7,9 +7,9 @@ import pyarrow as pa
 import pytest
 
 from rayrec.config import InputError
-from rayrec.data.arrow_columns import parse_table
 from rayrec.data.groups import group_keys
-from rayrec.data.parsing import parse
+from rayrec.data.logs.table_parser import parse_table
+from rayrec.data.logs.text_parser import parse
 from rayrec.schema import Schema
 
 HEXADECIMAL = Schema(tokens="hexadecimal", label="click", dense=("age",), sparse=("item", "user"), group="user")

@@ -17,7 +17,7 @@ from rayrec.data import ingest
 from rayrec.data.counting import count_parts
 from rayrec.data.engine import InProcess
 from rayrec.data.ingest import STOP_ASKED, encoded_block, stream
-from rayrec.data.log import cut, index_chunk, numbered
+from rayrec.data.logs.index import cut, index_chunk, numbered
 from rayrec.data.position import Block, Part, Piece
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.presets import RAYREC, make_preprocessor

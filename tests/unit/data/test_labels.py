@@ -11,9 +11,9 @@ import pytest
 
 from rayrec import cli
 from rayrec.config import InputError
-from rayrec.data.log import LogIndex
-from rayrec.data.log_head import check_head
-from rayrec.data.parsing import Faults, parse
+from rayrec.data.logs.head import check_head
+from rayrec.data.logs.index import LogIndex
+from rayrec.data.logs.text_parser import Faults, parse
 from rayrec.schema import Schema
 
 SCHEMA = Schema(label="rating", sparse=("user",), tokens="any", delimiter=",")

@@ -16,10 +16,10 @@ from slow_store import SlowStore
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import opening
-from rayrec.data.log import LogIndex
-from rayrec.data.reading import read_raw
-from rayrec.data.split import Split, slices_of
-from rayrec.data.tables import column_names
+from rayrec.data.logs.index import LogIndex
+from rayrec.data.logs.reading import read_raw
+from rayrec.data.logs.splits import Split, slices_of
+from rayrec.data.logs.table_log import column_names
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.schema import Schema
 

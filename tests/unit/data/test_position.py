@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayrec.data.log import Segment
+from rayrec.data.logs.index import Segment
 from rayrec.data.position import Block, EpochOrder, Part, Piece, Position, after, deal, steps_in, whole
 
 pieces = st.lists(st.integers(1, 40), max_size=12).map(

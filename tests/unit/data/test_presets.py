@@ -15,9 +15,9 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.counting import count_parts
 from rayrec.data.frequency import bucket_names, buckets_of
-from rayrec.data.log import LogIndex, cut, index_chunk, numbered, read_segments
+from rayrec.data.logs.index import LogIndex, cut, index_chunk, numbered, read_segments
+from rayrec.data.logs.text_parser import Faults, RawRows
 from rayrec.data.multi_hot import MLPERF_SIZES, MultiHot
-from rayrec.data.parsing import Faults, RawRows
 from rayrec.data.position import Part
 from rayrec.data.preprocessor import Preprocessor, bucket_integers
 from rayrec.data.presets import (

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from rayrec.config import InputError
 from rayrec.data import presets
-from rayrec.data.arrow_columns import parse_table
 from rayrec.data.columns import RawColumns, RawSparse
 from rayrec.data.encoded import EncodedRows
+from rayrec.data.logs.table_parser import parse_table
+from rayrec.data.logs.text_parser import RawRows, parse
 from rayrec.data.multi_hot import MultiHot
-from rayrec.data.parsing import RawRows, parse
 from rayrec.data.preprocessor import Preprocessor, bucket_integers
 from rayrec.data.presets import Preset, make_preprocessor
 from rayrec.data.rules import DenseColumn, SparseColumn, bucket_tokens, expand_bag

@@ -16,7 +16,7 @@ from rayrec import recipes
 from rayrec.cli import run
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows
-from rayrec.data.parsing import parse
+from rayrec.data.logs.text_parser import parse
 from rayrec.inference.baselines import Baselines, one_hot, open_baselines
 from rayrec.inference.compare import compare as compare_checkpoints
 from rayrec.inference.config import ComparisonGates

@@ -28,9 +28,9 @@ from rayrec.commands import scoring as commands
 from rayrec.config import InputError
 from rayrec.data.columns import RawColumns
 from rayrec.data.encoded import Bags
-from rayrec.data.log import Segment
+from rayrec.data.logs.index import Segment
+from rayrec.data.logs.text_parser import parse
 from rayrec.data.multi_hot import MultiHot
-from rayrec.data.parsing import parse
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.rules import DenseColumn, SparseColumn
 from rayrec.inference.config import ExportConfig

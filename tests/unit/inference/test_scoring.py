@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rayrec.config import InputError
-from rayrec.data.log_head import has_labels
+from rayrec.data.logs.head import has_labels
 from rayrec.inference.pool import Pool, plan_pool
 from rayrec.launch.cluster import Node
 from rayrec.metrics.binary import sigmoid

@@ -11,10 +11,10 @@ import pytest
 
 from rayrec import recipes
 from rayrec.config import InputError
-from rayrec.data import log
 from rayrec.data.counting import count_log
-from rayrec.data.log import LogIndex, select
-from rayrec.data.parsing import Faults, RawRows
+from rayrec.data.logs import index
+from rayrec.data.logs.index import LogIndex, select
+from rayrec.data.logs.text_parser import Faults, RawRows
 from rayrec.data.position import Part
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.presets import make_preprocessor
@@ -38,13 +38,13 @@ class Parsed:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.segments: Counter[int] = Counter()
-        parse_into = log.parse_into
+        parse_into = index.parse_into
 
         def noted(raw: RawRows, text: np.ndarray, length: int, *, path: str, first_byte: int) -> Faults:
             self.segments[first_byte] += 1
             return parse_into(raw, text, length, path=path, first_byte=first_byte)
 
-        monkeypatch.setattr(log, "parse_into", noted)
+        monkeypatch.setattr(index, "parse_into", noted)
 
     def beyond(self, times: int) -> float:
         """All segments were parsed at least so often; how many were parsed beyond that, as a share of all."""

@@ -17,13 +17,13 @@ from data_parallel_ranks import Small, config
 
 from rayrec import recipes, storage
 from rayrec.data import loader as loader_module
-from rayrec.data import log as log_module
 from rayrec.data.counting import count_parts
 from rayrec.data.encoded import EncodedRows, from_arrow
 from rayrec.data.engine import InProcess
 from rayrec.data.ingest import encode_task
 from rayrec.data.loader import ClickLoader
-from rayrec.data.log import LogIndex, cut, index_chunk, numbered
+from rayrec.data.logs import index as log_module
+from rayrec.data.logs.index import LogIndex, cut, index_chunk, numbered
 from rayrec.data.position import Block, EpochOrder, Part, Piece, Position
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.presets import RAYREC, make_preprocessor

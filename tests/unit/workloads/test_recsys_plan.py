@@ -163,7 +163,7 @@ def test_a_preprocessors_columns_are_planned(tmp_path: Path) -> None:
 
     from rayrec import storage
     from rayrec.data.counting import count_parts
-    from rayrec.data.log import cut, index_chunk, numbered
+    from rayrec.data.logs.index import cut, index_chunk, numbered
     from rayrec.data.position import Part
     from rayrec.data.presets import make_preprocessor
 

@@ -17,7 +17,7 @@ from rayrec import recipes
 from rayrec.checkpoint.format import seal
 from rayrec.config import InputError
 from rayrec.data.loader import sparse_features
-from rayrec.data.parsing import parse
+from rayrec.data.logs.text_parser import parse
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.rules import DenseColumn, SparseColumn
 from rayrec.inference.model import open_served

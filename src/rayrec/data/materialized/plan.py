@@ -9,7 +9,7 @@ from typing import Any
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.log import LogIndex, select
+from rayrec.data.logs.index import LogIndex, select
 from rayrec.data.materialized.files import FilePlan, plan_files
 from rayrec.data.materialized.tasks import Task
 from rayrec.data.position import Part

@@ -23,7 +23,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.engine import Engine, StreamEngine
 from rayrec.data.ingest import share_preprocessor
-from rayrec.data.log import LogIndex
+from rayrec.data.logs.index import LogIndex
 from rayrec.data.materialized.dataset import MANIFEST, VERSION, hash_of, write_manifest
 from rayrec.data.materialized.files import FORMATS, create_files, finish_files, row_bytes
 from rayrec.data.materialized.formats import check

@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.arrow_columns import check_types
-from rayrec.data.csv_text import FAULT, check_columns, present_columns, read_csv
-from rayrec.data.log import changed, checksum, partition_names, version_key
+from rayrec.data.logs.csv_reader import FAULT, check_columns, present_columns, read_csv
+from rayrec.data.logs.index import changed, checksum, partition_names, version_key
+from rayrec.data.logs.table_parser import check_types
 from rayrec.schema import Schema
 
 VERSION = 2

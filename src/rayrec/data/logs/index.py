@@ -15,7 +15,7 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.parsing import (
+from rayrec.data.logs.text_parser import (
     HEAD_BYTES,
     MAX_LINE_BYTES,
     PADDING_BYTES,

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from rayrec.config import Config, InputError
-from rayrec.data.log import LogIndex, Segment, source_of
+from rayrec.data.logs.index import LogIndex, Segment, source_of
 from rayrec.data.position import Part
 
 NAMES = ("train", "validation", "test")

@@ -11,9 +11,9 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.data import materialized
 from rayrec.data.engine import Engine
-from rayrec.data.log import LogIndex, Segment
-from rayrec.data.parsing import PADDING_BYTES, Faults, RawRows, max_rows_in, parse_into
-from rayrec.data.tables import good_rows
+from rayrec.data.logs.index import LogIndex, Segment
+from rayrec.data.logs.table_log import good_rows
+from rayrec.data.logs.text_parser import PADDING_BYTES, Faults, RawRows, max_rows_in, parse_into
 from rayrec.schema import Schema
 
 

@@ -28,18 +28,18 @@ from hypothesis import strategies as st
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data import csv_text, row_groups
-from rayrec.data.arrow_columns import parse_table
 from rayrec.data.columns import RawColumns
 from rayrec.data.counting import CountingJob, count_log
-from rayrec.data.csv_text import FAULT, TOO_FEW, TOO_MANY, UNMATCHED, CsvRange, read_csv, row_start
-from rayrec.data.log import LogIndex, select
-from rayrec.data.parsing import Faults, RawRows, parse
+from rayrec.data.logs import csv_reader, parquet
+from rayrec.data.logs.column_values import text_tokens
+from rayrec.data.logs.csv_reader import FAULT, TOO_FEW, TOO_MANY, UNMATCHED, CsvRange, read_csv, row_start
+from rayrec.data.logs.index import LogIndex, select
+from rayrec.data.logs.table_log import column_names, good_rows, index_tables, is_table, read_tables
+from rayrec.data.logs.table_parser import parse_table
+from rayrec.data.logs.text_parser import Faults, RawRows, parse
 from rayrec.data.position import Part
 from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.presets import Preset, make_preprocessor
-from rayrec.data.tables import column_names, good_rows, index_tables, is_table, read_tables
-from rayrec.data.wide_tokens import text_tokens
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.schema import Schema
 
@@ -387,7 +387,7 @@ def test_nothing_is_done_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (index_file,) = cache.glob("index-*.json")
     index_file.unlink()
     with monkeypatch.context() as patch:
-        patch.setattr(row_groups, "read_csv", None)  # the Parquet files are still there
+        patch.setattr(parquet, "read_csv", None)  # the Parquet files are still there
         assert index_of([tmp_path / "a.csv"], MOVIES, cache, engine=engine) == index
     for file in (cache / "tables").rglob("*.parquet"):
         file.unlink()
@@ -1001,7 +1001,7 @@ def rows_of_tables(tables: list[pa.Table]) -> list[tuple[int, bytes, bytes]]:
 def rows_of_ranges(path: Path, schema: Schema, range_bytes: int) -> list[tuple[int, bytes, bytes]]:
     """Rows of the file in ranges of bytes, each from where the one before has ended."""
     rows, begin, size = [], 0, path.stat().st_size
-    with mock.patch.multiple(csv_text, READ_BYTES=range_bytes // 2 + 1, _SEARCHED_BYTES=3):
+    with mock.patch.multiple(csv_reader, READ_BYTES=range_bytes // 2 + 1, _SEARCHED_BYTES=3):
         for start in range(0, size, range_bytes):
             part = CsvRange(str(path), schema, begin, min(start + range_bytes, size))
             rows += rows_of_tables(list(part))
@@ -1018,7 +1018,7 @@ def check_split(
     limits = {"max_bytes": max_bytes, "max_lines": max_lines}
     split = list(split_by_rule(text.decode("latin1"), len(header), trim=rules == 2, **limits))
     schema = Schema(label=None, sparse=("a", "c"), tokens="any", delimiter=",", category_rules=rules)
-    with mock.patch.multiple(csv_text, MAX_QUOTED_BYTES=max_bytes, MAX_QUOTED_LINES=max_lines):
+    with mock.patch.multiple(csv_reader, MAX_QUOTED_BYTES=max_bytes, MAX_QUOTED_LINES=max_lines):
         if split[0][0]:
             with pytest.raises(InputError, match="its first row is no header"):
                 list(read_csv(str(path), schema, read_bytes=read_bytes))

@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rayrec.data.columns import RawColumns
-from rayrec.data.parsing import RawRows
+from rayrec.data.logs.parquet import read_rows
+from rayrec.data.logs.splits import Slice
+from rayrec.data.logs.table_log import good_rows
+from rayrec.data.logs.text_parser import RawRows
 from rayrec.data.position import Block, Part
-from rayrec.data.row_groups import read_rows
-from rayrec.data.split import Slice
-from rayrec.data.tables import good_rows
 from rayrec.schema import Schema
 
 

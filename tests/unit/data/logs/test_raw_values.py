@@ -9,12 +9,12 @@ import pyarrow.parquet as pq
 import pytest
 from here_engine import HereEngine
 
-from rayrec.data.log import LogIndex
+from rayrec.data.logs.index import LogIndex
+from rayrec.data.logs.raw_values import distinct_names, stretch_of, values_of
+from rayrec.data.logs.reading import read_raw
+from rayrec.data.logs.splits import Slice, slices_of
 from rayrec.data.opening import open_log
 from rayrec.data.position import Block, Part
-from rayrec.data.raw_values import distinct_names, stretch_of, values_of
-from rayrec.data.reading import read_raw
-from rayrec.data.split import Slice, slices_of
 from rayrec.schema import Schema
 
 HEXADECIMAL = Schema(tokens="hexadecimal", dense=("i", "j"), sparse=("c", "d"))

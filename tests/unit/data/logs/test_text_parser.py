@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayrec.data.parsing import MAX_LINE_BYTES, Faults, RawRows, max_rows_in, padded, parse, parse_into
+from rayrec.data.logs.text_parser import MAX_LINE_BYTES, Faults, RawRows, max_rows_in, padded, parse, parse_into
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.schema import Schema
 
