@@ -116,7 +116,7 @@ def main(*, quick: bool) -> None:
 
 def table_sizes(most: int) -> tuple[int, ...]:
     """Rows of MLPerf's 26 tables, no more than `most` in any."""
-    from rayrec.data.presets import MLPERF_NUM_EMBEDDINGS
+    from rayrec.data.encoding.presets import MLPERF_NUM_EMBEDDINGS
 
     return tuple(min(rows, most) for rows in MLPERF_NUM_EMBEDDINGS)
 
@@ -124,8 +124,8 @@ def table_sizes(most: int) -> tuple[int, ...]:
 def preprocessor_of(path: str, *, table_rows: int, multi_hot: bool) -> str:
     """Folder of a Preprocessor with tables of these rows. Its ids are hashes, so that tables are larger than a vocabulary of
     the log would make them."""
-    from rayrec.data.multi_hot import MultiHot
-    from rayrec.data.presets import NVT, make_preprocessor
+    from rayrec.data.encoding.multi_hot import MultiHot
+    from rayrec.data.encoding.presets import NVT, make_preprocessor
     from rayrec.datasets.criteo import SCHEMA
 
     folder = os.path.join(os.path.dirname(path), f"gpu-{table_rows}-{'multi' if multi_hot else 'one'}")
@@ -261,7 +261,7 @@ def best_s(call: Callable[[], Any], *, on: str, repeats: int = 20) -> float:
 
 def row_bytes(*, sizes: dict[str, Any], on: str, multi_hot: bool) -> dict[str, float]:
     """Bytes of device memory that one row moves at least, by what they are for."""
-    from rayrec.data.multi_hot import MLPERF_SIZES
+    from rayrec.data.encoding.multi_hot import MLPERF_SIZES
     from rayrec.datasets.criteo import SCHEMA
     from rayrec.models.base import ModelInputs
     from rayrec.workloads.recsys_cost import network_cost
@@ -318,7 +318,7 @@ def memories(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
     evaluation; of the CPU, of the process."""
     import torch
 
-    from rayrec.data.preprocessor import Preprocessor
+    from rayrec.data.encoding.preprocessor import Preprocessor
     from rayrec.datasets.criteo import SCHEMA
     from rayrec.workloads.recsys_plan import tables_of
     from rayrec.workloads.speed_probe import Target
@@ -402,8 +402,8 @@ def latencies(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
     """Milliseconds of scoring SCORED_ROWS encoded rows, scores back in host memory."""
     import numpy as np
 
+    from rayrec.data.encoding.preprocessor import Preprocessor
     from rayrec.data.logs.text_parser import RawRows, max_rows_in, padded, parse_into
-    from rayrec.data.preprocessor import Preprocessor
     from rayrec.datasets.criteo import SCHEMA
 
     measured = Sizes(**sizes)

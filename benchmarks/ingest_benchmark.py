@@ -15,8 +15,10 @@ from peers.notebook_ingest import batches as notebook_batches
 from peers.notebook_ingest import vocabularies_of
 from rows import emit, interleaved, part, say, timed
 
-from rayrec.data.counting import count_log
 from rayrec.data.encoded import from_arrow
+from rayrec.data.encoding.counts import count_log
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.presets import ALL, RAYREC, Preset, make_preprocessor
 from rayrec.data.engine import InProcess, Shared, StreamEngine
 from rayrec.data.ingest import encode_task, share_preprocessor
 from rayrec.data.loader import ClickLoader, Slicer
@@ -25,8 +27,6 @@ from rayrec.data.logs.reading import encode_block
 from rayrec.data.opening import open_log
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import Block, EpochOrder, Part, Position
-from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.presets import ALL, RAYREC, Preset, make_preprocessor
 from rayrec.data.ray_tasks import (
     ITEMS_A_TASK,
     Bounds,

@@ -19,7 +19,7 @@ from rows import attempt, emit, interleaved, part, say
 import rayrec
 from rayrec import recipes
 from rayrec.config import InputError
-from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.observe.events import read_events
 from rayrec.workloads.recsys import ClickWorkload
 from rayrec.workloads.recsys_plan import memory_here, tables_of

@@ -28,8 +28,8 @@ def dated_log(rows: int, days: int, *, drift: int) -> list[str]:
 
 def preprocessor_of(path: str) -> str:
     """Folder of a Kaggle-format log's Preprocessor, made once: all candidates have the same tables and the same ids."""
+    from rayrec.data.encoding.presets import RAYREC, make_preprocessor
     from rayrec.data.logs.text_parser import RawRows, max_rows_in, padded, parse_into
-    from rayrec.data.presets import RAYREC, make_preprocessor
     from rayrec.datasets.criteo import SCHEMA
 
     folder = os.path.join(os.path.dirname(path), "preprocessor")

@@ -24,7 +24,7 @@ def checkpoint_of(path: str) -> str:
     """A checkpoint of the network with the values it starts with, made once: speed does not depend on what it has learnt."""
     from rayrec import checkpoint as checkpoints
     from rayrec import recipes, storage
-    from rayrec.data.preprocessor import Preprocessor
+    from rayrec.data.encoding.preprocessor import Preprocessor
     from rayrec.models.base import ModelInputs
     from rayrec.models.click_model import build_click_model
 

@@ -25,12 +25,12 @@ from here_engine import HereEngine
 from rows import emit, part, say
 from slow_store import SlowStore
 
-from rayrec.data.counting import count_log
+from rayrec.data.encoding.counts import count_log
+from rayrec.data.encoding.presets import ALL
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.opening import open_log
 from rayrec.data.position import Part
-from rayrec.data.presets import ALL
 from rayrec.schema import Schema
 
 CLICKS = Schema(label="clicked", dense=("price",), sparse=("shop",), tokens="any")

@@ -77,9 +77,9 @@ def _ready_batches(path: str, batch_size: int, number: int) -> tuple[list[int], 
     import torch
 
     from rayrec.batch import Batch
+    from rayrec.data.encoding.preprocessor import Preprocessor
     from rayrec.data.loader import sparse_features
     from rayrec.data.logs.text_parser import RawRows, max_rows_in, padded, parse_into
-    from rayrec.data.preprocessor import Preprocessor
     from rayrec.datasets.criteo import SCHEMA
 
     preprocessor = Preprocessor.load(preprocessor_of(path))
@@ -130,10 +130,10 @@ def from_ready(*, path: str, precision: str, batch_size: int, steps: int) -> flo
     """Rows/s of the same training code on batches that lie ready in memory, without Ray."""
     import torch
 
+    from rayrec.data.encoding.preprocessor import Preprocessor
     from rayrec.data.engine import InProcess
     from rayrec.data.logs.index import Segment
     from rayrec.data.position import EpochOrder, Part
-    from rayrec.data.preprocessor import Preprocessor
     from rayrec.data.threads import ThreadEngine
     from rayrec.datasets.criteo import SCHEMA
     from rayrec.native import keep_freed_memory

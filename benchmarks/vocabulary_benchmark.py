@@ -24,15 +24,15 @@ from rows import attempt, emit, interleaved, part, say, timed
 
 import rayrec
 from rayrec import storage
-from rayrec.data.counting import TASK_BYTES, CountingJob, count_log
-from rayrec.data.counting_indexer import CountingIndexer
+from rayrec.data.encoding.counts import TASK_BYTES, CountingJob, count_log
+from rayrec.data.encoding.one_pass import CountingIndexer
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.rules import SparseColumn
 from rayrec.data.logs.index import LogIndex, cut, index_chunk, numbered, read_segments
 from rayrec.data.opening import CHUNK_BYTES, index_log
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import Part
-from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.ray_tasks import RayEngine
-from rayrec.data.rules import SparseColumn
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.launch import cluster
 from rayrec.native import keep_freed_memory, library

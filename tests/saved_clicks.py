@@ -12,10 +12,10 @@ import torch
 from rayrec import checkpoint as checkpoints
 from rayrec import recipes
 from rayrec.data.encoded import Bags, EncodedRows, Ids
+from rayrec.data.encoding.multi_hot import MultiHot
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.loader import sparse_features
-from rayrec.data.multi_hot import MultiHot
-from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.rules import DenseColumn, SparseColumn
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.click_model import ClickModel, build_click_model
 from rayrec.models.ranking.dlrm import DLRMConfig

@@ -10,8 +10,8 @@ import torch
 
 from rayrec import checkpoint as checkpoints
 from rayrec import recipes, storage
-from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.rules import DenseColumn, SparseColumn
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.inference.model import ServedModel
 from rayrec.models.base import ClickModelConfig

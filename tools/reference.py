@@ -320,7 +320,7 @@ FORMATS = {
     "A checkpoint": "rayrec.checkpoint",
     "Its manifest and checksums": "rayrec.checkpoint.format",
     "Events": "rayrec.observe.events",
-    "A Preprocessor": "rayrec.data.preprocessor",
+    "A Preprocessor": "rayrec.data.encoding.preprocessor",
     "Preprocessed data": "rayrec.data.materialized.dataset",
     "Its files": "rayrec.data.materialized.files",
     "An export": "rayrec.inference.export_format",

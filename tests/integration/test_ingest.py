@@ -19,7 +19,9 @@ import ray
 from rayrec import storage
 from rayrec.batch import Batch
 from rayrec.config import InputError
-from rayrec.data.counting import count_log
+from rayrec.data.encoding.counts import count_log
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.engine import Shared
 from rayrec.data.ingest import share_preprocessor, stream
 from rayrec.data.loader import ClickLoader
@@ -28,8 +30,6 @@ from rayrec.data.logs.text_parser import parse
 from rayrec.data.opening import index_log, open_log
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.position import EpochOrder, Part, Piece, Position
-from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.presets import RAYREC, make_preprocessor
 from rayrec.data.ray_tasks import RayEngine
 from rayrec.datasets.criteo import SCHEMA
 

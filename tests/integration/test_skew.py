@@ -15,13 +15,13 @@ from whole_click_model import whole_model
 from rayrec import checkpoint as checkpoints
 from rayrec import recipes
 from rayrec.data.encoded import from_arrow, to_arrow
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.loader import sparse_features
 from rayrec.data.logs.index import LogIndex, read_segments, select
 from rayrec.data.logs.reading import encode_block
 from rayrec.data.opening import open_log
 from rayrec.data.position import Part, blocks_of_epoch
-from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.presets import RAYREC, make_preprocessor
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.inference.config import ExportConfig
 from rayrec.inference.export import export

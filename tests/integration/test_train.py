@@ -24,8 +24,8 @@ from rayrec import recipes
 from rayrec.batch import Batch
 from rayrec.checkpoint import Checkpoint, committed, weights_sha256
 from rayrec.config import InputError
+from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.loader import ClickLoader
-from rayrec.data.preprocessor import Preprocessor
 from rayrec.launch import fork_server, forked_worker
 from rayrec.layers import cpu_watch
 from rayrec.observe.events import read_events

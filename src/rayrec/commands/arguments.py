@@ -14,7 +14,7 @@ import tyro
 
 from rayrec import recipes, storage
 from rayrec.config import CLASS, InputError, renamed
-from rayrec.data.presets import MLPERF_NUM_EMBEDDINGS
+from rayrec.data.encoding.presets import MLPERF_NUM_EMBEDDINGS
 from rayrec.models import ranking
 from rayrec.models.base import ClickModelConfig
 from rayrec.models.ranking.ensemble import EnsembleConfig

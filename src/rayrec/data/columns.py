@@ -13,8 +13,8 @@ from rayrec.data.logs.column_values import look_up
 from rayrec.schema import Schema
 
 if TYPE_CHECKING:
-    from rayrec.data.preprocessor import Preprocessor
-    from rayrec.data.rules import SparseColumn
+    from rayrec.data.encoding.preprocessor import Preprocessor
+    from rayrec.data.encoding.rules import SparseColumn
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.data.logs.csv_reader import check_columns
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.materialized.formats import named_columns
-from rayrec.data.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.schema import Schema
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from typing import Final
 import pyarrow as pa
 
 from rayrec.data.encoded import EncodedRows, from_arrow, to_arrow
+from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import STOP_ASKED, Shared, StreamEngine
 from rayrec.data.logs.reading import encode_block
 from rayrec.data.position import Block, Piece
-from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.stages import StageAccount, measured, stage, times_of, with_times
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema

@@ -28,7 +28,7 @@ from rayrec.row_tally import RowNumbers, RowTally, merged
 from rayrec.schema import Schema
 
 if TYPE_CHECKING:
-    from rayrec.data.preprocessor import Preprocessor
+    from rayrec.data.encoding.preprocessor import Preprocessor
 
 
 Targets = Callable[[EncodedRows], np.ndarray]

@@ -11,10 +11,10 @@ import pyarrow as pa
 
 from rayrec.data.arrow_arrays import arrow_bytes
 from rayrec.data.columns import RawColumns, RawSparse
+from rayrec.data.encoding.preprocessor import num_slots
+from rayrec.data.encoding.presets import DENSE_LOW_BITS, DENSE_UNITS
 from rayrec.data.logs.column_values import build_slots, look_up
 from rayrec.data.logs.text_parser import RawRows, max_rows_in, parse_into
-from rayrec.data.preprocessor import num_slots
-from rayrec.data.presets import DENSE_LOW_BITS, DENSE_UNITS
 from rayrec.schema import Schema
 
 TOP = 100

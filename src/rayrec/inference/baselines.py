@@ -22,7 +22,7 @@ from rayrec.workloads.recsys_scoring import cache_folder
 if TYPE_CHECKING:
     from scipy import sparse
 
-    from rayrec.data.preprocessor import Preprocessor
+    from rayrec.data.encoding.preprocessor import Preprocessor
     from rayrec.workloads.base import DataConfig, TrainConfig
 
 Kind = Literal["lightgbm", "logistic"]

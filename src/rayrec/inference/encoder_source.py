@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from rayrec.data.rules import DenseColumn, SparseColumn, bucket_tokens, expand_bag
+from rayrec.data.encoding.rules import DenseColumn, SparseColumn, bucket_tokens, expand_bag
 from rayrec.hashing import xxh64
 
 Ids = np.ndarray | tuple[np.ndarray, np.ndarray]

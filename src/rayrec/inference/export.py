@@ -20,9 +20,9 @@ from rayrec.checkpoint.folders import refuse_pickles
 from rayrec.checkpoint.format import sha256_of
 from rayrec.checkpoint.safetensors_header import header
 from rayrec.config import InputError
-from rayrec.data import rules
 from rayrec.data.encoded import EncodedRows
-from rayrec.data.preprocessor import PREPROCESSOR_FOLDER
+from rayrec.data.encoding import rules
+from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER
 from rayrec.extras import require_onnx
 from rayrec.inference import encoder_source
 from rayrec.inference.config import ExportConfig
@@ -56,7 +56,7 @@ from rayrec.workloads.recsys_scorer import (
 from rayrec.workloads.weight_files import write_weights
 
 if TYPE_CHECKING:
-    from rayrec.data.preprocessor import Preprocessor
+    from rayrec.data.encoding.preprocessor import Preprocessor
     from rayrec.workloads.base import TrainConfig
 
 

@@ -17,7 +17,7 @@ from rayrec.checkpoint.folders import refuse_pickles
 from rayrec.checkpoint.format import MANIFEST, DataFile, check_manifest, load_manifest, seal
 from rayrec.checkpoint.safetensors_header import DTYPES
 from rayrec.config import InputError
-from rayrec.data.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
+from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.stored import stored_model
 from rayrec.models.tables import QUANTIZATIONS, Quantization, RowFormat

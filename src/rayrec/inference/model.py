@@ -15,7 +15,7 @@ from rayrec.checkpoint.folders import refuse_pickles
 from rayrec.checkpoint.reading import check_extra_files
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
-from rayrec.data.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
+from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.inference.export_format import is_export, open_export
 from rayrec.models.tables import Quantization
 from rayrec.workloads.recsys_scorer import PREFIX, ClickScorer, click_settings, load_preprocessor, load_scorer

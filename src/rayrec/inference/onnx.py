@@ -27,7 +27,7 @@ from rayrec.models.tables import RowFormat
 
 if TYPE_CHECKING:
     from rayrec.data.encoded import EncodedRows
-    from rayrec.data.preprocessor import Preprocessor
+    from rayrec.data.encoding.preprocessor import Preprocessor
 
 
 DENSE: Final = "dense"

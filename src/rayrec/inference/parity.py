@@ -30,7 +30,7 @@ from rayrec.schema import Schema
 from rayrec.workloads.recsys import ClickWorkload
 
 if TYPE_CHECKING:
-    from rayrec.data.preprocessor import Preprocessor
+    from rayrec.data.encoding.preprocessor import Preprocessor
     from rayrec.models.tables import Quantization
     from rayrec.workloads.base import TrainConfig
 

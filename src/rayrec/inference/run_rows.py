@@ -15,7 +15,7 @@ from rayrec.data.position import Block, Part
 from rayrec.data.threads import ThreadEngine
 
 if TYPE_CHECKING:
-    from rayrec.data.preprocessor import Preprocessor
+    from rayrec.data.encoding.preprocessor import Preprocessor
     from rayrec.workloads.base import DataConfig
 
 BATCH_ROWS: Final = 2048

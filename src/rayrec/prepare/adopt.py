@@ -16,8 +16,9 @@ import numpy as np
 from rayrec import storage
 from rayrec.config import Config, InputError
 from rayrec.data import materialized
+from rayrec.data.encoding.extension import preprocessor_folder
+from rayrec.data.encoding.preprocessor import MAX_TABLE_ROWS, PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.data.engine import Engine
-from rayrec.data.extension import preprocessor_folder
 from rayrec.data.logs.index import Entry, LogIndex, numbered
 from rayrec.data.logs.splits import NAMES, Kind, Split, SplitParts, check_parts
 from rayrec.data.materialized.adopted import (
@@ -33,7 +34,6 @@ from rayrec.data.materialized.adopted import (
 )
 from rayrec.data.materialized.dataset import VERSION, hash_of, write_manifest
 from rayrec.data.materialized.files import finish_files
-from rayrec.data.preprocessor import MAX_TABLE_ROWS, PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.data.tokens import sets_of_shards
 from rayrec.observe.console import Console
 from rayrec.prepare.adopt_tokens import adopt_tokens

@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rayrec import storage
 from rayrec.config import Config, InputError
-from rayrec.data.counting_indexer import CountingIndexer
+from rayrec.data.encoding.extension import Extension, preprocessor_folder, rules_of
+from rayrec.data.encoding.extension import extend as extend_preprocessor
+from rayrec.data.encoding.one_pass import CountingIndexer
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.presets import Preset, make_preprocessor
 from rayrec.data.engine import Engine
-from rayrec.data.extension import Extension, preprocessor_folder, rules_of
-from rayrec.data.extension import extend as extend_preprocessor
 from rayrec.data.logs.head import has_labels
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.materialized import writer as writing
 from rayrec.data.opening import index_log
-from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.presets import Preset, make_preprocessor
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, engine, raw_index
 from rayrec.prepare.text import TextConfig, preprocess_text
 
 if TYPE_CHECKING:
-    from rayrec.data.counting import Counts
+    from rayrec.data.encoding.counts import Counts
 
 
 def vocabulary(

@@ -16,7 +16,9 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import materialized, report
 from rayrec.data.arrow_arrays import arrow_numbers, arrow_texts, numpy_of
-from rayrec.data.counting import Counts, count_log
+from rayrec.data.encoding.counts import Counts, count_log
+from rayrec.data.encoding.preprocessor import Preprocessor, bucket_integers
+from rayrec.data.encoding.presets import RAYREC, Preset
 from rayrec.data.engine import Engine
 from rayrec.data.logs.index import LogIndex, Segment
 from rayrec.data.logs.reading import read_raw
@@ -24,8 +26,6 @@ from rayrec.data.logs.splits import Slice, parts_of, slices_of
 from rayrec.data.logs.text_parser import PADDING_BYTES
 from rayrec.data.opening import open_log
 from rayrec.data.position import Part
-from rayrec.data.preprocessor import Preprocessor, bucket_integers
-from rayrec.data.presets import RAYREC, Preset
 from rayrec.data.tally import Tally, TallyJob, as_columns, faults_by_column, quantile_edges
 from rayrec.native import keep_freed_memory
 from rayrec.observe.console import Console

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rayrec.data.presets import RAYREC
+from rayrec.data.encoding.presets import RAYREC
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.schema import Feature, Schema

@@ -5,7 +5,7 @@ The rows differ: the published results have a random split, these recipes hold o
 
 from __future__ import annotations
 
-from rayrec.data.presets import FUXICTR_X4
+from rayrec.data.encoding.presets import FUXICTR_X4
 from rayrec.datasets.criteo import KAGGLE_SPLIT, SCHEMA
 from rayrec.models.base import ClickModelConfig
 from rayrec.models.table_start import TableStart

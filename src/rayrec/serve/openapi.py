@@ -10,7 +10,7 @@ from rayrec.launch.provenance import versions
 from rayrec.serve.row_readers import MAX_INTEGER, MAX_NUMBER
 
 if TYPE_CHECKING:
-    from rayrec.data.preprocessor import Preprocessor
+    from rayrec.data.encoding.preprocessor import Preprocessor
     from rayrec.inference.model import ServedModel
     from rayrec.schema import Schema
     from rayrec.serve.config import ServeConfig

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 import orjson
 
-from rayrec.data.oov import UnknownTokens
+from rayrec.data.encoding.oov import UnknownTokens
 from rayrec.metrics.binary import sigmoid
 from rayrec.serve.counters import Counters
 from rayrec.serve.requests import Body, RequestError

@@ -14,7 +14,7 @@ from rayrec import storage
 from rayrec.checkpoint import Checkpoint, open_checkpoint
 from rayrec.config import Config, InputError
 from rayrec.data.encoded import EncodedRows
-from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.metrics.binary import sigmoid
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import materialized
+from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
+from rayrec.data.encoding.presets import Preset
 from rayrec.data.engine import Shared
 from rayrec.data.logs.index import LogIndex, select
 from rayrec.data.position import EpochOrder, Part
-from rayrec.data.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
-from rayrec.data.presets import Preset
 from rayrec.models.base import ClickModelConfig, ModelInputs, unpooled_features
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.table_start import TableStart
@@ -27,7 +27,7 @@ from rayrec.workloads.distillation import RECORD, Teacher, TeacherConfig, open_t
 
 if TYPE_CHECKING:
     from rayrec.checkpoint import Checkpoint
-    from rayrec.data.counting_indexer import CountingIndexer
+    from rayrec.data.encoding.one_pass import CountingIndexer
     from rayrec.data.loader import ClickLoader
     from rayrec.data.opening import TextIndexer
     from rayrec.workloads.recsys_scorer import ClickScorer
@@ -181,7 +181,7 @@ class ClickWorkload(Workload):
         return materialized.open_preprocessed(path).list_files()
 
     def prepare(self, context: RunContext) -> Prepared:
-        from rayrec.data.counting_indexer import CountingIndexer
+        from rayrec.data.encoding.one_pass import CountingIndexer
 
         if importlib.util.find_spec("torchrec") is None:
             raise InputError("torchrec is not installed, which click models need; `rayrec doctor` says how to fix it")
@@ -316,8 +316,8 @@ class ClickWorkload(Workload):
         return preprocessor
 
     def _counted_preprocessor(self, index: LogIndex, context: RunContext, counting: CountingIndexer) -> Preprocessor:
-        from rayrec.data.counting import problems_of
-        from rayrec.data.presets import make_preprocessor
+        from rayrec.data.encoding.counts import problems_of
+        from rayrec.data.encoding.presets import make_preprocessor
 
         start, stop = self._counted_rows(index, context.config)
         with counting.counts(

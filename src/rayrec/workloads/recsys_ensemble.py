@@ -10,7 +10,7 @@ import torch
 from rayrec.checkpoint import Checkpoint, full_tensors
 from rayrec.checkpoint.joining import Place
 from rayrec.config import InputError
-from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.layers.mlp import Precision
 from rayrec.models.base import ClickModelConfig
 from rayrec.models.ranking.ensemble import EnsembleConfig

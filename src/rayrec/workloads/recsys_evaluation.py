@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rayrec.batch import Batch, StepOutput
-from rayrec.data.rules import SparseColumn
+from rayrec.data.encoding.rules import SparseColumn
 from rayrec.metrics.labels import LabelsAccumulator
 from rayrec.schema import Label
 

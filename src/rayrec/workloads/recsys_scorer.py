@@ -17,7 +17,7 @@ from rayrec import storage
 from rayrec.checkpoint import Checkpoint, full_tensors
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows, Ids
-from rayrec.data.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
+from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.layers.embedded import Embedded, Sequences
 from rayrec.layers.mlp import Precision
 from rayrec.models import ranking

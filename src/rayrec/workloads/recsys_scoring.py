@@ -16,8 +16,9 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import materialized
 from rayrec.data.arrow_arrays import arrow_numbers, numpy_of
+from rayrec.data.encoding.known_categories import bucket_names, buckets_of
+from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import Shared
-from rayrec.data.frequency import bucket_names, buckets_of
 from rayrec.data.ingest import share_preprocessor
 from rayrec.data.logs.head import has_labels
 from rayrec.data.logs.index import LogIndex, select
@@ -27,7 +28,6 @@ from rayrec.data.logs.reading import open_block
 from rayrec.data.logs.splits import Slice, slices_of
 from rayrec.data.opening import open_log
 from rayrec.data.position import Block, Part, blocks_of_epoch
-from rayrec.data.preprocessor import Preprocessor
 from rayrec.metrics.binary import sigmoid
 from rayrec.metrics.labels import LabelsAccumulator
 from rayrec.metrics.ranking import DEFAULT_KS

@@ -17,14 +17,14 @@ import numpy as np
 from rayrec import machine, storage
 from rayrec.config import InputError
 from rayrec.data import materialized
-from rayrec.data.counting import count_parts
 from rayrec.data.encoded import Bags, EncodedRows
+from rayrec.data.encoding.counts import count_parts
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.presets import make_preprocessor
 from rayrec.data.engine import InProcess
 from rayrec.data.logs.index import LogIndex, cut, index_chunk, is_gzip, numbered
 from rayrec.data.logs.table_log import is_table
 from rayrec.data.position import Block, EpochOrder, Part
-from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.presets import make_preprocessor
 from rayrec.data.stages import BlockTimes, measured
 from rayrec.data.threads import ThreadEngine
 from rayrec.workloads.base import TrainConfig, WorkerContext

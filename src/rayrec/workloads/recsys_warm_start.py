@@ -10,8 +10,8 @@ import numpy as np
 from rayrec.checkpoint import Checkpoint
 from rayrec.checkpoint.row_map import RowMap
 from rayrec.config import InputError
-from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.rules import SparseColumn
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.rules import SparseColumn
 from rayrec.workloads.base import RunContext, WarmStart
 from rayrec.workloads.recsys_scorer import click_settings, empty_model, load_preprocessor, wanted_weights
 from rayrec.workloads.stored_settings import require_same_optimizer, require_same_weights, stored_settings

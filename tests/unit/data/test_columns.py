@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from rayrec.data.columns import RawColumns, RawSparse, column_tokens, dense_moments, encode_columns
 from rayrec.data.encoded import Bags, EncodedRows, from_arrow, to_arrow
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.text_parser import parse
-from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.rules import DenseColumn, SparseColumn
 from rayrec.schema import Schema
 
 SCHEMA = Schema(
@@ -227,7 +227,7 @@ def test_dense_moments(values: list[float | None]) -> None:
 
 
 def test_integers_have_the_moments_that_integer_columns_have() -> None:
-    from rayrec.data.counting import CountingJob
+    from rayrec.data.encoding.counts import CountingJob
 
     rng = random.Random(0)
     values = [

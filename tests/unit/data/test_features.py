@@ -15,15 +15,15 @@ from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.data import materialized
 from rayrec.data.columns import RawColumns
-from rayrec.data.counting import CountingJob
 from rayrec.data.encoded import Bags, EncodedRows, from_arrow, to_arrow
+from rayrec.data.encoding.counts import CountingJob
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.presets import Preset, make_preprocessor
 from rayrec.data.frames import transform
 from rayrec.data.loader import Slicer
 from rayrec.data.logs.csv_reader import read_csv
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.materialized.formats import check, from_named_columns, named_columns
-from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.presets import Preset, make_preprocessor
 from rayrec.models.base import ModelInputs
 from rayrec.schema import Feature, Label, Schema, load_schema
 

@@ -11,12 +11,12 @@ import pytest
 
 import rayrec
 from rayrec.config import InputError
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.csv_reader import read_csv
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import parse
 from rayrec.data.materialized.formats import named_columns
-from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.rules import DenseColumn, SparseColumn
 from rayrec.schema import Schema
 
 CRITEO = Schema(tokens="hexadecimal", label="y", dense=("a", "b"), sparse=("s", "t"))

@@ -14,13 +14,13 @@ import pytest
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import ingest
-from rayrec.data.counting import count_parts
+from rayrec.data.encoding.counts import count_parts
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.engine import InProcess
 from rayrec.data.ingest import STOP_ASKED, encoded_block, stream
 from rayrec.data.logs.index import cut, index_chunk, numbered
 from rayrec.data.position import Block, Part, Piece
-from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.presets import RAYREC, make_preprocessor
 from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.training import stopping

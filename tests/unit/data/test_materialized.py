@@ -19,8 +19,12 @@ from torchrec_scripts import torchrec_criteo
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import materialized
-from rayrec.data.counting import count_log
 from rayrec.data.encoded import Bags, EncodedRows, Ids
+from rayrec.data.encoding.counts import count_log
+from rayrec.data.encoding.multi_hot import MultiHot
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.presets import ALL, make_preprocessor
+from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.index import LogIndex, cut, index_chunk, numbered, select
 from rayrec.data.logs.reading import encode_block, read_raw
 from rayrec.data.logs.splits import Split
@@ -29,12 +33,8 @@ from rayrec.data.logs.text_parser import Faults
 from rayrec.data.materialized import checks, maps
 from rayrec.data.materialized.files import WRITTEN
 from rayrec.data.materialized.writer import preprocess
-from rayrec.data.multi_hot import MultiHot
 from rayrec.data.opening import open_log
 from rayrec.data.position import EpochOrder, Part, whole
-from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.presets import ALL, make_preprocessor
-from rayrec.data.rules import DenseColumn, SparseColumn
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.schema import Schema
 

@@ -15,8 +15,8 @@ from sklearn.metrics import roc_auc_score
 
 from rayrec.data import report
 from rayrec.data.columns import RawColumns, RawSparse
+from rayrec.data.encoding.rules import SparseColumn
 from rayrec.data.logs.text_parser import padded, parse
-from rayrec.data.rules import SparseColumn
 from rayrec.data.tally import (
     DECILES,
     TOP,

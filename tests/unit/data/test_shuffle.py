@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from rayrec import storage
 from rayrec.data import materialized
 from rayrec.data.encoded import Bags, EncodedRows
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.index import LogIndex, Segment, cut, index_chunk, numbered
 from rayrec.data.logs.splits import Split
 from rayrec.data.logs.text_parser import Faults
@@ -25,8 +27,6 @@ from rayrec.data.materialized.files import WRITTEN
 from rayrec.data.materialized.shuffle import Permutation, gather_runs, mixing, write_run
 from rayrec.data.materialized.writer import preprocess
 from rayrec.data.position import Part, blocks_of_epoch
-from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.rules import DenseColumn, SparseColumn
 from rayrec.datasets.criteo import SCHEMA
 
 

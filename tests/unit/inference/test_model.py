@@ -20,7 +20,7 @@ from saved_clicks import (
 
 from rayrec import recipes
 from rayrec.config import InputError
-from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.inference.model import open_served
 
 

@@ -24,8 +24,8 @@ from rayrec.api import predict_to
 from rayrec.config import InputError
 from rayrec.data import materialized
 from rayrec.data.encoded import EncodedRows
-from rayrec.data.extension import rules_of
-from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.encoding.extension import rules_of
+from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.inference.model import open_served
 from rayrec.observe.console import Console
 from rayrec.workloads.base import TrainConfig

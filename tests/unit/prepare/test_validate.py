@@ -15,12 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from rayrec.config import InputError
-from rayrec.data.counting import count_log
+from rayrec.data.encoding.counts import count_log
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.presets import make_preprocessor
 from rayrec.data.logs.index import LogIndex, numbered
 from rayrec.data.logs.splits import MAX_SLICES, parts_of, slices_of
 from rayrec.data.logs.text_parser import Faults
-from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.presets import make_preprocessor
 from rayrec.data.synthetic import generate
 from rayrec.observe.console import Console
 from rayrec.prepare import validate as module

@@ -11,13 +11,13 @@ import pytest
 
 from rayrec import recipes
 from rayrec.config import InputError
-from rayrec.data.counting import count_log
+from rayrec.data.encoding.counts import count_log
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.presets import make_preprocessor
 from rayrec.data.logs import index
 from rayrec.data.logs.index import LogIndex, select
 from rayrec.data.logs.text_parser import Faults, RawRows
 from rayrec.data.position import Part
-from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.presets import make_preprocessor
 from rayrec.data.threads import ThreadEngine
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, raw_index

@@ -35,8 +35,8 @@ from served_click_model import (
 )
 
 from rayrec.data.columns import RawColumns
-from rayrec.data.multi_hot import MultiHot
-from rayrec.data.rules import SparseColumn
+from rayrec.data.encoding.multi_hot import MultiHot
+from rayrec.data.encoding.rules import SparseColumn
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.schema import Schema
 from rayrec.serve.app import ScoringApp, held_by_json

@@ -17,16 +17,16 @@ from data_parallel_ranks import Small, config
 
 from rayrec import recipes, storage
 from rayrec.data import loader as loader_module
-from rayrec.data.counting import count_parts
 from rayrec.data.encoded import EncodedRows, from_arrow
+from rayrec.data.encoding.counts import count_parts
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.engine import InProcess
 from rayrec.data.ingest import encode_task
 from rayrec.data.loader import ClickLoader
 from rayrec.data.logs import index as log_module
 from rayrec.data.logs.index import LogIndex, cut, index_chunk, numbered
 from rayrec.data.position import Block, EpochOrder, Part, Piece, Position
-from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.presets import RAYREC, make_preprocessor
 from rayrec.data.rows import ArrayRows
 from rayrec.data.stages import StageAccount, times_of
 from rayrec.data.threads import ThreadEngine

@@ -21,7 +21,7 @@ from rayrec import checkpoint as checkpoints
 from rayrec import recipes
 from rayrec.checkpoint import Checkpoint, full_tensors, open_checkpoint
 from rayrec.config import InputError
-from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.models.embeddings import fill_table_part
 from rayrec.models.ranking.dcnv2 import DCNv2Config
 from rayrec.models.ranking.din import DINConfig

@@ -11,7 +11,7 @@ from saved_clicks import criteo_preprocessor
 from rayrec import recipes, storage
 from rayrec.checkpoint.extra_files import ExtraFiles
 from rayrec.checkpoint.format import sha256_of
-from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.encoding.preprocessor import Preprocessor
 
 
 def test_a_preprocessor_comes_along(tmp_path: Path) -> None:

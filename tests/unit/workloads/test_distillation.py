@@ -18,9 +18,9 @@ from rayrec import checkpoint as checkpoints
 from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.loader import Slicer, sparse_features
-from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.rules import DenseColumn, SparseColumn
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.observe.console import Console

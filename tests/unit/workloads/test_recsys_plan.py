@@ -13,7 +13,7 @@ import torch
 from rayrec import api, recipes
 from rayrec.commands import training
 from rayrec.config import InputError
-from rayrec.data.presets import FUXICTR_X4, MLPERF_NUM_EMBEDDINGS
+from rayrec.data.encoding.presets import FUXICTR_X4, MLPERF_NUM_EMBEDDINGS
 from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig
 from rayrec.sharding import TablePlacement
 from rayrec.workloads import recsys_plan, recsys_worker
@@ -162,10 +162,10 @@ def test_a_preprocessors_columns_are_planned(tmp_path: Path) -> None:
     import numpy as np
 
     from rayrec import storage
-    from rayrec.data.counting import count_parts
+    from rayrec.data.encoding.counts import count_parts
+    from rayrec.data.encoding.presets import make_preprocessor
     from rayrec.data.logs.index import cut, index_chunk, numbered
     from rayrec.data.position import Part
-    from rayrec.data.presets import make_preprocessor
 
     values = np.random.default_rng(0).integers(0, 9, (200, 26))
     lines = ("\t".join(["1", *map(str, range(13)), *(f"{value:08x}" for value in row)]) for row in values)

@@ -16,10 +16,10 @@ from rayrec import checkpoint as checkpoints
 from rayrec import recipes
 from rayrec.checkpoint.format import seal
 from rayrec.config import InputError
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.loader import sparse_features
 from rayrec.data.logs.text_parser import parse
-from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.rules import DenseColumn, SparseColumn
 from rayrec.inference.model import open_served
 from rayrec.inference.pool import weight_bytes
 from rayrec.inference.scoring import ScoringRequest

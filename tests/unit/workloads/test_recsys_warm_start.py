@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rayrec.config import InputError
-from rayrec.data.rules import SparseColumn
+from rayrec.data.encoding.rules import SparseColumn
 from rayrec.workloads.recsys_warm_start import Carried, carried
 
 

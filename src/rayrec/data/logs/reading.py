@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from rayrec.data import materialized
 from rayrec.data.columns import RawColumns
 from rayrec.data.encoded import EncodedRows
+from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.groups import group_keys
 from rayrec.data.logs.index import Segment, read_segments, row_numbers
 from rayrec.data.logs.table_log import read_tables
 from rayrec.data.logs.text_parser import RawRows
 from rayrec.data.position import Block
-from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.stages import stage
 from rayrec.schema import Schema
 

@@ -23,10 +23,10 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow_arrays import arrow_texts
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.text_parser import LABEL_FAULT, Fault, Faults, distinct_labels
 from rayrec.data.materialized.files import FilePlan, Matrix, combine
-from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.rules import DenseColumn, SparseColumn
 from rayrec.schema import Schema
 
 IdFiles = Literal["sparse", "sparse_contig_freq", "sparse_multi_hot"]

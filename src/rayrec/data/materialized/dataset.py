@@ -25,6 +25,7 @@ from pyarrow import fs as arrow_fs
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
+from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import Engine
 from rayrec.data.logs.index import LogIndex, Segment, row_numbers
 from rayrec.data.logs.text_parser import Faults
@@ -34,7 +35,6 @@ from rayrec.data.materialized.files import FORMATS, MAPPED, file_checksum
 from rayrec.data.materialized.formats import from_named_columns
 from rayrec.data.materialized.maps import RowMaps, Run, damaged
 from rayrec.data.position import Block, Piece
-from rayrec.data.preprocessor import Preprocessor
 from rayrec.data.stages import BlockTimes, StageAccount, measured, stage
 
 __all__ = [

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rayrec import storage
-from rayrec.data.preprocessor import Preprocessor
+from rayrec.data.encoding.preprocessor import Preprocessor
 
 MAPPED = ("binary", "npy", "npz")
 """Formats whose files a process maps into its memory; any row is written and read on its own."""

@@ -9,11 +9,11 @@ from typing import Any
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.encoding.preprocessor import Preprocessor, file_key
 from rayrec.data.logs.index import LogIndex, select
 from rayrec.data.materialized.files import FilePlan, plan_files
 from rayrec.data.materialized.tasks import Task
 from rayrec.data.position import Part
-from rayrec.data.preprocessor import Preprocessor, file_key
 
 MOST_SHUFFLE_TASKS = 1024
 """Of a full shuffle: each of its second half reads from all of its first."""

@@ -21,6 +21,7 @@ from pyarrow import fs as arrow_fs
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import Engine, StreamEngine
 from rayrec.data.ingest import share_preprocessor
 from rayrec.data.logs.index import LogIndex
@@ -30,7 +31,6 @@ from rayrec.data.materialized.formats import check
 from rayrec.data.materialized.plan import Layout, lay_out
 from rayrec.data.materialized.shuffle import run_path
 from rayrec.data.materialized.tasks import JOB, Job, Task, disk_errors, gather_rows, scatter_rows, write_rows
-from rayrec.data.preprocessor import Preprocessor
 
 Marker = dict[str, Any]
 """What a task says it has written."""

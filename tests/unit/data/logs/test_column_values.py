@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rayrec.data.encoding.preprocessor import num_slots
 from rayrec.data.logs.column_values import EMPTY, REFUSED, VALUE, build_slots, integer_tokens, look_up, text_tokens
-from rayrec.data.preprocessor import num_slots
 
 MASK = 2**64 - 1
 P1, P2, P3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9

@@ -29,7 +29,9 @@ from hypothesis import strategies as st
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.columns import RawColumns
-from rayrec.data.counting import CountingJob, count_log
+from rayrec.data.encoding.counts import CountingJob, count_log
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.presets import Preset, make_preprocessor
 from rayrec.data.logs import csv_reader, parquet
 from rayrec.data.logs.column_values import text_tokens
 from rayrec.data.logs.csv_reader import FAULT, TOO_FEW, TOO_MANY, UNMATCHED, CsvRange, read_csv, row_start
@@ -38,8 +40,6 @@ from rayrec.data.logs.table_log import column_names, good_rows, index_tables, is
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import Faults, RawRows, parse
 from rayrec.data.position import Part
-from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.presets import Preset, make_preprocessor
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.schema import Schema
 

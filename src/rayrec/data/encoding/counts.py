@@ -16,14 +16,7 @@ import pyarrow as pa
 from rayrec import machine
 from rayrec.data.arrow_arrays import arrow_bytes
 from rayrec.data.columns import RawColumns, column_tokens, dense_moments
-from rayrec.data.engine import Engine
-from rayrec.data.logs.index import Segment
-from rayrec.data.logs.reading import read_raw
-from rayrec.data.logs.text_parser import RawRows
-from rayrec.data.position import Part
-from rayrec.data.preprocessor import file_key
-from rayrec.data.presets import DENSE_LOW_BITS, DENSE_UNITS
-from rayrec.data.token_counter import (
+from rayrec.data.encoding.category_counter import (
     NO_ROW,
     Items,
     Spill,
@@ -34,6 +27,13 @@ from rayrec.data.token_counter import (
     narrow,
     pointer,
 )
+from rayrec.data.encoding.preprocessor import file_key
+from rayrec.data.encoding.presets import DENSE_LOW_BITS, DENSE_UNITS
+from rayrec.data.engine import Engine
+from rayrec.data.logs.index import Segment
+from rayrec.data.logs.reading import read_raw
+from rayrec.data.logs.text_parser import RawRows
+from rayrec.data.position import Part
 from rayrec.native import keep_freed_memory, library
 from rayrec.schema import Schema
 

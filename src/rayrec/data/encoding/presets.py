@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from rayrec.config import Config, InputError
-from rayrec.data.frequency import ENDS, frequency_ends
+from rayrec.data.encoding.known_categories import ENDS, frequency_ends
+from rayrec.data.encoding.multi_hot import MultiHot
+from rayrec.data.encoding.preprocessor import Preprocessor, bucket_integers
+from rayrec.data.encoding.rules import LOWEST_INTEGER, DenseColumn, SparseColumn
 from rayrec.data.logs.splits import Split
-from rayrec.data.multi_hot import MultiHot
-from rayrec.data.preprocessor import Preprocessor, bucket_integers
-from rayrec.data.rules import LOWEST_INTEGER, DenseColumn, SparseColumn
 from rayrec.hashing import murmur3
 from rayrec.schema import Schema
 
 if TYPE_CHECKING:
-    from rayrec.data.counting import CountingJob, Counts
+    from rayrec.data.encoding.counts import CountingJob, Counts
     from rayrec.data.logs.text_parser import RawRows
 
 MLPERF_NUM_EMBEDDINGS = (
@@ -109,7 +109,7 @@ class Preset(Config):
 
     def counting(self, schema: Schema) -> CountingJob:
         """What must be counted of a log of `schema`."""
-        from rayrec.data.counting import CountingJob
+        from rayrec.data.encoding.counts import CountingJob
 
         dtype: Literal["uint32", "uint64"] = "uint32" if schema.tokens == "hexadecimal" else "uint64"
         return CountingJob(schema, prepare=self.prepare, dtype=dtype, first_rows=self.first_rows)

@@ -22,9 +22,10 @@ from hypothesis import strategies as st
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data import counting as counting_module
 from rayrec.data.columns import RawColumns, RawSparse
-from rayrec.data.counting import (
+from rayrec.data.encoding import counts as counting_module
+from rayrec.data.encoding.category_counter import Spill, TokenCounter
+from rayrec.data.encoding.counts import (
     NO_ROW,
     CountingJob,
     Counts,
@@ -32,14 +33,13 @@ from rayrec.data.counting import (
     count_parts,
     problems_of,
 )
-from rayrec.data.counting_indexer import CountingIndexer
+from rayrec.data.encoding.one_pass import CountingIndexer
+from rayrec.data.encoding.presets import DENSE_LOW_BITS, DENSE_UNITS, RAYREC, make_preprocessor
 from rayrec.data.logs.index import LogIndex, cut, index_chunk, numbered, read_segments, select
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import Faults, RawRows, parse
 from rayrec.data.opening import index_log
 from rayrec.data.position import Part
-from rayrec.data.presets import DENSE_LOW_BITS, DENSE_UNITS, RAYREC, make_preprocessor
-from rayrec.data.token_counter import Spill, TokenCounter
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.machine import Memory
 from rayrec.schema import Schema

@@ -11,7 +11,7 @@ import numpy as np
 from rayrec.config import InputError
 
 if TYPE_CHECKING:
-    from rayrec.data.preprocessor import Preprocessor
+    from rayrec.data.encoding.preprocessor import Preprocessor
 
 ENDS: Final = "frequency_ends"
 """Among a Preprocessor's constants: by sparse column, how many of its tokens were counted in at least 1, 2, 10, 100, ... rows."""

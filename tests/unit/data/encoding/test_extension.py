@@ -11,14 +11,11 @@ import pytest
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.counting import Counts, count_parts
-from rayrec.data.extension import extend
-from rayrec.data.logs.index import LogIndex, cut, index_chunk, numbered, read_segments
-from rayrec.data.logs.text_parser import Faults
-from rayrec.data.oov import UnknownTokens
-from rayrec.data.position import Part
-from rayrec.data.preprocessor import Preprocessor
-from rayrec.data.presets import (
+from rayrec.data.encoding.counts import Counts, count_parts
+from rayrec.data.encoding.extension import extend
+from rayrec.data.encoding.oov import UnknownTokens
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.presets import (
     ALL,
     FUXICTR_X4,
     MLPERF_V1,
@@ -29,6 +26,9 @@ from rayrec.data.presets import (
     Preset,
     make_preprocessor,
 )
+from rayrec.data.logs.index import LogIndex, cut, index_chunk, numbered, read_segments
+from rayrec.data.logs.text_parser import Faults
+from rayrec.data.position import Part
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig
 from rayrec.prepare.preprocess import vocabulary

@@ -9,13 +9,13 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.frequency import ENDS
-from rayrec.data.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
-from rayrec.data.presets import KnownTokens, Preset, known_tokens
-from rayrec.data.rules import SparseColumn
+from rayrec.data.encoding.known_categories import ENDS
+from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
+from rayrec.data.encoding.presets import KnownTokens, Preset, known_tokens
+from rayrec.data.encoding.rules import SparseColumn
 
 if TYPE_CHECKING:
-    from rayrec.data.counting import Counts
+    from rayrec.data.encoding.counts import Counts
 
 
 def preprocessor_folder(path: str) -> str:

@@ -13,14 +13,11 @@ from torchrec_scripts import torchrec_criteo
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.counting import count_parts
-from rayrec.data.frequency import bucket_names, buckets_of
-from rayrec.data.logs.index import LogIndex, cut, index_chunk, numbered, read_segments
-from rayrec.data.logs.text_parser import Faults, RawRows
-from rayrec.data.multi_hot import MLPERF_SIZES, MultiHot
-from rayrec.data.position import Part
-from rayrec.data.preprocessor import Preprocessor, bucket_integers
-from rayrec.data.presets import (
+from rayrec.data.encoding.counts import count_parts
+from rayrec.data.encoding.known_categories import bucket_names, buckets_of
+from rayrec.data.encoding.multi_hot import MLPERF_SIZES, MultiHot
+from rayrec.data.encoding.preprocessor import Preprocessor, bucket_integers
+from rayrec.data.encoding.presets import (
     ALL,
     FUXICTR_X1,
     FUXICTR_X4,
@@ -34,6 +31,9 @@ from rayrec.data.presets import (
     by_name,
     make_preprocessor,
 )
+from rayrec.data.logs.index import LogIndex, cut, index_chunk, numbered, read_segments
+from rayrec.data.logs.text_parser import Faults, RawRows
+from rayrec.data.position import Part
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.hashing import murmur3
 from rayrec.schema import Schema

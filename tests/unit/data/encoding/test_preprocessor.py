@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayrec.config import InputError
+from rayrec.data.encoding.preprocessor import CSparseColumn, Preprocessor, c_dense_column, num_slots
+from rayrec.data.encoding.presets import RAYREC, make_preprocessor
+from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import RawRows, parse
-from rayrec.data.preprocessor import CSparseColumn, Preprocessor, c_dense_column, num_slots
-from rayrec.data.presets import RAYREC, make_preprocessor
-from rayrec.data.rules import DenseColumn, SparseColumn
 from rayrec.native import library
 from rayrec.schema import Schema
 

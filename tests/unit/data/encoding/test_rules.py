@@ -16,15 +16,15 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from rayrec.config import InputError
-from rayrec.data import presets
 from rayrec.data.columns import RawColumns, RawSparse
 from rayrec.data.encoded import EncodedRows
+from rayrec.data.encoding import presets
+from rayrec.data.encoding.multi_hot import MultiHot
+from rayrec.data.encoding.preprocessor import Preprocessor, bucket_integers
+from rayrec.data.encoding.presets import Preset, make_preprocessor
+from rayrec.data.encoding.rules import DenseColumn, SparseColumn, bucket_tokens, expand_bag
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import RawRows, parse
-from rayrec.data.multi_hot import MultiHot
-from rayrec.data.preprocessor import Preprocessor, bucket_integers
-from rayrec.data.presets import Preset, make_preprocessor
-from rayrec.data.rules import DenseColumn, SparseColumn, bucket_tokens, expand_bag
 from rayrec.inference.export import encoder_program
 from rayrec.schema import Feature, Schema
 
