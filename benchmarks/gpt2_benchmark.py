@@ -47,7 +47,7 @@ def ours(*, log_every: int, warm_steps: int, **arguments: Any) -> dict[str, Any]
 
 def plain(*, loader_workers: int, steps: int, warm_steps: int, **arguments: Any) -> dict[str, Any]:
     """The same of the plain script, told what the recipe tells ours."""
-    from rayrec.data.tokens import open_tokens
+    from rayrec.data.text.text_blocks import open_tokens
 
     config = recipe(**arguments, steps=steps, loop="huggingface")
     tokens, optimizer = open_tokens(arguments["path"]), config.workload.optimizer
@@ -145,7 +145,7 @@ def compare_speed(
 
 def flop_per_token(path: str) -> float:
     """Of a training step: six for each weight of a matrix product, and for attention's two products over the block."""
-    from rayrec.data.tokens import open_tokens
+    from rayrec.data.text.text_blocks import open_tokens
     from rayrec.recipes import gpt2_tiny
 
     workload: Any = gpt2_tiny().workload

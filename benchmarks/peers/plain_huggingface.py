@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-from rayrec.data.mds import load_streaming
+from rayrec.data.text.mds import load_streaming
 
 
 class Blocks(Dataset):

@@ -20,9 +20,9 @@ from processes import POLL_S, Session, environment_for
 import rayrec
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.mds import TokenRows
-from rayrec.data.tokenizer import load_tokenizer
-from rayrec.data.tokens import open_tokens
+from rayrec.data.text.mds import TokenRows
+from rayrec.data.text.text_blocks import open_tokens
+from rayrec.data.text.tokenizer import load_tokenizer
 from rayrec.observe.console import Console
 from rayrec.prepare import text as preparing
 
@@ -102,7 +102,7 @@ def test_an_error_of_a_task_is_one_line(text: Path, tmp_path: Path) -> None:
 
 
 def tokenizer_of(text: Path, folder: Path) -> Path:
-    from rayrec.data.tokenizer import bytes_bpe, write_tokenizer
+    from rayrec.data.text.tokenizer import bytes_bpe, write_tokenizer
 
     write_tokenizer(bytes_bpe([text.read_text()], 300), str(folder / "tokenizer"))
     return folder / "tokenizer"

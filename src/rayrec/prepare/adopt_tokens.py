@@ -9,10 +9,10 @@ from typing import Any
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data import tokens
-from rayrec.data.mds_index import INDEX, Index, TokenColumn
-from rayrec.data.text_parts import PART_BYTES
-from rayrec.data.tokenizer import TextTokenizer, read_tokenizer, write_tokenizer
+from rayrec.data.text import text_blocks
+from rayrec.data.text.mds_index import INDEX, Index, TokenColumn
+from rayrec.data.text.text_parts import PART_BYTES
+from rayrec.data.text.tokenizer import TextTokenizer, read_tokenizer, write_tokenizer
 from rayrec.extras import require_language
 from rayrec.observe.console import Console
 from rayrec.prepare.text import hash_of
@@ -41,15 +41,15 @@ def adopt_tokens(
     path = storage.absolute(path).rstrip("/")
     if out is not None and (storage.is_url(path) or storage.is_url(out)):
         raise InputError(f"out: {out} would link to the shards of {path}, which no store can; leave out --out")
-    if out is None and storage.exists(storage.join(path, tokens.MANIFEST)):
+    if out is None and storage.exists(storage.join(path, text_blocks.MANIFEST)):
         raise InputError(
-            f"{path}: has a {tokens.MANIFEST} already, so that runs can read it; remove it to adopt it again"
+            f"{path}: has a {text_blocks.MANIFEST} already, so that runs can read it; remove it to adopt it again"
         )
     if out is None and storage.exists(storage.join(path, "tokenizer")):
         raise InputError(f"{path}: has a folder tokenizer already, where the tokenizer would go; give --out DIR")
     files = read_tokenizer(os.path.expanduser(tokenizer))
     known = TextTokenizer(files, tokenizer)
-    sets, described, shards = tokens.sets_of_shards(path), {}, {}
+    sets, described, shards = text_blocks.sets_of_shards(path), {}, {}
     for name, folder in sets.items():
         described[name], shards[name] = _scan(
             storage.join(path, folder) if folder else path, known, column, token_dtype, console
@@ -59,8 +59,8 @@ def adopt_tokens(
     if len(set(sizes.values())) > 1:
         raise InputError(f"{path}: rows of train have {sizes['train']} tokens, of validation {sizes['validation']}")
     manifest = {
-        "format": tokens.FORMAT,
-        "version": tokens.VERSION,
+        "format": text_blocks.FORMAT,
+        "version": text_blocks.VERSION,
         "block_size": sizes["train"],
         "part_bytes": PART_BYTES,
         "vocabulary_size": known.vocabulary_size,
@@ -88,7 +88,7 @@ def adopt_tokens(
 def _write(folder: str, manifest: dict[str, Any], files: Mapping[str, bytes]) -> None:
     try:
         write_tokenizer(files, storage.join(folder, "tokenizer"))
-        storage.write_json(storage.join(folder, tokens.MANIFEST), manifest)
+        storage.write_json(storage.join(folder, text_blocks.MANIFEST), manifest)
     except PermissionError as error:
         raise InputError(
             f"{folder}: cannot be written to ({error.strerror}); give --out DIR, a new folder that will have links to the shards"
@@ -99,7 +99,7 @@ def _scan(
     folder: str, tokenizer: TextTokenizer, column: str | None, token_dtype: str, console: Console
 ) -> tuple[dict[str, Any], list[Any]]:
     """What the manifest says of a set, and what identifies its shards. Reads every shard, one at a time."""
-    from rayrec.data import mds
+    from rayrec.data.text import mds
 
     mds.load_streaming()
     index_path = storage.join(folder, INDEX)

@@ -29,7 +29,7 @@ from rayrec.data.logs.head import has_labels
 from rayrec.data.logs.index import LogIndex, numbered
 from rayrec.data.logs.table_log import is_table
 from rayrec.data.logs.text_parser import Faults
-from rayrec.data.materialized.tasks import JOB, disk_errors
+from rayrec.data.materialized.write_tasks import JOB, disk_errors
 from rayrec.data.materialized.writer import goes_on
 from rayrec.data.opening import refuse_foreign
 from rayrec.observe.console import Console

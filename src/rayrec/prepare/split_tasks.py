@@ -28,7 +28,7 @@ from rayrec.data.logs.index import Segment, changed, checksum, is_gzip
 from rayrec.data.logs.parquet import is_parquet, missing_partitions, open_parquet, partitions_of, with_partitions
 from rayrec.data.logs.table_parser import good_rows_of, parse_table
 from rayrec.data.logs.text_parser import PADDING_BYTES, Faults, RawRows, max_rows_in, parse_lines
-from rayrec.data.materialized.tasks import JOB, disk_errors
+from rayrec.data.materialized.write_tasks import JOB, disk_errors
 from rayrec.hashing import GOLDEN, mix64
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema

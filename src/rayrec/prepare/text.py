@@ -21,13 +21,13 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import Config, InputError
-from rayrec.data import mds_index, text_parts, tokens
 from rayrec.data.engine import Engine
-from rayrec.data.materialized.tasks import JOB, disk_errors
+from rayrec.data.materialized.write_tasks import JOB, disk_errors
 from rayrec.data.materialized.writer import goes_on
 from rayrec.data.opening import plain_files
-from rayrec.data.text_parts import PART_BYTES, Source
-from rayrec.data.tokenizer import (
+from rayrec.data.text import mds_index, text_blocks, text_parts
+from rayrec.data.text.text_parts import PART_BYTES, Source
+from rayrec.data.text.tokenizer import (
     LEAST_BPE,
     Files,
     TextTokenizer,
@@ -103,7 +103,7 @@ def preprocess_text(
     out = storage.absolute(out).rstrip("/")
     _check_target(out)
     given = None if text.tokenizer in ("bytes_bpe", "characters") else _given(text.tokenizer)
-    if tokens.sets_of_shards(path):
+    if text_blocks.sets_of_shards(path):
         raise InputError(
             f"{path}: holds MDS shards, not plain text; shards of tokens are made usable by `rayrec adopt {path} --tokenizer "
             "DIR`, and a column of text is to be written into a file first, a document a line"
@@ -121,7 +121,7 @@ def preprocess_text(
 
 
 def _check_target(out: str) -> None:
-    made = storage.join(out, tokens.MANIFEST) if storage.is_url(out) else out
+    made = storage.join(out, text_blocks.MANIFEST) if storage.is_url(out) else out
     if storage.exists(made):
         raise InputError(f"{out}: exists already; remove it or choose another place")
 
@@ -160,7 +160,7 @@ class _Work:
         """The tokenizer, and last what all is being made of; both are there already where a call goes on."""
         identity = [[file.path, file.size_bytes, file.modified_ns] for file in files]
         options = {**self.text.to_dict(), "tokenizer": hash_of(given) if given else self.text.tokenizer}
-        made_of = {"version": tokens.VERSION, "format": tokens.FORMAT, "text": hash_of(identity), **options}
+        made_of = {"version": text_blocks.VERSION, "format": text_blocks.FORMAT, "text": hash_of(identity), **options}
         folder = storage.join(self.folder, "tokenizer")
         if goes_on(self.folder, made_of):
             self.console.note(f"{self.folder}: going on")
@@ -221,12 +221,12 @@ class _Work:
 
     def finish(self, files: Sequence[storage.File], sets: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """The indices, the manifest, then the folder's name."""
-        from rayrec.data import mds
+        from rayrec.data.text import mds
 
         shards = {name: described.pop("shards") for name, described in sets.items()}
         manifest = {
-            "format": tokens.FORMAT,
-            "version": tokens.VERSION,
+            "format": text_blocks.FORMAT,
+            "version": text_blocks.VERSION,
             **{
                 name: value
                 for name, value in self.text.to_dict().items()
@@ -245,7 +245,7 @@ class _Work:
                 mds.write_index(storage.join(self.folder, name), infos)
                 self._remove_others(name, {mds_index.INDEX, *(info["raw_data"]["basename"] for info in infos)})
             storage.remove_folder(storage.join(self.folder, "tokens"))
-            storage.write_json(storage.join(self.folder, tokens.MANIFEST), manifest)
+            storage.write_json(storage.join(self.folder, text_blocks.MANIFEST), manifest)
         if self.folder != self.out:
             os.rename(self.folder, self.out)
         storage.remove_folder(storage.join(self.out, "done"))

@@ -14,9 +14,9 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.materialized.tasks import JOB, disk_errors
-from rayrec.data.text_parts import TextPart, read_part
-from rayrec.data.tokenizer import TextTokenizer, load_tokenizer
+from rayrec.data.materialized.write_tasks import JOB, disk_errors
+from rayrec.data.text.text_parts import TextPart, read_part
+from rayrec.data.text.tokenizer import TextTokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def plan_shards(
 
 def write_shard(shard: ShardTask, *, job: TextJob) -> pa.Table:
     """Writes the shard's rows, then the marker that holds what the index says of it."""
-    from rayrec.data import mds  # brings torch
+    from rayrec.data.text import mds  # brings torch
 
     dtype = job.tokenizer.dtype
     tokens = np.empty(shard.tokens, dtype)

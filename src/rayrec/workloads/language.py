@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.text_parts import PART_BYTES
-from rayrec.data.tokenizer import read_tokenizer
-from rayrec.data.tokens import (
+from rayrec.data.text.text_blocks import (
     TokenFolder,
     copy_tokenizer,
     is_tokens,
@@ -22,6 +20,8 @@ from rayrec.data.tokens import (
     sets_of_shards,
     text_rows,
 )
+from rayrec.data.text.text_parts import PART_BYTES
+from rayrec.data.text.tokenizer import read_tokenizer
 from rayrec.extras import require_language
 from rayrec.models.gpt2 import GPT2Config
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
@@ -180,7 +180,7 @@ class LanguageWorkload(DataParallelWorkload):
     # -- on each worker
 
     def open_set(self, context: WorkerContext, prepared: Prepared, name: str) -> RowSource:
-        from rayrec.data.mds import TokenRows
+        from rayrec.data.text.mds import TokenRows
 
         config = context.config
         if name == "train":
@@ -250,7 +250,7 @@ class LanguageWorkload(DataParallelWorkload):
                 block_size=sizes["block_size"],
                 part_bytes=sizes.get("part_bytes", PART_BYTES),
             )
-        from rayrec.data.mds import TokenRows
+        from rayrec.data.text.mds import TokenRows
 
         folder = open_tokens(path)
         if folder.tokenizer_hash != load_tokenizer(tokenizer).hash:

@@ -18,7 +18,7 @@ from rayrec.data.rows import ArrayRows
 from rayrec.workloads.weight_files import read_weights
 
 if TYPE_CHECKING:
-    from rayrec.data.tokens import TextTokenizer
+    from rayrec.data.text.text_blocks import TextTokenizer
     from rayrec.models.gpt2 import GPT2Config
 
 PROMPTS, LENGTHS = "prompts", "lengths"

@@ -30,7 +30,7 @@ from rayrec.data.logs.reading import encode_block, read_raw
 from rayrec.data.logs.splits import Split
 from rayrec.data.logs.table_log import index_tables
 from rayrec.data.logs.text_parser import Faults
-from rayrec.data.materialized import checks, maps
+from rayrec.data.materialized import checks, row_maps
 from rayrec.data.materialized.files import WRITTEN
 from rayrec.data.materialized.writer import preprocess
 from rayrec.data.opening import open_log
@@ -421,7 +421,7 @@ def test_what_does_not_fit_into_memory_says_so(
     days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = write(days, preprocessor, tmp_path / "out", "binary")
-    monkeypatch.setattr(maps, "free_memory", lambda: 1000)
+    monkeypatch.setattr(row_maps, "free_memory", lambda: 1000)
     (block,) = EpochOrder((Part(made.index.segments[0], 0, 5),), "none", 0, 1).blocks(0)
     with pytest.raises(InputError, match=r"do not fit into .* free memory; leave in_memory off"):
         next(materialized.stream_preprocessed([(block, whole([block])[0])], preprocessor, in_memory=True))

@@ -14,10 +14,10 @@ import pytest
 import rayrec
 from rayrec import recipes
 from rayrec.config import InputError
-from rayrec.data import mds
-from rayrec.data.mds import TokenRows
-from rayrec.data.tokenizer import bytes_bpe, write_tokenizer
-from rayrec.data.tokens import open_tokens
+from rayrec.data.text import mds
+from rayrec.data.text.mds import TokenRows
+from rayrec.data.text.text_blocks import open_tokens
+from rayrec.data.text.tokenizer import bytes_bpe, write_tokenizer
 from rayrec.observe.console import Console
 
 QUIET = Console(quiet=True)

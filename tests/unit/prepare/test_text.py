@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 import rayrec
 from rayrec.config import InputError
-from rayrec.data.mds import TokenRows
-from rayrec.data.tokenizer import load_tokenizer
-from rayrec.data.tokens import open_tokens, text_rows
+from rayrec.data.text.mds import TokenRows
+from rayrec.data.text.text_blocks import open_tokens, text_rows
+from rayrec.data.text.tokenizer import load_tokenizer
 from rayrec.observe.console import Console
 from rayrec.prepare import text as preparing
 from rayrec.prepare.text_tasks import plan_shards

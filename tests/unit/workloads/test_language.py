@@ -16,11 +16,11 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 from rayrec import checkpoint, storage
 from rayrec.checkpoint.extra_files import ExtraFiles
 from rayrec.config import InputError
-from rayrec.data import tokens
 from rayrec.data.rows import ArrayRows
+from rayrec.data.text import text_blocks
+from rayrec.data.text.text_blocks import TokenFolder, load_tokenizer, open_tokens
+from rayrec.data.text.tokenizer import Files, TextTokenizer, bytes_bpe, characters, read_tokenizer, write_tokenizer
 from rayrec.data.threads import ThreadEngine
-from rayrec.data.tokenizer import Files, TextTokenizer, bytes_bpe, characters, read_tokenizer, write_tokenizer
-from rayrec.data.tokens import TokenFolder, load_tokenizer, open_tokens
 from rayrec.models.gpt2 import GPT2Config
 from rayrec.recipes.gpt2 import gpt2, gpt2_tiny
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
@@ -101,11 +101,11 @@ def model_of(vocabulary_size: int = 30, *, seed: int = 0, scale: float = 5.0) ->
 
 def test_the_loss_of_rows_is_that_of_the_model_itself() -> None:
     model = model_of(scale=1.0)
-    tokens = torch.randint(0, 30, (5, BLOCK))
-    losses = row_losses(model, tokens)
+    text_blocks = torch.randint(0, 30, (5, BLOCK))
+    losses = row_losses(model, text_blocks)
     assert losses.shape == (5,)
-    assert losses.mean().item() == pytest.approx(model(tokens, labels=tokens).loss.item(), rel=1e-6)
-    for row, loss in zip(tokens, losses, strict=True):
+    assert losses.mean().item() == pytest.approx(model(text_blocks, labels=text_blocks).loss.item(), rel=1e-6)
+    for row, loss in zip(text_blocks, losses, strict=True):
         assert loss.item() == pytest.approx(model(row[None], labels=row[None]).loss.item(), rel=1e-5)
 
 
@@ -291,8 +291,8 @@ def test_a_checkpoint_stores_tied_weights_once_and_builds_the_model(saved: tuple
     assert "model.lm_head.weight" not in names
     loaded = load_model(config.workload, config, checkpoint=folder)
     assert isinstance(loaded, TextModel)
-    tokens = torch.randint(0, model.config.vocab_size, (2, BLOCK))
-    assert torch.equal(loaded(tokens).logits, model.eval()(tokens).logits)
+    text_blocks = torch.randint(0, model.config.vocab_size, (2, BLOCK))
+    assert torch.equal(loaded(text_blocks).logits, model.eval()(text_blocks).logits)
 
 
 def test_predictions_go_on_from_prompts(saved: tuple[TrainConfig, str, Any], tmp_path: Path) -> None:
@@ -332,13 +332,13 @@ def test_text_is_cut_as_that_was_which_the_run_had(
 ) -> None:
     config, folder, _ = saved
     cut: list[int] = []
-    read_texts = tokens.read_texts
+    read_texts = text_blocks.read_texts
 
     def noting(file: storage.File, part_bytes: int) -> list[str]:
         cut.append(part_bytes)
         return read_texts(file, part_bytes)
 
-    monkeypatch.setattr(tokens, "read_texts", noting)
+    monkeypatch.setattr(text_blocks, "read_texts", noting)
     (tmp_path / "more.txt").write_text(TEXT * 3)
     older = tmp_path / "older"
     shutil.copytree(folder, older)
@@ -356,8 +356,8 @@ def test_an_export_is_a_folder_of_transformers(saved: tuple[TrainConfig, str, An
     assert told["bytes"] == (tmp_path / "out" / "model.safetensors").stat().st_size
     other, problems = GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(problems.values())
-    tokens = torch.randint(0, model.config.vocab_size, (2, BLOCK))
-    assert torch.equal(other(tokens).logits, model.eval()(tokens).logits)
+    text_blocks = torch.randint(0, model.config.vocab_size, (2, BLOCK))
+    assert torch.equal(other(text_blocks).logits, model.eval()(text_blocks).logits)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     ours = load_tokenizer(f"{folder}/tokenizer")
     assert tokenizer("the lazy fox")["input_ids"] == ours.encode("the lazy fox").tolist()
@@ -450,7 +450,7 @@ def test_samples_go_on_from_validation_text(tmp_path: Path) -> None:
 def test_a_nodes_cache_of_shards_has_the_limit_that_is_set(
     saved: tuple[TrainConfig, str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rayrec.data import mds
+    from rayrec.data.text import mds
 
     _, checkpoint_folder, _ = saved
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))

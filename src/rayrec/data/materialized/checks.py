@@ -17,7 +17,7 @@ from rayrec import storage
 from rayrec.data.encoded import Bags, EncodedRows
 from rayrec.data.engine import Engine
 from rayrec.data.materialized.files import combine
-from rayrec.data.materialized.maps import damaged
+from rayrec.data.materialized.row_maps import damaged
 
 _TASK_BYTES = 256 << 20
 """Bytes one task reads; a larger file is split, and small files share a task."""

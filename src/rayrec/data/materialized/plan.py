@@ -12,7 +12,7 @@ from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor, file_key
 from rayrec.data.logs.index import LogIndex, select
 from rayrec.data.materialized.files import FilePlan, plan_files
-from rayrec.data.materialized.tasks import Task
+from rayrec.data.materialized.write_tasks import Task
 from rayrec.data.position import Part
 
 MOST_SHUFFLE_TASKS = 1024

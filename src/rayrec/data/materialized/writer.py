@@ -30,7 +30,7 @@ from rayrec.data.materialized.files import FORMATS, create_files, finish_files, 
 from rayrec.data.materialized.formats import check
 from rayrec.data.materialized.plan import Layout, lay_out
 from rayrec.data.materialized.shuffle import run_path
-from rayrec.data.materialized.tasks import JOB, Job, Task, disk_errors, gather_rows, scatter_rows, write_rows
+from rayrec.data.materialized.write_tasks import JOB, Job, Task, disk_errors, gather_rows, scatter_rows, write_rows
 
 Marker = dict[str, Any]
 """What a task says it has written."""

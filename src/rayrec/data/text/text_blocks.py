@@ -10,10 +10,10 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.mds_index import COLUMN, INDEX, TokenColumn
 from rayrec.data.rows import ArrayRows, RowSource
-from rayrec.data.text_parts import read_texts
-from rayrec.data.tokenizer import TextTokenizer, copy_tokenizer, load_tokenizer
+from rayrec.data.text.mds_index import COLUMN, INDEX, TokenColumn
+from rayrec.data.text.text_parts import read_texts
+from rayrec.data.text.tokenizer import TextTokenizer, copy_tokenizer, load_tokenizer
 
 __all__ = [
     "TextTokenizer",

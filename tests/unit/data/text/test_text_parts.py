@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayrec.config import InputError
-from rayrec.data import text_parts
-from rayrec.data.text_parts import Source, cut, parts_of, read_part
-from rayrec.data.tokenizer import load_tokenizer
+from rayrec.data.text import text_parts
+from rayrec.data.text.text_parts import Source, cut, parts_of, read_part
+from rayrec.data.text.tokenizer import load_tokenizer
 
 WORDS = st.lists(st.sampled_from(["a", "é", "日本", "😀", "\n", "\n\n", "\r\n", " "]), max_size=60).map("".join)
 
@@ -81,7 +81,7 @@ def test_what_is_not_utf_8_is_told_with_its_place(tmp_path: Path) -> None:
 def test_a_bpe_is_the_same_on_any_number_of_threads(tmp_path: Path) -> None:
     code = """
 import sys
-from rayrec.data.tokenizer import bytes_bpe, write_tokenizer
+from rayrec.data.text.tokenizer import bytes_bpe, write_tokenizer
 texts = [" ".join(f"w{i * j % 997}" for i in range(200)) for j in range(60)]
 write_tokenizer(bytes_bpe(texts, 600), sys.argv[1])
 """

@@ -18,9 +18,10 @@ import pytest
 from program_server import Ended, Program, ProgramServer
 
 from rayrec.config import InputError
-from rayrec.data import mds, shard_cache
-from rayrec.data.mds import TokenRows
+from rayrec.data import shard_cache
 from rayrec.data.shard_cache import LEAST_FILES, ShardCache
+from rayrec.data.text import mds
+from rayrec.data.text.mds import TokenRows
 
 BLOCK = 16
 SHARDS = (30, 30, 30, 7)
@@ -118,7 +119,7 @@ def test_the_same_rows_are_the_same_bytes(written: Path, tmp_path: Path) -> None
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProgramServer]:
     """Runs programs in processes that have loaded streaming."""
-    server = ProgramServer("rayrec.data.mds:load_streaming", tmp_path_factory.mktemp("programs"))
+    server = ProgramServer("rayrec.data.text.mds:load_streaming", tmp_path_factory.mktemp("programs"))
     yield server
     server.close()
 
@@ -126,7 +127,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProgramServe
 READER = """
 import os, signal, sys
 import numpy as np
-from rayrec.data.mds import TokenRows
+from rayrec.data.text.mds import TokenRows
 path, cache, how = sys.argv[1:]
 rows = TokenRows(path, cache_folder=cache)
 total = rows.read(np.arange(len(rows)))["tokens"].sum()
@@ -190,7 +191,7 @@ GIVEN_BACK = """
 import gc, os, sys, threading
 from pathlib import Path
 import numpy as np
-from rayrec.data.mds import TokenRows
+from rayrec.data.text.mds import TokenRows
 
 def held():
     gc.collect()
@@ -273,7 +274,7 @@ def test_a_process_killed_in_a_download_is_in_nobody_s_way(
 import os, signal, sys
 import numpy as np
 from rayrec import storage
-from rayrec.data.mds import TokenRows
+from rayrec.data.text.mds import TokenRows
 rows = TokenRows(sys.argv[1], cache_folder=sys.argv[2])
 def broken(path):
     yield b"half"

@@ -13,7 +13,7 @@ import numpy as np
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.logs.index import GZIP_MAGIC, gunzip
-from rayrec.data.materialized.maps import free_memory
+from rayrec.data.materialized.row_maps import free_memory
 
 PART_BYTES: Final = 4 << 20
 """A word that lies across a cut would be two tokens; so seams, and with them tokens, depend on this."""
