@@ -20,14 +20,15 @@ from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import ALL, RAYREC, Preset, make_preprocessor
 from rayrec.data.engine import InProcess, Shared, StreamEngine
-from rayrec.data.ingest import encode_task, share_preprocessor
-from rayrec.data.loader import ClickLoader, Slicer
 from rayrec.data.logs.index import select
 from rayrec.data.logs.reading import encode_block
 from rayrec.data.opening import open_log
 from rayrec.data.placement import TaskPlacement
-from rayrec.data.position import Block, EpochOrder, Part, Position
-from rayrec.data.ray_tasks import (
+from rayrec.data.threads import ThreadEngine
+from rayrec.datasets.criteo import SCHEMA
+from rayrec.ingest.block_order import Block, EpochOrder, Part, Position
+from rayrec.ingest.loader import ClickLoader, Slicer
+from rayrec.ingest.ray_engine import (
     ITEMS_A_TASK,
     Bounds,
     RayEngine,
@@ -37,8 +38,7 @@ from rayrec.data.ray_tasks import (
     tables_apart,
     tasks_dataset,
 )
-from rayrec.data.threads import ThreadEngine
-from rayrec.datasets.criteo import SCHEMA
+from rayrec.ingest.stream import encode_task, share_preprocessor
 from rayrec.launch import cluster
 from rayrec.native import keep_freed_memory
 

@@ -30,7 +30,7 @@ from rayrec.data.encoding.presets import ALL
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.opening import open_log
-from rayrec.data.position import Part
+from rayrec.ingest.block_order import Part
 from rayrec.schema import Schema
 
 CLICKS = Schema(label="clicked", dense=("price",), sparse=("shop",), tokens="any")

@@ -28,8 +28,8 @@ def batches_of(batch_size: int, number: int) -> list[Any]:
     import torch
 
     from rayrec.batch import Batch
-    from rayrec.data.loader import sparse_features
     from rayrec.datasets.criteo import SCHEMA
+    from rayrec.ingest.loader import sparse_features
 
     draw = torch.Generator().manual_seed(0)
     found = []
@@ -52,9 +52,9 @@ def setup_of(kind: str, *, batch_size: int, model: Any = None) -> Any:
 
     from rayrec.data.engine import InProcess
     from rayrec.data.logs.index import Segment
-    from rayrec.data.position import EpochOrder, Part
     from rayrec.data.threads import ThreadEngine
     from rayrec.datasets.criteo import SCHEMA
+    from rayrec.ingest.block_order import EpochOrder, Part
     from rayrec.recipes import criteo_kaggle
     from rayrec.workloads.base import WorkerContext
     from rayrec.workloads.recsys import Prepared

@@ -78,9 +78,9 @@ def _ready_batches(path: str, batch_size: int, number: int) -> tuple[list[int], 
 
     from rayrec.batch import Batch
     from rayrec.data.encoding.preprocessor import Preprocessor
-    from rayrec.data.loader import sparse_features
     from rayrec.data.logs.text_parser import RawRows, max_rows_in, padded, parse_into
     from rayrec.datasets.criteo import SCHEMA
+    from rayrec.ingest.loader import sparse_features
 
     preprocessor = Preprocessor.load(preprocessor_of(path))
     with open(path, "rb") as file:
@@ -133,9 +133,9 @@ def from_ready(*, path: str, precision: str, batch_size: int, steps: int) -> flo
     from rayrec.data.encoding.preprocessor import Preprocessor
     from rayrec.data.engine import InProcess
     from rayrec.data.logs.index import Segment
-    from rayrec.data.position import EpochOrder, Part
     from rayrec.data.threads import ThreadEngine
     from rayrec.datasets.criteo import SCHEMA
+    from rayrec.ingest.block_order import EpochOrder, Part
     from rayrec.native import keep_freed_memory
     from rayrec.workloads.base import WorkerContext
     from rayrec.workloads.recsys import Prepared

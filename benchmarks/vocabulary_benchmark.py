@@ -31,13 +31,13 @@ from rayrec.data.encoding.rules import SparseColumn
 from rayrec.data.logs.index import LogIndex, cut, index_chunk, numbered, read_segments
 from rayrec.data.opening import CHUNK_BYTES, index_log
 from rayrec.data.placement import TaskPlacement
-from rayrec.data.position import Part
-from rayrec.data.ray_tasks import RayEngine
 from rayrec.datasets.criteo import SCHEMA
+from rayrec.ingest.block_order import Part
+from rayrec.ingest.ray_engine import RayEngine
+from rayrec.ingest.spark_engine import environment
 from rayrec.launch import cluster
 from rayrec.native import keep_freed_memory, library
 from rayrec.prepare.config import cache_folder
-from rayrec.prepare.spark import environment
 from rayrec.schema import Schema
 
 SEGMENT_BYTES = 2 << 20

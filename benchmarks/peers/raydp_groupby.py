@@ -17,7 +17,7 @@ def main(address: str, path: str, rounds: int) -> None:
     import raydp
     from pyspark.sql import functions
 
-    from rayrec.prepare.spark_driver import settings
+    from rayrec.ingest.spark_driver import settings
 
     environment = {"PYSPARK_PYTHON": sys.executable, "PYTHONPATH": os.environ["PYTHONPATH"]}
     ray.init(

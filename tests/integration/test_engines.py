@@ -169,7 +169,7 @@ def kill_executor(marks: Path) -> None:
     chain = [worker]
     while parent := parent_of(chain[-1]):
         chain.append(parent)
-    driver = [pid for pid in chain if "rayrec.prepare.spark_driver" in command_of(pid)]
+    driver = [pid for pid in chain if "rayrec.ingest.spark_driver" in command_of(pid)]
     executors = [pid for pid in chain if os.path.basename(command_of(pid)[0]) == "java"]
     os.kill(worker if driver else executors[0], signal.SIGKILL)
 

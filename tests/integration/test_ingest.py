@@ -23,15 +23,15 @@ from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.engine import Shared
-from rayrec.data.ingest import share_preprocessor, stream
-from rayrec.data.loader import ClickLoader
 from rayrec.data.logs.index import LogIndex, read_segments, select
 from rayrec.data.logs.text_parser import parse
 from rayrec.data.opening import index_log, open_log
 from rayrec.data.placement import TaskPlacement
-from rayrec.data.position import EpochOrder, Part, Piece, Position
-from rayrec.data.ray_tasks import RayEngine
 from rayrec.datasets.criteo import SCHEMA
+from rayrec.ingest.block_order import EpochOrder, Part, Piece, Position
+from rayrec.ingest.loader import ClickLoader
+from rayrec.ingest.ray_engine import RayEngine
+from rayrec.ingest.stream import share_preprocessor, stream
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 

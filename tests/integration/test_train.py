@@ -25,7 +25,7 @@ from rayrec.batch import Batch
 from rayrec.checkpoint import Checkpoint, committed, weights_sha256
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.loader import ClickLoader
+from rayrec.ingest.loader import ClickLoader
 from rayrec.launch import fork_server, forked_worker
 from rayrec.layers import cpu_watch
 from rayrec.observe.events import read_events
@@ -253,7 +253,7 @@ cluster.wait_for_nodes()
 
 from rayrec import recipes
 from rayrec.config import InputError
-from rayrec.data.ray_tasks import tasks_dataset
+from rayrec.ingest.ray_engine import tasks_dataset
 from rayrec.launch import cluster as launch
 from rayrec.training.trainer import train
 

@@ -22,9 +22,9 @@ from rayrec.data.logs.lines import good_lines, line_starts, read_text
 from rayrec.data.logs.parquet import read_rows
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import RawRows, parse
-from rayrec.data.position import Part
 from rayrec.inference.config import LARGEST_LOGIT_DIFFERENCE, ExportConfig
 from rayrec.inference.run_rows import BATCH_ROWS, encoded_parts, open_run_log
+from rayrec.ingest.block_order import Part
 from rayrec.metrics.binary import auroc
 from rayrec.schema import Schema
 from rayrec.workloads.recsys import ClickWorkload

@@ -11,8 +11,8 @@ from rayrec.data.encoded import EncodedRows
 from rayrec.data.logs.index import LogIndex, select
 from rayrec.data.logs.reading import open_block
 from rayrec.data.opening import open_log
-from rayrec.data.position import Block, Part
 from rayrec.data.threads import ThreadEngine
+from rayrec.ingest.block_order import Block, Part
 
 if TYPE_CHECKING:
     from rayrec.data.encoding.preprocessor import Preprocessor

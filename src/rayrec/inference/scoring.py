@@ -63,7 +63,7 @@ class ScoringJob:
         if not self.on_ray:
             yield from scored_tables(self.scoring, first_block=first_block, pool=self.pool, device=self.device)
             return
-        from rayrec.data.ray_tasks import input_errors
+        from rayrec.ingest.ray_engine import input_errors
 
         with input_errors():
             for table in self.dataset(first_block).iter_batches(
@@ -149,7 +149,7 @@ class ScoringRequest:
 
     def _engine_on_ray(self) -> StreamEngine:
         from rayrec.data.placement import TaskPlacement
-        from rayrec.data.ray_tasks import RayEngine
+        from rayrec.ingest.ray_engine import RayEngine
         from rayrec.launch.node_storage import require_reachable
 
         wanted = self.config.cluster

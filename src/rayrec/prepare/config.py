@@ -126,14 +126,14 @@ def engine(config: PreparationConfig, console: Console, *, paths: Sequence[str] 
         yield ThreadEngine(machine.usable_cpus())
         return
     if config.engine in ("auto", "ray"):
-        from rayrec.data.ray_tasks import RayEngine
+        from rayrec.ingest.ray_engine import RayEngine
         from rayrec.launch.node_storage import require_reachable
 
         placement = cluster.connect_for_data(config.address)
         require_reachable((*paths, cache_folder()))
         yield RayEngine(placement)
         return
-    from rayrec.prepare.spark import SparkEngine
+    from rayrec.ingest.spark_engine import SparkEngine
 
     address = None
     if config.engine == "spark-on-ray":

@@ -25,8 +25,8 @@ from rayrec.data.logs.reading import read_raw
 from rayrec.data.logs.splits import Slice, parts_of, slices_of
 from rayrec.data.logs.text_parser import PADDING_BYTES
 from rayrec.data.opening import open_log
-from rayrec.data.position import Part
 from rayrec.data.tally import Tally, TallyJob, as_columns, faults_by_column, quantile_edges
+from rayrec.ingest.block_order import Part
 from rayrec.native import keep_freed_memory
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, cache_folder, engine

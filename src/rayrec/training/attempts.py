@@ -20,7 +20,7 @@ from rayrec import storage
 from rayrec.checkpoint import latest, write_token
 from rayrec.compat.ray_compat import ControllerCallback, PlacementGroupID, WorkerGroupCallback, data_parallel_trainer
 from rayrec.config import InputError
-from rayrec.data.ray_tasks import RayEngine
+from rayrec.ingest.ray_engine import RayEngine
 from rayrec.launch import cluster, prestart
 from rayrec.training.assignment import Assignment, Launch
 from rayrec.training.failures import Tolerance, cause_of, is_without_room, worker_failures

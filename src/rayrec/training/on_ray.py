@@ -11,8 +11,8 @@ import ray
 
 from rayrec import machine
 from rayrec.data.engine import Shared, StreamEngine
-from rayrec.data.ray_tasks import RayEngine, RayShared
 from rayrec.data.threads import ThreadEngine
+from rayrec.ingest.ray_engine import RayEngine, RayShared
 from rayrec.launch import cluster
 from rayrec.launch.node_storage import require_reachable
 from rayrec.observe.console import Console

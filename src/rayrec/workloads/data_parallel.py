@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import torch
 
     from rayrec.checkpoint import Checkpoint
-    from rayrec.data.row_loader import RowLoader
     from rayrec.data.rows import RowSource
+    from rayrec.ingest.row_loader import RowLoader
     from rayrec.workloads.scoring import Scoring, ScoringContext
 
 

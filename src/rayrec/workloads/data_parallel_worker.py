@@ -14,9 +14,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from rayrec.batch import Batch, RowOutput
-from rayrec.data.row_loader import RowLoader
-from rayrec.data.row_order import RowOrder
 from rayrec.data.rows import RowSource
+from rayrec.ingest.row_loader import RowLoader
+from rayrec.ingest.row_order import RowOrder
 from rayrec.optim import NamedOptimizer, learning_rates, set_learning_rates
 from rayrec.workloads.base import DataConfig, WorkerContext, WorkerSetup, effective_batch_size, learning_rate_factor
 from rayrec.workloads.data_parallel import DataParallelWorkload

@@ -15,7 +15,7 @@ from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.data.encoding.presets import Preset
 from rayrec.data.engine import Shared
 from rayrec.data.logs.index import LogIndex, select
-from rayrec.data.position import EpochOrder, Part
+from rayrec.ingest.block_order import EpochOrder, Part
 from rayrec.models.base import ClickModelConfig, ModelInputs, unpooled_features
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.table_start import TableStart
@@ -28,8 +28,8 @@ from rayrec.workloads.distillation import RECORD, Teacher, TeacherConfig, open_t
 if TYPE_CHECKING:
     from rayrec.checkpoint import Checkpoint
     from rayrec.data.encoding.one_pass import CountingIndexer
-    from rayrec.data.loader import ClickLoader
     from rayrec.data.opening import TextIndexer
+    from rayrec.ingest.loader import ClickLoader
     from rayrec.workloads.recsys_scorer import ClickScorer
     from rayrec.workloads.scoring import Scoring, ScoringContext
     from rayrec.workloads.speed_probe import MeasuredSpeed, Target
@@ -199,8 +199,8 @@ class ClickWorkload(Workload):
             return self._prepare(context, folder, counting)
 
     def _prepare(self, context: RunContext, folder: str, counting: CountingIndexer) -> Prepared:
-        from rayrec.data.ingest import share_preprocessor
         from rayrec.data.opening import index_log
+        from rayrec.ingest.stream import share_preprocessor
 
         config = context.config
         assert config.train_data.path is not None

@@ -19,7 +19,6 @@ from rayrec.data.arrow_arrays import arrow_numbers, numpy_of
 from rayrec.data.encoding.known_categories import bucket_names, buckets_of
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import Shared
-from rayrec.data.ingest import share_preprocessor
 from rayrec.data.logs.head import has_labels
 from rayrec.data.logs.index import LogIndex, select
 from rayrec.data.logs.lines import first_lines, good_lines
@@ -27,7 +26,8 @@ from rayrec.data.logs.raw_values import stretch_of, values_of
 from rayrec.data.logs.reading import open_block
 from rayrec.data.logs.splits import Slice, slices_of
 from rayrec.data.opening import open_log
-from rayrec.data.position import Block, Part, blocks_of_epoch
+from rayrec.ingest.block_order import Block, Part, blocks_of_epoch
+from rayrec.ingest.stream import share_preprocessor
 from rayrec.metrics.binary import sigmoid
 from rayrec.metrics.labels import LabelsAccumulator
 from rayrec.metrics.ranking import DEFAULT_KS

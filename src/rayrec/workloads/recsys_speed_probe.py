@@ -24,9 +24,9 @@ from rayrec.data.encoding.presets import make_preprocessor
 from rayrec.data.engine import InProcess
 from rayrec.data.logs.index import LogIndex, cut, index_chunk, is_gzip, numbered
 from rayrec.data.logs.table_log import is_table
-from rayrec.data.position import Block, EpochOrder, Part
 from rayrec.data.stages import BlockTimes, measured
 from rayrec.data.threads import ThreadEngine
+from rayrec.ingest.block_order import Block, EpochOrder, Part
 from rayrec.workloads.base import TrainConfig, WorkerContext
 from rayrec.workloads.recsys_plan import Tables, cut_to_fit, memory_here, memory_of_target, tables_of
 from rayrec.workloads.speed_probe import MeasuredSpeed, Target
@@ -153,7 +153,7 @@ def _read_slice(workload: ClickWorkload, config: TrainConfig) -> _Slice:
 
 def _time_stages(piece: _Slice, config: TrainConfig) -> BlockTimes:
     """How long one data task takes for the slice."""
-    from rayrec.data.ingest import encoded_block
+    from rayrec.ingest.stream import encoded_block
 
     parts = tuple(Part(segment, 0, segment.rows) for segment in piece.index.segments)
     (block, *_) = EpochOrder(parts, config.train_data.shuffle, config.seed, len(parts)).blocks(0)
@@ -307,8 +307,8 @@ def _batches(
 ) -> list[Batch]:
     """This worker's share of the slice, in batches of its size; one at least, of rows that repeat where there are too few. Ids
     are folded into tables of `num_embeddings` rows, where these are given."""
-    from rayrec.data.loader import Slicer
     from rayrec.data.logs.reading import read_raw
+    from rayrec.ingest.loader import Slicer
 
     raw = read_raw(index.segments, preprocessor.schema)
     mine = np.random.default_rng(0).permutation(raw.rows)[rank::workers]

@@ -26,8 +26,8 @@ from rayrec.checkpoint.ranks import Ranks
 from rayrec.compat.torch_compat import move_wrapped_module
 from rayrec.config import InputError
 from rayrec.data import materialized
-from rayrec.data.loader import ClickLoader
-from rayrec.data.position import EpochOrder, Position
+from rayrec.ingest.block_order import EpochOrder, Position
+from rayrec.ingest.loader import ClickLoader
 from rayrec.models.base import ModelInputs
 from rayrec.models.click_model import own_name
 from rayrec.models.data_parallel_tables import data_parallel_optimizer

@@ -20,10 +20,10 @@ from rayrec.data.encoding.counts import CountingJob
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import Preset, make_preprocessor
 from rayrec.data.frames import transform
-from rayrec.data.loader import Slicer
 from rayrec.data.logs.csv_reader import read_csv
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.materialized.formats import check, from_named_columns, named_columns
+from rayrec.ingest.loader import Slicer
 from rayrec.models.base import ModelInputs
 from rayrec.schema import Feature, Label, Schema, load_schema
 

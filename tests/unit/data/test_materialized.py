@@ -34,8 +34,8 @@ from rayrec.data.materialized import checks, row_maps
 from rayrec.data.materialized.files import WRITTEN
 from rayrec.data.materialized.writer import preprocess
 from rayrec.data.opening import open_log
-from rayrec.data.position import EpochOrder, Part, whole
 from rayrec.datasets.criteo import SCHEMA
+from rayrec.ingest.block_order import EpochOrder, Part, whole
 from rayrec.schema import Schema
 
 ROWS = 3_000

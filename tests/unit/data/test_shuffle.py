@@ -26,8 +26,8 @@ from rayrec.data.materialized import shuffle
 from rayrec.data.materialized.files import WRITTEN
 from rayrec.data.materialized.shuffle import Permutation, gather_runs, mixing, write_run
 from rayrec.data.materialized.writer import preprocess
-from rayrec.data.position import Part, blocks_of_epoch
 from rayrec.datasets.criteo import SCHEMA
+from rayrec.ingest.block_order import Part, blocks_of_epoch
 
 
 class HereEngine:

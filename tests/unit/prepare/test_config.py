@@ -10,8 +10,8 @@ from rayrec import machine
 from rayrec.config import InputError
 from rayrec.data.engine import Engine
 from rayrec.data.placement import TaskPlacement
-from rayrec.data.ray_tasks import RayEngine
 from rayrec.data.threads import ThreadEngine
+from rayrec.ingest.ray_engine import RayEngine
 from rayrec.launch import cluster, node_storage
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, cache_folder, engine

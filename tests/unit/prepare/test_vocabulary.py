@@ -17,8 +17,8 @@ from rayrec.data.encoding.presets import make_preprocessor
 from rayrec.data.logs import index
 from rayrec.data.logs.index import LogIndex, select
 from rayrec.data.logs.text_parser import Faults, RawRows
-from rayrec.data.position import Part
 from rayrec.data.threads import ThreadEngine
+from rayrec.ingest.block_order import Part
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, raw_index
 from rayrec.prepare.preprocess import preprocess, vocabulary

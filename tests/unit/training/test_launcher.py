@@ -13,8 +13,8 @@ import pytest
 from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.data.placement import TaskPlacement
-from rayrec.data.ray_tasks import RayEngine, RayShared
 from rayrec.data.threads import ThreadEngine
+from rayrec.ingest.ray_engine import RayEngine, RayShared
 from rayrec.launch import cluster
 from rayrec.launch.cluster import is_connected  # the real one: tests/conftest.py replaces the module's
 from rayrec.observe.console import Console

@@ -16,21 +16,21 @@ import torch
 from data_parallel_ranks import Small, config
 
 from rayrec import recipes, storage
-from rayrec.data import loader as loader_module
 from rayrec.data.encoded import EncodedRows, from_arrow
 from rayrec.data.encoding.counts import count_parts
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.engine import InProcess
-from rayrec.data.ingest import encode_task
-from rayrec.data.loader import ClickLoader
 from rayrec.data.logs import index as log_module
 from rayrec.data.logs.index import LogIndex, cut, index_chunk, numbered
-from rayrec.data.position import Block, EpochOrder, Part, Piece, Position
 from rayrec.data.rows import ArrayRows
 from rayrec.data.stages import StageAccount, times_of
 from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA
+from rayrec.ingest import loader as loader_module
+from rayrec.ingest.block_order import Block, EpochOrder, Part, Piece, Position
+from rayrec.ingest.loader import ClickLoader
+from rayrec.ingest.stream import encode_task
 from rayrec.observe.bottleneck import Verdict, verdict
 from rayrec.training import data_report, loop
 from rayrec.training.device_peak import multiply_adds_per_s

@@ -20,8 +20,8 @@ from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
-from rayrec.data.loader import Slicer, sparse_features
 from rayrec.datasets.criteo import SCHEMA
+from rayrec.ingest.loader import Slicer, sparse_features
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.observe.console import Console
 from rayrec.training.trainer import train

@@ -165,7 +165,7 @@ def test_a_preprocessors_columns_are_planned(tmp_path: Path) -> None:
     from rayrec.data.encoding.counts import count_parts
     from rayrec.data.encoding.presets import make_preprocessor
     from rayrec.data.logs.index import cut, index_chunk, numbered
-    from rayrec.data.position import Part
+    from rayrec.ingest.block_order import Part
 
     values = np.random.default_rng(0).integers(0, 9, (200, 26))
     lines = ("\t".join(["1", *map(str, range(13)), *(f"{value:08x}" for value in row)]) for row in values)

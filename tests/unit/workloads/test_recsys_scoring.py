@@ -18,11 +18,11 @@ from rayrec.checkpoint.format import seal
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
-from rayrec.data.loader import sparse_features
 from rayrec.data.logs.text_parser import parse
 from rayrec.inference.model import open_served
 from rayrec.inference.pool import weight_bytes
 from rayrec.inference.scoring import ScoringRequest
+from rayrec.ingest.loader import sparse_features
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.observe.console import Console
 from rayrec.workloads.base import TrainConfig

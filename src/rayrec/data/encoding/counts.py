@@ -33,7 +33,7 @@ from rayrec.data.engine import Engine
 from rayrec.data.logs.index import Segment
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.logs.text_parser import RawRows
-from rayrec.data.position import Part
+from rayrec.ingest.block_order import Part
 from rayrec.native import keep_freed_memory, library
 from rayrec.schema import Schema
 

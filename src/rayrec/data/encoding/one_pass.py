@@ -28,7 +28,7 @@ from rayrec.data.logs.index import (
 )
 from rayrec.data.logs.text_parser import Faults
 from rayrec.data.opening import CHUNK_BYTES
-from rayrec.data.position import Part
+from rayrec.ingest.block_order import Part
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
 

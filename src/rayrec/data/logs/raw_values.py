@@ -14,7 +14,7 @@ from rayrec.data.logs.parquet import read_rows
 from rayrec.data.logs.splits import Slice
 from rayrec.data.logs.table_log import good_rows
 from rayrec.data.logs.text_parser import RawRows
-from rayrec.data.position import Block, Part
+from rayrec.ingest.block_order import Block, Part
 from rayrec.schema import Schema
 
 

@@ -13,8 +13,8 @@ from rayrec.data.groups import group_keys
 from rayrec.data.logs.index import Segment, read_segments, row_numbers
 from rayrec.data.logs.table_log import read_tables
 from rayrec.data.logs.text_parser import RawRows
-from rayrec.data.position import Block
 from rayrec.data.stages import stage
+from rayrec.ingest.block_order import Block
 from rayrec.schema import Schema
 
 

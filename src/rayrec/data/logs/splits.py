@@ -11,7 +11,7 @@ from typing import Literal
 
 from rayrec.config import Config, InputError
 from rayrec.data.logs.index import LogIndex, Segment, source_of
-from rayrec.data.position import Part
+from rayrec.ingest.block_order import Part
 
 NAMES = ("train", "validation", "test")
 

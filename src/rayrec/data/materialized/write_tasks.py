@@ -25,7 +25,7 @@ from rayrec.data.logs.reading import read_raw
 from rayrec.data.materialized.files import Matrix, file_checksum
 from rayrec.data.materialized.formats import matrix_of, stored
 from rayrec.data.materialized.shuffle import Permutation, gather_runs, run_path, write_run
-from rayrec.data.position import Part
+from rayrec.ingest.block_order import Part
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
 

@@ -23,7 +23,6 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import Engine, StreamEngine
-from rayrec.data.ingest import share_preprocessor
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.materialized.dataset import MANIFEST, VERSION, hash_of, write_manifest
 from rayrec.data.materialized.files import FORMATS, create_files, finish_files, row_bytes
@@ -31,6 +30,7 @@ from rayrec.data.materialized.formats import check
 from rayrec.data.materialized.plan import Layout, lay_out
 from rayrec.data.materialized.shuffle import run_path
 from rayrec.data.materialized.write_tasks import JOB, Job, Task, disk_errors, gather_rows, scatter_rows, write_rows
+from rayrec.ingest.stream import share_preprocessor
 
 Marker = dict[str, Any]
 """What a task says it has written."""

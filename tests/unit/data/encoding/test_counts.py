@@ -39,8 +39,8 @@ from rayrec.data.logs.index import LogIndex, cut, index_chunk, numbered, read_se
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import Faults, RawRows, parse
 from rayrec.data.opening import index_log
-from rayrec.data.position import Part
 from rayrec.datasets.criteo import SCHEMA as CRITEO
+from rayrec.ingest.block_order import Part
 from rayrec.machine import Memory
 from rayrec.schema import Schema
 

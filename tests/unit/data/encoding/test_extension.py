@@ -28,7 +28,7 @@ from rayrec.data.encoding.presets import (
 )
 from rayrec.data.logs.index import LogIndex, cut, index_chunk, numbered, read_segments
 from rayrec.data.logs.text_parser import Faults
-from rayrec.data.position import Part
+from rayrec.ingest.block_order import Part
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig
 from rayrec.prepare.preprocess import vocabulary

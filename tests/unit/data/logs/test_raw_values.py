@@ -14,7 +14,7 @@ from rayrec.data.logs.raw_values import distinct_names, stretch_of, values_of
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.logs.splits import Slice, slices_of
 from rayrec.data.opening import open_log
-from rayrec.data.position import Block, Part
+from rayrec.ingest.block_order import Block, Part
 from rayrec.schema import Schema
 
 HEXADECIMAL = Schema(tokens="hexadecimal", dense=("i", "j"), sparse=("c", "d"))

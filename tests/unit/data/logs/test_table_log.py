@@ -39,8 +39,8 @@ from rayrec.data.logs.index import LogIndex, select
 from rayrec.data.logs.table_log import column_names, good_rows, index_tables, is_table, read_tables
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import Faults, RawRows, parse
-from rayrec.data.position import Part
 from rayrec.datasets.criteo import SCHEMA as CRITEO
+from rayrec.ingest.block_order import Part
 from rayrec.schema import Schema
 
 MOVIES = Schema(

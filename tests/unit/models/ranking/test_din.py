@@ -12,7 +12,7 @@ from whole_click_model import whole_model
 from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows
-from rayrec.data.loader import sparse_features
+from rayrec.ingest.loader import sparse_features
 from rayrec.layers.embedded import Embedded, Sequences
 from rayrec.layers.tower import Dice
 from rayrec.models.base import ModelInputs, unpooled_features

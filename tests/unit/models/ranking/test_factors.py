@@ -13,7 +13,7 @@ from whole_click_model import whole_model
 from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
-from rayrec.data.loader import sparse_features
+from rayrec.ingest.loader import sparse_features
 from rayrec.layers.embedded import Embedded
 from rayrec.layers.first_order import width_with_weight
 from rayrec.models.base import ClickModelConfig, ModelInputs

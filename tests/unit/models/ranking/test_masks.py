@@ -9,7 +9,7 @@ from whole_click_model import whole_model
 
 from rayrec.batch import Batch
 from rayrec.config import InputError
-from rayrec.data.loader import sparse_features
+from rayrec.ingest.loader import sparse_features
 from rayrec.layers.embedded import Embedded
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.ranking.finalmlp import FinalMLPConfig

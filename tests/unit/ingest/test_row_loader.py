@@ -11,9 +11,9 @@ from torch.utils.data import DistributedSampler
 
 from rayrec.batch import Batch
 from rayrec.config import InputError
-from rayrec.data.row_loader import RowLoader
-from rayrec.data.row_order import RowOrder
 from rayrec.data.rows import ArrayRows
+from rayrec.ingest.row_loader import RowLoader
+from rayrec.ingest.row_order import RowOrder
 
 
 class Shards(ArrayRows):  # type: ignore[misc]  # final for others

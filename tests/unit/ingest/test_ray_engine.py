@@ -13,7 +13,7 @@ import ray.data
 
 from rayrec import storage
 from rayrec.data.placement import TaskPlacement
-from rayrec.data.ray_tasks import Bounds, _Bounded, tasks_dataset
+from rayrec.ingest.ray_engine import Bounds, _Bounded, tasks_dataset
 
 
 def patience_of(item: int) -> pa.Table:

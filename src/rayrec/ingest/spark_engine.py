@@ -290,7 +290,7 @@ def _start(python: str, folder: str, config: SparkConfig, ray_address: str | Non
     log: IO[bytes]
     with open(os.path.join(folder, "driver.log"), "wb") as log:
         return subprocess.Popen(
-            [python, "-m", "rayrec.prepare.spark_driver", json.dumps(job)],
+            [python, "-m", "rayrec.ingest.spark_driver", json.dumps(job)],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,

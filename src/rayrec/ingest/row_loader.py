@@ -14,9 +14,9 @@ import torch
 
 from rayrec.batch import Batch
 from rayrec.config import InputError
-from rayrec.data.row_order import RowOrder
 from rayrec.data.rows import RowSource
 from rayrec.data.stages import BlockTimes, StageAccount, measured, stage
+from rayrec.ingest.row_order import RowOrder
 from rayrec.row_tally import RowNumbers, RowTally
 
 _CLOSE_S = 10.0

@@ -8,7 +8,7 @@ from collections.abc import Generator
 
 import pytest
 
-from rayrec.data.ahead import Ahead
+from rayrec.ingest.ahead import Ahead
 
 
 class Source:

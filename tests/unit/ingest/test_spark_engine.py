@@ -13,7 +13,7 @@ import pytest
 
 from rayrec.compat import ray_compat
 from rayrec.config import InputError
-from rayrec.prepare import spark
+from rayrec.ingest import spark_engine
 from rayrec.prepare.config import SparkConfig
 
 
@@ -40,7 +40,7 @@ def test_spark_that_does_not_start_names_rays_error(
     monkeypatch.setattr(ray_compat, "local_node", lambda: SimpleNamespace(get_logs_dir_path=lambda: str(tmp_path)))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where its log is kept
     (tmp_path / "raylet.err").write_text("OldError: of another job\n")
-    engine = spark.SparkEngine(child, str(tmp_path), 0.01, spark._ray_logs())
+    engine = spark_engine.SparkEngine(child, str(tmp_path), 0.01, spark_engine._ray_logs())
     with open(tmp_path / log, "a") as file:
         file.write("Traceback\nFileNotFoundError: '-Dray.address=1'\n")
     with pytest.raises(InputError, match=f"^Spark did not start in 0.01 s [^\n]*{said}[^\n]*its log is ") as found:
@@ -54,6 +54,6 @@ def test_spark_on_ray_needs_java_on_the_path(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("JAVA_HOME", "/usr/lib/jvm/java-17")
     with (
         pytest.raises(InputError, match=r"^engine spark-on-ray: needs Java 17, got no java on PATH"),
-        spark.SparkEngine.started(SparkConfig(), ray_address="127.0.0.1:6379", cache_folder="", note=print),
+        spark_engine.SparkEngine.started(SparkConfig(), ray_address="127.0.0.1:6379", cache_folder="", note=print),
     ):
         pass
