@@ -20,9 +20,9 @@ from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import ALL, RAYREC, Preset, make_preprocessor
 from rayrec.data.engine import InProcess, Shared, StreamEngine
+from rayrec.data.log_source import open_log
 from rayrec.data.logs.index import select
 from rayrec.data.logs.reading import encode_block
-from rayrec.data.opening import open_log
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA

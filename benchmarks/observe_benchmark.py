@@ -40,7 +40,7 @@ class Cycled:
     block that a data task has made and measured, once per round."""
 
     def __init__(self, batches: list[Any], *, table: pa.Table | None) -> None:
-        from rayrec.data.stages import StageAccount
+        from rayrec.data.stage_times import StageAccount
 
         self.steps = self.steps_per_epoch = 10**9
         self._batches, self._left, self._table = cycle(batches), 0, table
@@ -63,7 +63,7 @@ class Cycled:
         return next(self._batches)
 
     def _count(self, table: pa.Table) -> None:
-        from rayrec.data.stages import times_of
+        from rayrec.data.stage_times import times_of
 
         times = times_of(table)
         assert times is not None
@@ -122,7 +122,7 @@ def make_setup(config: Any, folder: str) -> tuple[Any, list[Any], float, Any]:
 def measuring_stages(config: Any, index: Any, preprocessor: Any) -> tuple[float, pa.Table]:
     """(the CPU time of measuring a block's stages, of the CPU time of making the block; an empty table with the block's times).
     It is spent in data tasks, so the training that is measured here does not see it."""
-    from rayrec.data import stages
+    from rayrec.data import stage_times
     from rayrec.ingest.block_order import EpochOrder, Part
     from rayrec.ingest.stream import encoded_block
 
@@ -132,21 +132,21 @@ def measuring_stages(config: Any, index: Any, preprocessor: Any) -> tuple[float,
     def make() -> pa.Table:
         return encoded_block((block, 0, block.rows), preprocessor)
 
-    with mock.patch.object(stages._Clock, "now", autospec=True, side_effect=stages._Clock.now) as looks:
-        table, times = stages.measured(make, rows_of=lambda table: table.num_rows)
+    with mock.patch.object(stage_times._Clock, "now", autospec=True, side_effect=stage_times._Clock.now) as looks:
+        table, times = stage_times.measured(make, rows_of=lambda table: table.num_rows)
     entries = looks.call_count // 2
 
     def measure() -> None:
         def enter() -> None:
             for _ in range(entries):
-                with stages.stage("parse"):
+                with stage_times.stage("parse"):
                     pass
 
-        stages.with_times(table, stages.measured(enter, rows_of=lambda _: 0)[1])
+        stage_times.with_times(table, stage_times.measured(enter, rows_of=lambda _: 0)[1])
 
     making_s = min(_cpu_s(make) for _ in range(3))
     measuring_s = min(_cpu_s(measure, times=100) for _ in range(3))
-    return measuring_s / making_s, stages.with_times(table.slice(0, 0), times)
+    return measuring_s / making_s, stage_times.with_times(table.slice(0, 0), times)
 
 
 def _cpu_s(work: Callable[[], Any], *, times: int = 1) -> float:

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from rayrec import checkpoint
 from rayrec.checkpoint import Checkpoint
-from rayrec.data.rows import ArrayRows, RowSource
+from rayrec.data.numbered_rows import ArrayRows, RowSource
 from rayrec.models.gpt2 import GPT2Config
 from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule
 from rayrec.training import loop

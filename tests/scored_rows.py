@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from rayrec import checkpoint as checkpoints
 from rayrec.config import InputError
-from rayrec.data.rows import ArrayRows, RowSource
+from rayrec.data.numbered_rows import ArrayRows, RowSource
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 from rayrec.workloads.data_parallel import DataParallelWorkload
 

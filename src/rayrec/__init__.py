@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     )
     from rayrec.config import InputError
     from rayrec.data.frames import transform
-    from rayrec.data.rows import ArrayRows
+    from rayrec.data.numbered_rows import ArrayRows
     from rayrec.inference.config import ComparisonGates
     from rayrec.launch.supervision import SuperviseConfig
     from rayrec.models.base import ClickModelConfig, ModelInputs
@@ -87,7 +87,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ArrayRows": "rayrec.data.rows",
+    "ArrayRows": "rayrec.data.numbered_rows",
     "ClickModelConfig": "rayrec.models.base",
     "ComparisonGates": "rayrec.inference.config",
     "DataConfig": "rayrec.workloads.base",

@@ -23,9 +23,9 @@ from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.engine import Shared
+from rayrec.data.log_source import index_log, open_log
 from rayrec.data.logs.index import LogIndex, read_segments, select
 from rayrec.data.logs.text_parser import parse
-from rayrec.data.opening import index_log, open_log
 from rayrec.data.placement import TaskPlacement
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.block_order import EpochOrder, Part, Piece, Position
@@ -165,7 +165,7 @@ def test_the_index_numbers_every_row_and_is_kept(click_log: Path, tmp_path: Path
 
 def test_several_files_and_chunks(click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Days in numeric order, each in several chunks: the same rows as in one piece."""
-    monkeypatch.setattr("rayrec.data.opening.CHUNK_BYTES", 400_000)
+    monkeypatch.setattr("rayrec.data.log_source.CHUNK_BYTES", 400_000)
     lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)[:9000]
     for day, name in enumerate(("day_2", "day_10", "day_11.gz")):
         text = b"".join(lines[day * 3000 : day * 3000 + 3000])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from rayrec.data.arrow_arrays import arrow_numbers, numpy_of
+from rayrec.data.arrow import arrow_numbers, numpy_of
 
 
 @dataclass(frozen=True)

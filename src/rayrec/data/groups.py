@@ -6,8 +6,8 @@ from typing import Final
 
 import numpy as np
 
-from rayrec.data.columns import RawColumns
 from rayrec.data.logs.text_parser import RawRows
+from rayrec.data.raw_block import RawColumns
 from rayrec.hashing import mix64
 
 _OFFSET: Final = np.uint64(0x5851F42D4C957F2D)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rayrec.data.logs.splits import Split
-from rayrec.datasets.remote import RemoteFile
+from rayrec.datasets.published_files import RemoteFile
 from rayrec.schema import Schema
 
 SCHEMA = Schema(

@@ -15,7 +15,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.datasets import criteo, mnist
 from rayrec.datasets.download import Download, Failed, Partial, RetryConfig, Stopped, Version, writing_to
-from rayrec.datasets.remote import RemoteFile
+from rayrec.datasets.published_files import RemoteFile
 from rayrec.datasets.verification import (
     UNCHECKED,
     check_bytes,

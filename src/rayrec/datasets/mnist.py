@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rayrec.datasets.remote import RemoteFile
+from rayrec.datasets.published_files import RemoteFile
 
 
 def _file(name: str, size_bytes: int, md5: str, rows: int, unpacked_bytes: int) -> RemoteFile:

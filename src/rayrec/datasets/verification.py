@@ -17,7 +17,7 @@ from typing import Any
 
 from rayrec.config import InputError
 from rayrec.datasets.download import CHUNK_BYTES, Failed, Stopped, Version, writing_to
-from rayrec.datasets.remote import RemoteFile
+from rayrec.datasets.published_files import RemoteFile
 from rayrec.quantities import size_text
 
 LENGTH_TOLERANCE = 0.25

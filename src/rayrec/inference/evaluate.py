@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from rayrec.config import InputError
-from rayrec.data.arrow_arrays import numpy_of
+from rayrec.data.arrow import numpy_of
 from rayrec.inference.config import EvaluationConfig
 from rayrec.inference.scoring import ScoringJob, ScoringRequest
 from rayrec.inference.slices import slices_of

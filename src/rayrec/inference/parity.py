@@ -14,7 +14,6 @@ import pyarrow.compute as pc
 
 from rayrec.config import InputError
 from rayrec.data import materialized
-from rayrec.data.columns import RawColumns
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.logs.head import has_labels
 from rayrec.data.logs.index import LogIndex, Segment, select
@@ -22,6 +21,7 @@ from rayrec.data.logs.lines import good_lines, line_starts, read_text
 from rayrec.data.logs.parquet import read_rows
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import RawRows, parse
+from rayrec.data.raw_block import RawColumns
 from rayrec.inference.config import LARGEST_LOGIT_DIFFERENCE, ExportConfig
 from rayrec.inference.run_rows import BATCH_ROWS, encoded_parts, open_run_log
 from rayrec.ingest.block_order import Part

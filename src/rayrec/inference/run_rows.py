@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final
 from rayrec import machine
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
+from rayrec.data.log_source import open_log
 from rayrec.data.logs.index import LogIndex, select
 from rayrec.data.logs.reading import open_block
-from rayrec.data.opening import open_log
 from rayrec.data.threads import ThreadEngine
 from rayrec.ingest.block_order import Block, Part
 

@@ -20,7 +20,7 @@ from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.engine import Shared, StreamEngine
 from rayrec.data.logs.index import row_numbers
 from rayrec.data.materialized import stream_preprocessed
-from rayrec.data.stages import StageAccount
+from rayrec.data.stage_times import StageAccount
 from rayrec.ingest.ahead import Ahead
 from rayrec.ingest.block_order import Block, EpochOrder, Part, Piece, Position, after, steps_in
 from rayrec.ingest.stream import stream

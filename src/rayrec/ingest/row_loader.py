@@ -14,8 +14,8 @@ import torch
 
 from rayrec.batch import Batch
 from rayrec.config import InputError
-from rayrec.data.rows import RowSource
-from rayrec.data.stages import BlockTimes, StageAccount, measured, stage
+from rayrec.data.numbered_rows import RowSource
+from rayrec.data.stage_times import BlockTimes, StageAccount, measured, stage
 from rayrec.ingest.row_order import RowOrder
 from rayrec.row_tally import RowNumbers, RowTally
 

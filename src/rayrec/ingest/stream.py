@@ -17,7 +17,7 @@ from rayrec.data.encoded import EncodedRows, from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import STOP_ASKED, Shared, StreamEngine
 from rayrec.data.logs.reading import encode_block
-from rayrec.data.stages import StageAccount, measured, stage, times_of, with_times
+from rayrec.data.stage_times import StageAccount, measured, stage, times_of, with_times
 from rayrec.ingest.block_order import Block, Piece
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema

@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.arrow_arrays import arrow_texts
+from rayrec.data.arrow import arrow_texts
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.text_parser import LABEL_FAULT, Fault, Faults, distinct_labels

@@ -14,10 +14,10 @@ from rayrec.data.encoding.one_pass import CountingIndexer
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import Preset, make_preprocessor
 from rayrec.data.engine import Engine
+from rayrec.data.log_source import index_log
 from rayrec.data.logs.head import has_labels
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.materialized import writer as writing
-from rayrec.data.opening import index_log
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, engine, raw_index
 from rayrec.prepare.text import TextConfig, preprocess_text

@@ -23,15 +23,15 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.config import Config, InputError
 from rayrec.data import materialized
-from rayrec.data.arrow_arrays import numpy_of
+from rayrec.data.arrow import numpy_of
 from rayrec.data.engine import Engine
+from rayrec.data.log_source import refuse_foreign
 from rayrec.data.logs.head import has_labels
 from rayrec.data.logs.index import LogIndex, numbered
 from rayrec.data.logs.table_log import is_table
 from rayrec.data.logs.text_parser import Faults
 from rayrec.data.materialized.write_tasks import JOB, disk_errors
 from rayrec.data.materialized.writer import goes_on
-from rayrec.data.opening import refuse_foreign
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, engine, raw_index
 from rayrec.prepare.split_tasks import (

@@ -21,7 +21,6 @@ import pyarrow.parquet as pq
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.columns import RawColumns
 from rayrec.data.groups import group_keys
 from rayrec.data.logs.csv_reader import FAULT, CsvRange, check_columns, csv_columns, read_csv, row_start
 from rayrec.data.logs.index import Segment, changed, checksum, is_gzip
@@ -29,6 +28,7 @@ from rayrec.data.logs.parquet import is_parquet, missing_partitions, open_parque
 from rayrec.data.logs.table_parser import good_rows_of, parse_table
 from rayrec.data.logs.text_parser import PADDING_BYTES, Faults, RawRows, max_rows_in, parse_lines
 from rayrec.data.materialized.write_tasks import JOB, disk_errors
+from rayrec.data.raw_block import RawColumns
 from rayrec.hashing import GOLDEN, mix64
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema

@@ -22,9 +22,9 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.config import Config, InputError
 from rayrec.data.engine import Engine
+from rayrec.data.log_source import plain_files
 from rayrec.data.materialized.write_tasks import JOB, disk_errors
 from rayrec.data.materialized.writer import goes_on
-from rayrec.data.opening import plain_files
 from rayrec.data.text import mds_index, text_blocks, text_parts
 from rayrec.data.text.text_parts import PART_BYTES, Source
 from rayrec.data.text.tokenizer import (

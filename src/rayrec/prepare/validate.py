@@ -14,23 +14,24 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data import materialized, report
-from rayrec.data.arrow_arrays import arrow_numbers, arrow_texts, numpy_of
+from rayrec.data import materialized
+from rayrec.data.arrow import arrow_numbers, arrow_texts, numpy_of
 from rayrec.data.encoding.counts import Counts, count_log
 from rayrec.data.encoding.preprocessor import Preprocessor, bucket_integers
 from rayrec.data.encoding.presets import RAYREC, Preset
 from rayrec.data.engine import Engine
+from rayrec.data.log_source import open_log
 from rayrec.data.logs.index import LogIndex, Segment
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.logs.splits import Slice, parts_of, slices_of
 from rayrec.data.logs.text_parser import PADDING_BYTES
-from rayrec.data.opening import open_log
-from rayrec.data.tally import Tally, TallyJob, as_columns, faults_by_column, quantile_edges
 from rayrec.ingest.block_order import Part
 from rayrec.native import keep_freed_memory
 from rayrec.observe.console import Console
+from rayrec.prepare import report_figures
 from rayrec.prepare.config import PreparationConfig, cache_folder, engine
 from rayrec.prepare.data_report import Gates, Report, failures_of, warnings_of
+from rayrec.prepare.log_statistics import Tally, TallyJob, as_columns, faults_by_column, quantile_edges
 from rayrec.schema import Schema
 
 
@@ -97,7 +98,7 @@ def examine_categories(
 def _column(counts: Counts, number: int) -> tuple[dict[str, Any], np.ndarray]:
     tokens, amounts, _ = counts.kept(number, 2)
     distinct = counts.num_distinct(number)
-    found = report.concentration(int(amounts.sum()) + distinct - len(amounts), distinct, amounts)
+    found = report_figures.concentration(int(amounts.sum()) + distinct - len(amounts), distinct, amounts)
     column = {
         "values": found.values,
         "distinct": distinct,
@@ -105,17 +106,17 @@ def _column(counts: Counts, number: int) -> tuple[dict[str, Any], np.ndarray]:
         "once_rate": found.once,
         "unknown_rate": None,
     }
-    return column, report.most_frequent(tokens, amounts)
+    return column, report_figures.most_frequent(tokens, amounts)
 
 
 def _unknown_to_the_past(counts: Counts, latest: Counts, number: int, rules: Preset) -> float | None:
     """Share of the latest values whose category came fewer than min_count times before."""
-    tokens, amounts = report.merged(*latest.kept(number)[:2], rules.token_modulo)
+    tokens, amounts = report_figures.merged(*latest.kept(number)[:2], rules.token_modulo)
     # Only what came min_count times before and once since matters, unless categories fall together.
     kept = counts.kept(number, 1 if rules.token_modulo else rules.min_count + 1)
-    all_tokens, all_amounts = report.merged(*kept[:2], rules.token_modulo)
+    all_tokens, all_amounts = report_figures.merged(*kept[:2], rules.token_modulo)
     both, here, there = np.intersect1d(tokens, all_tokens, assume_unique=True, return_indices=True)
-    return report.unknown_rate(tokens, amounts, both[all_amounts[there] - amounts[here] >= rules.min_count])
+    return report_figures.unknown_rate(tokens, amounts, both[all_amounts[there] - amounts[here] >= rules.min_count])
 
 
 def _judged(given: Preprocessor, counts: Counts, number: int) -> dict[str, float | None]:
@@ -125,11 +126,11 @@ def _judged(given: Preprocessor, counts: Counts, number: int) -> dict[str, float
     vocabulary = given.vocabulary(number)
     found: dict[str, float | None] = {"unknown_rate": None}
     if column.num_tokens is not None:
-        looked_up = report.merged(tokens, amounts, column.token_modulo)
-        found["unknown_rate"] = report.unknown_rate(*looked_up, np.sort(vocabulary))
+        looked_up = report_figures.merged(tokens, amounts, column.token_modulo)
+        found["unknown_rate"] = report_figures.unknown_rate(*looked_up, np.sort(vocabulary))
     ids = column.first_id + (column.num_tokens or 0) + (column.gap is not None)
     if column.num_tokens is None or column.token_modulo or ids > column.num_embeddings:
-        found["collision_rate"] = report.collision_rate(column, vocabulary, tokens, amounts)
+        found["collision_rate"] = report_figures.collision_rate(column, vocabulary, tokens, amounts)
     return found
 
 
@@ -338,7 +339,7 @@ def examine(
         "slices_by": slices_by,
         "unknown_to": categories.unknown_to,
         "duplicates": {
-            "rate": report.duplicate_rate(hashes),
+            "rate": report_figures.duplicate_rate(hashes),
             "rows": len(hashes),
             "sampled": 1 / (1 << job.hash_shift),
         },
@@ -350,16 +351,16 @@ def examine(
 def _tallied(tally: Tally, job: TallyJob, names: Sequence[str], categories: Categories) -> dict[str, Any]:
     """What a report says of labels, slices and columns."""
     schema = job.schema
-    drift = report.drift_of(tally, schema)
-    dense = report.dense_columns(tally, schema, drift)
+    drift = report_figures.drift_of(tally, schema)
+    dense = report_figures.dense_columns(tally, schema, drift)
     for name, rate in categories.dense_unknown.items():
         dense[name]["unknown_rate"] = rate
     return {
-        "label": report.label_of(tally, schema.label) if schema.label else None,
-        "weight": report.weight_of(tally) if schema.weight else None,
-        "slices": report.slices_of(tally, schema, names, drift),
+        "label": report_figures.label_of(tally, schema.label) if schema.label else None,
+        "weight": report_figures.weight_of(tally) if schema.weight else None,
+        "slices": report_figures.slices_of(tally, schema, names, drift),
         "dense": dense,
-        "sparse": report.sparse_columns(tally, schema, drift, categories.columns),
+        "sparse": report_figures.sparse_columns(tally, schema, drift, categories.columns),
     }
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final, final
 import numpy as np
 
 from rayrec.config import InputError
-from rayrec.data.columns import RawColumns, RawSparse
 from rayrec.data.logs.text_parser import RawRows
+from rayrec.data.raw_block import RawColumns, RawSparse
 from rayrec.metrics.binary import sigmoid
 from rayrec.serve.counters import Counters
 from rayrec.serve.protocol import ReplicaState, Source, Status, Wanted

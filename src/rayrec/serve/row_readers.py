@@ -12,10 +12,10 @@ import numpy as np
 import pyarrow as pa
 
 from rayrec.config import InputError
-from rayrec.data.columns import RawColumns
 from rayrec.data.logs.csv_reader import read_csv_text
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import Fault, RawRows, padded, parse_into
+from rayrec.data.raw_block import RawColumns
 from rayrec.schema import Schema
 from rayrec.serve.requests import Body, RequestError, delimiter_of, row_ends, shown
 

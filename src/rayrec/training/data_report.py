@@ -8,7 +8,7 @@ from typing import Any, Final, final
 
 from torch import distributed
 
-from rayrec.data.stages import STAGES, StageAccount
+from rayrec.data.stage_times import STAGES, StageAccount
 
 _LEAST_S: Final = 1.0
 """Between two events: a block lasts for many steps, and most intervals between two logs see none."""

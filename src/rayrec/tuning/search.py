@@ -15,9 +15,9 @@ from typing import Any, Final
 from rayrec import machine, storage
 from rayrec.config import InputError
 from rayrec.data import materialized
+from rayrec.data.log_source import index_log
 from rayrec.data.materialized.formats import best_format
 from rayrec.data.materialized.writer import preprocess
-from rayrec.data.opening import index_log
 from rayrec.data.threads import ThreadEngine
 from rayrec.inference.evaluate import ScoredRows, json_values
 from rayrec.inference.scoring import ScoringRequest

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from rayrec.checkpoint import Checkpoint
-    from rayrec.data.rows import RowSource
+    from rayrec.data.numbered_rows import RowSource
     from rayrec.ingest.row_loader import RowLoader
     from rayrec.workloads.scoring import Scoring, ScoringContext
 

@@ -13,7 +13,7 @@ import torch
 
 from rayrec.checkpoint import Checkpoint, full_tensors, untied
 from rayrec.config import InputError
-from rayrec.data.rows import RowSource
+from rayrec.data.numbered_rows import RowSource
 from rayrec.workloads.scoring import Device, Scoring, ScoringContext
 
 if TYPE_CHECKING:

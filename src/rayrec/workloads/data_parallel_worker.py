@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from rayrec.batch import Batch, RowOutput
-from rayrec.data.rows import RowSource
+from rayrec.data.numbered_rows import RowSource
 from rayrec.ingest.row_loader import RowLoader
 from rayrec.ingest.row_order import RowOrder
 from rayrec.optim import NamedOptimizer, learning_rates, set_learning_rates

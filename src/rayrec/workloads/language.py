@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import GPT2LMHeadModel
 
-    from rayrec.data.rows import ArrayRows, RowSource
+    from rayrec.data.numbered_rows import ArrayRows, RowSource
     from rayrec.workloads.language_model import TextModel
 
 TOKENS = "tokens"

@@ -14,7 +14,7 @@ from transformers import GPT2LMHeadModel
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.rows import ArrayRows
+from rayrec.data.numbered_rows import ArrayRows
 from rayrec.workloads.weight_files import read_weights
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from rayrec.workloads.distillation import RECORD, Teacher, TeacherConfig, open_t
 if TYPE_CHECKING:
     from rayrec.checkpoint import Checkpoint
     from rayrec.data.encoding.one_pass import CountingIndexer
-    from rayrec.data.opening import TextIndexer
+    from rayrec.data.log_source import TextIndexer
     from rayrec.ingest.loader import ClickLoader
     from rayrec.workloads.recsys_scorer import ClickScorer
     from rayrec.workloads.scoring import Scoring, ScoringContext
@@ -199,7 +199,7 @@ class ClickWorkload(Workload):
             return self._prepare(context, folder, counting)
 
     def _prepare(self, context: RunContext, folder: str, counting: CountingIndexer) -> Prepared:
-        from rayrec.data.opening import index_log
+        from rayrec.data.log_source import index_log
         from rayrec.ingest.stream import share_preprocessor
 
         config = context.config
@@ -248,7 +248,7 @@ class ClickWorkload(Workload):
 
     def open_index(self, data: DataConfig, context: RunContext, *, index_text: TextIndexer) -> LogIndex:
         """Return the index of a log, from the cache of the storage path if it was indexed before."""
-        from rayrec.data.opening import open_log
+        from rayrec.data.log_source import open_log
 
         assert data.path is not None
         index = open_log(

@@ -24,7 +24,7 @@ from rayrec.data.encoding.presets import make_preprocessor
 from rayrec.data.engine import InProcess
 from rayrec.data.logs.index import LogIndex, cut, index_chunk, is_gzip, numbered
 from rayrec.data.logs.table_log import is_table
-from rayrec.data.stages import BlockTimes, measured
+from rayrec.data.stage_times import BlockTimes, measured
 from rayrec.data.threads import ThreadEngine
 from rayrec.ingest.block_order import Block, EpochOrder, Part
 from rayrec.workloads.base import TrainConfig, WorkerContext

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from rayrec.batch import Batch
 from rayrec.compat.torch_compat import TorchDispatchMode, operator_of, uncounted_operators
-from rayrec.data.rows import RowSource
+from rayrec.data.numbered_rows import RowSource
 from rayrec.workloads.base import WorkerContext
 from rayrec.workloads.data_parallel import DataParallelWorkload
 

@@ -13,7 +13,7 @@ from rayrec import storage
 from rayrec.config import Config, InputError
 from rayrec.data import idx
 from rayrec.data.engine import Shared
-from rayrec.data.rows import ArrayRows, RowSource
+from rayrec.data.numbered_rows import ArrayRows, RowSource
 from rayrec.models.resnet import ResNetConfig
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 from rayrec.workloads.data_parallel import DataParallelWorkload

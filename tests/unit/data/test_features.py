@@ -14,7 +14,6 @@ import torch
 from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.data import materialized
-from rayrec.data.columns import RawColumns
 from rayrec.data.encoded import Bags, EncodedRows, from_arrow, to_arrow
 from rayrec.data.encoding.counts import CountingJob
 from rayrec.data.encoding.preprocessor import Preprocessor
@@ -23,6 +22,7 @@ from rayrec.data.frames import transform
 from rayrec.data.logs.csv_reader import read_csv
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.materialized.formats import check, from_named_columns, named_columns
+from rayrec.data.raw_block import RawColumns
 from rayrec.ingest.loader import Slicer
 from rayrec.models.base import ModelInputs
 from rayrec.schema import Feature, Label, Schema, load_schema

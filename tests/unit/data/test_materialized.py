@@ -25,6 +25,7 @@ from rayrec.data.encoding.multi_hot import MultiHot
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import ALL, make_preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
+from rayrec.data.log_source import open_log
 from rayrec.data.logs.index import LogIndex, cut, index_chunk, numbered, select
 from rayrec.data.logs.reading import encode_block, read_raw
 from rayrec.data.logs.splits import Split
@@ -33,7 +34,6 @@ from rayrec.data.logs.text_parser import Faults
 from rayrec.data.materialized import checks, row_maps
 from rayrec.data.materialized.files import WRITTEN
 from rayrec.data.materialized.writer import preprocess
-from rayrec.data.opening import open_log
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.block_order import EpochOrder, Part, whole
 from rayrec.schema import Schema

@@ -9,7 +9,7 @@ import pytest
 from rayrec.config import InputError
 from rayrec.datasets import criteo
 from rayrec.datasets.fetch import PUBLISHED, files_of
-from rayrec.datasets.remote import RemoteFile, check_folder, names_text, require_files
+from rayrec.datasets.published_files import RemoteFile, check_folder, names_text, require_files
 from rayrec.quantities import size_text
 from rayrec.storage import File
 

@@ -27,7 +27,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.datasets.download import RetryConfig
 from rayrec.datasets.fetch import fetch
-from rayrec.datasets.remote import RemoteFile
+from rayrec.datasets.published_files import RemoteFile
 
 BODY = random.Random(0).randbytes(3_000_000)
 OTHER = random.Random(1).randbytes(3_000_000)

@@ -26,13 +26,13 @@ from rayrec import recipes
 from rayrec.checkpoint.format import seal
 from rayrec.commands import scoring as commands
 from rayrec.config import InputError
-from rayrec.data.columns import RawColumns
 from rayrec.data.encoded import Bags
 from rayrec.data.encoding.multi_hot import MultiHot
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.index import Segment
 from rayrec.data.logs.text_parser import parse
+from rayrec.data.raw_block import RawColumns
 from rayrec.inference.config import ExportConfig
 from rayrec.inference.encoder_source import Encoder
 from rayrec.inference.export import encoder_program, export

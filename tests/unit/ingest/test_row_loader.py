@@ -11,7 +11,7 @@ from torch.utils.data import DistributedSampler
 
 from rayrec.batch import Batch
 from rayrec.config import InputError
-from rayrec.data.rows import ArrayRows
+from rayrec.data.numbered_rows import ArrayRows
 from rayrec.ingest.row_loader import RowLoader
 from rayrec.ingest.row_order import RowOrder
 

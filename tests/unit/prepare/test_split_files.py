@@ -23,8 +23,8 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import synthetic
 from rayrec.data.engine import Engine
+from rayrec.data.log_source import open_log
 from rayrec.data.logs.splits import Split
-from rayrec.data.opening import open_log
 from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.observe.console import Console

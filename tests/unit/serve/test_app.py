@@ -34,9 +34,9 @@ from served_click_model import (
     token,
 )
 
-from rayrec.data.columns import RawColumns
 from rayrec.data.encoding.multi_hot import MultiHot
 from rayrec.data.encoding.rules import SparseColumn
+from rayrec.data.raw_block import RawColumns
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.schema import Schema
 from rayrec.serve.app import ScoringApp, held_by_json

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rayrec.data.stages import BlockTimes, StageAccount
+from rayrec.data.stage_times import BlockTimes, StageAccount
 from rayrec.training import data_report
 from rayrec.training.data_report import DataReport, data_fields
 

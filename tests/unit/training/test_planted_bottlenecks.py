@@ -23,8 +23,8 @@ from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.engine import InProcess
 from rayrec.data.logs import index as log_module
 from rayrec.data.logs.index import LogIndex, cut, index_chunk, numbered
-from rayrec.data.rows import ArrayRows
-from rayrec.data.stages import StageAccount, times_of
+from rayrec.data.numbered_rows import ArrayRows
+from rayrec.data.stage_times import StageAccount, times_of
 from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest import loader as loader_module

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 from rayrec import checkpoint, storage
 from rayrec.checkpoint.extra_files import ExtraFiles
 from rayrec.config import InputError
-from rayrec.data.rows import ArrayRows
+from rayrec.data.numbered_rows import ArrayRows
 from rayrec.data.text import text_blocks
 from rayrec.data.text.text_blocks import TokenFolder, load_tokenizer, open_tokens
 from rayrec.data.text.tokenizer import Files, TextTokenizer, bytes_bpe, characters, read_tokenizer, write_tokenizer

@@ -14,8 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from rayrec import machine
-from rayrec.data.arrow_arrays import arrow_bytes
-from rayrec.data.columns import RawColumns, column_tokens, dense_moments
+from rayrec.data.arrow import arrow_bytes
 from rayrec.data.encoding.category_counter import (
     NO_ROW,
     Items,
@@ -33,6 +32,7 @@ from rayrec.data.engine import Engine
 from rayrec.data.logs.index import Segment
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.logs.text_parser import RawRows
+from rayrec.data.raw_block import RawColumns, column_tokens, dense_moments
 from rayrec.ingest.block_order import Part
 from rayrec.native import keep_freed_memory, library
 from rayrec.schema import Schema

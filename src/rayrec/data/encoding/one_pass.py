@@ -12,9 +12,10 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.arrow_arrays import arrow_texts
+from rayrec.data.arrow import arrow_texts
 from rayrec.data.encoding.counts import TASK_BYTES, CountingJob, Counts, Packer, count_log, tasks_of
 from rayrec.data.engine import Engine
+from rayrec.data.log_source import CHUNK_BYTES
 from rayrec.data.logs.index import (
     CachedIndex,
     Chunk,
@@ -27,7 +28,6 @@ from rayrec.data.logs.index import (
     select,
 )
 from rayrec.data.logs.text_parser import Faults
-from rayrec.data.opening import CHUNK_BYTES
 from rayrec.ingest.block_order import Part
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema

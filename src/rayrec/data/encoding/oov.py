@@ -9,11 +9,11 @@ from typing import final
 
 import numpy as np
 
-from rayrec.data.columns import RawColumns, RawSparse
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.encoding.preprocessor import Preprocessor, adapt
 from rayrec.data.encoding.rules import SparseColumn
 from rayrec.data.logs.text_parser import RawRows
+from rayrec.data.raw_block import RawColumns, RawSparse
 
 
 @final

@@ -16,12 +16,12 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.columns import RawColumns, encode_columns
 from rayrec.data.encoded import EncodedRows
 from rayrec.data.encoding.multi_hot import MultiHot
 from rayrec.data.encoding.rules import LOWEST_INTEGER, DenseColumn, SparseColumn
 from rayrec.data.logs.index import source_of
 from rayrec.data.logs.text_parser import RawRows
+from rayrec.data.raw_block import RawColumns, encode_columns
 from rayrec.native import library
 from rayrec.schema import Schema
 

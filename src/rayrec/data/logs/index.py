@@ -25,7 +25,7 @@ from rayrec.data.logs.text_parser import (
     max_rows_in,
     parse_into,
 )
-from rayrec.data.stages import stage
+from rayrec.data.stage_times import stage
 from rayrec.native import library
 from rayrec.schema import Schema
 

@@ -16,14 +16,14 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.columns import RawColumns
 from rayrec.data.engine import Engine
 from rayrec.data.logs.csv_reader import csv_columns
 from rayrec.data.logs.index import CachedIndex, Entry, LogIndex, Segment, changed, numbered, remove_older, said_of
 from rayrec.data.logs.parquet import VERSION, Part, is_parquet, open_parquet, partitions_of, prepared, read_rows
 from rayrec.data.logs.table_parser import good_rows_of, parse_table
 from rayrec.data.logs.text_parser import Faults, RawRows
-from rayrec.data.stages import stage
+from rayrec.data.raw_block import RawColumns
+from rayrec.data.stage_times import stage
 from rayrec.schema import Schema
 
 SUFFIXES = (".parquet", ".csv", ".csv.gz")

@@ -11,10 +11,10 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from rayrec.config import InputError
-from rayrec.data.columns import RawColumns, RawSparse, places_of
 from rayrec.data.logs.column_values import EMPTY, REFUSED, VALUE, Text, integer_tokens, text_integers, text_tokens
 from rayrec.data.logs.csv_reader import FAULT, TOO_FEW, TOO_MANY, UNMATCHED, present_columns
 from rayrec.data.logs.text_parser import LABEL_FAULT, Fault, Faults, RawRows, distinct_labels
+from rayrec.data.raw_block import RawColumns, RawSparse, places_of
 from rayrec.schema import Label, Schema
 
 LIMIT = 10**18

@@ -33,7 +33,7 @@ from rayrec.data.materialized.checks import check_checksums, wrong_id
 from rayrec.data.materialized.files import FORMATS, MAPPED, file_checksum
 from rayrec.data.materialized.formats import from_named_columns
 from rayrec.data.materialized.row_maps import RowMaps, Run, damaged
-from rayrec.data.stages import BlockTimes, StageAccount, measured, stage
+from rayrec.data.stage_times import BlockTimes, StageAccount, measured, stage
 from rayrec.ingest.block_order import Block, Piece
 from rayrec.prepare.adopt_arrays import PRESET
 

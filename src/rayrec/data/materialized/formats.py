@@ -11,12 +11,12 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.arrow_arrays import arrow_numbers, numpy_of
-from rayrec.data.columns import RawColumns
+from rayrec.data.arrow import arrow_numbers, numpy_of
 from rayrec.data.encoded import Bags, EncodedRows, Ids, ids_from_arrow, ids_to_arrow, weights_to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor, adapt, c_dense_column
 from rayrec.data.logs.text_parser import RawRows
 from rayrec.data.materialized.files import WRITTEN
+from rayrec.data.raw_block import RawColumns
 from rayrec.native import library
 from rayrec.schema import Schema
 

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.arrow_arrays import arrow_numbers, arrow_texts
+from rayrec.data.arrow import arrow_numbers, arrow_texts
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import Shared
 from rayrec.data.logs.reading import read_raw

@@ -42,9 +42,9 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.shard_cache import LEAST_FILES, ShardCache, default_folder, in_use
 from rayrec.data.text.mds_index import COLUMN, INDEX, Index, Shard, TokenColumn, damaged, unpacked_index
 from rayrec.extras import require_language
+from rayrec.storage.cache import LEAST_FILES, ShardCache, default_folder, in_use
 
 _logger = logging.getLogger(__name__)
 

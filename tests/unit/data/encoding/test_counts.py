@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.columns import RawColumns, RawSparse
 from rayrec.data.encoding import counts as counting_module
 from rayrec.data.encoding.category_counter import Spill, TokenCounter
 from rayrec.data.encoding.counts import (
@@ -35,10 +34,11 @@ from rayrec.data.encoding.counts import (
 )
 from rayrec.data.encoding.one_pass import CountingIndexer
 from rayrec.data.encoding.presets import DENSE_LOW_BITS, DENSE_UNITS, RAYREC, make_preprocessor
+from rayrec.data.log_source import index_log
 from rayrec.data.logs.index import LogIndex, cut, index_chunk, numbered, read_segments, select
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import Faults, RawRows, parse
-from rayrec.data.opening import index_log
+from rayrec.data.raw_block import RawColumns, RawSparse
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.ingest.block_order import Part
 from rayrec.machine import Memory

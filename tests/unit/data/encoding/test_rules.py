@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from rayrec.config import InputError
-from rayrec.data.columns import RawColumns, RawSparse
 from rayrec.data.encoded import EncodedRows
 from rayrec.data.encoding import presets
 from rayrec.data.encoding.multi_hot import MultiHot
@@ -25,6 +24,7 @@ from rayrec.data.encoding.presets import Preset, make_preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn, bucket_tokens, expand_bag
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import RawRows, parse
+from rayrec.data.raw_block import RawColumns, RawSparse
 from rayrec.inference.export import encoder_program
 from rayrec.schema import Feature, Schema
 

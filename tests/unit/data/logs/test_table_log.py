@@ -28,7 +28,6 @@ from hypothesis import strategies as st
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.columns import RawColumns
 from rayrec.data.encoding.counts import CountingJob, count_log
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import Preset, make_preprocessor
@@ -39,6 +38,7 @@ from rayrec.data.logs.index import LogIndex, select
 from rayrec.data.logs.table_log import column_names, good_rows, index_tables, is_table, read_tables
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import Faults, RawRows, parse
+from rayrec.data.raw_block import RawColumns
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.ingest.block_order import Part
 from rayrec.schema import Schema

@@ -18,10 +18,10 @@ import pytest
 from program_server import Ended, Program, ProgramServer
 
 from rayrec.config import InputError
-from rayrec.data import shard_cache
-from rayrec.data.shard_cache import LEAST_FILES, ShardCache
 from rayrec.data.text import mds
 from rayrec.data.text.mds import TokenRows
+from rayrec.storage import cache
+from rayrec.storage.cache import LEAST_FILES, ShardCache
 
 BLOCK = 16
 SHARDS = (30, 30, 30, 7)
@@ -298,7 +298,7 @@ def test_a_download_that_failed_is_tried_again(written: Path, tmp_path: Path, mo
         raise OSError("the store is out")
 
     with monkeypatch.context() as patch:
-        patch.setattr(shard_cache.ShardCache, "fetch", out)
+        patch.setattr(cache.ShardCache, "fetch", out)
         rows.will_read(np.arange(97))
         with pytest.raises(OSError, match="the store is out"):
             rows.read(np.arange(3))

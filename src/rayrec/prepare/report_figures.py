@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from rayrec.data.columns import RawColumns, RawSparse
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import DENSE_LOW_BITS, DENSE_UNITS
 from rayrec.data.encoding.rules import SparseColumn
 from rayrec.data.logs.text_parser import RawRows
-from rayrec.data.tally import TOP, Tally
+from rayrec.data.raw_block import RawColumns, RawSparse
+from rayrec.prepare.log_statistics import TOP, Tally
 from rayrec.schema import Schema
 
 _PRIOR_ROWS = 10.0

@@ -13,7 +13,7 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import materialized
-from rayrec.data.arrow_arrays import arrow_texts
+from rayrec.data.arrow import arrow_texts
 from rayrec.data.engine import Engine
 from rayrec.data.logs.index import (
     CachedIndex,

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from rayrec.data.arrow_arrays import arrow_bytes, arrow_numbers, arrow_texts, numpy_of
+from rayrec.data.arrow import arrow_bytes, arrow_numbers, arrow_texts, numpy_of
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64, np.float32, np.float64])

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayrec.data.columns import RawColumns, RawSparse, column_tokens, dense_moments, encode_columns
 from rayrec.data.encoded import Bags, EncodedRows, from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.text_parser import parse
+from rayrec.data.raw_block import RawColumns, RawSparse, column_tokens, dense_moments, encode_columns
 from rayrec.schema import Schema
 
 SCHEMA = Schema(

@@ -15,7 +15,7 @@ from slow_store import SlowStore
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data import opening
+from rayrec.data import log_source
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.logs.splits import Split, slices_of
@@ -28,7 +28,7 @@ FILES = 300
 
 
 def opened(path: str, schema: Schema, cache: str, *, note: Callable[[str], None] = lambda _: None) -> LogIndex:
-    return opening.open_log(
+    return log_source.open_log(
         path,
         schema,
         segment_bytes=1 << 20,

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pytest
 
-from rayrec.data import stages
-from rayrec.data.stages import STAGES, BlockTimes, StageAccount, measured, stage, times_of, with_times
+from rayrec.data import stage_times
+from rayrec.data.stage_times import STAGES, BlockTimes, StageAccount, measured, stage, times_of, with_times
 
 
 def test_stages_are_measured_in_their_own_thread_and_waiting_is_not_computing() -> None:
@@ -46,7 +46,7 @@ def test_queueing_is_that_of_the_own_thread_and_leaves_nothing_open(monkeypatch:
     """Eight threads, for each of which the kernel reports 1 ms more of queueing at every poll."""
     threads: dict[int, int] = {}
     looks = dict.fromkeys(range(8), 0)
-    open_file, close_file = stages.os.open, stages.os.close
+    open_file, close_file = stage_times.os.open, stage_times.os.close
 
     def opened(path: str, flags: int) -> int:
         assert path == "/proc/thread-self/schedstat"
@@ -64,7 +64,7 @@ def test_queueing_is_that_of_the_own_thread_and_leaves_nothing_open(monkeypatch:
         del threads[descriptor]
         close_file(descriptor)
 
-    monkeypatch.setattr(stages, "os", SimpleNamespace(open=opened, pread=read, close=closed, O_RDONLY=os.O_RDONLY))
+    monkeypatch.setattr(stage_times, "os", SimpleNamespace(open=opened, pread=read, close=closed, O_RDONLY=os.O_RDONLY))
     found: dict[int, float] = {}
 
     def work(number: int) -> None:
@@ -88,7 +88,7 @@ def test_queueing_is_that_of_the_own_thread_and_leaves_nothing_open(monkeypatch:
 
 @pytest.mark.skipif(not os.path.exists("/proc/thread-self/schedstat"), reason="the kernel does not report queueing")
 def test_the_kernels_numbers_go_up() -> None:
-    clock = stages._Clock()
+    clock = stage_times._Clock()
     before = clock.now()
     end_s = time.thread_time() + 0.005
     while time.thread_time() < end_s:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, fields
 import numpy as np
 import pyarrow as pa
 
-from rayrec.data.arrow_arrays import arrow_bytes
-from rayrec.data.columns import RawColumns, RawSparse
+from rayrec.data.arrow import arrow_bytes
 from rayrec.data.encoding.preprocessor import num_slots
 from rayrec.data.encoding.presets import DENSE_LOW_BITS, DENSE_UNITS
 from rayrec.data.logs.column_values import build_slots, look_up
 from rayrec.data.logs.text_parser import RawRows, max_rows_in, parse_into
+from rayrec.data.raw_block import RawColumns, RawSparse
 from rayrec.schema import Schema
 
 TOP = 100
