@@ -21,11 +21,7 @@ from rayrec.data.encoding.preprocessor import MAX_TABLE_ROWS, PREPROCESSOR_FOLDE
 from rayrec.data.engine import Engine
 from rayrec.data.logs.index import Entry, LogIndex, numbered
 from rayrec.data.logs.splits import NAMES, Kind, Split, SplitParts, check_parts
-from rayrec.data.materialized.dataset import VERSION, hash_of, write_manifest
-from rayrec.data.materialized.files import finish_files
-from rayrec.data.text.text_blocks import sets_of_shards
-from rayrec.observe.console import Console
-from rayrec.prepare.adopt_arrays import (
+from rayrec.data.materialized.adopted import (
     MAX_FAULTY_ROWS,
     PRESET,
     Day,
@@ -36,6 +32,10 @@ from rayrec.prepare.adopt_arrays import (
     scan,
     stretches,
 )
+from rayrec.data.materialized.dataset import VERSION, hash_of, write_manifest
+from rayrec.data.materialized.files import finish_files
+from rayrec.data.text.text_blocks import sets_of_shards
+from rayrec.observe.console import Console
 from rayrec.prepare.adopt_tokens import adopt_tokens
 from rayrec.prepare.config import PreparationConfig, engine
 

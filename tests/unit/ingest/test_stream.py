@@ -20,7 +20,7 @@ from rayrec.data.engine import InProcess
 from rayrec.data.logs.index import cut, index_chunk, numbered
 from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA
-from rayrec.ingest import stream
+from rayrec.ingest import stream as stream_module
 from rayrec.ingest.block_order import Block, Part, Piece
 from rayrec.ingest.stream import STOP_ASKED, encoded_block, stream
 from rayrec.training import stopping
@@ -91,8 +91,8 @@ def test_blocks_that_never_come_are_made_here_once_the_run_is_asked_to_stop(
         if made < BLOCKS:
             never.wait()
 
-    monkeypatch.setattr(stream, "_STALL_S", 0.3)
-    monkeypatch.setattr(stream, "_POLL_S", 0.05)
+    monkeypatch.setattr(stream_module, "_STALL_S", 0.3)
+    monkeypatch.setattr(stream_module, "_POLL_S", 0.05)
     threading.Timer(0.2, STOP_ASKED.set).start()
     found: list[list[int]] = []
     thread = threading.Thread(target=lambda: found.append(numbers(pieces, preprocessor, Given(tables))), daemon=True)

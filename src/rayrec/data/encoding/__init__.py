@@ -1,1 +1,1 @@
-"""encoding."""
+"""From raw rows to model inputs: rules, vocabularies, counts, presets."""

@@ -1,1 +1,1 @@
-"""logs."""
+"""Readers of raw logs: text, CSV and Parquet files to rows as a log gives them."""

@@ -29,13 +29,13 @@ from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import Engine
 from rayrec.data.logs.index import LogIndex, Segment, row_numbers
 from rayrec.data.logs.text_parser import Faults
+from rayrec.data.materialized.adopted import PRESET
 from rayrec.data.materialized.checks import check_checksums, wrong_id
 from rayrec.data.materialized.files import FORMATS, MAPPED, file_checksum
 from rayrec.data.materialized.formats import from_named_columns
 from rayrec.data.materialized.row_maps import RowMaps, Run, damaged
 from rayrec.data.stage_times import BlockTimes, StageAccount, measured, stage
 from rayrec.ingest.block_order import Block, Piece
-from rayrec.prepare.adopt_arrays import PRESET
 
 __all__ = [
     "FORMATS",

@@ -1,1 +1,1 @@
-"""text."""
+"""Text and MosaicML shards as blocks of tokens."""
