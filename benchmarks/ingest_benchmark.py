@@ -17,16 +17,16 @@ from rows import emit, interleaved, part, say, timed
 
 from rayrec.data.encoded import from_arrow
 from rayrec.data.encoding.counts import count_log
-from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.preprocessor import Preprocessor, share_preprocessor
 from rayrec.data.encoding.presets import ALL, RAYREC, Preset, make_preprocessor
 from rayrec.data.engine import InProcess, Shared, StreamEngine
 from rayrec.data.log_source import open_log
-from rayrec.data.logs.index import select
+from rayrec.data.logs.index import Block, Part, select
 from rayrec.data.logs.reading import encode_block
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA
-from rayrec.ingest.block_order import Block, EpochOrder, Part, Position
+from rayrec.ingest.block_order import EpochOrder, Position
 from rayrec.ingest.loader import ClickLoader, Slicer
 from rayrec.ingest.ray_engine import (
     ITEMS_A_TASK,
@@ -38,7 +38,7 @@ from rayrec.ingest.ray_engine import (
     tables_apart,
     tasks_dataset,
 )
-from rayrec.ingest.stream import encode_task, share_preprocessor
+from rayrec.ingest.stream import encode_task
 from rayrec.launch import cluster
 from rayrec.native import keep_freed_memory
 

@@ -28,9 +28,8 @@ from slow_store import SlowStore
 from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.presets import ALL
 from rayrec.data.log_source import open_log
-from rayrec.data.logs.index import LogIndex
+from rayrec.data.logs.index import LogIndex, Part
 from rayrec.data.logs.reading import read_raw
-from rayrec.ingest.block_order import Part
 from rayrec.schema import Schema
 
 CLICKS = Schema(label="clicked", dense=("price",), sparse=("shop",), tokens="any")

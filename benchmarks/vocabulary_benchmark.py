@@ -29,10 +29,9 @@ from rayrec.data.encoding.one_pass import CountingIndexer
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import SparseColumn
 from rayrec.data.log_source import CHUNK_BYTES, index_log
-from rayrec.data.logs.index import LogIndex, cut, index_chunk, numbered, read_segments
+from rayrec.data.logs.index import LogIndex, Part, cut, index_chunk, numbered, read_segments
 from rayrec.data.placement import TaskPlacement
 from rayrec.datasets.criteo import SCHEMA
-from rayrec.ingest.block_order import Part
 from rayrec.ingest.ray_engine import RayEngine
 from rayrec.ingest.spark_engine import environment
 from rayrec.launch import cluster

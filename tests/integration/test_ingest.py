@@ -24,11 +24,11 @@ from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.engine import Shared
 from rayrec.data.log_source import index_log, open_log
-from rayrec.data.logs.index import LogIndex, read_segments, select
+from rayrec.data.logs.index import LogIndex, Part, read_segments, select
 from rayrec.data.logs.text_parser import parse
 from rayrec.data.placement import TaskPlacement
 from rayrec.datasets.criteo import SCHEMA
-from rayrec.ingest.block_order import EpochOrder, Part, Piece, Position
+from rayrec.ingest.block_order import EpochOrder, Piece, Position
 from rayrec.ingest.loader import ClickLoader
 from rayrec.ingest.ray_engine import RayEngine
 from rayrec.ingest.stream import share_preprocessor, stream

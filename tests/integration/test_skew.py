@@ -18,13 +18,13 @@ from rayrec.data.encoded import from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.log_source import open_log
-from rayrec.data.logs.index import LogIndex, read_segments, select
+from rayrec.data.logs.index import LogIndex, Part, read_segments, select
 from rayrec.data.logs.reading import encode_block
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.inference.config import ExportConfig
 from rayrec.inference.export import export
 from rayrec.inference.model import open_served
-from rayrec.ingest.block_order import Part, blocks_of_epoch
+from rayrec.ingest.block_order import blocks_of_epoch
 from rayrec.ingest.loader import sparse_features
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.workloads.base import TrainConfig

@@ -16,7 +16,7 @@ from rayrec.config import InputError
 from rayrec.data import materialized
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.logs.head import has_labels
-from rayrec.data.logs.index import LogIndex, Segment, select
+from rayrec.data.logs.index import LogIndex, Part, Segment, select
 from rayrec.data.logs.lines import good_lines, line_starts, read_text
 from rayrec.data.logs.parquet import read_rows
 from rayrec.data.logs.table_parser import parse_table
@@ -24,7 +24,6 @@ from rayrec.data.logs.text_parser import RawRows, parse
 from rayrec.data.raw_block import RawColumns
 from rayrec.inference.config import LARGEST_LOGIT_DIFFERENCE, ExportConfig
 from rayrec.inference.run_rows import BATCH_ROWS, encoded_parts, open_run_log
-from rayrec.ingest.block_order import Part
 from rayrec.metrics.binary import auroc
 from rayrec.schema import Schema
 from rayrec.workloads.recsys import ClickWorkload

@@ -9,10 +9,9 @@ from rayrec import machine
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
 from rayrec.data.log_source import open_log
-from rayrec.data.logs.index import LogIndex, select
+from rayrec.data.logs.index import Block, LogIndex, Part, select
 from rayrec.data.logs.reading import open_block
 from rayrec.data.threads import ThreadEngine
-from rayrec.ingest.block_order import Block, Part
 
 if TYPE_CHECKING:
     from rayrec.data.encoding.preprocessor import Preprocessor

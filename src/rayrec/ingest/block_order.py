@@ -17,42 +17,7 @@ from typing import Any
 import numpy as np
 
 from rayrec.config import InputError
-from rayrec.data.logs.index import Segment, source_of
-
-
-@dataclass(frozen=True)
-class Part:
-    """Rows [start, stop) of one segment (good rows, counted from the segment's first)."""
-
-    segment: Segment
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Block:
-    """Rows that are read, parsed and permuted together."""
-
-    parts: tuple[Part, ...]
-    seed: tuple[int, ...] | None
-    """Of the permutation; None keeps the log's order."""
-
-    @property
-    def rows(self) -> int:
-        return sum(part.stop - part.start for part in self.parts)
-
-    def order(self) -> np.ndarray:
-        """int64 (rows): which row of the parsed segments comes at each place of the block."""
-        chosen, base = [], 0
-        for part in self.parts:
-            chosen.append(np.arange(base + part.start, base + part.stop, dtype=np.int64))
-            base += part.segment.rows
-        rows = np.concatenate(chosen)
-        return (
-            rows
-            if self.seed is None
-            else np.random.Generator(np.random.Philox(np.random.SeedSequence(self.seed))).permutation(rows)
-        )
+from rayrec.data.logs.index import Block, Part, source_of
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from rayrec.batch import DENSE, Batch
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.engine import Shared, StreamEngine
-from rayrec.data.logs.index import row_numbers
-from rayrec.data.materialized import stream_preprocessed
+from rayrec.data.logs.index import Block, Part, row_numbers
 from rayrec.data.stage_times import StageAccount
 from rayrec.ingest.ahead import Ahead
-from rayrec.ingest.block_order import Block, EpochOrder, Part, Piece, Position, after, steps_in
-from rayrec.ingest.stream import stream
+from rayrec.ingest.block_order import EpochOrder, Piece, Position, after, steps_in
+from rayrec.ingest.stream import stream, stream_preprocessed
 from rayrec.row_tally import RowNumbers, RowTally, merged
 from rayrec.schema import Schema
 

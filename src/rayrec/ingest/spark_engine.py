@@ -24,9 +24,27 @@ from typing import IO, Any
 
 import pyarrow as pa
 
-from rayrec.config import InputError
-from rayrec.prepare.config import SparkConfig
+from rayrec.config import Config, InputError
 from rayrec.storage import Scratch
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparkConfig(Config):
+    """Of the engines spark and spark-on-ray."""
+
+    master: str = "local[*]"
+    """Spark master (engine spark): local[N], spark://HOST:PORT, or sc://HOST:PORT for Spark Connect."""
+    executors: int = 1
+    """Executors inside the Ray cluster (engine spark-on-ray)."""
+    executor_cpus: int = 1
+    """CPUs of each of them."""
+    executor_memory: str = "2g"
+    """Memory of each of them."""
+    shared_folder: str | None = None
+    """Folder that this machine and all executors share, for the tasks' results; None: the cache's, fit for one machine."""
+    timeout_s: float = 120.0
+    """How long Spark may take to start, and then to finish any one task, before it is given up."""
+
 
 _COMPLETE = "complete"
 """File that is written last."""
@@ -38,7 +56,7 @@ def environment(name: str, *, folder: str, note: Callable[[str], None]) -> str:
 
     Two processes that want it at once make it once. Raises InputError where pip cannot install it.
     """
-    lock = resources.files("rayrec.prepare").joinpath(f"{name}.lock").read_text()
+    lock = resources.files("rayrec.ingest").joinpath(f"{name}.lock").read_text()
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     key = hashlib.sha256(f"{sys.executable}\0{version}\0{lock}".encode()).hexdigest()[:12]
     place = os.path.join(folder, f"{name}-{key}")

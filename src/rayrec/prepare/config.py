@@ -19,26 +19,9 @@ from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.splits import Kind, Split, SplitParts, check_parts
 from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA
+from rayrec.ingest.spark_engine import SparkConfig
 from rayrec.observe.console import Console
 from rayrec.schema import Schema
-
-
-@dataclass(frozen=True, kw_only=True)
-class SparkConfig(Config):
-    """Of the engines spark and spark-on-ray."""
-
-    master: str = "local[*]"
-    """Spark master (engine spark): local[N], spark://HOST:PORT, or sc://HOST:PORT for Spark Connect."""
-    executors: int = 1
-    """Executors inside the Ray cluster (engine spark-on-ray)."""
-    executor_cpus: int = 1
-    """CPUs of each of them."""
-    executor_memory: str = "2g"
-    """Memory of each of them."""
-    shared_folder: str | None = None
-    """Folder that this machine and all executors share, for the tasks' results; None: the cache's, fit for one machine."""
-    timeout_s: float = 120.0
-    """How long Spark may take to start, and then to finish any one task, before it is given up."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,11 +21,10 @@ from rayrec.data.encoding.preprocessor import Preprocessor, bucket_integers
 from rayrec.data.encoding.presets import RAYREC, Preset
 from rayrec.data.engine import Engine
 from rayrec.data.log_source import open_log
-from rayrec.data.logs.index import LogIndex, Segment
+from rayrec.data.logs.index import LogIndex, Part, Segment
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.logs.splits import Slice, parts_of, slices_of
 from rayrec.data.logs.text_parser import PADDING_BYTES
-from rayrec.ingest.block_order import Part
 from rayrec.native import keep_freed_memory
 from rayrec.observe.console import Console
 from rayrec.prepare import report_figures

@@ -14,8 +14,8 @@ from rayrec.data import materialized
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.data.encoding.presets import Preset
 from rayrec.data.engine import Shared
-from rayrec.data.logs.index import LogIndex, select
-from rayrec.ingest.block_order import EpochOrder, Part
+from rayrec.data.logs.index import LogIndex, Part, select
+from rayrec.ingest.block_order import EpochOrder
 from rayrec.models.base import ClickModelConfig, ModelInputs, unpooled_features
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.table_start import TableStart
@@ -199,8 +199,8 @@ class ClickWorkload(Workload):
             return self._prepare(context, folder, counting)
 
     def _prepare(self, context: RunContext, folder: str, counting: CountingIndexer) -> Prepared:
+        from rayrec.data.encoding.preprocessor import share_preprocessor
         from rayrec.data.log_source import index_log
-        from rayrec.ingest.stream import share_preprocessor
 
         config = context.config
         assert config.train_data.path is not None

@@ -17,17 +17,16 @@ from rayrec.config import InputError
 from rayrec.data import materialized
 from rayrec.data.arrow import arrow_numbers, numpy_of
 from rayrec.data.encoding.known_categories import bucket_names, buckets_of
-from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.preprocessor import Preprocessor, share_preprocessor
 from rayrec.data.engine import Shared
 from rayrec.data.log_source import open_log
 from rayrec.data.logs.head import has_labels
-from rayrec.data.logs.index import LogIndex, select
+from rayrec.data.logs.index import Block, LogIndex, Part, select
 from rayrec.data.logs.lines import first_lines, good_lines
 from rayrec.data.logs.raw_values import stretch_of, values_of
 from rayrec.data.logs.reading import open_block
 from rayrec.data.logs.splits import Slice, slices_of
-from rayrec.ingest.block_order import Block, Part, blocks_of_epoch
-from rayrec.ingest.stream import share_preprocessor
+from rayrec.ingest.block_order import blocks_of_epoch
 from rayrec.metrics.binary import sigmoid
 from rayrec.metrics.labels import LabelsAccumulator
 from rayrec.metrics.ranking import DEFAULT_KS

@@ -22,11 +22,11 @@ from rayrec.data.encoding.counts import count_parts
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import make_preprocessor
 from rayrec.data.engine import InProcess
-from rayrec.data.logs.index import LogIndex, cut, index_chunk, is_gzip, numbered
+from rayrec.data.logs.index import Block, LogIndex, Part, cut, index_chunk, is_gzip, numbered
 from rayrec.data.logs.table_log import is_table
 from rayrec.data.stage_times import BlockTimes, measured
 from rayrec.data.threads import ThreadEngine
-from rayrec.ingest.block_order import Block, EpochOrder, Part
+from rayrec.ingest.block_order import EpochOrder
 from rayrec.workloads.base import TrainConfig, WorkerContext
 from rayrec.workloads.recsys_plan import Tables, cut_to_fit, memory_here, memory_of_target, tables_of
 from rayrec.workloads.speed_probe import MeasuredSpeed, Target

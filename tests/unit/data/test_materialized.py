@@ -26,7 +26,7 @@ from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import ALL, make_preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.log_source import open_log
-from rayrec.data.logs.index import LogIndex, cut, index_chunk, numbered, select
+from rayrec.data.logs.index import LogIndex, Part, cut, index_chunk, numbered, select
 from rayrec.data.logs.reading import encode_block, read_raw
 from rayrec.data.logs.splits import Split
 from rayrec.data.logs.table_log import index_tables
@@ -35,7 +35,8 @@ from rayrec.data.materialized import checks, row_maps
 from rayrec.data.materialized.files import WRITTEN
 from rayrec.data.materialized.writer import preprocess
 from rayrec.datasets.criteo import SCHEMA
-from rayrec.ingest.block_order import EpochOrder, Part, whole
+from rayrec.ingest.block_order import EpochOrder, whole
+from rayrec.ingest.stream import stream_preprocessed
 from rayrec.schema import Schema
 
 ROWS = 3_000
@@ -400,21 +401,17 @@ def test_streaming_ahead(days: LogIndex, preprocessor: Preprocessor, tmp_path: P
     expected = [encode_block(block, 0, piece.rows, preprocessor) for block, piece in pieces]
     for in_memory in (False, True):
         for prefetch_blocks in (0, 1, 9):
-            got = list(
-                materialized.stream_preprocessed(
-                    pieces, preprocessor, in_memory=in_memory, prefetch_blocks=prefetch_blocks
-                )
-            )
+            got = list(stream_preprocessed(pieces, preprocessor, in_memory=in_memory, prefetch_blocks=prefetch_blocks))
             assert len(got) == len(expected)
             for one, other in zip(got, expected, strict=True):
                 assert_same(one, other)
-    early = materialized.stream_preprocessed(pieces, preprocessor)
+    early = stream_preprocessed(pieces, preprocessor)
     next(early)
     early.close()
-    assert list(materialized.stream_preprocessed([], preprocessor)) == []
+    assert list(stream_preprocessed([], preprocessor)) == []
     for file in (tmp_path / "out").glob("*.bin"):
         file.unlink()  # what is in memory needs no files
-    assert_same(next(materialized.stream_preprocessed(pieces, preprocessor, in_memory=True)), expected[0])
+    assert_same(next(stream_preprocessed(pieces, preprocessor, in_memory=True)), expected[0])
 
 
 def test_what_does_not_fit_into_memory_says_so(
@@ -424,7 +421,7 @@ def test_what_does_not_fit_into_memory_says_so(
     monkeypatch.setattr(row_maps, "free_memory", lambda: 1000)
     (block,) = EpochOrder((Part(made.index.segments[0], 0, 5),), "none", 0, 1).blocks(0)
     with pytest.raises(InputError, match=r"do not fit into .* free memory; leave in_memory off"):
-        next(materialized.stream_preprocessed([(block, whole([block])[0])], preprocessor, in_memory=True))
+        next(stream_preprocessed([(block, whole([block])[0])], preprocessor, in_memory=True))
 
 
 def test_another_preprocessor_is_refused(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from rayrec.data import materialized
 from rayrec.data.encoded import Bags, EncodedRows
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
-from rayrec.data.logs.index import LogIndex, Segment, cut, index_chunk, numbered
+from rayrec.data.logs.index import LogIndex, Part, Segment, cut, index_chunk, numbered
 from rayrec.data.logs.splits import Split
 from rayrec.data.logs.text_parser import Faults
 from rayrec.data.materialized import shuffle
@@ -27,7 +27,7 @@ from rayrec.data.materialized.files import WRITTEN
 from rayrec.data.materialized.shuffle import Permutation, gather_runs, mixing, write_run
 from rayrec.data.materialized.writer import preprocess
 from rayrec.datasets.criteo import SCHEMA
-from rayrec.ingest.block_order import Part, blocks_of_epoch
+from rayrec.ingest.block_order import blocks_of_epoch
 
 
 class HereEngine:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayrec.data.logs.index import Segment
-from rayrec.ingest.block_order import Block, EpochOrder, Part, Piece, Position, after, deal, steps_in, whole
+from rayrec.data.logs.index import Block, Part, Segment
+from rayrec.ingest.block_order import EpochOrder, Piece, Position, after, deal, steps_in, whole
 
 pieces = st.lists(st.integers(1, 40), max_size=12).map(
     lambda sizes: [Piece(number, 3, 3 + size) for number, size in enumerate(sizes)]

@@ -14,7 +14,7 @@ import pytest
 from rayrec.compat import ray_compat
 from rayrec.config import InputError
 from rayrec.ingest import spark_engine
-from rayrec.prepare.config import SparkConfig
+from rayrec.ingest.spark_engine import SparkConfig
 
 
 @pytest.fixture

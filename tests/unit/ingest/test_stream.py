@@ -17,11 +17,11 @@ from rayrec.data.encoding.counts import count_parts
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.engine import InProcess
-from rayrec.data.logs.index import cut, index_chunk, numbered
+from rayrec.data.logs.index import Block, Part, cut, index_chunk, numbered
 from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest import stream as stream_module
-from rayrec.ingest.block_order import Block, Part, Piece
+from rayrec.ingest.block_order import Piece
 from rayrec.ingest.stream import STOP_ASKED, encoded_block, stream
 from rayrec.training import stopping
 from rayrec.training.mailbox import LocalMailbox

@@ -22,13 +22,13 @@ from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.engine import InProcess
 from rayrec.data.logs import index as log_module
-from rayrec.data.logs.index import LogIndex, cut, index_chunk, numbered
+from rayrec.data.logs.index import Block, LogIndex, Part, cut, index_chunk, numbered
 from rayrec.data.numbered_rows import ArrayRows
 from rayrec.data.stage_times import StageAccount, times_of
 from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest import loader as loader_module
-from rayrec.ingest.block_order import Block, EpochOrder, Part, Piece, Position
+from rayrec.ingest.block_order import EpochOrder, Piece, Position
 from rayrec.ingest.loader import ClickLoader
 from rayrec.ingest.stream import encode_task
 from rayrec.observe.bottleneck import Verdict, verdict

@@ -29,11 +29,10 @@ from rayrec.data.encoding.category_counter import (
 from rayrec.data.encoding.preprocessor import file_key
 from rayrec.data.encoding.presets import DENSE_LOW_BITS, DENSE_UNITS
 from rayrec.data.engine import Engine
-from rayrec.data.logs.index import Segment
+from rayrec.data.logs.index import Part, Segment
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.logs.text_parser import RawRows
 from rayrec.data.raw_block import RawColumns, column_tokens, dense_moments
-from rayrec.ingest.block_order import Part
 from rayrec.native import keep_freed_memory, library
 from rayrec.schema import Schema
 

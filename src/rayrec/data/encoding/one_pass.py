@@ -21,6 +21,7 @@ from rayrec.data.logs.index import (
     Chunk,
     Entry,
     LogIndex,
+    Part,
     cut,
     numbered,
     parsed_segments,
@@ -28,7 +29,6 @@ from rayrec.data.logs.index import (
     select,
 )
 from rayrec.data.logs.text_parser import Faults
-from rayrec.ingest.block_order import Part
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
 

@@ -19,6 +19,7 @@ from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
 from rayrec.data.encoding.multi_hot import MultiHot
 from rayrec.data.encoding.rules import LOWEST_INTEGER, DenseColumn, SparseColumn
+from rayrec.data.engine import Shared, StreamEngine
 from rayrec.data.logs.index import source_of
 from rayrec.data.logs.text_parser import RawRows
 from rayrec.data.raw_block import RawColumns, encode_columns
@@ -422,3 +423,9 @@ def bucket_integers(raw: RawRows) -> RawRows:
     schema = raw.schema.replace(dense=(), sparse=raw.schema.dense + raw.schema.sparse)
     # The bits of a row's mask keep their places: dense columns come before sparse ones there too.
     return raw.with_columns(schema, integers=np.empty((raw.rows, 0), np.int64), tokens=tokens, missing=missing)
+
+
+def share_preprocessor(preprocessor: Preprocessor, engine: StreamEngine) -> Shared[Preprocessor]:
+    """The Preprocessor for an engine's tasks; its arrays are shared by all processes of a machine, uncopied."""
+    _ = preprocessor.slots  # built before, once
+    return engine.share(preprocessor)

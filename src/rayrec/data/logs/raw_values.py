@@ -9,12 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rayrec.data.logs.index import Block, Part
 from rayrec.data.logs.parquet import read_rows
 from rayrec.data.logs.splits import Slice
 from rayrec.data.logs.table_log import good_rows
 from rayrec.data.logs.text_parser import RawRows
 from rayrec.data.raw_block import RawColumns
-from rayrec.ingest.block_order import Block, Part
 from rayrec.schema import Schema
 
 

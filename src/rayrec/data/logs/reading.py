@@ -9,12 +9,11 @@ from rayrec.data import materialized
 from rayrec.data.encoded import EncodedRows
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.groups import group_keys
-from rayrec.data.logs.index import Segment, read_segments, row_numbers
+from rayrec.data.logs.index import Block, Segment, read_segments, row_numbers
 from rayrec.data.logs.table_log import read_tables
 from rayrec.data.logs.text_parser import RawRows
 from rayrec.data.raw_block import RawColumns
 from rayrec.data.stage_times import stage
-from rayrec.ingest.block_order import Block
 from rayrec.schema import Schema
 
 

@@ -10,8 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from rayrec.config import Config, InputError
-from rayrec.data.logs.index import LogIndex, Segment, source_of
-from rayrec.ingest.block_order import Part
+from rayrec.data.logs.index import LogIndex, Part, Segment, source_of
 
 NAMES = ("train", "validation", "test")
 

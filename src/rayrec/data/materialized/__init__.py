@@ -8,7 +8,6 @@ from rayrec.data.materialized.dataset import (
     open_preprocessed,
     open_verified,
     read,
-    stream_preprocessed,
 )
 
 __all__ = [
@@ -19,5 +18,4 @@ __all__ = [
     "open_preprocessed",
     "open_verified",
     "read",
-    "stream_preprocessed",
 ]

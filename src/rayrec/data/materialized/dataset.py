@@ -10,11 +10,8 @@ import hashlib
 import json
 import posixpath
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -34,8 +31,6 @@ from rayrec.data.materialized.checks import check_checksums, wrong_id
 from rayrec.data.materialized.files import FORMATS, MAPPED, file_checksum
 from rayrec.data.materialized.formats import from_named_columns
 from rayrec.data.materialized.row_maps import RowMaps, Run, damaged
-from rayrec.data.stage_times import BlockTimes, StageAccount, measured, stage
-from rayrec.ingest.block_order import Block, Piece
 
 __all__ = [
     "FORMATS",
@@ -44,7 +39,6 @@ __all__ = [
     "is_preprocessed",
     "open_preprocessed",
     "read",
-    "stream_preprocessed",
 ]
 
 VERSION = 1
@@ -205,7 +199,7 @@ def _check_files(path: str, files: Sequence[dict[str, Any]], *, verify: bool) ->
     return found
 
 
-def _dataset_of(segment: Segment) -> tuple[PreprocessedDataset, int]:
+def dataset_of(segment: Segment) -> tuple[PreprocessedDataset, int]:
     """The dataset a segment belongs to, and the number of its raw file there."""
     place = storage.folder_of(segment.path)
     folder, number = storage.folder_of(place), storage.name_of(place)
@@ -221,7 +215,7 @@ def read(segments: Sequence[Segment], order: np.ndarray, preprocessor: Preproces
     its table.
     """
     order = np.ascontiguousarray(order, np.int64)
-    dataset, _ = _dataset_of(segments[0])
+    dataset, _ = dataset_of(segments[0])
     dataset.check_preprocessor(preprocessor)
     assert not len(order) or (order.min() >= 0 and order.max() < sum(segment.rows for segment in segments))
     if dataset.format == "parquet":
@@ -260,7 +254,7 @@ def _runs(segments: Sequence[Segment]) -> list[Run]:
     runs: list[Run] = []
     stop = 0
     for segment in segments:
-        number = _dataset_of(segment)[1]
+        number = dataset_of(segment)[1]
         start, stop = stop, stop + segment.rows
         last = runs[-1] if runs else None
         if last and last.file == number and last.first + last.stop - last.start == segment.start:
@@ -324,49 +318,3 @@ def _schema_of(path: str) -> pa.Schema:
     filesystem, inner = storage.resolve(path)
     with filesystem.open_input_file(inner) as file:
         return pq.read_schema(file)
-
-
-def stream_preprocessed(
-    pieces: Iterable[tuple[Block, Piece]],
-    preprocessor: Preprocessor,
-    *,
-    in_memory: bool = False,
-    prefetch_blocks: int = 2,
-    account: StageAccount | None = None,
-) -> Iterator[EncodedRows]:
-    """Rows of the pieces, in order, read in this process by one thread that stays `prefetch_blocks` pieces ahead (the
-    kernels release the GIL). With `in_memory`, the files the pieces are of are read wholly first, and stay in memory as
-    long as the process; the pieces are then iterated twice. `account` receives the time of each. For formats in MAPPED;
-    ingest.stream reads the others."""
-    if in_memory:
-        files = {part.segment.path: _dataset_of(part.segment) for block, _ in pieces for part in block.parts}
-        for dataset, _ in islice(files.values(), 1):  # that of all
-            dataset.maps.hold(sorted({file for _, file in files.values()}))
-    thread = ThreadPoolExecutor(1, thread_name_prefix="read-ready")
-    ahead: deque[Future[tuple[EncodedRows, BlockTimes]]] = deque()
-
-    def taken() -> EncodedRows:
-        rows, times = ahead.popleft().result()
-        if account is not None:
-            account.add(times)
-        return rows
-
-    waiting = iter(pieces)
-    try:
-        for block, piece in waiting:
-            ahead.append(thread.submit(_read_piece, block, piece, preprocessor))
-            if len(ahead) > prefetch_blocks:
-                yield taken()
-        while ahead:
-            yield taken()
-    finally:
-        thread.shutdown(wait=True, cancel_futures=True)
-
-
-def _read_piece(block: Block, piece: Piece, preprocessor: Preprocessor) -> tuple[EncodedRows, BlockTimes]:
-    def make() -> EncodedRows:
-        with stage("read"):
-            order = block.order()[piece.start : piece.stop]
-            return read([part.segment for part in block.parts], order, preprocessor)
-
-    return measured(make, rows_of=len)

@@ -10,10 +10,9 @@ from typing import Any
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor, file_key
-from rayrec.data.logs.index import LogIndex, select
+from rayrec.data.logs.index import LogIndex, Part, select
 from rayrec.data.materialized.files import FilePlan, plan_files
 from rayrec.data.materialized.write_tasks import Task
-from rayrec.ingest.block_order import Part
 
 MOST_SHUFFLE_TASKS = 1024
 """Of a full shuffle: each of its second half reads from all of its first."""

@@ -21,11 +21,11 @@ from rayrec.config import InputError
 from rayrec.data.arrow import arrow_numbers, arrow_texts
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import Shared
+from rayrec.data.logs.index import Part
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.materialized.files import Matrix, file_checksum
 from rayrec.data.materialized.formats import matrix_of, stored
 from rayrec.data.materialized.shuffle import Permutation, gather_runs, run_path, write_run
-from rayrec.ingest.block_order import Part
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
 

@@ -21,7 +21,7 @@ from pyarrow import fs as arrow_fs
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.preprocessor import Preprocessor, share_preprocessor
 from rayrec.data.engine import Engine, StreamEngine
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.materialized.dataset import MANIFEST, VERSION, hash_of, write_manifest
@@ -30,7 +30,6 @@ from rayrec.data.materialized.formats import check
 from rayrec.data.materialized.plan import Layout, lay_out
 from rayrec.data.materialized.shuffle import run_path
 from rayrec.data.materialized.write_tasks import JOB, Job, Task, disk_errors, gather_rows, scatter_rows, write_rows
-from rayrec.ingest.stream import share_preprocessor
 
 Marker = dict[str, Any]
 """What a task says it has written."""

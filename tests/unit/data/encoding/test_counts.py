@@ -35,12 +35,11 @@ from rayrec.data.encoding.counts import (
 from rayrec.data.encoding.one_pass import CountingIndexer
 from rayrec.data.encoding.presets import DENSE_LOW_BITS, DENSE_UNITS, RAYREC, make_preprocessor
 from rayrec.data.log_source import index_log
-from rayrec.data.logs.index import LogIndex, cut, index_chunk, numbered, read_segments, select
+from rayrec.data.logs.index import LogIndex, Part, cut, index_chunk, numbered, read_segments, select
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import Faults, RawRows, parse
 from rayrec.data.raw_block import RawColumns, RawSparse
 from rayrec.datasets.criteo import SCHEMA as CRITEO
-from rayrec.ingest.block_order import Part
 from rayrec.machine import Memory
 from rayrec.schema import Schema
 

@@ -26,9 +26,8 @@ from rayrec.data.encoding.presets import (
     Preset,
     make_preprocessor,
 )
-from rayrec.data.logs.index import LogIndex, cut, index_chunk, numbered, read_segments
+from rayrec.data.logs.index import LogIndex, Part, cut, index_chunk, numbered, read_segments
 from rayrec.data.logs.text_parser import Faults
-from rayrec.ingest.block_order import Part
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig
 from rayrec.prepare.preprocess import vocabulary

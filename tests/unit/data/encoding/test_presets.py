@@ -31,11 +31,10 @@ from rayrec.data.encoding.presets import (
     by_name,
     make_preprocessor,
 )
-from rayrec.data.logs.index import LogIndex, cut, index_chunk, numbered, read_segments
+from rayrec.data.logs.index import LogIndex, Part, cut, index_chunk, numbered, read_segments
 from rayrec.data.logs.text_parser import Faults, RawRows
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.hashing import murmur3
-from rayrec.ingest.block_order import Part
 from rayrec.schema import Schema
 
 SCHEMA = Schema(tokens="hexadecimal", label="y", dense=("A", "B"), sparse=("C", "D"))

@@ -10,11 +10,10 @@ import pytest
 from here_engine import HereEngine
 
 from rayrec.data.log_source import open_log
-from rayrec.data.logs.index import LogIndex
+from rayrec.data.logs.index import Block, LogIndex, Part
 from rayrec.data.logs.raw_values import distinct_names, stretch_of, values_of
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.logs.splits import Slice, slices_of
-from rayrec.ingest.block_order import Block, Part
 from rayrec.schema import Schema
 
 HEXADECIMAL = Schema(tokens="hexadecimal", dense=("i", "j"), sparse=("c", "d"))

@@ -34,13 +34,12 @@ from rayrec.data.encoding.presets import Preset, make_preprocessor
 from rayrec.data.logs import csv_reader, parquet
 from rayrec.data.logs.column_values import text_tokens
 from rayrec.data.logs.csv_reader import FAULT, TOO_FEW, TOO_MANY, UNMATCHED, CsvRange, read_csv, row_start
-from rayrec.data.logs.index import LogIndex, select
+from rayrec.data.logs.index import LogIndex, Part, select
 from rayrec.data.logs.table_log import column_names, good_rows, index_tables, is_table, read_tables
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import Faults, RawRows, parse
 from rayrec.data.raw_block import RawColumns
 from rayrec.datasets.criteo import SCHEMA as CRITEO
-from rayrec.ingest.block_order import Part
 from rayrec.schema import Schema
 
 MOVIES = Schema(
