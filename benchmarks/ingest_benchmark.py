@@ -15,6 +15,7 @@ from peers.notebook_ingest import batches as notebook_batches
 from peers.notebook_ingest import vocabularies_of
 from rows import emit, interleaved, part, say, timed
 
+from rayrec.cluster import connection
 from rayrec.data.encoded import from_arrow
 from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.preprocessor import Preprocessor, share_preprocessor
@@ -39,7 +40,6 @@ from rayrec.ingest.ray_engine import (
     tasks_dataset,
 )
 from rayrec.ingest.stream import encode_task
-from rayrec.launch import cluster
 from rayrec.native import keep_freed_memory
 
 BATCH_SIZE = 2048
@@ -174,7 +174,7 @@ def without_ray(order: EpochOrder, preprocessor: Preprocessor) -> float:
 
 
 def main(*, quick: bool) -> None:
-    cluster.connect(None, num_cpus=2, object_store_bytes=2 << 30, log_to_driver=False)
+    connection.connect(None, num_cpus=2, object_store_bytes=2 << 30, log_to_driver=False)
     on_ray = RayEngine(TaskPlacement())
     rows = 500_000 if quick else 3_000_000
     peer_rows = 50_000 if quick else 200_000

@@ -17,7 +17,7 @@ from ray.cluster_utils import Cluster
 from rows import attempt, emit, interleaved, say, timed
 
 import rayrec
-from rayrec.launch import cluster
+from rayrec.cluster import connection
 from rayrec.observe.console import Console
 
 MEMORY = "/dev/shm"
@@ -27,7 +27,7 @@ FULL_ROWS = 4_373_472_329
 
 @contextmanager
 def local(num_cpus: int) -> Iterator[None]:
-    cluster.connect(None, num_cpus=num_cpus, object_store_bytes=2 << 30, log_to_driver=False)
+    connection.connect(None, num_cpus=num_cpus, object_store_bytes=2 << 30, log_to_driver=False)
     try:
         yield
     finally:
@@ -39,7 +39,7 @@ def two_nodes() -> Iterator[None]:
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 1 << 30})
     nodes.add_node(num_cpus=1, object_store_memory=1 << 30)
     nodes.wait_for_nodes()
-    cluster.connect(nodes.address, num_cpus=None, object_store_bytes=None, log_to_driver=False)
+    connection.connect(nodes.address, num_cpus=None, object_store_bytes=None, log_to_driver=False)
     try:
         yield
     finally:

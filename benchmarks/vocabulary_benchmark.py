@@ -24,6 +24,7 @@ from rows import attempt, emit, interleaved, part, say, timed
 
 import rayrec
 from rayrec import storage
+from rayrec.cluster import connection
 from rayrec.data.encoding.counts import TASK_BYTES, CountingJob, count_log
 from rayrec.data.encoding.one_pass import CountingIndexer
 from rayrec.data.encoding.preprocessor import Preprocessor
@@ -34,7 +35,6 @@ from rayrec.data.placement import TaskPlacement
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.ray_engine import RayEngine
 from rayrec.ingest.spark_engine import environment
-from rayrec.launch import cluster
 from rayrec.native import keep_freed_memory, library
 from rayrec.prepare.config import cache_folder
 from rayrec.schema import Schema
@@ -252,7 +252,7 @@ def raydp_rate(path: str, rows: int, rounds: int) -> float:
 
 
 def main(*, quick: bool) -> None:
-    cluster.connect(None, num_cpus=2, object_store_bytes=2 << 30, log_to_driver=False)
+    connection.connect(None, num_cpus=2, object_store_bytes=2 << 30, log_to_driver=False)
     rows = 200_000 if quick else 800_000
     path = synthetic_log(rows)
     repeats = 1 if quick else 3

@@ -16,8 +16,8 @@ from filelock import FileLock
 from hypothesis import HealthCheck, settings
 from ports import free_ports
 
+from rayrec.cluster import connection
 from rayrec.data.engine import STOP_ASKED
-from rayrec.launch import cluster
 
 # How long an example takes says how busy the machine is, and nothing of the code.
 settings.register_profile("rayrec", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -47,7 +47,7 @@ LONGEST = (
     "test_planted_bottlenecks.py",
 )
 """Files that take more than ten seconds on two cores, those that take longest first."""
-_is_connected = cluster.is_connected
+_is_connected = connection.is_connected
 SWIFT = "swift==2.38.3"
 
 
@@ -55,7 +55,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test that does not ask for the shared Ray finds none, whatever ran before it in this process: what it trains, scores or
     prepares with one worker is done in this process. Nor does it find a stop that a test before it asked for."""
     STOP_ASKED.clear()
-    cluster.is_connected = _is_connected if "local_ray" in getattr(item, "fixturenames", ()) else lambda: False
+    connection.is_connected = _is_connected if "local_ray" in getattr(item, "fixturenames", ()) else lambda: False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -124,9 +124,9 @@ def start_ray() -> Callable[[], None]:
     """Starts a Ray of this machine alone with two CPUs, as a command does, whose workers get this process's environment."""
 
     def start() -> None:
-        from rayrec.launch import cluster
+        from rayrec.cluster import connection
 
-        cluster.connect("local", num_cpus=2, object_store_bytes=300_000_000, log_to_driver=False)
+        connection.connect("local", num_cpus=2, object_store_bytes=300_000_000, log_to_driver=False)
 
     return start
 

@@ -14,8 +14,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from rayrec.launch.doctor import closure
-from rayrec.launch.installation import installed_distributions
+from rayrec.environment.doctor import closure
+from rayrec.environment.installation import installed_distributions
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "src" / "rayrec").rglob("*.py"))
@@ -34,7 +34,7 @@ def test_imports_point_down() -> None:
     assert "Contracts: 5 kept, 0 broken" in run.stdout
 
 
-@pytest.mark.parametrize("module", ["rayrec", "rayrec.cli", "rayrec.launch.doctor"])
+@pytest.mark.parametrize("module", ["rayrec", "rayrec.cli", "rayrec.environment.doctor"])
 def test_importing_is_cheap(module: str) -> None:
     code = (
         "import sys, time; before = set(sys.modules); start = time.perf_counter()\n"

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
         validate,
         vocabulary,
     )
+    from rayrec.cluster.supervisor_state import SuperviseConfig
     from rayrec.config import InputError
     from rayrec.data.frames import transform
     from rayrec.data.numbered_rows import ArrayRows
     from rayrec.inference.config import ComparisonGates
-    from rayrec.launch.supervision import SuperviseConfig
     from rayrec.models.base import ClickModelConfig, ModelInputs
     from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule
     from rayrec.prepare.config import PreparationConfig
@@ -100,7 +100,7 @@ _HOMES = {
     "DataParallelWorkload": "rayrec.workloads.data_parallel",
     "ScalingConfig": "rayrec.workloads.base",
     "Schema": "rayrec.schema",
-    "SuperviseConfig": "rayrec.launch.supervision",
+    "SuperviseConfig": "rayrec.cluster.supervisor_state",
     "TrainConfig": "rayrec.workloads.base",
     "recipes": "rayrec.recipes",
     "transform": "rayrec.data.frames",

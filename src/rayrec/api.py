@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     import pandas
     import ray.data
 
+    from rayrec.cluster.supervisor import Outcome
+    from rayrec.cluster.supervisor_state import SuperviseConfig
+    from rayrec.environment.doctor import Report
     from rayrec.inference.config import ComparisonGates, ScoringConfig
-    from rayrec.launch.doctor import Report
-    from rayrec.launch.supervision import SuperviseConfig
-    from rayrec.launch.supervisor import Outcome
     from rayrec.observe.console import Console
     from rayrec.observe.start_up import Stopwatch
     from rayrec.prepare.config import PreparationConfig
@@ -217,13 +217,13 @@ def supervise(
     console: Console | None = None,
 ) -> Outcome:
     """Keeps a run going on a Ray cluster whose head may be lost: submits `rayrec train ARGUMENTS` through Ray Jobs, as
-    often as it takes. See rayrec.launch.supervisor.supervise.
+    often as it takes. See rayrec.cluster.supervisor.supervise.
 
     `config` is what `arguments` (a recipe's name or FILE.py:FUNCTION, or --config FILE, then flags) come to; without a name
     in it, one is chosen and added to them. `show` takes what the job prints. Raises InputError for what the user can fix.
     """
-    from rayrec.launch.supervision import SuperviseConfig
-    from rayrec.launch.supervisor import supervise as run
+    from rayrec.cluster.supervisor import supervise as run
+    from rayrec.cluster.supervisor_state import SuperviseConfig
 
     if not os.path.isabs(config.storage_path) and not storage.is_url(config.storage_path):
         raise InputError(
@@ -543,7 +543,7 @@ def profile(run: str, *, steps: int = 10, timeout_s: float = 300.0, console: Con
 
 def doctor() -> Report:
     """What is installed, what fits together, what does not and how to fix it."""
-    from rayrec.launch.doctor import doctor as examine
+    from rayrec.environment.doctor import doctor as examine
 
     return examine()
 

@@ -77,7 +77,7 @@ def run(arguments: list[str]) -> int:
 def _doctor(arguments: list[str]) -> int:
     import json
 
-    from rayrec.launch.doctor import doctor
+    from rayrec.environment.doctor import doctor
 
     if arguments not in ([], ["--json"]):
         print(f"usage: rayrec doctor {VERBS['doctor'][0]}\n\n{VERBS['doctor'][1]}")

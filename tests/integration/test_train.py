@@ -23,10 +23,10 @@ from processes import Run
 from rayrec import recipes
 from rayrec.batch import Batch
 from rayrec.checkpoint import Checkpoint, committed, weights_sha256
+from rayrec.cluster import fork_server, forked_worker
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.ingest.loader import ClickLoader
-from rayrec.launch import fork_server, forked_worker
 from rayrec.layers import cpu_watch
 from rayrec.observe.events import read_events
 from rayrec.training.trainer import Result, train

@@ -7,6 +7,9 @@ from typing import Annotated, Any
 import tyro
 
 from rayrec import api
+from rayrec.cluster.layout import Launched
+from rayrec.cluster.restart_policy import Policy
+from rayrec.cluster.supervisor_state import SuperviseConfig
 from rayrec.commands.arguments import (
     SWITCHES,
     flags,
@@ -20,9 +23,6 @@ from rayrec.commands.arguments import (
     take_switches,
 )
 from rayrec.config import InputError
-from rayrec.launch.policy import Policy
-from rayrec.launch.supervision import SuperviseConfig
-from rayrec.launch.torchrun import Launched
 from rayrec.observe.console import Console
 from rayrec.observe.start_up import Stopwatch
 from rayrec.recipes import ALL

@@ -9,9 +9,9 @@ from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 from rayrec import storage
+from rayrec.environment.provenance import versions
 from rayrec.inference.resumable_output import GROUP_ROWS, PART_ROWS, Parts, resumable_folder
 from rayrec.inference.scoring import ScoringJob, ScoringRequest
-from rayrec.launch.provenance import versions
 from rayrec.observe.console import Console
 from rayrec.workloads.scoring import Device
 

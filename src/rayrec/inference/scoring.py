@@ -13,12 +13,12 @@ import pyarrow as pa
 from rayrec import machine
 from rayrec.checkpoint import Checkpoint, open_checkpoint, verify
 from rayrec.checkpoint.folders import refuse_pickles
+from rayrec.cluster import connection
+from rayrec.cluster.connection import is_in_process
 from rayrec.config import InputError
 from rayrec.data.engine import StreamEngine
 from rayrec.data.threads import ThreadEngine
 from rayrec.inference.pool import Pool, plan_pool, scored_tables, weight_bytes
-from rayrec.launch import cluster
-from rayrec.launch.cluster import is_in_process
 from rayrec.observe.console import Console
 from rayrec.workloads.scoring import Device, Scoring, ScoringContext
 
@@ -119,9 +119,9 @@ class ScoringRequest:
         )
         engine()
         if on_ray:
-            cluster.ship_code(self.config)
+            connection.ship_code(self.config)
         pool = plan_pool(
-            cluster.alive_nodes() if on_ray else [self._this_machine()],
+            connection.alive_nodes() if on_ray else [self._this_machine()],
             weight_bytes=weight_bytes(checkpoint),
             blocks=scoring.num_blocks,
             spare_cpus=spare_cpus,
@@ -136,7 +136,7 @@ class ScoringRequest:
     def _cpus_here(self) -> int:
         return machine.usable_cpus(granted=self.config.cluster.num_cpus)
 
-    def _this_machine(self) -> cluster.Node:
+    def _this_machine(self) -> connection.Node:
         resources = {
             "CPU": float(self._cpus_here()),
             "memory": float(machine.memory().available),
@@ -145,20 +145,20 @@ class ScoringRequest:
             import torch
 
             resources["GPU"] = float(torch.cuda.is_available())
-        return cluster.Node("this machine", resources)
+        return connection.Node("this machine", resources)
 
     def _engine_on_ray(self) -> StreamEngine:
+        from rayrec.cluster.node_storage import require_reachable
         from rayrec.data.placement import TaskPlacement
         from rayrec.ingest.ray_engine import RayEngine
-        from rayrec.launch.node_storage import require_reachable
 
         wanted = self.config.cluster
-        cluster.connect(
+        connection.connect(
             wanted.address,
             num_cpus=wanted.num_cpus,
             object_store_bytes=wanted.object_store_bytes,
             log_to_driver=self.console.verbose,
         )
         require_reachable((self.checkpoint, self.path))
-        cpus = sum(node.resources.get("CPU", 0.0) for node in cluster.alive_nodes())
+        cpus = sum(node.resources.get("CPU", 0.0) for node in connection.alive_nodes())
         return RayEngine(TaskPlacement(num_cpus=min(1.0, cpus)))

@@ -103,16 +103,16 @@ def cache_folder() -> str:
 def engine(config: PreparationConfig, console: Console, *, paths: Sequence[str] = ()) -> Iterator[Engine]:
     """The engine that `config` names, started; what was started for it is stopped. Raises InputError if the nodes of a running
     Ray cluster do not reach the stores of `paths`, which tasks read or write."""
-    from rayrec.launch import cluster
+    from rayrec.cluster import connection
 
-    if config.engine == "threads" or (config.engine == "auto" and cluster.is_in_process(config.address)):
+    if config.engine == "threads" or (config.engine == "auto" and connection.is_in_process(config.address)):
         yield ThreadEngine(machine.usable_cpus())
         return
     if config.engine in ("auto", "ray"):
+        from rayrec.cluster.node_storage import require_reachable
         from rayrec.ingest.ray_engine import RayEngine
-        from rayrec.launch.node_storage import require_reachable
 
-        placement = cluster.connect_for_data(config.address)
+        placement = connection.connect_for_data(config.address)
         require_reachable((*paths, cache_folder()))
         yield RayEngine(placement)
         return
@@ -120,7 +120,7 @@ def engine(config: PreparationConfig, console: Console, *, paths: Sequence[str] 
 
     address = None
     if config.engine == "spark-on-ray":
-        address = cluster.connect(config.address, num_cpus=None, object_store_bytes=None, log_to_driver=False)
+        address = connection.connect(config.address, num_cpus=None, object_store_bytes=None, log_to_driver=False)
     with SparkEngine.started(
         config.spark, ray_address=address, cache_folder=storage.absolute(cache_folder()), note=console.note
     ) as spark:

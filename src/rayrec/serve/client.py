@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterator
 from typing import Any, Final
 
+from rayrec.cluster import connection
 from rayrec.config import InputError
 from rayrec.inference.model import source_of
-from rayrec.launch import cluster
 from rayrec.serve.deployment import (
     APPLICATION,
     CoordinatorHandle,
@@ -83,7 +83,7 @@ def _reached(address: str | None) -> Iterator[CoordinatorHandle]:
         raise InputError("which server? give --cluster.address, which `rayrec serve` printed when it started")
     if not joined:
         quieten()
-    cluster.connect(address, num_cpus=None, object_store_bytes=None, log_to_driver=False)
+    connection.connect(address, num_cpus=None, object_store_bytes=None, log_to_driver=False)
     try:
         coordinator = find_coordinator()
         if coordinator is None:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import yaml
 
+from rayrec.cluster import connection
 from rayrec.config import InputError
 from rayrec.inference.model import source_of
-from rayrec.launch import cluster
 from rayrec.serve.app import ScoringApp
 from rayrec.serve.config import ServeConfig
 from rayrec.serve.coordinator import Coordinator
@@ -167,7 +167,7 @@ def own_network(recipe: str | None) -> type[ClickModelConfig] | None:
     config = function_in_file(recipe, returns=TrainConfig)()
     if not isinstance(config.workload, ClickWorkload):
         raise InputError(f"recipe: {recipe} trains no click model; only those are served")
-    cluster.ship_code(config)
+    connection.ship_code(config)
     return type(config.workload.model)
 
 

@@ -15,9 +15,9 @@ from typing import Any, Final, Literal
 from rayrec import storage
 from rayrec.checkpoint import committed, open_checkpoint
 from rayrec.checkpoint.folders import check_files
+from rayrec.cluster import connection
 from rayrec.config import InputError
 from rayrec.inference.model import source_of
-from rayrec.launch import cluster
 from rayrec.observe.console import Console
 from rayrec.serve.config import Follow, ServeConfig
 from rayrec.serve.deployment import (
@@ -104,7 +104,7 @@ def _serving(
             held.enter_context(held_port(config.host, config.port))  # refused before Ray starts
             if config.ingress == "serve":
                 os.environ.setdefault(PROXY_CALLBACK_VARIABLE, PROXY_CALLBACK)
-        reached = cluster.connect(address, num_cpus=None, object_store_bytes=None, log_to_driver=console.verbose)
+        reached = connection.connect(address, num_cpus=None, object_store_bytes=None, log_to_driver=console.verbose)
         quieten()  # Ray sets up its loggers again
         instance = find_instance(APPLICATION)
         # One without applications and proxies was left by a server, and its proxies cannot be enabled later.

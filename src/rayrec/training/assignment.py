@@ -13,7 +13,7 @@ from rayrec.training.mailbox import Mailbox
 from rayrec.workloads.base import TrainConfig, WarmStart
 
 if TYPE_CHECKING:
-    from rayrec.launch.cluster import Layout
+    from rayrec.cluster.connection import Layout
     from rayrec.observe.events import EventWriter
     from rayrec.training.signals import Signals
 

@@ -18,10 +18,10 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 
 from rayrec import storage
 from rayrec.checkpoint import latest, write_token
+from rayrec.cluster import connection, prestart
 from rayrec.compat.ray_compat import ControllerCallback, PlacementGroupID, WorkerGroupCallback, data_parallel_trainer
 from rayrec.config import InputError
 from rayrec.ingest.ray_engine import RayEngine
-from rayrec.launch import cluster, prestart
 from rayrec.training.assignment import Assignment, Launch
 from rayrec.training.failures import Tolerance, cause_of, is_without_room, worker_failures
 from rayrec.training.profiling import watched_requests, worker_variables
@@ -41,11 +41,11 @@ _START_AHEAD_S: Final = 600.0
 """Seconds that processes for the first attempt are kept while data is prepared."""
 
 
-def share_out(config: TrainConfig, *, probe: bool = False, free: bool = False) -> cluster.Layout:
+def share_out(config: TrainConfig, *, probe: bool = False, free: bool = False) -> connection.Layout:
     """How the run shares out the cluster as it is now; `probe` and `free` as for `cluster.alive_nodes`. Raises InputError where
     it does not fit."""
-    return cluster.layout(
-        cluster.alive_nodes(probe=probe, free=free),
+    return connection.layout(
+        connection.alive_nodes(probe=probe, free=free),
         num_workers=config.scaling.num_workers,
         use_gpu=config.scaling.use_gpu,
         cpus_per_worker=config.scaling.cpus_per_worker,
@@ -54,7 +54,7 @@ def share_out(config: TrainConfig, *, probe: bool = False, free: bool = False) -
     )
 
 
-def wait_for_room(config: TrainConfig, note: Callable[[str], None], *, free: bool = False) -> cluster.Layout:
+def wait_for_room(config: TrainConfig, note: Callable[[str], None], *, free: bool = False) -> connection.Layout:
     """How the run shares out the cluster, or with `free` what others leave of it, once there is room. Raises InputError after
     failure.node_wait_s."""
     deadline_s = time.monotonic() + config.failure.node_wait_s
@@ -197,7 +197,7 @@ def worker_environment(config: TrainConfig) -> dict[str, str]:
     return variables
 
 
-def start_ahead(config: TrainConfig, shares: cluster.Layout) -> None:
+def start_ahead(config: TrainConfig, shares: connection.Layout) -> None:
     """Has the processes of the first attempt's workers started now, if their node and environment are known: on a Ray of one
     node."""
     variables = worker_environment(config)
@@ -215,7 +215,7 @@ def process_group(config: TrainConfig) -> ProcessGroup:
     return ProcessGroup(backend="nccl" if config.scaling.use_gpu else "gloo", timeout_s=timeout_s)
 
 
-def _fit(config: TrainConfig, assignment: Assignment, shares: cluster.Layout) -> dict[str, Any]:
+def _fit(config: TrainConfig, assignment: Assignment, shares: connection.Layout) -> dict[str, Any]:
     # By reference: the controller, which has no use for it, would import torch to unpickle it before it starts a worker.
     reference = ray.put(assignment)
     with storage.Scratch("attempt") as scratch:  # Ray Train gets no checkpoint
@@ -264,7 +264,7 @@ class _NoDatasets(WorkerGroupCallback):
 class _DataNodes:
     """Whether no node is left that can run the data tasks of an attempt, and another layout of the cluster has some."""
 
-    def __init__(self, config: TrainConfig, shares: cluster.Layout) -> None:
+    def __init__(self, config: TrainConfig, shares: connection.Layout) -> None:
         self._config, self._shares = config, shares
         self._next_poll_s = time.monotonic() + _DATA_NODES_POLL_S
         self._gone_since_s: float | None = None
@@ -276,7 +276,7 @@ class _DataNodes:
             return False
         self._next_poll_s = now_s + _DATA_NODES_POLL_S
         try:
-            there = cluster.data_nodes(self._shares) or not self._another_layout()
+            there = connection.data_nodes(self._shares) or not self._another_layout()
         except ray.exceptions.RayError:  # the head does not answer, and says nothing of the nodes
             there = True
         if there:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from rayrec import machine
+from rayrec.cluster.connection import Layout, Node, layout
 from rayrec.config import InputError
-from rayrec.launch.cluster import Layout, Node, layout
 from rayrec.quantities import duration_text, estimate_text, size_text
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.speed_probe import MeasuredSpeed, Target

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from rayrec import machine
+from rayrec.cluster import connection
 from rayrec.config import InputError, line_of
 from rayrec.data.engine import StreamEngine
 from rayrec.data.threads import ThreadEngine
-from rayrec.launch import cluster
 from rayrec.observe.console import Console
 from rayrec.training.assignment import Launch
 from rayrec.training.preflight import layout_here
@@ -42,10 +42,10 @@ class InProcessLauncher:
         # No daemon: a process that ends in the middle of loading a library may crash.
         threading.Thread(target=_load, args=(modules,), name="imports").start()
 
-    def share_out(self, *, goes_on: bool, note: Callable[[str], None]) -> cluster.Layout:
+    def share_out(self, *, goes_on: bool, note: Callable[[str], None]) -> connection.Layout:
         return layout_here(self._config, cpus=self._cpus())
 
-    def engine(self, shares: cluster.Layout, *, max_outage_s: float) -> StreamEngine:
+    def engine(self, shares: connection.Layout, *, max_outage_s: float) -> StreamEngine:
         return ThreadEngine(self._cpus(), max_outage_s=max_outage_s)
 
     def run(self, launch: Launch) -> dict[str, Any] | None:

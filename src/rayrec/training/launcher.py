@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from rayrec.cluster.connection import IN_PROCESS, Layout, is_in_process
 from rayrec.config import InputError
 from rayrec.data.engine import StreamEngine
-from rayrec.launch.cluster import IN_PROCESS, Layout, is_in_process
 from rayrec.observe.console import Console
 from rayrec.training.assignment import Launch
 from rayrec.workloads.base import TrainConfig

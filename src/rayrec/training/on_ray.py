@@ -10,11 +10,11 @@ import pyarrow as pa
 import ray
 
 from rayrec import machine
+from rayrec.cluster import connection
+from rayrec.cluster.node_storage import require_reachable
 from rayrec.data.engine import Shared, StreamEngine
 from rayrec.data.threads import ThreadEngine
 from rayrec.ingest.ray_engine import RayEngine, RayShared
-from rayrec.launch import cluster
-from rayrec.launch.node_storage import require_reachable
 from rayrec.observe.console import Console
 from rayrec.training.assignment import Launch
 from rayrec.training.attempts import run_attempts, share_out, start_ahead, wait_for_room
@@ -59,7 +59,7 @@ class RayLauncher:
 
     def connect(self, folder: str, console: Console) -> None:
         config = self._config
-        cluster.connect(
+        connection.connect(
             config.cluster.address,
             num_cpus=config.cluster.num_cpus,
             object_store_bytes=config.cluster.object_store_bytes,
@@ -67,9 +67,9 @@ class RayLauncher:
             ahead=() if config.scaling.use_gpu else config.workload.WORKER_MODULES,
         )
         require_reachable((folder, config.train_data.path, config.eval_data.path, config.init_from))
-        cluster.ship_code(config)
+        connection.ship_code(config)
 
-    def share_out(self, *, goes_on: bool, note: Callable[[str], None]) -> cluster.Layout:
+    def share_out(self, *, goes_on: bool, note: Callable[[str], None]) -> connection.Layout:
         # A resumed run may do so on a cluster whose nodes are still joining; a new one is refused at once.
         shares = wait_for_room(self._config, note) if goes_on else share_out(self._config)
         if shares.num_nodes > 1:
@@ -77,8 +77,8 @@ class RayLauncher:
         start_ahead(self._config, shares)
         return shares
 
-    def engine(self, shares: cluster.Layout, *, max_outage_s: float) -> StreamEngine:
-        if cluster.is_own():
+    def engine(self, shares: connection.Layout, *, max_outage_s: float) -> StreamEngine:
+        if connection.is_own():
             return _DriverEngine(machine.usable_cpus(granted=self._config.cluster.num_cpus), max_outage_s=max_outage_s)
         placement = shares.driver.replace(max_outage_s=max_outage_s)
         return _NearEngine(placement, max_outage_s=max_outage_s) if shares.num_nodes == 1 else RayEngine(placement)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 from rayrec import storage
+from rayrec.cluster import connection
+from rayrec.cluster.layout import Launched
 from rayrec.config import InputError
-from rayrec.launch import cluster
-from rayrec.launch.torchrun import Launched
 from rayrec.workloads.base import TrainConfig
 
 
@@ -42,22 +42,22 @@ def _check_room(config: TrainConfig) -> None:
     if Launched.of_environment() is not None:  # whose processes are there already
         return
     address = config.cluster.address or os.environ.get("RAY_ADDRESS")
-    if address not in (None, "", "local", cluster.IN_PROCESS) or cluster.is_connected():
+    if address not in (None, "", "local", connection.IN_PROCESS) or connection.is_connected():
         return  # of a running cluster Ray knows what it has
     if config.scaling.resources_per_worker:
         return
     layout_here(config, cpus=config.cluster.num_cpus or os.cpu_count() or 1)
 
 
-def layout_here(config: TrainConfig, *, cpus: int) -> cluster.Layout:
+def layout_here(config: TrainConfig, *, cpus: int) -> connection.Layout:
     """How the run shares out `cpus` of this machine. Raises InputError if its workers do not fit."""
     resources = {"CPU": float(cpus)}
     if config.scaling.use_gpu:
         import torch
 
         resources["GPU"] = float(torch.cuda.device_count())
-    return cluster.layout(
-        [cluster.Node("this machine", resources)],
+    return connection.layout(
+        [connection.Node("this machine", resources)],
         num_workers=config.scaling.num_workers,
         use_gpu=config.scaling.use_gpu,
         cpus_per_worker=config.scaling.cpus_per_worker,

@@ -16,7 +16,7 @@ import ray.train.torch
 import torch
 
 from rayrec import machine, storage
-from rayrec.launch.prestart import imports_ahead, prestart
+from rayrec.cluster.prestart import imports_ahead, prestart
 from rayrec.observe.start_up import process_age_s
 from rayrec.training.assignment import Assignment
 from rayrec.training.process_group import use_device

@@ -16,7 +16,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from rayrec import storage
-from rayrec.launch import cluster
+from rayrec.cluster import connection
 from rayrec.observe.events import EventWriter
 from rayrec.training.mailbox import Mailbox, Wish
 from rayrec.training.profiling import TRACE, Window, profile_folder
@@ -254,7 +254,7 @@ def profiled(begin_step: Callable[[int, int], None], profiler: StepProfiler) -> 
 
 def _write_timeline(path: str) -> None:
     """What Ray's tasks did; nothing if none ran, since the process is connected to no Ray."""
-    if not cluster.is_connected():
+    if not connection.is_connected():
         return
     import ray
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from rayrec import machine
+from rayrec.cluster import connection
+from rayrec.cluster.connection import is_in_process
+from rayrec.cluster.layout import Launched
 from rayrec.config import InputError, line_of
 from rayrec.data.engine import StreamEngine
 from rayrec.data.threads import ThreadEngine
-from rayrec.launch import cluster
-from rayrec.launch.cluster import is_in_process
-from rayrec.launch.torchrun import Launched
 from rayrec.observe.console import Console
 from rayrec.training.assignment import Launch
 from rayrec.training.preflight import layout_here
@@ -47,11 +47,11 @@ class TorchrunLauncher:
     def connect(self, folder: str, console: Console) -> None:
         pass
 
-    def share_out(self, *, goes_on: bool, note: Callable[[str], None]) -> cluster.Layout:
+    def share_out(self, *, goes_on: bool, note: Callable[[str], None]) -> connection.Layout:
         here = self._config.scaling.replace(num_workers=self._launched.local_world_size)
         return layout_here(self._config.replace(scaling=here), cpus=machine.usable_cpus(granted=None))
 
-    def engine(self, shares: cluster.Layout, *, max_outage_s: float) -> StreamEngine:
+    def engine(self, shares: connection.Layout, *, max_outage_s: float) -> StreamEngine:
         # The other processes wait meanwhile.
         return ThreadEngine(machine.usable_cpus(granted=None), max_outage_s=max_outage_s)
 

@@ -18,9 +18,9 @@ from torch import distributed
 
 from rayrec import storage
 from rayrec.checkpoint import write_token
+from rayrec.cluster.layout import Launched
 from rayrec.config import InputError, line_of
 from rayrec.data.threads import ThreadEngine
-from rayrec.launch.torchrun import Launched
 from rayrec.training.assignment import Assignment, Launch
 from rayrec.training.in_process_worker import watched, work
 from rayrec.training.mailbox import LocalMailbox, Wish

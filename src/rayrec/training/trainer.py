@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rayrec import storage
+from rayrec.cluster.layout import Launched
+from rayrec.cluster.restart_policy import FINISHED
 from rayrec.config import InputError
-from rayrec.launch.policy import FINISHED
-from rayrec.launch.provenance import origin, versions
-from rayrec.launch.torchrun import Launched
+from rayrec.environment.provenance import origin, versions
 from rayrec.observe import report, start_up
 from rayrec.observe.bottleneck import verdict
 from rayrec.observe.console import Console

@@ -12,8 +12,8 @@ from typing import Any, Final, final
 
 import ray
 
+from rayrec.cluster import connection
 from rayrec.config import InputError
-from rayrec.launch import cluster
 from rayrec.observe.console import Console
 from rayrec.training.signals import Signals
 from rayrec.tuning.config import TuneConfig
@@ -31,13 +31,13 @@ _NODES_POLL_S: Final = 10.0
 def ray_pool(wanted: ClusterConfig, options: TuneConfig, config: TrainConfig, *, console: Console) -> Iterator[RayPool]:
     """A pool on the Ray that `wanted` names, or a local one, for trials like `config`. Raises InputError if a trial fits on no
     node."""
-    cluster.connect(
+    connection.connect(
         wanted.address,
         num_cpus=wanted.num_cpus,
         object_store_bytes=wanted.object_store_bytes,
         log_to_driver=console.verbose,
     )
-    cluster.ship_code(config)
+    connection.ship_code(config)
     with Signals() as signals, signals.held():
         pool = RayPool(options, signals, max_failures=config.failure.max_failures, note=console.note)
         try:
@@ -124,7 +124,7 @@ class RayPool:
         """Processes that the cluster has room for, but for what others hold."""
         if time.monotonic() - self._looked_s >= _NODES_POLL_S:
             self._looked_s, cpus, gpus = time.monotonic(), self._options.cpus_per_trial, self._options.gpus_per_trial
-            self._room = sum(_room(node.resources, cpus=cpus, gpus=gpus) for node in cluster.alive_nodes())
+            self._room = sum(_room(node.resources, cpus=cpus, gpus=gpus) for node in connection.alive_nodes())
         return self._room if self._options.concurrent is None else min(self._room, self._options.concurrent)
 
     def _take(self, reference: Any) -> Job | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rayrec import machine, storage
+from rayrec.cluster import connection
 from rayrec.config import InputError
 from rayrec.data import materialized
 from rayrec.data.log_source import index_log
@@ -21,7 +22,6 @@ from rayrec.data.materialized.writer import preprocess
 from rayrec.data.threads import ThreadEngine
 from rayrec.inference.evaluate import ScoredRows, json_values
 from rayrec.inference.scoring import ScoringRequest
-from rayrec.launch import cluster
 from rayrec.observe.console import Console
 from rayrec.observe.events import read_events
 from rayrec.observe.history import working_s
@@ -89,12 +89,12 @@ def tune(
     folder = storage.join(storage.absolute(config.storage_path), str(config.name))
     space.check(config)
     check_settings(config)
-    preflight(config.replace(scaling={"num_workers": 1}, cluster={"address": cluster.IN_PROCESS}))
+    preflight(config.replace(scaling={"num_workers": 1}, cluster={"address": connection.IN_PROCESS}))
     all_values = space.trials(options.trials, options.seed)
     for values in all_values:
         check_settings(with_values(config, values))
-    if not cluster.is_in_process(config.cluster.address):
-        cluster.require_direct(config.cluster.address)
+    if not connection.is_in_process(config.cluster.address):
+        connection.require_direct(config.cluster.address)
     _check_same(folder, config, space, options)
     prepared, data = _prepared(config, folder, console)
     configs = [
@@ -116,7 +116,7 @@ def _trained(
         def pool() -> Pool:
             share = cost(len(configs), options)
             console.note(f"{len(configs)} trials, of which {share:.1%} of all steps are to be trained")
-            if wanted.address == cluster.IN_PROCESS:
+            if wanted.address == connection.IN_PROCESS:
                 return HerePool()
             from rayrec.tuning.on_ray import ray_pool
 
@@ -196,7 +196,7 @@ def _trial_config(
         train_data={"path": data, "files": ()},
         workload={"schema": {"group": None}},  # preprocessed rows have no raw values to group by
         scaling={"num_workers": 1, "use_gpu": options.gpus_per_trial > 0},
-        cluster={"address": cluster.IN_PROCESS, "num_cpus": options.cpus_per_trial},
+        cluster={"address": connection.IN_PROCESS, "num_cpus": options.cpus_per_trial},
     )
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rayrec.cluster.connection import Node
 from rayrec.config import InputError
 from rayrec.data.logs.head import has_labels
 from rayrec.inference.pool import Pool, plan_pool
-from rayrec.launch.cluster import Node
 from rayrec.metrics.binary import sigmoid
 from rayrec.schema import Schema
 from rayrec.workloads.recsys_scoring import cache_folder

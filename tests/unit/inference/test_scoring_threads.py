@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 import torch
 
+from rayrec.cluster.connection import Node
 from rayrec.config import InputError
 from rayrec.inference.pool import Pool, plan_pool, scored_tables
-from rayrec.launch.cluster import Node
 from rayrec.workloads.scoring import Device, Scoring
 
 GIB = 1 << 30

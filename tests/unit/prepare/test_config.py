@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from rayrec import machine
+from rayrec.cluster import connection, node_storage
 from rayrec.config import InputError
 from rayrec.data.engine import Engine
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.threads import ThreadEngine
 from rayrec.ingest.ray_engine import RayEngine
-from rayrec.launch import cluster, node_storage
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, cache_folder, engine
 
@@ -33,7 +33,7 @@ class Ray:
 def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     made = Ray()
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(cluster, "connect_for_data", made.connect_for_data)
+    monkeypatch.setattr(connection, "connect_for_data", made.connect_for_data)
     monkeypatch.setattr(node_storage, "require_reachable", made.paths.append)
     return made
 
@@ -66,7 +66,7 @@ def test_the_engine(
     connected: bool,
     on_ray: bool,
 ) -> None:
-    monkeypatch.setattr(cluster, "is_connected", lambda: connected)
+    monkeypatch.setattr(connection, "is_connected", lambda: connected)
     if environment is not None:
         monkeypatch.setenv("RAY_ADDRESS", environment)
     found = chosen(PreparationConfig(**settings))

@@ -361,7 +361,7 @@ def test_ray_inherits_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(server, "source_of", lambda path: path)
     monkeypatch.setattr(server, "quieten", lambda: None)
-    monkeypatch.setattr("rayrec.launch.cluster.connect", connect)
+    monkeypatch.setattr("rayrec.cluster.connection.connect", connect)
     monkeypatch.setenv("SERVE_TOKEN", "open sesame")
     with pytest.raises(InputError, match="no Ray"):
         server.serve_forever(
@@ -389,7 +389,7 @@ def test_what_ray_takes_as_an_address_is_left_to_it(monkeypatch: pytest.MonkeyPa
         raise InputError(f"asked for {given}")
 
     monkeypatch.setattr(client, "quieten", lambda: None)
-    monkeypatch.setattr("rayrec.launch.cluster.connect", connect)
+    monkeypatch.setattr("rayrec.cluster.connection.connect", connect)
     with pytest.raises(InputError, match=f"asked for {address}"):
         client.roll_back(address=address)
 

@@ -15,10 +15,10 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from rayrec import checkpoint, recipes
+from rayrec.cluster import connection, prestart
+from rayrec.cluster.connection import Node
 from rayrec.config import InputError
 from rayrec.data.placement import TaskPlacement
-from rayrec.launch import cluster, prestart
-from rayrec.launch.cluster import Node
 from rayrec.training import attempts
 from rayrec.training.assignment import Launch
 from rayrec.training.signals import Signals
@@ -51,7 +51,7 @@ class Cluster:
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     made = Cluster((1, 1), (1, 1))
-    monkeypatch.setattr(cluster, "alive_nodes", made.alive_nodes)
+    monkeypatch.setattr(connection, "alive_nodes", made.alive_nodes)
     monkeypatch.setattr(attempts, "_placement_groups", set)
     monkeypatch.setattr(attempts, "_NODES_S", 0.01)
     return made
@@ -260,11 +260,11 @@ def test_an_attempt_ends_if_its_data_nodes_are_gone_and_others_can_take_their_ta
     here = [Node("data", {"CPU": 8.0}), Node("worker", {"CPU": 8.0, "slot": 2.0})]
     clock = [0.0]
     monkeypatch.setattr(attempts.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(cluster, "alive_nodes", lambda **_: here)
+    monkeypatch.setattr(connection, "alive_nodes", lambda **_: here)
     wanted = config().replace(scaling={"num_workers": 2}, cluster={"data_nodes": "separate"})
     shares = attempts.share_out(wanted)
-    monkeypatch.setattr(cluster, "data_nodes", lambda shares, **_: here[:1] if nodes_left else [])
-    monkeypatch.setattr(cluster, "alive_nodes", lambda **_: here[1:])
+    monkeypatch.setattr(connection, "data_nodes", lambda shares, **_: here[:1] if nodes_left else [])
+    monkeypatch.setattr(connection, "alive_nodes", lambda **_: here[1:])
     watch = attempts._DataNodes(wanted.replace(cluster={"data_nodes": "auto" if other_layout else "separate"}), shares)
     ends = []
     for now_s in range(0, 60):
@@ -280,9 +280,11 @@ def test_a_head_that_does_not_answer_says_nothing_of_data_nodes(
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr(attempts.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(cluster, "data_nodes", fails(attempts.ray.exceptions.RaySystemError("gone")))
+    monkeypatch.setattr(connection, "data_nodes", fails(attempts.ray.exceptions.RaySystemError("gone")))
     watch = attempts._DataNodes(config(), attempts.share_out(config()))
-    monkeypatch.setattr(cluster, "data_nodes", lambda shares: fails(attempts.ray.exceptions.RaySystemError("gone"))())
+    monkeypatch.setattr(
+        connection, "data_nodes", lambda shares: fails(attempts.ray.exceptions.RaySystemError("gone"))()
+    )
     for now_s in range(0, 60):
         clock[0] = float(now_s)
         assert not watch.gone()

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from rayrec import recipes
+from rayrec.cluster.connection import Layout, layout
 from rayrec.config import InputError
-from rayrec.launch.cluster import Layout, layout
 from rayrec.training.forecast import ClusterShape, Forecast, extrapolate, forecast
 from rayrec.workloads.speed_probe import MeasuredSpeed, Target
 from rayrec.workloads.traffic import Exchange, Flow, Links, Traffic

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from rayrec import recipes
+from rayrec.cluster import connection
+from rayrec.cluster.connection import is_connected  # the real one: tests/conftest.py replaces the module's
 from rayrec.config import InputError
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.threads import ThreadEngine
 from rayrec.ingest.ray_engine import RayEngine, RayShared
-from rayrec.launch import cluster
-from rayrec.launch.cluster import is_connected  # the real one: tests/conftest.py replaces the module's
 from rayrec.observe.console import Console
 from rayrec.training import in_process, on_ray
 from rayrec.training.in_process import InProcessLauncher
@@ -95,10 +95,10 @@ def test_the_address_none_is_refused_with_what_only_ray_has(
 def test_what_names_a_ray(
     monkeypatch: pytest.MonkeyPatch, address: str | None, environment: str | None, connected: bool, expected: bool
 ) -> None:
-    monkeypatch.setattr(cluster, "is_connected", lambda: connected)
+    monkeypatch.setattr(connection, "is_connected", lambda: connected)
     if environment is not None:
         monkeypatch.setenv("RAY_ADDRESS", environment)
-    assert cluster.is_in_process(address) is expected
+    assert connection.is_in_process(address) is expected
     assert trains_in_process(config(ONE, **({} if address is None else {"address": address}))) is expected
 
 
@@ -114,11 +114,11 @@ def test_a_connection_is_looked_for_without_importing_ray(monkeypatch: pytest.Mo
 
 
 def test_what_needs_ray_refuses_the_address_none_even_if_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "is_connected", lambda: True)
+    monkeypatch.setattr(connection, "is_connected", lambda: True)
     with pytest.raises(
         InputError, match=r"^address none: this needs Ray; leave the address out, or give local or HOST:PORT$"
     ):
-        cluster.connect("none", num_cpus=None, object_store_bytes=None, log_to_driver=False)
+        connection.connect("none", num_cpus=None, object_store_bytes=None, log_to_driver=False)
 
 
 def test_what_the_worker_needs_is_imported_while_data_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ def test_how_the_driver_prepares_data_on_ray(monkeypatch: pytest.MonkeyPatch, ow
         by_ray.append(items)
         return map(function, items)
 
-    monkeypatch.setattr(cluster, "is_own", lambda: own)
+    monkeypatch.setattr(connection, "is_own", lambda: own)
     monkeypatch.setattr(RayEngine, "run", on_cluster)
     monkeypatch.setattr(on_ray.ray, "put", lambda value: ("in the object store", value))
     shares = SimpleNamespace(driver=TaskPlacement(num_cpus=1.0), num_nodes=num_nodes)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rayrec.cluster.layout import Launched
 from rayrec.config import InputError
-from rayrec.launch.torchrun import Launched
 from rayrec.training.process_group import group_arguments
 from rayrec.training.torchrun_worker import device_of
 

@@ -14,8 +14,8 @@ import pytest
 from torch.distributed import DistStoreError
 
 from rayrec import recipes
+from rayrec.cluster.layout import Launched
 from rayrec.config import InputError
-from rayrec.launch.torchrun import Launched
 from rayrec.observe.console import Console
 from rayrec.training import torchrun_worker, trainer
 from rayrec.training.torchrun import fitted

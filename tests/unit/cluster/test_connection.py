@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import ray
 
+from rayrec.cluster import connection
+from rayrec.cluster.connection import Layout, Node, alive_nodes, layout, own_modules, ship_code, with_room_for_tasks
 from rayrec.config import InputError
-from rayrec.launch import cluster
-from rayrec.launch.cluster import Layout, Node, alive_nodes, layout, own_modules, ship_code, with_room_for_tasks
 from rayrec.models.base import ModelInputs
 from rayrec.user_code import function_in_file
 from rayrec.workloads.base import TrainConfig
@@ -200,12 +200,12 @@ def test_the_users_model_reaches_processes_that_lack_its_file(tmp_path: Path, mo
 )
 def test_which_jobs_have_their_processes_forked(submitted: dict[str, object] | None, *, forked: bool) -> None:
     environment = {} if submitted is None else {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": submitted})}
-    assert bool(cluster._python_of_workers(environment)) is forked
+    assert bool(connection._python_of_workers(environment)) is forked
 
 
 def test_train_workers_have_no_variable_that_ray_train_does_not_hand_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else no process that was started ahead is taken for a worker."""
-    monkeypatch.setattr(cluster, "is_own", lambda: True)
-    assert cluster.train_environment() == {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
-    monkeypatch.setattr(cluster, "is_own", lambda: False)
-    assert cluster.train_environment() == {}
+    monkeypatch.setattr(connection, "is_own", lambda: True)
+    assert connection.train_environment() == {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
+    monkeypatch.setattr(connection, "is_own", lambda: False)
+    assert connection.train_environment() == {}

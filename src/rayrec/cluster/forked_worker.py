@@ -182,7 +182,7 @@ def _start_server(address: str, *, raylet: int) -> None:
         listener.bind(address)
         listener.listen(1024)  # requests wait while the server imports
         files = (listener.fileno(), watched)
-        command = [sys.executable, "-m", "rayrec.launch.fork_server", *map(str, files), str(IDLE_S)]
+        command = [sys.executable, "-m", "rayrec.cluster.fork_server", *map(str, files), str(IDLE_S)]
         subprocess.Popen(
             [*command, os.environ.get(MODULES, "")],
             stdin=subprocess.DEVNULL,

@@ -13,10 +13,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from rayrec.cluster.connection import train_environment
+from rayrec.cluster.fork_server import import_all
+from rayrec.cluster.forked_worker import MODULES, python_of_a_job
 from rayrec.compat.ray_compat import SETUP_HOOK_VARIABLE as HOOK
-from rayrec.launch.cluster import train_environment
-from rayrec.launch.fork_server import import_all
-from rayrec.launch.forked_worker import MODULES, python_of_a_job
 
 _IMPORT_MODULES: Final = f"{__name__}.import_modules"
 _MODULES: Final = "RAYREC_WORKER_MODULES"

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from rayrec.launch import fork_server, forked_worker
-from rayrec.launch.fork_server import ForkServer
-from rayrec.launch.forked_worker import MODULES
+from rayrec.cluster import fork_server, forked_worker
+from rayrec.cluster.fork_server import ForkServer
+from rayrec.cluster.forked_worker import MODULES
 
 PROGRAM = """
 import contextlib, json, os, sys, time

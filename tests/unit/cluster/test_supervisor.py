@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from rayrec.cluster import supervisor
+from rayrec.cluster.jobs import dashboard_url
+from rayrec.cluster.restart_policy import Policy
+from rayrec.cluster.supervisor import CONFIG_KEY, RUN_KEY, Outcome, summary_of
+from rayrec.cluster.supervisor_state import Notebook, SuperviseConfig, state_path
 from rayrec.config import InputError
-from rayrec.launch import supervisor
-from rayrec.launch.jobs import dashboard_url
-from rayrec.launch.policy import Policy
-from rayrec.launch.supervision import Notebook, SuperviseConfig, state_path
-from rayrec.launch.supervisor import CONFIG_KEY, RUN_KEY, Outcome, summary_of
 
 SUMMARY = {"name": "run", "steps": 20, "weights_sha256": "00ff", "metrics": {"auroc": 0.75}}
 
@@ -124,8 +124,8 @@ def failure(status: int, message: str = "") -> dict[str, Any]:
 def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHead]:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setattr(supervisor, "_POLL_S", 0.01)
-    monkeypatch.setattr("rayrec.launch.supervisor._FIRST_PROBE_S", 0.01)
-    monkeypatch.setattr("rayrec.launch.policy.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("rayrec.cluster.supervisor._FIRST_PROBE_S", 0.01)
+    monkeypatch.setattr("rayrec.cluster.restart_policy.FIRST_PAUSE_S", 0.01)
     fake = FakeHead()
     yield fake
     fake.close()

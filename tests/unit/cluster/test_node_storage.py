@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import ray
 
+from rayrec.cluster import node_storage
+from rayrec.cluster.node_storage import refusal, require_reachable, runtime_env, trouble_with
 from rayrec.config import InputError
-from rayrec.launch import node_storage
-from rayrec.launch.node_storage import refusal, require_reachable, runtime_env, trouble_with
 
 SECRET = "swordfish-4711"
 S3 = {"AWS_ACCESS_KEY_ID": "AKID", "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_ENDPOINT_URL": "http://10.0.0.9:9000"}
@@ -32,7 +32,7 @@ def test_sent_credentials_are_in_the_hook_alone(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
     pickled = ray.cloudpickle.dumps(sent["worker_process_setup_hook"])
-    monkeypatch.setitem(sys.modules, "rayrec.launch.node_storage", None)  # a node need not have it
+    monkeypatch.setitem(sys.modules, "rayrec.cluster.node_storage", None)  # a node need not have it
     ray.cloudpickle.loads(pickled)()
     assert {name: os.environ.get(name) for name in (*S3, "AWS_CA_BUNDLE")} == {**S3, "AWS_CA_BUNDLE": None}
 

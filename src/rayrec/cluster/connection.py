@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from rayrec.cluster import forked_worker
+from rayrec.cluster.fork_server import ForkServer
 from rayrec.config import Config, InputError
 from rayrec.data.placement import TaskPlacement
-from rayrec.launch import forked_worker
-from rayrec.launch.fork_server import ForkServer
 
 DataNodes = Literal["auto", "any", "separate"]
 """Where data tasks run: see `layout`."""
@@ -166,8 +166,8 @@ def _named(address: str | None) -> tuple[str, str]:
 def _join(address: str, source: str, *, log_to_driver: bool) -> None:
     import ray
 
-    from rayrec.launch.head import require_head
-    from rayrec.launch.node_storage import runtime_env
+    from rayrec.cluster.head import require_head
+    from rayrec.cluster.node_storage import runtime_env
 
     job_env = {**(runtime_env(os.environ) or {}), **_python_of_workers(os.environ)}
     require_head(address, source=source)

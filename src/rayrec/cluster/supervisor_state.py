@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rayrec import storage
+from rayrec.cluster.restart_policy import Policy, Tally
 from rayrec.config import Config, InputError
-from rayrec.launch.policy import Policy, Tally
 
 
 @dataclass(frozen=True, kw_only=True)

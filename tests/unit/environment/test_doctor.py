@@ -11,8 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from rayrec.config import InputError
-from rayrec.launch.doctor import Finding, Report, closure, diagnose, doctor
-from rayrec.launch.installation import Installed, Machine, Probe, installed_distributions, probe_all, this_machine
+from rayrec.environment.doctor import Finding, Report, closure, diagnose, doctor
+from rayrec.environment.installation import Installed, Machine, Probe, installed_distributions, probe_all, this_machine
 
 GIB = 1 << 30
 MACHINE = Machine(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ports import free_ports
 
-from rayrec.launch import prestart
+from rayrec.cluster import prestart
 
 
 def test_the_hook_imports_what_can_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,7 +17,7 @@ def test_the_hook_imports_what_can_be_imported(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "imported_ahead.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
     variables = prestart.importing(["breaks_when_imported", "no_such_module", "imported_ahead"])
-    assert variables[prestart.HOOK] == "rayrec.launch.prestart.import_modules"
+    assert variables[prestart.HOOK] == "rayrec.cluster.prestart.import_modules"
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     prestart.import_modules()

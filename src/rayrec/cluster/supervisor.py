@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, Literal, NoReturn
 
+from rayrec.cluster.jobs import Job, Jobs, LogFollower, Unreachable, dashboard_url
+from rayrec.cluster.restart_policy import FINISHED, Ending, Policy, Quit, Tally, describe, judge, pause_s
+from rayrec.cluster.supervisor_state import Notebook, State, SuperviseConfig, state_path
 from rayrec.config import InputError
-from rayrec.launch.jobs import Job, Jobs, LogFollower, Unreachable, dashboard_url
-from rayrec.launch.policy import FINISHED, Ending, Policy, Quit, Tally, describe, judge, pause_s
-from rayrec.launch.supervision import Notebook, State, SuperviseConfig, state_path
 
 RUN_KEY, CONFIG_KEY = "rayrec_run", "rayrec_config"
 """Metadata of a job: the run it trains, and the hash of what is trained."""

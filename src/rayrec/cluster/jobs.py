@@ -16,9 +16,9 @@ import requests
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobSubmissionClient
 
+from rayrec.cluster.restart_policy import shell_status
 from rayrec.compat.ray_compat import SubmissionClient, maybe_enable_token_auth_if_token_available
 from rayrec.config import InputError
-from rayrec.launch.policy import shell_status
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 _PROBE_TIMEOUT_S = 3.0

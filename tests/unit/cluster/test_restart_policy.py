@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
+from rayrec.cluster.restart_policy import Ending, Policy, Quit, Resubmit, Tally, describe, judge, pause_s, shell_status
 from rayrec.config import InputError
-from rayrec.launch.policy import Ending, Policy, Quit, Resubmit, Tally, describe, judge, pause_s, shell_status
 
 POLICY = Policy(max_failures=2, healthy_after_s=100.0)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rayrec.config import InputError
-from rayrec.launch.installation import (
+from rayrec.environment.installation import (
     EXTRAS,
     FBGEMM,
     PROBED,

@@ -17,9 +17,9 @@ from ray._raylet import AuthenticationTokenLoader, Config
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from rayrec import cli
+from rayrec.cluster import connection, head
+from rayrec.cluster.head import require_head
 from rayrec.config import InputError
-from rayrec.launch import cluster, head
-from rayrec.launch.head import require_head
 
 TOKEN = "0123456789abcdef" * 4
 
@@ -135,7 +135,7 @@ def test_an_address_where_nothing_listens_is_refused_at_once(monkeypatch: pytest
     with pytest.raises(
         InputError, match=rf"RAY_ADDRESS={address}: no Ray cluster answers there \(Connection refused\)"
     ):
-        cluster.connect(None, num_cpus=None, object_store_bytes=None, log_to_driver=False)
+        connection.connect(None, num_cpus=None, object_store_bytes=None, log_to_driver=False)
     assert time.monotonic() - begin_s < 10
 
 
@@ -184,10 +184,10 @@ def test_rays_client_server_is_refused_by_every_command(
 
 
 def test_a_connection_through_rays_client_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "is_connected", lambda: True)
+    monkeypatch.setattr(connection, "is_connected", lambda: True)
     monkeypatch.setattr("ray.util.client.ray.is_connected", lambda: True)
     with pytest.raises(InputError, match=r"^ray\.init: must be reached directly, got Ray's client server \(ray://\)\."):
-        cluster.connect(None, num_cpus=None, object_store_bytes=None, log_to_driver=False)
+        connection.connect(None, num_cpus=None, object_store_bytes=None, log_to_driver=False)
 
 
 def test_a_listener_that_is_no_head_is_named_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,5 +208,5 @@ def test_a_local_ray_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyP
     with pytest.raises(
         OSError, match=r"a local Ray did not start \(The current node timed out.*; the machine may"
     ) as raised:
-        cluster.connect("local", num_cpus=1, object_store_bytes=None, log_to_driver=False)
+        connection.connect("local", num_cpus=1, object_store_bytes=None, log_to_driver=False)
     assert "\n" not in str(raised.value)

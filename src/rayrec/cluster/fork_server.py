@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NoReturn
 
-from rayrec.launch.forked_worker import STARTED
+from rayrec.cluster.forked_worker import STARTED
 from rayrec.storage import Scratch
 
 LIBRARIES: Final = (
