@@ -23,7 +23,7 @@ LOOPS = ("rayrec", "huggingface")
 
 def recipe(*, path: str, workers: int, steps: int, precision: str, loop: str) -> Any:
     """The recipe with a constant learning rate, which is what both sides mean the same by."""
-    from rayrec.optim import LearningRateSchedule
+    from rayrec.optim.config import LearningRateSchedule
     from rayrec.recipes import gpt2_tiny
 
     config = gpt2_tiny(path)

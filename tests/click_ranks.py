@@ -19,9 +19,9 @@ from rayrec.data.encoded import Bags, Ids
 from rayrec.ingest.loader import sparse_features
 from rayrec.models.ranking.din import DINConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
-from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig
+from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 from rayrec.schema import Feature, Label, Schema
-from rayrec.sharding import ShardingConfig
+from rayrec.sharding.planner import ShardingConfig
 from rayrec.training.state import all_tensors, restore_all
 from rayrec.workloads.base import ScalingConfig, TrainConfig, WorkerContext
 from rayrec.workloads.recsys import ClickWorkload

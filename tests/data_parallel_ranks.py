@@ -19,7 +19,7 @@ from rayrec import checkpoint
 from rayrec.checkpoint import Checkpoint
 from rayrec.data.numbered_rows import ArrayRows, RowSource
 from rayrec.models.gpt2 import GPT2Config
-from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule
+from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule
 from rayrec.training import loop
 from rayrec.training.loop import Progress
 from rayrec.training.state import all_tensors, restore_all

@@ -48,7 +48,7 @@ def _run(rows: int, folder: str) -> dict[str, int]:
     from rayrec.checkpoint import Retention, Saver, acquire_lease
     from rayrec.models.ranking.dlrm import DLRMConfig
     from rayrec.native import keep_freed_memory
-    from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig
+    from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
     from rayrec.training.loop import drain
     from rayrec.training.state import all_tensors
     from rayrec.workloads.base import ScalingConfig, TrainConfig

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from rayrec.data.numbered_rows import ArrayRows
     from rayrec.inference.config import ComparisonGates
     from rayrec.models.base import ClickModelConfig, ModelInputs
-    from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule
+    from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule
     from rayrec.prepare.config import PreparationConfig
     from rayrec.prepare.validate import Gates
     from rayrec.schema import Schema

@@ -38,9 +38,9 @@ from rayrec.batch import DENSE, Batch
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.embeddings import feature_names, initialize_shards
 from rayrec.models.table_adam import leave_to_own_rule
-from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
-from rayrec.optim import learning_rates, set_learning_rates
-from rayrec.sharding import ShardingConfig, embedding_sharders, plan_sharding, placements
+from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
+from rayrec.optim.config import learning_rates, set_learning_rates
+from rayrec.sharding.planner import ShardingConfig, embedding_sharders, plan_sharding, placements
 from rayrec.training.state import all_tensors, restore_all
 from rayrec.workloads.recsys_worker import Unwrapped, make_optimizer, make_pipeline
 from whole_click_model import whole_model

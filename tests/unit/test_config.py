@@ -14,7 +14,7 @@ import yaml
 
 import rayrec
 from rayrec.config import Config, InputError
-from rayrec.optim import LearningRateSchedule
+from rayrec.optim.config import LearningRateSchedule
 from rayrec.recipes import criteo_demo
 from rayrec.schema import Schema
 

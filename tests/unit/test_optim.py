@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rayrec.config import InputError
-from rayrec.optim import (
+from rayrec.optim.config import (
     DenseOptimizerConfig,
     LearningRateSchedule,
     SparseOptimizerConfig,

@@ -10,8 +10,8 @@ from torch import nn
 
 from rayrec.config import InputError
 from rayrec.models.embeddings import build_embeddings
-from rayrec.optim import SparseOptimizerConfig
-from rayrec.sharding import (
+from rayrec.optim.config import SparseOptimizerConfig
+from rayrec.sharding.planner import (
     ShardingConfig,
     data_parallel_tables,
     describe,

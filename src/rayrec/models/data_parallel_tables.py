@@ -10,7 +10,7 @@ import torch
 from torchrec.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper
 
 from rayrec.models.table_adam import TableAdam
-from rayrec.optim import SparseOptimizerConfig
+from rayrec.optim.config import SparseOptimizerConfig
 
 _STATE = "momentum1"  # TorchRec's name for the first state of any fused optimizer
 

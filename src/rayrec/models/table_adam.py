@@ -16,7 +16,7 @@ from rayrec.compat.torch_compat import Shard, ShardedTensor, set_optimizer_in_ba
 from rayrec.layers.kernel_threads import run_kernel
 from rayrec.models.row_gradients import RowGradientCollector, RowGradients
 from rayrec.native import library
-from rayrec.optim import SparseOptimizerConfig
+from rayrec.optim.config import SparseOptimizerConfig
 
 _VALUES_OF_A_TASK: Final = 1 << 20
 """Weights that one thread updates at a time."""

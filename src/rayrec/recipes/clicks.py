@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rayrec.data.encoding.presets import RAYREC
 from rayrec.models.ranking.dlrm import DLRMConfig
-from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
+from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.schema import Feature, Schema
 from rayrec.workloads.base import DataConfig, EarlyStoppingConfig, TrainConfig
 from rayrec.workloads.recsys import ClickWorkload

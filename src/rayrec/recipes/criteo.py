@@ -8,7 +8,7 @@ from rayrec.datasets.criteo import FULL_DAYS, KAGGLE_SPLIT, SCHEMA, SMALL_DAYS, 
 from rayrec.datasets.published_files import RemoteFile
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.ranking.ensemble import EnsembleConfig
-from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
+from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.workloads.base import DataConfig, EarlyStoppingConfig, ScalingConfig, TrainConfig
 from rayrec.workloads.distillation import TeacherConfig
 from rayrec.workloads.recsys import ClickWorkload

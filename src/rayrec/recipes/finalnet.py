@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rayrec.data.encoding.presets import FUXICTR_X4
 from rayrec.datasets.criteo import KAGGLE_SPLIT, SCHEMA
-from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
+from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.workloads.base import DataConfig, EarlyStoppingConfig, TrainConfig
 from rayrec.workloads.recsys import ClickWorkload
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rayrec.models.gpt2 import GPT2Config
-from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule
+from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule
 from rayrec.workloads.base import DataConfig, ScalingConfig, TrainConfig
 from rayrec.workloads.language import LanguageWorkload
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rayrec.models.resnet import ResNetConfig
-from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule
+from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule
 from rayrec.workloads.base import DataConfig, ScalingConfig, TrainConfig
 from rayrec.workloads.vision import AugmentationConfig, VisionWorkload
 

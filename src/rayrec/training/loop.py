@@ -17,7 +17,7 @@ from torch import distributed
 
 from rayrec import machine
 from rayrec.config import InputError
-from rayrec.optim import PlateauConfig, learning_rates
+from rayrec.optim.config import PlateauConfig, learning_rates
 from rayrec.row_tally import RowNumbers, RowTally
 from rayrec.training.data_report import DataReport
 from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerSetup

@@ -14,7 +14,7 @@ from rayrec.config import Config, InputError
 from rayrec.data.engine import Shared, StreamEngine
 from rayrec.observe.start_up import Stopwatch
 from rayrec.observe.tracking.config import TrackersConfig
-from rayrec.optim import PlateauConfig
+from rayrec.optim.config import PlateauConfig
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rayrec.config import InputError
-from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule
+from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule
 from rayrec.workloads.base import RunContext, TrainConfig, WarmStart, WorkerContext, WorkerSetup, Workload
 
 if TYPE_CHECKING:

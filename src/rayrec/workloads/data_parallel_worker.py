@@ -17,7 +17,7 @@ from rayrec.batch import Batch, RowOutput
 from rayrec.data.numbered_rows import RowSource
 from rayrec.ingest.row_loader import RowLoader
 from rayrec.ingest.row_order import RowOrder
-from rayrec.optim import NamedOptimizer, learning_rates, set_learning_rates
+from rayrec.optim.config import NamedOptimizer, learning_rates, set_learning_rates
 from rayrec.workloads.base import DataConfig, WorkerContext, WorkerSetup, effective_batch_size, learning_rate_factor
 from rayrec.workloads.data_parallel import DataParallelWorkload
 from rayrec.workloads.device_memory import memory_errors

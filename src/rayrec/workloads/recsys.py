@@ -19,9 +19,9 @@ from rayrec.ingest.block_order import EpochOrder
 from rayrec.models.base import ClickModelConfig, ModelInputs, unpooled_features
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.table_start import TableStart
-from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
+from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.schema import Schema
-from rayrec.sharding import ShardingConfig
+from rayrec.sharding.planner import ShardingConfig
 from rayrec.workloads.base import DataConfig, RunContext, TrainConfig, WarmStart, WorkerContext, WorkerSetup, Workload
 from rayrec.workloads.distillation import RECORD, Teacher, TeacherConfig, open_teacher
 

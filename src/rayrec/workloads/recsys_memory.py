@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from rayrec.optim import FLOAT_BYTES
+from rayrec.optim.config import FLOAT_BYTES
 from rayrec.quantities import size_text
-from rayrec.sharding import TablePlacement
+from rayrec.sharding.planner import TablePlacement
 
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig

@@ -10,7 +10,7 @@ from rayrec import machine
 from rayrec.config import InputError
 from rayrec.models.base import ModelInputs, unpooled_features
 from rayrec.schema import Schema
-from rayrec.sharding import describe, placements, plan_sharding
+from rayrec.sharding.planner import describe, placements, plan_sharding
 from rayrec.workloads.base import effective_batch_size
 from rayrec.workloads.recsys_memory import PROCESS_BYTES, WorkerMemory, worker_memories
 from rayrec.workloads.speed_probe import Target

@@ -34,8 +34,8 @@ from rayrec.models.data_parallel_tables import data_parallel_optimizer
 from rayrec.models.embeddings import initialize_shards
 from rayrec.models.joint_clipping import JointlyClippedOptimizer
 from rayrec.models.table_adam import TableAdam, leave_to_own_rule
-from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig, learning_rates, set_learning_rates
-from rayrec.sharding import (
+from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig, learning_rates, set_learning_rates
+from rayrec.sharding.planner import (
     data_parallel_tables,
     describe,
     embedding_sharders,

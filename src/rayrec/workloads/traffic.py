@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from rayrec.optim import FLOAT_BYTES
+from rayrec.optim.config import FLOAT_BYTES
 from rayrec.quantities import estimate_text, size_text
-from rayrec.sharding import TablePlacement
+from rayrec.sharding.planner import TablePlacement
 
 Exchange = Literal["ids", "embeddings", "gradients", "all_reduce"]
 _NAMES: Final[dict[Exchange, str]] = {

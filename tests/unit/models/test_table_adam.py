@@ -10,7 +10,7 @@ import torch
 from rayrec.models import table_adam
 from rayrec.models.row_gradients import Lookups, RowGradients, TableFeatures
 from rayrec.models.table_adam import AdamStep, TableAdam, TablePart
-from rayrec.optim import SparseOptimizerConfig
+from rayrec.optim.config import SparseOptimizerConfig
 
 ROWS, COLUMNS, STEPS = 40, 6, 200
 

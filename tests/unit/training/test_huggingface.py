@@ -16,7 +16,7 @@ import torch
 from data_parallel_ranks import NextToken, products_by_onednn
 
 from rayrec.config import InputError
-from rayrec.optim import DenseOptimizerConfig, LearningRateSchedule
+from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule
 from rayrec.training import huggingface, loop
 from rayrec.training.loop import Progress, Training
 from rayrec.training.state import all_tensors, make_state

@@ -14,8 +14,8 @@ from rayrec import api, recipes
 from rayrec.commands import training
 from rayrec.config import InputError
 from rayrec.data.encoding.presets import FUXICTR_X4, MLPERF_NUM_EMBEDDINGS
-from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig
-from rayrec.sharding import TablePlacement
+from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
+from rayrec.sharding.planner import TablePlacement
 from rayrec.workloads import recsys_plan, recsys_worker
 from rayrec.workloads.recsys_cost import NetworkCost
 from rayrec.workloads.recsys_memory import PROCESS_BYTES, worker_memories

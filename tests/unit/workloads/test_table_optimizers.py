@@ -18,8 +18,8 @@ from rayrec.config import InputError
 from rayrec.models.base import ModelInputs
 from rayrec.models.click_model import build_click_model
 from rayrec.models.table_start import TableStart
-from rayrec.optim import DenseOptimizerConfig, SparseOptimizerConfig
-from rayrec.sharding import ShardingConfig
+from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
+from rayrec.sharding.planner import ShardingConfig
 from rayrec.training.state import all_tensors, restore_all
 from rayrec.workloads.base import WorkerSetup
 

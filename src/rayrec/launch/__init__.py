@@ -1,1 +1,0 @@
-"""Reaches and describes the machine and the cluster; never imports torch."""
