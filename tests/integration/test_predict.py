@@ -25,8 +25,8 @@ from rayrec.inference.evaluate import evaluate
 from rayrec.inference.evaluation_text import evaluation_text
 from rayrec.inference.scoring import ScoringJob
 from rayrec.metrics.binary import binary_metrics
+from rayrec.metrics.significance import METRICS
 from rayrec.observe.console import Console
-from rayrec.significance import METRICS
 
 if TYPE_CHECKING:
     from rayrec.training.trainer import Result

@@ -37,7 +37,7 @@ from rayrec import checkpoint
 from rayrec.batch import DENSE, Batch
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.embeddings import feature_names, initialize_shards
-from rayrec.models.table_adam import leave_to_own_rule
+from rayrec.optim.table_adam import leave_to_own_rule
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.optim.config import learning_rates, set_learning_rates
 from rayrec.sharding.planner import ShardingConfig, embedding_sharders, plan_sharding, placements

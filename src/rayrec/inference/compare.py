@@ -20,9 +20,9 @@ from rayrec.inference.evaluate import ScoredRows, json_values, scored_rows
 from rayrec.inference.scoring import ScoringJob, ScoringRequest
 from rayrec.metrics.binary import binary_metrics
 from rayrec.metrics.ranking import gauc
+from rayrec.metrics.significance import METRICS, Difference, compare_models
 from rayrec.models.base import ModelInputs
 from rayrec.observe.console import Console
-from rayrec.significance import METRICS, Difference, compare_models
 from rayrec.workloads.recsys import ClickWorkload
 from rayrec.workloads.recsys_cost import network_multiply_adds
 from rayrec.workloads.recsys_scorer import PREFIX, load_preprocessor

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from rayrec.config import Config, InputError
 from rayrec.metrics.ranking import DEFAULT_KS, check_ks
-from rayrec.significance import Resampling
+from rayrec.metrics.significance import Resampling
 from rayrec.workloads.scoring import Device
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from rayrec.inference.scoring import ScoringJob, ScoringRequest
 from rayrec.inference.slices import slices_of
 from rayrec.metrics.binary import binary_metrics
 from rayrec.metrics.ranking import ranking_metrics
+from rayrec.metrics.significance import compare, intervals
 from rayrec.observe.console import Console
-from rayrec.significance import compare, intervals
 from rayrec.workloads.scoring import GROUP, KEY
 
 if TYPE_CHECKING:

@@ -243,7 +243,7 @@ class DenseOptimizerConfig(Config):
         """The torch optimizer over the parameters, without clipping (`build_keyed` has it)."""
         import torch
 
-        from rayrec.trust_ratio import Lamb, Lars
+        from rayrec.optim.trust_ratio import Lamb, Lars
 
         parameters = list(params)
         shared: dict[str, Any] = {

@@ -22,10 +22,10 @@ from rayrec.data.materialized.writer import preprocess
 from rayrec.data.threads import ThreadEngine
 from rayrec.inference.evaluate import ScoredRows, json_values
 from rayrec.inference.scoring import ScoringRequest
+from rayrec.metrics.significance import METRICS, Resampling, compare_models
 from rayrec.observe.console import Console
 from rayrec.observe.events import read_events
 from rayrec.observe.history import working_s
-from rayrec.significance import METRICS, Resampling, compare_models
 from rayrec.training.preflight import check_settings, preflight
 from rayrec.tuning.config import TuneConfig
 from rayrec.tuning.halving import Pool, cost, run_waves, shares_of

@@ -30,11 +30,11 @@ from rayrec.ingest.block_order import EpochOrder, Position
 from rayrec.ingest.loader import ClickLoader
 from rayrec.models.base import ModelInputs
 from rayrec.models.click_model import own_name
-from rayrec.models.data_parallel_tables import data_parallel_optimizer
 from rayrec.models.embeddings import initialize_shards
-from rayrec.models.joint_clipping import JointlyClippedOptimizer
-from rayrec.models.table_adam import TableAdam, leave_to_own_rule
 from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig, learning_rates, set_learning_rates
+from rayrec.optim.data_parallel_tables import data_parallel_optimizer
+from rayrec.optim.joint_clipping import JointlyClippedOptimizer
+from rayrec.optim.table_adam import TableAdam, leave_to_own_rule
 from rayrec.sharding.planner import (
     data_parallel_tables,
     describe,

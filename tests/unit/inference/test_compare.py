@@ -23,10 +23,10 @@ from rayrec.inference.config import ComparisonGates
 from rayrec.inference.evaluate import ScoredRows, scored_rows
 from rayrec.inference.scoring import ScoringJob
 from rayrec.metrics.binary import binary_metrics
+from rayrec.metrics.significance import Resampling, compare
 from rayrec.models.base import ModelInputs
 from rayrec.observe.console import Console
 from rayrec.schema import Schema
-from rayrec.significance import Resampling, compare
 from rayrec.workloads.recsys_cost import network_multiply_adds
 
 ROWS = 2_000

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from rayrec.models import table_adam
-from rayrec.models.row_gradients import Lookups, RowGradients, TableFeatures
-from rayrec.models.table_adam import AdamStep, TableAdam, TablePart
+from rayrec.optim import table_adam
 from rayrec.optim.config import SparseOptimizerConfig
+from rayrec.optim.row_gradients import Lookups, RowGradients, TableFeatures
+from rayrec.optim.table_adam import AdamStep, TableAdam, TablePart
 
 ROWS, COLUMNS, STEPS = 40, 6, 200
 

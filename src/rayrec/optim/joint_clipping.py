@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
-from rayrec.models.table_adam import TableAdam
+from rayrec.optim.table_adam import TableAdam
 
 
 class JointlyClippedOptimizer(CombinedOptimizer):

@@ -14,9 +14,9 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from rayrec.compat.torch_compat import Shard, ShardedTensor, set_optimizer_in_backward, sharded_tensor, table_kernels
 from rayrec.layers.kernel_threads import run_kernel
-from rayrec.models.row_gradients import RowGradientCollector, RowGradients
 from rayrec.native import library
 from rayrec.optim.config import SparseOptimizerConfig
+from rayrec.optim.row_gradients import RowGradientCollector, RowGradients
 
 _VALUES_OF_A_TASK: Final = 1 << 20
 """Weights that one thread updates at a time."""

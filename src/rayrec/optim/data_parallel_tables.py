@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torchrec.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper
 
-from rayrec.models.table_adam import TableAdam
 from rayrec.optim.config import SparseOptimizerConfig
+from rayrec.optim.table_adam import TableAdam
 
 _STATE = "momentum1"  # TorchRec's name for the first state of any fused optimizer
 

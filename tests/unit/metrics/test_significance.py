@@ -9,7 +9,7 @@ import pytest
 
 from rayrec.config import InputError
 from rayrec.metrics.binary import binary_metrics
-from rayrec.significance import METRICS, Resampling, _Model, _poisson_table, compare, intervals
+from rayrec.metrics.significance import METRICS, Resampling, _Model, _poisson_table, compare, intervals
 
 FEW = Resampling(resamples=200)
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from rayrec.models.data_parallel_tables import DataParallelTableOptimizer, data_parallel_optimizer
 from rayrec.optim.config import SparseOptimizerConfig
+from rayrec.optim.data_parallel_tables import DataParallelTableOptimizer, data_parallel_optimizer
 
 
 @pytest.mark.parametrize("eps", [0.25, 0.0])
