@@ -26,7 +26,7 @@ def checkpoint_of(path: str) -> str:
     from rayrec import recipes, storage
     from rayrec.data.encoding.preprocessor import Preprocessor
     from rayrec.models.base import ModelInputs
-    from rayrec.models.click_model import build_click_model
+    from rayrec.models.sharded_model import build_click_model
 
     run = os.path.join(os.path.dirname(path), "run")
     folder = checkpoints.folder_of(run, STEP)

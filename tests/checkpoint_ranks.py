@@ -34,9 +34,9 @@ from rayrec.checkpoint import (
     newest_good,
     shared_storage,
     write_token,
-    writing,
+    writer,
 )
-from rayrec.checkpoint.ranks import Ranks
+from rayrec.checkpoint.communicator import Ranks
 from rayrec.config import InputError
 
 IMPORTED_ONCE = [
@@ -171,7 +171,7 @@ def read_some(folder: str, rank: int) -> None:
     values = torch.arange(4096.0).reshape(512, 8)  # 16 KiB
     path = f"file://{folder_of(folder, 1)}"
     if rank == 0:  # one chunk with blocks of 1 KiB, as one process saves it
-        with mock.patch.object(writing, "BLOCK_BYTES", 1024), mock.patch.object(distributed, "is_initialized", bool):
+        with mock.patch.object(writer, "BLOCK_BYTES", 1024), mock.patch.object(distributed, "is_initialized", bool):
             checkpoint.save(path, {"a": values}, state={})
     distributed.barrier()
     (chunk,) = Checkpoint(path).manifest()["tensors"]["a"]["chunks"]

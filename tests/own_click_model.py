@@ -11,7 +11,7 @@ from torch import nn
 
 import rayrec
 from rayrec import recipes
-from rayrec.layers.embedded import Embedded
+from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.models.base import ClickModelConfig, ModelInputs
 
 

@@ -17,8 +17,8 @@ from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.ingest.loader import sparse_features
 from rayrec.models.base import ClickModelConfig, ModelInputs
-from rayrec.models.click_model import ClickModel, build_click_model
 from rayrec.models.ranking.dlrm import DLRMConfig
+from rayrec.models.sharded_model import ClickModel, build_click_model
 from rayrec.schema import Schema
 from rayrec.workloads.base import TrainConfig
 

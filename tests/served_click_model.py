@@ -16,7 +16,7 @@ from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.inference.model import ServedModel
 from rayrec.models.base import ClickModelConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
-from rayrec.models.tables import RowFormat
+from rayrec.models.scoring_tables import RowFormat
 from rayrec.schema import Schema
 from rayrec.serve.app import ScoringApp
 from rayrec.serve.config import ServeConfig

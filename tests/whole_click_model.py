@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rayrec.models.base import ClickModelConfig, ModelInputs
-from rayrec.models.click_model import ClickModel, build_click_model
 from rayrec.models.embeddings import feature_names
+from rayrec.models.sharded_model import ClickModel, build_click_model
 
 
 def whole_model(

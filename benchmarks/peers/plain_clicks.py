@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rayrec.layers.embedded import Embedded
+from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import MLP
 
 

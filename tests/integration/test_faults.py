@@ -19,7 +19,7 @@ from damage import cut_short, flip_a_bit, remove_file, tear_manifest
 from processes import RayCluster, RayPod, Run, Session, environment_for, small_run
 
 from rayrec.checkpoint import committed
-from rayrec.checkpoint.persistence import PATIENCE_S
+from rayrec.checkpoint.save_retry import PATIENCE_S
 from rayrec.training.stopping import NODE_GOES
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rayrec.checkpoint.cleaning import Retention, to_remove
     from rayrec.checkpoint.dcp import CheckpointReader, CheckpointWriter
-    from rayrec.checkpoint.folders import (
+    from rayrec.checkpoint.discovery import (
         SUMMARY,
         Checkpoint,
         committed,
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from rayrec.checkpoint.format import MANIFEST, VERSION, DamagedError
     from rayrec.checkpoint.lease import Lease, acquire_lease
     from rayrec.checkpoint.plan import untied
-    from rayrec.checkpoint.reading import full_tensors, restore, verify, weights_sha256
+    from rayrec.checkpoint.reader import full_tensors, restore, verify, weights_sha256
     from rayrec.checkpoint.saver import Saver
     from rayrec.checkpoint.shared_storage import check_shared, write_token
-    from rayrec.checkpoint.writing import save
+    from rayrec.checkpoint.writer import save
 
 __all__ = [
     "MANIFEST",

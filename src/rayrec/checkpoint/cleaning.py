@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rayrec import storage
-from rayrec.checkpoint.folders import Checkpoint, committed, file_sizes, torn
+from rayrec.checkpoint.discovery import Checkpoint, committed, file_sizes, torn
 from rayrec.checkpoint.format import MANIFEST, DamagedError, UnreadableError, is_data_file
 from rayrec.checkpoint.lease import Lease
-from rayrec.checkpoint.persistence import PATIENCE_S
+from rayrec.checkpoint.save_retry import PATIENCE_S
 from rayrec.config import InputError
 
 _logger = logging.getLogger(__name__)

@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from rayrec import storage
-from rayrec.checkpoint.folders import Checkpoint
+from rayrec.checkpoint.discovery import Checkpoint
 from rayrec.checkpoint.format import MANIFEST
 from rayrec.checkpoint.plan import HostCopy, Part, Plan, laid_out
-from rayrec.checkpoint.reading import metadata_of, read_items
-from rayrec.checkpoint.writing import Written, commit, write_rank
+from rayrec.checkpoint.reader import metadata_of, read_items
+from rayrec.checkpoint.writer import Written, commit, write_rank
 from rayrec.config import InputError
 
 CheckpointId = str | os.PathLike[str]

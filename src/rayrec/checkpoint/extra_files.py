@@ -10,7 +10,7 @@ from contextvars import copy_context
 from typing import Any, Final, final
 
 from rayrec import storage
-from rayrec.checkpoint.folders import file_sizes
+from rayrec.checkpoint.discovery import file_sizes
 from rayrec.checkpoint.format import MANIFEST, UnreadableError, is_data_file, read_manifest, sha256_of
 from rayrec.config import InputError
 

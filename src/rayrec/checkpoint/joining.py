@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayrec import storage
+from rayrec.checkpoint.discovery import Checkpoint
 from rayrec.checkpoint.extra_files import written_by
-from rayrec.checkpoint.folders import Checkpoint
 from rayrec.checkpoint.format import data_file
-from rayrec.checkpoint.reading import verified_bytes
-from rayrec.checkpoint.safetensors_header import TORCH_DTYPES, header
-from rayrec.checkpoint.writing import Written, commit
+from rayrec.checkpoint.reader import verified_bytes
+from rayrec.checkpoint.safetensors import TORCH_DTYPES, header
+from rayrec.checkpoint.writer import Written, commit
 
 
 @dataclass(frozen=True)

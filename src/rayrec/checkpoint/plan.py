@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
 
-from rayrec.checkpoint.ranks import Ranks
-from rayrec.checkpoint.safetensors_header import DTYPES
+from rayrec.checkpoint.communicator import Ranks
+from rayrec.checkpoint.safetensors import DTYPES
 from rayrec.config import InputError
 from rayrec.quantities import size_text
 

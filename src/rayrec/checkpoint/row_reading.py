@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rayrec.checkpoint.folders import Checkpoint
-from rayrec.checkpoint.ranks import Ranks
-from rayrec.checkpoint.reading import TableReader
+from rayrec.checkpoint.communicator import Ranks
+from rayrec.checkpoint.discovery import Checkpoint
+from rayrec.checkpoint.reader import TableReader
 from rayrec.checkpoint.row_map import RowMap
 from rayrec.compat.torch_compat import ShardedTensor
 from rayrec.config import InputError

@@ -13,14 +13,14 @@ from typing import Any, final
 
 from rayrec import storage
 from rayrec.checkpoint.cleaning import Retention, prune, remove_unreferenced, sweep, tolerated
+from rayrec.checkpoint.communicator import Ranks, attempt, raise_worst
+from rayrec.checkpoint.discovery import Checkpoint, folder_of
 from rayrec.checkpoint.extra_files import ExtraFiles, Source
-from rayrec.checkpoint.folders import Checkpoint, folder_of
 from rayrec.checkpoint.format import data_file
 from rayrec.checkpoint.lease import Lease
-from rayrec.checkpoint.persistence import Persistence
 from rayrec.checkpoint.plan import HostCopy, LocalTensors, make_plan
-from rayrec.checkpoint.ranks import Ranks, attempt, raise_worst
-from rayrec.checkpoint.writing import Written, commit, write_rank
+from rayrec.checkpoint.save_retry import Persistence
+from rayrec.checkpoint.writer import Written, commit, write_rank
 from rayrec.config import InputError
 
 Log = Callable[[str, dict[str, Any]], None]

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Final
 
 from rayrec import storage
 from rayrec.checkpoint.cleaning import tolerated
-from rayrec.checkpoint.persistence import Persistence
+from rayrec.checkpoint.save_retry import Persistence
 from rayrec.config import InputError
 
 if TYPE_CHECKING:  # it loads torch, which the driver, which writes the token, need not do
-    from rayrec.checkpoint.ranks import Ranks
+    from rayrec.checkpoint.communicator import Ranks
 
 _logger = logging.getLogger(__name__)
 _APPEARS_S: Final = 10.0

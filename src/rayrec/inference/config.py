@@ -11,7 +11,7 @@ from rayrec.metrics.significance import Resampling
 from rayrec.workloads.scoring import Device
 
 if TYPE_CHECKING:
-    from rayrec.models.tables import Quantization
+    from rayrec.models.scoring_tables import Quantization
 
 
 @dataclass(frozen=True, kw_only=True)

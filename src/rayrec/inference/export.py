@@ -16,9 +16,9 @@ import torch
 
 from rayrec import hashing, storage
 from rayrec.checkpoint import MANIFEST, Checkpoint, full_tensors, open_checkpoint
-from rayrec.checkpoint.folders import refuse_pickles
+from rayrec.checkpoint.discovery import refuse_pickles
 from rayrec.checkpoint.format import sha256_of
-from rayrec.checkpoint.safetensors_header import header
+from rayrec.checkpoint.safetensors import header
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
 from rayrec.data.encoding import rules
@@ -44,7 +44,7 @@ from rayrec.inference.onnx import id_widths, write_repository
 from rayrec.inference.parity import Comparison, ParityRows, compare, compare_encoder, parity_rows
 from rayrec.inference.run_rows import BATCH_ROWS
 from rayrec.models.base import ModelInputs
-from rayrec.models.tables import Quantization, RowFormat
+from rayrec.models.scoring_tables import Quantization, RowFormat
 from rayrec.workloads.recsys import ClickWorkload
 from rayrec.workloads.recsys_scorer import (
     PREFIX,

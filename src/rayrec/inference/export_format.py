@@ -13,14 +13,14 @@ import torch
 from typing_extensions import TypedDict
 
 from rayrec import storage
-from rayrec.checkpoint.folders import refuse_pickles
+from rayrec.checkpoint.discovery import refuse_pickles
 from rayrec.checkpoint.format import MANIFEST, DataFile, check_manifest, load_manifest, seal
-from rayrec.checkpoint.safetensors_header import DTYPES
+from rayrec.checkpoint.safetensors import DTYPES
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.scoring_tables import QUANTIZATIONS, Quantization, RowFormat
 from rayrec.models.stored import stored_model
-from rayrec.models.tables import QUANTIZATIONS, Quantization, RowFormat
 from rayrec.workloads.recsys_scorer import ClickScorer, empty_model, make_scorer
 
 if TYPE_CHECKING:

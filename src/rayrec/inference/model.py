@@ -11,13 +11,13 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.checkpoint import Checkpoint, open_checkpoint
-from rayrec.checkpoint.folders import refuse_pickles
-from rayrec.checkpoint.reading import check_extra_files
+from rayrec.checkpoint.discovery import refuse_pickles
+from rayrec.checkpoint.reader import check_extra_files
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.inference.export_format import is_export, open_export
-from rayrec.models.tables import Quantization
+from rayrec.models.scoring_tables import Quantization
 from rayrec.workloads.recsys_scorer import PREFIX, ClickScorer, click_settings, load_preprocessor, load_scorer
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from rayrec.config import InputError
 from rayrec.extras import require_onnx
 from rayrec.inference.export_format import OpenedExport
 from rayrec.inference.parity import ParityRows
-from rayrec.models.tables import RowFormat
+from rayrec.models.scoring_tables import RowFormat
 
 if TYPE_CHECKING:
     from rayrec.data.encoded import EncodedRows

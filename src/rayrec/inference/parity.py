@@ -30,7 +30,7 @@ from rayrec.workloads.recsys import ClickWorkload
 
 if TYPE_CHECKING:
     from rayrec.data.encoding.preprocessor import Preprocessor
-    from rayrec.models.tables import Quantization
+    from rayrec.models.scoring_tables import Quantization
     from rayrec.workloads.base import TrainConfig
 
 _SPEED_S: Final = 0.5

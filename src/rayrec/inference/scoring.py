@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from rayrec import machine
 from rayrec.checkpoint import Checkpoint, open_checkpoint, verify
-from rayrec.checkpoint.folders import refuse_pickles
+from rayrec.checkpoint.discovery import refuse_pickles
 from rayrec.cluster import connection
 from rayrec.cluster.connection import is_in_process
 from rayrec.config import InputError

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rayrec.layers.embedded import Sequences
+from rayrec.layers.keyed_embeddings import Sequences
 from rayrec.layers.mlp import EmptyLinear, Precision, compute_dtype
 from rayrec.layers.tower import Dice, xavier_linear
 

@@ -9,8 +9,8 @@ from typing import Any, Final
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from rayrec.layers.embedded import Order, places_of
 from rayrec.layers.kernel_threads import run_kernel, vectorized
+from rayrec.layers.keyed_embeddings import Order, places_of
 
 _KINDS: Final = {torch.float32: 0, torch.bfloat16: 1}  # rayrec_values_kind of native/kernels.h
 _ROWS_AT_ONCE: Final = 256

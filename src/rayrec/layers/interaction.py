@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rayrec.layers.dots import pairwise_dots
-from rayrec.layers.embedded import Embedded, Order, in_feature_order
+from rayrec.layers.keyed_embeddings import Embedded, Order, in_feature_order
 from rayrec.layers.mlp import MLP, Precision, compute_dtype, linear_stack, start_values
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rayrec.layers.embedded import Delivery, Embedded, Sequences
+from rayrec.layers.keyed_embeddings import Delivery, Embedded, Sequences
 from rayrec.models.base import ModelInputs
 from rayrec.schema import Label
 

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 from rayrec import storage
 from rayrec.checkpoint import committed, open_checkpoint
-from rayrec.checkpoint.folders import check_files
+from rayrec.checkpoint.discovery import check_files
 from rayrec.cluster import connection
 from rayrec.config import InputError
 from rayrec.inference.model import source_of

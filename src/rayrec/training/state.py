@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from rayrec.checkpoint import Checkpoint, restore, untied
-from rayrec.checkpoint.ranks import Ranks
+from rayrec.checkpoint.communicator import Ranks
 from rayrec.checkpoint.row_reading import restore_rows
 from rayrec.compat.torch_compat import (
     Shard,

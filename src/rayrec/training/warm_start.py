@@ -19,7 +19,7 @@ def find(config: TrainConfig, folder: str) -> Checkpoint | None:
     """The checkpoint that the run starts with; None for a run without `init_from`, and for one that has a checkpoint of its own.
     Raises InputError if there is none, or if its files are not complete."""
     from rayrec.checkpoint import latest, open_checkpoint
-    from rayrec.checkpoint.folders import check_files
+    from rayrec.checkpoint.discovery import check_files
 
     if config.init_from is None or latest(folder) is not None:
         return None

@@ -28,10 +28,10 @@ from rayrec.checkpoint import (
     weights_sha256,
 )
 from rayrec.checkpoint.cleaning import tolerated
+from rayrec.checkpoint.communicator import Ranks
 from rayrec.checkpoint.extra_files import repair
 from rayrec.checkpoint.format import UnreadableError
-from rayrec.checkpoint.persistence import Persistence
-from rayrec.checkpoint.ranks import Ranks
+from rayrec.checkpoint.save_retry import Persistence
 from rayrec.config import InputError
 from rayrec.layers.cpu_watch import CpuWatch
 from rayrec.native import keep_freed_memory

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from rayrec.layers.embedded import Embedded, Sequences
+from rayrec.layers.keyed_embeddings import Embedded, Sequences
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.workloads.row_cost import counted
 

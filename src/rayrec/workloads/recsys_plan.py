@@ -17,7 +17,7 @@ from rayrec.workloads.speed_probe import Target
 from rayrec.workloads.traffic import Lookup, Traffic, traffic_of
 
 if TYPE_CHECKING:
-    from rayrec.models.click_model import ClickModel
+    from rayrec.models.sharded_model import ClickModel
     from rayrec.workloads.base import TrainConfig
     from rayrec.workloads.recsys import ClickWorkload
 
@@ -93,7 +93,7 @@ def build_model(workload: ClickWorkload, num_embeddings: list[int], *, inputs: S
     bytes of its state."""
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-    from rayrec.models.click_model import build_click_model
+    from rayrec.models.sharded_model import build_click_model
 
     model = build_click_model(
         workload.model,

@@ -18,12 +18,11 @@ from rayrec.checkpoint import Checkpoint, full_tensors
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
-from rayrec.layers.embedded import Embedded, Sequences
+from rayrec.layers.keyed_embeddings import Embedded, Sequences
 from rayrec.layers.mlp import Precision
 from rayrec.models import ranking
 from rayrec.models.base import ClickModelConfig, ModelInputs, unpooled_features
-from rayrec.models.stored import stored_model
-from rayrec.models.tables import (
+from rayrec.models.scoring_tables import (
     DeviceTables,
     HostTables,
     Lookup,
@@ -33,6 +32,7 @@ from rayrec.models.tables import (
     table_name,
     table_weight,
 )
+from rayrec.models.stored import stored_model
 
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig

@@ -22,15 +22,15 @@ from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from rayrec import machine, storage
-from rayrec.checkpoint.ranks import Ranks
+from rayrec.checkpoint.communicator import Ranks
 from rayrec.compat.torch_compat import move_wrapped_module
 from rayrec.config import InputError
 from rayrec.data import materialized
 from rayrec.ingest.block_order import EpochOrder, Position
 from rayrec.ingest.loader import ClickLoader
 from rayrec.models.base import ModelInputs
-from rayrec.models.click_model import own_name
 from rayrec.models.embeddings import initialize_shards
+from rayrec.models.sharded_model import own_name
 from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig, learning_rates, set_learning_rates
 from rayrec.optim.data_parallel_tables import data_parallel_optimizer
 from rayrec.optim.joint_clipping import JointlyClippedOptimizer

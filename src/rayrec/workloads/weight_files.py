@@ -13,7 +13,7 @@ import torch
 
 from rayrec import storage
 from rayrec.checkpoint import Checkpoint, full_tensors
-from rayrec.checkpoint.safetensors_header import TORCH_DTYPES, header
+from rayrec.checkpoint.safetensors import TORCH_DTYPES, header
 from rayrec.config import InputError
 
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from rayrec import checkpoint, storage
-from rayrec.checkpoint import Checkpoint, DamagedError, reading
+from rayrec.checkpoint import Checkpoint, DamagedError, reader
 from rayrec.checkpoint.format import seal
-from rayrec.checkpoint.safetensors_header import DTYPES
+from rayrec.checkpoint.safetensors import DTYPES
 from rayrec.config import InputError
 from rayrec.training.loop import Progress
 
@@ -289,15 +289,15 @@ def test_the_weights_hash_reads_a_bounded_part_at_a_time(tmp_path: Path, monkeyp
         expected.update(f"{name}\0{DTYPES[tensor.dtype]}\0{list(tensor.shape)}\0".encode())
         expected.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     sizes: list[int] = []
-    read = reading._rows_of
+    read = reader._rows_of
 
     def noting(*arguments: Any) -> torch.Tensor:
         rows = read(*arguments)
         sizes.append(rows.nbytes)
         return rows
 
-    monkeypatch.setattr(reading, "_rows_of", noting)
-    monkeypatch.setattr(reading, "_WINDOW_BYTES", 1000)
+    monkeypatch.setattr(reader, "_rows_of", noting)
+    monkeypatch.setattr(reader, "_WINDOW_BYTES", 1000)
     assert checkpoint.weights_sha256(saved) == expected.hexdigest()
     assert max(sizes) <= 1000
     assert sum(sizes) == sum(weights[name].nbytes for name in weights if name.startswith("model."))

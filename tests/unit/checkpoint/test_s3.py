@@ -67,10 +67,10 @@ def test_saves_restores_and_removes(bucket: str) -> None:
 
 
 def test_an_outage(s3_server: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rayrec.checkpoint import persistence
+    from rayrec.checkpoint import save_retry
 
-    monkeypatch.setattr(persistence, "PATIENCE_S", 0.5)
-    monkeypatch.setattr(persistence, "LONGEST_DELAY_S", 0.5)
+    monkeypatch.setattr(save_retry, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(save_retry, "LONGEST_DELAY_S", 0.5)
     run, events = f"{bucket}/two", list[tuple[str, dict[str, Any]]]()
     saver = make_saver(run, events, max_outage_s=60)
     assert saver.begin(1, values(1), state={}, score=None)

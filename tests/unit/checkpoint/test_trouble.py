@@ -15,9 +15,9 @@ import torch
 from checkpoint_ranks import full, writes
 
 from rayrec import checkpoint, storage
-from rayrec.checkpoint import Checkpoint, Retention, Saver, acquire_lease, folder_of, newest_good, persistence
-from rayrec.checkpoint.persistence import delay
-from rayrec.checkpoint.ranks import Ranks
+from rayrec.checkpoint import Checkpoint, Retention, Saver, acquire_lease, folder_of, newest_good, save_retry
+from rayrec.checkpoint.communicator import Ranks
+from rayrec.checkpoint.save_retry import delay
 from rayrec.config import InputError
 
 Events = list[tuple[str, dict[str, Any]]]
@@ -30,8 +30,8 @@ def events() -> Events:
 
 @pytest.fixture
 def saver_in(events: Events, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Saver]]:
-    monkeypatch.setattr(persistence, "FIRST_DELAY_S", 0.02)
-    monkeypatch.setattr(persistence, "LONGEST_DELAY_S", 0.1)
+    monkeypatch.setattr(save_retry, "FIRST_DELAY_S", 0.02)
+    monkeypatch.setattr(save_retry, "LONGEST_DELAY_S", 0.1)
     made: list[Saver] = []
 
     def make(folder: Path, *, max_outage_s: float = 20.0, extra_files: dict[str, bytes] | None = None) -> Saver:
@@ -162,8 +162,8 @@ def test_what_no_waiting_mends_is_raised_at_once(
 
 
 def test_closing_in_an_outage(saver_in: Callable[..., Saver], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(persistence, "FIRST_DELAY_S", 100.0)
-    monkeypatch.setattr(persistence, "LONGEST_DELAY_S", 100.0)
+    monkeypatch.setattr(save_retry, "FIRST_DELAY_S", 100.0)
+    monkeypatch.setattr(save_retry, "LONGEST_DELAY_S", 100.0)
     saver = saver_in(tmp_path, max_outage_s=1000)
     with writes(failing([OSError("out")] * 10)):
         assert saver.begin(1, values(), state={}, score=None)
@@ -232,7 +232,7 @@ def test_files_that_may_not_grow(saver_in: Callable[..., Saver], tmp_path: Path,
 
 
 def test_an_attempt_waits_for_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(persistence, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(save_retry, "FIRST_DELAY_S", 0.01)
     write_bytes, errors = storage.write_bytes, [OSError(28, "No space left on device")] * 2
 
     def write(path: str, data: bytes) -> None:

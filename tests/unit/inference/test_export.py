@@ -44,7 +44,7 @@ from rayrec.models import ranking
 from rayrec.models.base import ClickModelConfig
 from rayrec.models.ranking.din import DINConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
-from rayrec.models.tables import Quantization
+from rayrec.models.scoring_tables import Quantization
 from rayrec.schema import Feature, Schema
 from rayrec.serve.requests import Body, RequestError
 from rayrec.serve.row_readers import make_reader

@@ -11,7 +11,7 @@ from whole_click_model import whole_model
 
 from rayrec.batch import Batch
 from rayrec.config import InputError
-from rayrec.layers.embedded import Embedded, Sequences
+from rayrec.layers.keyed_embeddings import Embedded, Sequences
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.ranking.din import DINConfig
 from rayrec.models.ranking.dlrm import DLRMConfig

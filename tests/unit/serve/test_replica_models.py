@@ -433,7 +433,7 @@ def test_what_a_running_server_is_not_told_is_refused(model: str | None, given: 
 
 
 def _save(run: Path, step: int, score: float | None) -> str:
-    from rayrec.checkpoint.folders import Checkpoint
+    from rayrec.checkpoint.discovery import Checkpoint
     from rayrec.checkpoint.format import MANIFEST, VERSION, seal
     from rayrec.storage import write_json
 

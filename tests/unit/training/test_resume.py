@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rayrec import checkpoint, storage
-from rayrec.checkpoint import Checkpoint, DamagedError, folder_of, newest_good, persistence
+from rayrec.checkpoint import Checkpoint, DamagedError, folder_of, newest_good, save_retry
 from rayrec.checkpoint.extra_files import ExtraFiles
 from rayrec.config import InputError
 from rayrec.observe.start_up import Stopwatch
@@ -171,7 +171,7 @@ def test_a_shared_file_is_not_repaired_from_a_source_with_other_content(tmp_path
 
 
 def test_the_lease_is_written_when_a_full_disk_has_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(persistence, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(save_retry, "FIRST_DELAY_S", 0.01)
     write_json, full = storage.write_json, [OSError(errno.ENOSPC, "No space left on device")] * 2
 
     def write(path: str, value: Any) -> None:

@@ -8,9 +8,9 @@ from saved_clicks import SMALL
 from served_click_model import make_preprocessor
 from torch import nn
 
-from rayrec.layers.embedded import Embedded
+from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.models.base import ClickModelConfig, ModelInputs
-from rayrec.models.tables import RowFormat
+from rayrec.models.scoring_tables import RowFormat
 from rayrec.workloads.recsys_scorer import PlainModel, empty_model, make_scorer
 
 INPUTS = ModelInputs(5, ("b", "a", "c"))

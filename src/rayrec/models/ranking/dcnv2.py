@@ -11,8 +11,8 @@ from torch import nn
 
 from rayrec.config import InputError
 from rayrec.layers.cross import CrossAndDeep, Crosses, CrossLayer, CrossMixture
-from rayrec.layers.embedded import Embedded
-from rayrec.layers.first_order import fields, number_vectors
+from rayrec.layers.field_embeddings import fields, number_vectors
+from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import Precision
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.checks import check_counts, check_dropouts, check_sizes

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from rayrec.config import InputError
 from rayrec.layers.batch_norm import GlobalBatchNorm, global_means
-from rayrec.layers.embedded import Embedded
-from rayrec.layers.first_order import fields, number_vectors
+from rayrec.layers.field_embeddings import fields, number_vectors
+from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import Precision, compute_dtype, start_values
 from rayrec.layers.tower import xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs

@@ -9,8 +9,8 @@ from torch import nn
 
 from rayrec.config import InputError
 from rayrec.layers.attention import AttentionPooling
-from rayrec.layers.embedded import Embedded, Sequences
-from rayrec.layers.first_order import number_vectors
+from rayrec.layers.field_embeddings import number_vectors
+from rayrec.layers.keyed_embeddings import Embedded, Sequences
 from rayrec.layers.mlp import Precision
 from rayrec.layers.tower import Tower, xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs

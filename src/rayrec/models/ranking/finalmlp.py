@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from rayrec.config import InputError
-from rayrec.layers.embedded import Embedded
-from rayrec.layers.first_order import fields, number_vectors
+from rayrec.layers.field_embeddings import fields, number_vectors
+from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import Precision, start_values
 from rayrec.layers.tower import Tower, xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from rayrec.layers.cross import CrossAndDeep, Crosses, CrossLayer
-from rayrec.layers.embedded import Embedded
-from rayrec.layers.first_order import fields, number_vectors
+from rayrec.layers.field_embeddings import fields, number_vectors
+from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import Precision
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.checks import check_counts, check_dropouts, check_sizes

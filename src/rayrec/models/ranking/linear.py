@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from rayrec.config import InputError
-from rayrec.layers.embedded import Embedded
-from rayrec.layers.first_order import width_with_weight
+from rayrec.layers.field_embeddings import width_with_weight
+from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import EmptyLinear, Precision, start_values
 from rayrec.models.base import ClickModelConfig, ModelInputs
 

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from rayrec.layers.embedded import Embedded
 from rayrec.layers.experts import Experts, Gate
-from rayrec.layers.first_order import fields, number_vectors
+from rayrec.layers.field_embeddings import fields, number_vectors
+from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import Precision
 from rayrec.layers.tower import LogitTower
 from rayrec.models.base import ClickModelConfig, ModelInputs

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from rayrec.layers.embedded import Embedded
-from rayrec.layers.first_order import FieldsAndLinear, width_with_weight
+from rayrec.layers.field_embeddings import FieldsAndLinear, width_with_weight
+from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import Precision
 from rayrec.layers.tower import LogitTower
 from rayrec.models.base import ClickModelConfig, ModelInputs

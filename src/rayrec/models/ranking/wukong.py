@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from rayrec.layers.embedded import Embedded
-from rayrec.layers.first_order import fields, number_vectors
+from rayrec.layers.field_embeddings import fields, number_vectors
+from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import Precision, compute_dtype, linear_stack, start_values
 from rayrec.layers.tower import LogitTower, Tower, xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rayrec.layers.embedded import Embedded
-from rayrec.layers.first_order import FieldsAndLinear, width_with_weight
+from rayrec.layers.field_embeddings import FieldsAndLinear, width_with_weight
+from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import EmptyLinear, Precision, compute_dtype
 from rayrec.layers.tower import LogitTower, xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs

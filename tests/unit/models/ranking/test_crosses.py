@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from rayrec.config import InputError
-from rayrec.layers.embedded import Embedded
+from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import Precision
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.ranking.dcnv2 import DCNv2Config

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from rayrec.layers.embedded import Embedded, Sequences
+from rayrec.layers.keyed_embeddings import Embedded, Sequences
 from rayrec.models import ranking
 from rayrec.models.base import ModelInputs
 from rayrec.schema import Label

@@ -13,12 +13,12 @@ from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows
 from rayrec.ingest.loader import sparse_features
-from rayrec.layers.embedded import Embedded, Sequences
+from rayrec.layers.keyed_embeddings import Embedded, Sequences
 from rayrec.layers.tower import Dice
 from rayrec.models.base import ModelInputs, unpooled_features
 from rayrec.models.ranking.din import DIN, DINConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
-from rayrec.models.tables import RowFormat
+from rayrec.models.scoring_tables import RowFormat
 from rayrec.workloads.recsys_cost import network_multiply_adds
 from rayrec.workloads.recsys_scorer import PlainModel, make_scorer
 

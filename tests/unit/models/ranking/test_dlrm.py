@@ -14,8 +14,8 @@ from whole_click_model import whole_model
 
 from rayrec.batch import Batch
 from rayrec.config import InputError
-from rayrec.models.click_model import ClickModel
 from rayrec.models.ranking.dlrm import DLRMConfig
+from rayrec.models.sharded_model import ClickModel
 from rayrec.workloads.recsys_cost import network_multiply_adds
 
 SIZES = [50, 3, 700, 20]

@@ -14,7 +14,7 @@ from rayrec.ingest.loader import sparse_features
 from rayrec.models import ranking
 from rayrec.models.base import ClickModelConfig, ModelInputs, unpooled_features
 from rayrec.models.ranking.dlrm import DLRMConfig
-from rayrec.models.tables import RowFormat
+from rayrec.models.scoring_tables import RowFormat
 from rayrec.schema import Label
 from rayrec.workloads.recsys_cost import network_cost
 from rayrec.workloads.recsys_scorer import PlainModel, make_scorer

@@ -14,8 +14,8 @@ from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
 from rayrec.ingest.loader import sparse_features
-from rayrec.layers.embedded import Embedded
-from rayrec.layers.first_order import width_with_weight
+from rayrec.layers.field_embeddings import width_with_weight
+from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.ranking.autoint import AutoIntConfig
 from rayrec.models.ranking.dcnv3 import DCNv3Config
@@ -24,7 +24,7 @@ from rayrec.models.ranking.mmoe import MMoEConfig
 from rayrec.models.ranking.ple import PLEConfig
 from rayrec.models.ranking.widedeep import WideDeepConfig
 from rayrec.models.ranking.xdeepfm import XDeepFMConfig
-from rayrec.models.tables import RowFormat
+from rayrec.models.scoring_tables import RowFormat
 from rayrec.schema import Label
 from rayrec.workloads.recsys_scorer import PlainModel, make_scorer
 

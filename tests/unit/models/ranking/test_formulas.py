@@ -14,12 +14,11 @@ from torch import nn
 
 from rayrec.batch import Batch
 from rayrec.layers.batch_norm import GlobalBatchNorm
-from rayrec.layers.embedded import Embedded, Sequences
+from rayrec.layers.keyed_embeddings import Embedded, Sequences
 from rayrec.layers.mlp import MLP
 from rayrec.layers.tower import Dice, LogitTower, Tower
 from rayrec.models import ranking
 from rayrec.models.base import ClickModelConfig, ModelInputs
-from rayrec.models.click_model import _Head
 from rayrec.models.ranking.autoint import AutoIntConfig
 from rayrec.models.ranking.dcnv2 import DCNv2Config
 from rayrec.models.ranking.dcnv3 import DCNv3Config
@@ -36,6 +35,7 @@ from rayrec.models.ranking.ple import PLEConfig
 from rayrec.models.ranking.widedeep import WideDeepConfig
 from rayrec.models.ranking.wukong import WukongConfig
 from rayrec.models.ranking.xdeepfm import XDeepFMConfig
+from rayrec.models.sharded_model import _Head
 from rayrec.schema import Label
 
 ROWS, DIM = 17, 4

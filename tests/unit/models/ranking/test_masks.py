@@ -10,7 +10,7 @@ from whole_click_model import whole_model
 from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.ingest.loader import sparse_features
-from rayrec.layers.embedded import Embedded
+from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.ranking.finalmlp import FinalMLPConfig
 from rayrec.models.ranking.masknet import MaskNetConfig

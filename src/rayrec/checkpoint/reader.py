@@ -18,10 +18,10 @@ import torch
 from torch import distributed
 
 from rayrec import storage
-from rayrec.checkpoint.folders import Checkpoint
+from rayrec.checkpoint.communicator import Ranks
+from rayrec.checkpoint.discovery import Checkpoint
 from rayrec.checkpoint.format import DamagedError, sha256_of, told_unreadable
-from rayrec.checkpoint.ranks import Ranks
-from rayrec.checkpoint.safetensors_header import TORCH_DTYPES
+from rayrec.checkpoint.safetensors import TORCH_DTYPES
 from rayrec.config import InputError
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import, which a process that scores need not do

@@ -9,7 +9,7 @@ from typing import Final, final
 import torch
 from torch import nn
 
-from rayrec.layers.embedded import Embedded
+from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import EmptyLinear, start_values
 
 _ALIGNMENT: Final = 4

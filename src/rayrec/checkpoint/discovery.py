@@ -111,7 +111,7 @@ def newest_good(
     InputError for a checkpoint of another version, and where one cannot be read and there is no other: to pass over it would
     be to train again behind the user's back.
     """
-    from rayrec.checkpoint.ranks import Ranks  # loads torch: other functions here are for commands without it
+    from rayrec.checkpoint.communicator import Ranks  # loads torch: other functions here are for commands without it
 
     return Ranks.all().from_first(lambda: _newest_good(run_folder, log, set(exclude), repair))
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayrec import checkpoint, storage
-from rayrec.checkpoint import Checkpoint, DamagedError, reading, writing
+from rayrec.checkpoint import Checkpoint, DamagedError, reader, writer
 from rayrec.checkpoint.format import UnreadableError
 from rayrec.config import InputError
 
@@ -25,7 +25,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, torch.Tensor]:
     folder = str(tmp_path_factory.mktemp("run") / "step_00000001")
     values = torch.randn(83, 3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "BLOCK_BYTES", 100)
+        patch.setattr(writer, "BLOCK_BYTES", 100)
         checkpoint.save(folder, {"first": torch.ones(5, dtype=torch.float64), "a": values}, state={})
     return folder, values
 
@@ -34,9 +34,9 @@ def _read(folder: str, rows: tuple[int, int], columns: tuple[int, int], range_by
     entry = Checkpoint(folder).manifest()["tensors"]["a"]
     (chunk,) = entry["chunks"]
     target = torch.zeros(rows[1], columns[1])
-    reader = reading._Reader(folder, 100)
+    reader = reader._Reader(folder, 100)
     reader.range_bytes = range_bytes
-    reading._run(reading._copies_of(reader, reading._Rows("a", torch.float32, chunk), (rows, columns), target))
+    reader._run(reader._copies_of(reader, reader._Rows("a", torch.float32, chunk), (rows, columns), target))
     return target
 
 
@@ -76,8 +76,8 @@ def test_damage_elsewhere_is_not_seen_and_not_read(saved: tuple[str, torch.Tenso
 
 
 def test_blocks_are_read_once_where_rows_fit_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "BLOCK_BYTES", 1024)
-    monkeypatch.setattr(reading, "_RANGE_BYTES", 4096)
+    monkeypatch.setattr(writer, "BLOCK_BYTES", 1024)
+    monkeypatch.setattr(reader, "_RANGE_BYTES", 4096)
     values = torch.randn(512, 8)  # 16 KiB
     path = f"file://{tmp_path}/step_00000001"
     checkpoint.save(path, {"a": values}, state={})

@@ -11,7 +11,7 @@ import torch
 from checkpoint_ranks import run_ranks, same, whole
 
 from rayrec import checkpoint
-from rayrec.checkpoint import Checkpoint, Retention, Saver, acquire_lease, folder_of, newest_good, reading
+from rayrec.checkpoint import Checkpoint, Retention, Saver, acquire_lease, folder_of, newest_good, reader
 
 
 def test_from_two_ranks_to_one_to_three_to_two(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_from_two_ranks_to_one_to_three_to_two(tmp_path: Path) -> None:
     assert same(dict(checkpoint.full_tensors(three)), whole())
     assert checkpoint.weights_sha256(one) == checkpoint.weights_sha256(two) == checkpoint.weights_sha256(three)
     with mock.patch.object(
-        reading, "_WINDOW_BYTES", 24
+        reader, "_WINDOW_BYTES", 24
     ):  # a range of rows then lies in several chunks, of rows or of columns
         assert checkpoint.weights_sha256(one) == checkpoint.weights_sha256(two) == checkpoint.weights_sha256(three)
 

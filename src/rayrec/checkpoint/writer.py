@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayrec import storage
+from rayrec.checkpoint.communicator import Ranks
+from rayrec.checkpoint.discovery import wrong_file
 from rayrec.checkpoint.extra_files import Described, written_by
-from rayrec.checkpoint.folders import wrong_file
 from rayrec.checkpoint.format import (
     BLOCK_BYTES,
     MANIFEST,
@@ -20,8 +21,7 @@ from rayrec.checkpoint.format import (
 )
 from rayrec.checkpoint.lease import Lease
 from rayrec.checkpoint.plan import HostCopy, LocalTensors, Shapes, check_covered, make_plan
-from rayrec.checkpoint.ranks import Ranks
-from rayrec.checkpoint.safetensors_header import DTYPES, header
+from rayrec.checkpoint.safetensors import DTYPES, header
 
 
 @dataclass(frozen=True)

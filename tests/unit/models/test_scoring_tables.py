@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayrec.config import InputError
-from rayrec.models.tables import QUANTIZATIONS, DeviceTables, HostTables, Lookup, Quantization, RowFormat
+from rayrec.models.scoring_tables import QUANTIZATIONS, DeviceTables, HostTables, Lookup, Quantization, RowFormat
 
 
 def _unpacked(table: np.ndarray, row_format: RowFormat) -> np.ndarray:

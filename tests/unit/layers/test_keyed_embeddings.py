@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rayrec.layers.embedded import Delivery, Embedded
+from rayrec.layers.keyed_embeddings import Delivery, Embedded
 
 FEATURES = ["b", "a", "c"]
 VALUES = torch.arange(24.0).view(2, 12)

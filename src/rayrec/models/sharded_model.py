@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from rayrec.batch import DENSE, Batch, StepOutput
 from rayrec.config import InputError
-from rayrec.layers.embedded import Delivery, Embedded, Sequences
+from rayrec.layers.keyed_embeddings import Delivery, Embedded, Sequences
 from rayrec.models.base import ClickModelConfig, ModelInputs, unpooled_features
 from rayrec.models.embeddings import build_embeddings, build_sequences
 from rayrec.models.table_start import TableStart
