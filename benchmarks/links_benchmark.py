@@ -21,7 +21,7 @@ from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.observe.events import read_events
-from rayrec.workloads.recsys import ClickWorkload
+from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.recsys_plan import memory_here, tables_of
 from rayrec.workloads.speed_probe import Target
 from rayrec.workloads.traffic import Links, Traffic

@@ -13,7 +13,7 @@ from typing import Any
 import rayrec
 from rayrec import recipes
 from rayrec.workloads.base import WorkerContext, WorkerSetup
-from rayrec.workloads.recsys import ClickWorkload
+from rayrec.workloads.recsys.workload import ClickWorkload
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

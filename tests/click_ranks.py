@@ -24,7 +24,7 @@ from rayrec.schema import Feature, Label, Schema
 from rayrec.sharding.planner import ShardingConfig
 from rayrec.training.state import all_tensors, restore_all
 from rayrec.workloads.base import ScalingConfig, TrainConfig, WorkerContext
-from rayrec.workloads.recsys import ClickWorkload
+from rayrec.workloads.recsys.workload import ClickWorkload
 
 MANY = [
     1460,

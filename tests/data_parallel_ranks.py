@@ -24,7 +24,7 @@ from rayrec.training import loop
 from rayrec.training.loop import Progress
 from rayrec.training.state import all_tensors, restore_all
 from rayrec.workloads.base import DataConfig, RunContext, ScalingConfig, TrainConfig, WorkerContext
-from rayrec.workloads.data_parallel import DataParallelWorkload
+from rayrec.workloads.data_parallel.workload import DataParallelWorkload
 
 ROWS = {"train": 101, "validation": 37}
 

@@ -15,7 +15,7 @@ from rayrec import checkpoint as checkpoints
 from rayrec.config import InputError
 from rayrec.data.numbered_rows import ArrayRows, RowSource
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
-from rayrec.workloads.data_parallel import DataParallelWorkload
+from rayrec.workloads.data_parallel.workload import DataParallelWorkload
 
 CLASSES = 4
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from rayrec.prepare.validate import Gates
     from rayrec.schema import Schema
     from rayrec.workloads.base import DataConfig, ScalingConfig, TrainConfig
-    from rayrec.workloads.data_parallel import DataParallelWorkload
+    from rayrec.workloads.data_parallel.workload import DataParallelWorkload
 
 __version__ = "0.1.0"
 __all__ = [

@@ -589,7 +589,7 @@ def _scoring_config(
 
 def _grouped(config: TrainConfig, group: str | None) -> TrainConfig:
     """The configuration with another group of its schema, where one is asked for."""
-    from rayrec.workloads.recsys import ClickWorkload
+    from rayrec.workloads.recsys.workload import ClickWorkload
 
     if group is None:
         return config

@@ -18,7 +18,7 @@ from rayrec.commands.training import _own_flags
 from rayrec.config import InputError
 from rayrec.models.ranking.finalnet import FinalNetConfig
 from rayrec.verbs import VERBS
-from rayrec.workloads.recsys import ClickWorkload
+from rayrec.workloads.recsys.workload import ClickWorkload
 
 
 def test_every_verb_has_one_command() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from rayrec import recipes
 from rayrec.config import InputError
-from rayrec.workloads.recsys import ClickWorkload
+from rayrec.workloads.recsys.workload import ClickWorkload
 
 OWN = """
 from rayrec import recipes

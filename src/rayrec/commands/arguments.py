@@ -22,7 +22,7 @@ from rayrec.observe.console import Console
 from rayrec.schema import Schema, load_schema
 from rayrec.verbs import VERBS
 from rayrec.workloads.base import TrainConfig
-from rayrec.workloads.recsys import ClickWorkload
+from rayrec.workloads.recsys.workload import ClickWorkload
 
 Checkpoint = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
 Path_ = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]

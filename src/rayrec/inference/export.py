@@ -45,7 +45,7 @@ from rayrec.inference.parity import Comparison, ParityRows, compare, compare_enc
 from rayrec.inference.run_rows import BATCH_ROWS
 from rayrec.models.base import ModelInputs
 from rayrec.models.scoring_tables import Quantization, RowFormat
-from rayrec.workloads.recsys import ClickWorkload
+from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.recsys_scorer import (
     PREFIX,
     PlainModel,

@@ -26,7 +26,7 @@ from rayrec.inference.config import LARGEST_LOGIT_DIFFERENCE, ExportConfig
 from rayrec.inference.run_rows import BATCH_ROWS, encoded_parts, open_run_log
 from rayrec.metrics.binary import auroc
 from rayrec.schema import Schema
-from rayrec.workloads.recsys import ClickWorkload
+from rayrec.workloads.recsys.workload import ClickWorkload
 
 if TYPE_CHECKING:
     from rayrec.data.encoding.preprocessor import Preprocessor

@@ -7,7 +7,7 @@ from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.schema import Feature, Schema
 from rayrec.workloads.base import DataConfig, EarlyStoppingConfig, TrainConfig
-from rayrec.workloads.recsys import ClickWorkload
+from rayrec.workloads.recsys.workload import ClickWorkload
 
 PLACEHOLDER = Schema(label="label", dense=(), sparse=("user", "item"), tokens="any", delimiter=",")
 """Stands for the user's own schema, which `--schema FILE` brings."""

@@ -11,7 +11,7 @@ from rayrec.models.ranking.ensemble import EnsembleConfig
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.workloads.base import DataConfig, EarlyStoppingConfig, ScalingConfig, TrainConfig
 from rayrec.workloads.distillation import TeacherConfig
-from rayrec.workloads.recsys import ClickWorkload
+from rayrec.workloads.recsys.workload import ClickWorkload
 
 
 def criteo_demo(path: str | None = None) -> TrainConfig:

@@ -11,7 +11,7 @@ from rayrec.models.base import ClickModelConfig
 from rayrec.models.table_start import TableStart
 from rayrec.optim.config import DenseOptimizerConfig, PlateauConfig, SparseOptimizerConfig
 from rayrec.workloads.base import DataConfig, EarlyStoppingConfig, TrainConfig
-from rayrec.workloads.recsys import ClickWorkload
+from rayrec.workloads.recsys.workload import ClickWorkload
 
 _MOST_EPOCHS = 100
 """Early stopping ends training before."""

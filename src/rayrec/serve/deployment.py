@@ -26,7 +26,7 @@ from rayrec.serve.protocol import Configured, Wanted
 from rayrec.serve.replica_models import ReplicaModels
 from rayrec.user_code import function_in_file
 from rayrec.workloads.base import TrainConfig
-from rayrec.workloads.recsys import ClickWorkload
+from rayrec.workloads.recsys.workload import ClickWorkload
 
 if TYPE_CHECKING:
     from ray.serve import Application

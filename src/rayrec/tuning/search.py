@@ -34,7 +34,7 @@ from rayrec.tuning.report import render, table_text
 from rayrec.tuning.space import Space, with_values
 from rayrec.tuning.trial import Standing, folder_of, validations_in
 from rayrec.workloads.base import ClusterConfig, RunContext, TrainConfig
-from rayrec.workloads.recsys import ClickWorkload, Prepared
+from rayrec.workloads.recsys.workload import ClickWorkload, Prepared
 
 SEARCH: Final = "search.json"
 """File in a search's folder that holds what it searches."""

@@ -18,7 +18,7 @@ from rayrec.workloads.scoring import Device, Scoring, ScoringContext
 
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
-    from rayrec.workloads.data_parallel import DataParallelWorkload
+    from rayrec.workloads.data_parallel.workload import DataParallelWorkload
 
 _PREFIX = "model."
 _BLOCK_BATCHES = 8

@@ -19,7 +19,7 @@ from rayrec.ingest.row_loader import RowLoader
 from rayrec.ingest.row_order import RowOrder
 from rayrec.optim.config import NamedOptimizer, learning_rates, set_learning_rates
 from rayrec.workloads.base import DataConfig, WorkerContext, WorkerSetup, effective_batch_size, learning_rate_factor
-from rayrec.workloads.data_parallel import DataParallelWorkload
+from rayrec.workloads.data_parallel.workload import DataParallelWorkload
 from rayrec.workloads.device_memory import memory_errors
 from rayrec.workloads.phases import NoClock, StepClock, notice_exchange, step_clock
 from rayrec.workloads.row_cost import multiply_adds_per_row

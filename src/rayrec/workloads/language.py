@@ -25,7 +25,7 @@ from rayrec.data.text.tokenizer import read_tokenizer
 from rayrec.extras import require_language
 from rayrec.models.gpt2 import GPT2Config
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
-from rayrec.workloads.data_parallel import DataParallelWorkload
+from rayrec.workloads.data_parallel.workload import DataParallelWorkload
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from rayrec.sharding.planner import TablePlacement
 
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
-    from rayrec.workloads.recsys import ClickWorkload
+    from rayrec.workloads.recsys.workload import ClickWorkload
     from rayrec.workloads.recsys_cost import NetworkCost
 
 PROCESS_BYTES: Final = 700 << 20

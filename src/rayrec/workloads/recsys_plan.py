@@ -19,7 +19,7 @@ from rayrec.workloads.traffic import Lookup, Traffic, traffic_of
 if TYPE_CHECKING:
     from rayrec.models.sharded_model import ClickModel
     from rayrec.workloads.base import TrainConfig
-    from rayrec.workloads.recsys import ClickWorkload
+    from rayrec.workloads.recsys.workload import ClickWorkload
 
 _UNKNOWN_BYTES: Final = 2**50
 """More than any tables take."""

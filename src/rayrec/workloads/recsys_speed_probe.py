@@ -33,7 +33,7 @@ from rayrec.workloads.speed_probe import MeasuredSpeed, Target
 
 if TYPE_CHECKING:
     from rayrec.batch import Batch
-    from rayrec.workloads.recsys import ClickWorkload, Prepared
+    from rayrec.workloads.recsys.workload import ClickWorkload, Prepared
 
 _REPEATS: Final = 3
 """Of the data stages; the quickest counts."""
@@ -217,7 +217,7 @@ def _one_openmp_thread() -> Iterator[None]:
 
 def prepared_for_rows(preprocessor: Preprocessor, index: LogIndex, rows: int, *, folder: str) -> Prepared:
     """What a worker is set up with that trains on so many rows, and is handed its batches."""
-    from rayrec.workloads.recsys import Prepared
+    from rayrec.workloads.recsys.workload import Prepared
 
     order = EpochOrder((Part(index.segments[0], 0, rows),), "none", 0, 1)  # only its number of rows is looked at
     return Prepared(
@@ -247,7 +247,7 @@ def _rank(
     import torch
 
     from rayrec.native import keep_freed_memory
-    from rayrec.workloads.recsys import ClickWorkload
+    from rayrec.workloads.recsys.workload import ClickWorkload
 
     keep_freed_memory()
     torch.set_num_threads(threads)

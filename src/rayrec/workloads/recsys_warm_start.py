@@ -17,7 +17,7 @@ from rayrec.workloads.recsys_scorer import click_settings, empty_model, load_pre
 from rayrec.workloads.stored_settings import require_same_optimizer, require_same_weights, stored_settings
 
 if TYPE_CHECKING:
-    from rayrec.workloads.recsys import ClickWorkload, Prepared
+    from rayrec.workloads.recsys.workload import ClickWorkload, Prepared
 
 _TOKENS_AT_ONCE: Final = 1 << 20
 """Categories that are looked up at a time."""

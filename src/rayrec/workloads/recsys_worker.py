@@ -47,7 +47,7 @@ from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_si
 from rayrec.workloads.device_memory import memory_errors
 from rayrec.workloads.distillation import load_targets
 from rayrec.workloads.phases import NoClock, StepClock, step_clock
-from rayrec.workloads.recsys import ClickWorkload
+from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.recsys_cost import network_multiply_adds
 from rayrec.workloads.recsys_evaluation import EvaluationCounts, counted_columns
 from rayrec.workloads.recsys_pipeline import TimedBase, TimedSparseDist
@@ -55,7 +55,7 @@ from rayrec.workloads.recsys_plan import build_model
 from rayrec.workloads.seeding import seed_generators, step_seed
 
 if TYPE_CHECKING:
-    from rayrec.workloads.recsys import Prepared
+    from rayrec.workloads.recsys.workload import Prepared
 
 
 _logger = logging.getLogger(__name__)

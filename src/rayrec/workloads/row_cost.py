@@ -15,7 +15,7 @@ from rayrec.batch import Batch
 from rayrec.compat.torch_compat import TorchDispatchMode, operator_of, uncounted_operators
 from rayrec.data.numbered_rows import RowSource
 from rayrec.workloads.base import WorkerContext
-from rayrec.workloads.data_parallel import DataParallelWorkload
+from rayrec.workloads.data_parallel.workload import DataParallelWorkload
 
 _logger = logging.getLogger(__name__)
 

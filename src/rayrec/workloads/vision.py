@@ -16,7 +16,7 @@ from rayrec.data.engine import Shared
 from rayrec.data.numbered_rows import ArrayRows, RowSource
 from rayrec.models.resnet import ResNetConfig
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
-from rayrec.workloads.data_parallel import DataParallelWorkload
+from rayrec.workloads.data_parallel.workload import DataParallelWorkload
 
 if TYPE_CHECKING:
     import torch

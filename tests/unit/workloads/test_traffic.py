@@ -7,7 +7,7 @@ import pytest
 from rayrec import recipes
 from rayrec.models.base import ModelInputs
 from rayrec.sharding.planner import TablePlacement
-from rayrec.workloads.recsys import ClickWorkload
+from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.recsys_plan import lookups_of
 from rayrec.workloads.traffic import Links, Lookup, Traffic, traffic_of
 
