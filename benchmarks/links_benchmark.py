@@ -21,10 +21,10 @@ from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.observe.events import read_events
+from rayrec.workloads.recsys.communication import Links, Traffic
+from rayrec.workloads.recsys.planning import memory_here, tables_of
 from rayrec.workloads.recsys.workload import ClickWorkload
-from rayrec.workloads.recsys_plan import memory_here, tables_of
 from rayrec.workloads.speed_probe import Target
-from rayrec.workloads.traffic import Links, Traffic
 
 ROWS, STEPS, FEW_STEPS, WARM_STEPS, REPEATS = 400_000, 120, 20, 20, 3
 LINKS_GBIT = (None, 10.0, 1.0)

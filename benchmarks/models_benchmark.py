@@ -29,7 +29,7 @@ def main(*, quick: bool) -> None:
     from rayrec.models.base import ModelInputs
     from rayrec.native import keep_freed_memory
     from rayrec.recipes import criteo_kaggle
-    from rayrec.workloads.recsys_cost import network_cost
+    from rayrec.workloads.recsys.cost import network_cost
 
     keep_freed_memory()
     logging.disable(logging.WARNING)

@@ -84,7 +84,7 @@ class Lane:
     def block(self, progress: Any) -> Spent:
         """Trains up to the next log."""
         from rayrec.training import loop
-        from rayrec.workloads.phases import waits_noticed
+        from rayrec.workloads.step_timer import waits_noticed
 
         self.driver(signal.SIGCONT if self.observed else signal.SIGSTOP)
         with waits_noticed(self.setup.clock):
@@ -103,7 +103,7 @@ def make_setup(config: Any, folder: str) -> tuple[Any, list[Any], float, Any]:
     from rayrec.data.threads import ThreadEngine
     from rayrec.native import keep_freed_memory
     from rayrec.workloads.base import WorkerContext
-    from rayrec.workloads.recsys_speed_probe import _batches, _read_slice, prepared_for_rows
+    from rayrec.workloads.recsys.speed_probe import _batches, _read_slice, prepared_for_rows
 
     keep_freed_memory()
     torch.set_num_threads(os.cpu_count() or 1)
@@ -162,8 +162,8 @@ def make_lanes(config: Any, folder: str, progress: Any, driver: Callable[[int], 
 
     from rayrec.observe.events import EventWriter
     from rayrec.training.loop import Account, Training
-    from rayrec.workloads.phases import HostClock, NoClock
-    from rayrec.workloads.recsys_pipeline import TimedBase
+    from rayrec.workloads.recsys.pipeline import TimedBase
+    from rayrec.workloads.step_timer import HostClock, NoClock
 
     class Entered(torch.nn.Module):
         """The model, with hooks of its own."""

@@ -58,7 +58,7 @@ class WithoutModel:
     def load(self, device: str) -> Any:
         import numpy as np
 
-        from rayrec.workloads.recsys_scoring import _BlockScorer
+        from rayrec.workloads.recsys.scoring import _BlockScorer
 
         class Nothing:
             labels = ("label",)

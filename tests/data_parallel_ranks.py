@@ -18,13 +18,13 @@ from torch.nn import functional
 from rayrec import checkpoint
 from rayrec.checkpoint import Checkpoint
 from rayrec.data.numbered_rows import ArrayRows, RowSource
-from rayrec.models.gpt2 import GPT2Config
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule
 from rayrec.training import loop
 from rayrec.training.loop import Progress
 from rayrec.training.state import all_tensors, restore_all
 from rayrec.workloads.base import DataConfig, RunContext, ScalingConfig, TrainConfig, WorkerContext
 from rayrec.workloads.data_parallel.workload import DataParallelWorkload
+from rayrec.workloads.gpt2 import GPT2Config
 
 ROWS = {"train": 101, "validation": 37}
 
@@ -117,7 +117,7 @@ class NextToken(DataParallelWorkload):
 
 def products_by_onednn(patch: pytest.MonkeyPatch) -> list[torch.Size]:
     """Has oneDNN make GPT-2's products however small; gives the shapes of their inputs, as they come."""
-    from rayrec.models import gpt2_module
+    from rayrec.workloads import gpt2_module
 
     seen: list[torch.Size] = []
     stack = gpt2_module.linear_stack

@@ -42,8 +42,8 @@ LOADED = (
     "pyarrow.dataset",
     "rayrec.training.trainer",
     "rayrec.training.in_process_worker",
-    "rayrec.workloads.recsys_worker",
-    "rayrec.workloads.data_parallel_worker",
+    "rayrec.workloads.recsys.worker",
+    "rayrec.workloads.data_parallel.worker",
     *(f"rayrec.commands.{module.name}" for module in pkgutil.iter_modules(rayrec.commands.__path__)),
     *(f"rayrec.recipes.{module.name}" for module in pkgutil.iter_modules(rayrec.recipes.__path__)),
 )

@@ -52,8 +52,8 @@ def _run(rows: int, folder: str) -> dict[str, int]:
     from rayrec.training.loop import drain
     from rayrec.training.state import all_tensors
     from rayrec.workloads.base import ScalingConfig, TrainConfig
+    from rayrec.workloads.recsys.planning import tables_of
     from rayrec.workloads.recsys.workload import ClickWorkload
-    from rayrec.workloads.recsys_plan import tables_of
     from rayrec.workloads.speed_probe import Target
 
     keep_freed_memory()

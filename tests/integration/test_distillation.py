@@ -10,7 +10,7 @@ from processes import Run, small_run
 
 from rayrec.storage import read_json
 from rayrec.workloads.base import TrainConfig
-from rayrec.workloads.distillation import RECORD
+from rayrec.workloads.recsys.distillation import RECORD
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended, pytest.mark.exhaustive]
 

@@ -28,7 +28,7 @@ from rayrec.ingest.block_order import blocks_of_epoch
 from rayrec.ingest.loader import sparse_features
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.workloads.base import TrainConfig
-from rayrec.workloads.recsys_scoring import ScoredBlock, _BlockScorer, _Process
+from rayrec.workloads.recsys.scoring import ScoredBlock, _BlockScorer, _Process
 
 ROWS = 10_000
 TOLERANCE = 2e-6

@@ -15,9 +15,9 @@ from rayrec.data.logs.index import LogIndex
 from rayrec.extras import require
 from rayrec.inference.run_rows import encoded, open_run_log
 from rayrec.metrics.binary import binary_metrics
+from rayrec.workloads.recsys.scorer import load_preprocessor
+from rayrec.workloads.recsys.scoring import cache_folder
 from rayrec.workloads.recsys.workload import ClickWorkload
-from rayrec.workloads.recsys_scorer import load_preprocessor
-from rayrec.workloads.recsys_scoring import cache_folder
 
 if TYPE_CHECKING:
     from scipy import sparse

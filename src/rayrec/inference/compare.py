@@ -23,9 +23,9 @@ from rayrec.metrics.ranking import gauc
 from rayrec.metrics.significance import METRICS, Difference, compare_models
 from rayrec.models.base import ModelInputs
 from rayrec.observe.console import Console
+from rayrec.workloads.recsys.cost import network_multiply_adds
+from rayrec.workloads.recsys.scorer import PREFIX, load_preprocessor
 from rayrec.workloads.recsys.workload import ClickWorkload
-from rayrec.workloads.recsys_cost import network_multiply_adds
-from rayrec.workloads.recsys_scorer import PREFIX, load_preprocessor
 
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig

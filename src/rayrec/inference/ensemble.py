@@ -10,9 +10,9 @@ from rayrec.checkpoint import Checkpoint, open_checkpoint
 from rayrec.checkpoint.joining import join
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
+from rayrec.workloads.recsys.ensemble import joined
+from rayrec.workloads.recsys.scorer import click_settings, load_preprocessor
 from rayrec.workloads.recsys.workload import ClickWorkload, other_preprocessor
-from rayrec.workloads.recsys_ensemble import joined
-from rayrec.workloads.recsys_scorer import click_settings, load_preprocessor
 
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig

@@ -45,14 +45,14 @@ from rayrec.inference.parity import Comparison, ParityRows, compare, compare_enc
 from rayrec.inference.run_rows import BATCH_ROWS
 from rayrec.models.base import ModelInputs
 from rayrec.models.scoring_tables import Quantization, RowFormat
-from rayrec.workloads.recsys.workload import ClickWorkload
-from rayrec.workloads.recsys_scorer import (
+from rayrec.workloads.recsys.scorer import (
     PREFIX,
     PlainModel,
     click_settings,
     empty_model,
     load_preprocessor,
 )
+from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.weight_files import write_weights
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def export(checkpoint: str, out: str, *, config: TrainConfig, settings: ExportCo
         )
     with storage.writing_folder(out) as folder:
         if is_click_model:
-            from rayrec.workloads.recsys_scoring import cache_folder
+            from rayrec.workloads.recsys.scoring import cache_folder
 
             cache = cache_folder(opened.path)
             told = export_clicks(opened, folder, config=config, settings=settings, cache=cache)

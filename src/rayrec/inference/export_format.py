@@ -21,7 +21,7 @@ from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.scoring_tables import QUANTIZATIONS, Quantization, RowFormat
 from rayrec.models.stored import stored_model
-from rayrec.workloads.recsys_scorer import ClickScorer, empty_model, make_scorer
+from rayrec.workloads.recsys.scorer import ClickScorer, empty_model, make_scorer
 
 if TYPE_CHECKING:
     from rayrec.workloads.scoring import Device

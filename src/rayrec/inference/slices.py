@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from rayrec.workloads.recsys_scoring import DAY, FREQUENCY
+from rayrec.workloads.recsys.scoring import DAY, FREQUENCY
 
 MISSING, OTHERS = "(missing)", "(others)"
 

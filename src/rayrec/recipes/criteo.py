@@ -10,7 +10,7 @@ from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.ranking.ensemble import EnsembleConfig
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.workloads.base import DataConfig, EarlyStoppingConfig, ScalingConfig, TrainConfig
-from rayrec.workloads.distillation import TeacherConfig
+from rayrec.workloads.recsys.distillation import TeacherConfig
 from rayrec.workloads.recsys.workload import ClickWorkload
 
 

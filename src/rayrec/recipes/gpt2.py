@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rayrec.models.gpt2 import GPT2Config
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule
 from rayrec.workloads.base import DataConfig, ScalingConfig, TrainConfig
+from rayrec.workloads.gpt2 import GPT2Config
 from rayrec.workloads.language import LanguageWorkload
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rayrec.models.resnet import ResNetConfig
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule
 from rayrec.workloads.base import DataConfig, ScalingConfig, TrainConfig
+from rayrec.workloads.resnet import ResNetConfig
 from rayrec.workloads.vision import AugmentationConfig, VisionWorkload
 
 

@@ -12,8 +12,8 @@ from rayrec.cluster.connection import Layout, Node, layout
 from rayrec.config import InputError
 from rayrec.quantities import duration_text, estimate_text, size_text
 from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.recsys.communication import Links
 from rayrec.workloads.speed_probe import MeasuredSpeed, Target
-from rayrec.workloads.traffic import Links
 
 Limit = Literal["model", "network", "data", "cpus"]
 _KEPT_IN_RESERVE: Final = 0.5

@@ -25,9 +25,9 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerContr
 from rayrec.batch import Batch
 from rayrec.training.loop import Account, Batches, Cut, Progress, Training, steer
 from rayrec.workloads.base import WorkerSetup
+from rayrec.workloads.data_parallel.worker import RowPipeline
 from rayrec.workloads.data_parallel.workload import DataParallelWorkload
-from rayrec.workloads.data_parallel_worker import RowPipeline
-from rayrec.workloads.phases import OTHER, StepClock
+from rayrec.workloads.step_timer import OTHER, StepClock
 
 LOSS_WEIGHT = "loss_weight"
 """Beside the tensors of a part, what `Batch` calls so."""

@@ -21,7 +21,7 @@ from rayrec.optim.config import PlateauConfig, learning_rates
 from rayrec.row_tally import RowNumbers, RowTally
 from rayrec.training.data_report import DataReport
 from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerSetup
-from rayrec.workloads.phases import NoClock, StepClock
+from rayrec.workloads.step_timer import NoClock, StepClock
 
 _HELD = ("memory_bytes", "device_memory_bytes")
 """In a step event: resident memory of the worker that has most, and the most that tensors took of a GPU since the last log."""

@@ -49,7 +49,7 @@ from rayrec.training.stopping import RESUMES, PreemptionInfo, SaveReporter, Stop
 from rayrec.training.store_watch import StoreWatch
 from rayrec.workloads.base import ScalingConfig, TrainConfig, TrainLoader, WorkerContext, WorkerSetup
 from rayrec.workloads.device_memory import memory_errors
-from rayrec.workloads.phases import waits_noticed
+from rayrec.workloads.step_timer import waits_noticed
 
 Log = Callable[[str, dict[str, Any]], None]
 _logger = logging.getLogger(__name__)

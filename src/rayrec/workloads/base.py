@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from rayrec.checkpoint.row_map import RowMap
     from rayrec.row_tally import RowTally
     from rayrec.schema import Schema
-    from rayrec.workloads.phases import StepClock
     from rayrec.workloads.scoring import Scoring, ScoringContext
     from rayrec.workloads.speed_probe import MeasuredSpeed, Target
+    from rayrec.workloads.step_timer import StepClock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -442,7 +442,7 @@ class Metrics(Protocol):
 
 
 def _no_clock() -> StepClock:
-    from rayrec.workloads.phases import NoClock  # which needs torch, and a configuration does not
+    from rayrec.workloads.step_timer import NoClock  # which needs torch, and a configuration does not
 
     return NoClock()
 

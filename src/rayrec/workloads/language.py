@@ -23,9 +23,9 @@ from rayrec.data.text.text_blocks import (
 from rayrec.data.text.text_parts import PART_BYTES
 from rayrec.data.text.tokenizer import read_tokenizer
 from rayrec.extras import require_language
-from rayrec.models.gpt2 import GPT2Config
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 from rayrec.workloads.data_parallel.workload import DataParallelWorkload
+from rayrec.workloads.gpt2 import GPT2Config
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ from rayrec.workloads.weight_files import read_weights
 
 if TYPE_CHECKING:
     from rayrec.data.text.text_blocks import TextTokenizer
-    from rayrec.models.gpt2 import GPT2Config
+    from rayrec.workloads.gpt2 import GPT2Config
 
 PROMPTS, LENGTHS = "prompts", "lengths"
 """Tensors of a batch to predict: int64 (rows, longest), each prompt at the right end of its row; int64 (rows,)."""

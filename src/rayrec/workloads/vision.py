@@ -14,14 +14,14 @@ from rayrec.config import Config, InputError
 from rayrec.data import idx
 from rayrec.data.engine import Shared
 from rayrec.data.numbered_rows import ArrayRows, RowSource
-from rayrec.models.resnet import ResNetConfig
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 from rayrec.workloads.data_parallel.workload import DataParallelWorkload
+from rayrec.workloads.resnet import ResNetConfig
 
 if TYPE_CHECKING:
     import torch
 
-    from rayrec.models.resnet_module import ResNet
+    from rayrec.workloads.resnet_module import ResNet
 
 IMAGES, LABELS = "images", "labels"
 """Names of the tensors of a batch: uint8 (rows, height, width) and, where they are known, int64 (rows,)."""
@@ -158,7 +158,7 @@ class VisionWorkload(DataParallelWorkload):
         return Prepared(sets, weights, _data_hash(train, test))
 
     def _initial_weights(self, path: str) -> dict[str, np.ndarray]:
-        from rayrec.models.resnet_module import load_weights
+        from rayrec.workloads.resnet_module import load_weights
         from rayrec.workloads.weight_files import read_weights
 
         model = self.model.build()

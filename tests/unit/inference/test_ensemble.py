@@ -26,7 +26,7 @@ from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.ranking.ensemble import EnsembleConfig
 from rayrec.models.ranking.finalnet import FinalNetConfig
 from rayrec.schema import Feature, Schema
-from rayrec.workloads.distillation import Teacher, load_targets
+from rayrec.workloads.recsys.distillation import Teacher, load_targets
 
 FINAL = FinalNetConfig(embedding_dim=4, first_tower=(8,), second_tower=(6,), embedding_penalty=0.1)
 FACTORS = DeepFMConfig(embedding_dim=8, mlp=(8,))  # whose table rows are wider than its embeddings

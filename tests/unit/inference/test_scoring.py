@@ -14,7 +14,7 @@ from rayrec.data.logs.head import has_labels
 from rayrec.inference.pool import Pool, plan_pool
 from rayrec.metrics.binary import sigmoid
 from rayrec.schema import Schema
-from rayrec.workloads.recsys_scoring import cache_folder
+from rayrec.workloads.recsys.scoring import cache_folder
 
 GIB = 1 << 30
 SCHEMA = Schema(tokens="hexadecimal", label="y", dense=("i",), sparse=("c",))

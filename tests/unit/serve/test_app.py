@@ -539,7 +539,7 @@ SHARED = make_app(MODEL)
 def test_numbers_too_large_for_a_score(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = np.array([0.5, np.nan, np.inf], np.float32)
     monkeypatch.setattr(
-        "rayrec.workloads.recsys_scorer.ClickScorer.score_labels",
+        "rayrec.workloads.recsys.scorer.ClickScorer.score_labels",
         lambda self, rows: {self.labels[0]: np.resize(logits, len(rows))},
     )
     app = make_app(MODEL)

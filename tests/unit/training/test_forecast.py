@@ -10,8 +10,8 @@ from rayrec import recipes
 from rayrec.cluster.connection import Layout, layout
 from rayrec.config import InputError
 from rayrec.training.forecast import ClusterShape, Forecast, extrapolate, forecast
+from rayrec.workloads.recsys.communication import Exchange, Flow, Links, Traffic
 from rayrec.workloads.speed_probe import MeasuredSpeed, Target
-from rayrec.workloads.traffic import Exchange, Flow, Links, Traffic
 
 MEASURED = MeasuredSpeed(
     num_workers=2,

@@ -134,7 +134,7 @@ def test_what_the_worker_needs_is_imported_while_data_is_prepared(monkeypatch: p
     for thread in threading.enumerate():
         if thread.name == "imports":
             thread.join(60)
-    assert asked == ["rayrec.training.in_process_worker", "rayrec.workloads.recsys_worker"]
+    assert asked == ["rayrec.training.in_process_worker", "rayrec.workloads.recsys.worker"]
 
 
 def test_threads_stay_within_the_cpus_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from rayrec.optim.config import PlateauConfig
 from rayrec.row_tally import RowNumbers, RowTally
 from rayrec.training import loop
 from rayrec.training.loop import Boundary, Progress, next_boundary
-from rayrec.workloads.phases import HostClock, NoClock, StepClock
+from rayrec.workloads.step_timer import HostClock, NoClock, StepClock
 
 
 @pytest.mark.parametrize(

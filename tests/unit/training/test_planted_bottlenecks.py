@@ -36,7 +36,7 @@ from rayrec.training import data_report, loop
 from rayrec.training.device_peak import multiply_adds_per_s
 from rayrec.training.loop import Progress
 from rayrec.workloads.base import TrainConfig, WorkerContext, WorkerSetup
-from rayrec.workloads.phases import HostClock
+from rayrec.workloads.step_timer import HostClock
 
 DELAY_S = 0.03
 

@@ -21,10 +21,10 @@ from rayrec.data.text import text_blocks
 from rayrec.data.text.text_blocks import TokenFolder, load_tokenizer, open_tokens
 from rayrec.data.text.tokenizer import Files, TextTokenizer, bytes_bpe, characters, read_tokenizer, write_tokenizer
 from rayrec.data.threads import ThreadEngine
-from rayrec.models.gpt2 import GPT2Config
 from rayrec.recipes.gpt2 import gpt2, gpt2_tiny
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
-from rayrec.workloads.data_parallel_scoring import load_model
+from rayrec.workloads.data_parallel.scoring import load_model
+from rayrec.workloads.gpt2 import GPT2Config
 from rayrec.workloads.language import LanguageWorkload, Prepared
 from rayrec.workloads.language_model import (
     LENGTHS,

@@ -19,9 +19,9 @@ from rayrec import checkpoint
 from rayrec.config import InputError
 from rayrec.data.threads import ThreadEngine
 from rayrec.ingest.row_loader import RowLoader
-from rayrec.models.resnet import ResNetConfig
 from rayrec.recipes.mnist import mnist_resnet18, mnist_resnet18_augmented
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
+from rayrec.workloads.resnet import ResNetConfig
 from rayrec.workloads.vision import AugmentationConfig, Prepared, VisionWorkload
 from rayrec.workloads.vision_model import augmented, normalised
 from rayrec.workloads.weight_files import read_weights, write_weights

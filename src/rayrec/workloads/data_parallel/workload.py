@@ -29,7 +29,7 @@ class DataParallelWorkload(Workload, abc.ABC):
     gradients over workers, checkpoints, evaluation) is here.
     """
 
-    WORKER_MODULES: ClassVar[tuple[str, ...]] = ("rayrec.workloads.data_parallel_worker",)
+    WORKER_MODULES: ClassVar[tuple[str, ...]] = ("rayrec.workloads.data_parallel.worker",)
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = ("parallel", "accumulate")
 
     parallel: Literal["ddp", "fsdp"] = "ddp"
@@ -125,7 +125,7 @@ class DataParallelWorkload(Workload, abc.ABC):
         import torch
 
         from rayrec.checkpoint import untied
-        from rayrec.workloads.stored_settings import require_same_optimizer, require_same_weights, stored_settings
+        from rayrec.workloads.warm_start import require_same_optimizer, require_same_weights, stored_settings
 
         require_same_optimizer(
             checkpoint, stored_settings(checkpoint), "optimizer", self.optimizer, fields=("kind", "momentum")
@@ -139,17 +139,17 @@ class DataParallelWorkload(Workload, abc.ABC):
     def make_loader(
         self, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int
     ) -> RowLoader:
-        from rayrec.workloads.data_parallel_worker import train_loader
+        from rayrec.workloads.data_parallel.worker import train_loader
 
         return train_loader(self, context, prepared, state=state, step=step)
 
     def set_up(self, context: WorkerContext, prepared: Any) -> WorkerSetup:
-        from rayrec.workloads.data_parallel_worker import set_up
+        from rayrec.workloads.data_parallel.worker import set_up
 
         return set_up(self, context, prepared)
 
     def open_scoring(self, context: ScoringContext) -> Scoring:
-        from rayrec.workloads.data_parallel_scoring import open_scoring
+        from rayrec.workloads.data_parallel.scoring import open_scoring
 
         return open_scoring(self, context)
 

@@ -23,14 +23,14 @@ from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, Spar
 from rayrec.schema import Schema
 from rayrec.sharding.planner import ShardingConfig
 from rayrec.workloads.base import DataConfig, RunContext, TrainConfig, WarmStart, WorkerContext, WorkerSetup, Workload
-from rayrec.workloads.distillation import RECORD, Teacher, TeacherConfig, open_teacher
+from rayrec.workloads.recsys.distillation import RECORD, Teacher, TeacherConfig, open_teacher
 
 if TYPE_CHECKING:
     from rayrec.checkpoint import Checkpoint
     from rayrec.data.encoding.one_pass import CountingIndexer
     from rayrec.data.log_source import TextIndexer
     from rayrec.ingest.loader import ClickLoader
-    from rayrec.workloads.recsys_scorer import ClickScorer
+    from rayrec.workloads.recsys.scorer import ClickScorer
     from rayrec.workloads.scoring import Scoring, ScoringContext
     from rayrec.workloads.speed_probe import MeasuredSpeed, Target
 
@@ -62,7 +62,7 @@ class Prepared:
 class ClickWorkload(Workload):
     """Trains a click model on a log of clicks."""
 
-    WORKER_MODULES: ClassVar[tuple[str, ...]] = ("rayrec.workloads.recsys_worker",)
+    WORKER_MODULES: ClassVar[tuple[str, ...]] = ("rayrec.workloads.recsys.worker",)
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
         "vocabulary_memory_bytes", "sharding.sharding_types", "sharding.min_column_width", "sharding.reserved_fraction",
         "sharding.optimizer_floats_per_row", "schema.group",
@@ -345,7 +345,7 @@ class ClickWorkload(Workload):
         return {storage.join(PREPROCESSOR_FOLDER, storage.name_of(file.path)): file.path for file in found}
 
     def plan(self, config: TrainConfig, *, target: Target | None = None, tables: Sequence[int] | None = None) -> str:
-        from rayrec.workloads.recsys_plan import plan
+        from rayrec.workloads.recsys.planning import plan
 
         preprocessor = None if tables is not None else self._known_preprocessor(config)
         if preprocessor is not None:
@@ -380,7 +380,7 @@ class ClickWorkload(Workload):
         return Preprocessor.load(materialized.open_preprocessed(path).preprocessor)
 
     def probe_speed(self, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool) -> MeasuredSpeed:
-        from rayrec.workloads.recsys_speed_probe import probe_speed
+        from rayrec.workloads.recsys.speed_probe import probe_speed
 
         return probe_speed(self, config, target=target, local_workers=local_workers, cuda=cuda)
 
@@ -389,7 +389,7 @@ class ClickWorkload(Workload):
         return unpooled_features(self.model, ModelInputs.of(inputs))
 
     def warm_start(self, context: RunContext, prepared: Prepared, checkpoint: Checkpoint) -> WarmStart:
-        from rayrec.workloads.recsys_warm_start import warm_start
+        from rayrec.workloads.recsys.warm_start import warm_start
 
         return warm_start(self, context, prepared, checkpoint)
 
@@ -398,19 +398,19 @@ class ClickWorkload(Workload):
     def make_loader(
         self, context: WorkerContext, prepared: Prepared, *, state: dict[str, Any] | None, step: int
     ) -> ClickLoader:
-        from rayrec.workloads.recsys_worker import train_loader
+        from rayrec.workloads.recsys.worker import train_loader
 
         return train_loader(context, prepared, state=state, step=step)
 
     def set_up(self, context: WorkerContext, prepared: Prepared) -> WorkerSetup:
-        from rayrec.workloads.recsys_worker import set_up
+        from rayrec.workloads.recsys.worker import set_up
 
         return set_up(self, context, prepared)
 
     # -- for scoring
 
     def open_scoring(self, context: ScoringContext) -> Scoring:
-        from rayrec.workloads.recsys_scoring import open_scoring
+        from rayrec.workloads.recsys.scoring import open_scoring
 
         return open_scoring(self, context)
 
@@ -418,7 +418,7 @@ class ClickWorkload(Workload):
         self, config: TrainConfig, *, checkpoint: str, preprocessor: Preprocessor, device: str
     ) -> ClickScorer:
         """The model of a checkpoint's folder in this process. Raises InputError for damaged or foreign weights."""
-        from rayrec.workloads.recsys_scorer import load_scorer
+        from rayrec.workloads.recsys.scorer import load_scorer
 
         return load_scorer(
             self.model, precision=config.precision, checkpoint=checkpoint, preprocessor=preprocessor, device=device

@@ -19,8 +19,8 @@ from rayrec.models.base import ModelInputs, unpooled_features
 from rayrec.models.ranking.din import DIN, DINConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.scoring_tables import RowFormat
-from rayrec.workloads.recsys_cost import network_multiply_adds
-from rayrec.workloads.recsys_scorer import PlainModel, make_scorer
+from rayrec.workloads.recsys.cost import network_multiply_adds
+from rayrec.workloads.recsys.scorer import PlainModel, make_scorer
 
 DIM, ROWS = 4, 9
 INPUTS = ModelInputs(

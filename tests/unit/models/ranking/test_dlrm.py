@@ -16,7 +16,7 @@ from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.sharded_model import ClickModel
-from rayrec.workloads.recsys_cost import network_multiply_adds
+from rayrec.workloads.recsys.cost import network_multiply_adds
 
 SIZES = [50, 3, 700, 20]
 SMALL = DLRMConfig(

@@ -16,8 +16,8 @@ from rayrec.models.base import ClickModelConfig, ModelInputs, unpooled_features
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.scoring_tables import RowFormat
 from rayrec.schema import Label
-from rayrec.workloads.recsys_cost import network_cost
-from rayrec.workloads.recsys_scorer import PlainModel, make_scorer
+from rayrec.workloads.recsys.cost import network_cost
+from rayrec.workloads.recsys.scorer import PlainModel, make_scorer
 
 ROWS, SIZES = 24, (12, 12, 3)
 

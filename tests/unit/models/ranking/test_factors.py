@@ -26,7 +26,7 @@ from rayrec.models.ranking.widedeep import WideDeepConfig
 from rayrec.models.ranking.xdeepfm import XDeepFMConfig
 from rayrec.models.scoring_tables import RowFormat
 from rayrec.schema import Label
-from rayrec.workloads.recsys_scorer import PlainModel, make_scorer
+from rayrec.workloads.recsys.scorer import PlainModel, make_scorer
 
 ROWS, DIM = 17, 4
 INPUTS = ModelInputs(2, ("a", "b", "c"), "click")

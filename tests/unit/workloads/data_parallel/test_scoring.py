@@ -17,7 +17,7 @@ from rayrec.config import InputError
 from rayrec.data.engine import StreamEngine
 from rayrec.observe.console import Console
 from rayrec.workloads.base import TrainConfig
-from rayrec.workloads.data_parallel_scoring import load_model
+from rayrec.workloads.data_parallel.scoring import load_model
 from rayrec.workloads.scoring import Scoring, ScoringContext
 
 

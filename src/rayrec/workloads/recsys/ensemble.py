@@ -14,7 +14,7 @@ from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.layers.mlp import Precision
 from rayrec.models.base import ClickModelConfig
 from rayrec.models.ranking.ensemble import EnsembleConfig
-from rayrec.workloads.recsys_scorer import (
+from rayrec.workloads.recsys.scorer import (
     PREFIX,
     ClickScorer,
     PlainModel,

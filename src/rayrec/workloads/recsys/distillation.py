@@ -18,7 +18,7 @@ from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.metrics.binary import sigmoid
 
 if TYPE_CHECKING:
-    from rayrec.workloads.recsys_scorer import ClickScorer
+    from rayrec.workloads.recsys.scorer import ClickScorer
 
 RECORD = "teacher.json"
 """File in a run's folder that names its teacher, so that a resumed run has the same one."""
@@ -116,8 +116,8 @@ def load_targets(teacher: Teacher, preprocessor: Preprocessor) -> Callable[[Enco
 
 
 def _load_scorer(checkpoints: tuple[str, ...], preprocessor: Preprocessor) -> ClickScorer:
-    from rayrec.workloads.recsys_ensemble import load_mean_scorer
-    from rayrec.workloads.recsys_scorer import click_settings, load_scorer
+    from rayrec.workloads.recsys.ensemble import load_mean_scorer
+    from rayrec.workloads.recsys.scorer import click_settings, load_scorer
 
     if len(checkpoints) > 1:
         return load_mean_scorer(checkpoints, preprocessor=preprocessor, device="cpu")

@@ -11,7 +11,7 @@ from torch import nn
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.scoring_tables import RowFormat
-from rayrec.workloads.recsys_scorer import PlainModel, empty_model, make_scorer
+from rayrec.workloads.recsys.scorer import PlainModel, empty_model, make_scorer
 
 INPUTS = ModelInputs(5, ("b", "a", "c"))
 

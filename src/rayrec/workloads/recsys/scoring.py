@@ -31,14 +31,14 @@ from rayrec.metrics.binary import sigmoid
 from rayrec.metrics.labels import LabelsAccumulator
 from rayrec.metrics.ranking import DEFAULT_KS
 from rayrec.schema import Schema
+from rayrec.workloads.recsys.scorer import load_preprocessor
 from rayrec.workloads.recsys.workload import check_grouped
-from rayrec.workloads.recsys_scorer import load_preprocessor
 from rayrec.workloads.scoring import GROUP, KEY, Device, Scoring, ScoringContext
 
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
+    from rayrec.workloads.recsys.scorer import ClickScorer
     from rayrec.workloads.recsys.workload import ClickWorkload
-    from rayrec.workloads.recsys_scorer import ClickScorer
 
 DAY = "day"
 FREQUENCY = "frequency:"

@@ -45,14 +45,14 @@ from rayrec.sharding.planner import (
 )
 from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_size, learning_rate_factor
 from rayrec.workloads.device_memory import memory_errors
-from rayrec.workloads.distillation import load_targets
-from rayrec.workloads.phases import NoClock, StepClock, step_clock
+from rayrec.workloads.recsys.cost import network_multiply_adds
+from rayrec.workloads.recsys.distillation import load_targets
+from rayrec.workloads.recsys.evaluation import EvaluationCounts, counted_columns
+from rayrec.workloads.recsys.pipeline import TimedBase, TimedSparseDist
+from rayrec.workloads.recsys.planning import build_model
 from rayrec.workloads.recsys.workload import ClickWorkload
-from rayrec.workloads.recsys_cost import network_multiply_adds
-from rayrec.workloads.recsys_evaluation import EvaluationCounts, counted_columns
-from rayrec.workloads.recsys_pipeline import TimedBase, TimedSparseDist
-from rayrec.workloads.recsys_plan import build_model
 from rayrec.workloads.seeding import seed_generators, step_seed
+from rayrec.workloads.step_timer import NoClock, StepClock, step_clock
 
 if TYPE_CHECKING:
     from rayrec.workloads.recsys.workload import Prepared

@@ -7,9 +7,9 @@ import pytest
 from rayrec import recipes
 from rayrec.models.base import ModelInputs
 from rayrec.sharding.planner import TablePlacement
+from rayrec.workloads.recsys.communication import Links, Lookup, Traffic, traffic_of
+from rayrec.workloads.recsys.planning import lookups_of
 from rayrec.workloads.recsys.workload import ClickWorkload
-from rayrec.workloads.recsys_plan import lookups_of
-from rayrec.workloads.traffic import Links, Lookup, Traffic, traffic_of
 
 ROWS = 10
 """Of each worker."""

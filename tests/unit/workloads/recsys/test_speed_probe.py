@@ -13,10 +13,10 @@ from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows
 from rayrec.training.forecast import ClusterShape, forecast
-from rayrec.workloads import recsys_plan, recsys_speed_probe
 from rayrec.workloads.base import TrainConfig
-from rayrec.workloads.recsys_memory import PROCESS_BYTES
-from rayrec.workloads.recsys_speed_probe import folded
+from rayrec.workloads.recsys import planning, speed_probe
+from rayrec.workloads.recsys.memory import PROCESS_BYTES
+from rayrec.workloads.recsys.speed_probe import folded
 from rayrec.workloads.speed_probe import MeasuredSpeed, Target
 
 ROWS = 2000
@@ -36,7 +36,7 @@ class Trained:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_embeddings: list[list[int]] = []
-        monkeypatch.setattr(recsys_speed_probe, "_train_here", self._train)
+        monkeypatch.setattr(speed_probe, "_train_here", self._train)
 
     def _train(self, config: TrainConfig, piece: Any, num_embeddings: list[int], **_: Any) -> list[Any]:
         self.num_embeddings.append(num_embeddings)
@@ -58,7 +58,7 @@ def test_tables_are_judged_by_the_clusters_memory(config: TrainConfig, monkeypat
         probed(config, Target(2, 1, 1_000_000))
     # This machine holds too little, and the cluster enough.
     free = int((PROCESS_BYTES + sum(whole.worker_bytes) // 2) / 0.7)  # of which Ray's object store takes 0.3
-    monkeypatch.setattr(recsys_plan, "available_host_bytes", lambda: free)
+    monkeypatch.setattr(planning, "available_host_bytes", lambda: free)
     with pytest.raises(InputError, match="taken for as large as here, memory_gb=N in --cluster"):
         probed(config, Target(2, 1))
     cut = probed(config, Target(2, 1, GB))

@@ -25,7 +25,7 @@ from rayrec.ingest.loader import Slicer, sparse_features
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.observe.console import Console
 from rayrec.training.trainer import train
-from rayrec.workloads.distillation import RECORD, Teacher, TeacherConfig, load_targets, open_teacher
+from rayrec.workloads.recsys.distillation import RECORD, Teacher, TeacherConfig, load_targets, open_teacher
 
 NUM_EMBEDDINGS = [5 + column for column in range(26)]
 

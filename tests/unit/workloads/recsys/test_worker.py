@@ -17,9 +17,9 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from rayrec.checkpoint import Checkpoint, full_tensors, weights_sha256
-from rayrec.workloads import recsys_worker
-from rayrec.workloads.recsys_pipeline import TimedSparseDist
-from rayrec.workloads.recsys_worker import Unwrapped
+from rayrec.workloads.recsys import worker
+from rayrec.workloads.recsys.pipeline import TimedSparseDist
+from rayrec.workloads.recsys.worker import Unwrapped
 
 
 def test_the_dense_part_of_a_single_worker_is_on_its_device(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_an_evaluation_that_is_ended_stops_what_makes_its_batches(
             self.closed += 1
 
     loader = Loader()
-    monkeypatch.setattr(recsys_worker, "_loader", lambda *_, **__: loader)
+    monkeypatch.setattr(worker, "_loader", lambda *_, **__: loader)
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
     try:
         config, prepared = click_ranks.config(click_ranks.EQUAL, 1), click_ranks.prepared(click_ranks.EQUAL)

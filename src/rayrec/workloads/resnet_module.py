@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from rayrec.config import InputError
-from rayrec.models.resnet import STAGE_WIDTHS, ResNetConfig
+from rayrec.workloads.resnet import STAGE_WIDTHS, ResNetConfig
 
 
 class BatchNorm(nn.BatchNorm2d):

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rayrec.config import InputError
-from rayrec.models import gpt2_module
-from rayrec.models.gpt2 import GPT2Config
+from rayrec.workloads import gpt2_module
+from rayrec.workloads.gpt2 import GPT2Config
 
 SMALL = GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=24, dropout=0.0)
 

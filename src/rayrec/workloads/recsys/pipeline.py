@@ -9,7 +9,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipeline
 from torchrec.streamable import Pipelineable
 
 from rayrec.batch import Batch
-from rayrec.workloads.phases import StepClock, TimedOptimizer, notice_exchange, time_forward
+from rayrec.workloads.step_timer import StepClock, TimedOptimizer, notice_exchange, time_forward
 
 Pipelineable.register(Batch)  # has its methods; TorchRec asks for the class
 

@@ -15,7 +15,7 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from rayrec.observe.time_split import PHASES
-from rayrec.workloads.phases import (
+from rayrec.workloads.step_timer import (
     DeviceClock,
     HostClock,
     NoClock,

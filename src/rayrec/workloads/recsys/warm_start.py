@@ -13,8 +13,8 @@ from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import SparseColumn
 from rayrec.workloads.base import RunContext, WarmStart
-from rayrec.workloads.recsys_scorer import click_settings, empty_model, load_preprocessor, wanted_weights
-from rayrec.workloads.stored_settings import require_same_optimizer, require_same_weights, stored_settings
+from rayrec.workloads.recsys.scorer import click_settings, empty_model, load_preprocessor, wanted_weights
+from rayrec.workloads.warm_start import require_same_optimizer, require_same_weights, stored_settings
 
 if TYPE_CHECKING:
     from rayrec.workloads.recsys.workload import ClickWorkload, Prepared

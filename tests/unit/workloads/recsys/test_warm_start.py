@@ -7,7 +7,7 @@ import pytest
 
 from rayrec.config import InputError
 from rayrec.data.encoding.rules import SparseColumn
-from rayrec.workloads.recsys_warm_start import Carried, carried
+from rayrec.workloads.recsys.warm_start import Carried, carried
 
 
 def tokens(*values: int) -> np.ndarray:

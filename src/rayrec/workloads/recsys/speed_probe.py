@@ -28,7 +28,7 @@ from rayrec.data.stage_times import BlockTimes, measured
 from rayrec.data.threads import ThreadEngine
 from rayrec.ingest.block_order import EpochOrder
 from rayrec.workloads.base import TrainConfig, WorkerContext
-from rayrec.workloads.recsys_plan import Tables, cut_to_fit, memory_here, memory_of_target, tables_of
+from rayrec.workloads.recsys.planning import Tables, cut_to_fit, memory_here, memory_of_target, tables_of
 from rayrec.workloads.speed_probe import MeasuredSpeed, Target
 
 if TYPE_CHECKING:

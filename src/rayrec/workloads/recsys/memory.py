@@ -12,8 +12,8 @@ from rayrec.sharding.planner import TablePlacement
 
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
+    from rayrec.workloads.recsys.cost import NetworkCost
     from rayrec.workloads.recsys.workload import ClickWorkload
-    from rayrec.workloads.recsys_cost import NetworkCost
 
 PROCESS_BYTES: Final = 700 << 20
 """Python, torch, TorchRec and Ray in a worker, before it holds any data."""

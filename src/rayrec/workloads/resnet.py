@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rayrec.config import Config, InputError
 
 if TYPE_CHECKING:
-    from rayrec.models.resnet_module import ResNet
+    from rayrec.workloads.resnet_module import ResNet
 
 STAGE_WIDTHS = (64, 128, 256, 512)
 """Channels of the four stages; each but the first halves the image."""
@@ -36,7 +36,7 @@ class ResNetConfig(Config):
     def build(self) -> ResNet:
         """The network on CPU. Start values come from torch's global generator, in torchvision's order: after the same
         `torch.manual_seed`, `torchvision.models.resnet18` has the same ones, where channels and classes are the same."""
-        from rayrec.models.resnet_module import ResNet
+        from rayrec.workloads.resnet_module import ResNet
 
         return ResNet(self)
 

@@ -16,11 +16,11 @@ from rayrec.config import InputError
 from rayrec.data.encoding.presets import FUXICTR_X4, MLPERF_NUM_EMBEDDINGS
 from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 from rayrec.sharding.planner import TablePlacement
-from rayrec.workloads import recsys_plan, recsys_worker
-from rayrec.workloads.recsys_cost import NetworkCost
-from rayrec.workloads.recsys_memory import PROCESS_BYTES, worker_memories
-from rayrec.workloads.recsys_plan import build_model
-from rayrec.workloads.recsys_worker import Place, _plan_or_wait
+from rayrec.workloads.recsys import planning, worker
+from rayrec.workloads.recsys.cost import NetworkCost
+from rayrec.workloads.recsys.memory import PROCESS_BYTES, worker_memories
+from rayrec.workloads.recsys.planning import build_model
+from rayrec.workloads.recsys.worker import Place, _plan_or_wait
 
 GB = 10**9
 GPUS = "cpus=96,gpus=8,nodes=1,memory_gb=1000,gpu_memory_gb=80"
@@ -120,11 +120,11 @@ def test_what_a_worker_needs_is_the_sum_of_its_parts() -> None:
 
 
 def test_on_this_machine_the_object_store_and_processes_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recsys_plan, "available_host_bytes", lambda: 20 * GB)
+    monkeypatch.setattr(planning, "available_host_bytes", lambda: 20 * GB)
     config = recipes.criteo_demo()
-    assert recsys_plan.memory_here(config, workers=2) == 7 * GB - PROCESS_BYTES
+    assert planning.memory_here(config, workers=2) == 7 * GB - PROCESS_BYTES
     config = config.replace(cluster={"object_store_bytes": 2 * GB})
-    assert recsys_plan.memory_here(config, workers=2) == 9 * GB - PROCESS_BYTES
+    assert planning.memory_here(config, workers=2) == 9 * GB - PROCESS_BYTES
 
 
 def test_a_start_waits_for_memory_that_others_still_hold() -> None:
@@ -150,10 +150,10 @@ def test_memory_of_a_node_is_shared_by_its_workers(monkeypatch: pytest.MonkeyPat
 
     from rayrec.machine import Memory
 
-    monkeypatch.setattr(recsys_worker.machine, "memory", lambda: Memory(total=10 * GB, available=6 * GB))
+    monkeypatch.setattr(worker.machine, "memory", lambda: Memory(total=10 * GB, available=6 * GB))
     ranks: Any = SimpleNamespace(gather_all=lambda value: ["a", "b", "a"] if isinstance(value, str) else [value])
     context: Any = SimpleNamespace(node="a", device=torch.device("cpu"), object_store_bytes=2 * GB)
-    (place,) = recsys_worker.places_of_ranks(context, ranks)
+    (place,) = worker.places_of_ranks(context, ranks)
     assert place == Place("a", "cpu", host_bytes=2 * GB, most_host_bytes=4 * GB, device_bytes=None)
 
 

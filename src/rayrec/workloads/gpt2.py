@@ -70,7 +70,7 @@ class GPT2Config(Config):
         require_language("transformers")
         import transformers
 
-        from rayrec.models.gpt2_module import through_onednn
+        from rayrec.workloads.gpt2_module import through_onednn
 
         arguments = self.to_huggingface(vocabulary_size, end_of_text=end_of_text)
         return through_onednn(transformers.GPT2LMHeadModel(transformers.GPT2Config.from_dict(arguments)))
