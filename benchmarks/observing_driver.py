@@ -28,7 +28,7 @@ def drive(*, folder: str) -> dict[str, float]:
     from rayrec.observe.events import follow
     from rayrec.observe.tracking.tensorboard import TensorBoardTracker
     from rayrec.observe.tracking.tracker import tracking
-    from rayrec.training.prometheus import PrometheusTracker
+    from rayrec.training.launchers.ray_metrics import PrometheusTracker
 
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     console, place = Console(), os.path.join(folder, "events.jsonl")

@@ -41,7 +41,7 @@ from rayrec.config import InputError
 
 IMPORTED_ONCE = [
     "rayrec.checkpoint",
-    "rayrec.training.in_process_worker",
+    "rayrec.training.launchers.process_worker",
     "rayrec.training.trainer",
     "rayrec.workloads.recsys.worker",
     "rayrec.workloads.data_parallel.worker",

@@ -41,7 +41,7 @@ LOADED = (
     "pandas",
     "pyarrow.dataset",
     "rayrec.training.trainer",
-    "rayrec.training.in_process_worker",
+    "rayrec.training.launchers.process_worker",
     "rayrec.workloads.recsys.worker",
     "rayrec.workloads.data_parallel.worker",
     *(f"rayrec.commands.{module.name}" for module in pkgutil.iter_modules(rayrec.commands.__path__)),

@@ -20,7 +20,7 @@ from processes import RayCluster, RayPod, Run, Session, environment_for, small_r
 
 from rayrec.checkpoint import committed
 from rayrec.checkpoint.save_retry import PATIENCE_S
-from rayrec.training.stopping import NODE_GOES
+from rayrec.training.stop_monitor import NODE_GOES
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

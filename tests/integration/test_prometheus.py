@@ -23,7 +23,7 @@ MATCHER = re.compile(r'(\w+)\s*(=~|!=|=)\s*"([^"]*)"')
 EXPORTER = """
 import json, sys, time, urllib.request
 import made_up_run, ray
-from rayrec.training.prometheus import PrometheusTracker
+from rayrec.training.launchers.ray_metrics import PrometheusTracker
 
 ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False,
          object_store_memory=100_000_000)

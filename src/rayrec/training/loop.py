@@ -19,7 +19,7 @@ from rayrec import machine
 from rayrec.config import InputError
 from rayrec.optim.config import PlateauConfig, learning_rates
 from rayrec.row_tally import RowNumbers, RowTally
-from rayrec.training.data_report import DataReport
+from rayrec.training.step_log import DataReport
 from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerSetup
 from rayrec.workloads.step_timer import NoClock, StepClock
 

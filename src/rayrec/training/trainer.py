@@ -23,11 +23,11 @@ from rayrec.observe.events import EventWriter, follow, merge_events, read_events
 from rayrec.observe.history import costs, epochs_trained, working_s
 from rayrec.observe.tracking.config import Makers, TrackersConfig
 from rayrec.observe.tracking.tracker import tracking
-from rayrec.training import materialized, warm_start
-from rayrec.training.assignment import Launch
-from rayrec.training.launcher import Launcher, launcher_of
+from rayrec.training import dataframe_input, warm_start
+from rayrec.training.launchers.assignment import Launch
+from rayrec.training.launchers.base import Launcher, launcher_of
 from rayrec.training.preflight import check_settings, preflight
-from rayrec.training.settings import (
+from rayrec.training.resume import (
     LENGTHS,
     Change,
     Changes,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import pandas
     import ray.train
 
-    from rayrec.training.materialized import Table
+    from rayrec.training.dataframe_input import Table
 
 _PATIENCE_S = 5.0
 """With a store that is out, for what is left to write where an error ends a run."""
@@ -163,7 +163,7 @@ def train_until(
     Learning rates and the order of rows are those of the whole run, so that a run trained in several parts ends with the
     weights of one that was never paused.
     """
-    from rayrec.training.in_process import InProcessLauncher
+    from rayrec.training.launchers.process_launcher import InProcessLauncher
 
     def launcher(config: TrainConfig) -> Launcher:
         return InProcessLauncher(config, pause_at=share)
@@ -185,8 +185,8 @@ def _drive_launched(
     stop: threading.Event | None,
 ) -> Result:
     """As one of several processes, of which the first drives the run; the result is the same in all of them."""
-    from rayrec.training.torchrun import TorchrunLauncher, fitted
-    from rayrec.training.torchrun_worker import Meeting, end, train_other
+    from rayrec.training.launchers.torchrun import TorchrunLauncher, fitted
+    from rayrec.training.launchers.torchrun_worker import Meeting, end, train_other
 
     config = fitted(config, launched)
     with contextlib.closing(Meeting(launched)) as meeting:
@@ -317,12 +317,12 @@ def _checked(
     from rayrec.checkpoint import latest
 
     tables = {field: table for field, table in given.items() if table is not None}
-    config = materialized.with_paths(config, folder, tables)
+    config = dataframe_input.with_paths(config, folder, tables)
     config = config.workload.adapted(config)
     check_settings(config)
     changes = _changes(folder, config)
     if tables:
-        materialized.write(config, folder, tables, resumes=latest(folder) is not None, note=note)
+        dataframe_input.write(config, folder, tables, resumes=latest(folder) is not None, note=note)
     return config, changes
 
 
@@ -358,7 +358,7 @@ def _told_in_the_end(folder: str, *, note: Callable[[str], None]) -> Iterator[No
 def _trackers(config: TrainConfig, folder: str, *, on_ray: bool) -> Makers:
     makers = config.trackers.build(folder, config)
     if config.trackers.prometheus and on_ray:  # whose nodes export
-        from rayrec.training.prometheus import PrometheusTracker
+        from rayrec.training.launchers.ray_metrics import PrometheusTracker
 
         makers["Prometheus"] = functools.partial(PrometheusTracker, str(config.name), since_s=time.time())
     return makers

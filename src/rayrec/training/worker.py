@@ -40,13 +40,13 @@ from rayrec.observe.events import EventWriter
 from rayrec.observe.start_up import Stopwatch
 from rayrec.row_tally import RowTally
 from rayrec.training import loop
-from rayrec.training.assignment import Assignment
 from rayrec.training.device_peak import multiply_adds_per_s_or_zero
+from rayrec.training.launchers.assignment import Assignment
+from rayrec.training.launchers.store_watch import StoreWatch
 from rayrec.training.loop import Progress
 from rayrec.training.state import all_tensors, restore_all, restore_model, start_from
 from rayrec.training.step_profiler import make_profiler, profiled
-from rayrec.training.stopping import RESUMES, PreemptionInfo, SaveReporter, StopWatch
-from rayrec.training.store_watch import StoreWatch
+from rayrec.training.stop_monitor import RESUMES, PreemptionInfo, SaveReporter, StopWatch
 from rayrec.workloads.base import ScalingConfig, TrainConfig, TrainLoader, WorkerContext, WorkerSetup
 from rayrec.workloads.device_memory import memory_errors
 from rayrec.workloads.step_timer import waits_noticed

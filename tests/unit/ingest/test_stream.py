@@ -23,7 +23,7 @@ from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest import stream as stream_module
 from rayrec.ingest.block_order import Piece
 from rayrec.ingest.stream import STOP_ASKED, encoded_block, stream
-from rayrec.training import stopping
+from rayrec.training import stop_monitor
 from rayrec.training.mailbox import LocalMailbox
 
 BLOCKS = 4
@@ -131,11 +131,11 @@ def test_errors_of_data_tasks_and_an_early_end_go_through(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_every_worker_hears_of_a_stop(monkeypatch: pytest.MonkeyPatch, never: threading.Event, rank: int) -> None:
-    monkeypatch.setattr(stopping, "POLL_S", 0.01)
-    monkeypatch.setattr(stopping, "_OTHERS_POLL_S", 0.01)
+    monkeypatch.setattr(stop_monitor, "POLL_S", 0.01)
+    monkeypatch.setattr(stop_monitor, "_OTHERS_POLL_S", 0.01)
     mailbox = LocalMailbox()
     mailbox.send("SIGTERM")
-    watch = stopping.StopWatch(mailbox, rank=rank)
+    watch = stop_monitor.StopWatch(mailbox, rank=rank)
     assert STOP_ASKED.wait(10)
     watch.close()
     assert (watch.cause is None) == (rank == 1)  # all act on what worker 0 has heard

@@ -18,7 +18,7 @@ from rayrec.config import InputError
 from rayrec.observe.console import Console
 from rayrec.recipes.mnist import mnist_resnet18
 from rayrec.schema import Schema
-from rayrec.training.settings import data_difference, data_versions
+from rayrec.training.resume import data_difference, data_versions
 
 SCHEMA = "{label: click, dense: [age], sparse: [user], tokens: any, delimiter: ','}"
 

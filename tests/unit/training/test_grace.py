@@ -9,7 +9,7 @@ import pytest
 from ray.train import PreemptionInfo
 
 from rayrec.training.signals import Grace, last_save_s
-from rayrec.training.stopping import MORE_WORKERS, NODE_GOES, RESUMES, StopWatch
+from rayrec.training.stop_monitor import MORE_WORKERS, NODE_GOES, RESUMES, StopWatch
 from rayrec.workloads.base import FailureConfig
 
 

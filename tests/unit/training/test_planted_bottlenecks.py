@@ -32,7 +32,7 @@ from rayrec.ingest.block_order import EpochOrder, Piece, Position
 from rayrec.ingest.loader import ClickLoader
 from rayrec.ingest.stream import encode_task
 from rayrec.observe.bottleneck import Verdict, verdict
-from rayrec.training import data_report, loop
+from rayrec.training import loop, step_log
 from rayrec.training.device_peak import multiply_adds_per_s
 from rayrec.training.loop import Progress
 from rayrec.workloads.base import TrainConfig, WorkerContext, WorkerSetup
@@ -43,7 +43,7 @@ DELAY_S = 0.03
 
 @pytest.fixture(autouse=True)
 def _every_log_tells_of_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_report, "_LEAST_S", 0.0)
+    monkeypatch.setattr(step_log, "_LEAST_S", 0.0)
 
 
 def spin(seconds: float) -> None:

@@ -7,8 +7,8 @@ import torch
 
 from rayrec.cluster.layout import Launched
 from rayrec.config import InputError
+from rayrec.training.launchers.torchrun_worker import device_of
 from rayrec.training.process_group import group_arguments
-from rayrec.training.torchrun_worker import device_of
 
 
 def test_nccl_is_bound_to_the_workers_gpu() -> None:

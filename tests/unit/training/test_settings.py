@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from rayrec import recipes
-from rayrec.training.settings import Change, compare_settings, with_old
+from rayrec.training.resume import Change, compare_settings, with_old
 from rayrec.workloads.base import TrainConfig
 
 

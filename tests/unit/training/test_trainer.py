@@ -23,8 +23,9 @@ from rayrec.data.placement import TaskPlacement
 from rayrec.observe.console import Console
 from rayrec.observe.events import EventWriter, read_events
 from rayrec.observe.history import standing
-from rayrec.training import on_ray, trainer
-from rayrec.training.assignment import Launch
+from rayrec.training import trainer
+from rayrec.training.launchers import ray_launcher
+from rayrec.training.launchers.assignment import Launch
 from rayrec.training.trainer import Result, is_longer, run_hash, summarize
 from rayrec.workloads.base import RunContext, TrainConfig
 
@@ -141,12 +142,12 @@ def failing(
             return {"step": 15}
         raise error
 
-    monkeypatch.setattr(on_ray.cluster, "connect", lambda *_, **__: None)
-    monkeypatch.setattr(on_ray.cluster, "ship_code", lambda *_: None)
-    monkeypatch.setattr(on_ray, "share_out", lambda *_: SimpleNamespace(driver=TaskPlacement(), num_nodes=1))
-    monkeypatch.setattr(on_ray, "wait_for_room", on_ray.share_out)
-    monkeypatch.setattr(on_ray, "start_ahead", lambda *_: None)  # a test before may have left a Ray
-    monkeypatch.setattr(on_ray, "run_attempts", run_attempts)
+    monkeypatch.setattr(ray_launcher.cluster, "connect", lambda *_, **__: None)
+    monkeypatch.setattr(ray_launcher.cluster, "ship_code", lambda *_: None)
+    monkeypatch.setattr(ray_launcher, "share_out", lambda *_: SimpleNamespace(driver=TaskPlacement(), num_nodes=1))
+    monkeypatch.setattr(ray_launcher, "wait_for_room", ray_launcher.share_out)
+    monkeypatch.setattr(ray_launcher, "start_ahead", lambda *_: None)  # a test before may have left a Ray
+    monkeypatch.setattr(ray_launcher, "run_attempts", run_attempts)
     monkeypatch.setenv("RAY_ADDRESS", "a-head:6379")
     config = data_parallel_ranks.config(1).replace(
         name="run",

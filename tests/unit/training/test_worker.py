@@ -18,8 +18,8 @@ from rayrec.checkpoint import Checkpoint, Retention, Saver, acquire_lease, folde
 from rayrec.config import InputError
 from rayrec.row_tally import RowNumbers, RowTally
 from rayrec.training import device_peak, worker
-from rayrec.training.assignment import Assignment
 from rayrec.training.device_peak import multiply_adds_per_s, multiply_adds_per_s_or_zero
+from rayrec.training.launchers.assignment import Assignment
 from rayrec.training.loop import Progress
 from rayrec.training.state import model_tensors
 from rayrec.training.worker import finish

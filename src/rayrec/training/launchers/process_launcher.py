@@ -15,12 +15,12 @@ from rayrec.config import InputError, line_of
 from rayrec.data.engine import StreamEngine
 from rayrec.data.threads import ThreadEngine
 from rayrec.observe.console import Console
-from rayrec.training.assignment import Launch
+from rayrec.training.launchers.assignment import Launch
 from rayrec.training.preflight import layout_here
 from rayrec.training.signals import unsaved_cause
 from rayrec.workloads.base import TrainConfig
 
-_WORKER_MODULE: Final = "rayrec.training.in_process_worker"
+_WORKER_MODULE: Final = "rayrec.training.launchers.process_worker"
 
 
 class InProcessLauncher:
@@ -49,7 +49,7 @@ class InProcessLauncher:
         return ThreadEngine(self._cpus(), max_outage_s=max_outage_s)
 
     def run(self, launch: Launch) -> dict[str, Any] | None:
-        from rayrec.training.in_process_worker import train_here  # which loads torch
+        from rayrec.training.launchers.process_worker import train_here  # which loads torch
 
         config = self._config
         launch.events.write("attempt", number=1, num_workers=1)

@@ -25,7 +25,8 @@ from rayrec.data.engine import STOP_ASKED
 from rayrec.data.threads import ThreadEngine
 from rayrec.observe.console import Console
 from rayrec.observe.events import read_events
-from rayrec.training import in_process_worker, profiling, stopping, trainer
+from rayrec.training import profiling, stop_monitor, trainer
+from rayrec.training.launchers import process_worker
 from rayrec.workloads.base import RunContext, TrainConfig
 
 STEPS = 12
@@ -73,8 +74,8 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "init", never)
-    monkeypatch.setattr(stopping, "POLL_S", 0.01)
-    monkeypatch.setattr(in_process_worker, "_LOOK_S", 0.01)
+    monkeypatch.setattr(stop_monitor, "POLL_S", 0.01)
+    monkeypatch.setattr(process_worker, "_LOOK_S", 0.01)
     monkeypatch.setattr(profiling, "_POLL_S", 0.02)
     STATE.__init__()  # type: ignore[misc]
     root = logging.getLogger()

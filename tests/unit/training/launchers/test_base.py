@@ -18,10 +18,10 @@ from rayrec.data.placement import TaskPlacement
 from rayrec.data.threads import ThreadEngine
 from rayrec.ingest.ray_engine import RayEngine, RayShared
 from rayrec.observe.console import Console
-from rayrec.training import in_process, on_ray
-from rayrec.training.in_process import InProcessLauncher
-from rayrec.training.launcher import launcher_of, trains_in_process
-from rayrec.training.on_ray import RayLauncher
+from rayrec.training.launchers import process_launcher, ray_launcher
+from rayrec.training.launchers.base import launcher_of, trains_in_process
+from rayrec.training.launchers.process_launcher import InProcessLauncher
+from rayrec.training.launchers.ray_launcher import RayLauncher
 from rayrec.workloads.base import TrainConfig
 
 ONE = {"num_workers": 1}
@@ -129,17 +129,17 @@ def test_what_the_worker_needs_is_imported_while_data_is_prepared(monkeypatch: p
         if len(asked) > 1:
             raise ImportError(name)  # the worker reports it
 
-    monkeypatch.setattr(in_process.importlib, "import_module", load)
+    monkeypatch.setattr(process_launcher.importlib, "import_module", load)
     InProcessLauncher(config(ONE)).connect("runs", Console(quiet=True))
     for thread in threading.enumerate():
         if thread.name == "imports":
             thread.join(60)
-    assert asked == ["rayrec.training.in_process_worker", "rayrec.workloads.recsys.worker"]
+    assert asked == ["rayrec.training.launchers.process_worker", "rayrec.workloads.recsys.worker"]
 
 
 def test_threads_stay_within_the_cpus_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a container with a quota of 4 CPUs on a machine of 64."""
-    monkeypatch.setattr(in_process.machine, "usable_cpus", lambda *, granted: 4)
+    monkeypatch.setattr(process_launcher.machine, "usable_cpus", lambda *, granted: 4)
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     shares = InProcessLauncher(config(ONE)).share_out(goes_on=False, note=print)
     assert shares.per_worker.max_cpus is not None
@@ -157,7 +157,7 @@ def test_how_the_driver_prepares_data_on_ray(monkeypatch: pytest.MonkeyPatch, ow
 
     monkeypatch.setattr(connection, "is_own", lambda: own)
     monkeypatch.setattr(RayEngine, "run", on_cluster)
-    monkeypatch.setattr(on_ray.ray, "put", lambda value: ("in the object store", value))
+    monkeypatch.setattr(ray_launcher.ray, "put", lambda value: ("in the object store", value))
     shares = SimpleNamespace(driver=TaskPlacement(num_cpus=1.0), num_nodes=num_nodes)
     engine = RayLauncher(config({"num_workers": 2}, num_cpus=1)).engine(shares, max_outage_s=3.0)  # type: ignore[arg-type]
     assert isinstance(engine, ThreadEngine if own else RayEngine)

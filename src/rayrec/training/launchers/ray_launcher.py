@@ -16,9 +16,9 @@ from rayrec.data.engine import Shared, StreamEngine
 from rayrec.data.threads import ThreadEngine
 from rayrec.ingest.ray_engine import RayEngine, RayShared
 from rayrec.observe.console import Console
-from rayrec.training.assignment import Launch
-from rayrec.training.attempts import run_attempts, share_out, start_ahead, wait_for_room
-from rayrec.training.failures import cause_of
+from rayrec.training.launchers.assignment import Launch
+from rayrec.training.launchers.attempts import run_attempts, share_out, start_ahead, wait_for_room
+from rayrec.training.launchers.failures import cause_of
 from rayrec.workloads.base import TrainConfig
 
 _FEW_TASKS: Final = 8

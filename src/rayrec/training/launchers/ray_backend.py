@@ -13,13 +13,13 @@ import ray
 import ray.train
 from ray.train.backend import Backend, BackendConfig
 
-WORKER_MODULE: Final = "rayrec.training.ray_worker"
+WORKER_MODULE: Final = "rayrec.training.launchers.ray_worker"
 _SHUTDOWN_S: Final = 30.0
 
 
 def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
-    """See `rayrec.training.ray_worker.train_worker`."""
-    from rayrec.training import ray_worker
+    """See `rayrec.training.launchers.ray_worker.train_worker`."""
+    from rayrec.training.launchers import ray_worker
 
     return ray_worker.train_worker(arguments)
 

@@ -21,8 +21,8 @@ from rayrec.checkpoint import write_token
 from rayrec.cluster.layout import Launched
 from rayrec.config import InputError, line_of
 from rayrec.data.threads import ThreadEngine
-from rayrec.training.assignment import Assignment, Launch
-from rayrec.training.in_process_worker import watched, work
+from rayrec.training.launchers.assignment import Assignment, Launch
+from rayrec.training.launchers.process_worker import watched, work
 from rayrec.training.mailbox import LocalMailbox, Wish
 from rayrec.training.process_group import group_arguments, use_device
 from rayrec.training.signals import Signals
@@ -143,7 +143,7 @@ class StoreMailbox:
 
 
 def train_first(config: TrainConfig, launch: Launch, *, launched: Launched, meeting: Meeting) -> dict[str, Any] | None:
-    """The first process's worker, and what the others need for theirs; see `rayrec.training.in_process_worker.train_here`."""
+    """The first process's worker, and what the others need for theirs; see `rayrec.training.launchers.process_worker.train_here`."""
     token = write_token(launch.folder, max_outage_s=config.failure.max_outage_s)
     mailbox, engine = StoreMailbox(meeting, launched), _engine(config, launched)
     assignment = Assignment.of(launch, config, engine, mailbox, token)

@@ -9,7 +9,7 @@ from rayrec.cluster.connection import IN_PROCESS, Layout, is_in_process
 from rayrec.config import InputError
 from rayrec.data.engine import StreamEngine
 from rayrec.observe.console import Console
-from rayrec.training.assignment import Launch
+from rayrec.training.launchers.assignment import Launch
 from rayrec.workloads.base import TrainConfig
 
 
@@ -44,10 +44,10 @@ class Launcher(Protocol):
 def launcher_of(config: TrainConfig) -> Launcher:
     """What the configuration and the environment ask for. Raises InputError for settings that contradict each other."""
     if trains_in_process(config):
-        from rayrec.training.in_process import InProcessLauncher
+        from rayrec.training.launchers.process_launcher import InProcessLauncher
 
         return InProcessLauncher(config)
-    from rayrec.training.on_ray import RayLauncher
+    from rayrec.training.launchers.ray_launcher import RayLauncher
 
     return RayLauncher(config)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rayrec.training import store_watch
-from rayrec.training.store_watch import StoreWatch
+from rayrec.training.launchers import store_watch
+from rayrec.training.launchers.store_watch import StoreWatch
 
 
 @pytest.fixture

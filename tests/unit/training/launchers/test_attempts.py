@@ -19,8 +19,8 @@ from rayrec.cluster import connection, prestart
 from rayrec.cluster.connection import Node
 from rayrec.config import InputError
 from rayrec.data.placement import TaskPlacement
-from rayrec.training import attempts
-from rayrec.training.assignment import Launch
+from rayrec.training.launchers import attempts
+from rayrec.training.launchers.assignment import Launch
 from rayrec.training.signals import Signals
 from rayrec.workloads.base import TrainConfig
 

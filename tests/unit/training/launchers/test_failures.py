@@ -16,7 +16,7 @@ from ray.train.v2.api.exceptions import ControllerError, PreemptionError, Worker
 from ray.train.v2.api.preemption import PreemptionInfo
 
 from rayrec.config import InputError
-from rayrec.training.failures import (
+from rayrec.training.launchers.failures import (
     Tolerance,
     cause_of,
     errors_in_code,

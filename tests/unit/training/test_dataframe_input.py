@@ -17,7 +17,7 @@ from rayrec.config import InputError
 from rayrec.observe.console import Console
 from rayrec.recipes.criteo import criteo_demo
 from rayrec.schema import Schema
-from rayrec.training import materialized
+from rayrec.training import dataframe_input
 from rayrec.workloads.base import TrainConfig
 
 SCHEMA = Schema(label="liked", dense=("age",), sparse=("user", "movie"), tokens="any", delimiter=",")
@@ -46,8 +46,8 @@ def write(config: TrainConfig, data: Any, *, resumes: bool = False) -> list[str]
     """The notes of writing it as the training data of a run."""
     notes: list[str] = []
     run = storage.join(config.storage_path, "run")
-    placed = materialized.with_paths(config, run, {"train_data": data})
-    materialized.write(placed, run, {"train_data": data}, resumes=resumes, note=notes.append)
+    placed = dataframe_input.with_paths(config, run, {"train_data": data})
+    dataframe_input.write(placed, run, {"train_data": data}, resumes=resumes, note=notes.append)
     assert placed.train_data.path == f"{run}/data/train"
     return notes
 
@@ -74,8 +74,8 @@ def test_a_run_on_a_frame_is_the_run_on_its_parquet_file(tmp_path: Path) -> None
 
 
 def test_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(materialized, "_GROUP_ROWS", 100)
-    monkeypatch.setattr(materialized, "_FILE_ROWS", 200)
+    monkeypatch.setattr(dataframe_input, "_GROUP_ROWS", 100)
+    monkeypatch.setattr(dataframe_input, "_FILE_ROWS", 200)
     (note,) = write(config(tmp_path), ratings())
     place = tmp_path / "run" / "data" / "train"
     assert note == f"{place}: 600 rows were written there as Parquet (once); the run reads its train_data from there"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rayrec.data.stage_times import BlockTimes, StageAccount
-from rayrec.training import data_report
-from rayrec.training.data_report import DataReport, data_fields
+from rayrec.training import step_log
+from rayrec.training.step_log import DataReport, data_fields
 
 
 def test_fields() -> None:
@@ -47,12 +47,12 @@ def test_an_event_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     account.add(BlockTimes(10, {"read": 0.1}, {"read": 0.1}, {"read": 0.0}, time.time()))
     tell(1)
     assert events == []  # too soon, and not forgotten
-    monkeypatch.setattr(data_report, "_LEAST_S", 0.0)
+    monkeypatch.setattr(step_log, "_LEAST_S", 0.0)
     tell(2)
     assert [(event["kind"], event["step"], event["rows"]) for event in events] == [("data", 2, 10)]
     tell(3)
     assert len(events) == 1  # nothing happened since
-    monkeypatch.setattr(data_report, "_MOST_S", 0.0)
+    monkeypatch.setattr(step_log, "_MOST_S", 0.0)
     tell(4)
     assert (events[1]["rows"], events[1]["stages"]) == (0, [])
 

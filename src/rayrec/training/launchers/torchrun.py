@@ -13,13 +13,13 @@ from rayrec.config import InputError, line_of
 from rayrec.data.engine import StreamEngine
 from rayrec.data.threads import ThreadEngine
 from rayrec.observe.console import Console
-from rayrec.training.assignment import Launch
+from rayrec.training.launchers.assignment import Launch
 from rayrec.training.preflight import layout_here
 from rayrec.training.signals import unsaved_cause
 from rayrec.workloads.base import TrainConfig
 
 if TYPE_CHECKING:
-    from rayrec.training.torchrun_worker import Meeting
+    from rayrec.training.launchers.torchrun_worker import Meeting
 
 
 def fitted(config: TrainConfig, launched: Launched) -> TrainConfig:
@@ -56,7 +56,7 @@ class TorchrunLauncher:
         return ThreadEngine(machine.usable_cpus(granted=None), max_outage_s=max_outage_s)
 
     def run(self, launch: Launch) -> dict[str, Any] | None:
-        from rayrec.training.torchrun_worker import train_first
+        from rayrec.training.launchers.torchrun_worker import train_first
 
         signals = launch.signals
         launch.events.write("attempt", number=self._launched.restarts + 1, num_workers=self._launched.world_size)

@@ -17,9 +17,10 @@ from rayrec import recipes
 from rayrec.cluster.layout import Launched
 from rayrec.config import InputError
 from rayrec.observe.console import Console
-from rayrec.training import torchrun_worker, trainer
-from rayrec.training.torchrun import fitted
-from rayrec.training.torchrun_worker import Meeting, StoreMailbox, end, train_other
+from rayrec.training import trainer
+from rayrec.training.launchers import torchrun_worker
+from rayrec.training.launchers.torchrun import fitted
+from rayrec.training.launchers.torchrun_worker import Meeting, StoreMailbox, end, train_other
 
 FOUND = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "node", "MASTER_PORT": "1"}
 

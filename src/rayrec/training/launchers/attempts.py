@@ -22,13 +22,13 @@ from rayrec.cluster import connection, prestart
 from rayrec.compat.ray_compat import ControllerCallback, PlacementGroupID, WorkerGroupCallback, data_parallel_trainer
 from rayrec.config import InputError
 from rayrec.ingest.ray_engine import RayEngine
-from rayrec.training.assignment import Assignment, Launch
-from rayrec.training.failures import Tolerance, cause_of, is_without_room, worker_failures
+from rayrec.training.launchers.assignment import Assignment, Launch
+from rayrec.training.launchers.failures import Tolerance, cause_of, is_without_room, worker_failures
+from rayrec.training.launchers.ray_backend import WORKER_MODULE, ProcessGroup, train_worker
+from rayrec.training.launchers.ray_control_channel import StopRequest
 from rayrec.training.profiling import watched_requests, worker_variables
-from rayrec.training.ray_backend import WORKER_MODULE, ProcessGroup, train_worker
-from rayrec.training.ray_mailbox import StopRequest
 from rayrec.training.signals import Grace, unsaved_cause
-from rayrec.training.stopping import MORE_WORKERS, NO_DATA_NODES
+from rayrec.training.stop_monitor import MORE_WORKERS, NO_DATA_NODES
 from rayrec.workloads.base import TrainConfig
 
 _LOOK_S = 0.1
