@@ -16,8 +16,8 @@ from rayrec.config import InputError
 from rayrec.observe.console import Console
 from rayrec.training.signals import Signals
 from rayrec.tuning.config import TuneConfig
-from rayrec.tuning.on_ray import RayPool
-from rayrec.tuning.trial import Job, Standing, folder_of
+from rayrec.tuning.ray_pool import RayPool
+from rayrec.tuning.trials import Job, Standing, folder_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended]
 

@@ -1,1 +1,1 @@
-"""cluster."""
+"""Reaches, starts and supervises clusters; never loads torch."""

@@ -1,1 +1,1 @@
-"""environment."""
+"""What is installed here, and whether it works."""

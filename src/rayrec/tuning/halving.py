@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from rayrec.tuning.config import TuneConfig
-from rayrec.tuning.trial import Job, Standing, folder_of
+from rayrec.tuning.trials import Job, Standing, folder_of
 from rayrec.workloads.base import TrainConfig
 
 _MOST_COST: Final = 1 / 6

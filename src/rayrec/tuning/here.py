@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import final
 
-from rayrec.tuning.trial import Job, train_part
+from rayrec.tuning.trials import Job, train_part
 
 
 @final

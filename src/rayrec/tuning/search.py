@@ -32,7 +32,7 @@ from rayrec.tuning.halving import Pool, cost, run_waves, shares_of
 from rayrec.tuning.here import HerePool
 from rayrec.tuning.report import render, table_text
 from rayrec.tuning.space import Space, with_values
-from rayrec.tuning.trial import Standing, folder_of, validations_in
+from rayrec.tuning.trials import Standing, folder_of, validations_in
 from rayrec.workloads.base import ClusterConfig, RunContext, TrainConfig
 from rayrec.workloads.recsys.workload import ClickWorkload, Prepared
 
@@ -118,7 +118,7 @@ def _trained(
             console.note(f"{len(configs)} trials, of which {share:.1%} of all steps are to be trained")
             if wanted.address == connection.IN_PROCESS:
                 return HerePool()
-            from rayrec.tuning.on_ray import ray_pool
+            from rayrec.tuning.ray_pool import ray_pool
 
             return stack.enter_context(ray_pool(wanted, options, configs[0], console=console))
 

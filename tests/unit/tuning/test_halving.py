@@ -11,10 +11,10 @@ import pytest
 
 from rayrec import recipes
 from rayrec.config import InputError, line_of
-from rayrec.tuning import trial
+from rayrec.tuning import trials
 from rayrec.tuning.config import TuneConfig
 from rayrec.tuning.halving import best_of, cost, num_kept, order_of_trials, run_waves, shares_of
-from rayrec.tuning.trial import Job, Standing, chosen, folder_of
+from rayrec.tuning.trials import Job, Standing, chosen, folder_of
 from rayrec.workloads.base import TrainConfig
 
 THIRDS = TuneConfig()
@@ -152,9 +152,9 @@ def test_failed_trial_records_whether_it_can_retry(
     def fail(*arguments: Any, **options: Any) -> None:
         raise error from cause
 
-    monkeypatch.setattr(trial, "train_until", fail)
+    monkeypatch.setattr(trials, "train_until", fail)
     (config,) = configs(tmp_path, 1)
-    trial.train_part(Job(0, config, 0, 1.0, "auroc"))
+    trials.train_part(Job(0, config, 0, 1.0, "auroc"))
     found = Standing.of(folder_of(config))
     assert (found.state, found.error, found.can_retry) == ("failed", line_of(error), can_retry)
 

@@ -22,7 +22,7 @@ from rayrec.observe.events import read_events
 from rayrec.schema import Feature, Label, Schema
 from rayrec.training import trainer
 from rayrec.tuning import search as of_searches
-from rayrec.tuning import trial as of_trials
+from rayrec.tuning import trials as of_trials
 from rayrec.workloads.base import TrainConfig
 
 RATE = "workload.dense_optimizer.learning_rate"

@@ -1,1 +1,1 @@
-"""launchers."""
+"""Who runs the workers: this process, torchrun or Ray Train."""

@@ -17,7 +17,7 @@ from rayrec.config import InputError
 from rayrec.observe.console import Console
 from rayrec.training.signals import Signals
 from rayrec.tuning.config import TuneConfig
-from rayrec.tuning.trial import Job, failed, train_part
+from rayrec.tuning.trials import Job, failed, train_part
 from rayrec.workloads.base import ClusterConfig, TrainConfig
 
 _POLL_S: Final = 0.2
