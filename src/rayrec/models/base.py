@@ -155,7 +155,8 @@ class ClickModelConfig(Config):
     @abstractmethod
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         """The network without its tables: forward(dense, embedded) takes dense features (rows, num_dense) float32 and
-        `rayrec.layers.keyed_embeddings.Embedded`, and gives float32 logits (rows,) by the name of the label, in a dict, which may hold
+        `rayrec.layers.keyed_embeddings.Embedded`, and gives float32 logits (rows,) by the name of the label, in a dict, which
+        may hold
         more that the network's loss needs.
 
         The loss is binary cross entropy, and for several labels the sum of their losses: squared error for a label that is a

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayrec import checkpoint, storage
-from rayrec.checkpoint import Checkpoint, DamagedError, reader, writer
+from rayrec.checkpoint import Checkpoint, DamagedError, writer
+from rayrec.checkpoint import reader as reader_module
 from rayrec.checkpoint.format import UnreadableError
 from rayrec.config import InputError
 
@@ -34,9 +35,11 @@ def _read(folder: str, rows: tuple[int, int], columns: tuple[int, int], range_by
     entry = Checkpoint(folder).manifest()["tensors"]["a"]
     (chunk,) = entry["chunks"]
     target = torch.zeros(rows[1], columns[1])
-    reader = reader._Reader(folder, 100)
+    reader = reader_module._Reader(folder, 100)
     reader.range_bytes = range_bytes
-    reader._run(reader._copies_of(reader, reader._Rows("a", torch.float32, chunk), (rows, columns), target))
+    reader._run(
+        reader_module._copies_of(reader, reader_module._Rows("a", torch.float32, chunk), (rows, columns), target)
+    )
     return target
 
 
@@ -77,7 +80,7 @@ def test_damage_elsewhere_is_not_seen_and_not_read(saved: tuple[str, torch.Tenso
 
 def test_blocks_are_read_once_where_rows_fit_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "BLOCK_BYTES", 1024)
-    monkeypatch.setattr(reader, "_RANGE_BYTES", 4096)
+    monkeypatch.setattr(reader_module, "_RANGE_BYTES", 4096)
     values = torch.randn(512, 8)  # 16 KiB
     path = f"file://{tmp_path}/step_00000001"
     checkpoint.save(path, {"a": values}, state={})

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from rayrec import checkpoint
-from rayrec.checkpoint import Checkpoint, reader, row_reading
+from rayrec.checkpoint import Checkpoint, row_reading
+from rayrec.checkpoint import reader as reader_module
 from rayrec.checkpoint.reader import TableReader
 from rayrec.checkpoint.row_map import RowMap
 from rayrec.checkpoint.row_reading import restore_rows
@@ -39,7 +40,7 @@ def permuted() -> RowMap:
 def test_parts_of_any_plan_get_the_rows_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row_map: RowMap, window_bytes: int
 ) -> None:
-    monkeypatch.setattr(reader, "_WINDOW_BYTES", window_bytes)
+    monkeypatch.setattr(reader_module, "_WINDOW_BYTES", window_bytes)
     saved, table = stored(tmp_path)
     start = -torch.arange(1, ROWS * COLUMNS + 1, dtype=torch.float32).view(ROWS, COLUMNS)
     sources = row_map.of(0, ROWS)
@@ -60,7 +61,7 @@ def test_parts_of_any_plan_get_the_rows_of_the_whole(
 
 
 def test_only_ranges_that_are_needed_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "_WINDOW_BYTES", 5 * COLUMNS * 4)
+    monkeypatch.setattr(reader_module, "_WINDOW_BYTES", 5 * COLUMNS * 4)
     saved, _ = stored(tmp_path)
     read: list[tuple[int, int]] = []
     rows = TableReader.rows

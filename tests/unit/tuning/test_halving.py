@@ -36,8 +36,8 @@ def test_shares_and_cost() -> None:
     assert cost(1, THIRDS) == 1.0
     assert cost(10, TuneConfig(stop_early=False)) == pytest.approx(1.0)
     for keep in (0.05, 0.1, 0.2, 0.25, 1 / 3, 0.4, 0.5):
-        for trials in (60, 100, 1000):
-            assert cost(trials, TuneConfig(keep_fraction=keep)) < 0.2
+        for num_trials in (60, 100, 1000):
+            assert cost(num_trials, TuneConfig(keep_fraction=keep)) < 0.2
 
 
 @pytest.mark.parametrize(

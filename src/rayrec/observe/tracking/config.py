@@ -67,7 +67,8 @@ class TrackersConfig(Config):
 
     def build(self, folder: str, config: Config) -> Makers:
         """What makes each tracker of the run in `folder` (its whole configuration is `config`), by its name; that for
-        Prometheus, which needs Ray, is in `rayrec.training.launchers.ray_metrics`. Nothing is imported or reached before they are called."""
+        Prometheus, which needs Ray, is in `rayrec.training.launchers.ray_metrics`. Nothing is imported or reached before they
+        are called."""
         values = config.to_dict()
         makers: Makers = {}
         if self.tensorboard:

@@ -143,7 +143,8 @@ class StoreMailbox:
 
 
 def train_first(config: TrainConfig, launch: Launch, *, launched: Launched, meeting: Meeting) -> dict[str, Any] | None:
-    """The first process's worker, and what the others need for theirs; see `rayrec.training.launchers.process_worker.train_here`."""
+    """The first process's worker, and what the others need for theirs; see
+    `rayrec.training.launchers.process_worker.train_here`."""
     token = write_token(launch.folder, max_outage_s=config.failure.max_outage_s)
     mailbox, engine = StoreMailbox(meeting, launched), _engine(config, launched)
     assignment = Assignment.of(launch, config, engine, mailbox, token)
