@@ -28,7 +28,7 @@ UNNEEDED = {
             # Of stores that are not read through it: rayrec.storage fetches the shards.
             "azure-identity", "azure-storage-blob", "azure-storage-file-datalake", "google-cloud-storage", "oci", "paramiko",
             "matplotlib",  # of its simulator
-            "torchvision",  # of streaming.vision, which data/mds.py keeps out; beside a CPU build of torch pip's build dies
+            "torchvision",  # of streaming.vision, which data/text/mds.py keeps out; beside a CPU build of torch pip's build dies
             "numpy",  # below 2.2, which nothing in it depends on
         }
     )

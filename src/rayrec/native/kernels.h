@@ -10,7 +10,7 @@
 
 enum { RAYREC_MAX_COLUMNS = 64, RAYREC_TEXT_PADDING = 64 };
 
-/* Why a row was refused. Kept in step with FAULT_KINDS in data/parsing.py. */
+/* Why a row was refused. Kept in step with FAULT_KINDS in data/logs/text_parser.py. */
 enum rayrec_fault_kind {
     FAULT_EMPTY_LINE,
     FAULT_TOO_FEW_COLUMNS,
@@ -52,7 +52,7 @@ static inline uint64_t rayrec_mix(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-/* How one sparse column turns a token into an id: the rule of SparseColumn in data/rules.py. */
+/* How one sparse column turns a token into an id: the rule of SparseColumn in data/encoding/rules.py. */
 typedef struct {
     const uint64_t *slots;  /* open addressing: token << 32 | id + 1, 0 where free; NULL: hashed, id = base + token % modulo */
     uint64_t mask;          /* number of slots - 1 */

@@ -158,7 +158,7 @@ class SparseOptimizerConfig(Config):
 
     @property
     def own_rule(self) -> bool:
-        """Whether rayrec updates the tables after the backward pass (`models/table_adam.py`), and no fused kernel in it."""
+        """Whether rayrec updates the tables after the backward pass (`optim/table_adam.py`), and no fused kernel in it."""
         return self.kind in ("adam", "adamw", "sparse_adam")
 
     def state_bytes(self, rows: int, columns: int) -> int:

@@ -17,7 +17,7 @@ from rayrec.workloads.speed_probe import MeasuredSpeed, Target
 
 Limit = Literal["model", "network", "data", "cpus"]
 _KEPT_IN_RESERVE: Final = 0.5
-"""Of the CPUs of a pipeline that has room for several tasks; see data/ray_tasks.py."""
+"""Of the CPUs of a pipeline that has room for several tasks; see ingest/ray_engine.py."""
 _OPTIONAL: Final = ("memory_gb", "gpu_memory_gb", "gpu_rows_per_s", "network_gbit", "inside_gbit")
 """What a cluster may leave open."""
 

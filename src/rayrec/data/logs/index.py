@@ -416,7 +416,7 @@ def gunzip(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 def source_of(path: str) -> tuple[str, str]:
     """What tells apart the user's file that a segment's rows come from, and its name with the partitions it is in, if it was
-    unpacked (see `unpacked_path`) or written again in several parts (see data/row_groups.py)."""
+    unpacked (see `unpacked_path`) or written again in several parts (see data/logs/parquet.py)."""
     folder, base = storage.folder_of(path), storage.name_of(path)
     plain = folder.partition("?")[0]
     partitions = "".join(f"{name}/" for name in partition_names(plain))

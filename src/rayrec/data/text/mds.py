@@ -5,7 +5,7 @@ makes trouble under Ray is kept out:
 
 - *Ranks.* It takes RANK and WORLD_SIZE from the environment, meets its like in barriers of torch.distributed, and has one local
   process fetch for the others; where one comes late or dies, all hang. Here each is alone in a world of one. The processes of a
-  node share files, not state (data/shard_cache.py): who needs a shard first fetches it, under a lock that ends with its holder.
+  node share files, not state (storage/cache.py): who needs a shard first fetches it, under a lock that ends with its holder.
 - *Shared memory.* Its segments take the first free number of the machine, collide with those of other runs, and outlive a
   killed process ("Reused local directory"). Here their names are random and go once they are mapped: nothing is left to clean,
   and nobody else's is cleaned.

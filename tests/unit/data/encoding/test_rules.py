@@ -1,4 +1,4 @@
-"""The rules of numbers and categories: the kernels, Arrow columns and an export's `encode.py` all follow data/rules.py."""
+"""One rule of ids and numbers (data/encoding/rules.py): the kernels, the Arrow path and an export's encode.py agree on it."""
 
 from __future__ import annotations
 
