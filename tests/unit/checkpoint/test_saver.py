@@ -309,7 +309,7 @@ def test_what_cannot_be_saved_is_refused_at_once(make_saver: MakeSaver, tmp_path
 
 def test_what_a_save_has_written_is_counted_while_it_is_under_way(make_saver: MakeSaver) -> None:
     saver, gate = make_saver(), threading.Event()
-    block = checkpoint.writing.BLOCK_BYTES
+    block = checkpoint.writer.BLOCK_BYTES
     with writes(gate.wait):
         assert saver.begin(1, {"a": torch.zeros(3 * block, dtype=torch.uint8)}, state={}, score=None)
         deadline_s = time.monotonic() + 30

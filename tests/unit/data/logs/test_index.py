@@ -376,11 +376,11 @@ def test_what_is_packed_well_is_unpacked_in_small_pieces() -> None:
 
 def test_a_checksum_finds_every_changed_byte() -> None:
     text = np.frombuffer(b"\n".join(LINES * 3)[:150], np.uint8).copy()
-    sums = [index.checksum(text[:length]) for length in range(len(text) + 1)]
+    sums = [log_index.checksum(text[:length]) for length in range(len(text) + 1)]
     for place in range(len(text)):
         for change in (1, 128):
             text[place] ^= change
-            sums.append(index.checksum(text))
+            sums.append(log_index.checksum(text))
             text[place] ^= change
     assert len(set(sums)) == len(sums)
     assert min(sums) >= 0
