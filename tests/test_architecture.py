@@ -23,7 +23,7 @@ HOUSE = {
     # count: (at most, margin); a bound that is more than the margin above the count fails too
     "files": (354, 3),
     "lines": (60_950, 300),
-    "crowded folders": (10, 0),
+    "crowded folders": (9, 0),
     "circles": (10, 0),
     "long signatures": (12, 0),
     "lines of tests": (53_650, 300),

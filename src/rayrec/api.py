@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rayrec.launch.supervision import SuperviseConfig
     from rayrec.launch.supervisor import Outcome
     from rayrec.observe.console import Console
-    from rayrec.observe.start_up import Stopwatch
+    from rayrec.observe.timing import Stopwatch
     from rayrec.prepare.config import PreparationConfig
     from rayrec.prepare.preprocess import Format
     from rayrec.prepare.split_tasks import By

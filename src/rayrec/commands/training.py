@@ -24,7 +24,7 @@ from rayrec.launch.policy import Policy
 from rayrec.launch.supervision import SuperviseConfig
 from rayrec.launch.torchrun import Launched
 from rayrec.observe.console import Console
-from rayrec.observe.start_up import Stopwatch
+from rayrec.observe.timing import Stopwatch
 from rayrec.recipes import ALL
 from rayrec.tuning.config import TuneConfig
 
