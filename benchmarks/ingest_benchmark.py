@@ -1,16 +1,18 @@
-"""Raw TSV to training batches with a null trainer: ours through Ray Data and by threads of one process, the same kernels without
-either, and the notebook's pipeline."""
+"""A raw log to training batches with a null trainer: ours through Ray Data and by threads of one process, the same kernels
+without either, and for Criteo's TSV the notebook's pipeline. A log of any tokens comes as Parquet and as CSV."""
 
 from __future__ import annotations
 
 import functools
 import os
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pyarrow.csv
 import ray
-from logs import synthetic_log
+from logs import ANY, any_log, synthetic_log
 from peers.notebook_ingest import batches as notebook_batches
 from peers.notebook_ingest import vocabularies_of
 from rows import emit, interleaved, part, say, timed
@@ -22,12 +24,12 @@ from rayrec.data.encoding.preprocessor import Preprocessor, share_preprocessor
 from rayrec.data.encoding.presets import ALL, RAYREC, Preset, make_preprocessor
 from rayrec.data.engine import InProcess, Shared, StreamEngine
 from rayrec.data.log_source import open_log
-from rayrec.data.logs.index import Block, Part, select
+from rayrec.data.logs.index import LogIndex, select
 from rayrec.data.logs.reading import encode_block
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA
-from rayrec.ingest.block_order import EpochOrder, Position
+from rayrec.ingest.block_order import Block, EpochOrder, Part, Position
 from rayrec.ingest.loader import ClickLoader, Slicer
 from rayrec.ingest.ray_engine import (
     ITEMS_A_TASK,
@@ -41,6 +43,7 @@ from rayrec.ingest.ray_engine import (
 )
 from rayrec.ingest.stream import encode_task
 from rayrec.native import keep_freed_memory
+from rayrec.schema import Schema
 
 BATCH_SIZE = 2048
 EPOCHS = 3
@@ -86,26 +89,35 @@ class Peak:
         self._thread.join()
 
 
-def prepare(rows: int, preset: Preset = RAYREC) -> tuple[EpochOrder, Shared[Preprocessor], Preprocessor]:
-    path = synthetic_log(rows)
-    engine = RayEngine(TaskPlacement())
-    index = open_log(
+def indexed(path: str, schema: Schema, engine: StreamEngine, cache: str) -> LogIndex:
+    return open_log(
         path,
-        SCHEMA,
+        schema,
         segment_bytes=2 << 20,
         engine=engine,
-        cache_folder=os.path.dirname(path) + "/.cache",
+        cache_folder=cache,
         note=say,
         progress=lambda *_: None,
     )
+
+
+def prepare(
+    path: str, preset: Preset = RAYREC, schema: Schema = SCHEMA
+) -> tuple[EpochOrder, Shared[Preprocessor], Preprocessor]:
+    engine = RayEngine(TaskPlacement())
+    index = indexed(path, schema, engine, os.path.dirname(path) + "/.cache")
     parts = tuple(Part(segment, start, stop) for segment, start, stop in select(index, 0, index.rows))
-    with count_log(preset.counting(SCHEMA), parts, engine=engine) as counts:
-        preprocessor = make_preprocessor(preset, SCHEMA, counts)
+    with count_log(preset.counting(schema), parts, engine=engine) as counts:
+        preprocessor = make_preprocessor(preset, schema, counts)
     return EpochOrder(parts, "window", 0, 16), share_preprocessor(preprocessor, engine), preprocessor
 
 
 def through(
-    engine: StreamEngine, order: EpochOrder, preprocessor: Shared[Preprocessor], preset: Preset = RAYREC
+    engine: StreamEngine,
+    order: EpochOrder,
+    preprocessor: Shared[Preprocessor],
+    preset: Preset = RAYREC,
+    schema: Schema = SCHEMA,
 ) -> float:
     """Rows/s of one worker's loader that has all cores for its data tasks."""
 
@@ -113,7 +125,7 @@ def through(
         loader = ClickLoader(
             order,
             preprocessor,
-            schema=preset.inputs(SCHEMA),
+            schema=preset.inputs(schema),
             epochs=EPOCHS,
             batch_size=BATCH_SIZE,
             rank=0,
@@ -178,7 +190,7 @@ def main(*, quick: bool) -> None:
     on_ray = RayEngine(TaskPlacement())
     rows = 500_000 if quick else 3_000_000
     peer_rows = 50_000 if quick else 200_000
-    order, shared, preprocessor = prepare(rows)
+    order, shared, preprocessor = prepare(synthetic_log(rows))
     peer_path = synthetic_log(peer_rows)
     vocabularies = vocabularies_of(peer_path, peer_rows)
 
@@ -238,13 +250,15 @@ def main(*, quick: bool) -> None:
     )
     with part("ingest", f"{workload}, by preset"):
         by_preset(on_ray, workload, rows=rows, repeats=2 if quick else 3)
+    with part("ingest", "any tokens"):
+        any_tokens(on_ray, rows=rows // 10, repeats=repeats)
     with part("ingest", "peak private memory of all Ray processes"):
         memory(on_ray, rows)
     ray.shutdown()
 
 
 def by_preset(engine: StreamEngine, workload: str, *, rows: int, repeats: int) -> None:
-    prepared = {name: prepare(rows, preset) for name, preset in ALL.items()}
+    prepared = {name: prepare(synthetic_log(rows), preset) for name, preset in ALL.items()}
     by_profile = interleaved(
         repeats,
         **{name: lambda name=name: through(engine, prepared[name][0], prepared[name][1], ALL[name]) for name in ALL},
@@ -261,10 +275,46 @@ def by_preset(engine: StreamEngine, workload: str, *, rows: int, repeats: int) -
         )
 
 
+def any_tokens(engine: StreamEngine, *, rows: int, repeats: int) -> None:
+    """A log of strings, integers and floats: read as Parquet, and as CSV opened for the first time (later it is Parquet)."""
+    order, shared, preprocessor = prepare(any_log(rows, ".parquet"), schema=ANY)
+    path = any_log(rows, ".csv")
+
+    def opened() -> float:
+        with tempfile.TemporaryDirectory() as cache:
+            index, seconds = timed(lambda: indexed(path, ANY, ThreadEngine(2), cache))
+        assert index.rows == rows
+        return rows / seconds
+
+    rates = interleaved(
+        repeats,
+        ours=lambda: through(engine, order, shared, schema=ANY),
+        threads=lambda: through(ThreadEngine(2), order, InProcess(preprocessor), schema=ANY),
+        kernels=lambda: without_ray(order, preprocessor),
+        opened=opened,
+        arrow=lambda: rows / timed(lambda: pyarrow.csv.read_csv(path))[1],
+    )
+    workload = f"any tokens, Parquet -> shuffled batches of {BATCH_SIZE}, 2 CPUs"
+    for ours, peer, of_ours, peer_text in (
+        ("ours", "kernels", workload, "the same kernels in two threads"),
+        ("threads", "kernels", f"{workload}, threads of one process", "the same kernels in two threads"),
+        ("opened", "arrow", "any tokens, CSV opened for the first time, 2 threads", "pyarrow.csv reads the file"),
+    ):
+        emit(
+            "ingest",
+            peer=peer_text,
+            workload=of_ours,
+            value=rates[ours],
+            ratio=rates[ours] / rates[peer],
+            repeats=repeats,
+            peer_rows_per_s=round(rates[peer]),
+        )
+
+
 def memory(engine: StreamEngine, rows: int) -> None:
     peaks = {}
     for size in (rows // 4, rows):
-        small, small_shared, _ = prepare(size)
+        small, small_shared, _ = prepare(synthetic_log(size))
         time.sleep(1)
         with Peak() as peak:
             through(engine, small, small_shared)

@@ -54,7 +54,8 @@ async def run(
     *, port: int, path: str, body: str, connections: int, seconds: float, warm_s: float, rate: float | None
 ) -> dict[str, Any]:
     content = await asyncio.to_thread(Path(body).read_bytes)
-    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: text/tab-separated-values\r\n"
+    content_type = "application/json" if body.endswith(".json") else "text/tab-separated-values"
+    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: {content_type}\r\n"
     request = head.encode() + f"content-length: {len(content)}\r\n\r\n".encode() + content
     loop = asyncio.get_running_loop()
     made = [await loop.create_connection(Connection, "127.0.0.1", port) for _ in range(connections)]

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+
 from rayrec.data.synthetic import generate
+from rayrec.schema import Schema
+
+ANY = Schema(
+    label="clicked",
+    dense=tuple(f"number_{i}" for i in range(13)),
+    sparse=(*(f"name_{i}" for i in range(20)), *(f"code_{i}" for i in range(6))),
+    tokens="any",
+)
+"""Numbers with a fraction, categories that are strings, and categories that are integers."""
 
 
 def synthetic_log(rows: int, *, seed: int = 0) -> str:
@@ -24,6 +39,28 @@ def dated_log(rows: int, days: int, *, drift: int) -> list[str]:
     if not os.path.exists(os.path.join(folder, "truth.json")):
         generate(folder, rows=rows, days=days, drift=drift, first_date="2026-01-01")
     return sorted(os.path.join(folder, name) for name in os.listdir(folder) if name.startswith("dt="))
+
+
+def any_log(rows: int, suffix: str) -> str:
+    """Path of a log of any tokens (`ANY`), as .parquet or .csv; made once per machine. Each tenth value is missing."""
+    folder = os.path.join(tempfile.gettempdir(), f"rayrec-benchmark-{os.getuid()}", f"any-{rows}")
+    path = os.path.join(folder, f"clicks{suffix}")
+    if not os.path.exists(path):
+        os.makedirs(folder, exist_ok=True)
+        random = np.random.default_rng(0)
+        columns = {"clicked": pa.array((random.random(rows) < 0.25).astype(np.int64))}
+        for name in (*ANY.dense, *ANY.sparse):
+            missing = random.random(rows) < 0.1
+            if name in ANY.dense:
+                columns[name] = pa.array(random.lognormal(size=rows).round(4), mask=missing)
+                continue
+            codes = random.zipf(1.2, rows) % 100_000
+            texts = [f"{name}-{code}" for code in range(100_000)] if name.startswith("name") else range(100_000)
+            columns[name] = pa.array(texts).take(pa.array(codes, mask=missing))
+        write = {".parquet": functools.partial(pq.write_table, row_group_size=8192), ".csv": pyarrow.csv.write_csv}
+        write[suffix](pa.table(columns), f"{path}.part")
+        os.replace(f"{path}.part", path)
+    return path
 
 
 def preprocessor_of(path: str) -> str:

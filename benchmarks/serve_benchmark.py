@@ -1,13 +1,14 @@
-"""Raw TSV rows in, scores out, over HTTP with criteo_kaggle's network: latency and requests/s at 1, 16 and 64 connections, of
-single rows and of 256 and 2048, with the load from a separate process. Peers: bare Ray Serve handlers (the same forward
-over preprocessed rows; a small MLP), the limit of Ray Serve's proxy; our server without that proxy (--ingress direct), and
-behind the HAProxy that Ray Serve has in place of its own (RAY_SERVE_ENABLE_HA_PROXY=1); within one process against the bare
-forward and ONNX Runtime. `--soak MINUTES` instead: 70 % of the peak with another model every 20 s, the checkpoint and its export
-in turn, by either ingress; failures and memory."""
+"""Raw rows in, as TSV and as JSON, scores out, over HTTP with criteo_kaggle's network: latency and requests/s at 1, 16 and 64
+connections, of single rows and of 256 and 2048, with the load from a separate process. Peers: bare Ray Serve handlers (the
+same forward over preprocessed rows; a small MLP), the limit of Ray Serve's proxy; our server without that proxy (--ingress
+direct), and behind the HAProxy that Ray Serve has in place of its own (RAY_SERVE_ENABLE_HA_PROXY=1); within one process
+against the bare forward and ONNX Runtime. `--soak MINUTES` instead: 70 % of the peak with another model every 20 s, the
+checkpoint and its export in turn, by either ingress; failures and memory."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -28,6 +29,8 @@ from rows import attempt, emit, in_turn, interleaved, median_of, part, say
 
 SIZES = (1, 256, 2048)
 CONNECTIONS = (1, 16, 64)
+FORMATS = {"tsv": "raw TSV", "json": "JSON"}
+"""Of a request's rows, and how workloads name them."""
 TARGETS = {
     "ours": "/v1/score",
     "bare handler, same forward over preprocessed rows": "/forward",
@@ -49,6 +52,19 @@ def load_rows(path: str, checkpoint: str, size: int) -> tuple[Any, bytes, Any]:
     raw, faults = parse(model.preprocessor.schema, text)
     assert not faults.total
     return model, text, model.preprocessor.encode(raw)
+
+
+def json_of(text: bytes) -> bytes:
+    """Lines in Criteo's format as the JSON body of a request."""
+    from rayrec.datasets.criteo import SCHEMA
+
+    dense, rows = set(SCHEMA.dense), []
+    for line in text.decode().splitlines():
+        named = zip(SCHEMA.columns, line.split("\t"), strict=True)
+        rows.append(
+            {name: int(value) if name in dense else value for name, value in named if value and name != "label"}
+        )
+    return json.dumps({"rows": rows}).encode()
 
 
 # -- what is measured, each in a process of its own
@@ -150,7 +166,7 @@ def host_swapping(*, path: str, checkpoint: str, export: str, ingress: Any, port
     print(json.dumps({"swaps": swaps, "memory_bytes": memory}), flush=True)
 
 
-def in_process(*, path: str, checkpoint: str, export: str, size: int, repeats: int) -> dict[str, float]:
+def in_process(*, path: str, checkpoint: str, export: str, format: Any, size: int, repeats: int) -> dict[str, float]:
     """Batches/s of each way to score, one thread: all of an answer but HTTP; the bare forward; ONNX Runtime's."""
     import numpy as np
     import torch
@@ -166,8 +182,10 @@ def in_process(*, path: str, checkpoint: str, export: str, size: int, repeats: i
     ids = np.stack(rows.ids, axis=1).astype(np.int64)
     np.testing.assert_allclose(onnx(rows.dense, ids), model.score(rows), atol=1e-4)
 
+    body = json_of(text) if format == "json" else text
+
     def answer() -> None:
-        answers, _, _ = answerer.answer([open_body(text, "tsv", schema=model.preprocessor.schema, max_rows=size)])
+        answers, _, _ = answerer.answer([open_body(body, format, schema=model.preprocessor.schema, max_rows=size)])
         answers[0].to_json(columns=False)  # type: ignore[union-attr]
 
     def rate(function: Any) -> float:
@@ -251,7 +269,7 @@ PERCENTILES = {"p50_ms": 0.5, "p95_ms": 0.95, "p99_ms": 0.99}
 
 
 def compare_http(
-    ports: dict[str, int], body: str, *, size: int, connections: int, seconds: float, repeats: int
+    ports: dict[str, int], body: str, *, format: str, size: int, connections: int, seconds: float, repeats: int
 ) -> None:
     """All targets in turn, `repeats` rounds."""
     targets = {
@@ -270,7 +288,9 @@ def compare_http(
     taken = in_turn(repeats, lambda number: calls, shown=lambda found: f"{found['requests_per_s']:,.0f} requests/s")
     rates = {name: median_of(found, lambda result: result["requests_per_s"]) for name, found in taken.items()}
     times = {name: percentiles_ms(found) for name, found in taken.items()}
-    say(f"  {size} rows, {connections} connections: {rates['ours']:,.0f} requests/s, {times['ours']}")
+    say(
+        f"  {FORMATS[format]}, {size} rows, {connections} connections: {rates['ours']:,.0f} requests/s, {times['ours']}"
+    )
     for name in targets:
         if name == "ours":
             continue
@@ -278,7 +298,7 @@ def compare_http(
         emit(
             "serve",
             peer=name,
-            workload=f"criteo_kaggle, raw TSV, {size} rows a request, {connections} connections",
+            workload=f"criteo_kaggle, {FORMATS[format]}, {size} rows a request, {connections} connections",
             unit="requests_per_s",
             value=rates["ours"],
             ratio=rates["ours"] / rates[name],
@@ -289,8 +309,8 @@ def compare_http(
         )
 
 
-def compare_in_process(*, size: int, repeats: int, **common: Any) -> None:
-    rates = child(__file__, "in_process", size=size, repeats=repeats, **common)
+def compare_in_process(*, format: str, size: int, repeats: int, **common: Any) -> None:
+    rates = child(__file__, "in_process", format=format, size=size, repeats=repeats, **common)
     for peer, name in (
         ("bare forward over preprocessed rows", "forward"),
         ("ONNX Runtime over preprocessed arrays", "onnx"),
@@ -298,7 +318,7 @@ def compare_in_process(*, size: int, repeats: int, **common: Any) -> None:
         emit(
             "serve",
             peer=peer,
-            workload=f"criteo_kaggle, in process, raw TSV to JSON, {size} rows a batch, 1 thread",
+            workload=f"criteo_kaggle, in process, {FORMATS[format]} to JSON, {size} rows a batch, 1 thread",
             unit="rows_per_s",
             value=rates["answer"] * size,
             ratio=rates["answer"] / rates[name],
@@ -352,28 +372,34 @@ def main(*, quick: bool) -> None:
         with open(path, "rb") as file:
             lines = [next(file) for _ in range(max(SIZES))]
         for size in SIZES:
-            bodies[size] = os.path.join(scratch, f"{size}.tsv")
-            Path(bodies[size]).write_bytes(b"".join(lines[:size]))
+            text = b"".join(lines[:size])
+            for format, content in (("tsv", text), ("json", json_of(text))):
+                bodies[format, size] = os.path.join(scratch, f"{size}.{format}")
+                Path(bodies[format, size]).write_bytes(content)
         if "--soak" in arguments:
             minutes = float(arguments[arguments.index("--soak") + 1])
             for ingress in ("serve", "direct"):
-                soak(bodies[256], minutes=minutes, ingress=ingress, export=export, **common)
+                soak(bodies["tsv", 256], minutes=minutes, ingress=ingress, export=export, **common)
             return
         repeats = 1 if quick else 3
-        for size in SIZES:
-            with part("serve", f"in process, {size} rows a batch"):
-                compare_in_process(size=size, repeats=repeats, export=export, **common)
+        for format, size in itertools.product(FORMATS, SIZES):
+            with part("serve", f"in process, {FORMATS[format]}, {size} rows a batch"):
+                compare_in_process(format=format, size=size, repeats=repeats, export=export, **common)
         ports = {"ray": free_ports(1), "direct": free_ports(1), "haproxy": free_ports(1)}
         with contextlib.ExitStack() as servers:
             for name, port in ports.items():
                 host = hosted(f"host_{name}", **common, port=port)
                 attempt(f"host_{name}", partial(servers.enter_context, host))  # requests to its port fail then
-            for size in SIZES:
-                for connections in CONNECTIONS:
-                    seconds = 1.0 if quick else 3.0
-                    compare_http(
-                        ports, bodies[size], size=size, connections=connections, seconds=seconds, repeats=repeats
-                    )
+            for (format, size), connections in itertools.product(bodies, CONNECTIONS):
+                compare_http(
+                    ports,
+                    bodies[format, size],
+                    format=format,
+                    size=size,
+                    connections=connections,
+                    seconds=1.0 if quick else 3.0,
+                    repeats=repeats,
+                )
 
 
 if __name__ == "__main__":

@@ -24,8 +24,7 @@ from recover_benchmark import BARE, first_step_after
 from rows import emit, in_turn, medians_of, say
 
 from rayrec.observe.events import read_events
-from rayrec.observe.start_up import in_order, starts
-from rayrec.observe.time_split import time_split
+from rayrec.observe.timing import in_order, starts, time_split
 
 LIGHTGBM = Path(__file__).parent / "peers" / "lightgbm_clicks.py"
 TORCHREC = Path(__file__).parent / "peers" / "plain_dlrm.py"

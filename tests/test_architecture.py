@@ -7,15 +7,32 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import grimp
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from rayrec.environment.doctor import closure
 from rayrec.environment.installation import installed_distributions
+
+HOUSE = {
+    # count: (at most, margin); a bound that is more than the margin above the count fails too
+    "files": (364, 60),
+    "lines": (61_000, 6_000),
+    "crowded folders": (7, 7),
+    "circles": (9, 9),
+    "long signatures": (12, 12),
+    "lines of tests": (54_500, 12_000),
+}
+"""Size and shape of src/rayrec, and the size of tests. These only fall: lower a bound in the commit that lowers its count."""
+MOST_FILES = 15
+"""Of a folder, beside its __init__.py; a folder with more is crowded."""
+MOST_PARAMETERS = 8
+"""Of a function, beside self and cls; a signature with more is long."""
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "src" / "rayrec").rglob("*.py"))
@@ -32,6 +49,75 @@ def test_imports_point_down() -> None:
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "Contracts: 5 kept, 0 broken" in run.stdout
+
+
+# -- size and shape
+
+
+def _lines(paths: Iterable[Path]) -> int:
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def _circles(graph: grimp.ImportGraph) -> list[frozenset[str]]:
+    """Modules that import each other, over others too; imports in functions and for type checkers count."""
+    above = {module: graph.find_upstream_modules(module) for module in graph.modules}
+    groups = {frozenset({here, *(other for other in above[here] if here in above[other])}) for here in above}
+    return [group for group in groups if len(group) > 1]
+
+
+def _long_signatures(path: Path) -> list[str]:
+    functions = (
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    return [
+        f"{path}:{function.lineno} {function.name}"
+        for function in functions
+        for given in [(*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
+        if len([argument for argument in given if argument.arg not in ("self", "cls")]) > MOST_PARAMETERS
+    ]
+
+
+def _house() -> dict[str, int | list[str]]:
+    """The counts of `HOUSE`, or the places that are counted."""
+    folders = Counter(_relative(path.parent) for path in MODULES if path.name != "__init__.py")
+    graph = grimp.build_graph("rayrec", cache_dir=None)
+    return {
+        "files": len(MODULES),
+        "lines": _lines(MODULES),
+        "crowded folders": [f"{folder} {files}" for folder, files in folders.items() if files > MOST_FILES],
+        "circles": [" <-> ".join(sorted(circle)) for circle in _circles(graph)],
+        "long signatures": [place for path in MODULES for place in _long_signatures(path)],
+        "lines of tests": _lines((ROOT / "tests").rglob("*.py")),
+    }
+
+
+def test_house_stays_within_its_bounds() -> None:
+    found = _house()
+    counts = {name: places if isinstance(places, int) else len(places) for name, places in found.items()}
+    grown = {name: found[name] for name, (most, _) in HOUSE.items() if counts[name] > most}
+    assert not grown, "smaller, or better shaped, is the way; the bounds are in HOUSE, above"
+    slack = {name: counts[name] for name, (most, margin) in HOUSE.items() if counts[name] < most - margin}
+    assert not slack, "the house became smaller: lower its bounds in HOUSE, above"
+
+
+def test_circle_of_modules_is_found_over_others() -> None:
+    graph = grimp.ImportGraph()
+    for importer, imported in ("ab", "bc", "ca", "cd", "de", "ef", "fe"):
+        graph.add_import(importer=importer, imported=imported)
+    assert sorted(map(sorted, _circles(graph))) == [["a", "b", "c"], ["e", "f"]]
+
+
+def test_long_signature_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(
+        "class A:\n    async def f(self, a, b, c, d, /, e, f, *, g, h): ...\ndef g(a, b, c, d, e, f, g, *, h, i): ...\n"
+    )
+    assert _long_signatures(path) == [f"{path}:3 g"]
+
+
+# -- what a module is
 
 
 @pytest.mark.parametrize("module", ["rayrec", "rayrec.cli", "rayrec.environment.doctor"])

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rayrec.environment.doctor import Report
     from rayrec.inference.config import ComparisonGates, ScoringConfig
     from rayrec.observe.console import Console
-    from rayrec.observe.start_up import Stopwatch
+    from rayrec.observe.timing import Stopwatch
     from rayrec.prepare.config import PreparationConfig
     from rayrec.prepare.preprocess import Format
     from rayrec.prepare.split_tasks import By

@@ -24,7 +24,7 @@ from rayrec.commands.arguments import (
 )
 from rayrec.config import InputError
 from rayrec.observe.console import Console
-from rayrec.observe.start_up import Stopwatch
+from rayrec.observe.timing import Stopwatch
 from rayrec.recipes import ALL
 from rayrec.tuning.config import TuneConfig
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, Literal
 
-from rayrec.observe.time_split import PHASES, WORDS, TimeSplit, time_split
+from rayrec.observe.timing import PHASES, WORDS, TimeSplit, time_split
 from rayrec.quantities import number_text, size_text
 
 Event = Mapping[str, Any]

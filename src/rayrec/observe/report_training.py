@@ -12,9 +12,8 @@ from rayrec.observe.bottleneck import data_side
 from rayrec.observe.charts import Bar, Line, Mark, Moment, Span, line_chart, stacked_bars, timeline
 from rayrec.observe.history import VALIDATION, Attempt, Cost, Event
 from rayrec.observe.page import Section, charts, facts, table
-from rayrec.observe.start_up import STAGES, in_order, starts
-from rayrec.observe.time_split import WORDS
-from rayrec.observe.time_split import time_split as split_of
+from rayrec.observe.timing import STAGES, WORDS, in_order, starts
+from rayrec.observe.timing import time_split as split_of
 from rayrec.quantities import TIME_UNITS, clock_text, duration_text, number_text, size_text
 
 UNDRAWN = {"rows", "label_rate"}

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rayrec.observe.bottleneck import Verdict, verdict
-from rayrec.observe.time_split import PHASES, WORDS
+from rayrec.observe.timing import PHASES, WORDS
 from rayrec.quantities import duration_text, number_text, size_text
 
 Event = Mapping[str, Any]

@@ -16,7 +16,7 @@ from rayrec.cluster.layout import Launched
 from rayrec.cluster.restart_policy import FINISHED
 from rayrec.config import InputError
 from rayrec.environment.provenance import origin, versions
-from rayrec.observe import report, start_up
+from rayrec.observe import report, timing
 from rayrec.observe.bottleneck import verdict
 from rayrec.observe.console import Console
 from rayrec.observe.events import EventWriter, follow, merge_events, read_events, readable_events
@@ -119,7 +119,7 @@ def train(
     data: Table | None = None,
     eval_data: Table | None = None,
     console: Console | None = None,
-    stopwatch: start_up.Stopwatch | None = None,
+    stopwatch: timing.Stopwatch | None = None,
     stop: threading.Event | None = None,
 ) -> Result:
     """Trains a recipe: on the Ray that `config.cluster.address` names, that this process is connected to, or that RAY_ADDRESS
@@ -146,7 +146,7 @@ def train(
     InputError raised if they differ (to count rows, a Dataset may have to be computed); changed values are not noticed. A run
     of which no step was saved writes its data again.
     """
-    console, stopwatch = console or Console(), stopwatch or start_up.Stopwatch()
+    console, stopwatch = console or Console(), stopwatch or timing.Stopwatch()
     given: dict[str, Table | None] = {"train_data": data, "eval_data": eval_data}
     launched = Launched.of_environment()
     if launched is None:
@@ -168,7 +168,7 @@ def train_until(
     def launcher(config: TrainConfig) -> Launcher:
         return InProcessLauncher(config, pause_at=share)
 
-    return _drive(config, {}, console or Console(), start_up.Stopwatch(), launcher, stop)
+    return _drive(config, {}, console or Console(), timing.Stopwatch(), launcher, stop)
 
 
 def _whole(result: Result | None) -> Result:
@@ -180,7 +180,7 @@ def _drive_launched(
     config: TrainConfig,
     given: Mapping[str, Table | None],
     console: Console,
-    stopwatch: start_up.Stopwatch,
+    stopwatch: timing.Stopwatch,
     launched: Launched,
     stop: threading.Event | None,
 ) -> Result:
@@ -221,7 +221,7 @@ def _drive(
     config: TrainConfig,
     given: Mapping[str, Table | None],
     console: Console,
-    stopwatch: start_up.Stopwatch,
+    stopwatch: timing.Stopwatch,
     make_launcher: Callable[[TrainConfig], Launcher],
     stop: threading.Event | None,
 ) -> Result | None:
@@ -281,7 +281,7 @@ def _drive(
             stopwatch.lap("prepare")
             with storage.patience(patience_s):
                 start = None if init is None else warm_start.prepare(context, prepared, init, events)
-            events.write(start_up.KIND, **start_up.fields(start_up.DRIVER, stopwatch.stages))
+            events.write(timing.KIND, **timing.fields(timing.DRIVER, stopwatch.stages))
             if goes_on:  # not before everything that may be refused here
                 with storage.patience(patience_s):
                     _write_config(folder, config)
@@ -302,7 +302,7 @@ def _drive(
     raise AssertionError("the signal was thrown")
 
 
-def _connected(launcher: Launcher, root: str, console: Console, stopwatch: start_up.Stopwatch) -> Launcher:
+def _connected(launcher: Launcher, root: str, console: Console, stopwatch: timing.Stopwatch) -> Launcher:
     stopwatch.lap("imports")
     launcher.connect(root, console)
     stopwatch.lap("connect")

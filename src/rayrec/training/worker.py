@@ -35,9 +35,9 @@ from rayrec.checkpoint.save_retry import Persistence
 from rayrec.config import InputError
 from rayrec.layers.cpu_watch import CpuWatch
 from rayrec.native import keep_freed_memory
-from rayrec.observe import start_up
+from rayrec.observe import timing
 from rayrec.observe.events import EventWriter
-from rayrec.observe.start_up import Stopwatch
+from rayrec.observe.timing import Stopwatch
 from rayrec.row_tally import RowTally
 from rayrec.training import loop
 from rayrec.training.device_peak import multiply_adds_per_s_or_zero
@@ -264,12 +264,12 @@ def _log_start(
         },
     )
     stopwatch.lap("begin")
-    log(start_up.KIND, start_up.fields(start_up.WORKER, stopwatch.stages))
+    log(timing.KIND, timing.fields(timing.WORKER, stopwatch.stages))
 
 
 def _log_first_step(log: Log, blocked_s: float, elapsed_s: float) -> None:
     stages = {"first_batch": blocked_s, "first_step": elapsed_s - blocked_s}
-    log(start_up.KIND, start_up.fields(start_up.WORKER, stages))
+    log(timing.KIND, timing.fields(timing.WORKER, stages))
 
 
 def saver_log(folder: str, log: Log, *, grace_s: float) -> Log:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
 from rayrec import storage
 from rayrec.config import Config, InputError
 from rayrec.data.engine import Shared, StreamEngine
-from rayrec.observe.start_up import Stopwatch
+from rayrec.observe.timing import Stopwatch
 from rayrec.observe.tracking.config import TrackersConfig
 from rayrec.optim.config import PlateauConfig
 

@@ -14,13 +14,13 @@ import torch
 from torch import distributed
 
 from rayrec.compat.torch_compat import call_at_end_of_backward
-from rayrec.observe.time_split import PHASES
+from rayrec.observe.timing import PHASES
 
 OTHER = "other"
 
 
 class StepClock(abc.ABC):
-    """Attributes the time between `start` and `stop` to phases (`rayrec.observe.time_split.PHASES`). For one thread, and those
+    """Attributes the time between `start` and `stop` to phases (`rayrec.observe.timing.PHASES`). For one thread, and those
     that work for it while it waits."""
 
     def __init__(self) -> None:

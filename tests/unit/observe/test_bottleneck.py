@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rayrec.observe.bottleneck import data_side, verdict
-from rayrec.observe.time_split import PHASES, time_split
+from rayrec.observe.timing import PHASES, time_split
 
 INTERVAL_S, ROWS = 10.0, 10_000
 

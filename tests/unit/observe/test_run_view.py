@@ -18,7 +18,7 @@ from rayrec.observe import console as console_module
 from rayrec.observe import run_view
 from rayrec.observe.console import Console
 from rayrec.observe.run_view import RunView, note_of, panel
-from rayrec.observe.time_split import PHASES
+from rayrec.observe.timing import PHASES
 from rayrec.observe.top import top
 
 

@@ -9,7 +9,7 @@ import made_up_run
 import pytest
 
 from rayrec.observe import report_training
-from rayrec.observe.start_up import Stopwatch, in_order, process_age_s, starts
+from rayrec.observe.timing import Stopwatch, in_order, process_age_s, starts
 
 
 def test_stages_are_consecutive() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from rayrec import recipes
 from rayrec.config import InputError
-from rayrec.observe.time_split import PHASES
+from rayrec.observe.timing import PHASES
 from rayrec.optim.config import PlateauConfig
 from rayrec.row_tally import RowNumbers, RowTally
 from rayrec.training import loop

@@ -16,7 +16,7 @@ from rayrec import checkpoint, storage
 from rayrec.checkpoint import Checkpoint, DamagedError, folder_of, newest_good, save_retry
 from rayrec.checkpoint.extra_files import ExtraFiles
 from rayrec.config import InputError
-from rayrec.observe.start_up import Stopwatch
+from rayrec.observe.timing import Stopwatch
 from rayrec.training import worker
 from rayrec.training.loop import Progress
 

@@ -14,7 +14,7 @@ from checkpoint_ranks import run_ranks
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from rayrec.observe.time_split import PHASES
+from rayrec.observe.timing import PHASES
 from rayrec.workloads.step_timer import (
     DeviceClock,
     HostClock,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rayrec.data.engine import StreamEngine
-from rayrec.observe.start_up import Stopwatch
+from rayrec.observe.timing import Stopwatch
 from rayrec.training.mailbox import Mailbox
 from rayrec.workloads.base import TrainConfig, WarmStart
 
