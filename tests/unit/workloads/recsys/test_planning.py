@@ -16,11 +16,11 @@ from rayrec.config import InputError
 from rayrec.data.encoding.presets import FUXICTR_X4, MLPERF_NUM_EMBEDDINGS
 from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 from rayrec.sharding.planner import TablePlacement
+from rayrec.workloads.recsys import planning, worker
 from rayrec.workloads.recsys.cost import NetworkCost
 from rayrec.workloads.recsys.memory import PROCESS_BYTES, worker_memories
 from rayrec.workloads.recsys.planning import build_model
 from rayrec.workloads.recsys.worker import Place, _plan_or_wait
-from rayrec.workloads.recsys import planning, worker
 
 GB = 10**9
 GPUS = "cpus=96,gpus=8,nodes=1,memory_gb=1000,gpu_memory_gb=80"
