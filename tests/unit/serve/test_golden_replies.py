@@ -1,0 +1,242 @@
+"""Status and bytes of the replies to many request bodies, good and damaged: the same as ever, whatever is read together."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from asgi_client import Reply, post_async
+from builders.golden_outputs import CRITEO, OWN, check_golden, counted, scoring_app, write_criteo_log, write_own_log
+
+JSON, TSV, CSV = "application/json", "text/tab-separated-values", "text/csv"
+Request = tuple[str, bytes, str]
+"""Media type, body, query."""
+
+NUMBERS = [
+    *(
+        "true",
+        "false",
+        "null",
+        "0",
+        "-1",
+        "3.0",
+        "3.5",
+        "-0.0",
+        "1e2",
+        "1e18",
+        "-1e18",
+        "1e17",
+        "1e400",
+        "NaN",
+        "1.5e-300",
+    ),
+    *("999999999999999999", "1000000000000000000", "9007199254740993", "9007199254740993.0", "-9223372036854775809"),
+    *("9223372036854775808", "18446744073709551616", "1" + "0" * 40),
+]
+TEXTS = [
+    *('""', '" "', '"3"', '"03"', '" 3"', '"true"', '"nan"', '"0000000a"', '"0000000A"', '"g000000a"', '"+0000001"'),
+    *(
+        '"1234567"',
+        '"123456789"',
+        '"é"',
+        '"\\t"',
+        '"a\\nb"',
+        '"\\u0000"',
+        '"2022-02-03"',
+        '"' + "x" * 70 + '"',
+        '"u1|u2"',
+    ),
+]
+OTHERS = ["[]", "{}", "[1]", '["a"]', "[[1]]", "[null]", '[1, "1", true, 2.0]', '[1.5, ""]', "[1e400]"]
+
+
+def _json(*rows: str) -> bytes:
+    return f'{{"rows": [{", ".join(rows)}]}}'.encode()
+
+
+def _envelopes(good: str) -> Iterator[Request]:
+    """Requests around rows; `good` is a row."""
+    for body in (
+        *(b"", b"{}", b"[]", b"null", b"{", b"\xff", b'{"rows": null}', b'{"rows": {}}', b'{"rows": []}'),
+        *(
+            b'{"rows": [{}], "more": 1}',
+            b'{"rows": [{}], "rows": [{}]}',
+            b'\xef\xbb\xbf{"rows": [{}]}',
+            b'{"rows": [{}]} x',
+        ),
+        *(_json("{}"), _json("1"), _json("{}", "null"), _json("[]"), _json('"row"'), _json("{}", "[1]", "2")),
+        *(
+            _json('{"owner": 1}'),
+            _json('{"' + "o" * 80 + '": 1}'),
+            _json('{"label": 1, "click": 1}'),
+            _json('{"like": "x"}'),
+        ),
+        *(_json(good, good.replace(":", " :")), _json(*[good] * 20), _json(*[good] * 21), _json('{"a": 1, "a": 2}')),
+        *(b'{"rows": [' + b"[" * 200 + b"]" * 200 + b"]}", _json(*["{}"] * 20) + b" " * 200_000),
+    ):
+        yield JSON, body, ""
+    yield JSON, _json(good, "{}"), "columns=true"
+    yield JSON, _json(good, '{"owner": 1}'), "columns=true"
+    yield JSON, _json(good), "columns=maybe"
+    yield JSON, _json(good), "column=true"
+    for media_type in ("", "text/plain", "application/json; charset=latin-1", "application/JSON; charset=UTF-8"):
+        yield media_type, _json(good), ""
+
+
+def _damaged(line: str, delimiter: str) -> Iterator[str]:
+    """Text of one good line, and what may happen to it."""
+    fields = line.split(delimiter)
+    yield from (line, line + "\n", line + "\r\n", line + "\r" + line, "\n" + line, f"{line}\n\n{line}", f"{line}\n\n")
+    yield from (
+        line + delimiter,
+        delimiter.join(fields[:-1]),
+        line + "\x00",
+        f"{line}\n{line[:-3]}",
+        "\n".join([line] * 21),
+    )
+    yield from (
+        line.replace(fields[0], f" {fields[0]} ", 1),
+        line.replace(fields[0], f'"{fields[0]}"', 1),
+        f'"{line}',
+        "",
+    )
+    yield from (
+        "\ufeff" + line,
+        delimiter.join(["1", *fields]),
+        delimiter.join(["no label", "0.5", *fields]),
+        " ",
+        "x" * 300,
+    )
+    for value in ("+3", "3.0", "03", "1e3", "-", "nan", "true", "9" * 18, "9" * 19, "9" * 400, "é", "0x10"):
+        yield delimiter.join([value, *fields[1:]])
+
+
+def _criteo_requests() -> Iterator[Request]:
+    line = "\t".join(["3", "-1", "", "40"] + ["7"] * 9 + ["0000000a", "", "FFFFFFFF"] + ["05db9164"] * 23)
+    good = '{"int_0": 3, "int_2": -1, "cat_0": "05db9164", "cat_3": "0000000a", "cat_25": null}'
+    yield from _envelopes(good)
+    for value in (*NUMBERS, *TEXTS, *OTHERS):
+        yield JSON, _json("{}", f'{{"int_3": {value}}}'), ""
+        yield JSON, _json(f'{{"cat_7": {value}}}'), ""
+    for text in _damaged(line, "\t"):
+        yield TSV, text.encode(), ""
+    last = line.rpartition("\t")[0]
+    for value in ("0000000A", "000000a", "0000000aa", "g000000a", " 000000a", '"0000000a"', "é" * 4):
+        yield TSV, f"{last}\t{value}\n".encode(), "columns=true"
+    yield TSV, line.encode() + b"\xff", ""
+    yield TSV, b"int_0\tint_1\n" + line.encode(), ""
+    yield CSV, line.encode(), ""
+    for label in ("present", "absent", "maybe"):
+        for text in (line, f"1\t{line}", f"1\t{last}"):
+            yield f"{TSV}; label={label}", text.encode(), ""
+
+
+def _own_requests() -> Iterator[Request]:
+    names = (*OWN.dense, *OWN.sparse, *OWN.list_weights)
+    line = "3,1.5,7,u1,4,2022-02-03,true,1|-7|50|3,9|009|süd|true,tag 1|tag 2,0.5|2"
+    good = (
+        '{"age": 3, "price": 1.5, "user": "u1", "item": 4, "history": [1, -7, 50], "shops": ["9", "009", "true"], '
+        '"tags": ["tag 1", "?"], "tag_weights": [0.5, 2], "flag": true, "day": "2022-02-03", "since": null}'
+    )
+    yield from _envelopes(good)
+    for value in (*NUMBERS, *TEXTS, *OTHERS):
+        for name in ("age", "item"):
+            yield JSON, _json(f'{{"{name}": {value}}}'), ""
+    for value in (*NUMBERS[::2], *TEXTS, *OTHERS):
+        for name in ("user", "tags"):
+            yield JSON, _json("{}", f'{{"{name}": {value}}}'), ""
+    for value in (
+        "[]",
+        "[1]",
+        '[1, null, "a", true]',
+        "[1e19]",
+        '["x"]',
+        "null",
+        "3",
+        "[1, 2]",
+        "[NaN]",
+        "[null, null]",
+    ):
+        yield JSON, _json(f'{{"tag_weights": {value}, "tags": ["tag 1", "tag 2"]}}'), ""
+        yield JSON, _json("{}", f'{{"shops": {value}, "history": [1, 2]}}'), "columns=true"
+    for text in _damaged(line, ","):
+        yield CSV, text.encode(), ""
+    for place, values in (
+        (3, ('"u,1"', '"u""1"', '"u\n1"', '"open', " u1 ", "u\t1")),
+        (4, ("7.0", "07", "x", "1.5", "9" * 30)),
+        (5, ("2022-02-30", "x", "2022-02-03 00:00:00")),
+        (7, ("", "|", "1||2", "x|1", "1")),
+        (9, ("tag 1", "tag 1|", "", "é|é")),
+        (10, ("0.5", "x|1", "0.5|2|3", "", "nan|1", "1e400|1")),
+    ):
+        fields = line.split(",")
+        for value in values:
+            yield CSV, ",".join([*fields[:place], value, *fields[place + 1 :]]).encode(), "columns=true"
+    header = ",".join(names)
+    for head in (
+        header,
+        header.upper(),
+        header.replace("item", "itm"),
+        ",".join(names[1:]),
+        f"{header},age",
+        f"{header},click",
+    ):
+        tail = ",0" if head.endswith(("age", "click")) else ""
+        yield CSV, f"{head}\n{line}{tail}\n".encode(), ""
+        yield f"{CSV}; header=present", f"{head}\r\n{line}{tail}\r\n{line}{tail}".encode(), ""
+        yield f"{CSV}; header=absent", f"{head}\n{line}{tail}\n".encode(), ""
+    yield CSV, b"age,user\n3,u1\n", ""
+    yield CSV, f"{header}\n".encode(), ""
+    yield CSV, f"\ufeff{header}\n{line}".encode("utf-16-le"), ""
+    yield CSV, line.encode() + b"\xff", ""
+    yield f"{CSV}; header=maybe", line.encode(), ""
+    yield f"{CSV}; header=absent; label=present", line.encode(), ""
+    labelled = f"1,0.5,{line},0,3.5,1970-01-02"
+    for label in ("", "; label=present", "; label=absent"):
+        yield f"{CSV}; header=absent{label}", f"{labelled}\nx,,{line},?,,".encode(), ""
+    yield TSV, line.replace(",", "\t").encode(), ""
+    yield TSV, f"{header}\n{line}".replace(",", "\t").encode(), ""
+
+
+def _plain(reply: Reply) -> list[Any]:
+    """The status, the body, and if it has scores, those apart from it."""
+    body = reply.body.decode()
+    if reply.status != 200:
+        return [reply.status, body]
+    scores, mark, rest = body.partition(',"unknown":')
+    floats = [float(number) for number in re.findall(r"(?<=[\[,])-?\d[-+.\de]*", scores)]
+    return [reply.status, re.sub(r"(?<=[\[,])-?\d[-+.\de]*", "~", scores) + mark + rest, floats]
+
+
+@pytest.mark.parametrize("name", ["criteo", "own"])
+def test_replies_are_golden(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+    if name == "criteo":
+        preprocessor = counted(CRITEO, write_criteo_log(tmp_path, rows=400), tmp_path / "preprocessor")
+        requests = list(_criteo_requests())
+    else:
+        preprocessor = counted(OWN, write_own_log(tmp_path / "own", rows=400), tmp_path / "preprocessor")
+        requests = list(_own_requests())
+    app = scoring_app(preprocessor)
+
+    def post(request: Request) -> Any:
+        media_type, body, query = request
+        return post_async(app, body, media_type=media_type, query=query)
+
+    async def one_by_one() -> list[Reply]:
+        return [await post(request) for request in requests]
+
+    async def together() -> list[Reply]:
+        return await asyncio.gather(*map(post, requests))
+
+    keys = [
+        f"{place} {media_type}{query and '?' + query} {body[:90]!r}"
+        for place, (media_type, body, query) in enumerate(requests)
+    ]
+    for ask in (one_by_one, together):
+        replies = asyncio.run(ask())
+        check_golden(f"replies_of_{name}", dict(zip(keys, map(_plain, replies), strict=True)), tolerance=1e-4)

@@ -1,0 +1,247 @@
+"""Bytes of what commands write, ids of exports, data reports, losses and orders of rows: the same as ever."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pyarrow as pa
+import pyarrow.csv as arrow_csv
+import pytest
+from builders.golden_outputs import (
+    CRITEO,
+    OWN,
+    QUIET,
+    check_golden,
+    counted,
+    digests,
+    exported_encoder,
+    output_makers,
+    own_table,
+    predictions,
+    rows_in_order,
+    write_criteo_log,
+    write_own_log,
+)
+from digits import idx
+from saved_clicks import multi_hot_preprocessor
+
+import rayrec
+from rayrec import recipes
+from rayrec.schema import Schema
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+
+
+def test_outputs_of_threads_are_golden(tmp_path: Path) -> None:
+    made: dict[str, Any] = {}
+    for name, make in output_makers(tmp_path).items():
+        make(tmp_path / name, "threads")
+        made[name] = digests(tmp_path / name, of=tmp_path)
+    check_golden("outputs", made)
+
+
+@pytest.mark.parametrize("name", ["criteo", "own"])
+def test_predictions_of_threads_are_golden(name: str, tmp_path: Path) -> None:
+    check_golden(f"predictions_{name}", predictions(name, tmp_path, address="none"), tolerance=1e-4)
+
+
+# Exports' encode.py --------------------------------------------------------------------------------------------------
+
+ROWS = 4_000
+HEXADECIMAL = CRITEO.replace(dense=CRITEO.dense[:4], sparse=CRITEO.sparse[:6])
+EXPORTED = OWN.replace(
+    label="click", labels=(), weight=None, timestamp=None, features=OWN.features[:2], optional=("price",)
+)
+"""Without weights of lists, which exports refuse."""
+ENCODERS: dict[str, tuple[Schema, dict[str, Any]]] = {
+    "rayrec": (HEXADECIMAL, {}),
+    "rayrec, hashed": (HEXADECIMAL, {"max_num_embeddings": 30}),
+    "mlperf-v1": (HEXADECIMAL, {"token_modulo": 40}),
+    "torchrec": (HEXADECIMAL, {"max_num_embeddings": 50}),
+    "torchrec-2024": (HEXADECIMAL, {}),
+    "ray-template": (HEXADECIMAL, {}),
+    "nvt": (CRITEO, {}),
+    "fuxictr-x4": (HEXADECIMAL, {}),
+    "own": (EXPORTED, {}),
+    "own, hashed": (EXPORTED, {"max_num_embeddings": 25}),
+    "own, fuxictr-x1": (EXPORTED.replace(nan="fault", category_rules=1), {"preset": "fuxictr-x1"}),
+}
+
+
+def _criteo_frame(schema: Schema) -> pandas.DataFrame:
+    rng = np.random.default_rng(1)
+
+    def some(values: list[Any]) -> list[Any]:
+        return [value if keep else None for value, keep in zip(values, rng.random(ROWS) < 0.9, strict=True)]
+
+    columns: dict[str, Any] = {"label": rng.integers(0, 2, ROWS)}
+    for name in schema.dense:
+        columns[name] = pandas.array(some(np.rint(rng.standard_cauchy(ROWS) * 9).astype(int).tolist()), "Int64")
+    for number, name in enumerate(schema.sparse):
+        columns[name] = some([f"{(n * 2654435761 + number) % 2**32:08x}" for n in rng.zipf(1.3, ROWS) % 5000])
+    return pandas.DataFrame(columns)
+
+
+def _own_frame(schema: Schema) -> pandas.DataFrame:
+    table = own_table(ROWS).select(list(schema.columns))
+    if schema.nan == "fault":
+        table = table.set_column(table.column_names.index("price"), "price", pa.array(np.arange(ROWS) / 7))
+    return table.to_pandas(date_as_object=True, integer_object_nulls=True)
+
+
+def _check_encoder(preprocessor: Path, frame: pandas.DataFrame) -> dict[str, str]:
+    """Digests of what an export's encode.py makes of rows, which is what `rayrec.transform` makes of them."""
+    encoder = exported_encoder(preprocessor)
+    rows = [{name: None if x is pandas.NA else x for name, x in row.items()} for row in frame.to_dict("records")]
+    dense, ids = encoder.encode(rows)
+    inputs = rayrec.transform(str(preprocessor), frame)
+    names = [name for name in inputs.columns if name not in ("label", "click")]
+    for number in range(dense.shape[1]):
+        np.testing.assert_allclose(dense[:, number], inputs[names[number]], rtol=1e-6, atol=1e-6, err_msg=names[number])
+    numbers, categories = (
+        hashlib.sha256(np.where(np.isnan(dense), np.float32(np.nan), dense).tobytes()),
+        hashlib.sha256(),
+    )
+    for name, found in zip(names[dense.shape[1] :], ids, strict=True):
+        values, lengths = found if isinstance(found, tuple) else (found, np.full(ROWS, found[0].size))
+        expected = [np.atleast_1d(value) for value in inputs[name]]
+        np.testing.assert_array_equal(values.reshape(-1), np.concatenate(expected), err_msg=name)
+        np.testing.assert_array_equal(lengths, [len(of_row) for of_row in expected], err_msg=name)
+        categories.update(values.astype(np.int64).tobytes() + lengths.astype(np.int64).tobytes())
+    return {"numbers": numbers.hexdigest()[:32], "ids": categories.hexdigest()[:32]}
+
+
+def test_encoders_of_exports_are_golden_and_the_kernels(tmp_path: Path) -> None:
+    made: dict[str, Any] = {}
+    for name, (schema, options) in ENCODERS.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        if schema.tokens == "hexadecimal":
+            frame, log = _criteo_frame(schema), folder / "log.tsv"
+            frame.to_csv(log, sep="\t", header=False, index=False)
+            options = {"preset": name.partition(",")[0], **options}
+        else:
+            frame, log = _own_frame(schema), folder / "log.parquet"
+            frame.to_parquet(log)
+        counted(schema, str(log), folder / "preprocessor", **options)
+        made[name] = _check_encoder(folder / "preprocessor", frame)
+    for distribution in ("uniform", "pareto"):
+        given = multi_hot_preprocessor(6)
+        given = dataclasses.replace(given, multi_hot=given.multi_hot.replace(distribution=distribution))
+        folder = tmp_path / distribution / "preprocessor"
+        folder.parent.mkdir()
+        given.save(str(folder))
+        made[f"multi-hot, {distribution}"] = _check_encoder(folder, _criteo_frame(given.schema))
+    check_golden("encoders", made)
+
+
+# Data reports --------------------------------------------------------------------------------------------------------
+
+
+def test_data_reports_are_golden(tmp_path: Path) -> None:
+    criteo, own = write_criteo_log(tmp_path, rows=1200, faults=True), write_own_log(tmp_path / "own", rows=800)
+    table = own_table(500, seed=6)
+    texts = {name: table[name] for name in ("click", "age", "price", "user", "item", "flag")}
+    arrow_csv.write_csv(pa.table(texts), tmp_path / "own.csv")
+    lines = (tmp_path / "own.csv").read_bytes().splitlines(keepends=True)
+    lines[9:9] = [
+        b"1,x,2,u,3,true\n",
+        b"2,1,2,u,3,true\n",
+        b"1,1,2,u,1.5,true\n",
+        b"1,1\n",
+        lines[5],
+        lines[5],
+    ]
+    (tmp_path / "own.csv").write_bytes(b"".join(lines))
+    text = Schema(
+        label="click",
+        dense=("age", "price"),
+        nan="missing",
+        sparse=("user", "item", "flag"),
+        integers=("item",),
+        delimiter=",",
+        tokens="any",
+    )
+    counted(OWN, write_own_log(tmp_path / "earlier", rows=300, seed=7), tmp_path / "preprocessor")
+    counted(CRITEO, criteo, tmp_path / "buckets", preset="fuxictr-x4", max_bad_fraction=0.1, min_count=4)
+    gates = rayrec.Gates(
+        max_unknown_rate=0.2, max_drift=0.1, max_missing_rate=0.2, max_duplicate_rate=0.001, min_rows=10**6
+    )
+    reports = {
+        "criteo": rayrec.validate(criteo, console=QUIET, engine="threads", block_bytes=1 << 16, segments_per_block=4),
+        "criteo, buckets": rayrec.validate(
+            criteo, gates=gates, preprocessor=str(tmp_path / "buckets"), console=QUIET, engine="threads"
+        ),
+        "own": rayrec.validate(own, schema=OWN, console=QUIET, engine="threads", min_count=2),
+        "own, known": rayrec.validate(
+            own, schema=OWN, preprocessor=str(tmp_path / "preprocessor"), gates=gates, console=QUIET, engine="threads"
+        ),
+        "csv": rayrec.validate(str(tmp_path / "own.csv"), schema=text, console=QUIET, engine="threads"),
+    }
+    plain = json.dumps({name: report.to_dict() for name, report in reports.items()}).replace(str(tmp_path), "FOLDER")
+    check_golden("data_reports", json.loads(plain), tolerance=1e-6)
+
+
+# Losses and orders ---------------------------------------------------------------------------------------------------
+
+
+def test_losses_on_an_own_log_are_golden(tmp_path: Path) -> None:
+    own = write_own_log(tmp_path / "own", rows=900)
+    workload = {
+        "schema": OWN,
+        "model": {"embedding_dim": 4, "bottom_mlp": (8, 4), "top_mlp": (8, 1), "cross_low_rank": 4},
+    }
+    config = recipes.clicks(own).replace(
+        workload=workload,
+        storage_path=str(tmp_path),
+        name="run",
+        cluster={"address": "none"},
+        batch_size=50,
+        steps=10,
+        log_every=2,
+        min_steps_per_epoch=1,
+        train_data={"block_bytes": 1 << 16, "segments_per_block": 4},
+    )
+    result = rayrec.train(config, console=QUIET)
+    events = map(json.loads, (Path(result.folder) / "events.jsonl").read_text().splitlines())
+    found = [event["loss"] for event in events if event["kind"] == "step"]
+    metrics = {name: value for name, value in sorted(result.metrics.items()) if isinstance(value, (int, float))}
+    check_golden("own_log_losses", {"losses": found, "metrics": metrics}, tolerance=2e-4)
+
+
+def _images(folder: Path, rows: int) -> rayrec.TrainConfig:
+    for part in ("train", "t10k"):
+        images = np.zeros((rows, 2, 2), np.uint8)
+        images[:, 0] = np.stack(divmod(np.arange(rows), 256), axis=1)
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(idx(images))
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(idx((np.arange(rows) % 10).astype(np.uint8)))
+    return recipes.mnist_resnet18(str(folder)).replace(batch_size=7)
+
+
+def _text(folder: Path, rows: int) -> rayrec.TrainConfig:
+    characters = "".join(chr(97 + n) for n in range(20))
+    text = "".join(f"{characters[n // 20]}{characters[n % 20]}" + "rayrec is here"[:13] + "\n" for n in range(rows))
+    (folder / "log.txt").write_text(text)
+    options = {"tokenizer": "characters", "block_size": 16, "part_bytes": 1024, "shard_bytes": 1024}
+    rayrec.preprocess(str(folder / "log.txt"), out=str(folder / "tokens"), format="mds", console=QUIET, **options)
+    return recipes.gpt2_tiny(str(folder / "tokens")).replace(batch_size=7, workload={"model": {"n_positions": 16}})
+
+
+@pytest.mark.parametrize("make", [_images, _text], ids=["images", "text"])
+def test_orders_of_rows_are_golden(make: Callable[[Path, int], rayrec.TrainConfig], tmp_path: Path) -> None:
+    config, found = make(tmp_path, 121), {}
+    for shuffle in ("none", "files", "window", "full"):
+        for world_size in (1, 3):
+            given = config.replace(train_data={"shuffle": shuffle}, epochs=2, scaling={"num_workers": world_size})
+            found[f"{shuffle}, {world_size}"] = rows_in_order(given, world_size=world_size)
+    check_golden(f"order_of{make.__name__}", found)
