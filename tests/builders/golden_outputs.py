@@ -1,4 +1,4 @@
-"""Outputs that stay as they are: small logs from seeds, what commands make of them, and the files they are compared with."""
+"""Outputs that stay as they are: small logs from seeds, and what commands make of them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import functools
 import hashlib
 import json
 import math
-import os
 import runpy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from rayrec.schema import Feature, Label, Schema
 from rayrec.serve.app import ScoringApp
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 
-FOLDER = Path(__file__).parents[1] / "golden"
 QUIET = Console(quiet=True)
 SMALL = {"block_bytes": 1 << 16, "segments_per_block": 4, "console": QUIET}
 OWN = Schema(
@@ -52,49 +50,6 @@ OWN = Schema(
     delimiter=",",
 )
 """A log with a column of every kind."""
-
-
-def check_golden(name: str, found: Any, *, tolerance: float = 0.0) -> None:
-    """Compare JSON values with tests/golden/NAME.json, or write them there if RAYREC_WRITE_GOLDEN=1.
-
-    `tolerance`: how far floats may be off, relative to the larger of their size and 1.
-    """
-    path = FOLDER / f"{name}.json"
-    if os.environ.get("RAYREC_WRITE_GOLDEN") == "1":
-        path.write_text(_dumped(_rounded(found) if tolerance else found))
-    different = list(_differences(found, json.loads(path.read_text()), tolerance))
-    told = "\n".join(different[:20])
-    assert not different, f"{name}: {len(different)} values are not those of {path}:\n{told}"
-
-
-def _dumped(values: Any) -> str:
-    """JSON with a line for each member of the first two levels at most."""
-    if not isinstance(values, dict) or not values:
-        return json.dumps(values) + "\n"
-    lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()]
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_rounded(item) for item in value]
-    return float(f"{value:.9g}") if isinstance(value, float) else value
-
-
-def _differences(found: Any, golden: Any, tolerance: float, where: str = "") -> Iterator[str]:
-    if isinstance(found, dict) and isinstance(golden, dict) and list(found) == list(golden):
-        for key in found:
-            yield from _differences(found[key], golden[key], tolerance, f"{where}/{key}")
-    elif isinstance(found, (list, tuple)) and isinstance(golden, list) and len(found) == len(golden):
-        for number, pair in enumerate(zip(found, golden, strict=True)):
-            yield from _differences(*pair, tolerance, f"{where}/{number}")
-    elif isinstance(found, float) and isinstance(golden, float):
-        if not math.isclose(found, golden, rel_tol=tolerance, abs_tol=tolerance):
-            yield f"{where}: {found}, not {golden}"
-    elif found != golden or type(found) is not type(golden):
-        yield f"{where}: {found}, not {golden}"
 
 
 def digests(folder: Path, *, of: Path) -> dict[str, str]:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders.golden_outputs import FOLDER, check_golden, digests, output_makers, predictions
+from builders.golden import FOLDER, check_golden
+from builders.golden_outputs import digests, output_makers, predictions
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 

@@ -14,11 +14,11 @@ import pandas
 import pyarrow as pa
 import pyarrow.csv as arrow_csv
 import pytest
+from builders.golden import check_golden
 from builders.golden_outputs import (
     CRITEO,
     OWN,
     QUIET,
-    check_golden,
     counted,
     digests,
     exported_encoder,

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from asgi_client import Reply, post_async
-from builders.golden_outputs import CRITEO, OWN, check_golden, counted, scoring_app, write_criteo_log, write_own_log
+from builders.golden import check_golden
+from builders.golden_outputs import CRITEO, OWN, counted, scoring_app, write_criteo_log, write_own_log
 
 JSON, TSV, CSV = "application/json", "text/tab-separated-values", "text/csv"
 Request = tuple[str, bytes, str]
