@@ -1,0 +1,368 @@
+"""Logs made from seeds, and the one way in which golden tests open, encode and batch them.
+
+Tests of goldens name no class of the data side: what moves or is renamed there changes this file alone.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import rayrec
+from rayrec.batch import Batch
+from rayrec.config import InputError
+from rayrec.data.encoding.counts import count_log
+from rayrec.data.encoding.multi_hot import MultiHot
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.presets import ALL, make_preprocessor
+from rayrec.data.engine import InProcess
+from rayrec.data.log_source import open_log
+from rayrec.data.logs.index import LogIndex, Part, Segment, select
+from rayrec.data.materialized.files import MAPPED
+from rayrec.data.materialized.writer import preprocess
+from rayrec.data.numbered_rows import ArrayRows
+from rayrec.data.threads import ThreadEngine
+from rayrec.datasets.criteo import SCHEMA as CRITEO
+from rayrec.ingest.block_order import EpochOrder, Position
+from rayrec.ingest.loader import ClickLoader
+from rayrec.ingest.row_loader import RowLoader
+from rayrec.ingest.row_order import RowOrder
+from rayrec.observe.console import Console
+from rayrec.schema import Feature, Label, Schema
+
+PRESETS = tuple(ALL)
+SEGMENT_BYTES = 8 << 10
+BATCH_SIZE = 40
+Arrays = Iterable[tuple[str, np.ndarray]]
+
+
+def digest(arrays: Arrays) -> str:
+    """Return 16 hex digits of names, dtypes, shapes and bytes of arrays."""
+    total = hashlib.sha256()
+    for name, array in arrays:
+        total.update(repr((name, array.dtype.str, array.shape)).encode())
+        total.update(array.tobytes())
+    return total.hexdigest()[:16]
+
+
+# Logs ----------------------------------------------------------------------------------------------------------------
+
+
+def criteo_lines(rows: int, seed: int) -> list[bytes]:
+    """Return lines of a log of hexadecimal tokens, each good."""
+    chance = random.Random(seed)
+
+    def number() -> str:
+        return "" if chance.random() < 0.15 else str(int(chance.random() * chance.choice((3, 20, 3000))) - 2)
+
+    def category(column: int) -> str:
+        rank = int(chance.random() * chance.random() * 40)  # 0 is the category 00000000
+        return "" if chance.random() < 0.1 else f"{rank * (2_654_435_761 + column) % 2**32:08x}"
+
+    dense, sparse = range(len(CRITEO.dense)), range(len(CRITEO.sparse))
+    return [
+        "\t".join([str(chance.getrandbits(1)), *(number() for _ in dense), *map(category, sparse)]).encode() + b"\n"
+        for _ in range(rows)
+    ]
+
+
+def any_rows(rows: int, seed: int) -> list[dict[str, Any]]:
+    """Return rows with a column of every kind; None is a missing value."""
+    chance = random.Random(seed)
+
+    def maybe(value: Any) -> Any:
+        return None if chance.random() < 0.1 else value
+
+    def rank(ranks: int) -> int:
+        return int(chance.random() * chance.random() * ranks)
+
+    def row(number: int) -> dict[str, Any]:
+        history = [rank(30) for _ in range(rank(8))]
+        tags = [("red", "blue", "naïve", "7", "07")[rank(5)] for _ in range(rank(5))]
+        return {
+            "click": chance.getrandbits(1),
+            "importance": rank(8) / 4,
+            "age": maybe(rank(90) - 2),
+            "price": maybe(rank(100_000) / 64),
+            "user": maybe((rank(25), -5, 2**40 + rank(3))[rank(3)]),
+            "item": maybe(rank(30)),
+            "shop": maybe(("7", "07", "+7", "a,b", 'say "x"', "ünï", " blank ", "true", "x" * 40)[rank(9)]),
+            "history": history,
+            "kinds": [f"k{item % 4}" for item in history],
+            "tags": tags,
+            "tag_weights": [rank(9) / 8 for _ in tags],
+            "like": maybe(chance.getrandbits(1)),
+            "seconds": rank(500) / 8,
+            "at": 1_700_000_000 + 1000 * number + rank(1000),
+        }
+
+    return [row(number) for number in range(rows)]
+
+
+LISTS = (Feature(name="history", max_length=3), Feature(name="tags", weights="tag_weights"))
+PLAIN = Schema(label="click", dense=("age", "price"), sparse=("user", "item", "shop"), tokens="any", delimiter=",")
+WITH_LISTS = PLAIN.replace(sparse=(*PLAIN.sparse, "history", "tags"), lists=("history", "tags"), features=LISTS)
+EVERYTHING = WITH_LISTS.replace(
+    weight="importance",
+    labels=(Label(name="like"), Label(name="seconds", kind="number", missing="fault")),
+    timestamp="at",
+    group="user",
+    features=(Feature(name="history", vocabulary="item", max_length=3), LISTS[1]),
+)
+SCHEMAS: dict[str, Callable[[], Schema]] = {
+    "criteo": lambda: CRITEO,
+    "plain": lambda: PLAIN,
+    "lists": lambda: WITH_LISTS,
+    "shared": lambda: PLAIN.replace(
+        sparse=("user", "item", "history"), lists=("history",), features=(Feature(name="history", vocabulary="item"),)
+    ),
+    "everything": lambda: EVERYTHING,
+    "texts": lambda: PLAIN.replace(
+        sparse=(*PLAIN.sparse, "flag"), integers=("item",), optional=("price", "flag"), nan="missing", category_rules=1
+    ),
+    "aligned": lambda: PLAIN.replace(
+        sparse=("item", "history", "kinds"),
+        lists=("history", "kinds"),
+        features=(Feature(name="history", max_length=2), Feature(name="kinds", aligned_with="history", max_length=2)),
+    ),
+}
+"""Columns of logs, made when they are asked for: an earlier version knows fewer fields."""
+
+
+def write_text(path: Path, lines: Iterable[bytes]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(lines))
+
+
+def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(rows[0])
+        writer.writerows([["|".join(map(str, v)) if isinstance(v, list) else v for v in row.values()] for row in rows])
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]], row_group_size: int = 40) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.Table.from_pylist(rows)
+    if "at" in table.column_names:
+        table = table.set_column(table.column_names.index("at"), "at", table["at"].cast(pa.timestamp("s")))
+    pq.write_table(table, path, row_group_size=row_group_size)
+
+
+def write_arrays(folder: Path, rows: int, files: int) -> None:
+    """Write arrays as TorchRec's scripts do, with bags of one to three ids."""
+    folder.mkdir(parents=True)
+    chance = random.Random(5)
+    for day in range(files):
+
+        def ids(columns: int, size: int) -> np.ndarray:
+            return np.array([[chance.getrandbits(16) % size for _ in range(columns)] for _ in range(rows)], np.int32)
+
+        np.save(folder / f"day_{day}_dense.npy", ids(3, 1000).astype(np.float32) / 8)
+        np.save(folder / f"day_{day}_labels.npy", ids(1, 2))
+        np.savez(folder / f"day_{day}_sparse_multi_hot.npz", **{str(i): ids(i + 1, 20 + i) for i in range(3)})
+
+
+def write_log(folder: Path, kind: str, schema: Schema) -> None:
+    """Write three files of text, CSV or Parquet."""
+    for number in range(3):
+        if kind == "text":
+            lines = criteo_lines(90, seed=number)
+            write_text(folder / f"day_{number}", [*lines[:50], b"a faulty line\n", *lines[50:]])
+        elif schema.tokens == "hexadecimal":
+            names, lines = CRITEO.columns, criteo_lines(90, seed=number)
+            values = [[text or None for text in line.decode().rstrip("\n").split("\t")] for line in lines]
+            rows = [dict(zip(names, row, strict=True)) for row in values]
+            (write_csv if kind == "csv" else write_parquet)(folder / f"part_{number}.{kind}", rows)
+        else:
+            rows = any_rows(90, seed=number)
+            rows[33]["click"] = 2  # a fault
+            (write_csv if kind == "csv" else write_parquet)(folder / f"part_{number}.{kind}", rows)
+
+
+# The data side -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Log:
+    """An opened log and what encodes it."""
+
+    index: LogIndex
+    preprocessor: Preprocessor
+
+
+def engine() -> ThreadEngine:
+    return ThreadEngine(2)
+
+
+def opened(path: Path, schema: Schema) -> LogIndex:
+    """Open a raw or preprocessed log."""
+    return open_log(
+        str(path),
+        schema,
+        segment_bytes=SEGMENT_BYTES,
+        engine=engine(),
+        cache_folder=str(path.parent / "cache"),
+        note=lambda text: None,
+        progress=lambda what, done, total: None,
+    )
+
+
+def counted(index: LogIndex, schema: Schema, preset: str = "rayrec", **changes: Any) -> Preprocessor:
+    """Build the Preprocessor of all rows."""
+    rules = ALL[preset].replace(**changes)
+    with count_log(rules.counting(schema), parts_of(index, 0, index.rows), engine=engine()) as counts:
+        return make_preprocessor(rules, schema, counts)
+
+
+def bags() -> MultiHot:
+    return MultiHot(sizes=(3, 1, 2, *[1] * 23), distribution="pareto", seed=4)
+
+
+def log_of(folder: Path, kind: str, schema: Schema, preset: str = "rayrec", **changes: Any) -> Log:
+    """Write a raw log, open it and count it."""
+    write_log(folder / kind, kind, schema)
+    index = opened(folder / kind, schema)
+    return Log(index, counted(index, schema, preset, **changes))
+
+
+def prepared(log: Log, out: Path, *, format: str, shuffle: str) -> Log:
+    """Write a log in a preprocessed format and open it. A full shuffle is one of the whole log."""
+    full = "full" if shuffle == "full" else "none"
+    preprocess(
+        log.index,
+        preprocessor=log.preprocessor,
+        out=str(out),
+        format=format,
+        engine=engine(),
+        segments_per_task=2,
+        shuffle=full,
+        seed=9,
+    )
+    return Log(opened(out, log.preprocessor.schema), Preprocessor.load(str(out / "preprocessor")))
+
+
+def adopted(folder: Path) -> Log:
+    """Write arrays of TorchRec's scripts and adopt them."""
+    write_arrays(folder, rows=90, files=3)
+    rayrec.adopt(str(folder), split="none", rows_per_segment=20, console=Console(quiet=True))
+    preprocessor = Preprocessor.load(str(folder / "preprocessor"))
+    return Log(opened(folder, preprocessor.schema), preprocessor)
+
+
+def parts_of(index: LogIndex, start: int, stop: int) -> tuple[Part, ...]:
+    return tuple(Part(*part) for part in select(index, start, stop))
+
+
+def order_of(log: Log, shuffle: str, *, but: int = 1) -> EpochOrder:
+    """Return an order of a log's rows but so many at both ends, which cut segments."""
+    return EpochOrder(parts_of(log.index, but, log.index.rows - but), shuffle, 3, 3)
+
+
+def click_loader(
+    log: Log,
+    order: EpochOrder,
+    rank: int = 0,
+    world_size: int = 1,
+    *,
+    state: dict[str, Any] | None = None,
+    **changes: Any,
+) -> ClickLoader:
+    """Return a worker's loader; `state`: that of a loader of any number of workers."""
+    settings: dict[str, Any] = {"epochs": 1, "batch_size": BATCH_SIZE, **changes}
+    return ClickLoader(
+        order,
+        InProcess(log.preprocessor),
+        schema=log.preprocessor.inputs,
+        rank=rank,
+        world_size=world_size,
+        position=Position.from_dict(state) if state else Position(),
+        engine=engine(),
+        prefetch_blocks=1,
+        mapped=log.preprocessor if log.index.format in MAPPED else None,
+        **settings,
+    )
+
+
+def row_loader(
+    shuffle: str, rank: int = 0, world_size: int = 1, *, state: dict[str, Any] | None = None, **changes: Any
+) -> RowLoader:
+    """Return a worker's loader of 101 numbered rows in five chunks."""
+    order = RowOrder((20, 31, 7, 25, 18), shuffle, seed=3, chunks_per_window=2)
+    source = ArrayRows({"number": np.arange(101), "image": np.arange(404, dtype=np.float32).reshape(101, 2, 2)})
+    settings: dict[str, Any] = {"epochs": 2, "batch_size": 8, "data_hash": "0a1b2c", **changes}
+    return RowLoader(source, order, rank=rank, world_size=world_size, state=state, **settings)
+
+
+def fields(batch: Batch) -> Iterator[tuple[str, np.ndarray]]:
+    """The arrays of a batch by name; ids, their lengths and weights feature by feature."""
+    yield from ((name, tensor.numpy()) for name, tensor in batch.tensors.items())
+    for prefix, features in (("ids", batch.sparse_features), ("sequence", batch.sequence_features)):
+        for key in features.keys() if features is not None else ():
+            yield f"{prefix} {key}", features[key].values().numpy()
+            yield f"{prefix} {key} lengths", features[key].lengths().numpy()
+            if features[key].weights_or_none() is not None:
+                yield f"{prefix} {key} weights", features[key].weights().numpy()
+    yield from ((f"label {name}", values.numpy()) for name, values in batch.labels.items())
+    for name in ("weights", "groups", "timestamps"):
+        if (values := getattr(batch, name)) is not None:
+            yield name, values.numpy()
+    assert batch.row_numbers is not None
+    yield "row numbers", batch.row_numbers.numbers
+    yield "epoch, loss weight", np.array([batch.row_numbers.epoch, batch.loss_weight])
+
+
+def digests(loaders: Iterable[Iterator[Batch]]) -> dict[str, Any]:
+    """Digests of every batch of every worker, and of each of the fields over all of them."""
+    batches, of_fields = [], {}
+    for loader in loaders:
+        batches.append([])
+        for batch in loader:
+            arrays = list(fields(batch))
+            batches[-1].append(digest(arrays))
+            for name, array in arrays:
+                of_fields.setdefault(name, []).append((name, array))
+        loader.close()
+    return {"batches": batches, "fields": {name: digest(arrays) for name, arrays in of_fields.items()}}
+
+
+def encoded(log: Log) -> dict[str, Any]:
+    """Digests of all rows in the order of the log, and of what encoded them."""
+    rows = digests([click_loader(log, order_of(log, "none", but=0), batch_size=log.index.rows)])["fields"]
+    known = [("tokens", log.preprocessor.tokens), ("tables", np.array(log.preprocessor.num_embeddings))]
+    return {"preprocessor": log.preprocessor.hash(), "known": digest(known), "rows": rows}
+
+
+def index_of(path: Path, schema: Schema) -> dict[str, Any]:
+    """Open a damaged log: its index as it is stored, what is said of it if no fault is allowed, and its good rows."""
+    index = opened(path, schema)
+    try:
+        index.check(0.0, "LOG")
+        refusal = ""
+    except InputError as error:
+        refusal = str(error)
+
+    def portable(text: str) -> str:
+        cached = re.sub(r"/cache/(tables/|unpacked/)[0-9a-f]{16}", r"/cache/\1KEY", text)
+        return cached.replace(str(path.parent), "FOLDER")
+
+    rows = encoded(Log(index, counted(index, schema, min_count=1)))["rows"] if index.rows else {}
+    return {"index": json.loads(portable(json.dumps(index.to_dict()))), "refusal": portable(refusal), "rows": rows}
+
+
+def made_up_order(shuffle: str, segment_bytes: int = 100) -> EpochOrder:
+    """Return an order of segments that exist nowhere: the identity of orders is that of earlier checkpoints."""
+    segments = [Segment(f"day_{i // 4}", segment_bytes * i, segment_bytes * (i + 1), 8 * i, 8) for i in range(12)]
+    return EpochOrder(tuple(Part(segment, i % 3, 4 + i % 3) for i, segment in enumerate(segments)), shuffle, 7, 2)
