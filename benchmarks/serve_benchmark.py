@@ -37,8 +37,8 @@ TARGETS = {
     "bare handler, small MLP": "/mlp",
 }
 SWAP_EVERY_S = 20.0
-ROOM: dict[str, Any] = {"max_waiting_rows": 2 * max(SIZES) * max(CONNECTIONS)}
-"""What waits for the model at most: all that the connections ask for at once."""
+ROOM: dict[str, Any] = {"max_waiting_rows": 2 * max(SIZES) * max(CONNECTIONS), "max_held_bytes": 8 << 30}
+"""What waits for the model at most: all that the connections ask for at once, as JSON too."""
 
 
 def load_rows(path: str, checkpoint: str, size: int) -> tuple[Any, bytes, Any]:
