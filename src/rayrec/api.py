@@ -516,17 +516,18 @@ def report(
     runs, side by side. `out` None: RUN/report.html, which several runs do not have. With the price of each of so many
     nodes, in `currency`, it tells what the run cost. `out` may be a file (.html) or a folder.
     Returns the file's path. Raises InputError where there is no run."""
-    from rayrec.observe import report, report_comparison
     from rayrec.observe.history import Price
+    from rayrec.observe.report import comparison
+    from rayrec.observe.report import run as run_report
 
     price = None if price_per_node_hour is None else Price(price_per_node_hour, nodes, currency)
     if len(runs) == 1:
-        return report.write(runs[0], out=out, price=price)
+        return run_report.write(runs[0], out=out, price=price)
     if not runs:
         raise InputError("which run? give the folder of one, or of several to compare them")
     if out is None:
         raise InputError("out: several runs have no folder in common; say which file to write, --out FILE.html")
-    return report_comparison.write(runs, out=out, price=price)
+    return comparison.write(runs, out=out, price=price)
 
 
 def profile(run: str, *, steps: int = 10, timeout_s: float = 300.0, console: Console | None = None) -> dict[str, Any]:

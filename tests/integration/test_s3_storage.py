@@ -20,8 +20,8 @@ import pytest
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.observe import report
 from rayrec.observe.events import EventWriter, follow, merge_events, metrics_dataframe, read_events
+from rayrec.observe.report import run as report
 
 pytestmark = pytest.mark.extended
 

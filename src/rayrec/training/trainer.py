@@ -16,11 +16,12 @@ from rayrec.cluster.layout import Launched
 from rayrec.cluster.restart_policy import FINISHED
 from rayrec.config import InputError
 from rayrec.environment.provenance import origin, versions
-from rayrec.observe import report, timing
+from rayrec.observe import timing
 from rayrec.observe.bottleneck import verdict
 from rayrec.observe.console import Console
 from rayrec.observe.events import EventWriter, follow, merge_events, read_events, readable_events
 from rayrec.observe.history import costs, epochs_trained, working_s
+from rayrec.observe.report.run import write_or_note
 from rayrec.observe.tracking.config import Makers, TrackersConfig
 from rayrec.observe.tracking.tracker import tracking
 from rayrec.training import dataframe_input, warm_start
@@ -352,7 +353,7 @@ def _told_in_the_end(folder: str, *, note: Callable[[str], None]) -> Iterator[No
                 merge_events(storage.join(folder, "events.jsonl"))
             except (OSError, InputError) as error:
                 note(f"the events of this run stay in parts, which can be read as well ({error})")
-            report.write_or_note(folder, note=note)
+            write_or_note(folder, note=note)
 
 
 def _trackers(config: TrainConfig, folder: str, *, on_ray: bool) -> Makers:

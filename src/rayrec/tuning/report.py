@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rayrec.observe.charts import NUM_SERIES, Line, line_chart
-from rayrec.observe.page import Section, charts, document, joined, paragraph, table
+from rayrec.observe.report.charts import NUM_SERIES, Line, line_chart
+from rayrec.observe.report.page import Section, charts, document, joined, paragraph, table
 from rayrec.quantities import value_text
 
 

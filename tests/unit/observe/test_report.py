@@ -16,13 +16,14 @@ import pytest
 
 import rayrec
 from rayrec.config import InputError
-from rayrec.observe import report, report_comparison
 from rayrec.observe.bottleneck import verdict
-from rayrec.observe.charts import NUM_SERIES, Line, Mark, Span, data_url, line_chart, tick_step, timeline
 from rayrec.observe.events import EventWriter
 from rayrec.observe.history import Price, cost
-from rayrec.observe.page import table
-from rayrec.observe.report_training import STEP_CHARTS
+from rayrec.observe.report import comparison
+from rayrec.observe.report import run as report
+from rayrec.observe.report.charts import NUM_SERIES, Line, Mark, Span, data_url, line_chart, tick_step, timeline
+from rayrec.observe.report.page import table
+from rayrec.observe.report.training import STEP_CHARTS
 from rayrec.quantities import clock_text, duration_text, durations_text, number_text, size_text, value_text
 
 VOID = {"meta", "img"}
@@ -340,7 +341,7 @@ def test_machines_that_stand_idle_cost_the_run_nothing() -> None:
 
 def test_runs_side_by_side() -> None:
     runs = [_click("first"), _click("second", auroc=0.8, seconds=2.0, config="seed: 1\nmodel:\n  dim: 8\n"), FINISHED]
-    page = report_comparison.render(runs, price=Price(1.0))
+    page = comparison.render(runs, price=Price(1.0))
     text = _Page(page).text
     auroc = next(chart for chart in _charts(page) if (chart.get("aria-label") or "").startswith("Validation auroc"))
     assert len(auroc.findall("polyline")) == 2
@@ -356,7 +357,7 @@ def test_runs_side_by_side() -> None:
     assert "cost per epoch (USD)" in text
     assert "<p>★ is the best value" in page
     assert '<main class="all">' in page
-    same = _Page(report_comparison.render([_click(), _click()])).text
+    same = _Page(comparison.render([_click(), _click()])).text
     assert "They are the same." in same
     assert "clicks (1)clicks (2)" in same
 
@@ -366,9 +367,9 @@ def test_runs_of_other_seeds_are_summed_up() -> None:
         _click(f"seed-{seed}", auroc=auroc, config=f"name: seed-{seed}\nseed: {seed}\nsteps: 9\n")
         for seed, auroc in enumerate((0.78, 0.80, 0.79))
     ]
-    text = _Page(report_comparison.render([*runs, _click("other", config="seed: 0\nsteps: 10\n")])).text
+    text = _Page(comparison.render([*runs, _click("other", config="seed: 0\nsteps: 10\n")])).text
     assert "criteo_demo (seed-0, ...)30.79000 ± 0.01000" in text
-    assert "Mean over seeds" not in _Page(report_comparison.render(runs[:1])).text
+    assert "Mean over seeds" not in _Page(comparison.render(runs[:1])).text
 
 
 def test_durations_side_by_side_have_one_unit() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import made_up_run
 import pytest
 
-from rayrec.observe import report_training
+from rayrec.observe.report import training
 from rayrec.observe.timing import Stopwatch, in_order, process_age_s, starts
 
 
@@ -75,7 +75,7 @@ def test_the_report_shows_the_first_start_and_the_last_ones() -> None:
     assert "<th>start 2" in page.replace(' scope="col"', "")
     for text in ("interpreter and imports", "restoring the checkpoint", "later_stage", "together", "16 s", "10 s"):
         assert text in page, text
-    assert report_training.start_up([]) is None
+    assert training.start_up([]) is None
     many = [{"time": 0.0, "kind": "run"}]
     for number in range(1, 10):
         many.append({"time": 0.0, "kind": "attempt", "number": number})
@@ -85,6 +85,6 @@ def test_the_report_shows_the_first_start_and_the_last_ones() -> None:
 
 
 def _page(events: list[dict[str, object]]) -> str:
-    section = report_training.start_up(events)
+    section = training.start_up(events)
     assert section is not None
     return section.body

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from markupsafe import Markup
 
-from rayrec.observe.page import draw, folded, table
+from rayrec.observe.report.page import draw, folded, table
 from rayrec.quantities import clock_text, number_text
 
 NUM_SERIES = 8

@@ -10,11 +10,11 @@ from markupsafe import Markup
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.observe import report_model, report_training
 from rayrec.observe.bottleneck import verdict
 from rayrec.observe.events import read_events
 from rayrec.observe.history import Attempt, Event, Price, attempts, cost, logged, standing
-from rayrec.observe.page import Section, document, draw, facts, folded, joined, tiles
+from rayrec.observe.report import model, training
+from rayrec.observe.report.page import Section, document, draw, facts, folded, joined, tiles
 from rayrec.observe.run_view import note_of
 from rayrec.quantities import date_text, duration_text, number_text
 
@@ -88,19 +88,19 @@ def render(run: Run, *, price: Price | None = None) -> str:
     return document(
         run.title,
         (
-            report_training.costs(cost(events, price) if price is not None else None),
-            report_model.metrics(events, summary),
-            report_training.curves(rows, events, tried, summary),
-            report_training.time_split(events),
-            report_training.stages(events),
-            report_model.calibration(events),
-            report_model.categories(events),
-            report_model.sharding(events),
-            report_model.samples(events),
-            report_training.start_up(events),
-            report_training.course(events, tried),
-            report_training.checkpoints(events),
-            report_training.profiles(events),
+            training.costs(cost(events, price) if price is not None else None),
+            model.metrics(events, summary),
+            training.curves(rows, events, tried, summary),
+            training.time_split(events),
+            training.stages(events),
+            model.calibration(events),
+            model.categories(events),
+            model.sharding(events),
+            model.samples(events),
+            training.start_up(events),
+            training.course(events, tried),
+            training.checkpoints(events),
+            training.profiles(events),
             Section("Configuration", folded("config.yaml", draw("parts.html", "preformatted", text=run.config))),
         ),
         intro=joined((_facts(run), figures(run, rows, tried), _verdict(run))),

@@ -7,9 +7,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from rayrec.observe.charts import Bar, Line, data_url, line_chart, stacked_bars
 from rayrec.observe.history import Event, metrics_of
-from rayrec.observe.page import Section, charts, draw, joined, paragraph, table
+from rayrec.observe.report.charts import Bar, Line, data_url, line_chart, stacked_bars
+from rayrec.observe.report.page import Section, charts, draw, joined, paragraph, table
 from rayrec.quantities import number_text, size_text, value_text
 
 

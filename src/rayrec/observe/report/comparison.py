@@ -11,11 +11,11 @@ import yaml
 from markupsafe import Markup
 
 from rayrec.config import InputError
-from rayrec.observe.charts import NUM_SERIES, Line, line_chart
 from rayrec.observe.history import VALIDATION, Cost, Price, attempts, cost, logged, standing
-from rayrec.observe.page import BEST, Section, charts, document, draw, joined, paragraph, table
-from rayrec.observe.report import Run, read, save
-from rayrec.observe.report_training import drawn_metrics, points
+from rayrec.observe.report.charts import NUM_SERIES, Line, line_chart
+from rayrec.observe.report.page import BEST, Section, charts, document, draw, joined, paragraph, table
+from rayrec.observe.report.run import Run, read, save
+from rayrec.observe.report.training import drawn_metrics, points
 from rayrec.quantities import durations_text, number_text, value_text
 
 _BETTER: dict[str, Callable[[Iterable[float]], float]] = {

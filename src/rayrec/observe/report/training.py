@@ -9,9 +9,9 @@ from typing import Any, Final
 from markupsafe import Markup
 
 from rayrec.observe.bottleneck import data_side
-from rayrec.observe.charts import Bar, Line, Mark, Moment, Span, line_chart, stacked_bars, timeline
 from rayrec.observe.history import VALIDATION, Attempt, Cost, Event
-from rayrec.observe.page import Section, charts, facts, table
+from rayrec.observe.report.charts import Bar, Line, Mark, Moment, Span, line_chart, stacked_bars, timeline
+from rayrec.observe.report.page import Section, charts, facts, table
 from rayrec.observe.timing import STAGES, WORDS, in_order, starts
 from rayrec.observe.timing import time_split as split_of
 from rayrec.quantities import TIME_UNITS, clock_text, duration_text, number_text, size_text

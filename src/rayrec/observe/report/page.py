@@ -30,7 +30,7 @@ _FILTERS: Final[dict[str, Callable[[float], str]]] = {
 @cache
 def _environment() -> Environment:
     environment = Environment(
-        loader=PackageLoader("rayrec.observe"),
+        loader=PackageLoader("rayrec.observe.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

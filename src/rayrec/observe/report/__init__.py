@@ -1,0 +1,1 @@
+"""The HTML report on a run, and on several runs side by side."""
