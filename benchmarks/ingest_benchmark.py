@@ -29,7 +29,7 @@ from rayrec.data.logs.reading import encode_block
 from rayrec.data.placement import TaskPlacement
 from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA
-from rayrec.ingest.block_order import Block, EpochOrder, Part, Position
+from rayrec.ingest.block_order import Block, BlockOrder, Part, Position
 from rayrec.ingest.loader import ClickLoader, Slicer
 from rayrec.ingest.ray_engine import (
     ITEMS_A_TASK,
@@ -103,18 +103,18 @@ def indexed(path: str, schema: Schema, engine: StreamEngine, cache: str) -> LogI
 
 def prepare(
     path: str, preset: Preset = RAYREC, schema: Schema = SCHEMA
-) -> tuple[EpochOrder, Shared[Preprocessor], Preprocessor]:
+) -> tuple[BlockOrder, Shared[Preprocessor], Preprocessor]:
     engine = RayEngine(TaskPlacement())
     index = indexed(path, schema, engine, os.path.dirname(path) + "/.cache")
     parts = tuple(Part(segment, start, stop) for segment, start, stop in select(index, 0, index.rows))
     with count_log(preset.counting(schema), parts, engine=engine) as counts:
         preprocessor = make_preprocessor(preset, schema, counts)
-    return EpochOrder(parts, "window", 0, 16), share_preprocessor(preprocessor, engine), preprocessor
+    return BlockOrder(parts, "window", 0, 16), share_preprocessor(preprocessor, engine), preprocessor
 
 
 def through(
     engine: StreamEngine,
-    order: EpochOrder,
+    order: BlockOrder,
     preprocessor: Shared[Preprocessor],
     preset: Preset = RAYREC,
     schema: Schema = SCHEMA,
@@ -146,7 +146,7 @@ def through(
     return rows / seconds
 
 
-def without_position(order: EpochOrder, preprocessor: Shared[Preprocessor]) -> float:
+def without_position(order: BlockOrder, preprocessor: Shared[Preprocessor]) -> float:
     """Rows/s of the same tasks and batches in whatever order blocks come: nobody could say which rows are left."""
     items = [(block, 0, block.rows) for epoch in range(EPOCHS) for block in order.blocks(epoch)]
     inputs = RAYREC.inputs(SCHEMA)
@@ -173,7 +173,7 @@ def without_position(order: EpochOrder, preprocessor: Shared[Preprocessor]) -> f
     return rows / seconds
 
 
-def without_ray(order: EpochOrder, preprocessor: Preprocessor) -> float:
+def without_ray(order: BlockOrder, preprocessor: Preprocessor) -> float:
     """Rows/s of the same reading, parsing, mapping and shuffling by two threads of this process, which do nothing else."""
     keep_freed_memory()
 

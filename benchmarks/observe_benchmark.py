@@ -123,11 +123,11 @@ def measuring_stages(config: Any, index: Any, preprocessor: Any) -> tuple[float,
     """(the CPU time of measuring a block's stages, of the CPU time of making the block; an empty table with the block's times).
     It is spent in data tasks, so the training that is measured here does not see it."""
     from rayrec.data import stage_times
-    from rayrec.ingest.block_order import EpochOrder, Part
+    from rayrec.ingest.block_order import BlockOrder, Part
     from rayrec.ingest.stream import encoded_block
 
     parts = tuple(Part(segment, 0, segment.rows) for segment in index.segments)
-    (block, *_) = EpochOrder(parts, config.train_data.shuffle, config.seed, len(parts)).blocks(0)
+    (block, *_) = BlockOrder(parts, config.train_data.shuffle, config.seed, len(parts)).blocks(0)
 
     def make() -> pa.Table:
         return encoded_block((block, 0, block.rows), preprocessor)

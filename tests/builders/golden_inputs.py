@@ -34,7 +34,7 @@ from rayrec.data.materialized.writer import preprocess
 from rayrec.data.numbered_rows import ArrayRows
 from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA as CRITEO
-from rayrec.ingest.block_order import EpochOrder, Position
+from rayrec.ingest.block_order import BlockOrder, Position
 from rayrec.ingest.loader import ClickLoader
 from rayrec.ingest.row_loader import RowLoader
 from rayrec.ingest.row_order import RowOrder
@@ -266,14 +266,14 @@ def parts_of(index: LogIndex, start: int, stop: int) -> tuple[Part, ...]:
     return tuple(Part(*part) for part in select(index, start, stop))
 
 
-def order_of(log: Log, shuffle: str, *, but: int = 1) -> EpochOrder:
+def order_of(log: Log, shuffle: str, *, but: int = 1) -> BlockOrder:
     """Return an order of a log's rows but so many at both ends, which cut segments."""
-    return EpochOrder(parts_of(log.index, but, log.index.rows - but), shuffle, 3, 3)
+    return BlockOrder(parts_of(log.index, but, log.index.rows - but), shuffle, 3, 3)
 
 
 def click_loader(
     log: Log,
-    order: EpochOrder,
+    order: BlockOrder,
     rank: int = 0,
     world_size: int = 1,
     *,
@@ -362,7 +362,7 @@ def index_of(path: Path, schema: Schema) -> dict[str, Any]:
     return {"index": json.loads(portable(json.dumps(index.to_dict()))), "refusal": portable(refusal), "rows": rows}
 
 
-def made_up_order(shuffle: str, segment_bytes: int = 100) -> EpochOrder:
+def made_up_order(shuffle: str, segment_bytes: int = 100) -> BlockOrder:
     """Return an order of segments that exist nowhere: the identity of orders is that of earlier checkpoints."""
     segments = [Segment(f"day_{i // 4}", segment_bytes * i, segment_bytes * (i + 1), 8 * i, 8) for i in range(12)]
-    return EpochOrder(tuple(Part(segment, i % 3, 4 + i % 3) for i, segment in enumerate(segments)), shuffle, 7, 2)
+    return BlockOrder(tuple(Part(segment, i % 3, 4 + i % 3) for i, segment in enumerate(segments)), shuffle, 7, 2)

@@ -28,7 +28,7 @@ from rayrec.data.logs.index import LogIndex, Part, read_segments, select
 from rayrec.data.logs.text_parser import parse
 from rayrec.data.placement import TaskPlacement
 from rayrec.datasets.criteo import SCHEMA
-from rayrec.ingest.block_order import EpochOrder, Piece, Position
+from rayrec.ingest.block_order import BlockOrder, Piece, Position
 from rayrec.ingest.loader import ClickLoader
 from rayrec.ingest.ray_engine import RayEngine
 from rayrec.ingest.stream import share_preprocessor, stream
@@ -86,7 +86,7 @@ def make_loader(index: LogIndex, shared: Shared[Preprocessor]) -> Callable[..., 
             "prefetch_blocks": 2,
             **changes,
         }
-        return ClickLoader(EpochOrder(parts_of(index), "window", 5, 4), shared, **arguments)
+        return ClickLoader(BlockOrder(parts_of(index), "window", 5, 4), shared, **arguments)
 
     return make
 
@@ -255,7 +255,7 @@ def test_counting_does_not_depend_on_the_tasks(index: LogIndex, preprocessor: Pr
 def test_streamed_pieces_come_in_order(
     index: LogIndex, preprocessor: Preprocessor, shared: Shared[Preprocessor]
 ) -> None:
-    (block, *_) = EpochOrder(parts_of(index), "none", 0, 3).blocks(0)
+    (block, *_) = BlockOrder(parts_of(index), "none", 0, 3).blocks(0)
     pieces = [(block, Piece(0, start, start + 100)) for start in (500, 0, 300, 1)]
     encoded = preprocessor.encode(read_segments([part.segment for part in block.parts], SCHEMA))
     got = list(stream(pieces, shared, most_rows=100, schema=SCHEMA, engine=RayEngine(PLACEMENT)))
@@ -272,7 +272,7 @@ def test_a_log_changed_under_a_run_stops_it(click_log: Path, tmp_path: Path, pre
     index = open_here(path, tmp_path)
     path.write_bytes(text[:-5000])
     loader = ClickLoader(
-        EpochOrder(parts_of(index), "none", 0, 4),
+        BlockOrder(parts_of(index), "none", 0, 4),
         share_preprocessor(preprocessor, RayEngine(PLACEMENT)),
         schema=SCHEMA,
         epochs=1,

@@ -64,7 +64,7 @@ def _generator(seed: int, epoch: int) -> np.random.Generator:
 
 
 @dataclass(frozen=True)
-class EpochOrder:
+class BlockOrder:
     """Which rows an epoch has and in what order they come."""
 
     parts: tuple[Part, ...]

@@ -21,7 +21,7 @@ from rayrec.data.engine import Shared, StreamEngine
 from rayrec.data.logs.index import Block, Part, row_numbers
 from rayrec.data.stage_times import StageAccount
 from rayrec.ingest.ahead import Ahead
-from rayrec.ingest.block_order import EpochOrder, Piece, Position, after, steps_in
+from rayrec.ingest.block_order import BlockOrder, Piece, Position, after, steps_in
 from rayrec.ingest.stream import stream, stream_preprocessed
 from rayrec.row_tally import RowNumbers, RowTally, merged
 from rayrec.schema import Schema
@@ -40,7 +40,7 @@ class ClickLoader:
 
     def __init__(
         self,
-        order: EpochOrder,
+        order: BlockOrder,
         preprocessor: Shared[Preprocessor],
         *,
         schema: Schema,

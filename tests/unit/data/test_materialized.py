@@ -35,7 +35,7 @@ from rayrec.data.materialized import checks, row_maps
 from rayrec.data.materialized.files import WRITTEN
 from rayrec.data.materialized.writer import preprocess
 from rayrec.datasets.criteo import SCHEMA
-from rayrec.ingest.block_order import EpochOrder, whole
+from rayrec.ingest.block_order import BlockOrder, whole
 from rayrec.ingest.stream import stream_preprocessed
 from rayrec.schema import Schema
 
@@ -145,7 +145,7 @@ def assert_same_epochs(
     orders = [
         (
             shuffle,
-            *(EpochOrder(tuple(Part(*p) for p in select(index, *rows)), shuffle, 5, 4) for index in (raw, made)),
+            *(BlockOrder(tuple(Part(*p) for p in select(index, *rows)), shuffle, 5, 4) for index in (raw, made)),
         )
         for shuffle in ("none", "files", "window")
     ]
@@ -208,7 +208,7 @@ def test_ids_beyond_what_floats_hold(days: LogIndex, tmp_path: Path, format: str
     assert large.id_dtype == np.int32
     dataset = write(days, large, tmp_path / "out", format)
     assert_same_epochs(days, dataset.index, large, (0, 800))
-    rows = encode_block(EpochOrder((Part(dataset.index.segments[0], 0, 80),), "none", 0, 1).blocks(0)[0], 0, 80, large)
+    rows = encode_block(BlockOrder((Part(dataset.index.segments[0], 0, 80),), "none", 0, 1).blocks(0)[0], 0, 80, large)
     ids = np.stack([column for column in rows.ids if isinstance(column, np.ndarray)])
     assert ids.max() > 2**30
     assert (ids.astype(np.float32).astype(np.int64) != ids).any()
@@ -395,7 +395,7 @@ def test_parquet_is_one_row_group_a_segment(days: LogIndex, preprocessor: Prepro
 
 def test_streaming_ahead(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
     made = write(days, preprocessor, tmp_path / "out", "binary")
-    order = EpochOrder(tuple(Part(*part) for part in select(made.index, 0, days.rows)), "window", 1, 4)
+    order = BlockOrder(tuple(Part(*part) for part in select(made.index, 0, days.rows)), "window", 1, 4)
     blocks = order.blocks(0)
     pieces = [(blocks[piece.block], piece) for piece in whole(blocks)]
     expected = [encode_block(block, 0, piece.rows, preprocessor) for block, piece in pieces]
@@ -419,7 +419,7 @@ def test_what_does_not_fit_into_memory_says_so(
 ) -> None:
     made = write(days, preprocessor, tmp_path / "out", "binary")
     monkeypatch.setattr(row_maps, "free_memory", lambda: 1000)
-    (block,) = EpochOrder((Part(made.index.segments[0], 0, 5),), "none", 0, 1).blocks(0)
+    (block,) = BlockOrder((Part(made.index.segments[0], 0, 5),), "none", 0, 1).blocks(0)
     with pytest.raises(InputError, match=r"do not fit into .* free memory; leave in_memory off"):
         next(stream_preprocessed([(block, whole([block])[0])], preprocessor, in_memory=True))
 

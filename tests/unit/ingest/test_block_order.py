@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayrec.data.logs.index import Block, Part, Segment
-from rayrec.ingest.block_order import EpochOrder, Piece, Position, after, deal, steps_in, whole
+from rayrec.ingest.block_order import BlockOrder, Piece, Position, after, deal, steps_in, whole
 
 pieces = st.lists(st.integers(1, 40), max_size=12).map(
     lambda sizes: [Piece(number, 3, 3 + size) for number, size in enumerate(sizes)]
@@ -22,13 +22,13 @@ def rows_of(pieces: list[Piece]) -> list[tuple[int, int]]:
     return [(piece.block, row) for piece in pieces for row in range(piece.start, piece.stop)]
 
 
-def make_order(sizes: list[int], shuffle: str, segments_per_block: int = 2, files: int = 3) -> EpochOrder:
+def make_order(sizes: list[int], shuffle: str, segments_per_block: int = 2, files: int = 3) -> BlockOrder:
     parts, first = [], 0
     for i, size in enumerate(sizes):
         segment = Segment(f"day_{i * files // len(sizes)}", 100 * i, 100 * i + 100, first, size + 4)
         parts.append(Part(segment, i % 3, i % 3 + size))
         first += size + 4
-    return EpochOrder(tuple(parts), shuffle, 7, segments_per_block)
+    return BlockOrder(tuple(parts), shuffle, 7, segments_per_block)
 
 
 def log_rows(blocks: list[Block]) -> list[int]:
@@ -141,7 +141,7 @@ def test_window_shuffles_segments_and_rows_inside_blocks() -> None:
             expected = [p.segment.first_row + row for p in block.parts for row in range(p.start, p.stop)]
             assert sorted(mine) == sorted(expected)
             assert mine != sorted(mine)
-    other = EpochOrder(order.parts, "window", 8, 4)
+    other = BlockOrder(order.parts, "window", 8, 4)
     assert log_rows(other.blocks(0)) != epochs[0]
 
 
@@ -151,9 +151,9 @@ def test_the_order_is_pinned() -> None:
     assert log_rows(order.blocks(0)) == PINNED
 
 
-def of_paths(*paths: str, shuffle: str = "window", seed: int = 7) -> EpochOrder:
+def of_paths(*paths: str, shuffle: str = "window", seed: int = 7) -> BlockOrder:
     parts = [Part(Segment(path, 0, 90, 4 * i, 4), 0, 4) for i, path in enumerate(paths)]
-    return EpochOrder(tuple(parts), shuffle, seed, 2)
+    return BlockOrder(tuple(parts), shuffle, seed, 2)
 
 
 def test_an_order_is_known_by_what_a_position_in_it_depends_on() -> None:

@@ -32,7 +32,7 @@ from rayrec.data.logs.text_parser import Faults, parse
 from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest import loader as loader_module
-from rayrec.ingest.block_order import EpochOrder, Piece, Position
+from rayrec.ingest.block_order import BlockOrder, Piece, Position
 from rayrec.ingest.loader import ClickLoader, sparse_features
 from rayrec.row_tally import RowTally
 
@@ -72,11 +72,11 @@ def index_of(path: Path, segment_bytes: int) -> LogIndex:
     return LogIndex(numbered(entries), faults)
 
 
-def order_of(index: LogIndex, start: int = 0, stop: int = ROWS, shuffle: str = "window") -> EpochOrder:
-    return EpochOrder(tuple(Part(*part) for part in select(index, start, stop)), shuffle, 3, 3)
+def order_of(index: LogIndex, start: int = 0, stop: int = ROWS, shuffle: str = "window") -> BlockOrder:
+    return BlockOrder(tuple(Part(*part) for part in select(index, start, stop)), shuffle, 3, 3)
 
 
-def loader(prepared: tuple[LogIndex, Preprocessor], order: EpochOrder | None = None, **changes: Any) -> ClickLoader:
+def loader(prepared: tuple[LogIndex, Preprocessor], order: BlockOrder | None = None, **changes: Any) -> ClickLoader:
     arguments: dict[str, Any] = {
         "schema": SCHEMA,
         "epochs": 1,
@@ -151,7 +151,7 @@ def test_plan_matches_the_rows_of_each_worker(
 
 def test_plan_memory_does_not_grow_with_workers(prepared: tuple[LogIndex, Preprocessor]) -> None:
     segment = dataclasses.replace(prepared[0].segments[0], rows=1 << 24)
-    order = EpochOrder((Part(segment, 0, segment.rows),), "none", 0, 1)
+    order = BlockOrder((Part(segment, 0, segment.rows),), "none", 0, 1)
     tracemalloc.start()
     try:
         planned = loader(prepared, order, batch_size=128, world_size=1024)
@@ -436,7 +436,7 @@ def test_the_end_of_an_epoch_is_the_start_of_the_next(prepared: tuple[LogIndex, 
     assert all(same(one, other) for one, other in zip(end, list(loader(prepared, epochs=2))[11:], strict=True))
 
 
-def changed(order: EpochOrder, **fields: Any) -> EpochOrder:
+def changed(order: BlockOrder, **fields: Any) -> BlockOrder:
     return dataclasses.replace(order, **fields)
 
 
@@ -580,13 +580,13 @@ def test_a_run_of_many_epochs_is_planned_as_it_comes_to_them(
     prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned: list[int] = []
-    blocks = EpochOrder.blocks
+    blocks = BlockOrder.blocks
 
-    def noted(order: EpochOrder, epoch: int) -> Any:
+    def noted(order: BlockOrder, epoch: int) -> Any:
         planned.append(epoch)
         return blocks(order, epoch)
 
-    monkeypatch.setattr(EpochOrder, "blocks", noted)
+    monkeypatch.setattr(BlockOrder, "blocks", noted)
     many = loader(prepared, epochs=1_000_000, batch_size=300)
     assert many.steps == 3_000_000
     for _ in range(4):

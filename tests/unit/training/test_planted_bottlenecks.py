@@ -28,7 +28,7 @@ from rayrec.data.stage_times import StageAccount, times_of
 from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest import loader as loader_module
-from rayrec.ingest.block_order import EpochOrder, Piece, Position
+from rayrec.ingest.block_order import BlockOrder, Piece, Position
 from rayrec.ingest.loader import ClickLoader
 from rayrec.ingest.stream import encode_task
 from rayrec.observe.bottleneck import Verdict, verdict
@@ -206,7 +206,7 @@ def click_run(prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.Monke
         eval_batches={"validation": lambda: iter(())},
     )
     loader = ClickLoader(
-        EpochOrder(tuple(Part(s, 0, s.rows) for s in index.segments), "window", 0, 3),
+        BlockOrder(tuple(Part(s, 0, s.rows) for s in index.segments), "window", 0, 3),
         InProcess(preprocessor),
         schema=SCHEMA,
         epochs=1,

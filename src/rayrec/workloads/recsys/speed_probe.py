@@ -26,7 +26,7 @@ from rayrec.data.logs.index import Block, LogIndex, Part, cut, index_chunk, is_g
 from rayrec.data.logs.table_log import is_table
 from rayrec.data.stage_times import BlockTimes, measured
 from rayrec.data.threads import ThreadEngine
-from rayrec.ingest.block_order import EpochOrder
+from rayrec.ingest.block_order import BlockOrder
 from rayrec.workloads.base import TrainConfig, WorkerContext
 from rayrec.workloads.recsys.planning import Tables, cut_to_fit, memory_here, memory_of_target, tables_of
 from rayrec.workloads.speed_probe import MeasuredSpeed, Target
@@ -156,7 +156,7 @@ def _time_stages(piece: _Slice, config: TrainConfig) -> BlockTimes:
     from rayrec.ingest.stream import encoded_block
 
     parts = tuple(Part(segment, 0, segment.rows) for segment in piece.index.segments)
-    (block, *_) = EpochOrder(parts, config.train_data.shuffle, config.seed, len(parts)).blocks(0)
+    (block, *_) = BlockOrder(parts, config.train_data.shuffle, config.seed, len(parts)).blocks(0)
     assert isinstance(block, Block)
     tables = [
         measured(
@@ -219,7 +219,7 @@ def prepared_for_rows(preprocessor: Preprocessor, index: LogIndex, rows: int, *,
     """What a worker is set up with that trains on so many rows, and is handed its batches."""
     from rayrec.workloads.recsys.workload import Prepared
 
-    order = EpochOrder((Part(index.segments[0], 0, rows),), "none", 0, 1)  # only its number of rows is looked at
+    order = BlockOrder((Part(index.segments[0], 0, rows),), "none", 0, 1)  # only its number of rows is looked at
     return Prepared(
         InProcess(preprocessor),
         preprocessor.hash(),

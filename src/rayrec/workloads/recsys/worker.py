@@ -26,7 +26,7 @@ from rayrec.checkpoint.communicator import Ranks
 from rayrec.compat.torch_compat import move_wrapped_module
 from rayrec.config import InputError
 from rayrec.data import materialized
-from rayrec.ingest.block_order import EpochOrder, Position
+from rayrec.ingest.block_order import BlockOrder, Position
 from rayrec.ingest.loader import ClickLoader
 from rayrec.models.base import ModelInputs
 from rayrec.models.embeddings import initialize_shards
@@ -300,7 +300,7 @@ def _loader(
     )
 
 
-def is_mapped(order: EpochOrder) -> bool:
+def is_mapped(order: BlockOrder) -> bool:
     """Whether the rows are preprocessed files on this machine, which a worker reads itself."""
     first = order.parts[0].segment if order.parts else None
     return first is not None and first.format in materialized.MAPPED and not storage.is_url(first.path)

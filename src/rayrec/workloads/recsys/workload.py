@@ -15,7 +15,7 @@ from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.data.encoding.presets import Preset
 from rayrec.data.engine import Shared
 from rayrec.data.logs.index import LogIndex, Part, select
-from rayrec.ingest.block_order import EpochOrder
+from rayrec.ingest.block_order import BlockOrder
 from rayrec.models.base import ClickModelConfig, ModelInputs, unpooled_features
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.table_start import TableStart
@@ -44,7 +44,7 @@ class Prepared:
     inputs: Schema
     """Columns the model gets."""
     num_embeddings: list[int]
-    sets: dict[str, EpochOrder]
+    sets: dict[str, BlockOrder]
     """`train`, `validation` and, where the split has one, `test`."""
     bad_rows: int
     folder: str
@@ -465,9 +465,9 @@ def _check_mixed(path: str) -> None:
         )
 
 
-def _order(index: LogIndex, rows: tuple[int, int], data: DataConfig, seed: int) -> EpochOrder:
+def _order(index: LogIndex, rows: tuple[int, int], data: DataConfig, seed: int) -> BlockOrder:
     parts = tuple(Part(segment, start, stop) for segment, start, stop in select(index, *rows))
-    return EpochOrder(parts, data.shuffle, seed, data.segments_per_block)
+    return BlockOrder(parts, data.shuffle, seed, data.segments_per_block)
 
 
 def _best_auroc(path: str, index: LogIndex, test: tuple[int, int] | None) -> float | None:
