@@ -12,7 +12,7 @@ import numpy as np
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.logs.index import LogIndex
-from rayrec.extras import require
+from rayrec.imports import require
 from rayrec.inference.run_rows import encoded, open_run_log
 from rayrec.metrics.binary import binary_metrics
 from rayrec.workloads.recsys.scorer import load_preprocessor

@@ -23,7 +23,7 @@ from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
 from rayrec.data.encoding import rules
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER
-from rayrec.extras import require_onnx
+from rayrec.imports import require
 from rayrec.inference import encoder_source
 from rayrec.inference.config import ExportConfig
 from rayrec.inference.export_format import (
@@ -127,7 +127,7 @@ def export_clicks(
     )
     exported.row_format.check()
     if settings.triton:  # refused before there is much done
-        require_onnx()
+        require(extra="onnx")
         id_widths(preprocessor)
     # The weights, which take long to read and verify, come behind the rows, which may not be there.
     rows = parity_rows(config, preprocessor, settings=settings, cache=cache)

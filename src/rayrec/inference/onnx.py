@@ -20,7 +20,7 @@ from torch import nn
 from rayrec import storage
 from rayrec.checkpoint.format import sha256_of
 from rayrec.config import InputError
-from rayrec.extras import require_onnx
+from rayrec.imports import require
 from rayrec.inference.export_format import OpenedExport
 from rayrec.inference.parity import ParityRows
 from rayrec.models.scoring_tables import RowFormat
@@ -82,7 +82,7 @@ def write_onnx(opened: OpenedExport, path: str) -> None:
     Memory: the weights twice more. Raises InputError where the extra `onnx` is not installed, and for models that inputs of a
     fixed width cannot feed: with columns of any number of ids a row.
     """
-    require_onnx()
+    require(extra="onnx")
     import torch.onnx
 
     hotness = id_widths(opened.preprocessor)

@@ -13,7 +13,7 @@ from rayrec.data.text import text_blocks
 from rayrec.data.text.mds_index import INDEX, Index, TokenColumn
 from rayrec.data.text.text_parts import PART_BYTES
 from rayrec.data.text.tokenizer import TextTokenizer, read_tokenizer, write_tokenizer
-from rayrec.extras import require_language
+from rayrec.imports import require
 from rayrec.observe.console import Console
 from rayrec.prepare.text import hash_of
 
@@ -35,7 +35,7 @@ def adopt_tokens(
     does not have, damaged shards, and a folder that has a manifest already.
     """
     begun = time.perf_counter()
-    require_language("streaming", "tokenizers")
+    require("streaming", "tokenizers", extra="language")
     if tokenizer is None:
         raise InputError(f"{path}: holds MDS shards; give the tokenizer that made their tokens: --tokenizer DIR")
     path = storage.absolute(path).rstrip("/")

@@ -37,7 +37,7 @@ from rayrec.data.text.tokenizer import (
     read_tokenizer,
     write_tokenizer,
 )
-from rayrec.extras import require_language
+from rayrec.imports import require
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, cache_folder, engine
 from rayrec.prepare.text_tasks import (
@@ -99,7 +99,7 @@ def preprocess_text(
     InputError for text that is not UTF-8 or fills no row, an unusable tokenizer, or where `out` exists.
     """
     begun = time.perf_counter()
-    require_language("streaming", "tokenizers")
+    require("streaming", "tokenizers", extra="language")
     out = storage.absolute(out).rstrip("/")
     _check_target(out)
     given = None if text.tokenizer in ("bytes_bpe", "characters") else _given(text.tokenizer)

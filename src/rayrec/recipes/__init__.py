@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rayrec.config import InputError
-from rayrec.user_code import function_in_file, is_in_file
+from rayrec.imports import function_in_file, is_in_file
 from rayrec.workloads.base import TrainConfig
 
 Recipe = Callable[..., TrainConfig]

@@ -10,7 +10,7 @@ from typing import Literal
 
 from rayrec import storage
 from rayrec.config import Config, InputError
-from rayrec.user_code import is_in_file
+from rayrec.imports import is_in_file
 from rayrec.workloads.scoring import Device
 
 Follow = Literal["no", "newest", "best"]

@@ -16,6 +16,7 @@ import yaml
 
 from rayrec.cluster import connection
 from rayrec.config import InputError
+from rayrec.imports import function_in_file
 from rayrec.inference.model import source_of
 from rayrec.serve.app import ScoringApp
 from rayrec.serve.config import ServeConfig
@@ -24,7 +25,6 @@ from rayrec.serve.counters import Counters, Snapshot
 from rayrec.serve.ingress import WILDCARDS
 from rayrec.serve.protocol import Configured, Wanted
 from rayrec.serve.replica_models import ReplicaModels
-from rayrec.user_code import function_in_file
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.workload import ClickWorkload
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rayrec.config import Config, InputError
-from rayrec.extras import require_language
+from rayrec.imports import require
 
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel
@@ -67,7 +67,7 @@ class GPT2Config(Config):
 
         The output layer shares its weight with the token embedding. Raises InputError without transformers.
         """
-        require_language("transformers")
+        require("transformers", extra="language")
         import transformers
 
         from rayrec.workloads.gpt2_module import through_onednn

@@ -22,7 +22,7 @@ from rayrec.data.text.text_blocks import (
 )
 from rayrec.data.text.text_parts import PART_BYTES
 from rayrec.data.text.tokenizer import read_tokenizer
-from rayrec.extras import require_language
+from rayrec.imports import require
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 from rayrec.workloads.data_parallel.workload import DataParallelWorkload
 from rayrec.workloads.gpt2 import GPT2Config
@@ -93,7 +93,7 @@ class LanguageWorkload(DataParallelWorkload):
     # -- on the driver
 
     def check(self, config: TrainConfig) -> None:
-        require_language()
+        require(extra="language")
         data = config.train_data
         if data.path is None:
             raise InputError(
@@ -271,7 +271,7 @@ class LanguageWorkload(DataParallelWorkload):
         return read_prompts(path, load_tokenizer(storage.join(checkpoint, TOKENIZER_FOLDER)), window=block_size)
 
     def build_from(self, config: TrainConfig, *, checkpoint: str) -> TextModel:
-        require_language("transformers")
+        require("transformers", extra="language")
         from rayrec.workloads.language_model import TextModel
 
         return TextModel(

@@ -15,8 +15,8 @@ import ray
 from rayrec.cluster import connection
 from rayrec.cluster.connection import Layout, Node, alive_nodes, layout, own_modules, ship_code, with_room_for_tasks
 from rayrec.config import InputError
+from rayrec.imports import function_in_file
 from rayrec.models.base import ModelInputs
-from rayrec.user_code import function_in_file
 from rayrec.workloads.base import TrainConfig
 
 

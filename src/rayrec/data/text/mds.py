@@ -43,7 +43,7 @@ import numpy as np
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.text.mds_index import COLUMN, INDEX, Index, Shard, TokenColumn, damaged, unpacked_index
-from rayrec.extras import require_language
+from rayrec.imports import require
 from rayrec.storage.cache import LEAST_FILES, ShardCache, default_folder, in_use
 
 _logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ _TRIES: Final = 4
 def load_streaming() -> ModuleType:
     """The package, without its data sets of images, texts and both: streaming.vision needs torchvision, of which pip's build
     ends a process that has a CPU build of torch, and so empty modules stand for them. Raises InputError without the extra."""
-    require_language("streaming")
+    require("streaming", extra="language")
     for name in ("vision", "text", "multimodal"):
         sys.modules.setdefault(f"streaming.{name}", ModuleType(f"streaming.{name}"))
     return importlib.import_module("streaming")

@@ -15,7 +15,7 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.extras import require_language
+from rayrec.imports import require
 
 TOKENIZER: Final = "tokenizer.json"
 CONFIG: Final = "tokenizer_config.json"
@@ -39,7 +39,7 @@ class TextTokenizer:
 
     def __init__(self, files: Files, name: str) -> None:
         """`name`: what errors call it. Raises InputError for a tokenizer.json that cannot be read."""
-        require_language("tokenizers")
+        require("tokenizers", extra="language")
         from tokenizers import Tokenizer
 
         try:
@@ -101,7 +101,7 @@ def read_tokenizer(folder: str) -> Files:
 
 def _converted(files: Files, folder: str) -> dict[str, bytes]:
     """Of a tokenizer in the older form of vocab.json and merges.txt, vocab.txt, or a sentencepiece model."""
-    require_language("transformers")
+    require("transformers", extra="language")
     from transformers import AutoTokenizer
 
     with storage.Scratch("tokenizer") as before, storage.Scratch("tokenizer") as after:
@@ -131,7 +131,7 @@ def copy_tokenizer(source: str, folder: str) -> None:
 
 def bytes_bpe(texts: Iterable[str], vocabulary_size: int) -> Files:
     """A byte-level BPE, as GPT-2's, learnt from texts; the same texts give the same bytes on any number of threads."""
-    require_language("tokenizers")
+    require("tokenizers", extra="language")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -150,7 +150,7 @@ def bytes_bpe(texts: Iterable[str], vocabulary_size: int) -> Files:
 
 def characters(known: Iterable[str]) -> Files:
     """One token for each of these characters, in the order of their code points; others it refuses."""
-    require_language("tokenizers")
+    require("tokenizers", extra="language")
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {character: number for number, character in enumerate(sorted(known))}

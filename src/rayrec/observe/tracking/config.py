@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
 from rayrec.config import Config, InputError
-from rayrec.extras import require
+from rayrec.imports import require
 from rayrec.observe.event_lines import without_users
 from rayrec.observe.tracking.tracker import Tracker
 

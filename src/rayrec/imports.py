@@ -1,4 +1,7 @@
-"""Functions of the user's, named by their file: FILE.py:FUNCTION. Only what a person gives is run, never what a file names."""
+"""Imports that may fail: optional packages, and functions of the user's by their file, FILE.py:FUNCTION.
+
+Only what a person gives is run, never what a file names.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,24 @@ import os
 import sys
 import types
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from rayrec.config import InputError
 
 Returned = TypeVar("Returned")
+
+EXTRAS: Final[dict[str, tuple[str, ...]]] = {
+    "language": ("streaming", "tokenizers", "transformers", "accelerate"),
+    "onnx": ("onnx", "onnxscript", "onnxruntime"),
+}
+"""Modules of extras that are needed together."""
+
+
+def require(*modules: str, extra: str) -> None:
+    """Raises InputError, with what fixes it, where modules of an extra (default: all of `EXTRAS`) are not installed."""
+    for module in modules or EXTRAS[extra]:
+        if importlib.util.find_spec(module) is None:
+            raise InputError(f"{module} is not installed; pip install 'rayrec[{extra}]'")
 
 
 def is_in_file(name: str) -> bool:
