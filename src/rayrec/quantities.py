@@ -1,4 +1,4 @@
-"""Texts of numbers, sizes, times and durations, for terminals, reports and errors."""
+"""Texts of numbers, sizes, times and durations, for terminals, reports and errors; numbers as JSON has them."""
 
 from __future__ import annotations
 
@@ -60,3 +60,12 @@ def size_text(size_bytes: float) -> str:
             value = size_bytes / size
             return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
     return f"{size_bytes:.0f} B"
+
+
+def json_values(value: Any) -> Any:
+    """Return the value with None for NaN and infinities, which JSON lacks."""
+    if isinstance(value, dict):
+        return {name: json_values(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_values(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -16,13 +16,14 @@ from rayrec.checkpoint import Checkpoint
 from rayrec.config import InputError
 from rayrec.inference.baselines import Baselines, Kind, open_baselines
 from rayrec.inference.config import ComparisonConfig, ComparisonGates
-from rayrec.inference.evaluate import ScoredRows, json_values, scored_rows
+from rayrec.inference.evaluate import ScoredRows, scored_rows
 from rayrec.inference.scoring import ScoringJob, ScoringRequest
 from rayrec.metrics.binary import binary_metrics
 from rayrec.metrics.ranking import gauc
 from rayrec.metrics.significance import METRICS, Difference, compare_models
 from rayrec.models.base import ModelInputs
 from rayrec.observe.console import Console
+from rayrec.quantities import json_values
 from rayrec.workloads.recsys.cost import network_multiply_adds
 from rayrec.workloads.recsys.scorer import PREFIX, load_preprocessor
 from rayrec.workloads.recsys.workload import ClickWorkload

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from rayrec.metrics.binary import binary_metrics
 from rayrec.metrics.ranking import ranking_metrics
 from rayrec.metrics.significance import compare, intervals
 from rayrec.observe.console import Console
+from rayrec.quantities import json_values
 from rayrec.workloads.scoring import GROUP, KEY
 
 if TYPE_CHECKING:
@@ -166,15 +166,6 @@ def _evaluation(
                 done += len(piece.rows)
                 console.progress("slices (rows)", done, total)
     return found
-
-
-def json_values(value: Any) -> Any:
-    """The same, None for what is not a number, which JSON does not know."""
-    if isinstance(value, dict):
-        return {name: json_values(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [json_values(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @final

@@ -6,7 +6,6 @@ import ctypes
 import errno
 import itertools
 import json
-import math
 import os
 import time
 import uuid
@@ -20,6 +19,7 @@ from pyarrow import NativeFile
 from pyarrow import fs as arrow_fs
 
 from rayrec.config import InputError
+from rayrec.quantities import json_values
 from rayrec.storage.outages import explained
 from rayrec.storage.ranges import read_url
 from rayrec.storage.scratch import Scratch
@@ -219,17 +219,7 @@ def json_text(value: Any) -> str:
     try:
         return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
     except ValueError:
-        return json.dumps(_without_nan(value), indent=2, ensure_ascii=False, allow_nan=False)
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
-    return value
+        return json.dumps(json_values(value), indent=2, ensure_ascii=False, allow_nan=False)
 
 
 @contextmanager

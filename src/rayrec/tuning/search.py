@@ -20,7 +20,7 @@ from rayrec.data.log_source import index_log
 from rayrec.data.materialized.formats import best_format
 from rayrec.data.materialized.writer import preprocess
 from rayrec.data.threads import ThreadEngine
-from rayrec.inference.evaluate import ScoredRows, json_values
+from rayrec.inference.evaluate import ScoredRows
 from rayrec.inference.scoring import ScoringRequest
 from rayrec.metrics.significance import METRICS, Resampling, compare_models
 from rayrec.observe.console import Console
@@ -136,7 +136,7 @@ def _check_same(folder: str, config: TrainConfig, space: Space, options: TuneCon
     place = storage.join(folder, SEARCH)
     if storage.exists(place):
         before = storage.read_json(place)
-        changed = [name for name in searched if before.get(name) != json_values(_plain(searched[name]))]
+        changed = [name for name in searched if before.get(name) != _plain(searched[name])]
         if changed:
             raise InputError(
                 f"{folder}: holds a search with another {' and '.join(changed)}; give the same ones, or choose another --name"
@@ -265,7 +265,7 @@ def _concluded(
         "trained_share": _trained_share(trials),
         "trials": [{**vars(trial), "values": dict(trial.values)} for trial in ranked],
     }
-    plain: dict[str, Any] = json_values(_plain(found))
+    plain: dict[str, Any] = _plain(found)
     storage.write_json(storage.join(folder, "trials.json"), plain)
     page = storage.join(folder, "report.html")
     storage.write_bytes(page, render(str(config.name), plain).encode())
