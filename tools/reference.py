@@ -12,11 +12,9 @@ import dataclasses
 import importlib
 import inspect
 import io
-import itertools
 import json
 import re
 import sys
-import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +26,7 @@ import tyro
 
 import rayrec
 from rayrec.commands import command
-from rayrec.config import Config
+from rayrec.config import Config, field_docs
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.models import ranking
 from rayrec.observe.events import KINDS
@@ -145,27 +143,6 @@ def classes() -> Iterator[type[Config]]:
                 and dataclasses.fields(value)
             ):
                 yield value
-
-
-def field_docs(kind: type[Config]) -> dict[str, str]:
-    """The docstrings below the fields of a class and of those that it is derived from."""
-    found: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        if base is object or base.__module__.partition(".")[0] != "rayrec":
-            continue
-        (body,) = (
-            node.body
-            for node in ast.parse(textwrap.dedent(inspect.getsource(base))).body
-            if isinstance(node, ast.ClassDef)
-        )
-        for line, after in itertools.pairwise(body):
-            if (
-                isinstance(line, ast.AnnAssign)
-                and isinstance(after, ast.Expr)
-                and isinstance(after.value, ast.Constant)
-            ):
-                found[ast.unparse(line.target)] = str(after.value.value)
-    return found
 
 
 def _default(field: dataclasses.Field[Any]) -> str:

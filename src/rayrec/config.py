@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import hashlib
+import inspect
+import itertools
 import json
+import textwrap
 import typing
 import warnings
 from collections.abc import Mapping, Sequence
@@ -211,6 +215,25 @@ class Config:
         """The first 16 hex digits of the SHA-256 over the canonical JSON of the configuration."""
         canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+@lru_cache(maxsize=1024)
+def field_docs(cls: type) -> dict[str, str]:
+    """Return the docstrings below the fields of a class and of its bases."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        if base is Config:
+            continue
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(definition, ast.ClassDef)
+        for line, after in itertools.pairwise(definition.body):
+            if (
+                isinstance(line, ast.AnnAssign)
+                and isinstance(after, ast.Expr)
+                and isinstance(after.value, ast.Constant)
+            ):
+                found[ast.unparse(line.target)] = str(after.value.value)
+    return found
 
 
 def line_of(error: BaseException) -> str:
