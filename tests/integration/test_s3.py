@@ -13,9 +13,9 @@ from saved_clicks import save_clicks
 import rayrec
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.job import COMPLETE
 from rayrec.data.logs.text_parser import parse
 from rayrec.inference.model import open_served
-from rayrec.inference.resumable_output import COMPLETE
 from rayrec.metrics.binary import auroc
 from rayrec.observe.console import Console
 

@@ -3,7 +3,9 @@ make. pyarrow's own conversions (`pa.array`, `to_numpy`) import pandas, which ta
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -41,3 +43,13 @@ def numpy_of(array: pa.Array | pa.ChunkedArray) -> np.ndarray:
     if not len(array):  # which may have no buffer
         return np.empty(0, dtype)
     return np.frombuffer(array.buffers()[1], dtype, len(array), array.offset * dtype.itemsize)
+
+
+def json_reply(value: Any) -> pa.Table:
+    """A task's result that is one small JSON value."""
+    return pa.table({"reply": arrow_texts([json.dumps(value)])})
+
+
+def json_of(reply: pa.Table) -> Any:
+    """The value of a `json_reply`."""
+    return json.loads(reply.column("reply")[0].as_py())

@@ -9,8 +9,9 @@ from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 from rayrec import storage
+from rayrec.data.job import resumable_job
 from rayrec.environment.provenance import versions
-from rayrec.inference.resumable_output import GROUP_ROWS, PART_ROWS, Parts, resumable_folder
+from rayrec.inference.resumable_output import GROUP_ROWS, PART_ROWS, Parts
 from rayrec.inference.scoring import ScoringJob, ScoringRequest
 from rayrec.observe.console import Console
 from rayrec.workloads.scoring import Device
@@ -62,15 +63,15 @@ def predict_to(
     request = ScoringRequest(checkpoint, path, config, batch_rows, device, console or Console())
     opened = request.open(evaluating=False, spare_cpus=0)
     start = time.monotonic()
-    with resumable_folder(out, _made_of(opened, request)) as work, Parts(work.folder) as parts:
+    with resumable_job(out, _made_of(opened, request), last_file=None) as job, Parts(job.folder) as parts:
         before = parts.rows
         if before:
-            request.console.note(f"{work.folder}: going on, {before:,} of {opened.scoring.rows:,} rows were done")
+            request.console.note(f"{job.folder.path}: going on, {before:,} of {opened.scoring.rows:,} rows were done")
         if before < opened.scoring.rows:
             for table in opened.tables(request.console, first_row=before):
                 parts.write(table)
         assert parts.rows == opened.scoring.rows, f"{parts.rows} of {opened.scoring.rows} rows were written"
-        work.files = parts.finish()
+        parts.finish()
     return {
         "rows": parts.rows,
         **opened.scoring.described,

@@ -5,20 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rayrec import storage
-from rayrec.config import InputError
+from rayrec.data.job import JobFolder
 from rayrec.inference import resumable_output as module
-from rayrec.inference.resumable_output import COMPLETE, JOB, Parts, resumable_folder
+from rayrec.inference.resumable_output import Parts
 
 ROWS = 2300
-MADE_OF: dict[str, Any] = {"checkpoint": "a", "input": ["log", 3]}
 
 
 @pytest.fixture(autouse=True)
@@ -47,18 +44,19 @@ def _bytes_of_files(folder: Path) -> dict[str, bytes]:
 def expected(tmp_path: Path) -> dict[str, bytes]:
     folder = tmp_path / "expected"
     folder.mkdir()
-    with Parts(str(folder)) as parts:
+    with Parts(JobFolder(str(folder))) as parts:
         parts.write(_table())
-        assert parts.finish() == [f"part-0000{number}.parquet" for number in range(3)]
+        parts.finish()
     assert pq.read_table(folder).equals(_table())
     found = _bytes_of_files(folder)
+    assert list(found) == [f"part-0000{number}.parquet" for number in range(3)]
     assert [pq.read_metadata(folder / name).num_rows for name in found] == [1000, 1000, 300]
     return found
 
 
 @pytest.mark.parametrize("size", [1, 7, 300, 999, 1000, 1001, 2300])
 def test_bytes_do_not_show_how_rows_came(tmp_path: Path, expected: dict[str, bytes], size: int) -> None:
-    with Parts(str(tmp_path)) as parts:
+    with Parts(JobFolder(str(tmp_path))) as parts:
         for piece in _pieces(size):
             parts.write(piece)
         assert parts.rows == ROWS
@@ -72,16 +70,16 @@ def test_going_on(tmp_path: Path, expected: dict[str, bytes], killed_after: int,
     """Killed after so many tables of 400 rows, so many bytes of the last of which never came to the disk."""
     folder = tmp_path / "work"
     folder.mkdir()
-    killed = Parts(str(folder))
+    killed = Parts(JobFolder(str(folder)))
     for number, piece in enumerate(_pieces(400)):
         if number < killed_after:
             killed.write(piece)
-    journals = list(folder.glob("_journal-*"))
+    journals = list(folder.glob("_job/journal-*"))
     assert len(journals) == 1
     size = journals[0].stat().st_size
     os.truncate(journals[0], max(0, size - cut_bytes))
 
-    with Parts(str(folder)) as parts:
+    with Parts(JobFolder(str(folder))) as parts:
         written = min(killed_after * 400, ROWS)
         assert written - 400 <= parts.rows <= written
         assert (parts.rows == written) == (not cut_bytes or not size)
@@ -93,15 +91,15 @@ def test_going_on(tmp_path: Path, expected: dict[str, bytes], killed_after: int,
 
 
 def test_a_damaged_entry_ends_the_journal(tmp_path: Path, expected: dict[str, bytes]) -> None:
-    with Parts(str(tmp_path)) as parts:
+    with Parts(JobFolder(str(tmp_path))) as parts:
         for piece in _pieces(100):
             if parts.rows < 500:
                 parts.write(piece)
-    journal = tmp_path / "_journal-00000"
+    journal = tmp_path / "_job" / "journal-00000"
     content = bytearray(journal.read_bytes())
     content[len(content) * 3 // 5] ^= 1  # of the fourth table
     journal.write_bytes(content)
-    with Parts(str(tmp_path)) as parts:
+    with Parts(JobFolder(str(tmp_path))) as parts:
         assert parts.rows == 300
         for piece in _pieces(100, 300):
             parts.write(piece)
@@ -114,12 +112,13 @@ def test_killed_between_file_and_journal(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(module._Journal, "remove", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
-        killed = Parts(str(tmp_path))
+        killed = Parts(JobFolder(str(tmp_path)))
         with pytest.raises(KeyboardInterrupt):
             killed.write(_table())
         killed.__exit__()
-    assert {"_journal-00000", "part-00000.parquet"} < set(os.listdir(tmp_path))
-    with Parts(str(tmp_path)) as parts:
+    assert (tmp_path / "_job" / "journal-00000").exists()
+    assert (tmp_path / "part-00000.parquet").exists()
+    with Parts(JobFolder(str(tmp_path))) as parts:
         assert parts.rows == 1000
         parts.write(_table().slice(1000))
         parts.finish()
@@ -128,147 +127,10 @@ def test_killed_between_file_and_journal(
 
 def test_killed_after_the_last_file(tmp_path: Path, expected: dict[str, bytes]) -> None:
     """Which holds fewer rows than the others."""
-    with Parts(str(tmp_path)) as parts:
+    with Parts(JobFolder(str(tmp_path))) as parts:
         parts.write(_table())
-        names = parts.finish()
-    with Parts(str(tmp_path)) as parts:
+        parts.finish()
+    with Parts(JobFolder(str(tmp_path))) as parts:
         assert parts.rows == ROWS
-        assert parts.finish() == names
+        parts.finish()
     assert _bytes_of_files(tmp_path) == expected
-
-
-# -- the folder
-
-
-def test_the_folder_appears_complete(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    with resumable_folder(str(out), MADE_OF) as work:
-        assert work.folder == f"{out}.partial"
-        Path(work.folder, "a").write_text("1")
-        Path(work.folder, "journal").write_text("2")
-        assert not out.exists()
-        work.files = ["a"]
-    assert [(path.name, path.read_text()) for path in out.iterdir()] == [("a", "1")]
-    assert os.listdir(tmp_path) == ["out"]
-    with pytest.raises(InputError, match="exists already"), resumable_folder(str(out), MADE_OF):
-        pass
-
-
-def test_what_was_begun_stays_and_nothing_else(tmp_path: Path) -> None:
-    out = str(tmp_path / "out")
-    with pytest.raises(KeyboardInterrupt), resumable_folder(out, MADE_OF):
-        raise KeyboardInterrupt
-    assert not os.listdir(tmp_path)
-    killed = resumable_folder(out, MADE_OF)
-    Path(killed.__enter__().folder, "journal").write_text("2")
-    assert not killed.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
-    with (
-        pytest.raises(InputError, match="left by an unfinished call with another input; give the same"),
-        resumable_folder(out, {**MADE_OF, "input": ["log", 4]}),
-    ):
-        raise AssertionError
-    with resumable_folder(out, MADE_OF) as work:
-        assert Path(work.folder, "journal").read_text() == "2"
-        work.files = ["journal"]
-    assert os.listdir(tmp_path) == ["out"]
-
-
-def test_what_holds_nothing_is_begun_anew(tmp_path: Path) -> None:
-    """As a process leaves it that was killed before its first table."""
-    work = tmp_path / "out.partial"
-    work.mkdir()
-    (work / JOB).write_text("{}")
-    (work / "_journal-00000").touch()
-    with resumable_folder(str(tmp_path / "out"), MADE_OF):
-        pass
-    assert not os.listdir(tmp_path / "out")
-
-
-def test_what_nobody_knows_the_origin_of_is_refused(tmp_path: Path) -> None:
-    work = tmp_path / "out.partial"
-    work.mkdir()
-    (work / "part-00000.parquet").write_text("1")
-    with pytest.raises(InputError, match=r"out\.partial: holds files, but no _job\.json"):
-        resumable_folder(str(tmp_path / "out"), MADE_OF).__enter__()
-    (work / "part-00000.parquet").rename(work / f"{JOB}.1234.partial")  # of a process killed while it wrote that
-    with resumable_folder(str(tmp_path / "out"), MADE_OF):
-        pass
-
-
-@pytest.mark.parametrize("killed_at", ["rename", "remove"])
-def test_killed_while_the_folder_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str) -> None:
-    """The same call finds either everything that it needs to resume, or the folder."""
-    out, killed = tmp_path / "out", resumable_folder(str(tmp_path / "out"), MADE_OF)
-    work = killed.__enter__()
-    Path(work.folder, "a").write_text("1")
-    work.files = ["a"]
-    with monkeypatch.context() as patch:
-        patch.setattr(os, killed_at, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            killed.__exit__(None, None, None)
-    if killed_at == "remove":
-        assert (out / "a").read_text() == "1"
-        return
-    with resumable_folder(str(out), MADE_OF) as work:
-        assert Path(work.folder, "a").read_text() == "1"
-        work.files = ["a"]
-    assert os.listdir(out) == ["a"]
-
-
-@pytest.mark.parametrize("copies", [0, 1, 2])
-def test_killed_while_it_is_copied_to_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: int) -> None:
-    """After so many of two files; of both: killed before JOB is gone. The marker comes when all are there."""
-    url, copy, done = f"file://{tmp_path}/out", storage.copy_file, []
-
-    def copy_some(source: str, target: str) -> None:
-        if len(done) == copies:
-            raise KeyboardInterrupt
-        done.append(copy(source, target))
-
-    killed = resumable_folder(url, MADE_OF)
-    work = killed.__enter__()
-    work.files = ["a", "b"]
-    for name in work.files:
-        storage.write_bytes(storage.join(work.folder, name), name.encode())
-    with monkeypatch.context() as patch:
-        patch.setattr(storage, "copy_file", copy_some)
-        if copies == 2:
-            patch.setattr(storage, "remove_file", lambda path: copy_some(path, path))
-        with pytest.raises(KeyboardInterrupt):
-            killed.__exit__(None, None, None)
-    assert (COMPLETE in storage.list_folder(url)) == (copies == 2)
-
-    with resumable_folder(url, MADE_OF) as work:
-        work.files = ["a", "b"]
-    assert storage.list_folder(url) == [COMPLETE, "a", "b"]
-    assert storage.read_json(storage.join(url, COMPLETE)) == {"files": ["a", "b"]}
-    assert os.listdir(tmp_path) == ["out"]
-    with pytest.raises(InputError, match="exists already"):
-        resumable_folder(url, MADE_OF).__enter__()
-
-
-def test_killed_while_what_is_copied_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    url = f"file://{tmp_path}/out"
-    killed = resumable_folder(url, MADE_OF)
-    work = killed.__enter__()
-    storage.write_bytes(storage.join(work.folder, "a"), b"1")
-    work.files = ["a"]
-    with monkeypatch.context() as patch:
-        patch.setattr(storage, "remove_folder", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            killed.__exit__(None, None, None)
-    with pytest.raises(InputError, match="exists already"):
-        resumable_folder(url, MADE_OF).__enter__()
-    storage.remove_folder(url)
-    with pytest.raises(InputError, match=r"out\.partial: holds files, but no _job\.json"):
-        resumable_folder(url, {**MADE_OF, "checkpoint": "b"}).__enter__()
-
-
-def test_one_writer_at_a_time(tmp_path: Path) -> None:
-    out = str(tmp_path / "out")
-    with (
-        resumable_folder(out, MADE_OF),
-        pytest.raises(InputError, match="another process is writing there"),
-        resumable_folder(out, MADE_OF),
-    ):
-        raise AssertionError

@@ -1,0 +1,216 @@
+"""A folder that tasks make: complete or not there, resumed after a kill, never made by two at once."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from here_engine import Died, HereEngine
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.data.job import COMPLETE, JobFolder, resumable_job
+
+MADE_OF: dict[str, Any] = {"checkpoint": "a", "input": ["log", 3]}
+MADE_OF_FILE = "_job/made_of.json"
+
+
+@dataclass(frozen=True)
+class Item:
+    number: int
+
+
+ITEMS = [Item(number) for number in range(5)]
+
+
+def _write(item: Item, *, folder: JobFolder) -> pa.Table:
+    folder.require()
+    storage.write_bytes(storage.join(folder.path, f"file-{item.number}"), b"%d" % item.number)
+    return folder.done("write", item.number, {"square": item.number**2})
+
+
+def _make(out: str, *, last_file: str | None = "last", engine: HereEngine | None = None) -> list[int]:
+    with resumable_job(out, MADE_OF, last_file=last_file) as job:
+        task = functools.partial(_write, folder=job.folder)
+        found = [found["square"] for found in job.run("write", task, ITEMS, engine or HereEngine())]
+        if last_file is not None:
+            storage.write_bytes(storage.join(job.folder.path, last_file), b"whole")
+    return found
+
+
+def _begun(out: str, *, last_file: str | None = None, names: tuple[str, ...] = ("a",)) -> Any:
+    """A context that was entered, in which a task is done."""
+    context = resumable_job(out, MADE_OF, last_file=last_file)
+    job = context.__enter__()
+    for name in names:
+        storage.write_bytes(storage.join(job.folder.path, name), name.encode())
+    job.folder.done("write", 0, {})
+    return context
+
+
+def _raise(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("place", ["", "file://"])
+@pytest.mark.parametrize("last_file", ["last", None])
+@pytest.mark.parametrize("tasks", range(5))
+def test_job_resumes_where_it_died(tmp_path: Path, place: str, last_file: str | None, tasks: int) -> None:
+    out, engine, progress = f"{place}{tmp_path}/out", HereEngine(), []
+    with pytest.raises(Died):
+        _make(out, last_file=last_file, engine=HereEngine(tasks))
+    assert storage.exists(out) == (place == "file://" and last_file is not None and tasks > 0)
+    with resumable_job(out, MADE_OF, last_file=last_file) as job:
+        assert job.resumed == (tasks > 0)
+        assert list(job.finished("write", ITEMS)) == list(range(tasks))
+        task = functools.partial(_write, folder=job.folder)
+        found = list(job.run("write", task, ITEMS, engine, lambda done, items: progress.append((done, items))))
+    assert engine.ran == 5 - tasks
+    assert [each["square"] for each in found] == [0, 1, 4, 9, 16]
+    assert progress == [(done, 5) for done in range(1, 6)]
+    complete = [COMPLETE] if place and last_file is None else []
+    assert storage.list_folder(out) == [*complete, *(f"file-{number}" for number in range(5))]
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("place", ["", "file://"])
+@pytest.mark.parametrize("last_file", ["last", None])
+def test_complete_folder_is_refused(tmp_path: Path, place: str, last_file: str | None) -> None:
+    _make(f"{place}{tmp_path}/out", last_file=last_file)
+    with pytest.raises(InputError, match=r"out: exists already; remove it or choose another place"):
+        _make(f"{place}{tmp_path}/out", last_file=last_file)
+
+
+def test_files_of_killed_tasks_are_removed(tmp_path: Path) -> None:
+    with resumable_job(str(tmp_path / "out"), MADE_OF, last_file="last") as job:
+        inside = Path(job.folder.path, "train")
+        inside.mkdir()
+        (inside / f"shard.{'0f' * 16}.partial").write_text("of a killed task")
+        (inside / "shard").write_text("whole")
+    assert os.listdir(tmp_path / "out" / "train") == ["shard"]
+
+
+def test_folder_stays_only_if_begun(tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    failed = resumable_job(out, MADE_OF, last_file=None)
+    Path(failed.__enter__().folder.path, "prepared").write_text("1")
+    assert not failed.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert not os.listdir(tmp_path)
+    killed = _begun(out)
+    assert not killed.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    other = {**MADE_OF, "input": ["log", 4]}
+    with pytest.raises(
+        InputError, match=r"left by an unfinished call with another input; give the same .* remove that"
+    ):
+        resumable_job(out, other, last_file=None).__enter__()
+    with resumable_job(out, MADE_OF, last_file=None) as job:
+        assert Path(job.folder.path, "a").read_text() == "a"
+    assert os.listdir(tmp_path) == ["out"]
+    assert os.listdir(out) == ["a"]
+
+
+@pytest.mark.parametrize("place", ["", "file://"])
+def test_nothing_done_is_started_over(tmp_path: Path, place: str) -> None:
+    """As a process leaves it that was killed before its first task was done."""
+    work = tmp_path / ("out" if place else "out.partial")
+    (work / "_job" / "keys").mkdir(parents=True)
+    (work / "half").mkdir()
+    (work / "a").write_text("1")
+    (work / MADE_OF_FILE).write_text('{"input": "another"}')
+    with resumable_job(f"{place}{tmp_path}/out", MADE_OF, last_file="last") as job:
+        assert not job.resumed
+        assert storage.read_json(job.folder.aid("made_of.json")) == MADE_OF
+    assert not os.listdir(tmp_path / "out")
+
+
+@pytest.mark.parametrize("place", ["", "file://"])
+def test_foreign_folder_is_refused_and_kept(tmp_path: Path, place: str) -> None:
+    work = tmp_path / ("out" if place else "out.partial")
+    work.mkdir()
+    (work / "a").write_text("1")
+    with pytest.raises(InputError, match=r"out(\.partial)?: holds files, but no _job/made_of\.json"):
+        resumable_job(f"{place}{tmp_path}/out", MADE_OF, last_file="last").__enter__()
+    assert (work / "a").read_text() == "1"
+
+
+@pytest.mark.parametrize("killed_at", ["rename", "remove"])
+def test_kill_while_folder_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str) -> None:
+    """The same call finds either everything that it needs to resume, or the folder."""
+    out, killed = tmp_path / "out", _begun(str(tmp_path / "out"))
+    with monkeypatch.context() as patch:
+        patch.setattr(*{"rename": (os, "rename"), "remove": (storage, "remove_folder")}[killed_at], _raise)
+        with pytest.raises(KeyboardInterrupt):
+            killed.__exit__(None, None, None)
+    if killed_at == "remove":
+        assert (out / "a").read_text() == "a"
+        return
+    with resumable_job(str(out), MADE_OF, last_file=None) as job:
+        assert job.resumed
+    assert os.listdir(out) == ["a"]
+
+
+@pytest.mark.parametrize("copies", [0, 1, 2])
+def test_kill_while_copied_to_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: int) -> None:
+    """After so many of two files; of both: killed before all that says of what it is made is gone."""
+    url, copy, done = f"file://{tmp_path}/out", storage.copy_file, []
+
+    def copy_some(source: str, target: str) -> None:
+        if len(done) == copies:
+            raise KeyboardInterrupt
+        done.append(copy(source, target))
+
+    killed = _begun(url, names=("a", "b"))
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "copy_file", copy_some)
+        if copies == 2:
+            patch.setattr(storage, "remove_file", lambda path: copy_some(path, path))
+        with pytest.raises(KeyboardInterrupt):
+            killed.__exit__(None, None, None)
+    assert (COMPLETE in storage.list_folder(url)) == (copies == 2)
+
+    with resumable_job(url, MADE_OF, last_file=None) as job:
+        assert job.resumed
+    assert storage.list_folder(url) == [COMPLETE, "a", "b"]
+    assert storage.read_json(storage.join(url, COMPLETE)) == {"files": ["a", "b"]}
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_kill_while_the_copied_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"file://{tmp_path}/out"
+    killed = _begun(url)
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "remove_folder", _raise)
+        with pytest.raises(KeyboardInterrupt):
+            killed.__exit__(None, None, None)
+    with pytest.raises(InputError, match="exists already"):
+        resumable_job(url, MADE_OF, last_file=None).__enter__()
+    storage.remove_folder(url)
+    with pytest.raises(InputError, match=r"out\.partial: holds files, but no _job/made_of\.json"):
+        resumable_job(url, MADE_OF, last_file=None).__enter__()
+
+
+def test_one_writer_at_a_time(tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    with (
+        resumable_job(out, MADE_OF, last_file=None),
+        pytest.raises(InputError, match="another process is writing there"),
+        resumable_job(out, MADE_OF, last_file=None),
+    ):
+        raise AssertionError
+
+
+def test_task_errors_say_what_to_do(tmp_path: Path) -> None:
+    folder = JobFolder(str(tmp_path / "gone"))
+    with pytest.raises(InputError, match=r"gone: not visible from a data task on .*give an --out that all nodes share"):
+        folder.require()
+    full = r"gone: No space left .*make room there and give the same command"
+    with pytest.raises(InputError, match=full), folder.disk_errors():
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(PermissionError), folder.disk_errors():
+        raise PermissionError(errno.EPERM, "no")
