@@ -19,7 +19,7 @@ import pytest
 from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.inference import predict as prediction
-from rayrec.inference import resumable_output
+from rayrec.inference import prediction_files
 from rayrec.inference.config import EvaluationConfig
 from rayrec.inference.evaluate import evaluate
 from rayrec.inference.evaluation_text import evaluation_text
@@ -162,7 +162,7 @@ def scores(
 
 
 def _small_parts(patch: pytest.MonkeyPatch) -> None:
-    for module in (resumable_output, prediction):
+    for module in (prediction_files, prediction):
         patch.setattr(module, "PART_ROWS", 7000)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rayrec import storage
 from rayrec.data.job import resumable_job
 from rayrec.environment.provenance import versions
-from rayrec.inference.resumable_output import GROUP_ROWS, PART_ROWS, Parts
+from rayrec.inference.prediction_files import GROUP_ROWS, PART_ROWS, Parts
 from rayrec.inference.scoring import ScoringJob, ScoringRequest
 from rayrec.observe.console import Console
 from rayrec.workloads.scoring import Device

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rayrec.data.job import JobFolder
-from rayrec.inference import resumable_output as module
-from rayrec.inference.resumable_output import Parts
+from rayrec.inference import prediction_files as module
+from rayrec.inference.prediction_files import Parts
 
 ROWS = 2300
 
