@@ -1,4 +1,4 @@
-"""A shuffle of a whole log outside the trainer, the same for a seed in any number of tasks, and how well an order mixes days."""
+"""A shuffle of a whole log outside the trainer, the same for a seed in any number of tasks."""
 
 from __future__ import annotations
 
@@ -81,36 +81,3 @@ def gather_runs(paths: Sequence[str], start: int, stop: int) -> pa.Table:
 
 def run_path(folder: str, number: int) -> str:
     return os.path.join(folder, f"run-{number:06d}.arrow")
-
-
-def mixing(groups: np.ndarray, batch_size: int) -> float:
-    """How well an order of rows mixes their groups (days, files): 1 as a perfect shuffle does, 0 where every batch is of
-    one group.
-
-    `groups`: the group of each row, in the order in which they come. Of every whole batch the total variation distance
-    between its groups and all rows' is taken; their mean is set between its expectation for batches drawn at random without
-    replacement and its value for batches of one group each.
-    """
-    _, numbers = np.unique(groups, return_inverse=True)
-    counts = np.bincount(numbers)
-    share = counts / len(numbers)
-    batches = len(numbers) // batch_size
-    assert batches, (len(numbers), batch_size)
-    found = np.zeros((batches, len(counts)))
-    used = numbers[: batches * batch_size]
-    np.add.at(found, (np.arange(len(used)) // batch_size, used), 1 / batch_size)
-    distance = float(np.abs(found - share).sum(1).mean() / 2)
-    perfect = sum(_mean_deviation(int(count), len(numbers), batch_size) for count in counts) / 2
-    worst = float((share * (1 - share)).sum())
-    return (worst - distance) / (worst - perfect) if worst > perfect else 1.0
-
-
-def _mean_deviation(count: int, rows: int, batch_size: int) -> float:
-    """E |X / batch_size - count / rows| for X rows of a group of `count` in a batch (hypergeometric)."""
-    low, high = max(0, batch_size - (rows - count)), min(batch_size, count)
-    k = np.arange(low, high, dtype=np.float64)
-    steps = np.log((count - k) * (batch_size - k)) - np.log((k + 1) * (rows - count - batch_size + k + 1))
-    logarithms = np.concatenate([[0.0], np.cumsum(steps)])
-    weights = np.exp(logarithms - logarithms.max())
-    values = np.arange(low, high + 1)
-    return float((weights * np.abs(values / batch_size - count / rows)).sum() / weights.sum())
