@@ -1,7 +1,6 @@
 """A log split into files of training, validation and test rows, for parts that are not ranges of the log.
 
-Everything is made in OUT.partial (for a URL, below OUT itself) and marked task by task, so that an interrupted job resumes where
-it stopped; split.json is written last, then the folder gets its name. The bytes depend on the log and the options only, not on
+The folder is that of a resumable job, whose last file is split.json. The bytes depend on the log and the options only, not on
 the engine or the number of tasks at a time.
 """
 
@@ -10,12 +9,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
-import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 import numpy as np
 import pyarrow as pa
@@ -23,15 +20,14 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.config import Config, InputError
 from rayrec.data import materialized
-from rayrec.data.arrow import numpy_of
+from rayrec.data.arrow import json_of, numpy_of
 from rayrec.data.engine import Engine
+from rayrec.data.job import ResumableJob, resumable_job
 from rayrec.data.log_source import refuse_foreign
 from rayrec.data.logs.head import has_labels
 from rayrec.data.logs.index import LogIndex, numbered
 from rayrec.data.logs.table_log import is_table
 from rayrec.data.logs.text_parser import Faults
-from rayrec.data.materialized.write_tasks import JOB, disk_errors
-from rayrec.data.materialized.writer import goes_on
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, engine, raw_index
 from rayrec.prepare.split_tasks import (
@@ -54,9 +50,8 @@ from rayrec.schema import Schema
 
 MANIFEST: Final = "split.json"
 VERSION: Final = 1
-_JOB_VERSION: Final = 2
+_JOB_VERSION: Final = 3
 """Version of an unfinished folder."""
-CUTS: Final = "cuts.json"
 _CUT_FILES: Final = 64
 """Tables that one task opens to cut them."""
 _LEAST_TASK_BYTES, _MOST_TASK_BYTES, _WANTED_TASKS = 32 << 20, 512 << 20, 256
@@ -74,6 +69,9 @@ _READS: Final = (
     "segments_per_block",
 )
 """Fields of PreparationConfig that a split reads."""
+
+
+_Item = TypeVar("_Item", SplitTask, UsersTask)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,22 +161,29 @@ def split(path: str, *, out: str, rows: RowSplit, config: PreparationConfig, con
     if others:
         raise InputError(f"--{others[0].replace('_', '-')}: not an option of a split; leave it out")
     out = storage.absolute(out).rstrip("/")
-    if storage.exists(storage.join(out, MANIFEST) if storage.is_url(out) else out):
-        raise InputError(f"{out}: exists already; remove it or choose another place")
     if materialized.is_preprocessed(path):
         raise InputError(f"{path}: is preprocessed data; give the raw log it was made from")
     schema = rows.columns_of(config.adapted(path).schema)
     files = storage.list_files(path, names=config.files)
     refuse_foreign(path, files)
-    with console.preparing(), engine(config, console, paths=(path, out)) as running:
-        work = _Work(path, out, rows, config.replace(schema=schema), files, running, console)
-        work.begin()
-        try:
-            return work.finish(work.write(work.choose(work.tasks())))
-        except InputError:
-            if not storage.list_folder(storage.join(work.folder, "done")):  # nothing to resume
-                storage.remove_folder(work.folder)
-            raise
+    identity = [[file.path, file.size_bytes, file.modified_ns] for file in files]
+    made_of = {
+        "version": _JOB_VERSION,
+        "log": hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16],
+        "schema": schema.to_dict(),
+        "segment_bytes": config.segment_bytes,
+        **rows.to_dict(),
+    }
+    with (
+        resumable_job(out, made_of, last_file=MANIFEST) as running,
+        console.preparing(),
+        engine(config, console, paths=(path, out)) as data_engine,
+    ):
+        if running.resumed:
+            console.note(f"{running.folder.path}: resuming")
+        work = _Work(path, rows, config.replace(schema=schema), files, running, data_engine, console)
+        found = work.finish(work.write(work.choose(work.tasks())))
+    return {"out": out, **found}
 
 
 @final
@@ -188,41 +193,24 @@ class _Work:
     def __init__(
         self,
         path: str,
-        out: str,
         rows: RowSplit,
         config: PreparationConfig,
         files: Sequence[storage.File],
+        running: ResumableJob,
         engine: Engine,
         console: Console,
     ) -> None:
-        self.path, self.out, self.rows, self.config, self.files = path, out, rows, config, files
-        self.engine, self.console = engine, console
-        self.folder = out if storage.is_url(out) else f"{out}.partial"
+        self.path, self.rows, self.config, self.files = path, rows, config, files
+        self.running, self.engine, self.console = running, engine, console
         size_bytes = sum(file.size_bytes for file in files)
         self.task_bytes = min(max(size_bytes // _WANTED_TASKS, _LEAST_TASK_BYTES), _MOST_TASK_BYTES)
         partitions = min(max(size_bytes // _PARTITION_BYTES, 1), _MOST_PARTITIONS)
         test, held_out = (int(share * 2**64) for share in (rows.test, rows.test + rows.validation))
         self.job = SplitJob(
-            self.folder, config.schema, rows.by, rows.seed, thresholds=(test, held_out), partitions=partitions
+            running.folder, config.schema, rows.by, rows.seed, thresholds=(test, held_out), partitions=partitions
         )
         self.index = LogIndex((), Faults())
         self.missing = 0
-
-    def begin(self) -> None:
-        """Writes what the folder is made of; it is there already if a call resumes."""
-        identity = [[file.path, file.size_bytes, file.modified_ns] for file in self.files]
-        made_of = {
-            "version": _JOB_VERSION,
-            "log": hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16],
-            "schema": self.config.schema.to_dict(),
-            "segment_bytes": self.config.segment_bytes,
-            **self.rows.to_dict(),
-        }
-        if goes_on(self.folder, made_of):
-            self.console.note(f"{self.folder}: resuming")
-            return
-        with disk_errors(self.folder):
-            storage.write_json(storage.join(self.folder, JOB), made_of)
 
     def tasks(self) -> list[SplitTask]:
         """The tasks, with the numbers of their good rows. Raises InputError for a log with too many faulty rows."""
@@ -253,21 +241,22 @@ class _Work:
 
     def _cuts(self) -> list[list[tuple[int, int]]]:
         """The stretches of each table. Cut in data tasks once, and read back when a call resumes."""
-        place = storage.join(self.folder, CUTS)
+        place = self.running.folder.aid("cuts.json")
         if storage.exists(place):
             return storage.read_json(place)
         groups = [self.files[start : start + _CUT_FILES] for start in range(0, len(self.files), _CUT_FILES)]
         cut = functools.partial(cut_files, task_bytes=self.task_bytes)
-        tables = self.engine.run("cut", cut, groups, block_bytes=1 << 16)
-        cuts = [of_file for table in tables for of_file in json.loads(table.column("cuts")[0].as_py())]
-        with disk_errors(self.folder):
+        cuts = [
+            of_file for table in self.engine.run("cut", cut, groups, block_bytes=1 << 16) for of_file in json_of(table)
+        ]
+        with self.running.folder.disk_errors():
             storage.write_json(place, cuts)
         return cuts
 
     def _examined(self, tasks: list[SplitTask]) -> tuple[list[SplitTask], list[dict[str, Any]]]:
         """The tasks, which begin where the ones before them in a file end, and what `examine` found of each."""
         task = functools.partial(examine, job=self.job)
-        found = list(self._markers("examine", task, tasks))
+        found = list(self._run("examine", task, tasks))
         for number, (before, item) in enumerate(pairwise(tasks), start=1):
             if item.start_known or before.file != item.file:
                 continue
@@ -275,7 +264,7 @@ class _Work:
             tasks[number] = replace(item, start=start, start_known=True)
             if found[number]["start"] != start:  # the line end that it was cut at is within a quoted field
                 (table,) = self.engine.run("examine", task, [tasks[number]], block_bytes=1 << 16)
-                found[number] = json.loads(table.column("marker")[0].as_py())
+                found[number] = json_of(table)
         return tasks, found
 
     def _marked(self, tasks: list[SplitTask], sizes: list[list[list[int]]]) -> list[SplitTask]:
@@ -290,7 +279,7 @@ class _Work:
                         of_partition.append((self.job.place("keys", task.number), begin, count, task.first_row))
                     begin += count
         users = [UsersTask(number, tuple(each), starts) for number, each in enumerate(events)]
-        found = self._markers("marks", functools.partial(mark_last, job=self.job), users)
+        found = self._run("marks", functools.partial(mark_last, job=self.job), users)
         edges = [marker["edges"] for marker in found]
         return [
             replace(task, marks=tuple((of[place], of[place + 1] - of[place]) for of in edges))
@@ -332,7 +321,7 @@ class _Work:
     def write(self, tasks: Sequence[SplitTask]) -> dict[str, dict[str, Any]]:
         """Writes all rows; returns rows, share and files of each part."""
         rows, files = np.zeros(len(PARTS), np.int64), list[str]()
-        for marker in self._markers("write", functools.partial(write, job=self.job), tasks):
+        for marker in self._run("write", functools.partial(write, job=self.job), tasks):
             rows += marker["rows"]
             files += marker["files"]
             self.missing += marker["missing"]
@@ -346,7 +335,7 @@ class _Work:
         }
         empty = [name for name, part in found.items() if not part["rows"] and not (name == "test" and self._no_test)]
         if empty:
-            storage.remove_folder(self.folder)
+            storage.remove_folder(self.running.folder.path)
             raise InputError(
                 f"{self.path}: split by {self.rows.by} leaves no rows for {' and '.join(empty)}; choose other parts"
             )
@@ -358,7 +347,7 @@ class _Work:
         return self.rows.test == 0 if by_shares else self.rows.by == "time" and self.rows.test_from is None
 
     def finish(self, parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """The manifest, then the folder's name."""
+        """Writes the manifest."""
         found = {
             "by": self.rows.by,
             "rows": self.index.rows,
@@ -367,31 +356,11 @@ class _Work:
             **({"rows_without_group": self.missing} if self.rows.by in ("group", "last-out") else {}),
         }
         manifest = {**found, "options": self.rows.to_dict(), "version": VERSION}
-        with disk_errors(self.folder):
-            for name in ("keys", "marks"):
-                storage.remove_folder(storage.join(self.folder, name))
-            storage.write_json(storage.join(self.folder, MANIFEST), manifest)
-        if self.folder != self.out:
-            os.rename(self.folder, self.out)
-            storage.sync(os.path.dirname(self.out))
-        storage.remove_folder(storage.join(self.out, "done"))
-        for name in (JOB, CUTS):
-            storage.remove_file(storage.join(self.out, name))
-        shown = {name: {**part, "files": len(part["files"])} for name, part in parts.items()}
-        return {"out": self.out, **found, "parts": shown}
+        folder = self.running.folder
+        with folder.disk_errors():
+            storage.write_json(storage.join(folder.path, MANIFEST), manifest)
+        return {**found, "parts": {name: {**part, "files": len(part["files"])} for name, part in parts.items()}}
 
-    def _markers(
-        self, kind: str, task: Callable[[Any], pa.Table], items: Sequence[SplitTask | UsersTask]
-    ) -> Iterator[dict[str, Any]]:
-        """What the task reports of each item, in their order; what is done already is not done again."""
-        there = {posixpath.splitext(name)[0] for name in storage.list_folder(storage.join(self.folder, "done"))}
-        done = {
-            item.number: storage.read_json(self.job.marker(kind, item.number))
-            for item in items
-            if f"{kind}-{item.number:06d}" in there
-        }
-        waiting = [item for item in items if item.number not in done]
-        made = self.engine.run(kind, task, waiting, block_bytes=1 << 16)
-        for number, item in enumerate(items, start=1):
-            yield done[item.number] if item.number in done else json.loads(next(made).column("marker")[0].as_py())
-            self.console.progress(f"{kind} (parts of the log)", number, len(items))
+    def _run(self, kind: str, task: Callable[[_Item], pa.Table], items: Sequence[_Item]) -> Iterator[dict[str, Any]]:
+        report = functools.partial(self.console.progress, f"{kind} (parts of the log)")
+        return self.running.run(kind, task, items, self.engine, report)

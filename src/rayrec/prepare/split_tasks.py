@@ -5,8 +5,6 @@ Each task leaves a marker, so that an interrupted job resumes, and files whose b
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -21,13 +19,14 @@ import pyarrow.parquet as pq
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.arrow import json_reply
 from rayrec.data.groups import group_keys
+from rayrec.data.job import JobFolder
 from rayrec.data.logs.csv_reader import FAULT, CsvRange, check_columns, csv_columns, read_csv, row_start
 from rayrec.data.logs.index import Segment, changed, checksum, is_gzip
 from rayrec.data.logs.parquet import is_parquet, missing_partitions, open_parquet, partitions_of, with_partitions
 from rayrec.data.logs.table_parser import good_rows_of, parse_table
 from rayrec.data.logs.text_parser import PADDING_BYTES, Faults, RawRows, max_rows_in, parse_lines
-from rayrec.data.materialized.write_tasks import JOB, disk_errors
 from rayrec.data.raw_block import RawColumns
 from rayrec.hashing import GOLDEN, mix64
 from rayrec.native import keep_freed_memory
@@ -72,7 +71,7 @@ class SplitTask:
 class SplitJob:
     """What all tasks know."""
 
-    folder: str
+    folder: JobFolder
     schema: Schema
     by: By
     seed: int
@@ -84,23 +83,12 @@ class SplitJob:
     """last-out: parts of the users."""
 
     def place(self, kind: str, number: int) -> str:
-        return storage.join(self.folder, kind, f"{number:06d}.bin")
+        return self.folder.aid(kind, f"{number:06d}.bin")
 
-    def marker(self, kind: str, number: int) -> str:
-        return storage.join(self.folder, "done", f"{kind}-{number:06d}.json")
-
-
-def _begin(job: SplitJob) -> None:
-    keep_freed_memory()
-    if not storage.exists(storage.join(job.folder, JOB)):
-        raise InputError(
-            f"{job.folder}: not visible from a data task on {os.uname().nodename}; give an --out that all nodes share"
-        )
-
-
-def _finished(job: SplitJob, kind: str, number: int, found: dict[str, object]) -> pa.Table:
-    storage.write_json(job.marker(kind, number), found)
-    return pa.table({"marker": [json.dumps(found)]})
+    def begin(self) -> None:
+        """Prepares a task's process. Raises InputError if it does not see the folder."""
+        keep_freed_memory()
+        self.folder.require()
 
 
 # Reading -------------------------------------------------------------------------------------------------------------
@@ -174,11 +162,11 @@ def _lines(segment: Segment, schema: Schema) -> tuple[RawRows, _Lines]:
 def examine(task: SplitTask, *, job: SplitJob) -> pa.Table:
     """Counts the good rows and faults of a table's stretch, and writes what `time` and `last-out` choose by. Rows of faults
     count from the stretch's first one."""
-    _begin(job)
+    job.begin()
     if not task.start_known:
         task = replace(task, start=row_start(task.file, task.start), start_known=True)
     rows, missing, faults, first = 0, 0, Faults(), 0
-    with disk_errors(job.folder), ExitStack() as opened:
+    with job.folder.disk_errors(), ExitStack() as opened:
         keys = _Keys(task, job, opened) if job.by in ("time", "last-out") else None
         tables = Tables(task, job.schema)
         for table in tables:
@@ -201,7 +189,7 @@ def examine(task: SplitTask, *, job: SplitJob) -> pa.Table:
         "start": task.start,
         "end": tables.end,
     }
-    return _finished(job, "examine", task.number, found)
+    return job.folder.done("examine", task.number, found)
 
 
 class _Keys:
@@ -294,7 +282,7 @@ class UsersTask:
 
 def mark_last(task: UsersTask, *, job: SplitJob) -> pa.Table:
     """Writes which rows are the last one (test) and the second last one (validation) of each user, by the row's number."""
-    _begin(job)
+    job.begin()
     pieces = [np.empty(0, EVENT)]
     for path, start, count, first_row in task.events:
         piece = read_array(path, EVENT, start, count).copy()
@@ -303,10 +291,10 @@ def mark_last(task: UsersTask, *, job: SplitJob) -> pa.Table:
     events = np.concatenate(pieces)
     marks = last_rows(events["user"], events["time"], events["row"])
     edges = np.searchsorted(marks["row"], [*task.starts, np.iinfo(np.int64).max]).tolist()
-    with disk_errors(job.folder):
+    with job.folder.disk_errors():
         storage.write_bytes(job.place("marks", task.number), marks.view(np.uint8).data)
-        return _finished(
-            job, "marks", task.number, {"edges": edges, "users": len(np.unique(events["user"])), "marks": len(marks)}
+        return job.folder.done(
+            "marks", task.number, {"edges": edges, "users": len(np.unique(events["user"])), "marks": len(marks)}
         )
 
 
@@ -372,10 +360,10 @@ class _Chooser:
 
 def write(task: SplitTask, *, job: SplitJob) -> pa.Table:
     """Writes the good rows of a stretch in their order, those of each part into a file of its own."""
-    _begin(job)
+    job.begin()
     chooser, rows = _Chooser(task, job), np.zeros(len(PARTS), np.int64)
     missing = 0
-    with disk_errors(job.folder), ExitStack() as opened:
+    with job.folder.disk_errors(), ExitStack() as opened:
         writer = _TextFiles(task, job, opened) if task.segments else _ParquetFiles(task, job, opened)
         for raw, piece in _pieces(task, job.schema):
             parts = chooser(raw)
@@ -386,8 +374,8 @@ def write(task: SplitTask, *, job: SplitJob) -> pa.Table:
         writer.finish()
     if rows.sum() != task.rows:
         raise InputError(f"{task.file or task.segments[0].path}: changed while it was split; split it again")
-    return _finished(
-        job, "write", task.number, {"rows": rows.tolist(), "files": list(writer.files), "missing": missing}
+    return job.folder.done(
+        "write", task.number, {"rows": rows.tolist(), "files": list(writer.files), "missing": missing}
     )
 
 
@@ -452,7 +440,7 @@ class _TextFiles:
 
     def _file(self, name: str) -> IO[bytes]:
         if name not in self.files:
-            path = self._opened.enter_context(storage.writing(storage.join(self._job.folder, name)))
+            path = self._opened.enter_context(storage.writing(storage.join(self._job.folder.path, name)))
             self.files[name] = self._opened.enter_context(open(path, "wb"))  # noqa: SIM115  closed with the others
         return self.files[name]
 
@@ -481,7 +469,7 @@ class _ParquetFiles:
     def _write(self, name: str) -> None:
         table = pa.concat_tables(self._waiting.pop(name)).combine_chunks()
         if name not in self.files:
-            path = self._opened.enter_context(storage.writing(storage.join(self._job.folder, name)))
+            path = self._opened.enter_context(storage.writing(storage.join(self._job.folder.path, name)))
             self.files[name] = self._opened.enter_context(pq.ParquetWriter(path, table.schema))
         rows = max(len(table) // max(table.nbytes // GROUP_BYTES, 1), 1)
         self.files[name].write_table(table, row_group_size=rows)
@@ -538,7 +526,7 @@ def cut_files(files: Sequence[storage.File], *, task_bytes: int) -> pa.Table:
                 total = 0
         return list(pairwise(edges))
 
-    return pa.table({"cuts": [json.dumps(list(storage.in_parallel(cut, files, of=files[0].path)))]})
+    return json_reply(list(storage.in_parallel(cut, files, of=files[0].path)))
 
 
 def table_tasks(files: Sequence[storage.File], cuts: Sequence[Sequence[tuple[int, int]]]) -> list[SplitTask]:
