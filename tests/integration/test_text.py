@@ -116,10 +116,10 @@ def test_killed_and_called_again_it_goes_on_with_the_same_bytes(text: Path, alon
     command = [sys.executable, "-m", "rayrec", "preprocess", str(text), "--out", str(tmp_path / "out")]
     command += ["--format", "mds", "--address", ray.get_runtime_context().gcs_address, *flags]
     partial = tmp_path / "out.partial"
-    for number, name in enumerate(("part-*", "train-*")):  # killed while tokenising, then while writing shards
+    for number, name in enumerate(("tokenize-*", "write-*")):  # killed while tokenising, then while writing shards
         with Session(command, environment=environment_for(tmp_path / "cache"), output=tmp_path / str(number)) as run:
             deadline_s = time.monotonic() + 300
-            while len(list(partial.glob(f"done/{name}.json"))) < 2:
+            while len(list(partial.glob(f"_job/done/{name}.json"))) < 2:
                 assert run.process.poll() is None, run.err
                 assert time.monotonic() < deadline_s, run.err
                 time.sleep(POLL_S)

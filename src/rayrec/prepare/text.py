@@ -1,8 +1,7 @@
 """Plain text as rows of tokens in MDS shards, with the tokenizer next to them: the training data of language models.
 
-Everything is made in OUT.partial (for a URL, below OUT itself) and marked task by task, so that an interrupted job resumes
-where it stopped; manifest.json is written last, then the folder gets its name. The bytes depend on the text and the options
-only, not on the engine.
+The folder is that of a resumable job, whose last file is manifest.json. The bytes depend on the text and the options only, not
+on the engine.
 """
 
 from __future__ import annotations
@@ -11,22 +10,20 @@ import functools
 import hashlib
 import json
 import os
-import posixpath
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import Config, InputError
 from rayrec.data.engine import Engine
+from rayrec.data.job import ResumableJob, resumable_job
 from rayrec.data.log_source import plain_files
-from rayrec.data.materialized.write_tasks import JOB, disk_errors
-from rayrec.data.materialized.writer import goes_on
-from rayrec.data.text import mds_index, text_blocks, text_parts
-from rayrec.data.text.text_parts import PART_BYTES, Source
+from rayrec.data.text import text_blocks, text_parts
+from rayrec.data.text.text_parts import PART_BYTES, Source, TextPart
 from rayrec.data.text.tokenizer import (
     LEAST_BPE,
     Files,
@@ -44,7 +41,6 @@ from rayrec.prepare.text_tasks import (
     ShardTask,
     TextJob,
     find_characters,
-    part_name,
     plan_shards,
     tokenize,
     write_shard,
@@ -54,6 +50,9 @@ BPE_SAMPLE_BYTES = 256 << 20
 """Training text that a BPE is learnt from; of more, parts spread over all of it. Its different words are held in memory."""
 DEFAULT_VOCABULARY_SIZE = 1024
 """Of a BPE: few ids, for small texts and models."""
+
+
+_Item = TypeVar("_Item", TextPart, ShardTask)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +100,6 @@ def preprocess_text(
     begun = time.perf_counter()
     require("streaming", "tokenizers", extra="language")
     out = storage.absolute(out).rstrip("/")
-    _check_target(out)
     given = None if text.tokenizer in ("bytes_bpe", "characters") else _given(text.tokenizer)
     if text_blocks.sets_of_shards(path):
         raise InputError(
@@ -109,21 +107,22 @@ def preprocess_text(
             "DIR`, and a column of text is to be written into a file first, a document a line"
         )
     files = storage.list_files(path, names=config.files)
-    with console.preparing(), engine(config, console, paths=(path, out)) as running:
-        sources = _sources(files, running, console)
-        work = _Work(out, text, sources, running, console)
-        work.begin(files, given)
+    identity = [[file.path, file.size_bytes, file.modified_ns] for file in files]
+    options = {**text.to_dict(), "tokenizer": hash_of(given) if given else text.tokenizer}
+    made_of = {"version": text_blocks.VERSION, "format": text_blocks.FORMAT, "text": hash_of(identity), **options}
+    with (
+        resumable_job(out, made_of, last_file=text_blocks.MANIFEST) as running,
+        console.preparing(),
+        engine(config, console, paths=(path, out)) as data_engine,
+    ):
+        if running.resumed:
+            console.note(f"{running.folder.path}: going on")
+        work = _Work(text, given, _sources(files, data_engine, console), running, data_engine, console)
         manifest = work.finish(files, work.write_shards(work.tokenize()))
     size_bytes = sum(described["bytes"] for described in manifest["sets"].values())
     names = ("format", "block_size", "vocabulary_size", "tokenizer", "end_token", "sets", "tokens_left_out", "hash")
     seconds = time.perf_counter() - begun
     return {"out": out, **{name: manifest[name] for name in names}, "bytes": size_bytes, "seconds": seconds}
-
-
-def _check_target(out: str) -> None:
-    made = storage.join(out, text_blocks.MANIFEST) if storage.is_url(out) else out
-    if storage.exists(made):
-        raise InputError(f"{out}: exists already; remove it or choose another place")
 
 
 def _given(folder: str) -> Files:
@@ -147,35 +146,36 @@ def _sources(files: Sequence[storage.File], engine: Engine, console: Console) ->
 class _Work:
     """One call's way from text to folder."""
 
-    def __init__(self, out: str, text: TextConfig, sources: list[Source], engine: Engine, console: Console) -> None:
-        self.out, self.text, self.engine, self.console = out, text, engine, console
-        self.folder = out if storage.is_url(out) else f"{out}.partial"
+    def __init__(
+        self,
+        text: TextConfig,
+        given: Files | None,
+        sources: list[Source],
+        running: ResumableJob,
+        engine: Engine,
+        console: Console,
+    ) -> None:
+        self.text, self.running, self.engine, self.console = text, running, engine, console
         self.parts = text_parts.parts_of(
             sources, validation_fraction=text.validation_fraction, part_bytes=text.part_bytes
         )
         if not self.parts:
             raise InputError(f"{sources[0].name}: holds no text")
-
-    def begin(self, files: Sequence[storage.File], given: Files | None) -> None:
-        """The tokenizer, and last what all is being made of; both are there already where a call goes on."""
-        identity = [[file.path, file.size_bytes, file.modified_ns] for file in files]
-        options = {**self.text.to_dict(), "tokenizer": hash_of(given) if given else self.text.tokenizer}
-        made_of = {"version": text_blocks.VERSION, "format": text_blocks.FORMAT, "text": hash_of(identity), **options}
-        folder = storage.join(self.folder, "tokenizer")
-        if goes_on(self.folder, made_of):
-            self.console.note(f"{self.folder}: going on")
-        else:
-            with disk_errors(self.folder):
+        folder = storage.join(running.folder.path, "tokenizer")
+        if not running.resumed:
+            with running.folder.disk_errors():
                 write_tokenizer(given or self._made_tokenizer(), folder)
-                storage.write_json(storage.join(self.folder, JOB), made_of)
         self.tokenizer = load_tokenizer(folder)
-        self.job = TextJob(self.folder, self.tokenizer.hash, self.text.block_size)
+        self.job = TextJob(running.folder, self.tokenizer.hash, text.block_size)
 
     def _made_tokenizer(self) -> Files:
         if self.text.tokenizer == "characters":
             found: set[str] = set()
-            for table in self._tables("find characters (parts of the text)", find_characters, self.parts):
+            name = "find characters (parts of the text)"
+            tables = self.engine.run(name, find_characters, self.parts, block_bytes=1 << 16)
+            for number, table in enumerate(tables, start=1):
                 found.update(table.column("characters")[0].as_py())
+                self.console.progress(name, number, len(self.parts))
             return characters(found)
         training = [part for part in self.parts if part.set == "train"]
         every = max(1, -(-sum(part.stop - part.start for part in training) // BPE_SAMPLE_BYTES))
@@ -186,27 +186,26 @@ class _Work:
     def tokenize(self) -> dict[int, int]:
         """Tokens of each part."""
         task = functools.partial(tokenize, job=self.job)
-        markers = self._markers("tokenize (parts of the text)", task, {part_name(part): part for part in self.parts})
-        return {marker["number"]: marker["tokens"] for marker in markers}
+        found = self._run("tokenize", "parts of the text", task, self.parts)
+        return {part.number: of_part["tokens"] for part, of_part in zip(self.parts, found, strict=True)}
 
     def write_shards(self, tokens_of: dict[int, int]) -> dict[str, dict[str, Any]]:
         """What the manifest says of each set, and `shards`, what its index does."""
         block_size = self.text.block_size
         sets: dict[str, dict[str, Any]] = {}
         row_bytes = block_size * self.tokenizer.dtype.itemsize + 4  # 4: where it starts
-        shards: dict[str, ShardTask] = {}
+        shards: list[ShardTask] = []
         for name in dict.fromkeys(part.set for part in self.parts):
             counts = [(part.number, tokens_of[part.number]) for part in self.parts if part.set == name]
             total = sum(count for _, count in counts)
-            planned = plan_shards(
-                name, counts, block_size=block_size, rows_per_shard=max(1, self.text.shard_bytes // row_bytes)
-            )
+            rows_per_shard = max(1, self.text.shard_bytes // row_bytes)
+            planned = plan_shards(name, counts, block_size=block_size, rows_per_shard=rows_per_shard, first=len(shards))
             if not planned:
                 raise InputError(
                     f"{self.parts[0].name}: the {name} text has {total:,} tokens, less than one row of {block_size}; give more "
                     "text, or another --validation-fraction or --block-size"
                 )
-            shards |= {shard.name: shard for shard in planned}
+            shards += planned
             sets[name] = {
                 "blocks": total // block_size,
                 "tokens": total // block_size * block_size,
@@ -214,13 +213,13 @@ class _Work:
                 "bytes": 0,
                 "shards": [],
             }
-        for marker in self._markers("write (shards)", functools.partial(write_shard, job=self.job), shards):
-            sets[marker["set"]]["bytes"] += marker["info"]["raw_data"]["bytes"]
-            sets[marker["set"]]["shards"].append(marker["info"])
+        for found in self._run("write", "shards", functools.partial(write_shard, job=self.job), shards):
+            sets[found["set"]]["bytes"] += found["info"]["raw_data"]["bytes"]
+            sets[found["set"]]["shards"].append(found["info"])
         return sets
 
     def finish(self, files: Sequence[storage.File], sets: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """The indices, the manifest, then the folder's name."""
+        """Writes the indices and the manifest, which it returns."""
         from rayrec.data.text import mds
 
         shards = {name: described.pop("shards") for name, described in sets.items()}
@@ -240,37 +239,18 @@ class _Work:
             "source": [{"path": file.path, "bytes": file.size_bytes} for file in files],
             "hash": hash_of([self.tokenizer.hash, shards]),
         }
-        with disk_errors(self.folder):
+        folder = self.running.folder
+        with folder.disk_errors():
             for name, infos in shards.items():
-                mds.write_index(storage.join(self.folder, name), infos)
-                self._remove_others(name, {mds_index.INDEX, *(info["raw_data"]["basename"] for info in infos)})
-            storage.remove_folder(storage.join(self.folder, "tokens"))
-            storage.write_json(storage.join(self.folder, text_blocks.MANIFEST), manifest)
-        if self.folder != self.out:
-            os.rename(self.folder, self.out)
-        storage.remove_folder(storage.join(self.out, "done"))
-        storage.remove_file(storage.join(self.out, JOB))
+                mds.write_index(storage.join(folder.path, name), infos)
+            storage.write_json(storage.join(folder.path, text_blocks.MANIFEST), manifest)
         return manifest
 
-    def _remove_others(self, name: str, wanted: set[str]) -> None:
-        """What a killed task began to write."""
-        folder = storage.join(self.folder, name)
-        for other in set(storage.list_folder(folder)) - wanted:
-            storage.remove_file(storage.join(folder, other))
-
-    def _markers(self, name: str, task: Callable[[Any], pa.Table], items: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """What the task says of each item, by the names of their markers; what is done already is not done again."""
-        there = {posixpath.splitext(file)[0] for file in storage.list_folder(storage.join(self.folder, "done"))}
-        done = {item: storage.read_json(self.job.marker(item)) for item in items if item in there}
-        waiting = [item for name_of, item in items.items() if name_of not in done]
-        made = self._tables(name, task, waiting)
-        for name_of in items:
-            yield done[name_of] if name_of in done else json.loads(next(made).column("marker")[0].as_py())
-
-    def _tables(self, name: str, task: Callable[[Any], pa.Table], items: Sequence[Any]) -> Iterator[pa.Table]:
-        for number, table in enumerate(self.engine.run(name, task, items, block_bytes=1 << 16), start=1):
-            self.console.progress(name, number, len(items))
-            yield table
+    def _run(
+        self, kind: str, items_name: str, task: Callable[[_Item], pa.Table], items: Sequence[_Item]
+    ) -> Iterator[dict[str, Any]]:
+        report = functools.partial(self.console.progress, f"{kind} ({items_name})")
+        return self.running.run(kind, task, items, self.engine, report)
 
 
 def hash_of(value: Any) -> str:

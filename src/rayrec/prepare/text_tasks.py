@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from rayrec import storage
-from rayrec.config import InputError
-from rayrec.data.materialized.write_tasks import JOB, disk_errors
+from rayrec.data.job import JobFolder
 from rayrec.data.text.text_parts import TextPart, read_part
 from rayrec.data.text.tokenizer import TextTokenizer, load_tokenizer
 
@@ -23,20 +19,17 @@ from rayrec.data.text.tokenizer import TextTokenizer, load_tokenizer
 class TextJob:
     """What all tasks know."""
 
-    folder: str
+    folder: JobFolder
     tokenizer_hash: str
     block_size: int
 
     @property
     def tokenizer(self) -> TextTokenizer:
-        return _loaded(storage.join(self.folder, "tokenizer"), self.tokenizer_hash)
+        return _loaded(storage.join(self.folder.path, "tokenizer"), self.tokenizer_hash)
 
     def tokens(self, number: int) -> str:
         """Where the ids of a part are kept until the shards are written."""
-        return storage.join(self.folder, "tokens", f"part-{number:06d}.bin")
-
-    def marker(self, name: str) -> str:
-        return storage.join(self.folder, "done", f"{name}.json")
+        return self.folder.aid("tokens", f"part-{number:06d}.bin")
 
 
 @dataclass(frozen=True)
@@ -44,24 +37,14 @@ class ShardTask:
     """Neighbouring rows of one set."""
 
     number: int
-    """Within the set."""
     set: str
+    file: str
     pieces: tuple[tuple[int, int, int], ...]
     """(part, first token in it, tokens) in order; together they fill rows."""
 
     @property
-    def name(self) -> str:
-        """Of its marker."""
-        return f"{self.set}-{self.number:05d}"
-
-    @property
     def tokens(self) -> int:
         return sum(count for _, _, count in self.pieces)
-
-
-def part_name(part: TextPart) -> str:
-    """Of its marker."""
-    return f"part-{part.number:06d}"
 
 
 @lru_cache(maxsize=1)
@@ -78,32 +61,27 @@ def find_characters(part: TextPart) -> pa.Table:
 
 
 def tokenize(part: TextPart, *, job: TextJob) -> pa.Table:
-    """Writes the ids of a part, then the marker that says how many."""
-    if not storage.exists(storage.join(job.folder, JOB)):
-        raise InputError(
-            f"{job.folder}: not to be seen from a data task on {os.uname().nodename}; give an --out that all nodes share"
-        )
+    """Writes the ids of a part; finds how many they are."""
+    job.folder.require()
     tokenizer = job.tokenizer
     tokens = tokenizer.encode(read_part(part))
     if part.follows and tokenizer.end_token is not None:
         tokens = np.concatenate([np.array([tokenizer.end_token], tokens.dtype), tokens])
-    marker = {"number": part.number, "tokens": len(tokens), "bytes": part.stop - part.start}
-    with disk_errors(job.folder):
+    with job.folder.disk_errors():
         storage.write_bytes(job.tokens(part.number), tokens.data)
-        storage.write_json(job.marker(part_name(part)), marker)
-    return pa.table({"marker": [json.dumps(marker)]})
+    return job.folder.done("tokenize", part.number, {"tokens": len(tokens)})
 
 
 def plan_shards(
-    name: str, tokens_of_parts: Sequence[tuple[int, int]], *, block_size: int, rows_per_shard: int
+    name: str, tokens_of_parts: Sequence[tuple[int, int]], *, block_size: int, rows_per_shard: int, first: int = 0
 ) -> list[ShardTask]:
     """The shards of a set whose parts have so many tokens: (part, tokens) in order. Each has `rows_per_shard` rows, the last
-    one fewer; tokens that fill no row are in none. Pure."""
+    one fewer; tokens that fill no row are in none. `first`: the number of the first one's task. Pure."""
     rows = sum(tokens for _, tokens in tokens_of_parts) // block_size
     waiting = [(part, 0, tokens) for part, tokens in reversed(tokens_of_parts)]
     shards: list[ShardTask] = []
-    for first in range(0, rows, rows_per_shard):
-        needed = min(rows_per_shard, rows - first) * block_size
+    for row in range(0, rows, rows_per_shard):
+        needed = min(rows_per_shard, rows - row) * block_size
         pieces = []
         while needed:
             part, start, left = waiting.pop()
@@ -113,12 +91,12 @@ def plan_shards(
             if taken < left:
                 waiting.append((part, start + taken, left - taken))
             needed -= taken
-        shards.append(ShardTask(len(shards), name, tuple(pieces)))
+        shards.append(ShardTask(first + len(shards), name, f"shard.{len(shards):05d}.mds", tuple(pieces)))
     return shards
 
 
 def write_shard(shard: ShardTask, *, job: TextJob) -> pa.Table:
-    """Writes the shard's rows, then the marker that holds what the index says of it."""
+    """Writes the shard's rows; finds what the index says of it."""
     from rayrec.data.text import mds  # brings torch
 
     dtype = job.tokenizer.dtype
@@ -129,9 +107,6 @@ def write_shard(shard: ShardTask, *, job: TextJob) -> pa.Table:
         read_bytes = storage.read_into(job.tokens(part), start * dtype.itemsize, target)
         assert read_bytes == len(target), job.tokens(part)
         done += count
-    path = storage.join(job.folder, shard.set, f"shard.{shard.number:05d}.mds")
-    with disk_errors(job.folder):
-        info: dict[str, Any] = mds.write_shard(tokens.reshape(-1, job.block_size), path)
-        marker = {"number": shard.number, "set": shard.set, "info": info}
-        storage.write_json(job.marker(shard.name), marker)
-    return pa.table({"marker": [json.dumps(marker)]})
+    with job.folder.disk_errors():
+        info = mds.write_shard(tokens.reshape(-1, job.block_size), storage.join(job.folder.path, shard.set, shard.file))
+    return job.folder.done("write", shard.number, {"set": shard.set, "info": info})

@@ -229,7 +229,9 @@ def test_whatever_interrupts_the_bytes_are_the_same(
         except Died:
             assert not (tmp_path / "parts").exists()
             (tmp_path / "parts.partial" / "train").mkdir(parents=True, exist_ok=True)
-            (tmp_path / "parts.partial" / "train" / "shard.00000.mds.0f.partial").write_text("of a killed task")
+            (tmp_path / "parts.partial" / "train" / f"shard.00000.mds.{'0f' * 16}.partial").write_text(
+                "of a killed task"
+            )
     assert calls > 1
     assert here.ran == tasks
     assert files_of(tmp_path / "parts") == files_of(tmp_path / "whole")
