@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -17,10 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayrec import storage
-from rayrec.config import InputError
-from rayrec.data.arrow import arrow_numbers, arrow_texts
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import Shared
+from rayrec.data.job import JobFolder
 from rayrec.data.logs.index import Part
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.materialized.files import Matrix, file_checksum
@@ -28,9 +24,6 @@ from rayrec.data.materialized.formats import matrix_of, stored
 from rayrec.data.materialized.shuffle import Permutation, gather_runs, run_path, write_run
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
-
-JOB = "job.json"
-"""Says what an unfinished folder is being made of."""
 
 
 @dataclass(frozen=True)
@@ -58,31 +51,15 @@ class Task:
 class Job:
     """What all tasks know."""
 
-    folder: str
+    folder: JobFolder
     format: str
     schema: Schema
     preprocessor: Shared[Preprocessor] | str
     """Shared by the engine, or the folder it is saved in."""
 
-    def marker(self, task: Task) -> str:
-        return storage.join(self.folder, "done", f"{task.number:06d}.json")
-
     @property
     def runs(self) -> str:
-        return storage.join(self.folder, "shuffle")
-
-
-@contextmanager
-def disk_errors(path: str) -> Iterator[None]:
-    """A full disk as the one line that helps."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise InputError(
-            f"{path}: {error.strerror}; make room there and give the same command again to go on"
-        ) from None
+        return self.folder.aid("shuffle")
 
 
 @lru_cache(maxsize=1)
@@ -90,17 +67,10 @@ def _loaded(folder: str) -> Preprocessor:
     return Preprocessor.load(folder)
 
 
-def _prepare(job: Job) -> None:
-    keep_freed_memory()
-    if not storage.exists(storage.join(job.folder, JOB)):
-        raise InputError(
-            f"{job.folder}: not to be seen from a data task on {os.uname().nodename}; give an --out that all nodes share"
-        )
-
-
 def _rows_of(task: Task, job: Job) -> Iterator[pa.Table]:
     """The stored rows of each part."""
-    _prepare(job)
+    keep_freed_memory()
+    job.folder.require()
     known = job.preprocessor
     preprocessor = _loaded(known) if isinstance(known, str) else known.get()
     for part, (_, row) in zip(task.parts, task.places, strict=True):
@@ -118,14 +88,15 @@ def scatter_rows(task: Task, *, job: Job, first_row: int, rows: int, seed: int) 
     """Writes the task's rows into a run, sorted by the rows of the log they are to become."""
     tables = list(_rows_of(task, job))
     places = Permutation(rows, seed=seed)(np.arange(task.rows) + (task.first_row - first_row)) + first_row
-    with disk_errors(job.folder):
+    with job.folder.disk_errors():
         write_run(tables, places, run_path(job.runs, task.number))
-    return pa.table({"number": arrow_numbers(np.array([task.number]))})
+    return job.folder.done("scatter", task.number, {})
 
 
 def gather_rows(task: Task, *, job: Job, runs: Sequence[int]) -> pa.Table:
     """Writes the rows that all runs have for the task's place in the log."""
-    _prepare(job)
+    keep_freed_memory()
+    job.folder.require()
     paths = [run_path(job.runs, number) for number in runs]
     rows = gather_runs(paths, task.first_row, task.first_row + task.rows)
     return _write(task, job, _cut(rows, [part.stop - part.start for part in task.parts]))
@@ -139,20 +110,18 @@ def _cut(table: pa.Table, sizes: Sequence[int]) -> Iterator[pa.Table]:
 
 
 def _write(task: Task, job: Job, tables: Iterator[pa.Table]) -> pa.Table:
-    """Writes the rows of each part, then the marker that says so."""
-    marker: dict[str, Any] = {"number": task.number, "rows": task.rows}
-    with disk_errors(job.folder):
+    """Writes the rows of each part."""
+    with job.folder.disk_errors():
         if job.format == "parquet":
-            marker |= _write_parquet(task, job, tables)
+            written = _write_parquet(task, job, tables)
         else:
-            marker["ranges"] = _write_matrices(task, job, tables)
-        storage.write_json(job.marker(task), marker)
-    return pa.table({"marker": arrow_texts([json.dumps(marker)])})
+            written = {"ranges": _write_matrices(task, job, tables)}
+    return job.folder.done("write", task.number, {"number": task.number, "rows": task.rows, **written})
 
 
 def _write_parquet(task: Task, job: Job, tables: Iterator[pa.Table]) -> dict[str, Any]:
     name = f"set={task.set}/part-{task.number:06d}.parquet"
-    with storage.writing(storage.join(job.folder, name)) as local:
+    with storage.writing(storage.join(job.folder.path, name)) as local:
         first = next(tables)
         with pq.ParquetWriter(local, first.schema, compression="zstd") as writer:
             writer.write_table(first, row_group_size=first.num_rows)
@@ -186,7 +155,7 @@ def _write_matrices(task: Task, job: Job, tables: Iterator[pa.Table]) -> list[li
                 if not matrix.columns:
                     continue
                 if matrix.file not in opened:
-                    opened[matrix.file] = os.open(storage.join(job.folder, matrix.file), os.O_WRONLY)
+                    opened[matrix.file] = os.open(storage.join(job.folder.path, matrix.file), os.O_WRONLY)
                 rows = np.ascontiguousarray(matrix_of(table, matrix.name))
                 data = memoryview(rows.view(np.uint8).data).cast("B")
                 start = matrix.offset + row * matrix.row_bytes
