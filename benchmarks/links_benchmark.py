@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from children import check_ended
+from hosts.nodes import Network, missing, missing_tbf
 from logs import preprocessor_of, synthetic_log
 from measured import warm_speed
-from nodes import Network, missing, missing_tbf
 from rows import attempt, emit, interleaved, part, say
 
 import rayrec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from planned_memory import DIM, SIZES, measured
+from hosts.planned_memory import DIM, SIZES, measured
 from rows import attempt, emit
 
 

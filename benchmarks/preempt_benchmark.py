@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import stamped_clicks
+from hosts.processes import RayCluster, Run, small_run
 from logs import synthetic_log
-from processes import RayCluster, Run, small_run
 from rows import emit, part
 
 WORKERS = 8

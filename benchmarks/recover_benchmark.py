@@ -10,8 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from hosts.processes import Run, Session, environment_for, small_run
 from logs import synthetic_log
-from processes import Run, Session, environment_for, small_run
 from rows import emit, in_turn, medians_of
 
 BARE = Path(__file__).parent / "peers" / "bare_ray_train.py"

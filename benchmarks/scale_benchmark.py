@@ -20,10 +20,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from builders.engines import HereEngine
 from children import check_ended
-from here_engine import HereEngine
+from hosts.slow_store import SlowStore
 from rows import emit, part, say
-from slow_store import SlowStore
 
 from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.presets import ALL

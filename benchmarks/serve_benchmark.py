@@ -330,7 +330,7 @@ def compare_in_process(*, format: str, size: int, repeats: int, **common: Any) -
 
 def soak(body: str, *, minutes: float, ingress: str, **common: Any) -> None:
     """70 % of the peak of 256 rows over 16 connections, swapping all the time."""
-    from ports import free_ports  # of tests/, which only the process that runs benchmarks finds
+    from hosts.ports import free_ports  # of tests/, which only the process that runs benchmarks finds
 
     port = free_ports(1)
     with hosted("host_swapping", **common, ingress=ingress, port=port) as told:
@@ -358,7 +358,7 @@ def soak(body: str, *, minutes: float, ingress: str, **common: Any) -> None:
 
 
 def main(*, quick: bool) -> None:
-    from ports import free_ports
+    from hosts.ports import free_ports
 
     arguments = sys.argv[1:]
     path = (

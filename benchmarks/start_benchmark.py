@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from children import check_ended
+from hosts.ports import free_ports
+from hosts.processes import RayHead, Session, environment_for
 from logs import synthetic_log
-from ports import free_ports
-from processes import RayHead, Session, environment_for
 from recover_benchmark import BARE, first_step_after
 from rows import emit, in_turn, medians_of, say
 

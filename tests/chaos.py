@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from damage import cut_short, flip_a_bit, remove_file, tear_manifest
-from processes import Run, small_run
+from builders.damage import cut_short, flip_a_bit, remove_file, tear_manifest
+from hosts.processes import Run, small_run
 
 from rayrec.checkpoint import committed
 from rayrec.data.synthetic import generate

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
+from hosts.ports import free_ports
 from hypothesis import HealthCheck, settings
-from ports import free_ports
 
 from rayrec.cluster import connection
 from rayrec.data.engine import STOP_ASKED
@@ -108,7 +108,7 @@ def made_once(shared_folder: Path) -> Callable[[str, Callable[[Path], object]], 
 @pytest.fixture(scope="session")
 def undisturbed(click_log: Path, made_once: Callable[[str, Callable[[Path], object]], Path]) -> dict[str, Any]:
     """The summary of a small run of 480 steps that nothing happens to, in two workers on a Ray of its own."""
-    from processes import Run, small_run
+    from hosts.processes import Run, small_run
 
     def train(folder: Path) -> None:
         with Run(small_run(click_log, str(folder), steps=480), folder / "commands", cache=folder / "cache") as run:
@@ -154,7 +154,7 @@ class S3Server:
             "AWS_EC2_METADATA_DISABLED": "true",
         }
         """The standard variables by which the server is reached."""
-        script = Path(__file__).parent / "s3_server.py"
+        script = Path(__file__).parent / "hosts" / "s3_server.py"
         self._command = [python, str(script), str(folder), str(self.port), "tester", "secret-word"]
         self._process: subprocess.Popen[str] | None = None
 

@@ -127,7 +127,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 class Pages:
-    """A process of `page_server.py`, which runs pages."""
+    """A process of `hosts/page_server.py`, which runs pages."""
 
     def __init__(self) -> None:
         self._server: subprocess.Popen[str] | None = None
@@ -150,7 +150,7 @@ class Pages:
 
     def _ask(self, request: dict[str, Any]) -> str:
         if self._server is None:
-            server = Path(__file__).with_name("page_server.py")
+            server = ROOT / "tests" / "hosts" / "page_server.py"
             self._server = subprocess.Popen(
                 [sys.executable, "-u", str(server)],
                 stdin=subprocess.PIPE,

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from processes import Run, small_run  # noqa: E402  (of the tests: starts commands, finds and kills their processes)
+from hosts.processes import Run, small_run  # noqa: E402  (of the tests: starts commands, finds and kills their processes)
 
 from rayrec.data.synthetic import generate  # noqa: E402
 

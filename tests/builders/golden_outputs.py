@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from saved_clicks import save_clicks
-from served_click_model import DLRM, make_app, make_model
+from builders.saved_clicks import save_clicks
+from builders.served_click_model import DLRM, make_app, make_model
 
 import rayrec
 from rayrec.data.encoding.preprocessor import Preprocessor

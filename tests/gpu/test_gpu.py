@@ -14,12 +14,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import click_ranks
 import numpy as np
 import pytest
 import torch
-from checkpoint_ranks import run_ranks
-from digits import write_digits
+from builders.digits import write_digits
+from ranks import click
+from ranks.checkpoint import run_ranks
 from torch import distributed
 
 import rayrec
@@ -81,11 +81,11 @@ def test_the_losses_are_those_of_the_cpu(log: str, tmp_path: Path, name: str) ->
     assert gpu_losses[0] == pytest.approx(cpu[0], abs=1e-5)
 
 
-@pytest.mark.parametrize("name", [*click_ranks.CASES, *click_ranks.BY_ADAM])
+@pytest.mark.parametrize("name", [*click.CASES, *click.BY_ADAM])
 def test_tables_of_every_kind_learn_what_they_learn_on_the_cpu(tmp_path: Path, name: str) -> None:
     """Shared tables, lists with weights, sequences under DIN, several labels, and Adam's own rule."""
-    tables = (click_ranks.CASES | click_ranks.BY_ADAM)[name]
-    settings = click_ranks.ADAM if name in click_ranks.BY_ADAM else {}
+    tables = (click.CASES | click.BY_ADAM)[name]
+    settings = click.ADAM if name in click.BY_ADAM else {}
     for device in ("cpu", f"{DEVICE}:0" if DEVICE == "cuda" else "cpu"):
         place = torch.device(device)
         use_device(place)
@@ -93,17 +93,17 @@ def test_tables_of_every_kind_learn_what_they_learn_on_the_cpu(tmp_path: Path, n
         distributed.init_process_group(store=distributed.HashStore(), rank=0, world_size=1, **arguments)
         try:
             folder = tmp_path / ("there" if device == "cpu" and not (tmp_path / "there").exists() else "here")
-            click_ranks.train(str(folder), tables, 0, device=device, **settings)
+            click.train(str(folder), tables, 0, device=device, **settings)
         finally:
             distributed.destroy_process_group()
     same_weights(tmp_path / "here" / "end", tmp_path / "there" / "end")
 
 
 def test_two_workers_on_one_gpu_learn_what_one_does_on_the_cpu(tmp_path: Path) -> None:
-    run_ranks(click_ranks.alone, 1, str(tmp_path))
+    run_ranks(click.alone, 1, str(tmp_path))
     if DEVICE == "cuda":
-        run_ranks(click_ranks.on_one_gpu, 2, str(tmp_path))
-        for name in click_ranks.CASES:
+        run_ranks(click.on_one_gpu, 2, str(tmp_path))
+        for name in click.CASES:
             same_weights(tmp_path / f"{name}_gpu" / "end", tmp_path / f"{name}_1" / "end")
 
 

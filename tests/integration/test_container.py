@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from dockerfile import Stage, build
+from hosts.dockerfile import Stage, build
 
 ROOT = Path(__file__).parents[2]
 

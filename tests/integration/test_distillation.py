@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Run, small_run
+from hosts.processes import Run, small_run
 
 from rayrec.storage import read_json
 from rayrec.workloads.base import TrainConfig

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from damage import cut_short, flip_a_bit, remove_file, tear_manifest
-from processes import RayCluster, RayPod, Run, Session, environment_for, small_run
+from builders.damage import cut_short, flip_a_bit, remove_file, tear_manifest
+from hosts.processes import RayCluster, RayPod, Run, Session, environment_for, small_run
 
 from rayrec.checkpoint import committed
 from rayrec.checkpoint.save_retry import PATIENCE_S

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from processes import Run
+from hosts.processes import Run
 
 from rayrec import api
 from rayrec.checkpoint import Checkpoint, committed, weights_sha256

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import nodes
 import pytest
-from nodes import Done, Network, Node
+from hosts import nodes
+from hosts.nodes import Done, Network, Node
 
 from rayrec.observe.events import read_events
 

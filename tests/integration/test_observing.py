@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Run, small_run
+from hosts.processes import Run, small_run
 
 from rayrec import recipes
 from rayrec.config import InputError

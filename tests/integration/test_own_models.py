@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import own_click_model
 import pyarrow.parquet as pq
 import pytest
-from asgi_client import post
-from served_click_model import make_app
+from builders import own_click_model
+from builders.requests import post
+from builders.served_click_model import make_app
 
 import rayrec
 from rayrec import recipes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from planned_memory import SIZES, measured
+from hosts.planned_memory import SIZES, measured
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.exhaustive]
 

@@ -22,7 +22,8 @@ MATCHER = re.compile(r'(\w+)\s*(=~|!=|=)\s*"([^"]*)"')
 # In a process of its own: how often Ray passes on metrics is decided when it starts.
 EXPORTER = """
 import json, sys, time, urllib.request
-import made_up_run, ray
+from builders import run_events
+import ray
 from rayrec.training.launchers.ray_metrics import PrometheusTracker
 
 ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False,
@@ -54,10 +55,10 @@ ray.shutdown()
 @pytest.fixture(scope="module")
 def scraped() -> dict[str, list[tuple[dict[str, str], float]]]:
     """What an exporter says after a made-up run: of each name the samples, labels and value."""
-    import made_up_run
+    from builders import run_events
 
     events = []
-    for event in made_up_run.run():
+    for event in run_events.run():
         event = dict(event)
         if event["kind"] == "start":
             event["rows"] = event["step"] * 64

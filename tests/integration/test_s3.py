@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from builders.saved_clicks import save_clicks
 from pyarrow import fs
-from saved_clicks import save_clicks
 
 import rayrec
 from rayrec import storage

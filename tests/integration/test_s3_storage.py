@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import made_up_run
 import numpy as np
 import pytest
+from builders import run_events
 
 from rayrec import storage
 from rayrec.config import InputError
@@ -405,9 +405,9 @@ def test_the_end_of_a_process_flushes_its_events(folder: str) -> None:
 
 @pytest.mark.exhaustive
 def test_a_run_in_progress_is_reported_there_and_here(folder: str, tmp_path: Path) -> None:
-    storage.write_bytes(f"{folder}/config.yaml", made_up_run.CONFIG.encode())
+    storage.write_bytes(f"{folder}/config.yaml", run_events.CONFIG.encode())
     with EventWriter(f"{folder}/events.jsonl") as writer:
-        for event in made_up_run.run(finished=False):
+        for event in run_events.run(finished=False):
             writer.write(
                 event["kind"], **{name: value for name, value in event.items() if name not in ("time", "kind")}
             )

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import made_up_run
 import pytest
+from builders import run_events
 
 from rayrec import recipes, storage
 from rayrec.observe.tracking.tensorboard import TensorBoardTracker
@@ -23,7 +23,7 @@ def folder(bucket: str, request: pytest.FixtureRequest) -> str:
 
 
 def test_curves_in_a_store_that_was_out(folder: str, s3_server: Any) -> None:
-    events = [event for event in made_up_run.run() if event["kind"] != "finish"]
+    events = [event for event in run_events.run() if event["kind"] != "finish"]
     first = TensorBoardTracker(folder, config="seed: 0\n")
     for event in events[:20]:
         first.update(event)
@@ -50,7 +50,7 @@ def test_an_offline_run_lies_in_the_store(folder: str) -> None:
     from rayrec.observe.tracking.wandb import WandbTracker
 
     config = recipes.gpt2_tiny().replace(name="run").to_dict()
-    for events in (made_up_run.run()[:20], made_up_run.run(finished=False)):
+    for events in (run_events.run()[:20], run_events.run(finished=False)):
         tracker = WandbTracker(folder, project="rayrec", offline=True, config=config)
         for event in events:
             tracker.update(event)

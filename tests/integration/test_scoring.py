@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from scored_rows import rows_file, scored, trained
+from builders.scored_rows import rows_file, scored, trained
 
 from rayrec import api
 from rayrec.checkpoint import Checkpoint

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ports import free_ports
-from processes import Session, environment_for
+from builders.served_click_model import logits_of, make_model, row_text, save_checkpoint
+from hosts.ports import free_ports
+from hosts.processes import Session, environment_for
 from prometheus_client.parser import text_string_to_metric_families
-from served_click_model import logits_of, make_model, row_text, save_checkpoint
 
 from rayrec.serve.coordinator import GONE_S
 

@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import own_click_model
 import pytest
 import ray
 import yaml
+from builders import own_click_model
+from builders.own_click_model import OwnConfig, SlowConfig
+from builders.served_click_model import ANY, logits_of, make_model, make_preprocessor, row_text, save_checkpoint
 from click.testing import CliRunner
-from own_click_model import OwnConfig, SlowConfig
-from ports import free_ports
+from hosts.ports import free_ports
 from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.scripts import cli
-from served_click_model import ANY, logits_of, make_model, make_preprocessor, row_text, save_checkpoint
 
 import rayrec
 from rayrec.config import InputError

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from asgi_client import post
-from here_engine import HereEngine
-from served_click_model import make_app, row_object
-from whole_click_model import whole_model
+from builders.engines import HereEngine
+from builders.requests import post
+from builders.served_click_model import make_app, row_object
+from builders.whole_click_model import whole_model
 
 from rayrec import checkpoint as checkpoints
 from rayrec import recipes

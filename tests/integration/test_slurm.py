@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import slurm_cluster
-from processes import small_run
-from slurm_cluster import SlurmCluster
+from hosts import slurm_cluster
+from hosts.processes import small_run
+from hosts.slurm_cluster import SlurmCluster
 
 from rayrec import storage
 from rayrec.observe.events import read_events

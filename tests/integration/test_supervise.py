@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ports import free_ports
-from processes import Session, environment_for, small_run
+from hosts.ports import free_ports
+from hosts.processes import Session, environment_for, small_run
 
 from rayrec.checkpoint import committed
 from rayrec.config import InputError

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import ray
-from processes import POLL_S, Session, environment_for
+from hosts.processes import POLL_S, Session, environment_for
 
 import rayrec
 from rayrec import storage

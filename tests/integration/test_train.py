@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from processes import Run
+from hosts.processes import Run
 
 from rayrec import recipes
 from rayrec.batch import Batch

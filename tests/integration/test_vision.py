@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from digits import write_digits
-from processes import Run
+from builders.digits import write_digits
+from hosts.processes import Run
 
 from rayrec import api
 from rayrec.checkpoint import Checkpoint, weights_sha256

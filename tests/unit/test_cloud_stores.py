@@ -12,10 +12,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import cloud_stores
 import numpy as np
 import pytest
 import torch
+from hosts import cloud_stores
 
 import rayrec
 from rayrec import checkpoint, storage

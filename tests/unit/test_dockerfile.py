@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from dockerfile import Instruction, ignored, instructions
+from hosts.dockerfile import Instruction, ignored, instructions
 
 ROOT = Path(__file__).parents[2]
 RULES = (ROOT / ".dockerignore").read_text()

@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from checkpoint_ranks import run_ranks, same, whole
+from ranks.checkpoint import run_ranks, same, whole
 
 from rayrec import checkpoint
 from rayrec.checkpoint import Checkpoint, Retention, Saver, acquire_lease, folder_of, newest_good, reader

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_ranks import run_ranks, same, sharded, whole
+from ranks.checkpoint import run_ranks, same, sharded, whole
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 

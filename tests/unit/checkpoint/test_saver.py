@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_ranks import raised, same, writes
-from slow_store import SlowStore
+from hosts.slow_store import SlowStore
+from ranks.checkpoint import raised, same, writes
 
 from rayrec import checkpoint, storage
 from rayrec.checkpoint import (

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_ranks import full, writes
+from ranks.checkpoint import full, writes
 
 from rayrec import checkpoint, storage
 from rayrec.checkpoint import Checkpoint, Retention, Saver, acquire_lease, folder_of, newest_good, save_retry

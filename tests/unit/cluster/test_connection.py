@@ -173,7 +173,7 @@ def test_data_tasks_of_a_mixed_cluster_have_only_the_nodes_without_workers() -> 
 
 def test_the_users_model_reaches_processes_that_lack_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if only a configuration nested in rayrec's own, here the model's, comes from the user's file."""
-    shutil.copy(Path(__file__).parents[2] / "own_click_model.py", file := tmp_path / "their_model.py")
+    shutil.copy(Path(__file__).parents[2] / "builders" / "own_click_model.py", file := tmp_path / "their_model.py")
     recipe = function_in_file(f"{file}:own_model", returns=TrainConfig)
     config = recipe()
     assert own_modules(config) == {"their_model"}

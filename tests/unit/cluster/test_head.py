@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 import ray
-from ports import free_ports
+from hosts.ports import free_ports
 from ray._raylet import AuthenticationTokenLoader, Config
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ports import free_ports
+from hosts.ports import free_ports
 
 from rayrec.cluster import prestart
 

@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from here_engine import HereEngine
-from slow_store import SlowStore
+from builders.engines import HereEngine
+from hosts.slow_store import SlowStore
 
 from rayrec import storage
 from rayrec.config import InputError

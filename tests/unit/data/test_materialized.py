@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
-from torchrec_scripts import torchrec_criteo
+from builders.torchrec_scripts import torchrec_criteo
 
 from rayrec import storage
 from rayrec.config import InputError

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from here_engine import Died, HereEngine
+from builders.engines import Died, HereEngine
 from hypothesis import given
 from hypothesis import strategies as st
 

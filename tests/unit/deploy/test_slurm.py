@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ports import free_ports
+from hosts.ports import free_ports
 
 from rayrec.commands.arguments import parse_config
 

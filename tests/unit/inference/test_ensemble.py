@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from saved_clicks import SMALL, Saved, criteo_preprocessor, save_clicks
+from builders.saved_clicks import SMALL, Saved, criteo_preprocessor, save_clicks
 
 import rayrec
 from rayrec import checkpoint as checkpoints

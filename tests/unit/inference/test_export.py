@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from saved_clicks import SMALL, Saved, bucketed_preprocessor, lists_preprocessor, save_clicks
+from builders.saved_clicks import SMALL, Saved, bucketed_preprocessor, lists_preprocessor, save_clicks
 
 import rayrec
 from rayrec import recipes

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from saved_clicks import (
+from builders.saved_clicks import (
     SMALL,
     bucketed_preprocessor,
     criteo_preprocessor,

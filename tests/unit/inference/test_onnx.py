@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builders.saved_clicks import bucketed_preprocessor, lists_preprocessor, multi_hot_preprocessor, save_clicks
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
-from saved_clicks import bucketed_preprocessor, lists_preprocessor, multi_hot_preprocessor, save_clicks
 
 from rayrec.config import InputError
 from rayrec.inference.config import ExportConfig

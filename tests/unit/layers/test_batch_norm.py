@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_ranks import run_ranks
+from ranks.checkpoint import run_ranks
 from torch import nn
 
 from rayrec.layers.batch_norm import GlobalBatchNorm, global_means

@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import metric_ranks
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from ranks import metric
 from sklearn.metrics import log_loss, roc_auc_score
 
 from rayrec.config import InputError
@@ -171,16 +171,16 @@ def test_accumulator_takes_half_precision() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_together_equal_one_process(world_size: int, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from checkpoint_ranks import run_ranks
+    from ranks.checkpoint import run_ranks
 
-    run_ranks(metric_ranks.metrics_of_ranks, world_size, str(tmp_path))
+    run_ranks(metric.metrics_of_ranks, world_size, str(tmp_path))
     loaded = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
     assert all(refused for refused, _ in loaded)
     results = [result for _, result in loaded]
     expected = [
         metrics.binary_metrics(logits, labels)
-        for logits, labels in metric_ranks.cases()
-        for _ in metric_ranks.bounds(len(labels), world_size)
+        for logits, labels in metric.cases()
+        for _ in metric.bounds(len(labels), world_size)
     ]
     assert len(expected) == len(results[0])
     for index, wanted in enumerate(expected):

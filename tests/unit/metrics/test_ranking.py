@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoint_ranks import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from ranks.checkpoint import run_ranks
 from sklearn.metrics import ndcg_score, roc_auc_score
 from torch import distributed
 

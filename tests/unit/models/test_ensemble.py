@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from builders.whole_click_model import whole_model
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from whole_click_model import whole_model
 
 from rayrec.batch import Batch
 from rayrec.config import InputError

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from builders.whole_click_model import whole_model
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from whole_click_model import whole_model
 
 from rayrec.batch import Batch
 from rayrec.config import InputError

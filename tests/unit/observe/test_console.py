@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import made_up_run
 import pytest
+from builders import run_events
 from rich.console import Console as RichConsole
 
 from rayrec.config import InputError
@@ -46,7 +46,7 @@ def use(console: Console) -> list[str]:
         for number in range(3):
             console.progress("count", number + 1, 3)
         done.append("prepared")
-    events = [{**event, "time": time.time()} for event in made_up_run.run()]
+    events = [{**event, "time": time.time()} for event in run_events.run()]
     with console.training(lambda stop: iter(events)):
         time.sleep(0.4)  # a few refreshes
         done.append("trained")

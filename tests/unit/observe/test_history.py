@@ -6,8 +6,8 @@ import math
 import sys
 from pathlib import Path
 
-import made_up_run
 import pytest
+from builders import run_events
 
 from rayrec.config import InputError
 from rayrec.observe.events import EventWriter, metrics_dataframe
@@ -16,7 +16,7 @@ from rayrec.observe.run_view import RunView
 
 
 def test_steps_done_again_appear_once() -> None:
-    rows = logged(made_up_run.run())
+    rows = logged(run_events.run())
     assert [row["step"] for row in rows] == list(range(10, 201, 10))
     assert [row["loss"] for row in rows[:10]] == [9.0] * 10
     assert rows[10]["loss"] == math.exp(-1.1)  # step 110, as it was the second time
@@ -26,8 +26,8 @@ def test_steps_done_again_appear_once() -> None:
 
 
 def test_an_evaluation_that_was_still_due_joins_its_step() -> None:
-    events = made_up_run.Events()
-    made_up_run.begin(events)
+    events = run_events.Events()
+    run_events.begin(events)
     events.steps(10, 40)
     events.add("start", step=40, steps=200, world_size=2, checkpoint="x")
     events.add("evaluate", step=40, set="validation", loss=1.0)
@@ -38,7 +38,7 @@ def test_an_evaluation_that_was_still_due_joins_its_step() -> None:
 
 
 def test_epochs_are_counted_in_training_rows() -> None:
-    events = made_up_run.Events()
+    events = run_events.Events()
     events.add("prepared", seconds=1.0, rows_of_sets={"train": 6400, "validation": 640})
     events.add("start", step=0, steps=200, world_size=2, checkpoint=None)
     events.steps(100, 200)
@@ -48,7 +48,7 @@ def test_epochs_are_counted_in_training_rows() -> None:
 def test_dataframe(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     with EventWriter(path) as writer:
-        for event in made_up_run.run():
+        for event in run_events.run():
             writer.write(
                 event["kind"], **{name: value for name, value in event.items() if name not in ("time", "kind")}
             )
@@ -90,7 +90,7 @@ def test_dataframe_needs_pandas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_attempts_have_ends_and_costs() -> None:
-    first, second = attempts(made_up_run.run())
+    first, second = attempts(run_events.run())
     assert (first.num_workers, first.first_step, first.last_step) == (2, 0, 120)
     assert first.end == "worker 1 died of SIGKILL & <more>"
     assert first.restart is None
@@ -102,8 +102,8 @@ def test_attempts_have_ends_and_costs() -> None:
 
 
 def test_a_finished_run_may_be_trained_for_longer() -> None:
-    events = made_up_run.Events()
-    events.all = made_up_run.run()
+    events = run_events.Events()
+    events.all = run_events.run()
     events.add("run", recipe="x", name="y", config_hash="", versions={})
     events.add("attempt", number=1, num_workers=1)
     events.add("start", step=200, steps=300, world_size=1, checkpoint="x")
@@ -119,8 +119,8 @@ def test_a_finished_run_may_be_trained_for_longer() -> None:
 
 
 def test_attempts_nobody_told_the_end_of() -> None:
-    events = made_up_run.Events()
-    made_up_run.begin(events)
+    events = run_events.Events()
+    run_events.begin(events)
     events.steps(10, 20)
     events.add("run", recipe="x", name="y", config_hash="", versions={})
     events.add("attempt", number=1, num_workers=2)
@@ -132,13 +132,13 @@ def test_attempts_nobody_told_the_end_of() -> None:
     assert [attempt.end for attempt in found] == ["the driver was lost", "no room", "stopped: SIGTERM"]
     assert [attempt.first_step for attempt in found] == [0, None, 0]
     assert [attempt.restart is not None for attempt in found] == [False, False, True]
-    running = made_up_run.run(finished=False)
+    running = run_events.run(finished=False)
     assert attempts(running)[-1].end is None
 
 
 def test_a_pause_is_no_restart() -> None:
-    events = made_up_run.Events()
-    made_up_run.begin(events)
+    events = run_events.Events()
+    run_events.begin(events)
     events.steps(10, 20)
     events.add("stop", step=20, cause="a planned pause", last=True, paused=True)
     events.add("run", recipe="x", name="y", config_hash="", versions={})
@@ -153,8 +153,8 @@ def test_a_pause_is_no_restart() -> None:
 
 
 def test_an_error_of_a_driver_is_not_that_of_the_attempt_before() -> None:
-    events = made_up_run.Events()
-    made_up_run.begin(events)
+    events = run_events.Events()
+    run_events.begin(events)
     events.steps(10, 20)
     events.add("stop", step=20, cause="SIGTERM", last=True)
     events.add("run", recipe="x", name="y", config_hash="", versions={})
@@ -164,8 +164,8 @@ def test_an_error_of_a_driver_is_not_that_of_the_attempt_before() -> None:
 
 
 def test_standing() -> None:
-    events = made_up_run.Events()
-    made_up_run.begin(events)
+    events = run_events.Events()
+    run_events.begin(events)
     assert standing(events.all) == "not finished before its first step"
     events.steps(10, 20)
     assert standing(events.all) == "not finished at step 20 of 200"
@@ -173,4 +173,4 @@ def test_standing() -> None:
     assert standing(events.all) == "failed (a worker died) at step 20 of 200"
     events.add("stop", step=20, cause="SIGTERM")
     assert standing(events.all) == "stopped (SIGTERM) at step 20 of 200"
-    assert standing(made_up_run.run()) == "finished"
+    assert standing(run_events.run()) == "finished"

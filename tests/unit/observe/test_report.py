@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import made_up_run
 import pytest
+from builders import run_events
 
 import rayrec
 from rayrec.config import InputError
@@ -27,7 +27,7 @@ from rayrec.observe.report.training import STEP_CHARTS
 from rayrec.quantities import clock_text, duration_text, durations_text, number_text, size_text, value_text
 
 VOID = {"meta", "img"}
-FINISHED = report.Run(made_up_run.CONFIG, made_up_run.run(), made_up_run.SUMMARY)
+FINISHED = report.Run(run_events.CONFIG, run_events.run(), run_events.SUMMARY)
 
 
 class _Page(HTMLParser):
@@ -156,19 +156,19 @@ def test_samples_show_what_is_wrong(finished: str) -> None:
 
 
 def test_a_run_in_progress_and_one_that_has_only_begun() -> None:
-    page = _Page(report.render(report.Run(made_up_run.CONFIG, made_up_run.run(finished=False), None)))
+    page = _Page(report.render(report.Run(run_events.CONFIG, run_events.run(finished=False), None)))
     assert "not finished at step 150 of 200" in page.text
     assert "validation at step 150" in page.text
     assert "150 of 200" in page.text
-    click = made_up_run.click_run()
+    click = run_events.click_run()
     unfinished = report.Run(
         "", [event for event in click if event["kind"] not in ("finish", "summary", "samples")], None
     )
     found = verdict(unfinished.events)
     assert found is not None
     assert found.text in _Page(report.render(unfinished)).text
-    events = made_up_run.Events()
-    made_up_run.begin(events)
+    events = run_events.Events()
+    run_events.begin(events)
     for count in range(len(events.all) + 1):
         text = _Page(report.render(report.Run("", events.all[:count], None))).text
         assert "not finished before its first step" in text
@@ -181,9 +181,9 @@ def test_the_same_events_give_the_same_page(finished: str) -> None:
 
 def _write_run(folder: Path) -> None:
     folder.mkdir()
-    (folder / "config.yaml").write_text(made_up_run.CONFIG)
+    (folder / "config.yaml").write_text(run_events.CONFIG)
     with EventWriter(folder / "events.jsonl") as writer:
-        for event in made_up_run.run(finished=False):
+        for event in run_events.run(finished=False):
             writer.write(
                 event["kind"], **{name: value for name, value in event.items() if name not in ("time", "kind")}
             )
@@ -217,7 +217,7 @@ def test_trouble_with_a_report_is_noted(tmp_path: Path) -> None:
 
 def _click(name: str = "clicks", *, auroc: float = 0.78, seconds: float = 1.0, config: str = "seed: 0\n") -> report.Run:
     return report.Run(
-        config, made_up_run.click_run(name=name, auroc=auroc, seconds=seconds), made_up_run.click_summary(auroc)
+        config, run_events.click_run(name=name, auroc=auroc, seconds=seconds), run_events.click_summary(auroc)
     )
 
 
@@ -255,13 +255,13 @@ def test_where_the_time_went() -> None:
 
 
 def test_where_the_time_went_without_phases_and_with_all_of_them() -> None:
-    events = made_up_run.click_run()
+    events = run_events.click_run()
     for event in events:
         event.pop("times_s", None)
     drawn = {chart.get("aria-label"): chart for chart in _charts(report.render(report.Run("", events, None)))}
     tips = [rectangle.findtext("title") for rectangle in drawn["The run as a whole"].iter("rect")]
     assert tips[:2] == ["in all, waiting for data: 2 s (18.0%)", "in all, everything else: 8 s (72.1%)"]
-    for event in made_up_run.click_run():
+    for event in run_events.click_run():
         if event["kind"] == "step":
             event["times_s"]["host_to_device"] = 0.1
         events.append(event)
@@ -272,7 +272,7 @@ def test_where_the_time_went_without_phases_and_with_all_of_them() -> None:
 
 
 def test_the_data_pipeline_is_shown_over_the_run_and_never_busier_than_it_can_be() -> None:
-    events = made_up_run.click_run()
+    events = run_events.click_run()
     data = next(event for event in events if event["kind"] == "data")
     stage = {**data["stages"][0], "cpu_share": 0.5}
     # A block that was made in half a minute is taken in use in the last second, as a last event happens to see it.
@@ -313,7 +313,7 @@ def test_calibration_categories_and_tables() -> None:
 
 
 def test_what_it_cost() -> None:
-    events = made_up_run.click_run(seconds=360.0)
+    events = run_events.click_run(seconds=360.0)
     hours = (events[-1]["time"] - events[0]["time"]) / 3600
     spent = cost(events, Price(2.5, nodes=4))
     assert spent.node_hours == pytest.approx(4 * hours)
@@ -328,8 +328,8 @@ def test_what_it_cost() -> None:
 
 
 def test_machines_that_stand_idle_cost_the_run_nothing() -> None:
-    events = made_up_run.Events()
-    made_up_run.begin(events)
+    events = run_events.Events()
+    run_events.begin(events)
     events.steps(10, 100)
     before = cost(events.all, Price(1.0)).node_hours
     events.add("run", after_s=36_000.0, recipe="gpt2_tiny", name="again", config_hash="0", versions={})
@@ -379,11 +379,11 @@ def test_durations_side_by_side_have_one_unit() -> None:
 
 
 def test_a_report_says_where_the_run_came_from_and_how_it_ended() -> None:
-    events = made_up_run.click_run()
+    events = run_events.click_run()
     events[0] |= {"commit": "0123abcd+", "machine": "host, 8 CPUs", "command": "rayrec train criteo_demo"}
     early = {"time": events[-1]["time"], "kind": "early_stop", "step": 100, "best_step": 50, "best_score": 0.8}
     best = {"share_of_best_auroc": 0.953, "best_auroc": 0.8123, "chosen_step": 50}
-    text = _Page(report.render(report.Run("", [*events, early], made_up_run.click_summary() | best))).text
+    text = _Page(report.render(report.Run("", [*events, early], run_events.click_summary() | best))).text
     for wanted in (
         "commit0123abcd+",
         "machinehost, 8 CPUs",

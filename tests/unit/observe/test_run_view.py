@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import made_up_run
 import pytest
+from builders import run_events
 from rich.console import Console as RichConsole
 
 from rayrec.config import InputError
@@ -37,7 +37,7 @@ def shown(view: RunView, **options: Any) -> str:
 
 def measured() -> list[dict[str, Any]]:
     """Under way, with times and stages."""
-    events = made_up_run.run(finished=False)
+    events = run_events.run(finished=False)
     for event in events:
         if event["kind"] == "step":
             event |= {"times_s": {**dict.fromkeys(PHASES, 0.0), "data": 2.0, "forward": 8.0}, "peak_fraction": 0.25}
@@ -129,7 +129,7 @@ def test_the_panel() -> None:
     assert "nothing told" not in text
     assert "nothing told for 5 min" in shown(view, full=True, now_s=view.last_time_s + 300)
     assert "Blocked on data" not in shown(view, now_s=view.last_time_s)
-    assert "finished" in shown(view_of(made_up_run.run()))
+    assert "finished" in shown(view_of(run_events.run()))
 
 
 def test_events_are_kept_for_a_verdict_only() -> None:
@@ -149,7 +149,7 @@ def test_a_verdict_is_not_reckoned_at_every_look(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(run_view, "verdict", verdict)
     monkeypatch.setattr(run_view.time, "monotonic", lambda: now[0])
     view = RunView(keep=True)
-    events = made_up_run.run()
+    events = run_events.run()
     step = next(event for event in events if event["kind"] == "step")
     view.update(step)
     for _ in range(3):
@@ -257,7 +257,7 @@ def test_quiet_and_what_was_before_are_not_told(capsys: pytest.CaptureFixture[st
 
 
 def write(folder: Path, events: list[dict[str, Any]]) -> None:
-    (folder / "config.yaml").write_text(made_up_run.CONFIG)
+    (folder / "config.yaml").write_text(run_events.CONFIG)
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
@@ -273,7 +273,7 @@ def test_top_once(tmp_path: Path) -> None:
 
 def test_top_follows_until_the_run_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")  # on a dumb terminal nothing is drawn until the end
-    events = made_up_run.run()
+    events = run_events.run()
     cut = next(number for number, event in enumerate(events) if event["kind"] == "failure")
     write(tmp_path, events[:cut])
     out = io.StringIO()
@@ -326,7 +326,7 @@ def test_an_end_that_another_attempt_follows_is_none() -> None:
 
 
 def test_top_passes_a_damaged_file_on(tmp_path: Path) -> None:
-    write(tmp_path, made_up_run.run())
+    write(tmp_path, run_events.run())
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write("no event\n{}\n")
     with pytest.raises(InputError, match="not an event"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import made_up_run
 import pytest
+from builders import run_events
 
 from rayrec.observe.report import training
 from rayrec.observe.timing import Stopwatch, in_order, process_age_s, starts
@@ -71,7 +71,7 @@ def test_each_attempt_and_each_command_has_a_start_of_its_own() -> None:
 
 
 def test_the_report_shows_the_first_start_and_the_last_ones() -> None:
-    page = _page(made_up_run.run())
+    page = _page(run_events.run())
     assert "<th>start 2" in page.replace(' scope="col"', "")
     for text in ("interpreter and imports", "restoring the checkpoint", "later_stage", "together", "16 s", "10 s"):
         assert text in page, text

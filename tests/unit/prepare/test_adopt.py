@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from asgi_client import post
-from served_click_model import make_app
-from torchrec_scripts import PARTS, torchrec_criteo, write_contiguous_and_shuffled, write_npy
+from builders.requests import post
+from builders.served_click_model import make_app
+from builders.torchrec_scripts import PARTS, torchrec_criteo, write_contiguous_and_shuffled, write_npy
 
 import rayrec
 from rayrec import cli, recipes

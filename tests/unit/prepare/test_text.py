@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from here_engine import Died, HereEngine
+from builders.engines import Died, HereEngine
 from hypothesis import given
 from hypothesis import strategies as st
 

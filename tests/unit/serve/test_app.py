@@ -18,11 +18,8 @@ import numpy as np
 import orjson
 import pyarrow as pa
 import pytest
-from asgi_client import Reply, ask, post, post_async, request
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from prometheus_client.parser import text_string_to_metric_families
-from served_click_model import (
+from builders.requests import Reply, ask, post, post_async, request
+from builders.served_click_model import (
     ANY,
     NUM_TOKENS,
     logits_of,
@@ -33,6 +30,9 @@ from served_click_model import (
     row_text,
     token,
 )
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
 
 from rayrec.data.encoding.multi_hot import MultiHot
 from rayrec.data.encoding.rules import SparseColumn

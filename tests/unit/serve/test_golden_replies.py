@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asgi_client import Reply, post_async
 from builders.golden import check_golden
 from builders.golden_outputs import CRITEO, OWN, counted, scoring_app, write_criteo_log, write_own_log
+from builders.requests import Reply, post_async
 
 JSON, TSV, CSV = "application/json", "text/tab-separated-values", "text/csv"
 Request = tuple[str, bytes, str]

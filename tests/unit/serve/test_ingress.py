@@ -8,7 +8,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from ports import free_ports
+from hosts.ports import free_ports
 
 from rayrec.config import InputError
 from rayrec.serve import build

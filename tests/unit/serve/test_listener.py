@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import uvicorn
-from asgi_client import ask
-from ports import free_ports
+from builders.requests import ask
+from builders.served_click_model import make_app, make_model, row_text
+from hosts.ports import free_ports
 from ray._common.utils import import_attr
 from ray.serve._private import constants
 from ray.serve._private.http_util import validate_http_proxy_callback_return
-from served_click_model import make_app, make_model, row_text
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import schemathesis
+from builders.served_click_model import ANY, make_app, make_model, make_preprocessor
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from served_click_model import ANY, make_app, make_model, make_preprocessor
 
 from rayrec.schema import Schema
 

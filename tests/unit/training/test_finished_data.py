@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from digits import write_digits
+from builders.digits import write_digits
 
 import rayrec
 from rayrec import cli, recipes

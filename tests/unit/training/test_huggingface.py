@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from data_parallel_ranks import NextToken, products_by_onednn
+from ranks.data_parallel import NextToken, products_by_onednn
 
 from rayrec.config import InputError
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule

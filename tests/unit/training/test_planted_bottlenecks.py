@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_parallel_ranks import Small, config
+from ranks.data_parallel import Small, config
 
 from rayrec import recipes, storage
 from rayrec.data.encoded import EncodedRows, from_arrow

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import data_parallel_ranks
 import pytest
 import yaml
+from ranks import data_parallel
 
 from rayrec import recipes
 from rayrec.training.resume import Change, compare_settings, with_old
@@ -15,7 +15,7 @@ from rayrec.workloads.base import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Own(data_parallel_ranks.Small):
+class Own(data_parallel.Small):
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = ("workers_note",)
     workers_note: str = "a"
 
@@ -118,7 +118,7 @@ def test_another_model_with_the_same_settings_is_refused() -> None:
 
 
 def test_a_workload_says_which_of_its_fields_are_free() -> None:
-    first = data_parallel_ranks.config(1).replace(workload=Own())
+    first = data_parallel.config(1).replace(workload=Own())
     found = compare_settings(stored(first), first.replace(workload={"workers_note": "b"}))
     assert (found.refused, found.accepted) == ((), (Change("workload.workers_note", "a", "b"),))
     found = compare_settings(stored(first), first.replace(workload={"optimizer": {"kind": "sgd"}}))

@@ -10,10 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import data_parallel_ranks
 import pytest
 import ray.train
 import torch
+from ranks import data_parallel
 from ray.train.v2.api.exceptions import WorkerGroupError
 
 from rayrec import checkpoint, recipes, storage
@@ -31,7 +31,7 @@ from rayrec.workloads.base import RunContext, TrainConfig
 
 NOTES: list[str] = []
 CONFIGS: list[TrainConfig] = []
-ROWS = data_parallel_ranks.ROWS["train"]
+ROWS = data_parallel.ROWS["train"]
 
 
 def told() -> list[dict[str, Any]]:
@@ -66,7 +66,7 @@ def summarized(folder: Path, lines: list[str], *, rows: int = ROWS * 3 // 2) -> 
     notes: list[str] = []
     with EventWriter(folder / "events.jsonl") as events:
         result = summarize(
-            data_parallel_ranks.config(1).replace(name="run", epochs=4),
+            data_parallel.config(1).replace(name="run", epochs=4),
             str(folder),
             None,
             {**finish, "blocked_fraction": 0.1, "validation": metrics, "checkpoint": saved, "weights_sha256": "00ff"},
@@ -95,7 +95,7 @@ def summarized(folder: Path, lines: list[str], *, rows: int = ROWS * 3 // 2) -> 
 def test_more_steps_or_epochs_alone_are_the_same_run(
     ended: dict[str, Any], asked: dict[str, Any], longer: bool
 ) -> None:
-    config = data_parallel_ranks.config(1).replace(name="run", **ended)
+    config = data_parallel.config(1).replace(name="run", **ended)
     summary = {"config_hash": run_hash(config), "steps": 12, "epochs": ended.get("epochs", 0.4)}
     assert is_longer(config.replace(**asked), summary) is longer
     # Where training stopped early there is nothing to go on with.
@@ -104,7 +104,7 @@ def test_more_steps_or_epochs_alone_are_the_same_run(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared(data_parallel_ranks.Small):
+class Prepared(data_parallel.Small):
     """Has nothing to prepare, or cannot."""
 
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = ("wrong",)
@@ -149,7 +149,7 @@ def failing(
     monkeypatch.setattr(ray_launcher, "start_ahead", lambda *_: None)  # a test before may have left a Ray
     monkeypatch.setattr(ray_launcher, "run_attempts", run_attempts)
     monkeypatch.setenv("RAY_ADDRESS", "a-head:6379")
-    config = data_parallel_ranks.config(1).replace(
+    config = data_parallel.config(1).replace(
         name="run",
         storage_path=str(folder),
         workload=Prepared(wrong=wrong),

@@ -9,12 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import data_parallel_ranks
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from ranks import data_parallel
 
 import rayrec
 from rayrec import checkpoint as checkpoints
@@ -265,7 +265,7 @@ def test_what_does_not_fit_is_refused_before_workers_start(tmp_path: Path) -> No
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmallNetwork(data_parallel_ranks.Small):
+class SmallNetwork(data_parallel.Small):
     """A data-parallel model."""
 
     def check(self, config: rayrec.TrainConfig) -> None:
@@ -276,7 +276,7 @@ class SmallNetwork(data_parallel_ranks.Small):
 
 
 def test_other_models_start_with_all_weights_by_name(tmp_path: Path) -> None:
-    plain = data_parallel_ranks.config(1, steps=6)
+    plain = data_parallel.config(1, steps=6)
     workload = SmallNetwork(optimizer=plain.workload.optimizer, batch_norm=True)  # type: ignore[attr-defined]
     settings = plain.replace(
         name="old",

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from saved_clicks import criteo_preprocessor
+from builders.saved_clicks import criteo_preprocessor
 
 from rayrec import recipes, storage
 from rayrec.checkpoint.extra_files import ExtraFiles

@@ -9,10 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import data_parallel_ranks
 import pytest
 import torch
-from checkpoint_ranks import run_ranks
+from ranks import data_parallel
+from ranks.checkpoint import run_ranks
 from torch.nn import functional
 
 from rayrec.batch import RowOutput
@@ -48,7 +48,7 @@ class Halving(LearningRateSchedule):
 def test_an_own_optimizer_with_rates_per_group_and_an_own_schedule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = data_parallel_ranks.config(1, batch_norm=True)
+    plain = data_parallel.config(1, batch_norm=True)
     workload = plain.workload.replace(optimizer=TwoRates(learning_rate=0.01, bias_rate=0.04), schedule=Halving(every=4))
     configuration = plain.replace(workload=workload)
     rates: list[list[float]] = []
@@ -60,12 +60,12 @@ def test_an_own_optimizer_with_rates_per_group_and_an_own_schedule(
 
     monkeypatch.setattr(NamedOptimizer, "step", noted)
     losses = [
-        event["loss"] for event in data_parallel_ranks.train(str(tmp_path), 0, configuration) if event["kind"] == "step"
+        event["loss"] for event in data_parallel.train(str(tmp_path), 0, configuration) if event["kind"] == "step"
     ]
     assert losses[-1] < losses[0]
     assert rates == [[0.01 * 0.5 ** (number // 4), 0.04 * 0.5 ** (number // 4)] for number in range(12)]
     whole = weights_sha256(Checkpoint(str(tmp_path / "12")))
-    data_parallel_ranks.train(str(tmp_path), 0, configuration, from_step=6)  # RMSprop's state is in the checkpoint
+    data_parallel.train(str(tmp_path), 0, configuration, from_step=6)  # RMSprop's state is in the checkpoint
     assert weights_sha256(Checkpoint(str(tmp_path / "12"))) == whole
 
 
@@ -81,7 +81,7 @@ class _Uncountable(torch.nn.Module):
 def test_a_model_that_cannot_be_counted_is_trained(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    configuration = data_parallel_ranks.config(1)
+    configuration = data_parallel.config(1)
     workload: Any = configuration.workload
     sets = {"validation": workload.open_set(None, None, "validation")}
     context: Any = SimpleNamespace(device=torch.device("cpu"))
@@ -108,15 +108,15 @@ def _close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """One worker's run: 12 steps of 16 rows, saved at steps 6 and 12, and its events."""
     folder = tmp_path_factory.mktemp("alone")
-    return folder, data_parallel_ranks.train(str(folder), 0, data_parallel_ranks.config(1))
+    return folder, data_parallel.train(str(folder), 0, data_parallel.config(1))
 
 
 def test_one_worker_learns_what_plain_torch_learns(alone: tuple[Path, list[dict[str, Any]]]) -> None:
     """A loop of plain torch over the same rows, bit for bit."""
     folder, events = alone
-    configuration = data_parallel_ranks.config(1)
+    configuration = data_parallel.config(1)
     torch.manual_seed(configuration.seed)
-    model = data_parallel_ranks.Net(batch_norm=False)
+    model = data_parallel.Net(batch_norm=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0, fused=True)
     rows = configuration.workload.open_set(None, None, "train")  # type: ignore[attr-defined]
     losses = []
@@ -150,12 +150,12 @@ def test_events_and_evaluation(alone: tuple[Path, list[dict[str, Any]]]) -> None
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_workers_learn_what_one_does(kind: str, alone: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
     """FSDP here in three parts a step, of 8 rows: sums in another order, nothing else."""
-    run_ranks(getattr(data_parallel_ranks, kind), 2, str(tmp_path))
+    run_ranks(getattr(data_parallel, kind), 2, str(tmp_path))
     assert _close(_tensors(alone[0] / "12"), _tensors(tmp_path / "12"))
 
 
 def test_rules_that_need_whole_parameters_are_refused_with_fsdp() -> None:
-    workload = data_parallel_ranks.config(1).workload
+    workload = data_parallel.config(1).workload
     for kind in ("lamb", "lars"):
         workload.replace(optimizer={"kind": kind})
         with pytest.raises(InputError, match=f"kind: {kind} needs norms of whole parameters"):
@@ -164,32 +164,32 @@ def test_rules_that_need_whole_parameters_are_refused_with_fsdp() -> None:
 
 def test_fsdp_learns_by_onednn_what_one_worker_does_without(tmp_path: Path) -> None:
     """A GPT-2, whose layers FSDP splits and gathers under the classes that multiply by oneDNN."""
-    data_parallel_ranks.train(str(tmp_path / "alone"), 0, data_parallel_ranks.next_token_config(1))
-    run_ranks(data_parallel_ranks.fsdp_by_onednn, 2, str(tmp_path / "fsdp"))
+    data_parallel.train(str(tmp_path / "alone"), 0, data_parallel.next_token_config(1))
+    run_ranks(data_parallel.fsdp_by_onednn, 2, str(tmp_path / "fsdp"))
     assert _close(_tensors(tmp_path / "alone" / "6"), _tensors(tmp_path / "fsdp" / "6"))
 
 
 def test_a_checkpoint_of_fsdp_goes_on_alone_and_back(alone: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
-    run_ranks(data_parallel_ranks.fsdp, 2, str(tmp_path))
-    data_parallel_ranks.train(str(tmp_path), 0, data_parallel_ranks.config(1), from_step=6)
+    run_ranks(data_parallel.fsdp, 2, str(tmp_path))
+    data_parallel.train(str(tmp_path), 0, data_parallel.config(1), from_step=6)
     assert _close(_tensors(alone[0] / "12"), _tensors(tmp_path / "12"))
-    run_ranks(data_parallel_ranks.fsdp_goes_on, 2, str(alone[0]))
+    run_ranks(data_parallel.fsdp_goes_on, 2, str(alone[0]))
     assert _close(_tensors(alone[0] / "12"), _tensors(tmp_path / "12"))
 
 
 def test_a_step_done_again_after_a_crash_is_the_same_step(tmp_path: Path) -> None:
-    run_ranks(data_parallel_ranks.noisy, 2, str(tmp_path))
+    run_ranks(data_parallel.noisy, 2, str(tmp_path))
 
 
 def test_going_on_with_no_new_step_changes_nothing(alone: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, _ = alone
     before = weights_sha256(Checkpoint(str(folder / "12")))
-    data_parallel_ranks.train(str(folder), 0, data_parallel_ranks.config(1), from_step=12)
+    data_parallel.train(str(folder), 0, data_parallel.config(1), from_step=12)
     assert weights_sha256(Checkpoint(str(folder / "12"))) == before
 
 
 def test_statistics_of_batches_are_the_same_on_every_worker(tmp_path: Path) -> None:
-    run_ranks(data_parallel_ranks.statistics, 2, str(tmp_path))
+    run_ranks(data_parallel.statistics, 2, str(tmp_path))
 
 
 def test_tied_weights_are_saved_once(alone: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -226,6 +226,6 @@ def test_chance_is_torchs_own_without_its_stack_traces(monkeypatch: pytest.Monke
 
 def test_unusable_settings_are_refused() -> None:
     with pytest.raises(InputError, match="accumulate: 0 must be at least 1"):
-        data_parallel_ranks.Small(accumulate=0)
+        data_parallel.Small(accumulate=0)
     with pytest.raises(InputError, match="trained by the loop rayrec"):
-        data_parallel_ranks.config(1).replace(loop="huggingface")
+        data_parallel.config(1).replace(loop="huggingface")

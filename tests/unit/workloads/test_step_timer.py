@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_ranks import run_ranks
+from ranks.checkpoint import run_ranks
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import click_ranks
 import pytest
 import torch
+from ranks import click
 from torch import distributed
 
 from rayrec import checkpoint
@@ -23,7 +23,7 @@ from rayrec.sharding.planner import ShardingConfig
 from rayrec.training.state import all_tensors, restore_all
 from rayrec.workloads.base import WorkerSetup
 
-TABLES, STEPS = click_ranks.SHARED, 4
+TABLES, STEPS = click.SHARED, 4
 SPARSE: dict[str, Any] = {"learning_rate": 0.01, "eps": 1e-3}
 DENSE = DenseOptimizerConfig(kind="adam", learning_rate=0.01, eps=1e-3)
 
@@ -38,7 +38,7 @@ def single_rank(tmp_path: Path) -> Iterator[None]:
 
 
 def set_up(plan: Any, *, max_gradient_norm: float | None = None, **sparse: Any) -> WorkerSetup:
-    config = click_ranks.config(
+    config = click.config(
         TABLES,
         1,
         sparse_optimizer=SparseOptimizerConfig(**SPARSE, **sparse),
@@ -46,11 +46,11 @@ def set_up(plan: Any, *, max_gradient_norm: float | None = None, **sparse: Any) 
         max_gradient_norm=max_gradient_norm,
         sharding=ShardingConfig(sharding_types=(plan,), min_column_width=4),
     )
-    return config.workload.set_up(click_ranks.context(config, 0, 1), click_ranks.prepared(TABLES))
+    return config.workload.set_up(click.context(config, 0, 1), click.prepared(TABLES))
 
 
 def train(setup: WorkerSetup, steps: range) -> list[float]:
-    batches = iter([click_ranks.batch(TABLES, step, 0, 1) for step in steps])
+    batches = iter([click.batch(TABLES, step, 0, 1) for step in steps])
     losses = []
     for step in steps:
         setup.begin_step(step, STEPS)
@@ -67,7 +67,7 @@ def by_torch(
     kind: str, weight_decay: float, *, max_gradient_norm: float | None = None
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and weights of the same model with plain tables, and torch's optimizer over each of its weights."""
-    workload = click_ranks.workload(TABLES)
+    workload = click.workload(TABLES)
     model = build_click_model(
         workload.model, ModelInputs.of(workload.schema), num_embeddings=TABLES, embedding_device="cpu"
     )
@@ -81,7 +81,7 @@ def by_torch(
     optimizer = rule(groups, lr=0.01, eps=1e-3)
     losses = []
     for step in range(STEPS):
-        loss, _ = model(click_ranks.batch(TABLES, step, 0, 1))
+        loss, _ = model(click.batch(TABLES, step, 0, 1))
         optimizer.zero_grad()
         loss.backward()
         if max_gradient_norm is not None:  # FuxiCTR's way: the penalty is part of the loss
@@ -144,7 +144,7 @@ def test_all_gradients_are_clipped_together(max_gradient_norm: float, plan: str,
     ],
 )
 def test_clipping_that_cannot_be_is_refused(settings: dict[str, Any], message: str) -> None:
-    config = click_ranks.config(TABLES, 1, **settings).replace(train_data={"path": "log"})
+    config = click.config(TABLES, 1, **settings).replace(train_data={"path": "log"})
     with pytest.raises(InputError, match=message):
         config.workload.check(config)
 
@@ -160,7 +160,7 @@ def test_the_sparse_kind_leaves_other_rows_alone_under_every_plan(tmp_path: Path
         moved = (ends[-1][table] != start[table]).any(dim=1)
         touched = torch.zeros(900, dtype=torch.bool)
         for step in range(STEPS):
-            features = click_ranks.batch(TABLES, step, 0, 1).sparse_features
+            features = click.batch(TABLES, step, 0, 1).sparse_features
             assert features is not None
             touched[features["cat_1"].values().long()] = True
         assert torch.equal(moved, touched)
@@ -194,13 +194,13 @@ def test_a_resumed_run_is_the_same_run(kind: Any, tmp_path: Path) -> None:
 def test_normal_start_values_are_those_of_every_plan(tmp_path: Path) -> None:
     starts = []
     for plan in ("table_wise", "column_wise", "data_parallel"):
-        config = click_ranks.config(
+        config = click.config(
             TABLES,
             1,
             table_start=TableStart(kind="normal"),
             sharding=ShardingConfig(sharding_types=(plan,), min_column_width=4),
         )
-        setup = config.workload.set_up(click_ranks.context(config, 0, 1), click_ranks.prepared(TABLES))
+        setup = config.workload.set_up(click.context(config, 0, 1), click.prepared(TABLES))
         starts.append(saved(setup, tmp_path / plan)["model.embeddings.embedding_bags.cat_1.weight"])
     assert starts[0].std().item() == pytest.approx(1e-4, rel=0.1)
     assert torch.equal(starts[0], starts[1])
@@ -210,7 +210,7 @@ def test_normal_start_values_are_those_of_every_plan(tmp_path: Path) -> None:
 def test_evaluation_collects_nothing() -> None:
     setup = set_up("table_wise", kind="adam")
     with torch.no_grad():
-        setup.model(click_ranks.batch(TABLES, 0, 0, 1))
+        setup.model(click.batch(TABLES, 0, 0, 1))
     before = {name: tensor.clone() for name, tensor in _weights(setup).items()}
     setup.optimizer.step()  # with zero gradients and no moments, it moves nothing
     assert all(torch.equal(before[name], tensor) for name, tensor in _weights(setup).items())

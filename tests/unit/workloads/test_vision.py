@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from digits import idx, pictures, write_digits
+from builders.digits import idx, pictures, write_digits
 
 from rayrec import checkpoint
 from rayrec.config import InputError

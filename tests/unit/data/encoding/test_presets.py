@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from torchrec_scripts import torchrec_criteo
+from builders.torchrec_scripts import torchrec_criteo
 
 from rayrec import storage
 from rayrec.config import InputError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from here_engine import HereEngine
+from builders.engines import HereEngine
 
 from rayrec.data.log_source import open_log
 from rayrec.data.logs.index import Block, LogIndex, Part

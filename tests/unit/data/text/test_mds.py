@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from program_server import Ended, Program, ProgramServer
+from hosts.program_server import Ended, Program, ProgramServer
 
 from rayrec.config import InputError
 from rayrec.data.text import mds

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 import torch
+from builders.whole_click_model import whole_model
 from torch import nn
-from whole_click_model import whole_model
 
 from rayrec.batch import Batch
 from rayrec.config import InputError

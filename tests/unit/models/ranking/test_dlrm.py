@@ -7,10 +7,10 @@ import sys
 
 import pytest
 import torch
+from builders.whole_click_model import whole_model
 from torch.nn import functional
 from torchrec.models.dlrm import DLRM as TorchRecDLRM
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from whole_click_model import whole_model
 
 from rayrec.batch import Batch
 from rayrec.config import InputError

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from whole_click_model import whole_model
+from builders.whole_click_model import whole_model
 
 from rayrec.batch import Batch
 from rayrec.data.encoded import Bags, EncodedRows

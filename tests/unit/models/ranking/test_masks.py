@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from builders.whole_click_model import whole_model
 from torch import nn
-from whole_click_model import whole_model
 
 from rayrec.batch import Batch
 from rayrec.config import InputError

@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import made_up_run
 import pytest
-from ports import free_ports
+from builders import run_events
+from hosts.ports import free_ports
 
 from rayrec import recipes
 from rayrec.config import InputError
@@ -50,7 +50,7 @@ def history(store: str, run: Any, key: str) -> list[tuple[int, float]]:
 
 
 def test_a_run_and_the_driver_that_went_on(store: str) -> None:
-    events = [event for event in made_up_run.run() if event["kind"] != "finish"]
+    events = [event for event in run_events.run() if event["kind"] != "finish"]
     cut = next(number for number, event in enumerate(events) if event["kind"] == "failure")
     track(store, events[: cut + 1])
     (run,) = runs(store)
@@ -72,7 +72,7 @@ def test_a_run_and_the_driver_that_went_on(store: str) -> None:
 
 
 def test_a_new_run_of_the_same_name_is_another(store: str) -> None:
-    first = made_up_run.run(finished=False)
+    first = run_events.run(finished=False)
     track(store, first)
     track(store, [{**event, "time": event["time"] + 1000.0} for event in first])
     assert len(runs(store)) == 2

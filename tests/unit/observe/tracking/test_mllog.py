@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-import made_up_run
 import pytest
+from builders import run_events
 
 from rayrec import recipes
 from rayrec.observe.tracking.log_files import IterationTracker, MlLogTracker, optimizer_lines
@@ -99,7 +99,7 @@ def check(records: list[dict[str, Any]]) -> None:
 def run(*, finished: bool = True) -> list[dict[str, Any]]:
     """A made-up run of a click model: 200 steps of 64 rows, two epochs; it resumes from step 100 after a failure."""
     events = []
-    for event in made_up_run.run(finished=finished):
+    for event in run_events.run(finished=finished):
         event = dict(event)
         if event["kind"] == "prepared":
             event["rows_of_sets"] = {"train": 6400, "validation": 640}
@@ -173,7 +173,7 @@ def test_lines_of_the_first_dlrm(tmp_path: Path) -> None:
 
 def resized() -> list[dict[str, Any]]:
     """Two workers of 64 rows a step, of which one is left from step 25 on: an epoch of 6400 rows ends at step 75."""
-    events = made_up_run.Events()
+    events = run_events.Events()
     events.add("run", recipe="x", name="y", config_hash="", versions={})
     events.add("prepared", seconds=1.0, rows_of_sets={"train": 6400})
     for first, end, workers, rows in ((0, 25, 2, 0), (25, 100, 1, 3200)):

@@ -7,7 +7,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import made_up_run
+from builders import run_events
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import masked_crc32c
 
@@ -54,7 +54,7 @@ def track(folder: Path, events: list[dict[str, Any]]) -> None:
 
 
 def test_curves_are_those_of_the_events(tmp_path: Path) -> None:
-    events = made_up_run.run()
+    events = run_events.run()
     track(tmp_path, [event for event in events if event["kind"] != "finish"])
     shown = curves(tmp_path)
     rows = logged(events)
@@ -74,7 +74,7 @@ def test_curves_are_those_of_the_events(tmp_path: Path) -> None:
 
 
 def test_a_driver_that_goes_on_doubles_nothing(tmp_path: Path) -> None:
-    events = made_up_run.run()
+    events = run_events.run()
     cut = next(number for number, event in enumerate(events) if event["kind"] == "failure")
     track(tmp_path, events[:cut])
     other = tmp_path / "tensorboard" / "events.out.tfevents.of.somebody"
@@ -92,7 +92,7 @@ def test_a_driver_that_goes_on_doubles_nothing(tmp_path: Path) -> None:
 
 
 def test_an_older_file_stays_until_the_new_one_is_there(tmp_path: Path, monkeypatch: Any) -> None:
-    events = made_up_run.run(finished=False)
+    events = run_events.run(finished=False)
     track(tmp_path, events[:20])
     before = list((tmp_path / "tensorboard").iterdir())
     tracker = TensorBoardTracker(str(tmp_path), config="")

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import made_up_run
 import pytest
-from ports import free_ports
+from builders import run_events
+from hosts.ports import free_ports
 
 from rayrec import recipes
 
@@ -66,7 +66,7 @@ def kept(folder: Path) -> tuple[Any, list[dict[str, float]]]:
 
 
 def test_an_offline_run_and_the_driver_that_went_on(tmp_path: Path) -> None:
-    events = [event for event in made_up_run.run() if event["kind"] != "finish"]
+    events = [event for event in run_events.run() if event["kind"] != "finish"]
     cut = next(number for number, event in enumerate(events) if event["kind"] == "failure")
     track(tmp_path, events[: cut + 1])
     first, rows = kept(tmp_path)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import data_parallel_ranks
 import pytest
 import ray
 import torch
+from ranks import data_parallel
 from torch import distributed
 
 from rayrec import recipes, storage
@@ -34,7 +34,7 @@ WAIT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Small(data_parallel_ranks.Small):
+class Small(data_parallel.Small):
     """Calls `AT_STEP` in the forward pass of every training step, by its number from 1 on in this process."""
 
     def check(self, config: TrainConfig) -> None:
@@ -95,7 +95,7 @@ def workers() -> list[threading.Thread]:
 
 
 def config(folder: Path, **changes: Any) -> TrainConfig:
-    plain = data_parallel_ranks.config(1, steps=STEPS)
+    plain = data_parallel.config(1, steps=STEPS)
     workload = Small(optimizer=plain.workload.optimizer, schedule=plain.workload.schedule)  # type: ignore[attr-defined]
     return plain.replace(
         name="run",

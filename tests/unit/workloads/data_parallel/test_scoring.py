@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from scored_rows import Net, rows_file, scored, trained
+from builders.scored_rows import Net, rows_file, scored, trained
 
 from rayrec import recipes
 from rayrec.checkpoint import Checkpoint

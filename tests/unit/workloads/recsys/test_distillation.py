@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from saved_clicks import criteo_preprocessor, save_clicks
-from whole_click_model import whole_model
+from builders.saved_clicks import criteo_preprocessor, save_clicks
+from builders.whole_click_model import whole_model
 
 import rayrec
 from rayrec import checkpoint as checkpoints

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from saved_clicks import SMALL
-from served_click_model import make_preprocessor
+from builders.saved_clicks import SMALL
+from builders.served_click_model import make_preprocessor
 from torch import nn
 
 from rayrec.layers.keyed_embeddings import Embedded

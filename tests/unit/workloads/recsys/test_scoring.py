@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from whole_click_model import whole_model
+from builders.whole_click_model import whole_model
 
 from rayrec import checkpoint as checkpoints
 from rayrec import recipes

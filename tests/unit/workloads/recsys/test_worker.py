@@ -8,10 +8,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import click_ranks
 import pytest
 import torch
-from checkpoint_ranks import run_ranks
+from ranks import click
+from ranks.checkpoint import run_ranks
 from torch import distributed
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
@@ -58,12 +58,12 @@ def test_one_worker_waits_for_its_device_nowhere_in_a_step(tmp_path: Path, monke
     try:
         found = {}
         for pipeline in (None, TimedSparseDist):
-            config = click_ranks.config(click_ranks.MANY, 1)
-            setup = config.workload.set_up(click_ranks.context(config, 0, 1), click_ranks.prepared(click_ranks.MANY))
+            config = click.config(click.MANY, 1)
+            setup = config.workload.set_up(click.context(config, 0, 1), click.prepared(click.MANY))
             made: Any = setup.pipeline
             if pipeline is not None:
                 made = pipeline(setup.model, setup.optimizer, torch.device("cpu"), setup.clock)
-            batches = iter([click_ranks.batch(click_ranks.MANY, step, 0, 1) for step in range(6)])
+            batches = iter([click.batch(click.MANY, step, 0, 1) for step in range(6)])
             made.progress(batches)  # builds what later steps use
             with monkeypatch.context() as patched:
                 for name in ("item", "tolist", "cpu", "numpy", "nonzero", "unique", "__bool__", "__int__", "__float__"):
@@ -85,7 +85,7 @@ def test_an_evaluation_that_is_ended_stops_what_makes_its_batches(
         closed = 0
 
         def __iter__(self) -> Any:
-            return iter([click_ranks.batch(click_ranks.EQUAL, step, 0, 1) for step in range(3)])
+            return iter([click.batch(click.EQUAL, step, 0, 1) for step in range(3)])
 
         def close(self) -> None:
             self.closed += 1
@@ -94,9 +94,9 @@ def test_an_evaluation_that_is_ended_stops_what_makes_its_batches(
     monkeypatch.setattr(worker, "_loader", lambda *_, **__: loader)
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
     try:
-        config, prepared = click_ranks.config(click_ranks.EQUAL, 1), click_ranks.prepared(click_ranks.EQUAL)
+        config, prepared = click.config(click.EQUAL, 1), click.prepared(click.EQUAL)
         prepared.sets["validation"] = prepared.sets["train"]
-        setup = config.workload.set_up(click_ranks.context(config, 0, 1), prepared)
+        setup = config.workload.set_up(click.context(config, 0, 1), prepared)
     finally:
         distributed.destroy_process_group()
     batches: Any = setup.eval_batches["validation"]()
@@ -110,9 +110,9 @@ def test_an_evaluation_that_is_ended_stops_what_makes_its_batches(
 
 @pytest.mark.slow
 def test_machines_with_unequal_numbers_of_workers_train_one_model(tmp_path: Path) -> None:
-    run_ranks(click_ranks.alone, 1, str(tmp_path))
-    run_ranks(click_ranks.on_unequal_nodes, 3, str(tmp_path))
-    tables_of = {name: len(tables) for name, tables in click_ranks.CASES.items()}
+    run_ranks(click.alone, 1, str(tmp_path))
+    run_ranks(click.on_unequal_nodes, 3, str(tmp_path))
+    tables_of = {name: len(tables) for name, tables in click.CASES.items()}
     for name, num_tables in {**tables_of, "shared": 2, "sequences": 2, "adam": 2, "adam_sequences": 2}.items():
         one, three = tmp_path / f"{name}_1", tmp_path / f"{name}_3"
         assert weights_sha256(Checkpoint(str(three / "start"))) == weights_sha256(Checkpoint(str(one / "start")))

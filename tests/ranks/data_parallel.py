@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from checkpoint_ranks import local
+from ranks.checkpoint import local
 from torch import distributed
 from torch.nn import functional
 

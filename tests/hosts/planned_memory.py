@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +24,11 @@ SIZES = (100_000, 1_500_000, 4_000_000)
 def measured(rows: int) -> dict[str, int]:
     """Bytes: `forecast` and `peak`, the most that was resident, with tables of so many rows in all."""
     found = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, str(rows)], capture_output=True, text=True, check=False
+        [sys.executable, "-W", "ignore", "-m", "hosts.planned_memory", str(rows)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
     )
     assert found.returncode == 0, found.stderr
     return json.loads(found.stdout.splitlines()[-1])
@@ -40,8 +46,8 @@ def _resident_bytes(field: str) -> int:
 
 
 def _run(rows: int, folder: str) -> dict[str, int]:
-    import click_ranks
     import torch
+    from ranks import click
     from torch import distributed
 
     import rayrec.training.worker  # noqa: F401  # what a worker has loaded, Ray among it
@@ -59,7 +65,7 @@ def _run(rows: int, folder: str) -> dict[str, int]:
     keep_freed_memory()
     torch.set_num_threads(2)
     tables = _table_sizes(rows)
-    schema = click_ranks.schema(tables)
+    schema = click.schema(tables)
     workload = ClickWorkload(
         schema=schema,
         model=DLRMConfig(interaction="dot", embedding_dim=DIM, bottom_mlp=(512, 256, DIM), top_mlp=(512, 512, 256, 1)),
@@ -76,9 +82,9 @@ def _run(rows: int, folder: str) -> dict[str, int]:
     process = _resident_bytes("VmRSS")
     forecast = tables_of(workload, config, tables, inputs=schema, target=Target(1, 1), memory_bytes=1 << 50).memories[0]
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
-    prepared: Any = SimpleNamespace(**vars(click_ranks.prepared(tables)))
+    prepared: Any = SimpleNamespace(**vars(click.prepared(tables)))
     prepared.sets = {"train": SimpleNamespace(rows=100 * TRAIN_ROWS)}
-    setup = workload.set_up(click_ranks.context(config, 0, 1), prepared)
+    setup = workload.set_up(click.context(config, 0, 1), prepared)
     saver = Saver(
         f"{folder}/run",
         lease=acquire_lease(f"{folder}/run"),
@@ -89,7 +95,7 @@ def _run(rows: int, folder: str) -> dict[str, int]:
     )
 
     def train(first: int) -> None:
-        batches = iter([click_ranks.batch(tables, step, 0, 1, rows=TRAIN_ROWS) for step in range(first, first + STEPS)])
+        batches = iter([click.batch(tables, step, 0, 1, rows=TRAIN_ROWS) for step in range(first, first + STEPS)])
         for step in range(first, first + STEPS):
             setup.begin_step(step, 1000)
             setup.pipeline.progress(batches)
@@ -98,7 +104,7 @@ def _run(rows: int, folder: str) -> dict[str, int]:
     train(0)
     setup.model.eval()
     with torch.no_grad():
-        scored = iter([click_ranks.batch(tables, 99, 0, 1, rows=EVAL_ROWS)])
+        scored = iter([click.batch(tables, 99, 0, 1, rows=EVAL_ROWS)])
         setup.pipeline.progress(scored)
         drain(setup.pipeline, scored)
     setup.model.train()

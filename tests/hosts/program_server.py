@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from page_server import end_after
+from hosts.page_server import end_after
 
 
 class Program(NamedTuple):
@@ -39,11 +39,11 @@ class ProgramServer:
         self._folder, self.temporary = folder, folder / "tmp"
         self.temporary.mkdir()
         self._process = subprocess.Popen(
-            [sys.executable, __file__, preload],
+            [sys.executable, "-m", "hosts.program_server", preload],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "TMPDIR": str(self.temporary)},
+            env={**os.environ, "TMPDIR": str(self.temporary), "PYTHONPATH": str(Path(__file__).parents[1])},
         )
 
     def run(self, *programs: Program) -> Sequence[Ended]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ports import free_ports
+from hosts.ports import free_ports
 
 from rayrec import recipes, storage
 from rayrec.config import InputError

@@ -13,8 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from ports import free_ports
-from processes import environment_for
+from hosts.ports import free_ports
+from hosts.processes import environment_for
 
 COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "scancel")
 CONFIGURATION = """

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Protocol
 
-from blob_server import ACCOUNT, KEY, BlobServer
-from ports import free_ports
+from hosts.blob_server import ACCOUNT, KEY, BlobServer
+from hosts.ports import free_ports
 
 _AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 """Published by Microsoft, the same for every Azurite."""
