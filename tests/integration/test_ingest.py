@@ -20,7 +20,7 @@ from rayrec import storage
 from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.data.encoding.counts import count_log
-from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.preprocessor import Preprocessor, share_preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.engine import Shared
 from rayrec.data.log_source import index_log, open_log
@@ -31,7 +31,7 @@ from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.block_order import BlockOrder, Piece, Position
 from rayrec.ingest.loader import ClickLoader
 from rayrec.ingest.ray_engine import RayEngine
-from rayrec.ingest.stream import share_preprocessor, stream
+from rayrec.ingest.stream import stream
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from rayrec.optim.config import SparseOptimizerConfig, table_adam
+from rayrec.optim import table_adam
+from rayrec.optim.config import SparseOptimizerConfig
 from rayrec.optim.row_gradients import Lookups, RowGradients, TableFeatures
 from rayrec.optim.table_adam import AdamStep, TableAdam, TablePart
 
