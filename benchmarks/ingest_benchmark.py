@@ -22,12 +22,10 @@ from rayrec.data.encoded import from_arrow
 from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.preprocessor import Preprocessor, share_preprocessor
 from rayrec.data.encoding.presets import ALL, RAYREC, Preset, make_preprocessor
-from rayrec.data.engine import InProcess, Shared, StreamEngine
+from rayrec.data.engine import InProcess, Shared, StreamEngine, TaskPlacement, ThreadEngine
 from rayrec.data.log_source import open_log
 from rayrec.data.logs.index import LogIndex, select
 from rayrec.data.logs.reading import encode_block
-from rayrec.data.placement import TaskPlacement
-from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.block_order import Block, BlockOrder, Part, Position
 from rayrec.ingest.loader import ClickLoader, Slicer

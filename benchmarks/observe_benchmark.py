@@ -100,7 +100,7 @@ def make_setup(config: Any, folder: str) -> tuple[Any, list[Any], float, Any]:
     block's CPU time that measuring its stages takes; and the stages of the block."""
     import torch
 
-    from rayrec.data.threads import ThreadEngine
+    from rayrec.data.engine import ThreadEngine
     from rayrec.native import keep_freed_memory
     from rayrec.workloads.base import WorkerContext
     from rayrec.workloads.recsys.speed_probe import _batches, _read_slice, prepared_for_rows

@@ -50,9 +50,8 @@ def setup_of(kind: str, *, batch_size: int, model: Any = None) -> Any:
     """What trains a model (None: criteo_kaggle's own) with its tables by this optimizer, in this process."""
     import torch
 
-    from rayrec.data.engine import InProcess
+    from rayrec.data.engine import InProcess, ThreadEngine
     from rayrec.data.logs.index import Segment
-    from rayrec.data.threads import ThreadEngine
     from rayrec.datasets.criteo import SCHEMA
     from rayrec.ingest.block_order import BlockOrder, Part
     from rayrec.recipes import criteo_kaggle

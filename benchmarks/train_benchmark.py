@@ -131,9 +131,8 @@ def from_ready(*, path: str, precision: str, batch_size: int, steps: int) -> flo
     import torch
 
     from rayrec.data.encoding.preprocessor import Preprocessor
-    from rayrec.data.engine import InProcess
+    from rayrec.data.engine import InProcess, ThreadEngine
     from rayrec.data.logs.index import Segment
-    from rayrec.data.threads import ThreadEngine
     from rayrec.datasets.criteo import SCHEMA
     from rayrec.ingest.block_order import BlockOrder, Part
     from rayrec.native import keep_freed_memory

@@ -29,9 +29,9 @@ from rayrec.data.encoding.counts import TASK_BYTES, CountingJob, count_log
 from rayrec.data.encoding.one_pass import CountingIndexer
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import SparseColumn
+from rayrec.data.engine import TaskPlacement
 from rayrec.data.log_source import CHUNK_BYTES, index_log
 from rayrec.data.logs.index import LogIndex, Part, cut, index_chunk, numbered, read_segments
-from rayrec.data.placement import TaskPlacement
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.ray_engine import RayEngine
 from rayrec.ingest.spark_engine import environment

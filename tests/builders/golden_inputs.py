@@ -26,13 +26,12 @@ from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.multi_hot import MultiHot
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import ALL, make_preprocessor
-from rayrec.data.engine import InProcess
+from rayrec.data.engine import InProcess, ThreadEngine
 from rayrec.data.log_source import open_log
 from rayrec.data.logs.index import LogIndex, Part, Segment, select
 from rayrec.data.materialized.files import MAPPED
 from rayrec.data.materialized.writer import preprocess
 from rayrec.data.numbered_rows import ArrayRows
-from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.ingest.block_order import BlockOrder, Position
 from rayrec.ingest.loader import ClickLoader

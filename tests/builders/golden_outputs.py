@@ -20,7 +20,7 @@ from builders.served_click_model import DLRM, make_app, make_model
 
 import rayrec
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.threads import ThreadEngine
+from rayrec.data.engine import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.inference.export import encoder_program
 from rayrec.observe.console import Console

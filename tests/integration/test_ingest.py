@@ -22,11 +22,10 @@ from rayrec.config import InputError
 from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.preprocessor import Preprocessor, share_preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
-from rayrec.data.engine import Shared
+from rayrec.data.engine import Shared, TaskPlacement
 from rayrec.data.log_source import index_log, open_log
 from rayrec.data.logs.index import LogIndex, Part, read_segments, select
 from rayrec.data.logs.text_parser import parse
-from rayrec.data.placement import TaskPlacement
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.block_order import BlockOrder, Piece, Position
 from rayrec.ingest.loader import ClickLoader

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 from rayrec.cluster import forked_worker
 from rayrec.cluster.fork_server import ForkServer
 from rayrec.config import Config, InputError
-from rayrec.data.placement import TaskPlacement
+from rayrec.data.engine import TaskPlacement
 
 DataNodes = Literal["auto", "any", "separate"]
 """Where data tasks run: see `layout`."""

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from rayrec.checkpoint import Checkpoint
 from rayrec.config import InputError
-from rayrec.data.threads import in_order
+from rayrec.data.engine import in_order
 from rayrec.quantities import size_text
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final
 from rayrec import machine
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
+from rayrec.data.engine import ThreadEngine
 from rayrec.data.log_source import open_log
 from rayrec.data.logs.index import Block, LogIndex, Part, select
 from rayrec.data.logs.reading import open_block
-from rayrec.data.threads import ThreadEngine
 
 if TYPE_CHECKING:
     from rayrec.data.encoding.preprocessor import Preprocessor

@@ -16,8 +16,7 @@ from rayrec.checkpoint.discovery import refuse_pickles
 from rayrec.cluster import connection
 from rayrec.cluster.connection import is_in_process
 from rayrec.config import InputError
-from rayrec.data.engine import StreamEngine
-from rayrec.data.threads import ThreadEngine
+from rayrec.data.engine import StreamEngine, ThreadEngine
 from rayrec.inference.pool import Pool, plan_pool, scored_tables, weight_bytes
 from rayrec.observe.console import Console
 from rayrec.workloads.scoring import Device, Scoring, ScoringContext
@@ -149,7 +148,7 @@ class ScoringRequest:
 
     def _engine_on_ray(self) -> StreamEngine:
         from rayrec.cluster.node_storage import require_reachable
-        from rayrec.data.placement import TaskPlacement
+        from rayrec.data.engine import TaskPlacement
         from rayrec.ingest.ray_engine import RayEngine
 
         wanted = self.config.cluster

@@ -30,8 +30,7 @@ from ray.data.block import BlockMetadata
 from rayrec import storage
 from rayrec.compat.ray_compat import ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, BackpressurePolicy, PhysicalOperator
 from rayrec.config import InputError
-from rayrec.data.engine import STOP_ASKED, Shared
-from rayrec.data.placement import TaskPlacement
+from rayrec.data.engine import STOP_ASKED, Shared, TaskPlacement
 
 _ITEMS_A_DATASET: Final = (64, 256, 1024)
 """Of the first Datasets of a stream, the last number also of all that follow: some 32 GB of text, at the usual size of a block. A

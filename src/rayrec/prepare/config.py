@@ -12,12 +12,11 @@ from rayrec import machine, storage
 from rayrec.config import Config, InputError
 from rayrec.data import materialized
 from rayrec.data.encoding.presets import Preset, by_name
-from rayrec.data.engine import Engine
+from rayrec.data.engine import Engine, ThreadEngine
 from rayrec.data.log_source import TextIndexer, index_log, open_log
 from rayrec.data.logs.head import schema_of
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.splits import Kind, Split, SplitParts, check_parts
-from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.spark_engine import SparkConfig
 from rayrec.observe.console import Console

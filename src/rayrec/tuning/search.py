@@ -16,10 +16,10 @@ from rayrec import machine, storage
 from rayrec.cluster import connection
 from rayrec.config import InputError
 from rayrec.data import materialized
+from rayrec.data.engine import ThreadEngine
 from rayrec.data.log_source import index_log
 from rayrec.data.materialized.formats import best_format
 from rayrec.data.materialized.writer import preprocess
-from rayrec.data.threads import ThreadEngine
 from rayrec.inference.evaluate import ScoredRows
 from rayrec.inference.scoring import ScoringRequest
 from rayrec.metrics.significance import METRICS, Resampling, compare_models

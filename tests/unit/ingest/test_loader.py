@@ -25,11 +25,10 @@ from rayrec.data.encoded import Bags, EncodedRows, from_arrow, to_arrow
 from rayrec.data.encoding.counts import count_parts
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
-from rayrec.data.engine import InProcess, Shared
+from rayrec.data.engine import InProcess, Shared, ThreadEngine
 from rayrec.data.logs.index import Block, LogIndex, Part, cut, index_chunk, numbered, read_segments, select
 from rayrec.data.logs.reading import encode_block
 from rayrec.data.logs.text_parser import Faults, parse
-from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest import loader as loader_module
 from rayrec.ingest.block_order import BlockOrder, Piece, Position

@@ -12,7 +12,7 @@ import pytest
 import ray.data
 
 from rayrec import storage
-from rayrec.data.placement import TaskPlacement
+from rayrec.data.engine import TaskPlacement
 from rayrec.ingest.ray_engine import Bounds, _Bounded, tasks_dataset
 
 

@@ -16,9 +16,8 @@ from rayrec.config import InputError
 from rayrec.data.encoding.counts import count_parts
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
-from rayrec.data.engine import InProcess
+from rayrec.data.engine import InProcess, ThreadEngine
 from rayrec.data.logs.index import Block, Part, cut, index_chunk, numbered
-from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest import stream as stream_module
 from rayrec.ingest.block_order import Piece

@@ -9,9 +9,7 @@ import pytest
 from rayrec import machine
 from rayrec.cluster import connection, node_storage
 from rayrec.config import InputError
-from rayrec.data.engine import Engine
-from rayrec.data.placement import TaskPlacement
-from rayrec.data.threads import ThreadEngine
+from rayrec.data.engine import Engine, TaskPlacement, ThreadEngine
 from rayrec.ingest.ray_engine import RayEngine
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, cache_folder, engine

@@ -23,10 +23,9 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import synthetic
 from rayrec.data.arrow import json_of
-from rayrec.data.engine import Engine
+from rayrec.data.engine import Engine, ThreadEngine
 from rayrec.data.log_source import open_log
 from rayrec.data.logs.splits import Split
-from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.observe.console import Console
 from rayrec.prepare import split as splitting

@@ -14,10 +14,10 @@ from rayrec.config import InputError
 from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import make_preprocessor
+from rayrec.data.engine import ThreadEngine
 from rayrec.data.logs import index
 from rayrec.data.logs.index import LogIndex, Part, select
 from rayrec.data.logs.text_parser import Faults, RawRows
-from rayrec.data.threads import ThreadEngine
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, raw_index
 from rayrec.prepare.preprocess import preprocess, vocabulary

@@ -20,12 +20,11 @@ from rayrec.data.encoded import EncodedRows, from_arrow
 from rayrec.data.encoding.counts import count_parts
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
-from rayrec.data.engine import InProcess
+from rayrec.data.engine import InProcess, ThreadEngine
 from rayrec.data.logs import index as log_module
 from rayrec.data.logs.index import Block, LogIndex, Part, cut, index_chunk, numbered
 from rayrec.data.numbered_rows import ArrayRows
 from rayrec.data.stage_times import StageAccount, times_of
-from rayrec.data.threads import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest import loader as loader_module
 from rayrec.ingest.block_order import BlockOrder, Piece, Position

@@ -19,7 +19,7 @@ from ray.train.v2.api.exceptions import WorkerGroupError
 from rayrec import checkpoint, recipes, storage
 from rayrec.checkpoint import folder_of
 from rayrec.config import InputError
-from rayrec.data.placement import TaskPlacement
+from rayrec.data.engine import TaskPlacement
 from rayrec.observe.console import Console
 from rayrec.observe.events import EventWriter, read_events
 from rayrec.observe.history import standing

@@ -16,11 +16,11 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 from rayrec import checkpoint, storage
 from rayrec.checkpoint.extra_files import ExtraFiles
 from rayrec.config import InputError
+from rayrec.data.engine import ThreadEngine
 from rayrec.data.numbered_rows import ArrayRows
 from rayrec.data.text import text_blocks
 from rayrec.data.text.text_blocks import TokenFolder, load_tokenizer, open_tokens
 from rayrec.data.text.tokenizer import Files, TextTokenizer, bytes_bpe, characters, read_tokenizer, write_tokenizer
-from rayrec.data.threads import ThreadEngine
 from rayrec.recipes.gpt2 import gpt2, gpt2_tiny
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 from rayrec.workloads.data_parallel.scoring import load_model

@@ -17,7 +17,7 @@ from builders.digits import idx, pictures, write_digits
 
 from rayrec import checkpoint
 from rayrec.config import InputError
-from rayrec.data.threads import ThreadEngine
+from rayrec.data.engine import ThreadEngine
 from rayrec.ingest.row_loader import RowLoader
 from rayrec.recipes.mnist import mnist_resnet18, mnist_resnet18_augmented
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext

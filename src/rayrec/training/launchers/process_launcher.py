@@ -12,8 +12,7 @@ from typing import Any, Final
 from rayrec import machine
 from rayrec.cluster import connection
 from rayrec.config import InputError, line_of
-from rayrec.data.engine import StreamEngine
-from rayrec.data.threads import ThreadEngine
+from rayrec.data.engine import StreamEngine, ThreadEngine
 from rayrec.observe.console import Console
 from rayrec.training.launchers.assignment import Launch
 from rayrec.training.preflight import layout_here

@@ -12,8 +12,7 @@ import ray
 from rayrec import machine
 from rayrec.cluster import connection
 from rayrec.cluster.node_storage import require_reachable
-from rayrec.data.engine import Shared, StreamEngine
-from rayrec.data.threads import ThreadEngine
+from rayrec.data.engine import Shared, StreamEngine, ThreadEngine
 from rayrec.ingest.ray_engine import RayEngine, RayShared
 from rayrec.observe.console import Console
 from rayrec.training.launchers.assignment import Launch

@@ -10,8 +10,7 @@ from rayrec.cluster import connection
 from rayrec.cluster.connection import is_in_process
 from rayrec.cluster.layout import Launched
 from rayrec.config import InputError, line_of
-from rayrec.data.engine import StreamEngine
-from rayrec.data.threads import ThreadEngine
+from rayrec.data.engine import StreamEngine, ThreadEngine
 from rayrec.observe.console import Console
 from rayrec.training.launchers.assignment import Launch
 from rayrec.training.preflight import layout_here

@@ -20,7 +20,7 @@ from rayrec import storage
 from rayrec.checkpoint import write_token
 from rayrec.cluster.layout import Launched
 from rayrec.config import InputError, line_of
-from rayrec.data.threads import ThreadEngine
+from rayrec.data.engine import ThreadEngine
 from rayrec.training.launchers.assignment import Assignment, Launch
 from rayrec.training.launchers.process_worker import watched, work
 from rayrec.training.mailbox import LocalMailbox, Wish

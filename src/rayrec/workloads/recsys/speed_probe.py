@@ -21,11 +21,10 @@ from rayrec.data.encoded import Bags, EncodedRows
 from rayrec.data.encoding.counts import count_parts
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import make_preprocessor
-from rayrec.data.engine import InProcess
+from rayrec.data.engine import InProcess, ThreadEngine
 from rayrec.data.logs.index import Block, LogIndex, Part, cut, index_chunk, is_gzip, numbered
 from rayrec.data.logs.table_log import is_table
 from rayrec.data.stage_times import BlockTimes, measured
-from rayrec.data.threads import ThreadEngine
 from rayrec.ingest.block_order import BlockOrder
 from rayrec.workloads.base import TrainConfig, WorkerContext
 from rayrec.workloads.recsys.planning import Tables, cut_to_fit, memory_here, memory_of_target, tables_of

@@ -18,7 +18,7 @@ from rayrec import checkpoint, recipes
 from rayrec.cluster import connection, prestart
 from rayrec.cluster.connection import Node
 from rayrec.config import InputError
-from rayrec.data.placement import TaskPlacement
+from rayrec.data.engine import TaskPlacement
 from rayrec.training.launchers import attempts
 from rayrec.training.launchers.assignment import Launch
 from rayrec.training.signals import Signals

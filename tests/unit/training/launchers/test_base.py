@@ -14,8 +14,7 @@ from rayrec import recipes
 from rayrec.cluster import connection
 from rayrec.cluster.connection import is_connected  # the real one: tests/conftest.py replaces the module's
 from rayrec.config import InputError
-from rayrec.data.placement import TaskPlacement
-from rayrec.data.threads import ThreadEngine
+from rayrec.data.engine import TaskPlacement, ThreadEngine
 from rayrec.ingest.ray_engine import RayEngine, RayShared
 from rayrec.observe.console import Console
 from rayrec.training.launchers import process_launcher, ray_launcher

@@ -21,8 +21,7 @@ from torch import distributed
 from rayrec import recipes, storage
 from rayrec.checkpoint import latest
 from rayrec.config import InputError
-from rayrec.data.engine import STOP_ASKED
-from rayrec.data.threads import ThreadEngine
+from rayrec.data.engine import STOP_ASKED, ThreadEngine
 from rayrec.observe.console import Console
 from rayrec.observe.events import read_events
 from rayrec.training import profiling, stop_monitor, trainer

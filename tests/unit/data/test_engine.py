@@ -12,8 +12,7 @@ import pytest
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.engine import Engine, StreamEngine
-from rayrec.data.threads import ThreadEngine, in_order
+from rayrec.data.engine import Engine, StreamEngine, ThreadEngine, in_order
 
 
 def table(value: float) -> pa.Table:
