@@ -24,7 +24,8 @@ from recover_benchmark import BARE, first_step_after
 from rows import emit, in_turn, medians_of, say
 
 from rayrec.observe.events import read_events
-from rayrec.observe.timing import in_order, starts, time_split
+from rayrec.observe.run_summary import RunSummary
+from rayrec.observe.timing import in_order
 
 LIGHTGBM = Path(__file__).parent / "peers" / "lightgbm_clicks.py"
 TORCHREC = Path(__file__).parent / "peers" / "plain_dlrm.py"
@@ -55,12 +56,13 @@ TIMEOUT_S = 600.0
 def waterfall(events: Sequence[Mapping[str, Any]], *, began_s: float, ended_s: float) -> dict[str, float]:
     """Seconds of each stage of a training command that began and ended at these times, in order; they add up to all of it. Of
     the events of a run of one start."""
-    (stages,) = starts(events)
+    run = RunSummary(events)
+    (stages,) = run.starts
     times = {kind: [event["time"] for event in events if event["kind"] == kind] for kind in {e["kind"] for e in events}}
     stepped_s, finished_s, summary_s = began_s + sum(stages.values()), times["finish"][-1], times["summary"][-1]
     trained_s = max(time_s for kind in ("step", "evaluate", "checkpoint") for time_s in times.get(kind, []))
     trained_s = min(trained_s, finished_s)
-    split = time_split(events)
+    split = run.time
     held_s = split.evaluation_s + split.checkpoint_s
     return {
         **{name: stages[name] for name in in_order([stages])},

@@ -504,7 +504,7 @@ def serving(
 def top(run: str, *, once: bool = False) -> None:
     """Shows a run's folder in the terminal until the run is finished; `once`: as it stands now. Raises InputError where there
     is no run."""
-    from rayrec.observe.top import top as show
+    from rayrec.observe.panel import top as show
 
     show(run, once=once)
 
@@ -516,9 +516,9 @@ def report(
     runs, side by side. `out` None: RUN/report.html, which several runs do not have. With the price of each of so many
     nodes, in `currency`, it tells what the run cost. `out` may be a file (.html) or a folder.
     Returns the file's path. Raises InputError where there is no run."""
-    from rayrec.observe.history import Price
     from rayrec.observe.report import comparison
     from rayrec.observe.report import run as run_report
+    from rayrec.observe.run_summary import Price
 
     price = None if price_per_node_hour is None else Price(price_per_node_hour, nodes, currency)
     if len(runs) == 1:

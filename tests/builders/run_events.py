@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
+
+from rayrec.observe.run_summary import RunSummary
+from rayrec.observe.tracking.tracker import Tracker
 
 CONFIG = "# rayrec 0.1.0, config hash 0123\nrecipe: gpt2_tiny\nname: <b>bold</b> & more\n"
 
@@ -35,6 +39,16 @@ class Events:
                 self.add("evaluate", step=step, set="validation", loss=math.exp(-step / 90), perplexity=2.0, rows=640)
                 path = f"runs/run/checkpoints/step_{step:08d}"
                 self.add("checkpoint", step=step, path=path, bytes=44_000_000, stall_s=0.25, write_s=1.5)
+
+
+def feed(tracker: Tracker, events: Iterable[dict[str, Any]], *, flush: bool = True) -> None:
+    """Tells a tracker the events of a run, and flushes it after each."""
+    run = RunSummary(curves=False)
+    for event in events:
+        run.update(event)
+        tracker.update(event, run)
+        if flush:
+            tracker.flush()
 
 
 def begin(events: Events, name: str = "<script>alert(1)</script>") -> None:

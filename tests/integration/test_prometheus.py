@@ -31,9 +31,7 @@ ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=Fal
 events = json.loads(sys.stdin.read())
 PrometheusTracker("older", since_s=events[-1]["time"] + 1)  # a run before, in the same process
 tracker = PrometheusTracker("run-1", since_s=0.0)
-for event in events:
-    tracker.update(event)
-    tracker.flush()
+run_events.feed(tracker, events)
 tracker.close()
 url = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
 before = []

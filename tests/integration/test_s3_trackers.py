@@ -25,15 +25,13 @@ def folder(bucket: str, request: pytest.FixtureRequest) -> str:
 def test_curves_in_a_store_that_was_out(folder: str, s3_server: Any) -> None:
     events = [event for event in run_events.run() if event["kind"] != "finish"]
     first = TensorBoardTracker(folder, config="seed: 0\n")
-    for event in events[:20]:
-        first.update(event)
+    run_events.feed(first, events[:20], flush=False)
     first.close()
     (before,) = storage.files_in(f"{folder}/tensorboard")
     second = TensorBoardTracker(folder, config="seed: 0\n")
     s3_server.kill()
     try:
-        for event in events:
-            second.update(event)
+        run_events.feed(second, events, flush=False)
         with pytest.raises(OSError):  # noqa: PT011
             second.flush()
     finally:
@@ -52,9 +50,7 @@ def test_an_offline_run_lies_in_the_store(folder: str) -> None:
     config = recipes.gpt2_tiny().replace(name="run").to_dict()
     for events in (run_events.run()[:20], run_events.run(finished=False)):
         tracker = WandbTracker(folder, project="rayrec", offline=True, config=config)
-        for event in events:
-            tracker.update(event)
-            tracker.flush()
+        run_events.feed(tracker, events)
         tracker.close()
     (run,) = storage.list_folder(f"{folder}/wandb")
     assert run.startswith("offline-run-")

@@ -37,7 +37,7 @@ def events() -> list[dict[str, Any]]:
         step(114.0, 20),
         event("evaluate", 115.5, step=20, set="validation"),
         event("checkpoint", 116.0, step=20, stall_s=0.25),
-        event("finish", 118.0),
+        event("finish", 118.0, step=20),
         event("samples", 118.0, samples=[]),
         event("summary", 118.5),
     ]

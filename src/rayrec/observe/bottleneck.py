@@ -1,141 +1,15 @@
-"""What limits the speed of a run: the stages of its data side, and a verdict in words. Pure."""
+"""What limits the speed of a run, in words. Pure."""
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
-from rayrec.observe.timing import PHASES, WORDS, TimeSplit, time_split
+from rayrec.observe.data_side import DataSide
+from rayrec.observe.run_summary import RunSummary, Saves
+from rayrec.observe.timing import PHASES, WORDS, TimeSplit
 from rayrec.quantities import number_text, size_text
-
-Event = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class StageSide:
-    """One stage of making rows."""
-
-    name: str
-    rows_per_s: float
-    """Of all the CPUs, were they at this stage alone."""
-    busy: float
-    """Share of the CPUs' time that it took."""
-    share: float
-    """Of the work of all stages."""
-    cpu_share: float
-    """Of its own work: what it computed in."""
-    queue_share: float
-    """Of its own work: what it could have computed in and had no CPU for; for the rest it waited for storage."""
-
-
-@dataclass(frozen=True)
-class DataSide:
-    """Sums and means over the events of kind data."""
-
-    cpus: float
-    """That may make rows at once, in the last attempt."""
-    rows_per_s: float
-    """Rows taken in use."""
-    busy: float
-    """Share of the CPUs' time in which stages were at work."""
-    stages: tuple[StageSide, ...]
-    """In their order."""
-    storage_share: float
-    """Of the stages' work: what reading waited for storage."""
-    contention: float
-    """Share of a CPU that stages got when they could compute: 1 where each had its CPU to itself."""
-    backlog_rows: float
-    """Mean."""
-    store_fill: float | None
-    """Share of the object store in use, half of the time at least; None where it was not watched."""
-    spilled_bytes: int
-    """Bytes that went from the object store to disk, of all its users, in this time."""
-    spilling_share: float
-    """Of the events, those in which more was spilled than in the one before."""
-
-    @property
-    def capacity_rows_per_s(self) -> float | None:
-        """Rows the CPUs would make a second if they never paused; None where nothing was measured."""
-        return self.rows_per_s / self.busy if self.busy else None
-
-
-def data_side(events: Iterable[Event]) -> DataSide | None:
-    """Of all data events but the first behind each start (if others contain rows): its time is that of the start. Those in
-    which no block was taken in use count with their time: the next block was made in it. None without any."""
-    attempts = list(_attempts(events))
-    # What was spilled is told since the attempt began, so each event has to be held against the one before.
-    behind = [(before, event) for told in attempts for before, event in pairwise(told)]
-    used = [event for _, event in behind]
-    if not any(event["rows"] for event in used):
-        used = [event for told in attempts for event in told]
-    if not used:
-        return None
-    seconds = sum(event["seconds"] for event in used)
-    rows = sum(event["rows"] for event in used)
-    # Attempts may have had different numbers of CPUs.
-    possible_s = sum(event["seconds"] * event["cpus"] for event in used)
-    wall_s, cpu_s, queue_s = (_stage_seconds(used, kind) for kind in (None, "cpu_share", "queue_share"))
-    total_s, computed_s, queued_s = (sum(spent.values()) for spent in (wall_s, cpu_s, queue_s))
-    waited_s = max(0.0, sum(spent.get("read", 0.0) * sign for spent, sign in ((wall_s, 1), (cpu_s, -1), (queue_s, -1))))
-    spilled = [
-        max(0, (event.get("spilled_bytes") or 0) - (before.get("spilled_bytes") or 0)) for before, event in behind
-    ]
-    fills = [
-        event["object_store_bytes"] / event["object_store_limit_bytes"]
-        for event in used
-        if event.get("object_store_limit_bytes")
-    ]
-    return DataSide(
-        cpus=used[-1]["cpus"],
-        rows_per_s=rows / seconds,
-        busy=min(1.0, total_s / possible_s),
-        stages=tuple(
-            StageSide(
-                name=name,
-                rows_per_s=rows * possible_s / seconds / spent_s,
-                busy=min(1.0, spent_s / possible_s),
-                share=spent_s / total_s,
-                cpu_share=min(1.0, cpu_s[name] / spent_s),
-                queue_share=min(1.0, queue_s[name] / spent_s),
-            )
-            for name, spent_s in wall_s.items()
-            if spent_s
-        ),
-        storage_share=waited_s / total_s if total_s else 0.0,
-        contention=computed_s / (computed_s + queued_s) if computed_s else 1.0,
-        backlog_rows=sum(event["backlog_rows"] * event["seconds"] for event in used) / seconds,
-        store_fill=statistics.median_low(fills) if fills else None,
-        spilled_bytes=sum(spilled),
-        spilling_share=sum(grown > 0 for grown in spilled) / len(spilled) if spilled else 0.0,
-    )
-
-
-def _attempts(events: Iterable[Event]) -> Iterator[Sequence[Event]]:
-    """The data events of each attempt that has some."""
-    told: list[Event] = []
-    for event in events:
-        if event["kind"] == "start" and told:
-            yield told
-            told = []
-        elif event["kind"] == "data" and event.get("stages") is not None:
-            told.append(event)
-    if told:
-        yield told
-
-
-def _stage_seconds(events: Iterable[Event], share: str | None) -> dict[str, float]:
-    """CPU-seconds that each stage was at work, or the share of them that a field names."""
-    seconds: dict[str, float] = {}
-    for event in events:
-        for stage in event["stages"]:
-            spent = stage["busy"] * event["seconds"] * event["cpus"] * (stage.get(share, 0.0) if share else 1.0)
-            seconds[stage["stage"]] = seconds.get(stage["stage"], 0.0) + spent
-    return seconds
-
 
 Bottleneck = Literal["data", "collectives", "host_to_device", "checkpoint", "evaluation", "model"]
 _WORTH_TELLING: Final = 0.10
@@ -171,12 +45,10 @@ class Verdict:
     """Plain words: what, why, the remedy."""
 
 
-def verdict(events: Sequence[Event]) -> Verdict | None:
+def verdict(run: RunSummary) -> Verdict | None:
     """On a run, finished or not; None where no step was logged. The first interval behind each start is left out if there are
     others."""
-    split = time_split(events, warm=True)
-    if not split.training_s:
-        split = time_split(events)
+    split = run.warm_time if run.warm_time.training_s else run.time
     if not split.training_s:
         return None
     shares = split.shares()
@@ -185,11 +57,11 @@ def verdict(events: Sequence[Event]) -> Verdict | None:
     worst = max(avoidable, key=lambda name: shares[name])
     share = shares[worst]
     if share < _WORTH_TELLING:
-        return _model(events, split)
+        return _model(run, split)
     if worst == "data":
-        return _data(events, split)
+        return _data(run.data.side(), split)
     if worst == "checkpoint":
-        return Verdict(worst, share, None, _checkpoint_text(events, share))
+        return Verdict(worst, share, None, _checkpoint_text(run.saves, share))
     if worst == "collectives":
         return _collectives(split)
     texts = {
@@ -221,8 +93,8 @@ def _rate(rows_per_s: float) -> str:
 # -- data
 
 
-def _data(events: Sequence[Event], split: TimeSplit) -> Verdict:
-    share, side = split.shares()["data"], data_side(events)
+def _data(side: DataSide | None, split: TimeSplit) -> Verdict:
+    share = split.shares()["data"]
     begin = f"Blocked on data {_percent(share)} of the time: "
     if side is None or not side.stages:
         return Verdict("data", share, "unknown", begin + "what makes the rows was not measured.")
@@ -292,11 +164,9 @@ def _store_text(side: DataSide) -> str:
 # -- the rest
 
 
-def _checkpoint_text(events: Sequence[Event], share: float) -> str:
-    saves = [event for event in events if event["kind"] == "checkpoint"]
-    size_bytes, write_s = sum(event["bytes"] for event in saves), sum(event["write_s"] for event in saves)
-    speed = f"{size_text(size_bytes / write_s)}/s" if write_s else "an unknown speed"
-    late = sum(event["kind"] == "checkpoint_late" for event in events)
+def _checkpoint_text(saves: Saves, share: float) -> str:
+    speed = f"{size_text(saves.bytes / saves.write_s)}/s" if saves.write_s else "an unknown speed"
+    late = saves.late
     skipped = (
         f", and {late} save{'s were' if late > 1 else ' was'} left out, as the one before was not through"
         if late
@@ -330,7 +200,7 @@ def _collectives(split: TimeSplit) -> Verdict:
     return Verdict("collectives", share, slow, begin + text)
 
 
-def _model(events: Sequence[Event], split: TimeSplit) -> Verdict:
+def _model(run: RunSummary, split: TimeSplit) -> Verdict:
     shares = split.shares()
     if not split.measured:
         text = f"Nothing is waited for: blocked on data {_percent(shares['data'])} of the time."
@@ -340,12 +210,11 @@ def _model(events: Sequence[Event], split: TimeSplit) -> Verdict:
         f"{name} {_percent(shares[key])}"
         for name, key in (("forward", "forward"), ("backward", "backward"), ("optimizer", "optimizer"))
     )
-    peaks = [event["peak_fraction"] for event in events if event["kind"] == "step" and event.get("peak_fraction")]
-    peak = _peak_text(sum(peaks) / len(peaks)) if peaks else ""
+    peak = _peak_text(run.peak_fraction) if run.peak_fraction else ""
     text = f"The model computes {_percent(computing)} of the time ({parts}){peak}; it waits for data {_percent(shares['data'])}."
     if shares["other"] >= _WORTH_TELLING:
         text += f" {_percent(shares['other'])} is neither: Python between the steps."
-    side = data_side(events)
+    side = run.data.side()
     capacity = side.capacity_rows_per_s if side is not None and side.storage_share < _WAITS_FOR_STORAGE else None
     now = split.rows / split.training_s
     if capacity is not None and capacity > now:

@@ -16,7 +16,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 
 from rayrec.config import InputError
-from rayrec.observe.run_view import RunView, note_of, panel
+from rayrec.observe.panel import line, note_of, panel
+from rayrec.observe.run_summary import RunSummary
 from rayrec.quantities import number_text
 
 PLAIN_INTERVAL_S = 10.0
@@ -140,18 +141,18 @@ class Console:
         """Shows the events of a run while it trains: a live panel on a terminal, else a line now and then."""
         stop = threading.Event()
         since = time.time()
-        view = RunView()
+        run = RunSummary(curves=False)
 
         def show() -> None:
             try:
                 for event in follow(stop):
-                    view.update(event)
+                    run.update(event)
                     if event["time"] >= since:
-                        self._show(event, view)
+                        self._show(event, run)
             except (InputError, OSError) as error:  # a damaged line: the run itself does without it
                 self.note(f"nothing more can be shown of this run ({error})")
 
-        with self._panel(view):
+        with self._panel(run):
             thread = threading.Thread(target=show, daemon=True)
             thread.start()
             try:
@@ -161,19 +162,19 @@ class Console:
                 thread.join(timeout=5)
 
     @contextmanager
-    def _panel(self, view: RunView) -> Iterator[None]:
+    def _panel(self, run: RunSummary) -> Iterator[None]:
         if not self._out.is_terminal or self._out.quiet:
             yield
             return
-        with Live(get_renderable=lambda: panel(view), console=self._out, refresh_per_second=4):
+        with Live(get_renderable=lambda: panel(run), console=self._out, refresh_per_second=4):
             yield
 
-    def _show(self, event: dict[str, Any], view: RunView) -> None:
+    def _show(self, event: dict[str, Any], run: RunSummary) -> None:
         if event["kind"] == "step" and not self._out.is_terminal:
             now = time.monotonic()
-            if now - self._said.get("train", -PLAIN_INTERVAL_S) >= PLAIN_INTERVAL_S or view.step == view.steps:
+            if now - self._said.get("train", -PLAIN_INTERVAL_S) >= PLAIN_INTERVAL_S or run.step == run.steps:
                 self._said["train"] = now
-                self.note(f"train: step {view.step:,} of {view.steps:,}  {view.line()}")
+                self.note(f"train: step {run.step:,} of {run.steps:,}  {line(run)}")
         note = note_of(event, verbose=self.verbose)
         if note is not None:
             self.note(note)

@@ -16,7 +16,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.observe.event_lines import TORN_LINE, events_in, line_of
 from rayrec.observe.event_parts import CLOSE_S, EventParts, RemoteEvents, parts_folder
-from rayrec.observe.history import VALIDATION, logged
+from rayrec.observe.run_summary import VALIDATION, RunSummary
 
 if TYPE_CHECKING:
     import pandas
@@ -216,7 +216,7 @@ def metrics_dataframe(path: str | Path) -> pandas.DataFrame:
         import pandas
     except ModuleNotFoundError:
         raise InputError("metrics_dataframe: pandas is not installed; `pip install pandas`") from None
-    rows = logged(read_events(path, kinds=("run", "prepared", "start", "step", "evaluate")))
+    rows = RunSummary(read_events(path, kinds=("run", "prepared", "start", "step", "evaluate"))).curve()
     metrics = dict.fromkeys(name for row in rows for name in row if name.startswith(VALIDATION))
     columns = ["step", "epoch", "rows", "loss", "rows_per_s", "blocked_fraction", *metrics, "time_s"]
     return pandas.DataFrame(rows, columns=columns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
@@ -24,6 +24,16 @@ WORDS: Final = {
     "evaluation": "evaluation",
 }
 """Each part of a `TimeSplit` as a person calls it."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """What lies between two logs of one attempt."""
+
+    steps: int = 0
+    rows: int = 0
+    elapsed_s: float = 0.0
+    """Zero where the speed is not known."""
 
 
 @dataclass
@@ -63,54 +73,23 @@ class TimeSplit:
         """Of `total_s`, what the slowest worker spent, by phase."""
         return {name: seconds / self.total_s if self.total_s else 0.0 for name, seconds in self.most_s.items()}
 
-
-def time_split(events: Iterable[Mapping[str, Any]], *, warm: bool = False) -> TimeSplit:
-    """Of all events of a run, steps done again included: they took time as well. `warm`: without the first interval logged
-    behind each start, in which the first batch is waited for and nothing is at its speed, and without what was evaluated and
-    saved behind it. Pure."""
-    split, rows, logged_s, first, counted = TimeSplit(), 0, None, True, not warm
-    for event in events:
-        kind = event["kind"]
-        if kind == "start":
-            rows, logged_s, first, counted = event.get("rows", 0), None, True, not warm
-        elif kind == "step":
-            counted = not (warm and first)
-            if counted:
-                _add(split, event, interval_s=_interval_s(event, rows))
-                split.rows += event["rows"] - rows
-            rows, logged_s, first = event["rows"], event["time"], False
-        elif kind == "checkpoint" and counted:
-            split.checkpoint_s += event["stall_s"]
-        elif kind == "evaluate" and logged_s is not None:
-            split.evaluation_s += max(0.0, event["time"] - logged_s) if counted else 0.0
-            logged_s = None
-    return split
-
-
-def _interval_s(event: Mapping[str, Any], rows_before: int) -> float:
-    rows_per_s = event.get("rows_per_s")
-    return (event["rows"] - rows_before) / rows_per_s if rows_per_s else 0.0
-
-
-def _add(split: TimeSplit, event: Mapping[str, Any], *, interval_s: float) -> None:
-    times_s = event.get("times_s")
-    if times_s:
-        split.measured = True
-    else:
-        blocked_s = (event.get("blocked_fraction") or 0.0) * interval_s
-        times_s = {"data": blocked_s, "other": interval_s - blocked_s}
-    most_s = event.get("times_max_s") or times_s
-    for name in PHASES:
-        split.times_s[name] += times_s.get(name) or 0.0
-        split.most_s[name] += most_s.get(name) or 0.0
+    def add(self, step: Mapping[str, Any], interval: Interval) -> None:
+        """Takes in the interval that an event of kind step closed."""
+        times_s = step.get("times_s")
+        if times_s:
+            self.measured = True
+        else:
+            blocked_s = (step.get("blocked_fraction") or 0.0) * interval.elapsed_s
+            times_s = {"data": blocked_s, "other": interval.elapsed_s - blocked_s}
+        most_s = step.get("times_max_s") or times_s
+        for name in PHASES:
+            self.times_s[name] += times_s.get(name) or 0.0
+            self.most_s[name] += most_s.get(name) or 0.0
+        self.rows += interval.rows
 
 
 # -- the stages of a start
 
-KIND: Final = "start_up"
-"""Events of this kind have `process` (driver or worker) and `stages`, seconds by name. Stages of one start are consecutive."""
-DRIVER: Final = "driver"
-WORKER: Final = "worker"
 STAGES: Final = {
     "imports": "interpreter and imports",
     "checks": "checks of settings and input",
@@ -167,29 +146,6 @@ def process_age_s(root: Path = Path("/")) -> float | None:
         return time.clock_gettime(time.CLOCK_BOOTTIME) - int(after_name[19]) / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError, IndexError, ValueError):
         return None
-
-
-def fields(process: str, stages: Mapping[str, float]) -> dict[str, Any]:
-    """The fields of an event of kind start_up."""
-    return {"process": process, "stages": dict(stages)}
-
-
-def starts(events: Iterable[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """Seconds by stage of every start of a run, in order: that of the command with its first attempt, then one for each further
-    attempt or command. Pure."""
-    found: list[dict[str, float]] = []
-    open_start = False
-    for event in events:
-        if event["kind"] == "run" or (event["kind"] == "attempt" and event["number"] > 1):
-            open_start = False
-        elif event["kind"] == KIND:
-            if not open_start:
-                found.append({})
-                open_start = True
-            stages = found[-1]
-            for name, seconds in event["stages"].items():
-                stages[name] = stages.get(name, 0.0) + seconds
-    return found
 
 
 def in_order(starts: Sequence[Mapping[str, float]]) -> list[str]:

@@ -16,12 +16,12 @@ from rayrec.cluster.layout import Launched
 from rayrec.cluster.restart_policy import FINISHED
 from rayrec.config import InputError
 from rayrec.environment.provenance import origin, versions
-from rayrec.observe import timing
 from rayrec.observe.bottleneck import verdict
 from rayrec.observe.console import Console
 from rayrec.observe.events import EventWriter, follow, merge_events, read_events, readable_events
-from rayrec.observe.history import costs, epochs_trained, working_s
 from rayrec.observe.report.run import write_or_note
+from rayrec.observe.run_summary import RunSummary
+from rayrec.observe.timing import Stopwatch
 from rayrec.observe.tracking.config import Makers, TrackersConfig
 from rayrec.observe.tracking.tracker import tracking
 from rayrec.training import dataframe_input, warm_start
@@ -120,7 +120,7 @@ def train(
     data: Table | None = None,
     eval_data: Table | None = None,
     console: Console | None = None,
-    stopwatch: timing.Stopwatch | None = None,
+    stopwatch: Stopwatch | None = None,
     stop: threading.Event | None = None,
 ) -> Result:
     """Trains a recipe: on the Ray that `config.cluster.address` names, that this process is connected to, or that RAY_ADDRESS
@@ -147,7 +147,7 @@ def train(
     InputError raised if they differ (to count rows, a Dataset may have to be computed); changed values are not noticed. A run
     of which no step was saved writes its data again.
     """
-    console, stopwatch = console or Console(), stopwatch or timing.Stopwatch()
+    console, stopwatch = console or Console(), stopwatch or Stopwatch()
     given: dict[str, Table | None] = {"train_data": data, "eval_data": eval_data}
     launched = Launched.of_environment()
     if launched is None:
@@ -169,7 +169,7 @@ def train_until(
     def launcher(config: TrainConfig) -> Launcher:
         return InProcessLauncher(config, pause_at=share)
 
-    return _drive(config, {}, console or Console(), timing.Stopwatch(), launcher, stop)
+    return _drive(config, {}, console or Console(), Stopwatch(), launcher, stop)
 
 
 def _whole(result: Result | None) -> Result:
@@ -181,7 +181,7 @@ def _drive_launched(
     config: TrainConfig,
     given: Mapping[str, Table | None],
     console: Console,
-    stopwatch: timing.Stopwatch,
+    stopwatch: Stopwatch,
     launched: Launched,
     stop: threading.Event | None,
 ) -> Result:
@@ -222,7 +222,7 @@ def _drive(
     config: TrainConfig,
     given: Mapping[str, Table | None],
     console: Console,
-    stopwatch: timing.Stopwatch,
+    stopwatch: Stopwatch,
     make_launcher: Callable[[TrainConfig], Launcher],
     stop: threading.Event | None,
 ) -> Result | None:
@@ -282,7 +282,7 @@ def _drive(
             stopwatch.lap("prepare")
             with storage.patience(patience_s):
                 start = None if init is None else warm_start.prepare(context, prepared, init, events)
-            events.write(timing.KIND, **timing.fields(timing.DRIVER, stopwatch.stages))
+            events.write("start_up", process="driver", stages=stopwatch.stages)
             if goes_on:  # not before everything that may be refused here
                 with storage.patience(patience_s):
                     _write_config(folder, config)
@@ -303,7 +303,7 @@ def _drive(
     raise AssertionError("the signal was thrown")
 
 
-def _connected(launcher: Launcher, root: str, console: Console, stopwatch: timing.Stopwatch) -> Launcher:
+def _connected(launcher: Launcher, root: str, console: Console, stopwatch: Stopwatch) -> Launcher:
     stopwatch.lap("imports")
     launcher.connect(root, console)
     stopwatch.lap("connect")
@@ -529,18 +529,19 @@ def summarize(
     `epochs` and `wall_s` count all attempts and drivers of the run."""
     from rayrec.checkpoint import SUMMARY
 
-    told = _events(storage.join(folder, "events.jsonl"), note=note)
-    found = verdict(told)
+    run = RunSummary(_events(storage.join(folder, "events.jsonl"), note=note), curves=False)
+    found = verdict(run)
     of_workload = config.workload.summarize(prepared, finish["metrics"])
+    train_rows = of_workload.get("rows_of_sets", {}).get("train")
     summary = {
         "recipe": config.recipe,
         "name": config.name,
         "config_hash": run_hash(config),
         "steps": finish["step"],
         "chosen_step": finish["chosen_step"],
-        "epochs": epochs_trained(finish["rows"], of_workload.get("rows_of_sets", {})),
+        "epochs": finish["rows"] / train_rows if train_rows else None,
         "rows": finish["rows"],
-        "wall_s": working_s(told),
+        "wall_s": run.working_s,
         "train_s": finish["train_s"],
         "rows_per_s": finish["rows"] / finish["train_s"] if finish["train_s"] else 0.0,
         "blocked_fraction": finish["blocked_fraction"],
@@ -549,7 +550,7 @@ def summarize(
         "metrics": finish["metrics"],
         "validation": finish["validation"],
         "checkpoint": finish["checkpoint"],
-        **costs(told, train_s=finish["train_s"]),
+        **run.costs(train_s=finish["train_s"]),
         "verdict": found and found.text,
         "bottleneck": found and found.bottleneck,
         "weights_sha256": finish["weights_sha256"],

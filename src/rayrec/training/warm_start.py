@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rayrec.observe.events import EventWriter
-from rayrec.observe.run_view import note_of
+from rayrec.observe.panel import note_of
 from rayrec.workloads.base import RunContext, TrainConfig, WarmStart
 
 if TYPE_CHECKING:

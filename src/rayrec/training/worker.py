@@ -35,7 +35,6 @@ from rayrec.checkpoint.save_retry import Persistence
 from rayrec.config import InputError
 from rayrec.layers.cpu_watch import CpuWatch
 from rayrec.native import keep_freed_memory
-from rayrec.observe import timing
 from rayrec.observe.events import EventWriter
 from rayrec.observe.timing import Stopwatch
 from rayrec.row_tally import RowTally
@@ -264,12 +263,12 @@ def _log_start(
         },
     )
     stopwatch.lap("begin")
-    log(timing.KIND, timing.fields(timing.WORKER, stopwatch.stages))
+    log("start_up", {"process": "worker", "stages": dict(stopwatch.stages)})
 
 
 def _log_first_step(log: Log, blocked_s: float, elapsed_s: float) -> None:
     stages = {"first_batch": blocked_s, "first_step": elapsed_s - blocked_s}
-    log(timing.KIND, timing.fields(timing.WORKER, stages))
+    log("start_up", {"process": "worker", "stages": stages})
 
 
 def saver_log(folder: str, log: Log, *, grace_s: float) -> Log:

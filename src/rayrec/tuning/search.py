@@ -25,7 +25,7 @@ from rayrec.inference.scoring import ScoringRequest
 from rayrec.metrics.significance import METRICS, Resampling, compare_models
 from rayrec.observe.console import Console
 from rayrec.observe.events import read_events
-from rayrec.observe.history import working_s
+from rayrec.observe.run_summary import RunSummary
 from rayrec.training.preflight import check_settings, preflight
 from rayrec.tuning.config import TuneConfig
 from rayrec.tuning.halving import Pool, cost, run_waves, shares_of
@@ -216,7 +216,7 @@ def _trial(
         standing.error,
         step=validations[-1]["step"] if validations else 0,
         rows=steps[-1]["rows"] if steps else 0,
-        seconds=working_s(events),
+        seconds=RunSummary(events, curves=False).working_s,
         share=steps[-1]["step"] / steps[-1]["steps"] if steps else 0.0,
         curve=tuple((event["step"], event[options.metric]) for event in validations),
         best=standing.values[-1] if standing.values else None,

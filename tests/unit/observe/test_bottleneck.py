@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 
-from rayrec.observe.bottleneck import data_side, verdict
-from rayrec.observe.timing import PHASES, time_split
+from rayrec.observe.bottleneck import verdict
+from rayrec.observe.data_side import DataSide
+from rayrec.observe.run_summary import RunSummary
+from rayrec.observe.timing import PHASES
 
 INTERVAL_S, ROWS = 10.0, 10_000
+SAVED = {"kind": "checkpoint", "stall_s": 1.0, "write_s": 1.0, "bytes": 1}
+EVALUATED = {"time": 60.0, "kind": "evaluate", "step": 40, "set": "validation"}
 
 
 def run(
@@ -25,11 +29,11 @@ def run(
 ) -> list[dict[str, Any]]:
     """So many logged intervals, the first of which is all waiting; `shares` of the others by phase, the rest is forward.
     `stages`: (share of the data CPUs' time, shares of that in which it computed, and queued for a CPU)."""
-    events: list[dict[str, Any]] = [{"time": 0.0, "kind": "start", "step": 0, "rows": 0}]
+    events: list[dict[str, Any]] = [{"time": 0.0, "kind": "start", "step": 0, "rows": 0, "world_size": 1}]
     for number in range(1, intervals + 1):
         spent = {"data": 1.0} if number == 1 else {"forward": 1 - sum(shares.values()), **shares}
         step: dict[str, Any] = {"time": number * INTERVAL_S, "kind": "step", "step": number * 10, "rows": number * ROWS}
-        step |= {"rows_per_s": ROWS / INTERVAL_S, "blocked_fraction": spent.get("data", 0.0)}
+        step |= {"rows_per_s": ROWS / INTERVAL_S, "blocked_fraction": spent.get("data", 0.0), "steps": 100, "loss": 0.5}
         if measured:
             step["times_s"] = {name: INTERVAL_S * spent.get(name, 0.0) for name in PHASES}
             step["peak_fraction"] = 0.6
@@ -48,7 +52,7 @@ CPU_BOUND = {"read": (0.05, 0.9, 0.0), "parse": (0.7, 0.98, 0.0), "encode": (0.2
 
 
 def told(events: list[dict[str, Any]]) -> tuple[str, str | None, str]:
-    found = verdict(events)
+    found = verdict(RunSummary(events))
     assert found is not None
     assert "\n" not in found.text
     return found.bottleneck, found.cause, found.text
@@ -200,7 +204,7 @@ def test_other_waiting(phase: str) -> None:
 
 def test_slow_storage_for_checkpoints() -> None:
     saves = [
-        {"time": 41.0, "kind": "checkpoint", "stall_s": 10.0, "bytes": 50_000_000, "write_s": 25.0},
+        {"time": 41.0, "kind": "checkpoint", "step": 40, "stall_s": 10.0, "bytes": 50_000_000, "write_s": 25.0},
         {"time": 42.0, "kind": "checkpoint_late", "step": 40, "cause": "not through"},
     ]
     bottleneck, _, text = told(run({"data": 0.02}, then=saves))
@@ -209,37 +213,34 @@ def test_slow_storage_for_checkpoints() -> None:
 
 
 def test_verdict_on_evaluation_names_both_remedies() -> None:
-    found = verdict(run({"data": 0.02}, then=[{"time": 60.0, "kind": "evaluate", "step": 40, "set": "validation"}]))
+    found = verdict(RunSummary(run({"data": 0.02}, then=[EVALUATED])))
     assert found is not None
     assert re.findall(r"--[a-z-]+[.\w-]*\w", found.text) == ["--evaluate-every", "--eval-data.path"]
 
 
 def test_evaluation_that_takes_over() -> None:
-    assert (
-        told(run({"data": 0.02}, then=[{"time": 60.0, "kind": "evaluate", "step": 40, "set": "validation"}]))[0]
-        == "evaluation"
-    )
+    assert told(run({"data": 0.02}, then=[EVALUATED]))[0] == "evaluation"
 
 
 def test_the_start_counts_only_where_there_is_nothing_else() -> None:
     events = run({"data": 0.02}, stages=CPU_BOUND)
     assert told(events)[0] == "model"
     assert told(events[:2])[0] == "data"
-    assert verdict(events[:1]) is None
-    assert verdict([]) is None
+    assert verdict(RunSummary(events[:1])) is None
+    assert verdict(RunSummary()) is None
 
 
 def test_time_split_adds_up_and_survives_a_restart() -> None:
     events = run({"data": 0.2, "backward": 0.3})
-    again = [{"time": 50.0, "kind": "start", "step": 20, "rows": 2 * ROWS}]
+    again = [{**events[0], "time": 50.0, "step": 20, "rows": 2 * ROWS}]
     redone = {**events[-1], "step": 30, "rows": 3 * ROWS, "time": 60.0}
-    split = time_split([*events, *again, redone])
+    whole = RunSummary([*events, *again, redone])
+    split = whole.time
     assert split.total_s == pytest.approx(5 * INTERVAL_S)
     assert split.rows == 5 * ROWS
     assert split.times_s["data"] == pytest.approx(10 + 4 * 2)
     assert sum(split.shares().values()) == pytest.approx(1.0)
-    warm = time_split([*events, *again, redone], warm=True)
-    assert warm.training_s == pytest.approx(3 * INTERVAL_S)
+    assert whole.warm_time.training_s == pytest.approx(3 * INTERVAL_S)
 
 
 def test_what_is_evaluated_and_saved_behind_the_first_interval_is_left_out_with_it() -> None:
@@ -250,22 +251,27 @@ def test_what_is_evaluated_and_saved_behind_the_first_interval_is_left_out_with_
         return [
             after,
             evaluated,
-            {"time": after["time"] + 4, "kind": "checkpoint", "step": after["step"], "stall_s": 1.0},
+            {**SAVED, "time": after["time"] + 4, "step": after["step"]},
         ]
 
     events = [start, *held_up(first), *held_up(second)]
-    whole, warm = time_split(events), time_split(events, warm=True)
+    summary = RunSummary(events)
+    whole, warm = summary.time, summary.warm_time
     assert (whole.evaluation_s, whole.checkpoint_s) == (6.0, 2.0)
     assert (warm.training_s, warm.evaluation_s, warm.checkpoint_s) == (pytest.approx(INTERVAL_S), 3.0, 1.0)
-    again = [{**start, "time": 50.0}, {"time": 51.0, "kind": "checkpoint", "step": 20, "stall_s": 1.0}, *held_up(first)]
-    assert time_split([*events, *again], warm=True) == warm
+    again = [{**start, "time": 50.0}, {**SAVED, "time": 51.0, "step": 20}, *held_up(first)]
+    assert RunSummary([*events, *again]).warm_time == warm
 
 
 def test_time_split_without_times_has_what_was_blocked() -> None:
-    split = time_split(run({"data": 0.25}, measured=False), warm=True)
+    split = RunSummary(run({"data": 0.25}, measured=False)).warm_time
     assert split.times_s["data"] == pytest.approx(7.5)
     assert split.times_s["other"] == pytest.approx(22.5)
     assert not split.measured
+
+
+def data_side(events: list[dict[str, Any]]) -> DataSide | None:
+    return RunSummary(events).data.side()
 
 
 def test_data_side_of_nothing() -> None:
@@ -300,8 +306,7 @@ def test_shares_of_attempts_with_different_numbers_of_cpus_are_of_what_each_had(
 
 
 def test_intervals_without_a_block_count_with_their_time() -> None:
-    start = {"time": 0.0, "kind": "start", "step": 0, "rows": 0}
-    first = run({"data": 0.2}, stages=CPU_BOUND)[2]
+    start, _, first, *_ = run({"data": 0.2}, stages=CPU_BOUND)
     told = [{"stage": "parse", "busy": 0.6, "cpu_share": 1.0, "queue_share": 0.0}]
     block = {**first, "seconds": 10.0, "stages": told}
     nothing = {**block, "rows": 0, "stages": []}

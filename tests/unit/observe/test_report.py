@@ -18,12 +18,12 @@ import rayrec
 from rayrec.config import InputError
 from rayrec.observe.bottleneck import verdict
 from rayrec.observe.events import EventWriter
-from rayrec.observe.history import Price, cost
-from rayrec.observe.report import comparison
+from rayrec.observe.report import comparison, training
 from rayrec.observe.report import run as report
 from rayrec.observe.report.charts import NUM_SERIES, Line, Mark, Span, data_url, line_chart, tick_step, timeline
 from rayrec.observe.report.page import table
 from rayrec.observe.report.training import STEP_CHARTS
+from rayrec.observe.run_summary import Price, RunSummary
 from rayrec.quantities import clock_text, duration_text, durations_text, number_text, size_text, value_text
 
 VOID = {"meta", "img"}
@@ -164,7 +164,7 @@ def test_a_run_in_progress_and_one_that_has_only_begun() -> None:
     unfinished = report.Run(
         "", [event for event in click if event["kind"] not in ("finish", "summary", "samples")], None
     )
-    found = verdict(unfinished.events)
+    found = verdict(unfinished.sums)
     assert found is not None
     assert found.text in _Page(report.render(unfinished)).text
     events = run_events.Events()
@@ -315,7 +315,7 @@ def test_calibration_categories_and_tables() -> None:
 def test_what_it_cost() -> None:
     events = run_events.click_run(seconds=360.0)
     hours = (events[-1]["time"] - events[0]["time"]) / 3600
-    spent = cost(events, Price(2.5, nodes=4))
+    spent = RunSummary(events).cost(Price(2.5, nodes=4))
     assert spent.node_hours == pytest.approx(4 * hours)
     assert spent.total == pytest.approx(10 * hours)
     assert spent.per_epoch == pytest.approx(spent.total / 2)
@@ -331,10 +331,10 @@ def test_machines_that_stand_idle_cost_the_run_nothing() -> None:
     events = run_events.Events()
     run_events.begin(events)
     events.steps(10, 100)
-    before = cost(events.all, Price(1.0)).node_hours
+    before = RunSummary(events.all).cost(Price(1.0)).node_hours
     events.add("run", after_s=36_000.0, recipe="gpt2_tiny", name="again", config_hash="0", versions={})
     events.add("start", after_s=3600.0, step=100, steps=200, world_size=1, checkpoint=None)
-    spent = cost(events.all, Price(1.0))
+    spent = RunSummary(events.all).cost(Price(1.0))
     assert spent.node_hours == pytest.approx(before + 1)
     assert (spent.per_epoch, spent.per_auroc_point) == (None, None)
 
@@ -534,3 +534,23 @@ def test_pixels_become_a_png(pixels: Any, kind: int, lines: list[bytes]) -> None
     assert list(chunks) == [b"IHDR", b"IDAT", b"IEND"]
     assert struct.unpack(">IIBBBBB", chunks[b"IHDR"]) == (len(pixels[0]), len(pixels), 8, kind, 0, 0, 0)
     assert zlib.decompress(chunks[b"IDAT"]) == b"".join(lines)
+
+
+def test_the_report_shows_the_first_start_and_the_last_ones() -> None:
+    page = _starts(run_events.run())
+    assert "<th>start 2" in page.replace(' scope="col"', "")
+    for text in ("interpreter and imports", "restoring the checkpoint", "later_stage", "together", "16 s", "10 s"):
+        assert text in page, text
+    assert training.start_up([]) is None
+    many: list[dict[str, Any]] = [{"time": 0.0, "kind": "run"}]
+    for number in range(1, 10):
+        many.append({"time": 0.0, "kind": "attempt", "number": number, "num_workers": 1})
+        many.append({"time": 0.0, "kind": "start_up", "process": "worker", "stages": {"set_up": float(number)}})
+    shown = _starts(many)
+    assert [f"start {number}" in shown for number in range(1, 10)] == [True, *[False] * 4, *[True] * 4]
+
+
+def _starts(events: list[dict[str, Any]]) -> str:
+    section = training.start_up(RunSummary(events).starts)
+    assert section is not None
+    return section.body

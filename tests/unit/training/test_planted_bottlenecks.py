@@ -31,6 +31,7 @@ from rayrec.ingest.block_order import BlockOrder, Piece, Position
 from rayrec.ingest.loader import ClickLoader
 from rayrec.ingest.stream import encode_task
 from rayrec.observe.bottleneck import Verdict, verdict
+from rayrec.observe.run_summary import RunSummary
 from rayrec.training import loop, step_log
 from rayrec.training.device_peak import multiply_adds_per_s
 from rayrec.training.loop import Progress
@@ -76,7 +77,7 @@ def train(
     loop.run(training)
     loader.close()
     # Beside so few steps the evaluation at the end would be the largest part.
-    found = verdict([event for event in events if event["kind"] != "evaluate"])
+    found = verdict(RunSummary(event for event in events if event["kind"] != "evaluate"))
     assert found is not None
     return found, events
 

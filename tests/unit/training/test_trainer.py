@@ -22,7 +22,7 @@ from rayrec.config import InputError
 from rayrec.data.engine import TaskPlacement
 from rayrec.observe.console import Console
 from rayrec.observe.events import EventWriter, read_events
-from rayrec.observe.history import standing
+from rayrec.observe.run_summary import RunSummary
 from rayrec.training import trainer
 from rayrec.training.launchers import ray_launcher
 from rayrec.training.launchers.assignment import Launch
@@ -178,7 +178,7 @@ def test_an_error_that_ends_a_run_is_told_and_reported(
     cause = cause or str(error)
     assert [event["kind"] for event in events] == ["run", "prepared", "start_up", "start", "step", "failure"]
     assert (events[-1]["cause"], events[-1]["last"]) == (cause, True)
-    assert standing(events) == f"failed ({cause}) at step 5 of 20"
+    assert RunSummary(events).standing() == f"failed ({cause}) at step 5 of 20"
     assert f"failed ({cause})" in html.unescape((tmp_path / "run" / "report.html").read_text())
     assert '"status": "aborted"' in (tmp_path / "run" / "mllog.log").read_text().splitlines()[-1]
 

@@ -11,11 +11,11 @@ import yaml
 from markupsafe import Markup
 
 from rayrec.config import InputError
-from rayrec.observe.history import VALIDATION, Cost, Price, attempts, cost, logged, standing
 from rayrec.observe.report.charts import NUM_SERIES, Line, line_chart
 from rayrec.observe.report.page import BEST, Section, charts, document, draw, joined, paragraph, table
 from rayrec.observe.report.run import Run, read, save
 from rayrec.observe.report.training import drawn_metrics, points
+from rayrec.observe.run_summary import VALIDATION, Cost, Price
 from rayrec.quantities import durations_text, number_text, value_text
 
 _BETTER: dict[str, Callable[[Iterable[float]], float]] = {
@@ -36,7 +36,7 @@ def write(folders: Sequence[str], *, out: str, price: Price | None = None) -> st
 def render(runs: Sequence[Run], *, price: Price | None = None) -> str:
     """The page on several runs. Pure."""
     names = _names(runs)
-    rows = [logged(run.events) for run in runs]
+    rows = [run.sums.curve() for run in runs]
     return document(
         f"{len(runs)} runs",
         (
@@ -56,7 +56,7 @@ def _names(runs: Sequence[Run]) -> list[str]:
 
 
 def _results(runs: Sequence[Run], names: Sequence[str], price: Price | None) -> Markup:
-    columns = [_column(run, cost(run.events, price) if price is not None else None) for run in runs]
+    columns = [_column(run, run.sums.cost(price) if price is not None else None) for run in runs]
     seconds = [run.summary["train_s"] if run.summary else None for run in runs]
     texts = iter(durations_text([value for value in seconds if value is not None]))
     for column, value in zip(columns, seconds, strict=True):
@@ -112,9 +112,9 @@ def _mean_text(values: Sequence[float | None]) -> str:
 
 
 def _column(run: Run, spent: Cost | None) -> dict[str, str]:
-    last = next((event for event in reversed(run.events) if event["kind"] == "step"), None)
+    last = run.sums.latest.get("step")
     told: Mapping[str, Any] = run.summary or last or {}
-    column = {"recipe": str(run.begun.get("recipe", "-")), "status": standing(run.events)}
+    column = {"recipe": str(run.begun.get("recipe", "-")), "status": run.sums.standing()}
     if told:
         column["steps"] = f"{told['steps'] if run.summary else told['step']:,}"
         column["rows trained"] = number_text(told["rows"])
@@ -123,7 +123,7 @@ def _column(run: Run, spent: Cost | None) -> dict[str, str]:
     if run.summary:
         column["training"] = "-"
         column |= {f"test {name}": value_text(value) for name, value in run.summary["metrics"].items()}
-    column["restarts"] = str(sum(attempt.restart is not None for attempt in attempts(run.events)))
+    column["restarts"] = str(len(run.sums.restarts))
     if spent is not None:
         unit = spent.currency
         column[f"cost ({unit})"] = f"{spent.total:.4g}"

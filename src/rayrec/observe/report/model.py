@@ -7,22 +7,21 @@ from typing import Any
 
 from markupsafe import Markup
 
-from rayrec.observe.history import Event, metrics_of
 from rayrec.observe.report.charts import Bar, Line, data_url, line_chart, stacked_bars
 from rayrec.observe.report.page import Section, charts, draw, joined, paragraph, table
+from rayrec.observe.run_summary import Event, metrics_of
 from rayrec.quantities import number_text, size_text, value_text
 
 
-def metrics(events: Sequence[Event], summary: Mapping[str, Any] | None) -> Section | None:
+def metrics(evaluation: Event | None, summary: Mapping[str, Any] | None) -> Section | None:
     """Of a finished run those of its test and validation rows, else the last evaluation's."""
     if summary is not None:
         sets = {"test": summary["metrics"], "validation": summary["validation"]}
         if summary["metrics"] == summary["validation"]:  # without test rows, or with the same
             sets = {"validation": summary["validation"]}
+    elif evaluation is None:
+        return None
     else:
-        evaluation = next((event for event in reversed(events) if event["kind"] == "evaluate"), None)
-        if evaluation is None:
-            return None
         sets = {f"{evaluation['set']} at step {evaluation['step']:,}": metrics_of(evaluation)}
     names = list(dict.fromkeys(name for values in sets.values() for name in values))
     rows = [[name, *(value_text(values.get(name)) for values in sets.values())] for name in names]

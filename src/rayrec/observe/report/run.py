@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from markupsafe import Markup
@@ -12,10 +13,10 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.observe.bottleneck import verdict
 from rayrec.observe.events import read_events
-from rayrec.observe.history import Attempt, Event, Price, attempts, cost, logged, standing
+from rayrec.observe.panel import note_of
 from rayrec.observe.report import model, training
 from rayrec.observe.report.page import Section, document, draw, facts, folded, joined, tiles
-from rayrec.observe.run_view import note_of
+from rayrec.observe.run_summary import Event, Price, RunSummary
 from rayrec.quantities import date_text, duration_text, number_text
 
 
@@ -38,7 +39,12 @@ class Run:
     @property
     def begun(self) -> Event:
         """Its last event of kind run; empty where it has none."""
-        return next((event for event in reversed(self.events) if event["kind"] == "run"), {})
+        return self.sums.latest.get("run", {})
+
+    @cached_property
+    def sums(self) -> RunSummary:
+        """What its events add up to."""
+        return RunSummary(self.events)
 
 
 def read(folder: str) -> Run:
@@ -83,27 +89,26 @@ def write_or_note(folder: str, *, note: Callable[[str], None]) -> None:
 
 def render(run: Run, *, price: Price | None = None) -> str:
     """The page on a run. Pure."""
-    events, summary = run.events, run.summary
-    rows, tried = logged(events), attempts(events)
+    events, summary, sums = run.events, run.summary, run.sums
     return document(
         run.title,
         (
-            training.costs(cost(events, price) if price is not None else None),
-            model.metrics(events, summary),
-            training.curves(rows, events, tried, summary),
+            training.costs(sums.cost(price) if price is not None else None),
+            model.metrics(sums.latest.get("evaluate"), summary),
+            training.curves(sums, events, summary),
             training.time_split(events),
-            training.stages(events),
+            training.stages(sums.data.side()),
             model.calibration(events),
             model.categories(events),
             model.sharding(events),
             model.samples(events),
-            training.start_up(events),
-            training.course(events, tried),
+            training.start_up(sums.starts),
+            training.course(events, sums.attempts),
             training.checkpoints(events),
             training.profiles(events),
             Section("Configuration", folded("config.yaml", draw("parts.html", "preformatted", text=run.config))),
         ),
-        intro=joined((_facts(run), figures(run, rows, tried), _verdict(run))),
+        intro=joined((_facts(run), figures(run), _verdict(run))),
     )
 
 
@@ -113,14 +118,13 @@ _ORIGIN = {"commit": "commit", "machine": "machine", "command": "command"}
 
 def _facts(run: Run) -> Markup:
     events, begun = run.events, run.begun
-    named = [("status", standing(events))]
+    named = [("status", run.sums.standing())]
     warm = next((event for event in events if event["kind"] == "warm_start"), None)
     if warm is not None:
         named.append(("started with", note_of(warm) or ""))
-    early = next((event for event in reversed(events) if event["kind"] == "early_stop"), None)
+    early, last = run.sums.latest.get("early_stop"), run.sums.latest.get("step")
     if early is not None:
-        steps = next((event["steps"] for event in reversed(events) if event["kind"] == "step"), None)
-        planned = f" of {steps:,}" if steps else ""
+        planned = f" of {last['steps']:,}" if last and last["steps"] else ""
         named.append(("early stop", f"at step {early['step']:,}{planned}: no better since step {early['best_step']:,}"))
     if run.summary is not None:
         named.append(("weights to use", f"step {run.summary['chosen_step']:,}"))
@@ -140,9 +144,9 @@ def _facts(run: Run) -> Markup:
     return facts(named)
 
 
-def figures(run: Run, rows: list[dict[str, Any]], tried: Sequence[Attempt]) -> Markup:
+def figures(run: Run) -> Markup:
     """The numbers to see first."""
-    summary, last = run.summary, next((event for event in reversed(run.events) if event["kind"] == "step"), None)
+    summary, last = run.summary, run.sums.latest.get("step")
     named: list[tuple[str, str]] = []
     if summary is not None:
         named = [
@@ -160,8 +164,8 @@ def figures(run: Run, rows: list[dict[str, Any]], tried: Sequence[Attempt]) -> M
             ("rows/s", number_text(round(last["rows_per_s"]))),
             ("blocked on data", f"{last['blocked_fraction']:.1%}"),
         ]
-    spent = [attempt.restart for attempt in tried if attempt.restart is not None]
-    if rows:
+    spent = run.sums.restarts
+    if run.sums.curve():
         named.append(("restarts", str(len(spent))))
     if spent:
         named += [
@@ -173,6 +177,6 @@ def figures(run: Run, rows: list[dict[str, Any]], tried: Sequence[Attempt]) -> M
 
 def _verdict(run: Run) -> Markup:
     """What held it back, in words."""
-    found = verdict(run.events)
+    found = verdict(run.sums)
     told = run.summary["verdict"] if run.summary and run.summary.get("verdict") else found and found.text
     return draw("parts.html", "verdict", text=told) if told else Markup()

@@ -8,12 +8,12 @@ from typing import Any, Final
 
 from markupsafe import Markup
 
-from rayrec.observe.bottleneck import data_side
-from rayrec.observe.history import VALIDATION, Attempt, Cost, Event
+from rayrec.observe.attempts import Attempt
+from rayrec.observe.data_side import DataSide
 from rayrec.observe.report.charts import Bar, Line, Mark, Moment, Span, line_chart, stacked_bars, timeline
 from rayrec.observe.report.page import Section, charts, facts, table
-from rayrec.observe.timing import STAGES, WORDS, in_order, starts
-from rayrec.observe.timing import time_split as split_of
+from rayrec.observe.run_summary import VALIDATION, Cost, Event, RunSummary
+from rayrec.observe.timing import STAGES, WORDS, in_order
 from rayrec.quantities import TIME_UNITS, clock_text, duration_text, number_text, size_text
 
 UNDRAWN = {"rows", "label_rate"}
@@ -35,11 +35,10 @@ STEP_CHARTS: Final = (
 """Title and field of step events of each chart over time."""
 
 
-def curves(
-    rows: list[dict[str, Any]], events: Sequence[Event], tried: Sequence[Attempt], summary: Mapping[str, Any] | None
-) -> Section:
+def curves(sums: RunSummary, events: Sequence[Event], summary: Mapping[str, Any] | None) -> Section:
     """Loss and metrics by step, speed and waiting by time."""
-    by_step, by_time, (unit, unit_s) = *_marks(tried, summary), time_unit(events)
+    rows = sums.curve()
+    by_step, by_time, (unit, unit_s) = *_marks(sums.attempts, summary), time_unit(events)
     by_time = [Mark(mark.x / unit_s, mark.label, mark.text) for mark in by_time]
     losses = [Line("training", points(rows, "loss"))]
     if any(f"{VALIDATION}loss" in row for row in rows):
@@ -92,7 +91,15 @@ def time_unit(events: Sequence[Event]) -> tuple[str, float]:
 def time_split(events: Sequence[Event]) -> Section | None:
     """Seconds of the run by what they were spent on, over the whole of it and over fifths of its logged steps."""
     steps = [place for place, event in enumerate(events) if event["kind"] == "step"]
-    spent = split_of(events).parts_s()
+    edges = sorted({round(number * len(steps) / _PARTS_OF_RUN) for number in range(_PARTS_OF_RUN + 1)})
+    # The saves and the evaluation behind a step are of its fifth. Sums up to each edge, as a step's rows count from the first.
+    places = [[*steps, len(events)][edge] for edge in edges]
+    run, sums = RunSummary(curves=False), []
+    for begin, end in pairwise([0, *places]):
+        for event in events[begin:end]:
+            run.update(event)
+        sums.append(run.time.parts_s())
+    spent = sums[-1]
     names = [name for name in WORDS if spent[name]]
     if not names:
         return None
@@ -100,11 +107,8 @@ def time_split(events: Sequence[Event]) -> Section | None:
     whole = stacked_bars(
         "The run as a whole", shown, [Bar("in all", [spent[name] for name in names])], text=duration_text
     )
-    edges = sorted({round(number * len(steps) / _PARTS_OF_RUN) for number in range(_PARTS_OF_RUN + 1)})
     if len(edges) < 3:
         return Section("Where the time went", whole)
-    # The saves and the evaluation behind a step are of its fifth. Sums up to each edge, as a step's rows count from the first.
-    sums = [split_of(events[: [*steps, len(events)][edge]]).parts_s() for edge in edges]
     bars = []
     for edge, (before, after) in zip(edges[1:], pairwise(sums), strict=True):
         seconds = [after[name] - before[name] for name in names]
@@ -114,9 +118,8 @@ def time_split(events: Sequence[Event]) -> Section | None:
     return Section("Where the time went", whole + shares)
 
 
-def stages(events: Sequence[Event]) -> Section | None:
+def stages(side: DataSide | None) -> Section | None:
     """What each stage of the data pipeline did over the run, and could have done."""
-    side = data_side(events)
     if side is None or not side.stages:
         return None
     heads = ["stage", "rows/s it could do alone", "busy", "computing", "queued for a CPU"]
@@ -144,10 +147,9 @@ def stages(events: Sequence[Event]) -> Section | None:
 # -- start, attempts, checkpoints, cost
 
 
-def start_up(events: Sequence[Event]) -> Section | None:
+def start_up(starts: Sequence[Mapping[str, float]]) -> Section | None:
     """How long each stage took from the command to the first step, and from each later attempt to its first step."""
-    every = starts(events)
-    shown = list(enumerate(every, start=1))
+    shown = list(enumerate(starts, start=1))
     shown = shown[:1] + shown[1:][-_STARTS:]
     stages_of = [stages for _, stages in shown]
     rows = [

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal, final
 
 from rayrec import storage
-from rayrec.observe.tracking.scalars import Epochs, Firsts, Intervals
+from rayrec.observe.run_summary import RunSummary
 from rayrec.observe.tracking.tracker import ViewFile
 
 TOKEN: Final = ":::MLLOG "
@@ -31,16 +31,14 @@ class MlLogTracker:
     def __init__(self, folder: str, *, config: Mapping[str, Any]) -> None:
         self._file = ViewFile(storage.join(folder, "mllog.log"))
         self._config = config
-        self._epochs, self._firsts = Epochs(), Firsts()
         self._sets: Mapping[str, int] = {}
         self._last_ms, self._epoch = 0, -1
         self._running = False
         self._status: str | None = None
 
-    def update(self, event: dict[str, Any]) -> None:
+    def update(self, event: dict[str, Any], run: RunSummary) -> None:
         kind, before_ms = event["kind"], self._last_ms
         self._last_ms = time_ms = int(event["time"] * 1000)
-        self._epochs.update(event)
         if kind == "run" and not before_ms:
             self._begin(time_ms)
         elif kind == "prepared":
@@ -48,11 +46,11 @@ class MlLogTracker:
         elif kind == "start":
             self._status = None
             if not self._running:
-                self._start(time_ms)
+                self._start(time_ms, run.global_batch_size)
         elif kind == "step":
-            self._enter_epoch(event["step"], time_ms)
-        elif kind == "evaluate" and self._firsts.new(event):
-            self._evaluation(event, before_ms)
+            self._enter_epoch(run.epoch_of(event["step"])[0], time_ms)
+        elif kind == "evaluate" and not run.is_repeat:
+            self._evaluation(event, run, before_ms)
         elif kind in ("stop", "failure"):
             self._status = "aborted"
         elif kind == "finish" and self._running:
@@ -81,12 +79,12 @@ class MlLogTracker:
             self._say("POINT_IN_TIME", key, value, time_ms)
         self._say("INTERVAL_START", "init_start", None, time_ms)
 
-    def _start(self, time_ms: int) -> None:
+    def _start(self, time_ms: int, global_batch_size: int | None) -> None:
         """Everything is set up, and training begins."""
         self._running = True
         workload = self._config["workload"]
         for key, value in (
-            ("global_batch_size", self._epochs.global_batch_size),
+            ("global_batch_size", global_batch_size),
             ("gradient_accumulation_steps", workload.get("accumulate", 1)),
             ("train_samples", self._sets.get("train")),
             ("eval_samples", self._sets.get("validation")),
@@ -97,18 +95,17 @@ class MlLogTracker:
         self._say("INTERVAL_END", "init_stop", None, time_ms)
         self._say("INTERVAL_START", "run_start", None, time_ms)
 
-    def _enter_epoch(self, step: int, time_ms: int) -> None:
-        epoch, _ = self._epochs.of(step)
+    def _enter_epoch(self, epoch: int, time_ms: int) -> None:
         while self._epoch < epoch:
             if self._epoch >= 0:
                 self._say("INTERVAL_END", "epoch_stop", None, time_ms, epoch_num=self._epoch)
             self._epoch += 1
             self._say("INTERVAL_START", "epoch_start", None, time_ms, epoch_num=self._epoch)
 
-    def _evaluation(self, event: Mapping[str, Any], begin_ms: int) -> None:
+    def _evaluation(self, event: Mapping[str, Any], run: RunSummary, begin_ms: int) -> None:
         place = {
-            "epoch_num": round(self._epochs.done(event["step"]), 6),
-            "samples_count": self._epochs.rows(event["step"]),
+            "epoch_num": round(run.epochs_at(event["step"]), 6),
+            "samples_count": run.rows_at(event["step"]),
         }
         score = next((event[name] for name in _SCORES if event.get(name) is not None), None)
         self._say("INTERVAL_START", "eval_start", None, begin_ms, **place)
@@ -164,22 +161,17 @@ class IterationTracker:
 
     def __init__(self, folder: str) -> None:
         self._file = ViewFile(storage.join(folder, "iterations.log"))
-        self._epochs, self._intervals = Epochs(), Intervals()
 
-    def update(self, event: dict[str, Any]) -> None:
+    def update(self, event: dict[str, Any], run: RunSummary) -> None:
         kind = event["kind"]
-        self._epochs.update(event)
-        if kind == "start":
-            self._intervals.begin(event)
-        elif kind == "step":
-            interval = self._intervals.of(event)
-            each_ms = 1000 * interval.elapsed_s / interval.steps if interval.steps else 0.0
+        if kind == "step":
+            each_ms = 1000 * run.interval.elapsed_s / run.interval.steps if run.interval.steps else 0.0
             loss = "nan" if event["loss"] is None else f"{event['loss']:.6f}"
-            self._say(f"Finished training it {self._place(event)}, {each_ms:.2f} ms/it, loss {loss}")
+            self._say(f"Finished training it {_place(event, run)}, {each_ms:.2f} ms/it, loss {loss}")
         elif kind == "evaluate":
             measures = [(name, value) for name, value in event.items() if isinstance(value, float) and name != "time"]
             told = ", ".join(f"{name} {value:.6f}" for name, value in measures)
-            self._say(f"Testing at - {self._place(event)}, {told}")
+            self._say(f"Testing at - {_place(event, run)}, {told}")
 
     def flush(self) -> None:
         self._file.flush()
@@ -187,9 +179,10 @@ class IterationTracker:
     def close(self) -> None:
         self._file.close()
 
-    def _place(self, event: dict[str, Any]) -> str:
-        epoch, done = self._epochs.of(event["step"])
-        return f"{done}/{self._epochs.steps_per_epoch} of epoch {epoch}"
-
     def _say(self, text: str) -> None:
         self._file.write(text.encode() + b"\n")
+
+
+def _place(event: Mapping[str, Any], run: RunSummary) -> str:
+    epoch, done = run.epoch_of(event["step"])
+    return f"{done}/{run.steps_per_epoch} of epoch {epoch}"

@@ -10,7 +10,8 @@ from mlflow.entities import Metric, Param, RunStatus, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from rayrec.observe.tracking.scalars import Firsts, run_identity, scalars, series
+from rayrec.observe.run_summary import RunSummary, series
+from rayrec.observe.tracking.tracker import run_identity, scalars
 
 IDENTITY: Final = "rayrec.run"
 """Tag by which a driver that goes on finds the run of the one before."""
@@ -36,10 +37,11 @@ class MlflowTracker:
         self._tags: dict[str, str] = {}
         self._waiting: list[dict[str, Any]] = []
         self._metrics: list[Metric] = []
-        self._firsts = Firsts()
+        self._sent: dict[tuple[str, str], int] = {}
+        """The last step of each series that an earlier driver sent."""
         self._status = RunStatus.to_string(RunStatus.RUNNING)
 
-    def update(self, event: dict[str, Any]) -> None:
+    def update(self, event: dict[str, Any], run: RunSummary) -> None:
         kind = event["kind"]
         if not self._identity:
             self._identity = run_identity(self._config["name"], event["time"])
@@ -54,7 +56,7 @@ class MlflowTracker:
             self._status = RunStatus.to_string(RunStatus.KILLED if stopped else RunStatus.FAILED)
         elif kind == "start":
             self._status = RunStatus.to_string(RunStatus.RUNNING)
-        if "step" in event and scalars(event):
+        if "step" in event and not run.is_repeat and scalars(event):
             self._waiting.append(event)
 
     def flush(self) -> None:
@@ -64,9 +66,9 @@ class MlflowTracker:
             self._run_id = self._opened()
         while self._waiting:
             event = self._waiting[0]
-            if not self._firsts.knows(series(event)):
-                self._firsts.told(series(event), self._last_step(next(iter(scalars(event)))))
-            if self._firsts.new(event):
+            if series(event) not in self._sent:
+                self._sent[series(event)] = self._last_step(next(iter(scalars(event))))
+            if event["step"] > self._sent[series(event)]:
                 self._metrics += _metrics(event)
             del self._waiting[0]
         while self._metrics:

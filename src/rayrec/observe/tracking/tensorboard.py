@@ -13,8 +13,8 @@ from tensorboardX.record_writer import RecordWriter, register_writer_factory
 from tensorboardX.summary import text
 
 from rayrec import storage
-from rayrec.observe.tracking.scalars import scalars
-from rayrec.observe.tracking.tracker import ViewFile
+from rayrec.observe.run_summary import RunSummary
+from rayrec.observe.tracking.tracker import ViewFile, scalars
 
 _SUFFIX: Final = ".rayrec"
 """Tells the files made here from others in the folder."""
@@ -43,7 +43,7 @@ class TensorBoardTracker:
         """Files of earlier drivers that are still there; None: nobody has looked yet."""
         self._last_step = -1
 
-    def update(self, event: dict[str, Any]) -> None:
+    def update(self, event: dict[str, Any], run: RunSummary) -> None:
         time_s = event["time"]
         if self._records is None:
             self._begin(time_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import Any, Final, Protocol, final, runtime_checkable
 from rayrec import storage
 from rayrec.observe.event_lines import without_users
 from rayrec.observe.events import follow
+from rayrec.observe.run_summary import Event, RunSummary
 
 UPLOAD_S: Final = 30.0
 """Between two uploads, each of the whole file: a store has no appending."""
@@ -86,8 +88,8 @@ _URL_POLL_S: Final = 10.0
 class Tracker(Protocol):
     """Shows the events of a run elsewhere. It is given every event of the run, also of earlier drivers, in their order."""
 
-    def update(self, event: dict[str, Any]) -> None:
-        """Takes an event; neither waits nor writes."""
+    def update(self, event: dict[str, Any], run: RunSummary) -> None:
+        """Takes an event, and what it and those before add up to; neither waits nor writes."""
         ...
 
     def flush(self) -> None:
@@ -140,6 +142,7 @@ class Feed:
         """Attempts at anything that failed."""
         self._name, self._make, self._path, self._stop, self._note = name, make, path, stop, note
         self._tracker: Tracker | None = None
+        self._summary = RunSummary(curves=False)
         self._noted = False
         self._has_taken = False
         self._next_flush_s = 0.0
@@ -174,7 +177,8 @@ class Feed:
 
     def _take(self, tracker: Tracker, event: dict[str, Any]) -> None:
         try:
-            tracker.update(event)
+            self._summary.update(event)
+            tracker.update(event, self._summary)
         except Exception as error:  # an event of another version, perhaps
             self.num_failures += 1
             self._tell(f"an event of kind {event['kind']} was left out ({_line(error)}); later ones are only counted")
@@ -206,3 +210,38 @@ class Feed:
 
 def _line(error: Exception) -> str:
     return without_users(" ".join(str(error).split()))[:300] or type(error).__name__
+
+
+# -- what trackers show of events
+
+_PREFIXES = {"step": "train", "checkpoint": "checkpoint", "data": "data"}
+_NO_MEASURES = {"time", "kind", "step", "steps", "set"}
+
+
+def scalars(event: Event) -> dict[str, float]:
+    """The measures of an event by name: train/loss, train/times_s/forward, validation/auroc, checkpoint/stall_s, final/auroc,
+    data/backlog_rows, data/parse/busy (of a stage); nothing of kinds that measure nothing. What was not finite is left out."""
+    kind = event["kind"]
+    if kind == "finish":
+        return dict(_numbers(event["metrics"], "final"))
+    prefix = str(event["set"]) if kind == "evaluate" else _PREFIXES.get(kind)
+    if prefix is None:
+        return {}
+    measures = {name: value for name, value in event.items() if name not in _NO_MEASURES}
+    if kind == "data":
+        measures |= {stage["stage"]: stage for stage in measures.pop("stages", ())}
+    return dict(_numbers(measures, prefix))
+
+
+def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _numbers(item, f"{name}/{key}")
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield name, float(value)
+
+
+def run_identity(name: str, begin_s: float) -> str:
+    """16 hex digits: the same for all drivers of a run, others for a run of the same name that is started again. `begin_s` is the
+    time of its first event."""
+    return hashlib.sha256(f"{name} {begin_s:.6f}".encode()).hexdigest()[:16]

@@ -11,7 +11,8 @@ import psutil
 import wandb
 
 from rayrec import storage
-from rayrec.observe.tracking.scalars import Firsts, run_identity, scalars, series
+from rayrec.observe.run_summary import RunSummary, series
+from rayrec.observe.tracking.tracker import run_identity, scalars
 
 _STEP: Final = "step"
 """The axis of all curves. W&B's own counts what was sent and only goes up, so a save that is through late would be lost."""
@@ -34,11 +35,12 @@ class WandbTracker:
         self._waiting: list[dict[str, Any]] = []
         self._rows: list[tuple[str, dict[str, Any]]] = []
         """(the key of the summary that tells how far the series was sent, what to send)"""
-        self._firsts = Firsts()
+        self._sent: dict[tuple[str, str], int] = {}
+        """The last step of each series that an earlier driver sent."""
         self._exit_code = 1
         self._abandoned = False
 
-    def update(self, event: dict[str, Any]) -> None:
+    def update(self, event: dict[str, Any], run: RunSummary) -> None:
         if not self._identity:
             self._identity = run_identity(self._config["name"], event["time"])
         if event["kind"] == "run":
@@ -47,7 +49,7 @@ class WandbTracker:
             self._exit_code = 0
         elif event["kind"] in ("run", "failure"):
             self._exit_code = 1
-        if _STEP in event and scalars(event):
+        if _STEP in event and not run.is_repeat and scalars(event):
             self._waiting.append(event)
 
     def flush(self) -> None:
@@ -59,10 +61,10 @@ class WandbTracker:
             event = self._waiting[0]
             of = series(event)
             known = "/".join(("last_step", *filter(None, of)))
-            if not self._firsts.knows(of):
+            if of not in self._sent:
                 # Of each series its own: an evaluation of step 100 may be unsent when the losses of step 100 are there.
-                self._firsts.told(of, int(self._run.summary.get(known, -1)) if self._run.resumed else -1)
-            if self._firsts.new(event):
+                self._sent[of] = int(self._run.summary.get(known, -1)) if self._run.resumed else -1
+            if event[_STEP] > self._sent[of]:
                 self._rows.append((known, {_STEP: event[_STEP], **scalars(event)}))
             del self._waiting[0]
         while self._rows:

@@ -6,7 +6,8 @@ from typing import Any, Final, final
 
 from ray.util.metrics import Counter, Gauge
 
-from rayrec.observe.tracking.scalars import Intervals, scalars
+from rayrec.observe.run_summary import RunSummary
+from rayrec.observe.tracking.tracker import scalars
 
 GAUGES: Final = {
     "rayrec_step": "Steps done",
@@ -56,23 +57,19 @@ class PrometheusTracker:
         )
         for metric in (*self._gauges.values(), *self._counters.values(), self._metric, self._time, self._data):
             metric.set_default_tags(tags)
-        self._intervals = Intervals()
 
-    def update(self, event: dict[str, Any]) -> None:
-        live = event["time"] >= self._since_s
+    def update(self, event: dict[str, Any], run: RunSummary) -> None:
         kind = event["kind"]
+        if event["time"] < self._since_s:
+            return
         if kind == "start":
-            redone = self._intervals.begin(event)
-            if live:
-                self._gauges["rayrec_workers"].set(event["world_size"])
-                self._count("rayrec_steps_redone_total", redone)
+            self._gauges["rayrec_workers"].set(event["world_size"])
+            self._count("rayrec_steps_redone_total", run.steps_redone)
         elif kind == "step":
-            interval = self._intervals.of(event)
-            if live:
-                self._count("rayrec_rows_total", interval.rows)
-                self._count("rayrec_steps_total", interval.steps)
-                self._step(event)
-        elif live:
+            self._count("rayrec_rows_total", run.interval.rows)
+            self._count("rayrec_steps_total", run.interval.steps)
+            self._step(event)
+        else:
             self._other(kind, event)
 
     def flush(self) -> None:

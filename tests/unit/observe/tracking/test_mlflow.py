@@ -33,9 +33,7 @@ def track(store: str, events: list[dict[str, Any]], **config: Any) -> None:
 
     values = recipes.criteo_demo().replace(name="run", **config).to_dict()
     tracker = MlflowTracker(store, experiment="rayrec", config=values)
-    for event in events:
-        tracker.update(event)
-        tracker.flush()
+    run_events.feed(tracker, events)
     tracker.close()
 
 

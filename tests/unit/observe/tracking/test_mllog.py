@@ -11,8 +11,8 @@ import pytest
 from builders import run_events
 
 from rayrec import recipes
+from rayrec.observe.run_summary import RunSummary
 from rayrec.observe.tracking.log_files import IterationTracker, MlLogTracker, optimizer_lines
-from rayrec.observe.tracking.scalars import Epochs
 
 EXACTLY_ONE = [
     "submission_benchmark",
@@ -115,9 +115,7 @@ def run(*, finished: bool = True) -> list[dict[str, Any]]:
 
 def write(folder: Path, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     tracker = MlLogTracker(str(folder), config=recipes.mlperf_dcnv2().to_dict())
-    for event in events:
-        tracker.update(event)
-        tracker.flush()
+    run_events.feed(tracker, events)
     tracker.close()
     return parse(folder / "mllog.log")
 
@@ -157,8 +155,7 @@ def test_every_recipe_tells_its_optimizer(name: str) -> None:
 
 def test_lines_of_the_first_dlrm(tmp_path: Path) -> None:
     tracker = IterationTracker(str(tmp_path))
-    for event in run():
-        tracker.update(event)
+    run_events.feed(tracker, run())
     tracker.close()
     lines = (tmp_path / "iterations.log").read_text().splitlines()
     pattern = r"Finished training it (\d+)/(\d+) of epoch (\d+), (\d+\.\d\d) ms/it, loss (\d+\.\d{6})"
@@ -192,8 +189,7 @@ def test_epochs_of_a_run_whose_batches_shrank(tmp_path: Path) -> None:
     assert [place["epoch_num"] for place in places] == [0.5, 0.75, 1.0, 1.25]
     assert [record["metadata"]["epoch_num"] for record in records if record["key"] == "epoch_start"] == [0, 1]
     tracker = IterationTracker(str(tmp_path))
-    for event in resized():
-        tracker.update(event)
+    run_events.feed(tracker, resized())
     tracker.close()
     lines = (tmp_path / "iterations.log").read_text()
     places = re.findall(r"Testing at - (\d+/\d+ of epoch \d+)", lines)
@@ -201,8 +197,7 @@ def test_epochs_of_a_run_whose_batches_shrank(tmp_path: Path) -> None:
 
 
 def test_epochs_of_a_run_that_does_not_tell_them() -> None:
-    epochs = Epochs()
-    epochs.update({"kind": "start", "step": 0, "steps": 150, "world_size": 2})
-    assert epochs.of(16) == (0, 16)
-    assert epochs.steps_per_epoch == 150
-    assert epochs.of(0) == (0, 1)
+    run = RunSummary([{"time": 0.0, "kind": "start", "step": 0, "steps": 150, "world_size": 2}])
+    assert run.epoch_of(16) == (0, 16)
+    assert run.steps_per_epoch == 150
+    assert run.epoch_of(0) == (0, 1)

@@ -11,7 +11,7 @@ from builders import run_events
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import masked_crc32c
 
-from rayrec.observe.history import logged
+from rayrec.observe.run_summary import RunSummary
 from rayrec.observe.tracking.tensorboard import TensorBoardTracker
 
 
@@ -47,9 +47,7 @@ def curves(folder: Path) -> dict[str, dict[int, float]]:
 
 def track(folder: Path, events: list[dict[str, Any]]) -> None:
     tracker = TensorBoardTracker(str(folder), config="recipe: x\nseed: 0\n")
-    for event in events:
-        tracker.update(event)
-        tracker.flush()
+    run_events.feed(tracker, events)
     tracker.close()
 
 
@@ -57,7 +55,7 @@ def test_curves_are_those_of_the_events(tmp_path: Path) -> None:
     events = run_events.run()
     track(tmp_path, [event for event in events if event["kind"] != "finish"])
     shown = curves(tmp_path)
-    rows = logged(events)
+    rows = RunSummary(events).curve()
     loss = {row["step"]: row["loss"] for row in rows}
     assert shown["train/loss"].keys() == loss.keys()
     assert all(math.isclose(shown["train/loss"][step], value, rel_tol=1e-6) for step, value in loss.items())
@@ -96,7 +94,7 @@ def test_an_older_file_stays_until_the_new_one_is_there(tmp_path: Path, monkeypa
     track(tmp_path, events[:20])
     before = list((tmp_path / "tensorboard").iterdir())
     tracker = TensorBoardTracker(str(tmp_path), config="")
-    tracker.update(events[0])
+    run_events.feed(tracker, events[:1], flush=False)
     assert list((tmp_path / "tensorboard").iterdir()) == before
     tracker.close()
     assert list((tmp_path / "tensorboard").iterdir()) != before

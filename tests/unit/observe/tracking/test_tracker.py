@@ -13,9 +13,9 @@ import pytest
 
 from rayrec import storage
 from rayrec.observe.events import EventWriter, read_events
+from rayrec.observe.run_summary import RunSummary
 from rayrec.observe.tracking import tracker as tracking_module
-from rayrec.observe.tracking.scalars import Firsts, Intervals, scalars
-from rayrec.observe.tracking.tracker import ViewFile, tracking
+from rayrec.observe.tracking.tracker import ViewFile, scalars, tracking
 
 
 class Recorder:
@@ -27,7 +27,7 @@ class Recorder:
         self.closed = False
         self._failures, self._refuse, self._wait_s = failures, refuse, wait_s
 
-    def update(self, event: dict[str, Any]) -> None:
+    def update(self, event: dict[str, Any], run: RunSummary) -> None:
         if event["kind"] == self._refuse:
             raise KeyError("loss")
         self.taken.append(event)
@@ -57,7 +57,7 @@ def follow(path: Path, trackers: dict[str, Recorder], *, events: int = 5, pause_
     makers = {name: (lambda tracker=tracker: tracker) for name, tracker in trackers.items()}
     with tracking(makers, str(path), note=notes.append), EventWriter(path) as writer:
         for step in range(events):
-            writer.write("step", step=step)
+            writer.write("evaluate", step=step, set="validation")
             time.sleep(pause_s)
     return notes
 
@@ -88,7 +88,7 @@ def test_what_comes_right_behind_a_delivery_does_not_wait_for_the_next_event(
     path, tracker = tmp_path / "events.jsonl", Recorder()
     with tracking({"tracker": lambda: tracker}, str(path), note=pytest.fail), EventWriter(path) as writer:
         for step in range(3):
-            writer.write("step", step=step)
+            writer.write("evaluate", step=step, set="validation")
             time.sleep(0.01)
         deadline_s = time.monotonic() + 60
         while len(tracker.delivered) < 3 and time.monotonic() < deadline_s:
@@ -220,29 +220,3 @@ def test_scalars_of_events() -> None:
     data = {"kind": "data", "time": 1.0, "backlog_rows": 7, "stages": [{"stage": "read", "busy": 0.5}]}
     assert scalars(data) == {"data/backlog_rows": 7.0, "data/read/busy": 0.5}
     assert scalars({"kind": "start", "time": 1.0, "step": 9}) == {}
-
-
-def test_steps_done_again_are_no_firsts() -> None:
-    firsts = Firsts()
-    assert [firsts.new({"kind": "step", "step": step}) for step in (10, 20, 10, 20, 30)] == [
-        True,
-        True,
-        False,
-        False,
-        True,
-    ]
-    assert firsts.new({"kind": "evaluate", "set": "validation", "step": 20})
-    firsts.told(("checkpoint", ""), 20)
-    assert not firsts.new({"kind": "checkpoint", "step": 20})
-    assert firsts.new({"kind": "checkpoint", "step": 30})
-
-
-def test_intervals_over_a_restart() -> None:
-    intervals = Intervals()
-    assert intervals.begin({"step": 0, "rows": 0}) == 0
-    first = intervals.of({"step": 10, "rows": 640, "rows_per_s": 320.0})
-    assert (first.steps, first.rows, first.elapsed_s) == (10, 640, 2.0)
-    intervals.of({"step": 20, "rows": 1280, "rows_per_s": 320.0})
-    assert intervals.begin({"step": 10, "rows": 640}) == 10
-    again = intervals.of({"step": 15, "rows": 960, "rows_per_s": 160.0})
-    assert (again.steps, again.rows, again.elapsed_s) == (5, 320, 2.0)

@@ -27,9 +27,7 @@ def track(folder: Path, events: list[dict[str, Any]]) -> None:
 
     config = recipes.gpt2_tiny().replace(name="run").to_dict()
     tracker = WandbTracker(str(folder), project="rayrec", offline=True, config=config)
-    for event in events:
-        tracker.update(event)
-        tracker.flush()
+    run_events.feed(tracker, events)
     tracker.close()
 
 
@@ -115,15 +113,14 @@ def online(run: OnlineRun, monkeypatch: pytest.MonkeyPatch) -> Any:
     return WandbTracker("folder", project="rayrec", offline=False, config=config)
 
 
-STEP_100 = {"kind": "step", "time": 1.0, "step": 100, "loss": 0.5}
+STEP_100 = {"kind": "step", "time": 1.0, "step": 100, "steps": 200, "loss": 0.5}
 EVALUATION_100 = {"kind": "evaluate", "time": 2.0, "step": 100, "set": "validation", "loss": 0.6}
 
 
 def test_what_could_not_be_sent_is_sent_later_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     run = OnlineRun({}, resumed=False, refusals=1)
     tracker = online(run, monkeypatch)
-    tracker.update(STEP_100)
-    tracker.update(EVALUATION_100)
+    run_events.feed(tracker, [STEP_100, EVALUATION_100], flush=False)
     with pytest.raises(ConnectionError):
         tracker.flush()
     tracker.flush()
@@ -133,12 +130,10 @@ def test_what_could_not_be_sent_is_sent_later_and_in_order(monkeypatch: pytest.M
 def test_a_driver_that_goes_on_sends_what_the_one_before_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
     before = OnlineRun({}, resumed=False)
     tracker = online(before, monkeypatch)
-    tracker.update(STEP_100)
-    tracker.flush()  # and here the driver dies, the evaluation of the same step unsent
+    run_events.feed(tracker, [STEP_100])  # and here the driver dies, the evaluation of the same step unsent
     after = OnlineRun(before.summary, resumed=True)
     tracker = online(after, monkeypatch)
-    for event in (STEP_100, EVALUATION_100, {**STEP_100, "step": 110}):
-        tracker.update(event)
+    run_events.feed(tracker, [STEP_100, EVALUATION_100, {**STEP_100, "step": 110}], flush=False)
     tracker.flush()
     assert after.sent == [{"step": 100, "validation/loss": 0.6}, {"step": 110, "train/loss": 0.5}]
     assert after.summary == {"last_step/step": 110, "last_step/evaluate/validation": 100}
@@ -153,8 +148,7 @@ def test_a_driver_that_ends_with_an_error_behind_a_stop_is_a_failed_one(monkeypa
     for events, exit_code in ((stopped, 0), (failed, 1), (finished, 0)):
         run = OnlineRun({}, resumed=False)
         tracker = online(run, monkeypatch)
-        for event in events:
-            tracker.update(event)
+        run_events.feed(tracker, events, flush=False)
         tracker.close()
         assert run.exit_code == exit_code
 

@@ -15,23 +15,15 @@ from rich.console import Console as RichConsole
 
 from rayrec.config import InputError
 from rayrec.observe import console as console_module
-from rayrec.observe import run_view
 from rayrec.observe.console import Console
-from rayrec.observe.run_view import RunView, note_of, panel
+from rayrec.observe.panel import figures, line, note_of, panel, top
+from rayrec.observe.run_summary import RunSummary
 from rayrec.observe.timing import PHASES
-from rayrec.observe.top import top
 
 
-def view_of(events: list[dict[str, Any]]) -> RunView:
-    view = RunView(keep=True)
-    for event in events:
-        view.update(event)
-    return view
-
-
-def shown(view: RunView, **options: Any) -> str:
+def shown(run: RunSummary, **options: Any) -> str:
     out = io.StringIO()
-    RichConsole(file=out, width=100, color_system=None).print(panel(view, **options))
+    RichConsole(file=out, width=100, color_system=None).print(panel(run, **options))
     return out.getvalue()
 
 
@@ -49,17 +41,17 @@ def measured() -> list[dict[str, Any]]:
 
 
 def test_figures_of_a_run_under_way() -> None:
-    view = view_of(measured())
-    figures = dict(view.figures())
-    assert (view.step, view.steps, view.restarts, view.status) == (150, 200, 1, "training")
-    assert figures["loss"] == "0.2231"
-    assert figures["perplexity"] == "2.0000"
-    assert (figures["blocked"], figures["of peak"]) == ("1.0%", "25%")
-    assert figures["saved"] == "step 150 (44 MB)"
-    assert figures["learning rate"] == "0.00125"
+    run = RunSummary(measured())
+    known = dict(figures(run))
+    assert (run.step, run.steps, len(run.restarts), run.status) == (150, 200, 1, "training")
+    assert known["loss"] == "0.2231"
+    assert known["perplexity"] == "2.0000"
+    assert (known["blocked"], known["of peak"]) == ("1.0%", "25%")
+    assert known["saved"] == "step 150 (44 MB)"
+    assert known["learning rate"] == "0.00125"
     # Behind its first logged step the attempt took 6 s for 40 steps.
-    assert view.left_s() == pytest.approx(50 * 6 / 40)
-    assert "left 8 s" in view.line() or "left 7 s" in view.line()
+    assert run.left_s() == pytest.approx(50 * 6 / 40)
+    assert "left 8 s" in line(run) or "left 7 s" in line(run)
 
 
 def test_lower_learning_rates_are_noted() -> None:
@@ -72,31 +64,31 @@ def test_a_finished_run_shows_its_chosen_weights() -> None:
     early = {"time": 2e9, "kind": "early_stop", "step": 150, "best_step": 100, "best_score": 0.8}
     finish = {"time": 2e9, "kind": "finish", "step": 150, "chosen_step": 100, "metrics": {"perplexity": 1.5, "rows": 9}}
     events += [early, finish, {"time": 2e9, "kind": "summary", "steps": 150}]
-    view = view_of(events)
-    figures = dict(view.figures())
-    assert (view.step, view.steps, view.finished, view.ended) == (150, 150, True, True)
-    assert (figures["perplexity"], figures["weights of"]) == ("1.5000", "step 100")  # the last evaluation's is 2
-    text = shown(view)
+    run = RunSummary(events)
+    known = dict(figures(run))
+    assert (run.step, run.steps, run.finished, run.ended) == (150, 150, True, True)
+    assert (known["perplexity"], known["weights of"]) == ("1.5000", "step 100")  # the last evaluation's is 2
+    text = shown(run)
     assert "step 150 of 150" in text
     assert "finished, stopped early at step 150 of 200" in text
     # A driver that trains it for longer.
-    view.update({"time": 3e9, "kind": "start", "step": 150, "steps": 400, "world_size": 2})
-    assert (view.finished, view.steps, dict(view.figures())["perplexity"]) == (False, 400, "2.0000")
+    run.update({"time": 3e9, "kind": "start", "step": 150, "steps": 400, "world_size": 2})
+    assert (run.finished, run.steps, dict(figures(run))["perplexity"]) == (False, 400, "2.0000")
 
 
 def test_a_peak_that_was_underestimated_is_no_percentage() -> None:
     events = measured()
     for event in events:
         event |= {"peak_fraction": 1.15} if event["kind"] == "step" else {}
-    assert dict(view_of(events).figures())["of peak"] == "above the measured one"
+    assert dict(figures(RunSummary(events)))["of peak"] == "above the measured one"
 
 
 def test_figures_grow_with_what_is_known() -> None:
-    view = RunView()
-    assert view.figures() == []
-    assert "preparing" in shown(view)
-    view.update({"time": 1.0, "kind": "start", "step": 0, "steps": 10, "world_size": 2})
-    view.update(
+    run = RunSummary()
+    assert figures(run) == []
+    assert "preparing" in shown(run)
+    run.update({"time": 1.0, "kind": "start", "step": 0, "steps": 10, "world_size": 2})
+    run.update(
         {
             "time": 2.0,
             "kind": "step",
@@ -108,15 +100,15 @@ def test_figures_grow_with_what_is_known() -> None:
             "blocked_fraction": 0,
         }
     )
-    assert view.left_s() is None
-    assert ("restarts", "0") not in view.figures()
-    assert "step 1 of 10" in shown(view)
+    assert run.left_s() is None
+    assert ("restarts", "0") not in figures(run)
+    assert "step 1 of 10" in shown(run)
 
 
 def test_the_panel() -> None:
-    view = view_of(measured())
-    assert view.last_time_s is not None
-    text = shown(view, full=True, now_s=view.last_time_s + 1)
+    run = RunSummary(measured())
+    assert run.last_time_s is not None
+    text = shown(run, full=True, now_s=run.last_time_s + 1)
     for wanted in (
         "step 150 of 200",
         "waiting for data 20%",
@@ -127,59 +119,21 @@ def test_the_panel() -> None:
     ):
         assert wanted in text, wanted
     assert "nothing told" not in text
-    assert "nothing told for 5 min" in shown(view, full=True, now_s=view.last_time_s + 300)
-    assert "Blocked on data" not in shown(view, now_s=view.last_time_s)
-    assert "finished" in shown(view_of(run_events.run()))
-
-
-def test_events_are_kept_for_a_verdict_only() -> None:
-    view = RunView()
-    for event in measured():
-        view.update(event)
-    assert (view.events, view.verdict(), view.step) == ([], None, 150)
-
-
-def test_a_verdict_is_not_reckoned_at_every_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    computed: list[int] = []
-    now = [100.0]
-
-    def verdict(events: list[Any]) -> None:
-        computed.append(len(events))
-
-    monkeypatch.setattr(run_view, "verdict", verdict)
-    monkeypatch.setattr(run_view.time, "monotonic", lambda: now[0])
-    view = RunView(keep=True)
-    events = run_events.run()
-    step = next(event for event in events if event["kind"] == "step")
-    view.update(step)
-    for _ in range(3):
-        view.verdict()
-    assert computed == [1]
-    view.update(step)
-    now[0] += 4.0
-    view.verdict()
-    assert computed == [1]
-    now[0] += 2.0
-    view.verdict()
-    view.verdict()
-    assert computed == [1, 2]
-    view.update(step)
-    view.update(events[-1])
-    assert view.finished
-    view.verdict()
-    assert computed == [1, 2, 3]  # of a finished run at once
+    assert "nothing told for 5 min" in shown(run, full=True, now_s=run.last_time_s + 300)
+    assert "Blocked on data" not in shown(run, now_s=run.last_time_s)
+    assert "finished" in shown(RunSummary(run_events.run()))
 
 
 def test_a_run_that_evaluates_its_test_rows_is_training_still() -> None:
-    view = view_of(measured())
+    run = RunSummary(measured())
     finish = {"time": 1e9, "kind": "finish", "step": 200}
-    view.update(finish)
-    assert view.status == "finishing"
+    run.update(finish)
+    assert run.status == "finishing"
 
 
 def test_names_are_text_and_no_markup() -> None:
-    view = view_of([{"time": 1.0, "kind": "run", "recipe": "r", "name": "[red]x[/]"}])
-    assert "[red]x[/]" in shown(view)
+    run = RunSummary([{"time": 1.0, "kind": "run", "recipe": "r", "name": "[red]x[/]"}])
+    assert "[red]x[/]" in shown(run)
 
 
 @pytest.mark.parametrize(
@@ -264,8 +218,8 @@ def write(folder: Path, events: list[dict[str, Any]]) -> None:
 def test_top_once(tmp_path: Path) -> None:
     write(tmp_path, measured())
     out = io.StringIO()
-    view = top(str(tmp_path), console=RichConsole(file=out, width=100, color_system=None))
-    assert view.step == 150
+    run = top(str(tmp_path), console=RichConsole(file=out, width=100, color_system=None))
+    assert run.step == 150
     assert "step 150 of 200" in out.getvalue()
     with pytest.raises(InputError, match=r"not the folder of a run"):
         top(str(tmp_path / "nowhere"))
@@ -287,9 +241,9 @@ def test_top_follows_until_the_run_is_finished(tmp_path: Path, monkeypatch: pyte
 
     thread = threading.Thread(target=train)
     thread.start()
-    view = top(str(tmp_path), console=RichConsole(file=out, width=100, force_terminal=True, color_system=None))
+    run = top(str(tmp_path), console=RichConsole(file=out, width=100, force_terminal=True, color_system=None))
     thread.join()
-    assert view.finished
+    assert run.finished
     text = out.getvalue()
     assert "step 120 of 200" in text
     assert "step 200 of 200" in text
@@ -307,13 +261,13 @@ def test_top_of_a_run_that_ended_without_finishing_returns(tmp_path: Path, last:
     told = measured()
     write(tmp_path, [*told, {**last, "time": told[-1]["time"] + 1}])
     out = io.StringIO()
-    view = top(str(tmp_path), console=RichConsole(file=out, width=100, force_terminal=True, color_system=None))
-    assert (view.ended, view.finished) == (True, False)
-    assert view.status == {"failure": "failed: the loss is nan at step 120", "stop": "stopped: SIGTERM"}[last["kind"]]
-    assert "nothing told" not in shown(view, full=True)
-    assert "left" not in dict(view.figures())
-    view.update({"kind": "run", "time": view.last_time_s})
-    assert (view.ended, view.status) == (False, "preparing")
+    run = top(str(tmp_path), console=RichConsole(file=out, width=100, force_terminal=True, color_system=None))
+    assert (run.ended, run.finished) == (True, False)
+    assert run.status == {"failure": "failed: the loss is nan at step 120", "stop": "stopped: SIGTERM"}[last["kind"]]
+    assert "nothing told" not in shown(run, full=True)
+    assert "left" not in dict(figures(run))
+    run.update({"kind": "run", "time": run.last_time_s})
+    assert (run.ended, run.status) == (False, "preparing")
 
 
 def test_an_end_that_another_attempt_follows_is_none() -> None:
@@ -322,7 +276,7 @@ def test_an_end_that_another_attempt_follows_is_none() -> None:
         {"kind": "failure", "cause": "worker 1 died"},
         {"kind": "stop", "cause": "there is room for more workers", "step": 120, "last": False},
     ):
-        assert not view_of([*told, {**event, "time": told[-1]["time"] + 1}]).ended
+        assert not RunSummary([*told, {**event, "time": told[-1]["time"] + 1}]).ended
 
 
 def test_top_passes_a_damaged_file_on(tmp_path: Path) -> None:

@@ -1,0 +1,275 @@
+"""A run in progress in a terminal: what an event is worth telling, the panel of figures, and `rayrec top`."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.observe.bottleneck import verdict
+from rayrec.observe.events import follow, read_events
+from rayrec.observe.run_summary import RunSummary
+from rayrec.observe.timing import PHASES, WORDS
+from rayrec.quantities import duration_text, number_text, size_text
+
+Event = Mapping[str, Any]
+_SHOWN_METRICS: Final = ("auroc", "logloss", "accuracy", "perplexity")
+_REFRESH_S: Final = 0.5
+"""Between two looks of `rayrec top`."""
+
+
+def metric_text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def metrics_text(evaluation: Event) -> str:
+    """The metrics a person looks for first."""
+    return "  ".join(f"{name} {metric_text(evaluation[name])}" for name in _SHOWN_METRICS if name in evaluation)
+
+
+def note_of(event: Event, *, verbose: bool = False) -> str | None:
+    """What an event is worth telling in a line of its own; None: nothing."""
+    kind = event["kind"]
+    if kind == "evaluate":
+        return f"step {event['step']:,}  {event['set']}  {metrics_text(event)}"
+    if kind in ("start", "warm_start"):
+        return _note_of_start(event)
+    if kind == "failure":
+        return event["cause"] if event.get("last") else f"{event['cause']}: starting again"
+    if kind == "checkpoint_damaged":
+        return f"passed over: {event['cause']}"
+    if kind == "checkpoint_repaired":
+        return f"{event['path']}: damaged files were written again ({', '.join(event['files'])})"
+    if kind == "checkpoint_late":
+        return f"step {event['step']:,}  not saved yet: {event['cause']}"
+    if kind == "checkpoint_slow":
+        return (
+            f"step {event['step']:,}  saving took {event['write_s']:.0f} s, longer than failure.grace_s "
+            f"({event['grace_s']:.0f} s): raise --failure.grace-s, and give the machines' own notice as long"
+        )
+    if kind == "cpu_contention":
+        return (
+            f"rank {event['rank']} on {event['node']}: training is slower, because other processes use its CPUs; a thread waited "
+            f"{event['waiting_share']:.0%} of the time. Stop them, or give workers fewer CPUs: --scaling.threads-per-worker"
+        )
+    if kind == "stop":
+        return f"step {event['step']:,}  saved, stopping ({event['cause']})"
+    if kind == "checkpoint" and verbose:
+        return f"step {event['step']:,}  saved {event['path']} ({size_text(event['bytes'])})"
+    if kind == "plateau":
+        return f"step {event['step']:,}  no better: learning rates are {event['learning_rate_scale']:.3g} of the schedule's"
+    if kind == "early_stop":
+        return f"step {event['step']:,}  no better since step {event['best_step']:,}: stopping early"
+    return None
+
+
+def _note_of_start(event: Event) -> str | None:
+    if event["kind"] == "warm_start":
+        amounts = [f"{event[name]:,} {name}" for name in ("kept", "fresh", "dropped") if name in event]
+        return f"starts with {event['checkpoint']}" + (f"; categories: {', '.join(amounts)}" if amounts else "")
+    if event["step"]:
+        return f"resumes from step {event['step']:,} with {event['world_size']} workers"
+    if event.get("damaged"):
+        return f"no undamaged checkpoint is left (damaged: {len(event['damaged'])}): training starts again from step 0"
+    return None
+
+
+def figures(run: RunSummary) -> list[tuple[str, str]]:
+    """(name, value) of all that is known, the most important first."""
+    found: list[tuple[str, str]] = []
+    last = run.latest.get("step", {})
+    if last.get("loss") is not None:
+        found.append(("loss", metric_text(last["loss"])))
+    metrics = (run.final or {}).get("metrics") or run.evaluation or {}
+    shown = [name for name in _SHOWN_METRICS if metrics.get(name) is not None][:1]
+    found += [(name, metric_text(metrics[name])) for name in shown]
+    if run.final is not None and run.final.get("chosen_step") is not None:
+        found.append(("weights of", f"step {run.final['chosen_step']:,}"))
+    if last.get("rows_per_s") is not None:
+        found.append(("rows/s", number_text(round(last["rows_per_s"]))))
+    if last.get("blocked_fraction") is not None:
+        found.append(("blocked", f"{last['blocked_fraction']:.1%}"))
+    if last.get("peak_fraction") is not None:
+        # More than all of it means that the peak, measured for some hundredths of a second, was underestimated.
+        found.append(
+            ("of peak", f"{last['peak_fraction']:.0%}" if last["peak_fraction"] <= 1 else "above the measured one")
+        )
+    if last.get("learning_rate") is not None:
+        found.append(("learning rate", f"{last['learning_rate']:.3g}"))
+    left_s = run.left_s()
+    if left_s is not None and not run.ended:
+        found.append(("left", duration_text(round(left_s))))
+    saved = run.latest.get("checkpoint")
+    if saved is not None:
+        found.append(("saved", f"step {saved['step']:,} ({size_text(saved['bytes'])})"))
+    if run.restarts:
+        found.append(("restarts", str(len(run.restarts))))
+    return found
+
+
+def line(run: RunSummary) -> str:
+    """The figures in one line."""
+    return "  ".join(f"{name} {value}" for name, value in figures(run))
+
+
+_STYLES: Final = dict(zip(PHASES, ("red", "magenta", "blue", "cyan", "green", "yellow", "bright_black"), strict=True))
+_BAR_CELLS: Final = 40
+_STALE_S: Final = 60.0
+"""After which the age of the last event is worth telling."""
+
+
+def panel(run: RunSummary, *, now_s: float | None = None, full: bool = False) -> RenderableType:
+    """What is known of a run, in a few lines; `full`: where the time goes, what the data side does and the verdict as well.
+    `now_s`: unix time."""
+    parts: list[RenderableType] = [_progress(run), _figures(run)]
+    shares = _last_shares(run)
+    if shares:
+        parts.append(_split(shares))
+    if full:
+        parts += _details(run)
+    age_s = (time.time() if now_s is None else now_s) - (run.last_time_s or 0.0)
+    status = run.status
+    if full and run.last_time_s is not None and age_s > _STALE_S and not run.ended:
+        status += f" (nothing told for {duration_text(round(age_s))})"
+    begun = run.latest.get("run", {})
+    title = Text(" ".join(part for part in (begun.get("recipe"), begun.get("name")) if part) or "run")
+    return Panel(Group(*parts), title=title, title_align="left", subtitle=Text(status), subtitle_align="left")
+
+
+def _progress(run: RunSummary) -> RenderableType:
+    grid = Table.grid(padding=(0, 1))
+    told = f"step {run.step:,}" + (f" of {run.steps:,}" if run.steps else "")
+    grid.add_row(ProgressBar(total=run.steps or 1, completed=run.step, width=_BAR_CELLS), Text(told))
+    return grid
+
+
+def _figures(run: RunSummary) -> RenderableType:
+    text = Text()
+    for name, value in figures(run):
+        text.append(f"{name} ", style="dim").append(f"{value}   ")
+    return text
+
+
+def _last_shares(run: RunSummary) -> dict[str, float]:
+    """Of the last logged interval, by phase; empty where that was not measured."""
+    times_s = run.latest.get("step", {}).get("times_s") or {}
+    total_s = sum(value or 0.0 for value in times_s.values())
+    return {name: (times_s.get(name) or 0.0) / total_s for name in PHASES} if total_s else {}
+
+
+def _split(shares: Mapping[str, float]) -> RenderableType:
+    """A bar of the last interval's phases, and their shares in words."""
+    bar, words = Text(), Text()
+    for name in PHASES:
+        cells = round(shares[name] * _BAR_CELLS)
+        bar.append("█" * cells, style=_STYLES[name])
+        if shares[name] >= 0.005:
+            words.append(" ■ ", style=_STYLES[name]).append(f"{WORDS[name]} {shares[name]:.0%}")
+    return Group(bar, words)
+
+
+def _details(run: RunSummary) -> list[RenderableType]:
+    parts: list[RenderableType] = []
+    data = run.latest.get("data", {})
+    if data.get("stages"):
+        parts.append(_data(data))
+    found = verdict(run)
+    if found is not None:
+        parts.append(Text(found.text, style="bold"))
+    return parts
+
+
+def _data(event: Mapping[str, Any]) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for head in ("data", "rows/s it could", "busy", "computing"):
+        table.add_column(head, justify="left" if head == "data" else "right")
+    for stage in event["stages"]:
+        rate = number_text(round(stage["rows_per_s"]))
+        table.add_row(stage["stage"], rate, f"{min(1.0, stage['busy']):.0%}", f"{min(1.0, stage['cpu_share']):.0%}")
+    told = f"backlog {number_text(round(event['backlog_rows']))} rows"
+    if event.get("object_store_bytes") is not None:
+        told += (
+            f"   object store {size_text(event['object_store_bytes'])} of {size_text(event['object_store_limit_bytes'])}"
+            f"   spilled {size_text(event['spilled_bytes'])}"
+        )
+    return Group(table, Text(told, style="dim"))
+
+
+# -- rayrec top
+
+
+def top(run: str, *, once: bool = False, console: Console | None = None) -> RunSummary:
+    """Shows a run's folder, local or a URL, until the run has ended or Ctrl-C; on no terminal, or with `once`, as it is now.
+
+    Returns what it showed last. Raises InputError where there is no run.
+    """
+    folder = storage.absolute(run).rstrip("/")
+    if not storage.exists(storage.join(folder, "config.yaml")):
+        raise InputError(f"{run}: not the folder of a run, which holds a config.yaml; give storage_path/name of one")
+    console = console or Console(highlight=False, markup=False, emoji=False)
+    place, view = storage.join(folder, "events.jsonl"), RunSummary(curves=False)
+    if once or not console.is_terminal:
+        for event in read_events(place):
+            view.update(event)
+        console.print(panel(view, full=True))
+        return view
+    _watch(place, view, console)
+    return view
+
+
+def _watch(place: str, run: RunSummary, console: Console) -> None:
+    stop, arrived = threading.Event(), queue.SimpleQueue[Any]()
+    thread = threading.Thread(target=_read, args=(place, stop, arrived.put), name="top", daemon=True)
+    thread.start()
+    caught_up = False  # what lies behind is not told line by line
+    try:
+        with Live(get_renderable=lambda: panel(run, full=True), console=console, auto_refresh=False) as live:
+            waiting: list[Any] = [None]
+            while waiting or not run.ended:  # behind an end of long ago there may be another driver
+                waiting, caught_up_now = _take(arrived, run), caught_up
+                for event in waiting:
+                    note = note_of(event) if caught_up_now else None
+                    if note is not None:
+                        console.print(note, markup=False)
+                caught_up = caught_up or bool(waiting)
+                live.refresh()
+            live.refresh()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        stop.set()
+
+
+def _read(place: str, stop: threading.Event, put: Callable[[Any], None]) -> None:
+    try:
+        for event in follow(place, stop=stop):
+            put(event)
+    except BaseException as error:  # raised where events are taken
+        put(error)
+
+
+def _take(arrived: queue.SimpleQueue[Any], run: RunSummary) -> list[Any]:
+    """The events that came, after waiting for one a little while."""
+    taken: list[Any] = []
+    timeout_s: float | None = _REFRESH_S
+    while True:
+        try:
+            item = arrived.get(timeout=timeout_s) if timeout_s else arrived.get_nowait()
+        except queue.Empty:
+            return taken
+        if isinstance(item, BaseException):
+            raise item
+        run.update(item)
+        taken.append(item)
+        timeout_s = None

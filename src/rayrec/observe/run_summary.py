@@ -1,0 +1,375 @@
+"""What the events of a run add up to: how it stands, its attempts and curves, where the time went, what it cost. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final, final
+
+from rayrec.config import InputError
+from rayrec.observe.attempts import Attempt, Attempts, Restart
+from rayrec.observe.data_side import DataSums
+from rayrec.observe.timing import Interval, TimeSplit
+
+Event = Mapping[str, Any]
+VALIDATION: Final = "validation_"
+"""What names of validation metrics begin with in a row of `curve`."""
+_CURVE_FIELDS: Final = ("rows", "loss", "rows_per_s", "blocked_fraction")
+_NO_METRICS: Final = {"time", "kind", "step", "set", "counted"}
+_BEGINS: Final = {"run", "attempt", "start"}
+_ENDS: Final = {"stop", "failure", "finish", "summary"}
+_POINT: Final = 0.01
+"""Of AUROC."""
+
+
+def metrics_of(evaluation: Event) -> dict[str, Any]:
+    """The metrics of an event of kind evaluate."""
+    return {name: value for name, value in evaluation.items() if name not in _NO_METRICS}
+
+
+def series(event: Event) -> tuple[str, str]:
+    """The curve an event belongs to: its kind, and, of an evaluation, the set."""
+    return event["kind"], str(event.get("set", ""))
+
+
+def _has_ended(event: Event, *, before: bool) -> bool:
+    if event["kind"] in ("failure", "stop"):
+        return bool(event.get("last"))
+    return event["kind"] == "summary" or (before and event["kind"] not in _BEGINS)
+
+
+@dataclass
+class Saves:
+    """Sums over the checkpoints of a run."""
+
+    stall_s: float = 0.0
+    """For which training waited."""
+    write_s: float = 0.0
+    bytes: int = 0
+    late: int = 0
+    """Saves that were left out."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """What the machines cost."""
+
+    per_node_hour: float
+    """In `currency`."""
+    nodes: int = 1
+    currency: str = "USD"
+
+    def __post_init__(self) -> None:
+        if self.per_node_hour < 0 or self.nodes < 1:
+            raise InputError(
+                f"price_per_node_hour {self.per_node_hour}, nodes {self.nodes}: at least 0, and at least 1 node"
+            )
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a run so far; None where it cannot be told."""
+
+    node_hours: float
+    total: float
+    per_epoch: float | None
+    """Over the epochs trained, whole or not."""
+    per_auroc_point: float | None
+    """For each 0.01 of AUROC above 0.5, which guessing has."""
+    currency: str = "USD"
+
+
+@final
+class RunSummary:
+    """Takes the events of a run in order of time; all else may be asked at any time. What nothing has told yet is None.
+
+    Without `curves` it does not grow with the steps of the run. Measures that an event lacks, as another version may have
+    written it, are not counted.
+    """
+
+    status = "preparing"
+    ended = False
+    """Finished, stopped or failed for good; a later driver makes it go on."""
+    step = 0
+    steps: int | None = None
+    evaluation: Event | None = None
+    """The last one of the validation rows."""
+    final: Event | None = None
+    """The event of kind finish: the metrics of the chosen weights."""
+    last_time_s: float | None = None
+    """Unix time of the last event."""
+    working_s = 0.0
+    """Seconds for which the drivers of the run were at work; the time between them is left out."""
+    interval = Interval()
+    """That the last event of kind step closed."""
+    steps_redone = 0
+    """Steps logged before that the present attempt trains again."""
+    is_repeat = False
+    """Whether a step as late as the last event's was told before by an event of its `series`."""
+    train_rows = 0
+    """Rows of an epoch; 0 where the events do not tell."""
+    global_batch_size: int | None = None
+    steps_per_epoch = 1
+    """Of the present attempt; where the events do not tell, the whole run counts as one epoch."""
+    _begin_s: float | None = None
+    _logged = (0, 0)
+    """Steps and rows at the last log, or at the start of the attempt."""
+    _logs = 0
+    """Of the present attempt."""
+    _pace: tuple[int, float] | None = None
+    """The first step logged by this attempt, and when."""
+    _evaluates_since_s: float | None = None
+    _peaks: tuple[int, float] = (0, 0.0)
+    _auroc: float | None = None
+    _planned_steps: int | None = None
+    """Steps that the run had been meant to make, if it stopped early."""
+    _turn: Event | None = None
+    """The last event that begins or ends something."""
+    _is_starting = False
+
+    def __init__(self, events: Iterable[Event] = (), *, curves: bool = True) -> None:
+        self.latest: Final[dict[str, Event]] = {}
+        """The last event of each kind."""
+        self.starts: Final[list[dict[str, float]]] = []
+        """Seconds by stage of every start: that of the command with its first attempt, then one for each further attempt or
+        command."""
+        self.time: Final = TimeSplit()
+        """Of all steps, those done again included: they took time as well."""
+        self.warm_time: Final = TimeSplit()
+        """Without the first interval logged behind each start, in which the first batch is waited for and nothing is at its
+        speed, and without what was evaluated and saved behind it."""
+        self.data: Final = DataSums()
+        self.saves: Final = Saves()
+        self._attempts: Final = Attempts()
+        self._curves = curves
+        self._curve: dict[int, dict[str, Any]] = {}
+        self._seen: dict[tuple[str, str], int] = {}
+        for event in events:
+            self.update(event)
+
+    # -- taking events
+
+    def update(self, event: Event) -> None:
+        """Takes in the next event."""
+        kind, time_s = event["kind"], event["time"]
+        if self._begin_s is None:
+            self._begin_s = time_s
+        elif self.last_time_s is not None and kind != "run":
+            self.working_s += time_s - self.last_time_s
+        self.last_time_s = time_s
+        self.latest[kind] = event
+        if kind in _BEGINS or kind in _ENDS:
+            self._turn = event
+        self.ended = _has_ended(event, before=self.ended)
+        if "step" in event:
+            before = self._seen.get(series(event), -1)
+            self.is_repeat = event["step"] <= before
+            self._seen[series(event)] = max(before, event["step"])
+        self._attempts.update(event)
+        if kind in ("run", "prepared", "attempt", "start_up"):
+            self._prepare(event)
+        elif kind == "start":
+            self._start(event)
+        elif kind == "step":
+            self._take_step(event)
+        elif kind == "evaluate":
+            self._evaluate(event)
+        elif kind == "data":
+            self.data.add(event)
+        elif kind in ("checkpoint", "checkpoint_late"):
+            self._save(event)
+        else:
+            self._end(event)
+
+    def _prepare(self, event: Event) -> None:
+        kind = event["kind"]
+        if kind == "start_up":
+            if not self._is_starting:
+                self.starts.append({})
+            self._is_starting = True
+            stages = self.starts[-1]
+            for name, seconds in event["stages"].items():
+                stages[name] = stages.get(name, 0.0) + seconds
+            return
+        self.status = "preparing" if kind == "run" else "starting workers"
+        if kind == "prepared":
+            self.train_rows = event.get("rows_of_sets", {}).get("train", 0)
+        elif kind == "run" or event["number"] > 1:
+            self._is_starting = False
+
+    def _start(self, event: Event) -> None:
+        step = event["step"]
+        self.steps_redone = max(0, self._logged[0] - step)
+        self.status, self.step, self.steps = "training", step, event.get("steps")
+        self.final = self._planned_steps = self._pace = self._evaluates_since_s = None
+        self._logs = 0
+        self._curve = {logged: row for logged, row in self._curve.items() if logged <= step}  # the rest is done again
+        self.data.begin()
+        batch_size = event.get("batch_size")
+        self.global_batch_size = batch_size and batch_size * event["world_size"]
+        batches = -(-self.train_rows // self.global_batch_size) if self.global_batch_size else 0
+        self.steps_per_epoch = max(1, batches or self.steps or 1)
+        self._logged = step, event.get("rows", step * (self.global_batch_size or 0))
+
+    def _take_step(self, event: Event) -> None:
+        step, (steps_before, rows_before) = event["step"], self._logged
+        rows = event.get("rows", rows_before)
+        elapsed_s = (rows - rows_before) / event["rows_per_s"] if event.get("rows_per_s") else 0.0
+        self.interval = Interval(step - steps_before, rows - rows_before, elapsed_s)
+        self._logged, self._logs = (step, rows), self._logs + 1
+        for split in self._splits():
+            split.add(event, self.interval)
+        self.step, self.steps = step, event.get("steps")
+        self._evaluates_since_s, self._pace = event["time"], self._pace or (step, event["time"])
+        if event.get("peak_fraction"):
+            count, total = self._peaks
+            self._peaks = count + 1, total + event["peak_fraction"]
+        epoch = {"epoch": rows / self.train_rows} if self.train_rows else {}
+        self._draw(event, {name: event[name] for name in _CURVE_FIELDS if name in event} | epoch)
+
+    def _splits(self) -> tuple[TimeSplit, ...]:
+        """What the time after the last log counts in."""
+        return (self.time, self.warm_time) if self._logs > 1 else (self.time,)
+
+    def _evaluate(self, event: Event) -> None:
+        if self._evaluates_since_s is not None:
+            for split in self._splits():
+                split.evaluation_s += max(0.0, event["time"] - self._evaluates_since_s)
+            self._evaluates_since_s = None
+        self._auroc = event.get("auroc", self._auroc)
+        if event["set"] == "validation":
+            self.evaluation = event
+            self._draw(event, {VALIDATION + name: value for name, value in metrics_of(event).items()})
+
+    def _draw(self, event: Event, fields: Mapping[str, Any]) -> None:
+        if self._curves:
+            assert self._begin_s is not None
+            row = self._curve.setdefault(event["step"], {"step": event["step"]})
+            row.update(fields, time_s=event["time"] - self._begin_s)
+
+    def _save(self, event: Event) -> None:
+        if event["kind"] == "checkpoint_late":
+            self.saves.late += 1
+            return
+        stall_s = event.get("stall_s", 0.0)
+        self.saves.stall_s += stall_s
+        self.saves.write_s += event.get("write_s", 0.0)
+        self.saves.bytes += event.get("bytes", 0)
+        for split in self._splits():
+            split.checkpoint_s += stall_s
+
+    def _end(self, event: Event) -> None:
+        kind = event["kind"]
+        if kind == "failure":
+            self.status = f"failed: {event['cause']}"
+        elif kind == "stop":
+            self.status = f"stopped: {event['cause']}"
+        elif kind == "early_stop":
+            self._planned_steps = self.steps
+        elif kind == "finish":
+            self.status, self.final = "finishing", event
+            self.step = self.steps = event["step"]
+            if "metrics" in event:
+                self._auroc = event["metrics"].get("auroc")
+        elif kind == "summary":
+            self.status = "finished"
+            if self._planned_steps is not None and self._planned_steps > self.step:
+                self.status = f"finished, stopped early at step {self.step:,} of {self._planned_steps:,}"
+
+    # -- asking
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        """Every attempt, in order."""
+        return self._attempts.all
+
+    @property
+    def restarts(self) -> list[Restart]:
+        """Every restart, in order."""
+        return self._attempts.restarts
+
+    @property
+    def finished(self) -> bool:
+        return self.status.startswith("finished")
+
+    @property
+    def peak_fraction(self) -> float | None:
+        """Mean over the logs that tell it."""
+        count, total = self._peaks
+        return total / count if count else None
+
+    def standing(self) -> str:
+        """How the run stands, as far as its last events tell."""
+        last = self.latest.get("step")
+        reached = f" at step {last['step']:,} of {last['steps']:,}" if last else " before its first step"
+        kind = self._turn and self._turn["kind"]
+        if kind in ("summary", "finish"):
+            return "finished"
+        if self._turn is not None and kind in ("stop", "failure"):
+            return f"{'stopped' if kind == 'stop' else 'failed'} ({self._turn['cause']}){reached}"
+        return f"not finished{reached}"
+
+    def left_s(self) -> float | None:
+        """Seconds to the last step at the pace of this attempt, its saves and evaluations included; None: not known yet."""
+        if self._pace is None or self.steps is None or self.last_time_s is None:
+            return None
+        first_step, first_s = self._pace
+        if self.step == first_step:
+            return None
+        return (self.steps - self.step) * (self.last_time_s - first_s) / (self.step - first_step)
+
+    def curve(self) -> list[dict[str, Any]]:
+        """A row for each step that was logged or evaluated, by step: `step`, `epoch` (passes over the training rows so far, in
+        part too; needs the event of kind prepared), `rows`, `loss`, `rows_per_s`, `blocked_fraction`, `validation_METRIC` and
+        `time_s`, seconds since the run began; what was not logged is not there. Steps that were done again after a failure
+        appear once, as they were the last time."""
+        return [self._curve[step] for step in sorted(self._curve)]
+
+    def costs(self, *, train_s: float) -> dict[str, Any]:
+        """The part of a run's summary about restarts and saves."""
+        again, stall_s = self.restarts, self.saves.stall_s
+        return {
+            "restarts": len(again),
+            "restart_causes": [asdict(restart) for restart in again],
+            "lost_s": sum(restart.lost_s for restart in again),
+            "steps_redone": sum(restart.steps_redone for restart in again),
+            "checkpoint_stall_s": stall_s,
+            "checkpoint_stall_fraction": stall_s / (train_s + stall_s) if train_s + stall_s else 0.0,
+        }
+
+    def cost(self, price: Price) -> Cost:
+        """Counts the time from each start of the driver to the last that is heard of it; machines that stand idle between are not
+        the run's."""
+        hours = self.working_s / 3600 * price.nodes
+        total, auroc = hours * price.per_node_hour, self._auroc
+        last = self.latest.get("step")
+        epochs = last["rows"] / self.train_rows if last and self.train_rows else None
+        return Cost(
+            node_hours=hours,
+            total=total,
+            per_epoch=total / epochs if epochs else None,
+            per_auroc_point=total / ((auroc - 0.5) / _POINT) if auroc is not None and auroc > 0.5 else None,
+            currency=price.currency,
+        )
+
+    # -- epochs: the training rows once, in batches of all workers
+
+    def rows_at(self, step: int) -> int:
+        """Rows trained once `step` steps of the run are done. Attempts may have batches of different sizes, so rows are counted,
+        not steps."""
+        logged, rows = self._logged
+        return rows + (step - logged) * (self.global_batch_size or 0)
+
+    def epochs_at(self, step: int) -> float:
+        """Epochs that are done then, in part too."""
+        if self.train_rows and self.global_batch_size:
+            return self.rows_at(step) / self.train_rows
+        return step / self.steps_per_epoch
+
+    def epoch_of(self, step: int) -> tuple[int, int]:
+        """(epoch from 0, steps done of it from 1) once `step` steps of the run are done."""
+        if self.train_rows and self.global_batch_size:
+            epoch, rows = divmod(max(0, self.rows_at(step) - 1), self.train_rows)
+            return epoch, rows // self.global_batch_size + 1
+        epoch, steps = divmod(max(0, step - 1), self.steps_per_epoch)
+        return epoch, steps + 1

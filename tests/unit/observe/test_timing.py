@@ -1,0 +1,41 @@
+"""Stages of a start are consecutive."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from rayrec.observe.timing import Stopwatch, process_age_s
+
+
+def test_stages_are_consecutive() -> None:
+    watch = Stopwatch(last_s=100.0)
+    watch.lap("imports", at_s=102.5)
+    watch.lap("index", at_s=103.0)
+    watch.lap("imports", at_s=104.0)
+    watch.lap("clock of another machine", at_s=103.0)
+    watch.lap("folder", at_s=103.5)
+    assert watch.stages == {"imports": 3.5, "index": 0.5, "clock of another machine": 0.0, "folder": 0.5}
+
+
+def test_a_lap_without_a_time_ends_now() -> None:
+    watch = Stopwatch(time.time() - 2.0)
+    watch.lap("a")
+    watch.lap("b")
+    assert 2.0 <= watch.stages["a"] < 60.0
+    assert 0.0 <= watch.stages["b"] < 60.0
+
+
+def test_the_age_of_a_process_counts_from_its_start(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    stat = tmp_path / "proc/self/stat"
+    stat.write_text("7 (a (strange) name) S " + " ".join(["0"] * 18) + " 0 9 9")  # started with the machine
+    assert process_age_s(tmp_path) == pytest.approx(time.clock_gettime(time.CLOCK_BOOTTIME), abs=5.0)
+    stat.write_text("7 (short) S")
+    assert process_age_s(tmp_path) is None
+    assert process_age_s(tmp_path / "nothing") is None
+    age_s = process_age_s()
+    assert age_s is not None
+    assert Stopwatch.of_process().last_s == pytest.approx(time.time() - age_s, abs=1.0)
