@@ -142,8 +142,8 @@ def failing(
             return {"step": 15}
         raise error
 
-    monkeypatch.setattr(ray_launcher.cluster, "connect", lambda *_, **__: None)
-    monkeypatch.setattr(ray_launcher.cluster, "ship_code", lambda *_: None)
+    monkeypatch.setattr(ray_launcher.connection, "connect", lambda *_, **__: None)
+    monkeypatch.setattr(ray_launcher.connection, "ship_code", lambda *_: None)
     monkeypatch.setattr(ray_launcher, "share_out", lambda *_: SimpleNamespace(driver=TaskPlacement(), num_nodes=1))
     monkeypatch.setattr(ray_launcher, "wait_for_room", ray_launcher.share_out)
     monkeypatch.setattr(ray_launcher, "start_ahead", lambda *_: None)  # a test before may have left a Ray
