@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from here_engine import Died, HereEngine
+from builders.engines import Died, HereEngine
 
 from rayrec import storage
 from rayrec.config import InputError
